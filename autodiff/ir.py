@@ -1,0 +1,200 @@
+"""The names of TVM's Relax that upstream keeps renaming, and the few helpers every pass here needs.
+
+All of ``autodiff``, ``partition`` and ``bridge`` import Relax types from this file, so that the next
+renaming (``struct_info`` became ``ty`` in 0.27) is one edit.
+
+The functions these packages exchange have one shape (*flat form*): a single dataflow block of
+``var = value`` bindings in ANF, static shapes, and a flat tuple of variables (or constants) as result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from tvm import relax
+from tvm.ir import Call, DictAttrs, Op
+from tvm.ir import GenericConst as Constant
+from tvm.relax import (
+    DataflowBlock,
+    DataflowVar,
+    Expr,
+    ExternFunc,
+    Function,
+    SeqExpr,
+    ShapeExpr,
+    TensorType,
+    Tuple,
+    TupleGetItem,
+    TupleType,
+    Var,
+    VarBinding,
+)
+
+__all__ = [
+    "Call",
+    "Constant",
+    "DataflowBlock",
+    "DataflowVar",
+    "Expr",
+    "ExternFunc",
+    "Function",
+    "SeqExpr",
+    "ShapeExpr",
+    "TensorType",
+    "Tuple",
+    "TupleGetItem",
+    "TupleType",
+    "Var",
+    "VarBinding",
+    "bindings",
+    "build_function",
+    "dtype",
+    "is_float",
+    "itemsize",
+    "library_name",
+    "nbytes",
+    "numel",
+    "numpy_value",
+    "op_name",
+    "results",
+    "shape",
+    "substitute",
+    "used_vars",
+]
+
+LIBRARY_PREFIX = "library."
+_BITS = {"bool": 8}
+
+
+def shape(value: Expr) -> tuple[int, ...]:
+    """The static shape of a tensor expression. ``ValueError`` if it is not a tensor of static shape."""
+    ty = value.ty
+    if not isinstance(ty, TensorType) or ty.shape is None:
+        raise ValueError(f"wanted a tensor of static shape, got {value} of type {ty}")
+    return tuple(int(extent) for extent in ty.shape)
+
+
+def dtype(value: Expr) -> str:
+    """The element type of a tensor expression, as in ``"float32"`` or ``"bool"``."""
+    return str(value.ty.dtype)
+
+
+def is_float(value: Expr) -> bool:
+    """Whether a value is a tensor of floating point elements (float16, bfloat16, float32, float64)."""
+    return isinstance(value.ty, TensorType) and "float" in dtype(value)
+
+
+def itemsize(element_type: str) -> int:
+    """Bytes per element as stored; a ``bool`` is stored as one byte."""
+    bits = _BITS.get(element_type)
+    if bits is None:
+        bits = int("".join(c for c in element_type if c.isdigit()))
+    return bits // 8
+
+
+def numel(value: Expr) -> int:
+    """Number of elements of a tensor expression."""
+    return math.prod(shape(value))
+
+
+def nbytes(value: Expr) -> int:
+    """Bytes of a tensor expression when stored densely."""
+    return numel(value) * itemsize(dtype(value))
+
+
+def numpy_value(value: Constant) -> np.ndarray:
+    """The number or array that a constant holds."""
+    return value.value.numpy()
+
+
+def op_name(value: Expr) -> str | None:
+    """``"relax.add"`` for a call of that operator, ``None`` for anything else."""
+    if isinstance(value, Call) and isinstance(value.op, Op):
+        return value.op.name
+    return None
+
+
+def library_name(value: Expr) -> str | None:
+    """``"library.embedding"`` for a call of that library function (see :mod:`autodiff.library`), else ``None``."""
+    if op_name(value) == "relax.call_pure_packed" and isinstance(value.args[0], ExternFunc):
+        name = str(value.args[0].global_symbol)
+        return name if name.startswith(LIBRARY_PREFIX) else None
+    return None
+
+
+def bindings(func: Function) -> Iterator[tuple[Var, Expr]]:
+    """The bindings ``(var, value)`` of a function in flat form, in order."""
+    for block in func.body.blocks:
+        for binding in block.bindings:
+            yield binding.var, binding.value
+
+
+def results(func: Function) -> list[Expr]:
+    """The fields of the flat result tuple of a function in flat form."""
+    body = func.body.body
+    if isinstance(body, Tuple):
+        return list(body.fields)
+    value = dict(bindings(func)).get(body)
+    if isinstance(value, Tuple):
+        return list(value.fields)
+    return [body]
+
+
+def used_vars(value: Expr) -> list[Var]:
+    """Every variable that a binding's value reads, in order of first use, each once."""
+    seen: dict[Var, None] = {}
+
+    def visit(expr: Expr) -> None:
+        if isinstance(expr, Var):
+            seen.setdefault(expr)
+
+    relax.analysis.post_order_visit(value, visit)
+    return list(seen)
+
+
+def build_function(
+    params: Sequence[Var],
+    body: Iterable[tuple[Var, Expr]],
+    outputs: Sequence[Expr],
+    attrs: dict | None = None,
+) -> Function:
+    """A function in flat form from ANF bindings whose values already carry their types.
+
+    Variables keep their names; those that are results become dataflow outputs.
+    """
+    body = list(body)
+    returned = {output for output in outputs if isinstance(output, Var)}
+    remap: dict[Var, Var] = {}
+    emitted = []
+    for var, value in body:
+        kind = Var if var in returned else DataflowVar
+        if type(var) is not kind:
+            remap[var] = kind(var.name, var.ty)
+        emitted.append(VarBinding(remap.get(var, var), substitute(value, remap)))
+    result = Tuple([remap.get(output, output) if isinstance(output, Var) else output for output in outputs])
+    blocks = [DataflowBlock(emitted)] if emitted else []
+    return Function(
+        list(params), SeqExpr(blocks, result), TupleType([output.ty for output in outputs]), attrs=DictAttrs(attrs or {})
+    )
+
+
+def substitute(value: Expr, mapping: dict[Var, Expr]) -> Expr:
+    """``value`` with variables replaced; the types of the replaced variables must not change."""
+    if not mapping:
+        return value
+    needed = {var: mapping[var] for var in used_vars(value) if var in mapping}
+    return _rewrite(value, needed) if needed else value
+
+
+def _rewrite(value: Expr, mapping: dict[Var, Expr]) -> Expr:
+    if isinstance(value, Var):
+        return mapping.get(value, value)
+    if isinstance(value, Tuple):
+        return Tuple([_rewrite(field, mapping) for field in value.fields])
+    if isinstance(value, TupleGetItem):
+        return TupleGetItem(_rewrite(value.tuple_value, mapping), value.index)
+    if isinstance(value, Call):
+        return Call(value.ty, value.op, [_rewrite(arg, mapping) for arg in value.args], value.attrs, value.ty_args)
+    return value
