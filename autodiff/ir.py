@@ -165,6 +165,7 @@ def build_function(
     Variables keep their names; those that are results become dataflow outputs.
     """
     body = list(body)
+    normalize = relax.BlockBuilder().normalize
     returned = {output for output in outputs if isinstance(output, Var)}
     remap: dict[Var, Var] = {}
     emitted = []
@@ -172,8 +173,8 @@ def build_function(
         kind = Var if var in returned else DataflowVar
         if type(var) is not kind:
             remap[var] = kind(var.name, var.ty)
-        emitted.append(VarBinding(remap.get(var, var), substitute(value, remap)))
-    result = Tuple([remap.get(output, output) if isinstance(output, Var) else output for output in outputs])
+        emitted.append(VarBinding(remap.get(var, var), normalize(substitute(value, remap))))
+    result = normalize(Tuple([remap.get(output, output) if isinstance(output, Var) else output for output in outputs]))
     blocks = [DataflowBlock(emitted)] if emitted else []
     return Function(
         list(params), SeqExpr(blocks, result), TupleType([output.ty for output in outputs]), attrs=DictAttrs(attrs or {})
