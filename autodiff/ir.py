@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from tvm import relax
-from tvm.ir import Call, DictAttrs, Op
+from tvm.ir import Call, DictAttrs, IRModule, Op
 from tvm.ir import GenericConst as Constant
 from tvm.relax import (
     DataflowBlock,
@@ -176,9 +176,9 @@ def build_function(
         emitted.append(VarBinding(remap.get(var, var), normalize(substitute(value, remap))))
     result = normalize(Tuple([remap.get(output, output) if isinstance(output, Var) else output for output in outputs]))
     blocks = [DataflowBlock(emitted)] if emitted else []
-    return Function(
-        list(params), SeqExpr(blocks, result), TupleType([output.ty for output in outputs]), attrs=DictAttrs(attrs or {})
-    )
+    ret_ty = TupleType([output.ty for output in outputs])
+    func = Function(list(params), SeqExpr(blocks, result), ret_ty, attrs=DictAttrs(attrs or {}))
+    return relax.transform.Normalize()(IRModule({"main": func}))["main"]  # types the body itself
 
 
 def substitute(value: Expr, mapping: dict[Var, Expr]) -> Expr:
