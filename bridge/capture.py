@@ -1,0 +1,473 @@
+"""From a module and a sample call to a functional ATen graph with everything that training needs beside it.
+
+``torch.export`` traces the module in its current mode. Its training IR still has ``detach`` and ``no_grad`` regions;
+the functional IR has lost them, so they are first rewritten into an operator of ours, ``tvm_dispatch::stop_gradient``.
+Every node remembers which training-IR node it came from: that is how a random draw in the functional graph finds its
+place among the draws that eager makes (:mod:`bridge.witness`), unused draws included.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
+from torch.utils import _pytree as pytree
+
+from bridge import witness as _witness
+from bridge.errors import Unsupported, UnsupportedModule, user_line
+from bridge.module_state import Snapshot, hooks_of
+from bridge.tracing import capturing
+from bridge.witness import Draw, Output, Witness
+
+__all__ = ["Captured", "ModuleTensor", "capture", "normalize_sample"]
+
+aten = torch.ops.aten
+
+_library = torch.library.Library("tvm_dispatch", "DEF")
+_library.define("stop_gradient(Tensor x) -> Tensor")
+_library.impl("stop_gradient", torch.clone, "CompositeExplicitAutograd")
+_library.impl("stop_gradient", torch.empty_like, "Meta")
+
+# Composite operators that stay whole: Relax or the library has them, and their decomposition only adds noise.
+_KEPT = (
+    aten.linear.default,
+    aten.matmul.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+_PLAIN_ARGUMENTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.memory_format)
+
+
+@dataclass(frozen=True)
+class ModuleTensor:
+    """A tensor that the module owns and the compiled code takes as an input.
+
+    Attributes:
+        kind: ``"parameter"``, ``"buffer"`` or ``"attribute"`` (a tensor that is just an attribute).
+        names: its dotted names, the first one in the module's own order; further ones when tied.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A module's sample call as a graph.
+
+    Attributes:
+        module_name: class name of the module.
+        graph: functional ATen graph; placeholders are bound by ``placeholders``.
+        placeholders: name of each placeholder -> index into ``module_tensors + arguments`` (tied ones share one).
+        module_tensors: what the module owns, each once.
+        arguments: the argument leaves that are tensors (fake), in pytree order.
+        argument_leaves: all leaves; tensors replaced by ``None`` are told apart by ``argument_is_tensor``.
+        argument_is_tensor: which leaves are tensors.
+        in_spec: pytree structure of ``(args, kwargs)``.
+        results: for each leaf of the module's result, the graph node that computes it (``None``: not computed).
+        mutated: ``(index of a module tensor, node of its new value)`` pairs.
+        witness: what eager does, see :mod:`bridge.witness`.
+        draw_of: name of each node that draws -> index into ``witness.draws``.
+    """
+
+    module_name: str
+    graph: fx.Graph
+    placeholders: dict[str, int]
+    module_tensors: tuple[ModuleTensor, ...]
+    arguments: tuple[torch.Tensor, ...]
+    argument_leaves: tuple[Any, ...]
+    argument_is_tensor: tuple[bool, ...]
+    in_spec: pytree.TreeSpec
+    results: tuple[fx.Node | None, ...]
+    mutated: tuple[tuple[int, fx.Node], ...]
+    witness: Witness
+    draw_of: dict[str, int]
+
+    @property
+    def draws(self) -> list[Draw]:
+        return self.witness.draws
+
+    @property
+    def outputs(self) -> list[Output]:
+        return self.witness.outputs
+
+
+def normalize_sample(sample_input: Any, sample_kwargs: dict[str, Any] | None) -> tuple[tuple, dict[str, Any]]:
+    """``(args, kwargs)`` of the sample call: a tensor is one argument, a tuple the positional, a dict the keyword ones.
+
+    Raises:
+        TypeError: for anything else, or keyword arguments given twice.
+    """
+    kwargs = dict(sample_kwargs or {})
+    if isinstance(sample_input, torch.Tensor):
+        return (sample_input,), kwargs
+    if isinstance(sample_input, tuple):
+        return sample_input, kwargs
+    if isinstance(sample_input, dict):
+        twice = sorted(set(sample_input) & set(kwargs))
+        if twice:
+            raise TypeError(f"sample_kwargs repeats what sample_input gives: {', '.join(map(str, twice))}")
+        return (), {**sample_input, **kwargs}
+    raise TypeError(
+        "sample_input: wanted a tensor (one positional argument), a tuple (positional arguments) or a dict "
+        f"(keyword arguments), got {type(sample_input).__name__}"
+    )
+
+
+def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
+    """Captures the call ``module(*args, **kwargs)`` in the module's current mode.
+
+    The module is not run on real numbers and is left as it was.
+
+    Raises:
+        UnsupportedModule: for data-dependent control flow, mutated arguments or Python state, custom autograd
+            functions, hooks on submodules and everything else that a graph does not hold exactly.
+    """
+    name = type(module).__name__
+    _refuse_hooks(module, name)
+    _refuse_arguments(args, kwargs, name)
+    snapshot = Snapshot(module)
+    try:
+        with capturing():
+            exported = _export(module, args, kwargs, name)
+            seen = _Seen(module, args, kwargs, exported)
+            changed = snapshot.changes()
+    finally:
+        snapshot.restore()
+    problems = list(seen.witness.unsupported)
+    problems += [
+        Unsupported(f"self.{attribute}", f"{name}.forward", "a Python attribute that forward changes", "use a buffer")
+        for attribute in changed
+    ]
+    if problems:
+        raise UnsupportedModule(name, problems)
+    return seen.captured()
+
+
+def _refuse_hooks(module: nn.Module, name: str) -> None:
+    found = [
+        Unsupported(f"{kind} on '{path}'", f"{name}.{path}", "a hook on an inner module is Python code", "remove it")
+        for path, child in module.named_modules()
+        if path and (kind := hooks_of(child))
+    ]
+    if found:
+        raise UnsupportedModule(name, found)
+
+
+def _refuse_arguments(args: tuple, kwargs: dict[str, Any], name: str) -> None:
+    leaves = pytree.tree_leaves((args, kwargs))
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            problem = _tensor_problem(leaf)
+        else:
+            problem = None if isinstance(leaf, _PLAIN_ARGUMENTS) else "not a tensor, number, string, flag or None"
+        if problem:
+            raise UnsupportedModule(
+                name, [Unsupported(f"argument of type {type(leaf).__name__}", f"{name}.forward", problem)]
+            )
+
+
+def _tensor_problem(tensor: torch.Tensor) -> str | None:
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        return "a tensor subclass"
+    if tensor.layout != torch.strided:
+        return f"layout {tensor.layout}"
+    if tensor.dtype.is_complex:
+        return "complex numbers are not supported"
+    return None
+
+
+def _export(module: nn.Module, args: tuple, kwargs: dict[str, Any], name: str) -> torch.export.ExportedProgram:
+    try:
+        return torch.export.export(module, args, kwargs, strict=False)
+    except Exception as error:
+        signature = inspect.signature(type(module).forward)
+        try:
+            signature.bind(module, *args, **kwargs)
+        except TypeError as mismatch:
+            raise TypeError(f"the sample does not fit {name}.forward{signature}: {mismatch}") from None
+        raise UnsupportedModule(name, [_explain_export_error(error)]) from error
+
+
+def _explain_export_error(error: BaseException) -> Unsupported:
+    where = user_line(error) or "see the exception above"
+    kind = type(error).__name__
+    first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), kind)
+    if kind in ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"):
+        return Unsupported(
+            "data-dependent control flow or shape",
+            where,
+            "what happens next depends on the numbers in a tensor",
+            "use torch.where, or dispatch the submodules on either side of it",
+        )
+    if kind == "UnsupportedOperatorException":
+        return Unsupported(str(error).splitlines()[0], where, "an operator that torch.export cannot trace")
+    return Unsupported("torch.export", where, f"{kind}: {first_line}")
+
+
+class _Seen:
+    """The exported program and the witness, brought together."""
+
+    def __init__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], exported: torch.export.ExportedProgram):
+        self.name = type(module).__name__
+        self.unsupported: list[Unsupported] = []
+        _annotate(exported.graph_module)
+        self._inline_no_grad(exported.graph_module)
+        _mark_detach(exported.graph_module.graph)
+        self.tensors, self.real_tensors = _module_tensors(module, exported)
+        self._run_witness(module, args, kwargs)
+        draws_by_origin = self._draws_by_origin(exported)
+        table = torch.export.default_decompositions()
+        for op in _KEPT:
+            table.pop(op, None)
+        self.exported = exported.run_decompositions(table)
+        self.draw_of = self._match_draws(draws_by_origin)
+        self.witness.unsupported += self.unsupported
+
+    def _run_witness(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fakes = [mode.from_tensor(tensor) for tensor in self.real_tensors]
+        state = {
+            name: fake
+            for spec, fake in zip(self.tensors, fakes, strict=True)
+            if spec.kind != "attribute"
+            for name in spec.names
+        }
+        leaves, self.in_spec = pytree.tree_flatten((args, kwargs))
+        self.argument_leaves = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        self.argument_is_tensor = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        fake_leaves = [_fake_leaf(mode, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.arguments = tuple(leaf for leaf in fake_leaves if isinstance(leaf, torch.Tensor))
+        fake_args, fake_kwargs = pytree.tree_unflatten(fake_leaves, self.in_spec)
+        parameters = [fake for spec, fake in zip(self.tensors, fakes, strict=True) if spec.kind == "parameter"]
+        inputs = [*fakes, *self.arguments]
+        self.witness = _witness.observe(module, state, parameters, inputs, fake_args, fake_kwargs, mode)
+        self.mode = mode
+
+    def _inline_no_grad(self, graph_module: fx.GraphModule) -> None:
+        """Inlines ``no_grad`` regions; what leaves one is a constant to autograd."""
+        graph = graph_module.graph
+        for node in list(graph.nodes):
+            if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+                continue
+            if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
+                where = user_line(node.meta.get("stack_trace")) or "a line that torch.export did not keep"
+                self.unsupported.append(Unsupported(str(node.target), where, "a higher-order operator"))
+                continue
+            enabled, region, *region_args = node.args
+            inner = getattr(graph_module, region.target)
+            if any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in inner.graph.nodes):
+                where = user_line(node.meta.get("stack_trace")) or "a no_grad region"
+                self.unsupported.append(
+                    Unsupported("nested no_grad/enable_grad", where, "grad modes inside each other")
+                )
+                continue
+            _inline(graph, node, inner.graph, region_args, stop=not enabled)
+        graph.lint()
+        graph_module.recompile()
+
+    def _draws_by_origin(self, exported: torch.export.ExportedProgram) -> dict[str, list[int]]:
+        """Which eager draws each training-IR node makes, checked against what the witness saw."""
+        draws: list[Draw] = []
+        by_origin: dict[str, list[int]] = {}
+
+        class Counting(fx.Interpreter):
+            def run_node(self, node: fx.Node) -> Any:
+                start = len(draws)
+                result = _witness.record_draws(lambda: fx.Interpreter.run_node(self, node), draws)
+                if len(draws) > start:
+                    by_origin[_origin(node)] = list(range(start, len(draws)))
+                return result
+
+        if not self.witness.draws and not self.witness.unsupported:
+            return {}
+        fakes = [_fake_placeholder(self.mode, node) for node in exported.graph.nodes if node.op == "placeholder"]
+        with self.mode:
+            Counting(exported.graph_module).run(*fakes)
+        if draws != self.witness.draws and not self.witness.unsupported:
+            self.unsupported.append(
+                Unsupported(
+                    "random draws",
+                    f"{self.name}.forward",
+                    f"eager draws {_draw_list(self.witness.draws)}; the exported graph {_draw_list(draws)}",
+                )
+            )
+        return by_origin
+
+    def _match_draws(self, by_origin: dict[str, list[int]]) -> dict[str, int]:
+        """Gives every random node of the functional graph its eager draw; unused draws stay without a node."""
+        nodes_of: dict[str, list[fx.Node]] = {}
+        for node in self.exported.graph.nodes:
+            if _is_random(node):
+                nodes_of.setdefault(_origin(node), []).append(node)
+        draw_of = {}
+        for origin, nodes in nodes_of.items():
+            draws = by_origin.get(origin, [])
+            if len(draws) != len(nodes):
+                where = user_line(nodes[0].meta.get("stack_trace")) or f"{self.name}.forward"
+                reason = f"{len(nodes)} random nodes in the graph for {len(draws)} draws of eager"
+                self.unsupported.append(Unsupported(str(nodes[0].target), where, reason))
+                continue
+            draw_of.update((node.name, draw) for node, draw in zip(nodes, draws, strict=True))
+        return draw_of
+
+    def captured(self) -> Captured:
+        signature = self.exported.graph_signature
+        index_of = {name: i for i, tensor in enumerate(self.tensors) for name in tensor.names}
+        placeholders: dict[str, int] = {}
+        argument = len(self.tensors)
+        is_tensor = iter(self.argument_is_tensor)
+        for spec in signature.input_specs:
+            if spec.kind == InputKind.USER_INPUT:
+                if next(is_tensor):
+                    placeholders[spec.arg.name] = argument
+                    argument += 1
+            elif spec.target in index_of:
+                placeholders[spec.arg.name] = index_of[spec.target]
+        nodes = {node.name: node for node in self.exported.graph.nodes}
+        results, mutated = [], []
+        for spec in signature.output_specs:
+            if spec.kind == OutputKind.USER_OUTPUT:
+                results.append(nodes[spec.arg.name] if isinstance(spec.arg, TensorArgument) else None)
+                continue
+            if spec.kind != OutputKind.BUFFER_MUTATION:
+                reason = f"changes '{spec.target}' in place ({spec.kind.name.lower()})"
+                raise UnsupportedModule(self.name, [Unsupported(str(spec.kind), f"{self.name}.forward", reason)])
+            mutated.append((index_of[spec.target], nodes[spec.arg.name]))
+        if len(results) != len(self.witness.outputs):
+            reason = f"the exported graph returns {len(results)} values, eager {len(self.witness.outputs)}"
+            raise UnsupportedModule(self.name, [Unsupported("torch.export", f"{self.name}.forward", reason)])
+        return Captured(
+            module_name=self.name,
+            graph=self.exported.graph,
+            placeholders=placeholders,
+            module_tensors=tuple(self.tensors),
+            arguments=self.arguments,
+            argument_leaves=self.argument_leaves,
+            argument_is_tensor=self.argument_is_tensor,
+            in_spec=self.in_spec,
+            results=tuple(results),
+            mutated=tuple(mutated),
+            witness=self.witness,
+            draw_of=self.draw_of,
+        )
+
+
+def _annotate(graph_module: fx.GraphModule) -> None:
+    """Writes into every node, regions included, where it stands; decomposition keeps ``meta["custom"]``."""
+    for path, inner in graph_module.named_modules():
+        if not isinstance(inner, fx.GraphModule):
+            continue
+        for node in inner.graph.nodes:
+            node.meta["custom"] = {"origin": f"{path}/{node.name}"}
+
+
+def _origin(node: fx.Node) -> str:
+    return (node.meta.get("custom") or {}).get("origin", node.name)
+
+
+def _mark_detach(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.target in (aten.detach.default, aten.detach_.default):
+            node.target = torch.ops.tvm_dispatch.stop_gradient.default
+
+
+def _inline(graph: fx.Graph, call: fx.Node, inner: fx.Graph, args: Sequence[fx.Node], *, stop: bool) -> None:
+    values: dict[fx.Node, Any] = {}
+    arguments = iter(args)
+    with graph.inserting_before(call):
+        for node in inner.nodes:
+            if node.op == "placeholder":
+                values[node] = next(arguments)
+            elif node.op == "output":
+                outputs = [fx.node.map_arg(value, values.__getitem__) for value in node.args[0]]
+            else:
+                values[node] = graph.node_copy(node, values.__getitem__)
+        if stop:
+            outputs = [_stopped(graph, output) for output in outputs]
+    for user in list(call.users):
+        if user.target is not operator.getitem:
+            raise AssertionError(f"a region's result is used by {user.format_node()}")
+        user.replace_all_uses_with(outputs[user.args[1]])
+        graph.erase_node(user)
+    graph.erase_node(call)
+
+
+def _stopped(graph: fx.Graph, value: Any) -> Any:
+    if not isinstance(value, fx.Node) or not value.meta["val"].is_floating_point():
+        return value
+    stopped = graph.call_function(torch.ops.tvm_dispatch.stop_gradient.default, (value,))
+    stopped.meta = dict(value.meta)
+    return stopped
+
+
+def _is_random(node: fx.Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    if node.target is aten.native_dropout.default:
+        value, rate, train = node.args
+        return bool(train) and 0 < rate < 1 and value.meta["val"].numel() > 0
+    return "scaled_dot_product" not in str(node.target)
+
+
+def _draw_list(draws: Sequence[Draw]) -> str:
+    return "[" + ", ".join(f"{draw.op}{list(draw.shape)}{draw.args}" for draw in draws) + "]"
+
+
+def _fake_leaf(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake leaf of the tensor's layout: the module's own graph starts at its arguments."""
+    return mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+def _fake_placeholder(mode: FakeTensorMode, node: fx.Node) -> Any:
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return value
+    with mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _module_tensors(
+    module: nn.Module, exported: torch.export.ExportedProgram
+) -> tuple[list[ModuleTensor], list[torch.Tensor]]:
+    """The tensors that the module owns, in its own order, tied ones once; then tensors that are plain attributes."""
+    named: dict[int, tuple[str, torch.Tensor, list[str]]] = {}
+    kinds = (
+        ("parameter", module.named_parameters(remove_duplicate=False)),
+        ("buffer", module.named_buffers(remove_duplicate=False)),
+    )
+    for kind, items in kinds:
+        for name, tensor in items:
+            named.setdefault(id(tensor), (kind, tensor, []))[2].append(name)
+    for spec in exported.graph_signature.input_specs:
+        if spec.kind == InputKind.CONSTANT_TENSOR and (tensor := _attribute(module, spec.target)) is not None:
+            named.setdefault(id(tensor), ("attribute", tensor, []))[2].append(spec.target)
+    tensors = []
+    for kind, tensor, names in named.values():
+        if problem := _tensor_problem(tensor):
+            raise UnsupportedModule(type(module).__name__, [Unsupported(names[0], names[0], problem)])
+        tensors.append(ModuleTensor(kind, tuple(names), tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+    return tensors, [tensor for _, tensor, _ in named.values()]
+
+
+def _attribute(module: nn.Module, path: str) -> torch.Tensor | None:
+    """The tensor attribute at a dotted path, or ``None`` for a literal that export lifted out of the code."""
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return value if isinstance(value, torch.Tensor) else None

@@ -1,0 +1,106 @@
+"""What a module owns besides its tensors, snapshotted: to undo what a capture changed, and to guard a call.
+
+Tracing runs the user's ``forward``. Whatever Python state that run changes (``self.calls += 1``) a compiled
+call would not change again, so such a module is refused; and the change made by the tracing is undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Snapshot", "hooks_of", "own_attributes"]
+
+# What nn.Module keeps in __dict__ for itself; parameters, buffers, submodules and flags are guarded separately.
+_INTERNAL = frozenset(nn.Module().__dict__) | {"_compiled_call_impl", "_is_hf_initialized"}
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+
+
+def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The attributes that a module's own code put on it: everything in ``__dict__`` that is not nn.Module's."""
+    for name, value in module.__dict__.items():
+        if name not in _INTERNAL:
+            yield name, value
+
+
+def hooks_of(module: nn.Module) -> str | None:
+    """The kind of hook registered on ``module``, as in ``"forward_hooks"``, or ``None``."""
+    for kind in _HOOKS:
+        if getattr(module, kind, None):
+            return kind[1:]
+    return None
+
+
+def _contents(value: Any) -> Any:
+    """A shallow copy of a mutable container, to tell later whether it was changed in place; else the value."""
+    if type(value) in (list, dict, set):
+        return value.copy()
+    return value
+
+
+def _same(before: Any, after: Any) -> bool:
+    if before is after:
+        return True
+    if isinstance(before, torch.Tensor) or isinstance(after, torch.Tensor) or type(before) is not type(after):
+        return False
+    if isinstance(before, list | tuple):
+        return len(before) == len(after) and all(map(_same, before, after))
+    if isinstance(before, dict):
+        return list(before) == list(after) and all(_same(before[key], after[key]) for key in before)
+    if isinstance(before, bool | int | float | complex | str | bytes | set | frozenset | torch.dtype | torch.device):
+        return bool(before == after) or before != before
+    return False
+
+
+class Snapshot:
+    """The Python state of a module tree, to find out what changed and to put it back.
+
+    Tensors are compared by identity: in-place changes of tensors are the witness's business.
+    """
+
+    def __init__(self, root: nn.Module):
+        self._modules = [(name, module, dict(module.__dict__)) for name, module in root.named_modules()]
+        self._containers = [
+            (module, key, value, _contents(value))
+            for _, module, attributes in self._modules
+            for key, value in attributes.items()
+            if type(value) in (list, dict, set)
+        ]
+
+    def changes(self) -> list[str]:
+        """Dotted names of attributes that were set, deleted or changed in place since the snapshot."""
+        found = []
+        for name, module, before in self._modules:
+            prefix = name + "." if name else ""
+            keys = list(dict.fromkeys((*before, *module.__dict__)))
+            found += [
+                prefix + key
+                for key in keys
+                if key not in before or key not in module.__dict__ or not _same(before[key], module.__dict__[key])
+            ]
+        owners = {id(module): name for name, module, _ in self._modules}
+        for module, key, value, contents in self._containers:
+            if not _same(contents, value):
+                prefix = owners[id(module)]
+                found.append(f"{prefix}.{key}" if prefix else key)
+        return sorted(set(found))
+
+    def restore(self) -> None:
+        """Puts back every attribute and the contents of every list, dict and set among them."""
+        for _, module, before in self._modules:
+            module.__dict__.clear()
+            module.__dict__.update(before)
+        for _, _, value, contents in self._containers:
+            if isinstance(value, list):
+                value[:] = contents
+            else:
+                value.clear()
+                value.update(contents)

@@ -1,0 +1,320 @@
+"""A run of the user's module on fake tensors, to learn what eager PyTorch does and an exported graph no longer says.
+
+``torch.export`` gives a functional graph: aliasing, the order and the memory layout of random draws (draws whose
+result nobody uses included), what autograd reaches, custom ``autograd.Function``s and in-place tricks are gone from
+it. Under ``FakeTensorMode`` the module runs as eager would, through the real dispatcher and autograd, without
+computing anything, without touching the generator and without touching the module's tensors. What is seen here is
+the reference that the compiled module must reproduce; what cannot be reproduced is refused by name.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bridge.errors import Unsupported, user_line
+
+__all__ = ["Draw", "Output", "Witness", "observe", "record_draws"]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One random draw of eager's generator.
+
+    Attributes:
+        op: the ATen operator that drew, as in ``"aten.bernoulli_.float"``.
+        shape, stride, dtype: of the tensor that it filled; the order in memory is the order of the draws.
+        args: its further arguments: numbers, strings, dtypes (for bernoulli_: the probability of a one).
+        kwargs: its keyword arguments.
+    """
+
+    op: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Output:
+    """One leaf of the module's result, as eager returns it.
+
+    Attributes:
+        value: the leaf itself if it is not a tensor.
+        is_tensor: whether it is a tensor.
+        alias_of: ``("input", i)`` or ``("output", j)`` when it shares the memory of the i-th module tensor or
+            argument, or of an earlier output that spans its memory; ``None`` when the memory is its own.
+        is_same_object: the very same tensor object as ``alias_of``.
+        shape, stride, offset, dtype: of the tensor; the offset is relative to the storage.
+        requires_grad: whether autograd tracks it.
+        reaches: indices of the inputs that its autograd graph reaches.
+    """
+
+    value: Any = None
+    is_tensor: bool = False
+    alias_of: tuple[str, int] | None = None
+    is_same_object: bool = False
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    dtype: torch.dtype | None = None
+    requires_grad: bool = False
+    reaches: frozenset[int] = frozenset()
+
+
+@dataclass
+class Witness:
+    """What one eager call did: its outputs, its draws in order, and whatever stands in the way of compiling it."""
+
+    outputs: list[Output] = field(default_factory=list)
+    out_spec: Any = None
+    draws: list[Draw] = field(default_factory=list)
+    unsupported: list[Unsupported] = field(default_factory=list)
+
+
+class _DrawRecorder(TorchDispatchMode):
+    """Appends a :class:`Draw` for every random operator that runs; tells what it cannot express."""
+
+    def __init__(self, draws: list[Draw], complain: Callable[[str, str], None]):
+        super().__init__()
+        self.draws = draws
+        self.complain = complain
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args):
+            self._record(func, args, kwargs or {}, result)
+        return result
+
+    def _record(self, func, args, kwargs, result) -> None:
+        if isinstance(result, tuple):  # native_dropout called by name: the mask is what was drawn
+            result = result[1] if str(func) == "aten.native_dropout.default" else result[0]
+        rest = args[1:] if args and isinstance(args[0], torch.Tensor) else args
+        values = (*rest, *kwargs.values())
+        if any(isinstance(value, torch.Tensor) for value in values) or kwargs.get("generator") is not None:
+            self.complain(str(func), "a random draw whose distribution is computed, or from a generator of its own")
+            return
+        self.draws.append(
+            Draw(str(func), tuple(result.shape), result.stride(), result.dtype, tuple(rest), tuple(kwargs.items()))
+        )
+
+
+def _draws_nothing(func, args) -> bool:
+    name = str(func)
+    if name in ("aten.native_dropout.default", "aten.dropout.default"):
+        return not args[2] or args[1] == 0 or args[0].numel() == 0
+    # tagged, but random only when asked for dropout
+    if "scaled_dot_product" in name:
+        return not any(isinstance(arg, float) and arg > 0 for arg in args[3:])
+    return False
+
+
+class _InPlaceWatcher(TorchFunctionMode):
+    """Sees every torch call of the module and reports in-place tricks that a functional graph would get wrong."""
+
+    def __init__(self, watch: _Watch):
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        tensors = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if name in ("register_hook", "retain_grad", "register_post_accumulate_grad_hook"):
+            self.watch.complain(f"Tensor.{name}", "a tensor hook set inside forward")
+        versions = [tensor._version for tensor in tensors]
+        result = func(*args, **kwargs)
+        for tensor, version in zip(tensors, versions, strict=True):
+            if tensor._version != version:
+                self.watch.mutated(name, tensor)
+        for leaf in _leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.watch.returned(name, tensors, leaf)
+        return result
+
+
+class _Watch:
+    """The rules: what may be written in place, given who else can see the memory."""
+
+    def __init__(self, arguments: Sequence[Any], parameters: Sequence[torch.Tensor]):
+        self.unsupported: list[Unsupported] = []
+        self._argument_storages = {_storage(a) for a in arguments if isinstance(a, torch.Tensor)}
+        self._parameter_storages = {_storage(p) for p in parameters}
+        self._detached: set[int] = set()
+
+    def complain(self, op: str, reason: str, hint: str | None = None) -> None:
+        where = user_line(traceback.extract_stack()) or "a line outside the module's own code"
+        extra = {"hint": hint} if hint else {}
+        self.unsupported.append(Unsupported(op, where, reason, **extra))
+
+    def mutated(self, name: str, tensor: torch.Tensor) -> None:
+        storage = _storage(tensor)
+        if storage in self._argument_storages:
+            self.complain(
+                name, "changes a tensor that was passed to the module", "work on a clone: x = x.clone() before it"
+            )
+        elif storage in self._parameter_storages:
+            self.complain(name, "changes a parameter inside forward", "move the update out of forward")
+        elif storage in self._detached:
+            self.complain(
+                name, "changes memory in place that autograd sees under another name (detach, no_grad)", "clone first"
+            )
+        elif not torch.is_grad_enabled() and tensor.requires_grad:
+            self.complain(name, "changes a tensor in place behind autograd's back (no_grad)", "clone first")
+
+    def returned(self, name: str, sources: Sequence[torch.Tensor], result: torch.Tensor) -> None:
+        if result.requires_grad:
+            return
+        if any(source.requires_grad and _storage(source) == _storage(result) for source in sources):
+            self._detached.add(_storage(result))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [leaf for item in value for leaf in _leaves(item)]
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in _leaves(item)]
+    return []
+
+
+@contextmanager
+def _exporting_flag():
+    """Libraries branch on ``torch.compiler.is_exporting()``: take the branch that the exported graph took."""
+    before = torch.compiler._is_exporting_flag
+    torch.compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_exporting_flag = before
+
+
+def record_draws(run: Callable[[], Any], draws: list[Draw]) -> Any:
+    """Runs ``run`` (on fake tensors) and appends its random draws to ``draws``."""
+    with _DrawRecorder(draws, lambda op, reason: None):
+        return run()
+
+
+def observe(
+    module: torch.nn.Module,
+    state: dict[str, torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    args: tuple,
+    kwargs: dict[str, Any],
+    mode: FakeTensorMode,
+) -> Witness:
+    """Runs ``module`` on fake tensors and reports what eager does.
+
+    Args:
+        module: the user's module; it is not changed.
+        state: fake tensors for its parameters and buffers by name.
+        parameters: those of them that are parameters.
+        inputs: fake module tensors and argument tensors, in the order that indices in the result refer to.
+        args, kwargs: the sample with fake tensors in it.
+        mode: the fake mode that all of them belong to.
+    """
+    argument_leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    watch = _Watch(argument_leaves, parameters)
+    witness = Witness(unsupported=watch.unsupported)
+    with mode, _exporting_flag(), _InPlaceWatcher(watch), _DrawRecorder(witness.draws, watch.complain):
+        result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
+    leaves, witness.out_spec = torch.utils._pytree.tree_flatten(result)
+    _describe_outputs(leaves, inputs, witness)
+    return witness
+
+
+def _describe_outputs(leaves: Sequence[Any], inputs: Sequence[torch.Tensor], witness: Witness) -> None:
+    by_storage = {_storage(tensor): ("input", index) for index, tensor in reversed(list(enumerate(inputs)))}
+    index_of = {id(tensor): index for index, tensor in enumerate(inputs)}
+    seen_outputs: dict[int, int] = {}
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            witness.outputs.append(Output(value=leaf))
+            continue
+        alias, same = None, False
+        if id(leaf) in index_of:
+            alias, same = ("input", index_of[id(leaf)]), True
+        elif _storage(leaf) in by_storage and leaf.numel():
+            alias = by_storage[_storage(leaf)]
+        elif id(leaf) in seen_outputs:
+            alias, same = ("output", seen_outputs[id(leaf)]), True
+        elif leaf.numel():
+            alias = _spanning_output(leaf, leaves[:index])
+        seen_outputs.setdefault(id(leaf), index)
+        if alias and not same and leaf.dtype != (inputs if alias[0] == "input" else leaves)[alias[1]].dtype:
+            reason = "returns a view of another dtype of something that the caller can see"
+            witness.unsupported.append(Unsupported("view_dtype", "the module's result", reason))
+        if leaf.requires_grad and leaf.grad_fn is None and not same:
+            witness.unsupported.append(
+                Unsupported("requires_grad_", "the module's result", "returns a new leaf that requires grad")
+            )
+        reaches = _reachable(leaf, inputs, witness)
+        witness.outputs.append(
+            Output(
+                is_tensor=True,
+                alias_of=alias,
+                is_same_object=same,
+                shape=tuple(leaf.shape),
+                stride=leaf.stride(),
+                offset=leaf.storage_offset(),
+                dtype=leaf.dtype,
+                requires_grad=leaf.requires_grad,
+                reaches=reaches,
+            )
+        )
+
+
+def _spanning_output(leaf: torch.Tensor, earlier: Sequence[Any]) -> tuple[str, int] | None:
+    """The earlier output that owns the same memory and covers all of it, so that ``leaf`` is a view of it."""
+    for index, other in enumerate(earlier):
+        if not isinstance(other, torch.Tensor) or _storage(other) != _storage(leaf) or other.dtype != leaf.dtype:
+            continue
+        if other.requires_grad != leaf.requires_grad:
+            continue
+        covers = other.numel() * other.element_size() == other.untyped_storage().nbytes()
+        if covers and other.storage_offset() == 0 and other.is_contiguous():
+            return "output", index
+    return None
+
+
+def _reachable(leaf: torch.Tensor, inputs: Sequence[torch.Tensor], witness: Witness) -> frozenset[int]:
+    """Indices of the inputs whose gradient ``leaf`` contributes to; complains about custom autograd functions."""
+    index_of = {id(tensor): index for index, tensor in enumerate(inputs)}
+    found: set[int] = set()
+    seen: set[Any] = set()
+    stack = [leaf.grad_fn] if leaf.grad_fn is not None else []
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and id(node.variable) in index_of:
+            found.add(index_of[id(node.variable)])
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            name = type(node).__name__.removesuffix("Backward")
+            if not any(op.op == f"autograd.Function {name}" for op in witness.unsupported):
+                reason = "a custom autograd.Function: its backward is Python code that a graph does not hold"
+                line = _class_line(node)
+                witness.unsupported.append(Unsupported(f"autograd.Function {name}", line, reason))
+        stack.extend(parent for parent, _ in node.next_functions if parent is not None)
+    return frozenset(found)
+
+
+def _class_line(node: Any) -> str:
+    code = getattr(getattr(node._forward_cls, "forward", None), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else type(node).__name__
