@@ -1,0 +1,315 @@
+"""When a call is not what an entry was compiled for, PyTorch runs it, and the statistics say what differed."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from bridge import add_tvm_dispatch, stats
+from tests.bridge.models import MLP
+from tests.bridge.parity import Call, as_call, assert_same, run
+
+
+def rows(count: int = 7, **options) -> torch.Tensor:
+    torch.manual_seed(3)
+    return torch.randn(count, 6, requires_grad=True, **options)
+
+
+def assert_reason(module: nn.Module, pattern: str) -> None:
+    """Exactly one miss was counted, under a reason that matches ``pattern``."""
+    misses = stats(module).misses
+    assert sum(misses.values()) == 1, dict(misses)
+    (reason,) = misses
+    assert _matches(pattern, reason), f"reason {reason!r} does not name {pattern!r}"
+
+
+def _matches(pattern: str, reason: str) -> bool:
+    return any(word in reason.lower() for word in pattern.split("|"))
+
+
+def check_miss(module: nn.Module, sample, other, pattern: str, change=None, context=contextlib.nullcontext) -> None:
+    """hit, then a call that differs (eager's result, one miss with a reason), then a hit again.
+
+    Args:
+        change: makes the call differ by changing the module; returns the function that undoes it.
+        context: a context manager around the call that differs.
+    """
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, sample)
+    run(module, as_call(sample))
+    assert stats(module).hits == 1, dict(stats(module).misses)
+
+    undo = [change(module), change(eager)] if change else []
+    with context():
+        actual = run(module, as_call(other))
+        expected = run(eager, as_call(other))
+    assert_same(actual, expected, rtol=0, atol=0)
+    assert stats(module).hits == 1, "a call that differs was dispatched"
+    assert_reason(module, pattern)
+    for restore in undo:
+        restore()
+
+    actual = run(module, as_call(sample))
+    expected = run(eager, as_call(sample))
+    assert_same(actual, expected, rtol=1e-5, atol=1e-5)
+    assert stats(module).hits == 2, dict(stats(module).misses)
+
+
+class Half(nn.Module):
+    def forward(self, x):
+        return x * 0.5
+
+
+class Sum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, tensors, extra=None):
+        y = self.linear(tensors[0] + tensors[1])
+        return y if extra is None else y * extra
+
+
+def test_shape():
+    check_miss(MLP(), rows(), rows(5), "shape")
+
+
+def test_rank():
+    check_miss(MLP(), rows(), rows().detach().reshape(1, 7, 6).requires_grad_(), "shape|rank|dim")
+
+
+def test_dtype_of_an_input():
+    check_miss(Half(), rows(), rows(dtype=torch.float64), "dtype")
+
+
+def test_dtype_of_the_parameters():
+    def change(module):
+        module.double()
+        return module.float
+
+    check_miss(MLP(), rows(), rows(dtype=torch.float64), "dtype", change)
+
+
+def test_training_flag():
+    def change(module):
+        module.eval()
+        return module.train
+
+    check_miss(MLP(dropout=0.5), rows(), rows(), "training", change)
+
+
+def test_training_flag_of_a_submodule():
+    def change(module):
+        module.dropout.eval()
+        return module.dropout.train
+
+    check_miss(MLP(dropout=0.5), rows(), rows(), "training", change)
+
+
+def test_no_grad():
+    check_miss(MLP(dropout=0.5), rows(), rows(), "grad", context=torch.no_grad)
+
+
+def test_inference_mode():
+    """Eager's result there is an inference tensor, which must never be saved for a backward."""
+    module = MLP()
+    x = rows()
+    add_tvm_dispatch(module, x)
+    with torch.inference_mode():
+        result = module(x.detach())
+    assert stats(module).hits == 0
+    assert result.is_inference()
+    torch.testing.assert_close(result.clone(), module(x), rtol=1e-5, atol=1e-5)
+
+
+def test_input_does_not_require_grad():
+    check_miss(MLP(), rows(), rows().detach(), "requires_grad|requires grad")
+
+
+def test_input_requires_grad_where_the_sample_did_not():
+    check_miss(MLP(), rows().detach(), rows(), "requires_grad|requires grad")
+
+
+def test_parameter_frozen_later():
+    def change(module):
+        module.first.weight.requires_grad_(False)
+        return module.first.weight.requires_grad_
+
+    check_miss(MLP(), rows(), rows(), "requires_grad|requires grad", change)
+
+
+def test_parameter_thawed_later():
+    def change(module):
+        module.first.weight.requires_grad_(True)
+        return lambda: module.first.weight.requires_grad_(False)
+
+    module = MLP()
+    module.first.weight.requires_grad_(False)
+    check_miss(module, rows(), rows(), "requires_grad|requires grad", change)
+
+
+def test_structure():
+    x, y = rows(), rows().detach() * 2
+    check_miss(Sum(), ((x, y),), ([x, y],), "structure")
+
+
+def test_extra_argument():
+    x, y = rows(), rows().detach() * 2
+    check_miss(Sum(), ((x, y),), ((x, y), torch.ones(3)), "structure|argument")
+
+
+def test_keyword_instead_of_positional():
+    x = rows()
+    check_miss(MLP(), x, {"x": x}, "structure|keyword|positional|argument")
+
+
+def test_positional_instead_of_keyword():
+    x = rows()
+    check_miss(MLP(), {"x": x}, (x,), "structure|keyword|positional|argument")
+
+
+def test_value_of_a_number():
+    x, y = rows(), rows().detach()
+    check_miss(Sum(), ((x, y), 2.0), ((x, y), 3.0), "value|constant|argument")
+
+
+def test_type_of_a_number():
+    """``True`` equals ``1`` in Python, but not for an operator that looks at the type."""
+
+    class Typed(nn.Module):
+        def forward(self, x, flag):
+            return x * 2 if flag is True else x * flag
+
+    check_miss(Typed(), (rows(), 1), (rows(), True), "value|constant|argument|type")
+
+
+def test_autocast():
+    check_miss(MLP(), rows(), rows(), "autocast", context=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+
+
+def test_hook_on_a_submodule():
+    seen = []
+
+    def change(module):
+        return module.first.register_forward_hook(lambda *_: seen.append(module)).remove
+
+    check_miss(MLP(), rows(), rows(), "hook", change)
+    assert len(seen) == 2, "the hook ran once for the dispatched module and once for eager"
+
+
+def test_pre_hook_on_a_submodule():
+    seen = []
+
+    def change(module):
+        return module.first.register_forward_pre_hook(lambda *_: seen.append(module)).remove
+
+    check_miss(MLP(), rows(), rows(), "hook", change)
+    assert len(seen) == 2
+
+
+def test_attribute_a_submodule_reads():
+    """The rate of a dropout is part of what was compiled; after a change eager's numbers are the right ones."""
+    module = MLP(dropout=0.5)
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, rows())
+    module.dropout.p = eager.dropout.p = 0.9
+    assert_same(run(module, Call((rows(),))), run(eager, Call((rows(),))), rtol=1e-5, atol=1e-5)
+
+
+def test_replaced_submodule():
+    torch.manual_seed(0)
+    module = MLP()
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, rows())
+    module.second = nn.Sequential(nn.Linear(10, 4), nn.Tanh())
+    eager.second = copy.deepcopy(module.second)
+    assert_same(run(module, Call((rows(),))), run(eager, Call((rows(),))), rtol=1e-5, atol=1e-5)
+
+
+def test_other_strides():
+    """A transposed argument of the sample's shape gives eager's result, dispatched or not."""
+    module = MLP()
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, rows())
+    other = torch.randn(6, 7).t().requires_grad_()
+    assert_same(run(module, Call((other,))), run(eager, Call((other,))), rtol=1e-5, atol=1e-5)
+
+
+def test_one_tensor_where_the_sample_had_two():
+    class Product(nn.Module):
+        def forward(self, a, b):
+            return a * torch.exp(b)
+
+    module = Product()
+    add_tvm_dispatch(module, (rows(), rows()))
+    x = rows()
+    assert_same(run(module, Call((x, x))), run(Product(), Call((x, x))), rtol=1e-5, atol=1e-5)
+
+
+def test_each_reason_is_counted():
+    module = MLP(dropout=0.5)
+    add_tvm_dispatch(module, rows())
+    module(rows(5))
+    module(rows(4))
+    module.eval()
+    module(rows())
+    module.train()
+    module(rows())
+    counted = stats(module)
+    assert counted.hits == 1
+    assert sum(counted.misses.values()) == 3
+    assert sum(n for reason, n in counted.misses.items() if "shape" in reason) == 2
+    assert sum(n for reason, n in counted.misses.items() if "training" in reason) == 1
+    assert "shape" in repr(counted) and "training" in repr(counted)
+
+
+def test_a_second_entry():
+    """Another shape and eval mode, added to the same module: each call finds its own entry."""
+    module = MLP(dropout=0.5)
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, rows())
+    add_tvm_dispatch(module, rows(5))
+    module.eval(), eager.eval()
+    add_tvm_dispatch(module, rows())
+    assert len(stats(module).entries) == 3
+    for flag in (False, True):
+        module.train(flag), eager.train(flag)
+        assert_same(run(module, Call((rows(),))), run(eager, Call((rows(),))), rtol=1e-5, atol=1e-5)
+    assert_same(run(module, Call((rows(5),))), run(eager, Call((rows(5),))), rtol=1e-5, atol=1e-5)
+    assert stats(module).hits == 3
+    assert not stats(module).misses
+
+
+def test_on_miss_error():
+    module = MLP()
+    add_tvm_dispatch(module, rows(), on_miss="error")
+    module(rows())
+    with pytest.raises(RuntimeError, match="shape"):
+        module(rows(5))
+    module(rows())
+    assert stats(module).hits == 2
+
+
+def test_on_miss_compile():
+    module = MLP(dropout=0.5)
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, rows(), on_miss="compile")
+    for _ in range(2):
+        assert_same(run(module, Call((rows(5),))), run(eager, Call((rows(5),))), rtol=1e-5, atol=1e-5)
+    assert len(stats(module).entries) == 2
+    assert stats(module).hits >= 1, "the second call of the new shape is a hit"
+    run(module, Call((rows(),)))
+    assert len(stats(module).entries) == 2
+
+
+def test_a_failing_call_fails_as_in_eager():
+    module = MLP()
+    add_tvm_dispatch(module, rows())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        module(torch.randn(7, 5))
+    with pytest.raises(TypeError):
+        module()
+    module(rows())
+    assert stats(module).hits == 1

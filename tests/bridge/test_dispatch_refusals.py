@@ -1,0 +1,310 @@
+"""What cannot be done exactly is refused by name and source line, and the module is then as it was."""
+
+import copy
+import pathlib
+
+import pytest
+import torch
+from torch import nn
+
+from bridge import UnsupportedModule, add_tvm_dispatch, stats
+from tests.bridge.models import MLP
+
+FILE = pathlib.Path(__file__).name
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.dropout = nn.Dropout(0.5)
+
+
+class UnsupportedOperator(Base):
+    def forward(self, x):
+        values = torch.linalg.eigvalsh(self.linear(x).T @ x)
+        return self.dropout(x) * values
+
+
+class TwoUnsupportedOperators(Base):
+    def forward(self, x):
+        values = torch.linalg.eigvalsh(self.linear(x).T @ x)
+        return self.dropout(x) * values + torch.linalg.qr(x).R.sum()
+
+
+class DataDependent(Base):
+    def forward(self, x):
+        x = self.dropout(self.linear(x))
+        if x.sum() > 0:
+            return x * 2
+        return x
+
+
+class DataDependentShape(Base):
+    def forward(self, x):
+        x = self.dropout(self.linear(x))
+        return x[x > 0]
+
+
+class ReadsValue(Base):
+    def forward(self, x):
+        y = self.dropout(self.linear(x))
+        return y * y.abs().max().item()
+
+
+class MutatesInput(Base):
+    def forward(self, x):
+        y = self.dropout(self.linear(x))
+        x.add_(1)
+        return y
+
+
+class MutatesInputByIndex(Base):
+    def forward(self, x):
+        y = self.dropout(self.linear(x))
+        x[0] = 0
+        return y
+
+
+class MutatesParameter(Base):
+    def forward(self, x):
+        with torch.no_grad():
+            self.linear.weight.mul_(0.9)
+        return self.dropout(self.linear(x))
+
+
+class CountsCalls(Base):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.dropout(self.linear(x))
+
+
+class KeepsHistory(Base):
+    def __init__(self):
+        super().__init__()
+        self.history = []
+
+    def forward(self, x):
+        y = self.dropout(self.linear(x))
+        self.history.append(y.shape[0])
+        return y
+
+
+class KeepsTensor(Base):
+    def __init__(self):
+        super().__init__()
+        self.last = None
+
+    def forward(self, x):
+        y = self.dropout(self.linear(x))
+        self.last = y
+        return y
+
+
+class ClippedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        return grad_out.clamp(-0.1, 0.1)
+
+
+class CustomFunction(Base):
+    def forward(self, x):
+        return ClippedGradient.apply(self.dropout(self.linear(x)))
+
+
+class GradientHook(Base):
+    """A tensor hook scales the gradient; dropping it would be silently wrong."""
+
+    def forward(self, x):
+        y = self.dropout(self.linear(x))
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad * 0.5)
+        return y * 2
+
+
+class UnsupportedDraw(Base):
+    def forward(self, x):
+        return self.linear(x) * torch.poisson(torch.ones_like(x))
+
+
+class OwnGenerator(Base):
+    """Draws from a generator of the module's own, which nobody else can put into eager's order."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x):
+        return self.linear(x) + torch.randn(x.shape, generator=self.generator)
+
+    def __deepcopy__(self, memo):
+        copied = type(self)()
+        copied.load_state_dict(self.state_dict())
+        copied.generator.set_state(self.generator.get_state())
+        return copied
+
+
+class LeavesForNumpy(Base):
+    def forward(self, x):
+        y = self.dropout(self.linear(x))
+        return y + torch.from_numpy(y.detach().numpy() * 2)
+
+
+class ComplexNumbers(Base):
+    def forward(self, x):
+        return torch.fft.rfft(self.dropout(self.linear(x))).abs()
+
+
+REFUSED = [
+    (UnsupportedOperator, "linalg_eig", "torch.linalg.eigvalsh(self.linear(x).T @ x)"),
+    (DataDependent, "", "if x.sum() > 0:"),
+    (DataDependentShape, "", "return x[x > 0]"),
+    (ReadsValue, "", "return y * y.abs().max().item()"),
+    (MutatesInput, "", "x.add_(1)"),
+    (MutatesInputByIndex, "", "x[0] = 0"),
+    (MutatesParameter, "", ""),
+    (CountsCalls, "calls", ""),
+    (KeepsHistory, "history", ""),
+    (KeepsTensor, "last", ""),
+    (CustomFunction, "ClippedGradient", "ClippedGradient.apply"),
+    (GradientHook, "hook", ""),
+    (UnsupportedDraw, "poisson", "torch.poisson(torch.ones_like(x))"),
+    (OwnGenerator, "generator", ""),
+    (LeavesForNumpy, "", ""),
+    (ComplexNumbers, "", "torch.fft.rfft"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "source"), REFUSED, ids=[kind.__name__ for kind, _, _ in REFUSED])
+def test_refused_by_name_and_line(kind, name, source):
+    torch.manual_seed(0)
+    module = kind()
+    x = torch.randn(6, 6)
+    with pytest.raises(UnsupportedModule) as caught:
+        add_tvm_dispatch(module, x)
+    text = str(caught.value)
+    assert caught.value.ops
+    assert name in text, f"{name!r} is not named in:\n{text}"
+    if source:
+        assert any(FILE in op.where and source in op.where for op in caught.value.ops), (
+            f"no operation stands at {source!r} in:\n{text}"
+        )
+        assert source in text and FILE in text
+
+
+@pytest.mark.parametrize("kind", [kind for kind, _, _ in REFUSED])
+def test_module_is_untouched_after_a_refusal(kind):
+    torch.manual_seed(0)
+    module = kind()
+    reference = copy.deepcopy(module)
+    x = torch.randn(6, 6)
+    given = x.clone()
+    keys = list(module.__dict__)
+    generator = torch.get_rng_state()
+    flags = {name: child.training for name, child in module.named_modules()}
+    parameters = dict(module.named_parameters())
+
+    with pytest.raises(UnsupportedModule):
+        add_tvm_dispatch(module, x)
+
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert torch.equal(x, given), "the sample input was changed"
+    assert list(module.__dict__) == keys
+    assert module._compiled_call_impl is None
+    assert flags == {name: child.training for name, child in module.named_modules()}
+    assert all(parameter is parameters[name] for name, parameter in module.named_parameters())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    _assert_equal_state(module, reference)
+    for attribute in ("calls", "history", "last"):
+        assert getattr(module, attribute, None) == getattr(reference, attribute, None)
+
+    torch.manual_seed(5)
+    actual = module(x.clone())
+    torch.manual_seed(5)
+    expected = reference(x.clone())
+    assert torch.equal(actual, expected)
+    _assert_equal_state(module, reference)
+
+
+def _assert_equal_state(module, reference):
+    state, wanted = module.state_dict(), reference.state_dict()
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(state[key], wanted[key]) for key in wanted)
+
+
+def test_every_unsupported_operator_is_listed():
+    with pytest.raises(UnsupportedModule) as caught:
+        add_tvm_dispatch(TwoUnsupportedOperators(), torch.randn(6, 6))
+    named = " ".join(str(op.op) for op in caught.value.ops)
+    assert "linalg_eig" in named
+    assert "linalg_qr" in named
+
+
+def test_refusal_names_what_to_do():
+    with pytest.raises(UnsupportedModule) as caught:
+        add_tvm_dispatch(UnsupportedOperator(), torch.randn(6, 6))
+    (op,) = [op for op in caught.value.ops if "linalg_eig" in op.op]
+    assert op.op.startswith("aten.")
+    assert op.reason or op.hint
+
+
+def test_a_refused_submodule_leaves_dispatch_of_its_siblings():
+    """The model around a refused part still trains with the parts that were accepted."""
+    torch.manual_seed(0)
+    model = nn.Sequential(MLP(6, 10, 6), UnsupportedOperator())
+    x = torch.randn(6, 6)
+    add_tvm_dispatch(model[0], x)
+    with pytest.raises(UnsupportedModule):
+        add_tvm_dispatch(model[1], x)
+    model(x).sum().backward()
+    assert stats(model[0]).hits == 1
+
+
+def test_a_refused_second_entry_keeps_the_first():
+    class Either(Base):
+        def forward(self, x):
+            return self.linear(x) if x.shape[0] == 4 else torch.linalg.eigvalsh(self.linear(x))
+
+    module = Either()
+    add_tvm_dispatch(module, torch.randn(4, 6))
+    keys = list(module.__dict__)
+    with pytest.raises(UnsupportedModule):
+        add_tvm_dispatch(module, torch.randn(6, 6))
+    assert list(module.__dict__) == keys
+    module(torch.randn(4, 6))
+    assert stats(module).hits == 1
+    assert len(stats(module).entries) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error"),
+    [
+        ((torch.nn.functional.relu, torch.randn(7, 6)), {}, TypeError),
+        ((MLP(), 3), {}, TypeError),
+        ((MLP(), [torch.randn(7, 6)]), {}, TypeError),
+        ((MLP(), torch.randn(7, 6)), {"partition": "none"}, ValueError),
+        ((MLP(), torch.randn(7, 6)), {"on_miss": "retry"}, ValueError),
+        ((MLP(), torch.randn(7, 6)), {"sample_kwargs": 3}, TypeError),
+        ((MLP(), (torch.randn(7, 6), torch.randn(7, 6))), {}, TypeError),
+    ],
+    ids=["no module", "number", "list", "partition", "on_miss", "sample_kwargs", "too many arguments"],
+)
+def test_wrong_arguments(arguments, options, error):
+    module = arguments[0]
+    keys = list(module.__dict__)
+    with pytest.raises(error):
+        add_tvm_dispatch(*arguments, **options)
+    assert list(module.__dict__) == keys
+
+
+def test_a_sample_that_eager_refuses_is_reported_as_eager_does():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        add_tvm_dispatch(MLP(), torch.randn(7, 5))

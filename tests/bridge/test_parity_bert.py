@@ -1,0 +1,113 @@
+"""BERT, from one layer to whole models with their loss: outputs, every gradient and the generator as in eager."""
+
+import pytest
+import torch
+
+from tests.bridge.models import (
+    bert_layer,
+    bert_model,
+    classifier,
+    masked_labels,
+    masked_lm,
+    padding,
+    tokens,
+)
+from tests.bridge.parity import check_module
+
+SHAPES = [(3, 17), (1, 5), (2, 32)]
+DTYPES = [torch.float64, torch.float32]
+
+
+def hidden_states(batch: int, sequence: int) -> torch.Tensor:
+    return torch.randn(batch, sequence, 24, requires_grad=True)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layer(attention, dropout, shape):
+    check_module(lambda: bert_layer(attention=attention, dropout=dropout), lambda: hidden_states(*shape))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_layer_float32(attention, dropout):
+    check_module(
+        lambda: bert_layer(attention=attention, dropout=dropout), lambda: hidden_states(3, 17), dtype=torch.float32
+    )
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_layer_with_additive_mask(attention):
+    def inputs():
+        mask = (1.0 - padding().to(torch.float64))[:, None, None, :] * -1e4
+        return {"hidden_states": hidden_states(3, 17), "attention_mask": mask.expand(3, 1, 17, 17).contiguous()}
+
+    check_module(lambda: bert_layer(attention=attention), inputs)
+
+
+@pytest.mark.parametrize("partition", ["save_all", "recompute_all", "min_cut"])
+def test_every_partition_gives_the_same_numbers(partition):
+    check_module(bert_layer, lambda: hidden_states(3, 17), partition=partition)
+
+
+def test_layer_whose_input_does_not_require_grad():
+    check_module(bert_layer, lambda: torch.randn(3, 17, 24))
+
+
+def test_dropout_is_drawn_and_moves_the_generator():
+    """Guards the comparison itself: two seeds must differ, and so must the generator before and after a call."""
+    layer = check_module(bert_layer, lambda: hidden_states(3, 17))
+    x = hidden_states(3, 17).double()
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = layer(x)
+    assert not torch.equal(torch.get_rng_state(), before)
+    assert not torch.allclose(first, layer(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_model(attention, dtype):
+    check_module(
+        lambda: bert_model(attention=attention),
+        lambda: {"input_ids": tokens(), "attention_mask": padding()},
+        dtype=dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_masked_lm_with_labels(attention, dtype):
+    def inputs():
+        ids = tokens()
+        return {"input_ids": ids, "attention_mask": padding(), "labels": masked_labels(ids)}
+
+    check_module(lambda: masked_lm(attention=attention), inputs, dtype=dtype)
+
+
+def test_masked_lm_without_padding():
+    def inputs():
+        ids = tokens(2, 32)
+        return {"input_ids": ids, "labels": masked_labels(ids)}
+
+    check_module(masked_lm, inputs)
+
+
+def test_masked_lm_positional():
+    check_module(masked_lm, lambda: (tokens(), padding(), torch.zeros(3, 17, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_sequence_classification_with_labels(attention):
+    check_module(
+        lambda: classifier(attention=attention),
+        lambda: {"input_ids": tokens(), "attention_mask": padding(), "labels": torch.tensor([2, 0, 1])},
+    )
+
+
+def test_embeddings_as_input():
+    check_module(
+        bert_model,
+        lambda: {"inputs_embeds": torch.randn(3, 17, 24, requires_grad=True), "attention_mask": padding()},
+    )
