@@ -40,6 +40,8 @@ __all__ = [
     "Expr",
     "ExternFunc",
     "Function",
+    "IRModule",
+    "Op",
     "SeqExpr",
     "ShapeExpr",
     "TensorType",
@@ -62,6 +64,7 @@ __all__ = [
     "shape",
     "substitute",
     "used_vars",
+    "with_outputs",
 ]
 
 LIBRARY_PREFIX = "library."
@@ -181,6 +184,17 @@ def build_function(
     return relax.transform.Normalize()(IRModule({"main": func}))["main"]  # types the body itself
 
 
+def with_outputs(
+    func: Function,
+    body: Iterable[tuple[Var, Expr]],
+    outputs: Iterable[Expr],
+    params: Iterable[Var] | None = None,
+) -> Function:
+    """``func`` with another body and other results (and parameters); its attributes stay."""
+    params = list(func.params) if params is None else list(params)
+    return build_function(params, body, list(outputs), attrs=dict(func.attrs.items()) if func.attrs else None)
+
+
 def substitute(value: Expr, mapping: dict[Var, Expr]) -> Expr:
     """``value`` with variables replaced; the types of the replaced variables must not change."""
     if not mapping:
@@ -197,5 +211,6 @@ def _rewrite(value: Expr, mapping: dict[Var, Expr]) -> Expr:
     if isinstance(value, TupleGetItem):
         return TupleGetItem(_rewrite(value.tuple_value, mapping), value.index)
     if isinstance(value, Call):
-        return Call(value.ty, value.op, [_rewrite(arg, mapping) for arg in value.args], value.attrs, value.ty_args)
+        args = [_rewrite(arg, mapping) for arg in value.args]
+        return Call(value.op, args, value.attrs, value.ty_args, ret_ty=value.ty)
     return value

@@ -81,6 +81,7 @@ class Captured:
         mutated: ``(index of a module tensor, node of its new value)`` pairs.
         witness: what eager does, see :mod:`bridge.witness`.
         draw_of: name of each node that draws -> index into ``witness.draws``.
+        literals: tensor literals of the module's code, by placeholder name.
     """
 
     module_name: str
@@ -95,6 +96,7 @@ class Captured:
     mutated: tuple[tuple[int, fx.Node], ...]
     witness: Witness
     draw_of: dict[str, int]
+    literals: dict[str, torch.Tensor]
 
     @property
     def draws(self) -> list[Draw]:
@@ -191,8 +193,12 @@ def _tensor_problem(tensor: torch.Tensor) -> str | None:
 
 
 def _export(module: nn.Module, args: tuple, kwargs: dict[str, Any], name: str) -> torch.export.ExportedProgram:
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    # one object per leaf: export would otherwise identify arguments that happen to be the same tensor today
+    leaves = [_stand_in(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    stand_in_args, stand_in_kwargs = pytree.tree_unflatten(leaves, spec)
     try:
-        return torch.export.export(module, args, kwargs, strict=False)
+        return torch.export.export(module, stand_in_args, stand_in_kwargs, strict=False)
     except Exception as error:
         signature = inspect.signature(type(module).forward)
         try:
@@ -200,6 +206,12 @@ def _export(module: nn.Module, args: tuple, kwargs: dict[str, Any], name: str) -
         except TypeError as mismatch:
             raise TypeError(f"the sample does not fit {name}.forward{signature}: {mismatch}") from None
         raise UnsupportedModule(name, [_explain_export_error(error)]) from error
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same layout; the tracing never looks at its numbers."""
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return like.requires_grad_(tensor.requires_grad)
 
 
 def _explain_export_error(error: BaseException) -> Unsupported:
@@ -328,6 +340,7 @@ class _Seen:
         signature = self.exported.graph_signature
         index_of = {name: i for i, tensor in enumerate(self.tensors) for name in tensor.names}
         placeholders: dict[str, int] = {}
+        literals: dict[str, torch.Tensor] = {}
         argument = len(self.tensors)
         is_tensor = iter(self.argument_is_tensor)
         for spec in signature.input_specs:
@@ -337,6 +350,8 @@ class _Seen:
                     argument += 1
             elif spec.target in index_of:
                 placeholders[spec.arg.name] = index_of[spec.target]
+            elif spec.kind == InputKind.CONSTANT_TENSOR:
+                literals[spec.arg.name] = self.exported.constants[spec.target]
         nodes = {node.name: node for node in self.exported.graph.nodes}
         results, mutated = [], []
         for spec in signature.output_specs:
@@ -363,6 +378,7 @@ class _Seen:
             mutated=tuple(mutated),
             witness=self.witness,
             draw_of=self.draw_of,
+            literals=literals,
         )
 
 

@@ -1,0 +1,57 @@
+"""Operators that make tensors from nothing."""
+
+from __future__ import annotations
+
+import torch
+from tvm import relax
+
+from bridge.aten.registry import converts
+
+aten = torch.ops.aten
+
+
+@converts(aten.full.default, aten.full_like.default)
+def full(importer, node, size_or_tensor, value, **layout):
+    return importer.filled(importer.out(node), value)
+
+
+@converts(aten.scalar_tensor.default)
+def scalar_tensor(importer, node, value, **layout):
+    return importer.constant(value, importer.out_dtype(node))
+
+
+@converts(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+def zeros(importer, node, *args, **layout):
+    return importer.filled(importer.out(node), 0)
+
+
+@converts(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
+def ones(importer, node, *args, **layout):
+    return importer.filled(importer.out(node), 1)
+
+
+@converts(
+    aten.empty.memory_format,
+    aten.empty_permuted.default,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+)
+def empty(importer, node, *args, **layout):
+    # eager's memory is uninitialized: any value is right, this one is reproducible
+    return importer.filled(importer.out(node), 0)
+
+
+@converts(aten.arange.start_step, aten.arange.start, aten.arange.default)
+def arange(importer, node, *bounds, **layout):
+    start, end, step = (0, bounds[0], 1) if len(bounds) == 1 else (*bounds, 1)[:3]
+    element_type = importer.out_dtype(node)
+    ints = "float" not in element_type
+    start, end, step = (int(b) if ints else float(b) for b in (start, end, step))
+    extent = importer.out(node).shape[0]
+    if ints:
+        return importer.emit(relax.op.arange(start, start + extent * step, step, element_type))
+    index = importer.emit(relax.op.arange(0, extent, 1, "int64"))
+    scaled = relax.op.multiply(importer.cast(index, element_type), importer.constant(step, element_type))
+    return importer.emit(relax.op.add(importer.emit(scaled), importer.constant(start, element_type)))

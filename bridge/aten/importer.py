@@ -1,0 +1,277 @@
+"""The walk over a captured graph that emits Relax, one conversion per ATen operator."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
+from tvm import relax
+
+from autodiff.ir import Expr, Function, TensorType, Tuple, TupleType, Var, build_function, dtype, shape
+from autodiff.library import call as library_call
+from bridge.aten.registry import CONVERSIONS, Refused
+from bridge.capture import Captured
+from bridge.errors import Unsupported, UnsupportedModule, user_line
+
+__all__ = ["Imported", "Importer", "import_graph", "relax_dtype", "unsupported_nodes"]
+
+_DTYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.bool: "bool",
+}
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A module's forward as a Relax function.
+
+    Attributes:
+        function: parameters are the module's tensors, the argument tensors, then ``draw_<k>`` inputs for random draws
+            that are no dropout; results are the computed outputs, then the new values of mutated buffers.
+        output_of: for each leaf of the module's result, its index among the function's results, ``None`` if the
+            leaf is not computed (a constant, or a view of something that the caller has).
+        num_outputs: how many results are outputs; the rest belong to ``Captured.mutated``, in order.
+        dropout_draws: eager draw of each ``relax.nn.dropout`` binding, in binding order.
+        input_draws: eager draw of each ``draw_<k>`` parameter, in parameter order.
+    """
+
+    function: Function
+    output_of: tuple[int | None, ...]
+    num_outputs: int
+    dropout_draws: tuple[int, ...]
+    input_draws: tuple[int, ...]
+
+
+def relax_dtype(torch_dtype: torch.dtype) -> str:
+    """The Relax name of a torch dtype. :class:`Refused` for those that Relax does not compute with."""
+    if torch_dtype not in _DTYPES:
+        raise Refused(f"values of type {torch_dtype}")
+    return _DTYPES[torch_dtype]
+
+
+class Importer:
+    """What conversions work with: emission, types, casts, draws.
+
+    Attributes:
+        bindings: what was emitted, in order.
+    """
+
+    def __init__(self, captured: Captured):
+        self.captured = captured
+        self.bindings: list[tuple[Var, Expr]] = []
+        self.dropout_draws: list[int] = []
+        self.draw_params: dict[int, Var] = {}
+        self._builder = relax.BlockBuilder()
+        self._names: dict[str, int] = {}
+        self._hint = "v"
+
+    def emit(self, value: Expr) -> Expr:
+        """Binds ``value`` to a new variable named after the node that is converted."""
+        value = self._builder.normalize(value)
+        if isinstance(value, Var):
+            return value
+        count = self._names.get(self._hint, 0)
+        self._names[self._hint] = count + 1
+        name = self._hint if count == 0 else f"{self._hint}__{count}"
+        var = Var(name, value.ty)
+        self.bindings.append((var, value))
+        return var
+
+    def item(self, value: Expr, index: int) -> Expr:
+        """Field ``index`` of a tuple-typed variable."""
+        return self.emit(relax.TupleGetItem(value, index))
+
+    def library(self, name: str, args: Sequence[Any], result: torch.Tensor | Sequence[torch.Tensor]) -> Expr:
+        """Emits a library call (see :mod:`autodiff.library`); ``result`` are the fake tensors of its result."""
+        ty: Any = (
+            self.type_of(result)
+            if isinstance(result, torch.Tensor)
+            else TupleType([self.type_of(field) for field in result])
+        )
+        return self.emit(library_call(name, [self._library_argument(arg) for arg in args], ty))
+
+    def _library_argument(self, arg: Any) -> Expr:
+        if isinstance(arg, bool | int | float):
+            return relax.prim_value(int(arg) if isinstance(arg, bool) else arg)
+        if isinstance(arg, str):
+            return relax.StringImm(arg)
+        if isinstance(arg, list | tuple) and all(isinstance(item, int) for item in arg):
+            return relax.ShapeExpr(list(arg))
+        if isinstance(arg, list | tuple):
+            return self.emit(Tuple(list(arg)))
+        return arg
+
+    @staticmethod
+    def type_of(fake: torch.Tensor) -> TensorType:
+        """The Relax type of a fake tensor."""
+        return TensorType(tuple(int(extent) for extent in fake.shape), relax_dtype(fake.dtype))
+
+    @staticmethod
+    def out(node: fx.Node) -> torch.Tensor:
+        """The fake tensor that a node produces: its shape and dtype are what the conversion must deliver."""
+        return node.meta["val"]
+
+    def out_dtype(self, node: fx.Node) -> str:
+        return relax_dtype(self.out(node).dtype)
+
+    def constant(self, value: bool | int | float, element_type: str) -> Expr:
+        """A 0-d constant."""
+        return relax.const(value, element_type)
+
+    def filled(self, fake: torch.Tensor, value: bool | int | float) -> Expr:
+        """A tensor like ``fake`` with every element ``value``."""
+        ty = self.type_of(fake)
+        return self.emit(relax.op.full(ty.shape, self.constant(value, str(ty.dtype)), str(ty.dtype)))
+
+    def cast(self, value: Expr | bool | int | float, element_type: str) -> Expr:
+        """``value`` as ``element_type`` with torch's meaning (to bool: is it not zero); numbers become constants."""
+        if isinstance(value, bool | int | float):
+            return self.constant(value, element_type)
+        if dtype(value) == element_type:
+            return value
+        if element_type == "bool":
+            return self.emit(relax.op.not_equal(value, self.constant(0, dtype(value))))
+        return self.emit(relax.op.astype(value, element_type))
+
+    def operands(self, node: fx.Node, *args: Any) -> list[Expr]:
+        """``args`` cast to the dtype of the node's result."""
+        element_type = self.out_dtype(node)
+        return [self.cast(arg, element_type) for arg in args]
+
+    def compared(self, node: fx.Node, *args: Any) -> list[Expr]:
+        """``args`` cast to the dtype in which torch compares the node's operands."""
+        fakes = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args[: len(args)]]
+        kind = ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
+        _, common = elementwise_dtypes(*fakes, type_promotion_kind=kind)
+        return [self.cast(arg, relax_dtype(common)) for arg in args]
+
+    def reshape(self, value: Expr, target: Sequence[int]) -> Expr:
+        """``value`` in another shape; itself if it has that shape."""
+        return value if shape(value) == tuple(target) else self.emit(relax.op.reshape(value, list(target)))
+
+    def expand(self, value: Expr, target: Sequence[int]) -> Expr:
+        """``value`` broadcast to ``target``; itself if it has that shape."""
+        return value if shape(value) == tuple(target) else self.emit(relax.op.broadcast_to(value, list(target)))
+
+    def draw(self, node: fx.Node) -> Expr:
+        """The input that carries what eager draws at ``node``."""
+        if node.name not in self.captured.draw_of:
+            raise Refused("a random draw that eager was not seen to make")
+        index = self.captured.draw_of[node.name]
+        draw = self.captured.draws[index]
+        if draw.shape != tuple(self.out(node).shape):
+            raise Refused(f"eager draws a tensor of shape {draw.shape}, the graph {tuple(self.out(node).shape)}")
+        self.draw_params[index] = Var(f"draw_{index}", self.type_of(self.out(node)))
+        return self.draw_params[index]
+
+    def convert(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        """The Relax value(s) of a ``call_function`` node."""
+        args = fx.node.map_arg(node.args, env.__getitem__)
+        kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
+        if node.target is operator.getitem:
+            return args[0][args[1]]
+        self._hint = node.name
+        return CONVERSIONS[node.target](self, node, *args, **kwargs)
+
+
+def unsupported_nodes(captured: Captured) -> list[Unsupported]:
+    """Each distinct operator of the graph that has no conversion, with the user's source line of its first use."""
+    found: dict[Any, Unsupported] = {}
+    for node in captured.graph.nodes:
+        if node.op == "call_function" and node.target is not operator.getitem and node.target not in CONVERSIONS:
+            reason = "no conversion with training semantics"
+            found.setdefault(node.target, _unsupported(captured, node, reason))
+    return list(found.values())
+
+
+def _unsupported(captured: Captured, node: fx.Node, reason: str, hint: str | None = None) -> Unsupported:
+    where = user_line(node.meta.get("stack_trace")) or f"inside {captured.module_name} ({node.name})"
+    extra = {"hint": hint} if hint else {}
+    return Unsupported(str(node.target), where, reason, **extra)
+
+
+def import_graph(captured: Captured) -> Imported:
+    """Converts a captured graph to a Relax function in flat form.
+
+    Raises:
+        UnsupportedModule: lists every operator without a conversion and every use that a conversion refuses.
+    """
+    problems = unsupported_nodes(captured)
+    importer = Importer(captured)
+    params, env = _parameters(captured)
+    if not problems:
+        for node in captured.graph.nodes:
+            if node.op not in ("call_function", "get_attr"):
+                continue
+            try:
+                env[node] = importer.convert(node, env) if node.op == "call_function" else None
+            except Refused as refusal:
+                problems.append(_unsupported(captured, node, refusal.reason, refusal.hint))
+                break
+    if problems:
+        raise UnsupportedModule(captured.module_name, problems)
+    return _finish(captured, importer, params, env)
+
+
+def _parameters(captured: Captured) -> tuple[list[Var], dict[fx.Node, Any]]:
+    types = [
+        (_parameter_name(spec.name), TensorType(spec.shape, relax_dtype(spec.dtype)))
+        for spec in captured.module_tensors
+    ]
+    nodes = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    names = {index: name for name, index in captured.placeholders.items()}
+    for index, fake in enumerate(captured.arguments, start=len(types)):
+        types.append((names.get(index, f"argument_{index}"), Importer.type_of(fake)))
+    params = [Var(name, ty) for name, ty in types]
+    env: dict[fx.Node, Any] = {}
+    for node in nodes:
+        if node.name in captured.placeholders:
+            env[node] = params[captured.placeholders[node.name]]
+        elif isinstance(node.meta.get("val"), torch.Tensor):
+            env[node] = _lifted_constant(captured, node)
+        else:
+            env[node] = node.meta.get("val")
+    return params, env
+
+
+def _parameter_name(path: str) -> str:
+    return "p_" + "".join(c if c.isalnum() else "_" for c in path)
+
+
+def _lifted_constant(captured: Captured, node: fx.Node) -> Expr:
+    """A tensor literal of the module's code."""
+    value = captured.literals[node.name]
+    array = value.detach().contiguous()
+    if array.dtype == torch.bfloat16:
+        return relax.const(array.float().numpy(), "bfloat16")
+    return relax.const(np.asarray(array.numpy()), relax_dtype(array.dtype))
+
+
+def _finish(captured: Captured, importer: Importer, params: list[Var], env: dict[fx.Node, Any]) -> Imported:
+    results: list[Expr] = []
+    output_of: list[int | None] = []
+    for node, seen in zip(captured.results, captured.outputs, strict=True):
+        if not seen.is_tensor or seen.alias_of is not None or node is None:
+            output_of.append(None)
+            continue
+        output_of.append(len(results))
+        results.append(env[node])
+    num_outputs = len(results)
+    results += [env[node] for _, node in captured.mutated]
+    used = sorted(importer.draw_params)
+    function = build_function([*params, *(importer.draw_params[k] for k in used)], importer.bindings, results)
+    return Imported(function, tuple(output_of), num_outputs, tuple(importer.dropout_draws), tuple(used))

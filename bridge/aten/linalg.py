@@ -1,0 +1,43 @@
+"""Matrix products: they stay ``relax.matmul`` down to the program, where the library computes them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from tvm import relax
+
+from autodiff.ir import dtype, shape
+from bridge.aten.registry import Refused, converts
+
+aten = torch.ops.aten
+op = relax.op
+
+
+@converts(aten.mm.default, aten.bmm.default, aten.matmul.default, aten.mv.default, aten.dot.default)
+def matmul(importer, node, x, y):
+    if "float" not in dtype(x):
+        raise Refused(f"a matrix product of {dtype(x)}")
+    return importer.emit(op.matmul(x, y))
+
+
+@converts(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
+def addmm(importer, node, bias, x, y, *, beta=1, alpha=1):
+    product = matmul(importer, node, x, y)
+    if alpha != 1:
+        product = importer.emit(op.multiply(product, importer.constant(alpha, dtype(product))))
+    if beta == 0:  # torch ignores the addend, nan and inf included
+        return product
+    if beta != 1:
+        bias = importer.emit(op.multiply(bias, importer.constant(beta, dtype(bias))))
+    return importer.emit(op.add(product, bias))
+
+
+@converts(aten.linear.default)
+def linear(importer, node, x, weight, bias=None):
+    # one 2-d product, so that the weight's gradient is one 2-d product too
+    *leading, features = shape(x)
+    rows = importer.reshape(x, (math.prod(leading), features))
+    product = importer.emit(op.matmul(rows, importer.emit(op.permute_dims(weight, [1, 0]))))
+    product = importer.reshape(product, (*leading, shape(weight)[0]))
+    return product if bias is None else importer.emit(op.add(product, bias))

@@ -1,0 +1,73 @@
+"""Neural-network operators: normalization, dropout, embedding, attention, draws."""
+
+from __future__ import annotations
+
+import torch
+from tvm import relax
+
+from autodiff.ir import dtype, shape
+from bridge.aten.registry import Refused, converts
+
+aten = torch.ops.aten
+op = relax.op
+
+
+@converts(aten.native_dropout.default)
+def native_dropout(importer, node, x, rate, train):
+    if not train or rate == 0 or 0 in shape(x):
+        return x, importer.filled(node.meta["val"][1], True)
+    if rate == 1:  # eager multiplies by zero and draws nothing
+        return importer.emit(op.multiply(x, importer.constant(0, dtype(x)))), importer.filled(
+            node.meta["val"][1], False
+        )
+    draw = importer.captured.draw_of.get(node.name)
+    if draw is None:
+        raise Refused("a dropout that eager was not seen to draw")
+    keep = importer.captured.draws[draw].args[0]
+    if abs(keep - (1 - rate)) > 1e-12 or importer.captured.draws[draw].shape != shape(x):
+        raise Refused(f"dropout of rate {rate} where eager keeps with probability {keep}")
+    importer.dropout_draws.append(draw)
+    pair = importer.emit(op.nn.dropout(x, rate))
+    return importer.item(pair, 0), importer.item(pair, 1)
+
+
+@converts(aten.bernoulli.p, aten.rand.default, aten.randn.default, aten.rand_like.default, aten.randn_like.default)
+def draw(importer, node, *args, **kwargs):
+    return importer.draw(node)
+
+
+@converts(aten.native_layer_norm.default)
+def native_layer_norm(importer, node, x, normalized_shape, weight, bias, eps):
+    rank = len(normalized_shape)
+    axes = list(range(len(shape(x)) - rank, len(shape(x))))
+    gamma = relax.op.ones(normalized_shape, dtype(x)) if weight is None else weight
+    beta = relax.op.zeros(normalized_shape, dtype(x)) if bias is None else bias
+    y = importer.emit(op.nn.layer_norm(x, importer.emit(gamma), importer.emit(beta), axes, eps))
+    users = {user.args[1] for user in node.users}
+    if users - {0}:
+        raise Refused("the mean or rstd that native_layer_norm returns beside its result")
+    return y, None, None
+
+
+@converts(aten.embedding.default)
+def embedding(importer, node, weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
+    if sparse:
+        raise Refused("sparse gradients", "set sparse=False")
+    args = [weight, indices, padding_idx, bool(scale_grad_by_freq)]
+    return importer.library("embedding", args, importer.out(node))
+
+
+@converts(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def flash_attention(importer, node, q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
+    if dropout_p:
+        raise Refused("flash attention with dropout")
+    mask = [] if attn_mask is None else [attn_mask]
+    scale = shape(q)[-1] ** -0.5 if scale is None else scale
+    args = [q, k, v, bool(mask), *mask, float(dropout_p), bool(is_causal), float(scale)]
+    pair = importer.library("scaled_dot_product_flash_attention", args, node.meta["val"])
+    return importer.item(pair, 0), importer.item(pair, 1)
+
+
+@converts(aten._assert_tensor_metadata.default)
+def nothing(importer, node, *args, **kwargs):
+    return None

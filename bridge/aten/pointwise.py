@@ -1,0 +1,264 @@
+"""Element-wise operators: arithmetic, comparisons, selections, casts, activations."""
+
+from __future__ import annotations
+
+import torch
+from tvm import relax
+
+from autodiff.ir import dtype, is_float
+from bridge.aten.registry import Refused, converts
+
+aten = torch.ops.aten
+op = relax.op
+
+_UNARY_FLOAT = {
+    aten.sin.default: op.sin,
+    aten.cos.default: op.cos,
+    aten.tan.default: op.tan,
+    aten.asin.default: op.asin,
+    aten.acos.default: op.acos,
+    aten.atan.default: op.atan,
+    aten.sinh.default: op.sinh,
+    aten.cosh.default: op.cosh,
+    aten.tanh.default: op.tanh,
+    aten.asinh.default: op.asinh,
+    aten.acosh.default: op.acosh,
+    aten.atanh.default: op.atanh,
+    aten.exp.default: op.exp,
+    aten.log.default: op.log,
+    aten.sqrt.default: op.sqrt,
+    aten.rsqrt.default: op.rsqrt,
+    aten.erf.default: op.erf,
+    aten.sigmoid.default: op.sigmoid,
+}
+_UNARY = {
+    aten.neg.default: op.negative,
+    aten.abs.default: op.abs,
+    aten.sign.default: op.sign,
+    aten.relu.default: op.nn.relu,
+}
+_ROUNDING = {
+    aten.floor.default: op.floor,
+    aten.ceil.default: op.ceil,
+    aten.round.default: op.round,
+    aten.trunc.default: op.trunc,
+}
+_COMPARISONS = {
+    (aten.eq.Tensor, aten.eq.Scalar): op.equal,
+    (aten.ne.Tensor, aten.ne.Scalar): op.not_equal,
+    (aten.lt.Tensor, aten.lt.Scalar): op.less,
+    (aten.le.Tensor, aten.le.Scalar): op.less_equal,
+    (aten.gt.Tensor, aten.gt.Scalar): op.greater,
+    (aten.ge.Tensor, aten.ge.Scalar): op.greater_equal,
+}
+_BITWISE = {
+    (aten.bitwise_and.Tensor, aten.bitwise_and.Scalar): (op.bitwise_and, op.logical_and),
+    (aten.bitwise_or.Tensor, aten.bitwise_or.Scalar): (op.bitwise_or, op.logical_or),
+    (aten.bitwise_xor.Tensor, aten.bitwise_xor.Scalar): (op.bitwise_xor, op.logical_xor),
+}
+_LOGICAL = {
+    aten.logical_and.default: op.logical_and,
+    aten.logical_or.default: op.logical_or,
+    aten.logical_xor.default: op.logical_xor,
+}
+
+
+def _register_unary() -> None:
+    for overload, make in (_UNARY_FLOAT | _UNARY).items():
+
+        def convert(importer, node, x, *, make=make):
+            (x,) = importer.operands(node, x)
+            return importer.emit(make(x))
+
+        converts(overload)(convert)
+    for overload, make in _ROUNDING.items():
+
+        def rounding(importer, node, x, *, make=make):
+            return importer.emit(make(x)) if is_float(x) else x
+
+        converts(overload)(rounding)
+
+
+def _register_comparisons() -> None:
+    for overloads, make in _COMPARISONS.items():
+
+        def compare(importer, node, x, y, *, make=make):
+            return importer.emit(make(*importer.compared(node, x, y)))
+
+        converts(*overloads)(compare)
+    for overloads, (bitwise, logical) in _BITWISE.items():
+
+        def combine(importer, node, x, y, *, bitwise=bitwise, logical=logical):
+            x, y = importer.operands(node, x, y)
+            return importer.emit((logical if dtype(x) == "bool" else bitwise)(x, y))
+
+        converts(*overloads)(combine)
+    for overload, make in _LOGICAL.items():
+
+        def logical_op(importer, node, x, y, *, make=make):
+            return importer.emit(make(importer.cast(x, "bool"), importer.cast(y, "bool")))
+
+        converts(overload)(logical_op)
+
+
+_register_unary()
+_register_comparisons()
+
+
+@converts(aten.logical_not.default)
+def logical_not(importer, node, x):
+    return importer.emit(op.logical_not(importer.cast(x, "bool")))
+
+
+@converts(aten.bitwise_not.default)
+def bitwise_not(importer, node, x):
+    return importer.emit((op.logical_not if dtype(x) == "bool" else op.bitwise_not)(x))
+
+
+@converts(aten.isnan.default)
+def isnan(importer, node, x):
+    return importer.emit(op.not_equal(x, x))
+
+
+@converts(aten.isinf.default)
+def isinf(importer, node, x):
+    if not is_float(x):
+        return importer.filled(importer.out(node), False)
+    return importer.emit(op.equal(importer.emit(op.abs(x)), importer.constant(float("inf"), dtype(x))))
+
+
+@converts(aten.add.Tensor, aten.add.Scalar)
+def add(importer, node, x, y, *, alpha=1):
+    x, y = importer.operands(node, x, y)
+    if dtype(x) == "bool":
+        return importer.emit(op.logical_or(x, y))
+    return importer.emit(op.add(x, _scaled(importer, y, alpha)))
+
+
+@converts(aten.sub.Tensor, aten.sub.Scalar)
+def sub(importer, node, x, y, *, alpha=1):
+    x, y = importer.operands(node, x, y)
+    return importer.emit(op.subtract(x, _scaled(importer, y, alpha)))
+
+
+@converts(aten.rsub.Scalar, aten.rsub.Tensor)
+def rsub(importer, node, x, y, alpha=1):
+    x, y = importer.operands(node, x, y)
+    return importer.emit(op.subtract(y, _scaled(importer, x, alpha)))
+
+
+def _scaled(importer, value, alpha):
+    return value if alpha == 1 else importer.emit(op.multiply(value, importer.constant(alpha, dtype(value))))
+
+
+@converts(aten.mul.Tensor, aten.mul.Scalar)
+def mul(importer, node, x, y):
+    x, y = importer.operands(node, x, y)
+    return importer.emit((op.logical_and if dtype(x) == "bool" else op.multiply)(x, y))
+
+
+@converts(aten.div.Tensor, aten.div.Scalar)
+def div(importer, node, x, y):
+    x, y = importer.operands(node, x, y)
+    return importer.emit(op.divide(x, y))
+
+
+@converts(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def div_mode(importer, node, x, y, *, rounding_mode=None):
+    if rounding_mode is None:
+        return div(importer, node, x, y)
+    x, y = importer.operands(node, x, y)
+    if is_float(x) and rounding_mode == "trunc":
+        return importer.emit(op.trunc(importer.emit(op.divide(x, y))))
+    if not is_float(x) and rounding_mode == "floor":
+        return importer.emit(op.floor_divide(x, y))
+    raise Refused(f"division of {dtype(x)} with rounding_mode={rounding_mode!r}")
+
+
+@converts(aten.reciprocal.default)
+def reciprocal(importer, node, x):
+    (x,) = importer.operands(node, x)
+    return importer.emit(op.divide(importer.constant(1, dtype(x)), x))
+
+
+@converts(aten.pow.Tensor_Scalar)
+def pow_scalar(importer, node, x, exponent):
+    (x,) = importer.operands(node, x)
+    if exponent == 2:
+        return importer.emit(op.multiply(x, x))
+    if exponent == 1:
+        return x
+    if exponent == 0.5 and is_float(x):
+        return importer.emit(op.sqrt(x))
+    if exponent == 3:
+        return importer.emit(op.multiply(importer.emit(op.multiply(x, x)), x))
+    if not is_float(x):
+        raise Refused(f"an integer tensor to the power {exponent}", "cast it to a floating point type first")
+    return importer.emit(op.power(x, importer.constant(exponent, dtype(x))))
+
+
+@converts(aten.pow.Tensor_Tensor, aten.pow.Scalar)
+def pow_tensor(importer, node, x, y):
+    x, y = importer.operands(node, x, y)
+    if not is_float(x):
+        raise Refused("an integer power of integers", "cast to a floating point type first")
+    return importer.emit(op.power(x, y))
+
+
+@converts(aten.maximum.default)
+def maximum(importer, node, x, y):
+    return importer.emit(op.maximum(*importer.operands(node, x, y)))
+
+
+@converts(aten.minimum.default)
+def minimum(importer, node, x, y):
+    return importer.emit(op.minimum(*importer.operands(node, x, y)))
+
+
+@converts(aten.clamp.default)
+def clamp(importer, node, x, lower=None, upper=None):
+    (x,) = importer.operands(node, x)
+    lower, upper = _bounds(dtype(x), lower, upper)
+    return importer.emit(op.clip(x, relax.prim_value(lower), relax.prim_value(upper)))
+
+
+def _bounds(element_type, lower, upper):
+    info = torch.iinfo(getattr(torch, element_type)) if "float" not in element_type else None
+    lower = (info.min if info else float("-inf")) if lower is None else lower
+    upper = (info.max if info else float("inf")) if upper is None else upper
+    if lower > upper:  # torch: every element becomes the upper bound
+        raise Refused(f"clamp with min={lower} > max={upper}")
+    return lower, upper
+
+
+@converts(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+def where(importer, node, condition, x, y):
+    x, y = importer.operands(node, x, y)
+    return importer.emit(op.where(importer.cast(condition, "bool"), x, y))
+
+
+@converts(aten._to_copy.default)
+def to_copy(importer, node, x, *, dtype=None, device=None, **layout):
+    if device is not None and torch.device(device).type != "cpu":
+        raise Refused(f"a copy to device {device}")
+    return importer.cast(x, importer.out_dtype(node))
+
+
+@converts(aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default, aten.contiguous.default)
+def identity(importer, node, x, **layout):
+    return x
+
+
+@converts(torch.ops.tvm_dispatch.stop_gradient.default)
+def stop_gradient(importer, node, x):
+    return importer.emit(op.grad.no_grad(x)) if is_float(x) else x
+
+
+@converts(aten.gelu.default)
+def gelu(importer, node, x, *, approximate="none"):
+    return importer.emit((op.nn.gelu if approximate == "none" else op.nn.gelu_tanh)(x))
+
+
+@converts(aten.copy.default)
+def copy(importer, node, x, source, non_blocking=False):
+    return importer.expand(importer.cast(source, importer.out_dtype(node)), importer.out(node).shape)

@@ -1,0 +1,33 @@
+"""The table of ATen operators that are converted, filled by the modules beside this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["CONVERSIONS", "Refused", "converts"]
+
+#: ATen overload -> ``convert(importer, node, *args, **kwargs)``, which returns a Relax value (or a tuple of them).
+CONVERSIONS: dict[Any, Callable[..., Any]] = {}
+
+
+class Refused(Exception):
+    """Raised by a conversion for arguments that it does not handle exactly; says what and, if it can, what to do."""
+
+    def __init__(self, reason: str, hint: str | None = None):
+        super().__init__(reason)
+        self.reason = reason
+        self.hint = hint
+
+
+def converts(*overloads: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a conversion for ATen overloads. ``ValueError`` if one of them has a conversion already."""
+
+    def register(convert: Callable[..., Any]) -> Callable[..., Any]:
+        for overload in overloads:
+            if overload in CONVERSIONS:
+                raise ValueError(f"{overload} has a conversion already: {CONVERSIONS[overload].__name__}")
+            CONVERSIONS[overload] = convert
+        return convert
+
+    return register

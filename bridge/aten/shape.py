@@ -1,0 +1,144 @@
+"""Operators that move or rearrange elements: views, slices, concatenations, scatters of slices."""
+
+from __future__ import annotations
+
+import torch
+from tvm import relax
+
+from autodiff.ir import shape
+from bridge.aten.registry import converts
+
+aten = torch.ops.aten
+op = relax.op
+
+
+@converts(aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+def view(importer, node, x, size):
+    return importer.reshape(x, importer.out(node).shape)
+
+
+@converts(aten.squeeze.dims, aten.squeeze.dim, aten.squeeze.default, aten.unsqueeze.default)
+def squeeze(importer, node, x, *dims):
+    return importer.reshape(x, importer.out(node).shape)
+
+
+@converts(aten.expand.default)
+def expand(importer, node, x, size, *, implicit=False):
+    target = importer.out(node).shape
+    padded = (1,) * (len(target) - len(shape(x))) + shape(x)
+    return importer.expand(importer.reshape(x, padded), target)
+
+
+@converts(aten.permute.default)
+def permute(importer, node, x, dims):
+    dims = [d % len(dims) for d in dims]
+    return x if dims == sorted(dims) else importer.emit(op.permute_dims(x, dims))
+
+
+@converts(aten.transpose.int)
+def transpose(importer, node, x, first, second):
+    rank = len(shape(x))
+    if rank == 0:
+        return x
+    dims = list(range(rank))
+    dims[first], dims[second] = dims[second], dims[first]
+    return permute(importer, node, x, dims)
+
+
+@converts(aten.t.default)
+def t(importer, node, x):
+    return permute(importer, node, x, list(range(len(shape(x))))[::-1])
+
+
+def slice_bounds(extent: int, start: int | None, end: int | None) -> tuple[int, int]:
+    """Start and end of a slice with torch's clamping: ``0 <= start <= end <= extent``."""
+    start = 0 if start is None else start
+    end = extent if end is None else end
+    start = min(max(start + extent if start < 0 else start, 0), extent)
+    end = min(max(end + extent if end < 0 else end, start), extent)
+    return start, end
+
+
+def _sliced(importer, x, dim, start, end, step=1):
+    if (start, end, step) == (0, shape(x)[dim], 1):
+        return x
+    return importer.emit(op.strided_slice(x, [dim], [start], [end], [step]))
+
+
+@converts(aten.slice.Tensor)
+def slice_(importer, node, x, dim=0, start=None, end=None, step=1):
+    dim %= len(shape(x))
+    start, end = slice_bounds(shape(x)[dim], start, end)
+    return _sliced(importer, x, dim, start, end, step)
+
+
+@converts(aten.select.int)
+def select(importer, node, x, dim, index):
+    dim %= len(shape(x))
+    index %= shape(x)[dim]
+    return importer.reshape(_sliced(importer, x, dim, index, index + 1), importer.out(node).shape)
+
+
+@converts(aten.cat.default)
+def cat(importer, node, tensors, dim=0):
+    # torch lets 1-d empty tensors through; they add nothing
+    kept = [x for x in tensors if shape(x) != (0,) or len(importer.out(node).shape) == 1]
+    kept = importer.operands(node, *kept)
+    return kept[0] if len(kept) == 1 else importer.emit(op.concat(kept, dim % len(importer.out(node).shape)))
+
+
+@converts(aten.split_with_sizes.default)
+def split_with_sizes(importer, node, x, sizes, dim=0):
+    dim %= len(shape(x))
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(_sliced(importer, x, dim, start, start + size))
+        start += size
+    return tuple(parts)
+
+
+@converts(aten.split.Tensor)
+def split(importer, node, x, size, dim=0):
+    extent = shape(x)[dim]
+    sizes = [min(size, extent - start) for start in range(0, extent, size)] or [0]
+    return split_with_sizes(importer, node, x, sizes, dim)
+
+
+@converts(aten.unbind.int)
+def unbind(importer, node, x, dim=0):
+    dim %= len(shape(x))
+    rest = shape(x)[:dim] + shape(x)[dim + 1 :]
+    return tuple(importer.reshape(_sliced(importer, x, dim, i, i + 1), rest) for i in range(shape(x)[dim]))
+
+
+@converts(aten.slice_scatter.default)
+def slice_scatter(importer, node, x, source, dim=0, start=None, end=None, step=1):
+    dim %= len(shape(x))
+    extent = shape(x)[dim]
+    start, end = slice_bounds(extent, start, end)
+    (source,) = importer.operands(node, source)
+    if step == 1:
+        pieces = [_sliced(importer, x, dim, 0, start), source, _sliced(importer, x, dim, end, extent)]
+        pieces = [piece for piece in pieces if shape(piece)[dim] > 0]
+        return pieces[0] if len(pieces) == 1 else importer.emit(op.concat(pieces, dim))
+    rows = []  # one slice of width 1 per position: taken from the source every `step`, from x between
+    for position in range(extent):
+        inside = start <= position < end and (position - start) % step == 0
+        taken, index = (source, (position - start) // step) if inside else (x, position)
+        rows.append(_sliced(importer, taken, dim, index, index + 1))
+    return importer.emit(op.concat(rows, dim)) if len(rows) > 1 else rows[0]
+
+
+@converts(aten.select_scatter.default)
+def select_scatter(importer, node, x, source, dim, index):
+    dim %= len(shape(x))
+    index %= shape(x)[dim]
+    row = (*shape(x)[:dim], 1, *shape(x)[dim + 1 :])
+    return slice_scatter(importer, node, x, importer.reshape(source, row), dim, index, index + 1)
+
+
+@converts(aten.flip.default)
+def flip(importer, node, x, dims):
+    for dim in dims:
+        x = importer.emit(op.flip(x, dim % len(shape(x))))
+    return x
