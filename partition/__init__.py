@@ -1,0 +1,30 @@
+"""Cut a joint forward-and-backward Relax function in two, and say what crosses and why.
+
+Imports TVM and networkx only. The functions exchanged are in the flat form of :mod:`autodiff.ir`.
+"""
+
+from .coloring import RecomputeAll, SaveAll, coloring
+from .cost import Price
+from .cut import STRATEGIES, Partitioned, partition
+from .graph import Graph, Node, build_graph
+from .plan import Plan, Saved
+from .split import rebuild_backward
+from .strategy import Choice, Strategy
+
+__all__ = [
+    "STRATEGIES",
+    "Choice",
+    "Graph",
+    "Node",
+    "Partitioned",
+    "Plan",
+    "Price",
+    "RecomputeAll",
+    "SaveAll",
+    "Saved",
+    "Strategy",
+    "build_graph",
+    "coloring",
+    "partition",
+    "rebuild_backward",
+]

@@ -1,0 +1,76 @@
+"""The colouring of the literature: save every forward value that the gradient reads; and its opposite.
+
+Forward bindings are red. Those that the gradient reads turn blue and are captured. Parameters and forward outputs are
+green: they are there anyway. Constants are duplicated; a view is saved as its base; a tuple as its items.
+"""
+
+from __future__ import annotations
+
+from .cost import is_item, is_slice, is_view, keep_cost
+from .crossing import crossing
+from .graph import Graph
+from .strategy import Choice
+
+__all__ = ["RecomputeAll", "SaveAll", "coloring", "reader"]
+
+
+class SaveAll:
+    """Save every forward value that the gradient reads. Nothing but views is computed twice."""
+
+    name = "save_all"
+
+    def choose(self, graph: Graph) -> Choice:
+        """Every capturable forward value; the walk from the gradients then reads only those it meets first."""
+        saved = {}
+        for name in graph.candidates:
+            if _is_red(graph, name) and not is_slice(graph, graph.nodes[name]) and keep_cost(graph, name) is not None:
+                saved[name] = f"needed by {reader(graph, name)}"
+        return Choice(saved)
+
+
+class RecomputeAll:
+    """Save nothing: the backward starts again from the inputs and parameters."""
+
+    name = "recompute_all"
+
+    def choose(self, graph: Graph) -> Choice:
+        """Nothing, not even the outputs that the forward returns anyway."""
+        return Choice(use_outputs=False)
+
+
+def coloring(graph: Graph) -> dict[str, str]:
+    """The colour of every node under ``save_all``, for pictures and explanations.
+
+    ``"red"``: forward. ``"blue"``: forward, and captured. ``"green"``: parameters and outputs that the backward reads
+    for free. ``"white"``: other parameters. ``"black"``: backward.
+    """
+    crossed = crossing(graph, SaveAll().choose(graph))
+    colors = {}
+    for name, node in graph.nodes.items():
+        if name in crossed.primals or name in crossed.outputs:
+            colors[name] = "green"
+        elif node.value is None:
+            colors[name] = "white"
+        elif name in crossed.captures:
+            colors[name] = "blue"
+        else:
+            colors[name] = "red" if name in graph.forward else "black"
+    return colors
+
+
+def reader(graph: Graph, name: str) -> str:
+    """The first binding outside the forward that reads a value, directly or through views, as in "sum of db1"."""
+    queue = [name]
+    for read in queue:
+        for user in graph.users[read]:
+            node = graph.nodes[user]
+            if user not in graph.forward and not is_view(node):
+                return f"{node.op.removeprefix('relax.')} of {user}"
+            queue.append(user)
+    return "a gradient that is this very value"
+
+
+def _is_red(graph: Graph, name: str) -> bool:
+    """Whether the forward computes a value, or the tuple whose item it is."""
+    node = graph.nodes[name]
+    return name in graph.forward or (is_item(graph, node) and node.inputs[0] in graph.forward)

@@ -1,0 +1,215 @@
+"""What a value costs to keep and what it costs to compute again, with a reason for every ban.
+
+Costs are integers, so that cuts are exact and ties are real. The unit is a quarter of the traffic of one float32
+element; only ratios matter. They know about fusion: a point-wise chain recomputed inside a kernel that exists anyway
+costs its arithmetic and the reads of its further operands, not a kernel of its own; a value that fusion would have
+kept in registers costs one more write when it is saved.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .graph import Graph, Node
+from .ops import CHEAP, CHEAP_LIBRARY, CREATION, PRODUCTS, ROW, SLICES, TRANSCENDENTAL, TRIVIAL, VIEWS
+
+__all__ = [
+    "ARITHMETIC",
+    "HOLD",
+    "MOVE",
+    "TRANSCENDENTAL_ARITHMETIC",
+    "Price",
+    "ban",
+    "flops",
+    "is_creation",
+    "is_slice",
+    "is_view",
+    "keep_cost",
+    "moved_bytes",
+    "recompute_cost",
+    "view_base",
+]
+
+#: A byte that lives until the backward. Memory is what partitions are for: it outweighs 32 times the traffic, so a
+#: cut changes its mind only about chains of some dozens of point-wise operations for one saved tensor.
+HOLD = 64
+#: A byte written to, or read from, memory once.
+MOVE = 2
+#: A point-wise instruction on one element: a quarter of the element's own traffic in float32.
+ARITHMETIC = 2
+#: exp, erf, tanh and their like on one element: some 10 to 20 vector instructions as polynomials.
+TRANSCENDENTAL_ARITHMETIC = 16
+
+_FLOPS_CHEAP, _FLOPS_TRANSCENDENTAL, _FLOPS_ROW = 1, 10, 8
+
+
+@dataclass(frozen=True)
+class Price:
+    """Work done again: floating point operations, and bytes moved if nothing were fused."""
+
+    flops: int
+    bytes: int
+
+
+def is_view(node: Node) -> bool:
+    """Whether a binding only looks at its operand in another way, or only names or groups things.
+
+    A cast of a bool counts: a byte mask is never stored as four bytes.
+    """
+    if node.op in VIEWS or node.op in SLICES or node.op in TRIVIAL:
+        return True
+    return node.op == "relax.astype" and str(node.value.args[0].ty.dtype) == "bool"
+
+
+def is_slice(graph: Graph, node: Node) -> bool:
+    """Whether a binding is a part of a larger value: a strided slice, or an item of a split."""
+    if node.op == "TupleGetItem":
+        return graph.nodes[node.inputs[0]].op == "relax.split"
+    return node.op in SLICES
+
+
+def is_item(graph: Graph, node: Node) -> bool:
+    """Whether a binding is an item of a tuple that a call computes: a value of its own, not a view."""
+    return node.op == "TupleGetItem" and graph.nodes[node.inputs[0]].op not in (*TRIVIAL, "relax.split", "param")
+
+
+def is_creation(node: Node) -> bool:
+    """Whether a binding is made from nothing; constants and such are duplicated, never saved."""
+    return not node.inputs
+
+
+def view_base(graph: Graph, name: str) -> str:
+    """The value a view, or a view of a view, looks at; the value itself if it is no view of one operand."""
+    node = graph.nodes[name]
+    while node.value is not None and is_view(node) and not is_item(graph, node) and len(node.inputs) == 1:
+        node = graph.nodes[node.inputs[0]]
+    return node.name
+
+
+def ban(graph: Graph, name: str) -> str | None:
+    """Why a value must not be computed again, as a phrase, or ``None`` if it may.
+
+    Side values are never banned: either half computes them for the first time.
+    """
+    node = graph.nodes[name]
+    if name in graph.side or is_view(node) or is_creation(node):
+        return None
+    hard = product(node)
+    if hard is not None:
+        return hard
+    if node.op in CHEAP or node.op in TRANSCENDENTAL or node.op in ROW or node.op in CHEAP_LIBRARY:
+        return None
+    if node.op in CREATION:
+        return None
+    return f"{_short(node.op)} is a reduction or gathers from all over its operand"
+
+
+def product(node: Node) -> str | None:
+    """Why a value is as dear as a matrix product, or ``None``: only the user may allow computing those again."""
+    if node.op in PRODUCTS:
+        return f"{_short(node.op)} is a matrix product or convolution"
+    if node.op.startswith("library.") and node.op not in CHEAP_LIBRARY:
+        return f"{node.op} is a library call"
+    if node.op in ("relax.call_pure_packed", "relax.call_tir", "relax.call_dps_packed"):
+        return f"{_short(node.op)} calls code whose price is unknown"
+    return None
+
+
+def keep_cost(graph: Graph, name: str) -> int | None:
+    """The cost of keeping a value until the backward, or ``None`` if it is never captured as such.
+
+    Views are kept as their base, tuples as their items, and what is made from nothing is made again.
+    """
+    node = graph.nodes[name]
+    if not node.is_tensor or is_creation(node):
+        return None
+    if is_view(node) and not is_item(graph, node):
+        if not (is_slice(graph, node) and node.bytes < graph.nodes[view_base(graph, name)].bytes):
+            return None
+        return node.bytes * (HOLD + MOVE)
+    return node.bytes * (HOLD if materialized(graph, name) else HOLD + MOVE)
+
+
+def recompute_cost(graph: Graph, name: str) -> int:
+    """The cost of computing a value in the backward, given its operands; bans are not looked at.
+
+    Side values cost only the reads of their further operands: their arithmetic is paid once on either side.
+    """
+    node = graph.nodes[name]
+    if is_view(node) or is_creation(node):
+        return 0
+    operands = sorted(graph.nodes[view_base(graph, read)].bytes for read in node.inputs)
+    cost = MOVE * sum(operands[:-1])
+    if name in graph.side:
+        return cost
+    if node.op in TRANSCENDENTAL:
+        cost += TRANSCENDENTAL_ARITHMETIC * math.prod(node.shape)
+    elif node.op in CHEAP or node.op in CREATION:
+        cost += ARITHMETIC * math.prod(node.shape)
+    elif node.op in ROW:
+        cost += (TRANSCENDENTAL_ARITHMETIC + ARITHMETIC) * math.prod(node.shape) + MOVE * (operands[-1] + node.bytes)
+    else:
+        cost += ARITHMETIC * flops(graph, name) + MOVE * (operands[-1] + node.bytes)
+    if read_by_kernel(graph, name, graph.adjoint):
+        cost += 2 * MOVE * node.bytes
+    return cost
+
+
+def materialized(graph: Graph, name: str) -> bool:
+    """Whether the forward writes a value to memory even if nobody saves it: a kernel that fuses with nothing makes
+    it or reads it."""
+    return not _fuses(graph.nodes[name].op) or read_by_kernel(graph, name, graph.forward)
+
+
+def read_by_kernel(graph: Graph, name: str, within: frozenset[str]) -> bool:
+    """Whether, among the bindings ``within``, one that fuses with nothing reads this value, directly or as a view."""
+    for user in graph.users[name]:
+        node = graph.nodes[user]
+        if is_view(node):
+            if read_by_kernel(graph, user, within):
+                return True
+        elif user in within and product(node) is not None:
+            return True
+    return False
+
+
+def _fuses(op: str) -> bool:
+    return op in CHEAP or op in TRANSCENDENTAL or op in VIEWS or op in SLICES
+
+
+def flops(graph: Graph, name: str) -> int:
+    """Floating point operations of one binding: exact for a matmul, an estimate for everything else.
+
+    For a product of unknown form 2·√(|a|·|b|·|out|), which is the exact count for matrices.
+    """
+    node = graph.nodes[name]
+    if is_view(node) or is_creation(node):
+        return 0
+    elements = sum(math.prod(item) for item in _result_shapes(graph, node))
+    operands = sorted(math.prod(graph.nodes[read].shape) for read in node.inputs)
+    if node.op == "relax.matmul":
+        return 2 * elements * int(node.value.args[0].ty.shape[-1])
+    if product(node) is not None and len(operands) > 1:
+        return 2 * math.isqrt(operands[-1] * operands[-2] * elements)
+    if node.op in TRANSCENDENTAL:
+        return _FLOPS_TRANSCENDENTAL * elements
+    if node.op in ROW:
+        return _FLOPS_ROW * elements
+    return _FLOPS_CHEAP * max([elements, *operands[-1:]])
+
+
+def moved_bytes(graph: Graph, name: str) -> int:
+    """Bytes that one binding reads and writes if nothing is fused."""
+    node = graph.nodes[name]
+    return node.bytes + sum(graph.nodes[view_base(graph, read)].bytes for read in node.inputs)
+
+
+def _result_shapes(graph: Graph, node: Node) -> list[tuple[int, ...]]:
+    if node.is_tensor:
+        return [node.shape]
+    return [graph.nodes[user].shape for user in graph.users[node.name] if graph.nodes[user].op == "TupleGetItem"]
+
+
+def _short(op: str) -> str:
+    return op.removeprefix("relax.").removeprefix("nn.")

@@ -1,0 +1,76 @@
+"""What crosses from forward to backward once a strategy has chosen: one walk from the gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm_ffi
+
+from .graph import Graph
+from .strategy import Choice
+
+__all__ = ["Crossing", "crossing", "fingerprints"]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The values that the backward reads (``primals``, ``outputs``, ``captures``) and those it computes itself.
+
+    ``computed`` are the bindings that do not depend on a grad_out and are still computed in the backward; ``extra``
+    are the side bindings that the forward computes only for the sake of a capture. All in joint order.
+    """
+
+    primals: tuple[str, ...]
+    outputs: tuple[str, ...]
+    captures: tuple[str, ...]
+    computed: tuple[str, ...]
+    extra: tuple[str, ...]
+
+
+def crossing(graph: Graph, choice: Choice) -> Crossing:
+    """Walk from what the backward requires until every path ends at a saved value, a parameter or a constant."""
+    free = {name for name in graph.output_index if choice.use_outputs and graph.nodes[name].is_tensor}
+    free -= choice.avoid_outputs
+    seen: set[str] = set()
+    read: set[str] = set()
+    stack = list(graph.required)
+    while stack:
+        name = stack.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if graph.nodes[name].value is None or name in free or name in choice.saved:
+            read.add(name)
+        else:
+            stack.extend(graph.nodes[name].inputs)
+    captures = tuple(
+        name for name in graph.nodes if name in read and name not in free and graph.nodes[name].value is not None
+    )
+    return Crossing(
+        primals=tuple(name for name in graph.primals if name in read),
+        outputs=tuple(name for name in graph.output_index if name in read and name in free),
+        captures=captures,
+        computed=tuple(name for name in graph.nodes if name in seen and name not in read),
+        extra=_side_work(graph, captures),
+    )
+
+
+def _side_work(graph: Graph, captures: tuple[str, ...]) -> tuple[str, ...]:
+    wanted = {name for name in captures if name not in graph.forward}
+    for name in reversed(graph.nodes):
+        if name in wanted:
+            wanted.update(read for read in graph.nodes[name].inputs if read in graph.side)
+    return tuple(name for name in graph.nodes if name in wanted)
+
+
+def fingerprints(graph: Graph) -> dict[str, int]:
+    """A hash per value of the whole computation behind it; primals count by position.
+
+    Two joint functions of one forward give their common values the same fingerprints, whatever the names.
+    """
+    found: dict[str, int] = {name: hash((-1, index)) for index, name in enumerate(graph.primals)}
+    for name, node in graph.nodes.items():
+        if name in graph.forward or name in graph.side:
+            itself = tvm_ffi.structural_hash(node.value, map_free_vars=True)
+            found[name] = hash((itself, *(found[read] for read in node.inputs)))
+    return found

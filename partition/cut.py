@@ -1,0 +1,75 @@
+"""The one call: a joint function in, a plan and two functions out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autodiff.ir import Function
+
+from .coloring import RecomputeAll, SaveAll
+from .graph import build_graph
+from .plan import Plan, make_plan
+from .split import split
+from .strategy import Strategy
+
+__all__ = ["STRATEGIES", "Partitioned", "partition"]
+
+#: The strategies that go by a name.
+STRATEGIES = {"save_all": SaveAll, "recompute_all": RecomputeAll}
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """A joint function cut in two.
+
+    ``forward``: all primals -> outputs, then captures in plan order. ``backward``: saved primals, saved outputs,
+    captures, all grad_outs -> gradients.
+    """
+
+    plan: Plan
+    forward: Function
+    backward: Function
+
+
+def partition(
+    joint: Function,
+    *,
+    num_primals: int,
+    num_outputs: int,
+    strategy: str | Strategy = "min_cut",
+    module_paths: Mapping[str, str] | None = None,
+) -> Partitioned:
+    """Cut a joint function into a forward and a backward.
+
+    Args:
+        joint: flat form (see :mod:`autodiff.ir`); parameters are ``num_primals`` primals, then grad_outs; results are
+            ``num_outputs`` forward outputs, then gradients.
+        strategy: ``"min_cut"``, ``"save_all"``, ``"recompute_all"``, or an object such as
+            :class:`partition.MinCut` with its options.
+        module_paths: for the plan's table, where in the user's module a variable comes from, by variable name.
+
+    Raises:
+        ValueError: unknown strategy; counts that do not fit; a forward output that depends on a grad_out; a random
+            draw inside the joint function.
+        TypeError: a strategy that is neither a name nor has a ``choose``.
+    """
+    chosen = resolve(strategy)
+    graph = build_graph(joint, num_primals, num_outputs)
+    plan, crossed = make_plan(
+        graph, chosen.name, chosen.choose(graph), save_all=SaveAll().choose(graph), module_paths=module_paths
+    )
+    forward, backward = split(graph, crossed)
+    return Partitioned(plan, forward, backward)
+
+
+def resolve(strategy: str | Strategy) -> Strategy:
+    """The strategy object of a name; an object passes through."""
+    if isinstance(strategy, str):
+        if strategy not in STRATEGIES:
+            names = ", ".join(f'"{name}"' for name in STRATEGIES)
+            raise ValueError(f'unknown partition strategy "{strategy}"; choose {names}, or pass a strategy object')
+        return STRATEGIES[strategy]()
+    if not callable(getattr(strategy, "choose", None)):
+        raise TypeError(f"a partition strategy is a name or an object with a choose method, got {strategy!r}")
+    return strategy

@@ -1,0 +1,211 @@
+"""The joint function as a plain graph: nodes by name, who reads whom, and which side of the cut each belongs to.
+
+Sides of a binding::
+
+    forward     some forward output depends on it: the forward computes it whatever happens
+    adjoint     it depends on a ``grad_out``: only the backward can compute it
+    side        neither, but a gradient needs it (``x > 0`` of a ReLU): either half may compute it
+
+Bindings that no result needs are dropped. Everything downstream works on this graph; TVM objects come back in
+:mod:`partition.split`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autodiff.ir import Expr, Function, TensorType, Var, bindings, dtype, library_name, op_name, results, used_vars
+from autodiff.ir import nbytes as tensor_bytes
+from autodiff.ir import shape as tensor_shape
+
+from .normalize import ancestors, normalize
+from .ops import DRAWS
+
+__all__ = ["Graph", "Node", "build_graph"]
+
+
+@dataclass(frozen=True)
+class Node:
+    """One parameter or binding of the joint function.
+
+    ``name`` is its variable's name, made unique where the joint repeats one; ``value`` is ``None`` for a parameter;
+    ``inputs`` are the names of the nodes it reads, each once, in order.
+    """
+
+    name: str
+    var: Var
+    value: Expr | None
+    inputs: tuple[str, ...]
+
+    @functools.cached_property
+    def is_tensor(self) -> bool:
+        """Whether this is one tensor of static shape; only such values are ever captured."""
+        return isinstance(self.var.ty, TensorType) and self.var.ty.shape is not None
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Static shape; empty for a value that is not a tensor."""
+        return tensor_shape(self.var) if self.is_tensor else ()
+
+    @functools.cached_property
+    def dtype(self) -> str:
+        """Element type as in ``"float32"``; ``"tuple"`` or another type's name for what is no tensor."""
+        return dtype(self.var) if self.is_tensor else type(self.var.ty).__name__.removesuffix("Type").lower()
+
+    @functools.cached_property
+    def bytes(self) -> int:
+        """Bytes when stored densely; 0 for a value that is not a tensor."""
+        return tensor_bytes(self.var) if self.is_tensor else 0
+
+    @functools.cached_property
+    def op(self) -> str:
+        """``"relax.matmul"``, ``"library.embedding"``, or the kind of expression: ``"TupleGetItem"``, ``"param"``."""
+        if self.value is None:
+            return "param"
+        return library_name(self.value) or op_name(self.value) or type(self.value).__name__
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A joint function's live nodes, in joint order.
+
+    ``outputs`` and ``gradients`` hold one entry per result: a node's name, or ``None`` where the result is a constant
+    (then ``output_values`` / ``gradient_values`` has it). ``required`` are the values the adjoint side reads, or that
+    are gradients themselves, and that do not depend on a ``grad_out``.
+    """
+
+    nodes: dict[str, Node]
+    primals: tuple[str, ...]
+    grad_outs: tuple[str, ...]
+    outputs: tuple[str | None, ...]
+    gradients: tuple[str | None, ...]
+    output_values: tuple[Expr, ...]
+    gradient_values: tuple[Expr, ...]
+    forward: frozenset[str]
+    side: frozenset[str]
+    adjoint: frozenset[str]
+    required: tuple[str, ...]
+
+    @functools.cached_property
+    def users(self) -> dict[str, tuple[str, ...]]:
+        """For each node the names of those that read it, in joint order."""
+        found: dict[str, list[str]] = {name: [] for name in self.nodes}
+        for node in self.nodes.values():
+            for read in node.inputs:
+                found[read].append(node.name)
+        return {name: tuple(users) for name, users in found.items()}
+
+    @functools.cached_property
+    def candidates(self) -> tuple[str, ...]:
+        """Every binding that the required values depend on, themselves included, in joint order."""
+        wanted = set(self.required)
+        for name in reversed(self.nodes):
+            if name in wanted:
+                wanted.update(self.nodes[name].inputs)
+        return tuple(name for name in self.nodes if name in wanted and self.nodes[name].value is not None)
+
+    @functools.cached_property
+    def output_index(self) -> dict[str, int]:
+        """The forward outputs that are bindings: name to the first result index."""
+        found: dict[str, int] = {}
+        for index, name in enumerate(self.outputs):
+            if name is not None and self.nodes[name].value is not None:
+                found.setdefault(name, index)
+        return found
+
+    @functools.cached_property
+    def primal_index(self) -> dict[str, int]:
+        """The index of each primal parameter."""
+        return {name: index for index, name in enumerate(self.primals)}
+
+
+def build_graph(joint: Function, num_primals: int, num_outputs: int) -> Graph:
+    """The graph of a joint function in flat form.
+
+    Args:
+        joint: parameters are ``num_primals`` primals, then grad_outs; results are ``num_outputs`` forward outputs,
+            then gradients.
+
+    Raises:
+        ValueError: counts that do not fit, a forward output that depends on a grad_out, or a random draw inside.
+    """
+    params, returned = list(joint.params), results(joint)
+    if not 0 <= num_primals <= len(params):
+        raise ValueError(f"num_primals={num_primals}, but the joint function has {len(params)} parameters")
+    if not 0 <= num_outputs <= len(returned):
+        raise ValueError(f"num_outputs={num_outputs}, but the joint function has {len(returned)} results")
+    outputs, gradients = returned[:num_outputs], returned[num_outputs:]
+    body = list(bindings(joint))
+    live = ancestors(body, returned)
+    body = normalize([(var, value) for var, value in body if var in live], outputs)
+    live = ancestors(body, returned)
+
+    names: dict[Var, str] = {}
+    nodes: dict[str, Node] = {}
+    for var, value in [*((param, None) for param in params), *body]:
+        if value is not None and var not in live:
+            continue
+        names[var] = name = _unique(var.name, nodes)
+        inputs = tuple(names[read] for read in used_vars(value)) if value is not None else ()
+        nodes[name] = node = Node(name, var, value, inputs)
+        if node.op in DRAWS:
+            raise ValueError(f"{name} = {node.op} draws random numbers; a partition wants every draw to be a primal")
+
+    primals = tuple(names[param] for param in params[:num_primals])
+    grad_outs = tuple(names[param] for param in params[num_primals:])
+    output_names, gradient_names = _names(outputs, names), _names(gradients, names)
+    forward = _ancestors(nodes, output_names)
+    tangled = set(grad_outs)
+    for node in nodes.values():
+        if not tangled.isdisjoint(node.inputs):
+            tangled.add(node.name)
+    for index, name in enumerate(output_names):
+        if name in tangled:
+            raise ValueError(
+                f"forward output {index} ({name}) depends on a grad_out; is num_outputs={num_outputs} right?"
+            )
+    adjoint = _ancestors(nodes, gradient_names) & tangled
+    side = _ancestors(nodes, gradient_names) - tangled - forward
+    required: dict[str, None] = {}
+    for name in nodes:
+        if name in adjoint:
+            required.update((read, None) for read in nodes[name].inputs if read not in tangled)
+    required.update((name, None) for name in gradient_names if name is not None and name not in tangled)
+    bound = {name for name, node in nodes.items() if node.value is not None}
+    keep = forward | side | adjoint
+    return Graph(
+        nodes={name: node for name, node in nodes.items() if name in keep or node.value is None},
+        primals=primals,
+        grad_outs=grad_outs,
+        outputs=output_names,
+        gradients=gradient_names,
+        output_values=tuple(outputs),
+        gradient_values=tuple(gradients),
+        forward=frozenset(forward & bound),
+        side=frozenset(side & bound),
+        adjoint=frozenset(adjoint & bound),
+        required=tuple(name for name in nodes if name in required),
+    )
+
+
+def _names(values: Sequence[Expr], names: dict[Var, str]) -> tuple[str | None, ...]:
+    return tuple(names[value] if isinstance(value, Var) else None for value in values)
+
+
+def _ancestors(nodes: dict[str, Node], roots: Sequence[str | None]) -> set[str]:
+    wanted = {root for root in roots if root is not None}
+    for name in reversed(nodes):
+        if name in wanted:
+            wanted.update(nodes[name].inputs)
+    return wanted
+
+
+def _unique(name: str, taken: dict[str, Node]) -> str:
+    if name not in taken:
+        return name
+    count = 1
+    while f"{name}_dup{count}" in taken:
+        count += 1
+    return f"{name}_dup{count}"

@@ -1,0 +1,145 @@
+"""The plan: what is saved for the backward, why, how many bytes, and what is computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .cost import Price, flops, is_view, moved_bytes
+from .crossing import Crossing, crossing, fingerprints
+from .graph import Graph
+from .strategy import Choice
+
+__all__ = ["Plan", "Saved", "make_plan"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One value that the backward reads.
+
+    ``kind`` is ``"capture"`` (an extra result of the forward), ``"output"`` (a result it has anyway), or for what the
+    caller holds anyway ``"primal"`` and ``"mask"`` (a bool primal). ``reason`` is a sentence; ``op`` is what computes
+    the value; ``module_path`` is where it stands in the user's module, as far as the caller has told.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    reason: str
+    kind: str
+    op: str = ""
+    module_path: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What crosses from forward to backward.
+
+    Args:
+        strategy: who chose.
+        saved_primals: indices of the primal parameters that the backward reads.
+        saved_outputs: indices of the forward outputs that it reads.
+        captures: the extra results of the forward, in their order.
+        free: the primals and outputs above, described like captures; nobody copies them.
+        recomputed: the forward's bindings that the backward computes again.
+        price: what computing them again costs.
+        save_all_bytes: what the colouring would have captured, for comparison.
+        notes: what did not go as asked, in sentences.
+        fingerprints: a hash of the computation behind each saved value, for :func:`partition.rebuild_backward`.
+    """
+
+    strategy: str
+    saved_primals: tuple[int, ...]
+    saved_outputs: tuple[int, ...]
+    captures: tuple[Saved, ...]
+    free: tuple[Saved, ...]
+    recomputed: tuple[str, ...]
+    price: Price
+    save_all_bytes: int
+    notes: tuple[str, ...]
+    fingerprints: Mapping[str, int]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the captures: what the partition itself keeps alive."""
+        return sum(saved.bytes for saved in self.captures)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of everything that the backward reads from the forward, free or not."""
+        return self.bytes + sum(saved.bytes for saved in self.free)
+
+    def table(self) -> str:
+        """The plan as text: a row per saved value, largest capture first, then totals and notes."""
+        ordered = [*sorted(self.captures, key=lambda saved: -saved.bytes), *self.free]
+        rows = [("value", "module", "shape", "dtype", "bytes", "kind", "why")]
+        for saved in ordered:
+            shape = "×".join(map(str, saved.shape)) or "scalar"
+            rows.append(
+                (saved.name, saved.module_path, shape, saved.dtype, f"{saved.bytes:,}", saved.kind, saved.reason)
+            )
+        if not any(row[1] for row in rows[1:]):
+            rows = [row[:1] + row[2:] for row in rows]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+        numbers = len(widths) - 2
+        lines = []
+        for row in rows:
+            cells = [
+                cell.rjust(width) if column == numbers else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=False))
+            ]
+            lines.append("  ".join([*cells, row[-1]]).rstrip())
+        share = f", {self.bytes / self.save_all_bytes:.2f} of save_all" if self.save_all_bytes else ""
+        lines.append("")
+        lines.append(
+            f"{self.strategy}: {len(self.captures)} captures, {self.bytes:,} bytes{share}; "
+            f"{self.total_bytes:,} bytes with what is free"
+        )
+        lines.append(
+            f"recomputed: {len(self.recomputed)} bindings, {self.price.flops:,} flops, {self.price.bytes:,} bytes moved"
+        )
+        lines.extend(f"note: {note}" for note in self.notes)
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def make_plan(
+    graph: Graph, strategy: str, choice: Choice, *, save_all: Choice, module_paths: Mapping[str, str] | None = None
+) -> tuple[Plan, Crossing]:
+    """The plan of a choice, and the crossing that it describes."""
+    crossed = crossing(graph, choice)
+    paths = module_paths or {}
+    known = fingerprints(graph)
+
+    def saved(name: str, kind: str, reason: str) -> Saved:
+        node = graph.nodes[name]
+        return Saved(name, node.shape, node.dtype, node.bytes, reason, kind, node.op, paths.get(name, ""))
+
+    free = [
+        saved(name, "mask", "free: a mask, drawn before the forward and never drawn twice")
+        if graph.nodes[name].dtype == "bool"
+        else saved(name, "primal", "free: a parameter of the forward")
+        for name in crossed.primals
+    ]
+    free += [saved(name, "output", "free: the forward returns it anyway") for name in crossed.outputs]
+    again = [name for name in crossed.computed if name in graph.forward or name in crossed.extra]
+    price = Price(
+        flops=sum(flops(graph, name) for name in again if not is_view(graph.nodes[name])),
+        bytes=sum(moved_bytes(graph, name) for name in again if not is_view(graph.nodes[name])),
+    )
+    plan = Plan(
+        strategy=strategy,
+        saved_primals=tuple(graph.primal_index[name] for name in crossed.primals),
+        saved_outputs=tuple(graph.output_index[name] for name in crossed.outputs),
+        captures=tuple(saved(name, "capture", choice.saved[name]) for name in crossed.captures),
+        free=tuple(free),
+        recomputed=tuple(again),
+        price=price,
+        save_all_bytes=sum(graph.nodes[name].bytes for name in crossing(graph, save_all).captures),
+        notes=choice.notes,
+        fingerprints={name: known[name] for name in (*crossed.primals, *crossed.outputs, *crossed.captures)},
+    )
+    return plan, crossed

@@ -1,0 +1,113 @@
+"""The two functions: the joint function cut in two along a crossing.
+
+Every variable is made anew (names kept), so that forward, backward and joint can live in one module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from autodiff.ir import DataflowVar, Expr, Function, TensorType, Var, build_function, substitute
+
+from .crossing import Crossing, crossing, fingerprints
+from .graph import Graph, build_graph
+from .order import backward_order
+from .plan import Plan
+from .strategy import Choice
+
+__all__ = ["rebuild_backward", "split"]
+
+
+def split(graph: Graph, crossed: Crossing) -> tuple[Function, Function]:
+    """The forward and the backward function.
+
+    Returns:
+        forward: all primals -> outputs, then captures. The bindings behind the outputs come first, in joint order,
+            whatever is captured.
+        backward: saved primals, saved outputs, captures, all grad_outs -> gradients.
+    """
+    body = [name for name in graph.nodes if name in graph.forward] + list(crossed.extra)
+    results = (*graph.outputs, *crossed.captures)
+    constants = (*graph.output_values, *(None for _ in crossed.captures))
+    forward = _function(graph, [], {}, graph.primals, body, results, constants)
+    params = {
+        name: Var(name, graph.nodes[name].var.ty) for name in (*crossed.primals, *crossed.outputs, *crossed.captures)
+    }
+    return forward, _backward(graph, list(params.values()), params, crossed.computed)
+
+
+def rebuild_backward(joint: Function, plan: Plan, *, num_primals: int, num_outputs: int) -> Function:
+    """The backward of another joint function of the same forward, from the values that ``plan`` saves.
+
+    For a call in which only some outputs received a grad_out: ``joint`` has fewer grad_out parameters and other
+    gradients. What it needs beyond the saved values is recomputed from them.
+
+    Returns:
+        saved primals, saved outputs, captures (all as in ``plan``, read or not), the grad_outs of ``joint`` -> its
+        gradients.
+
+    Raises:
+        ValueError: ``joint`` has another forward, or needs a primal that ``plan`` does not save.
+    """
+    graph = build_graph(joint, num_primals, num_outputs)
+    known = fingerprints(graph)
+    kept = plan.free + plan.captures
+    for saved in plan.captures:
+        if saved.name in graph.forward and known[saved.name] != plan.fingerprints[saved.name]:
+            raise ValueError(f"the plan saves {saved.name}, which this joint function computes in another way")
+    outputs = plan.free[len(plan.saved_primals) :]
+    for index, saved in zip(plan.saved_outputs, outputs, strict=True):
+        name = graph.outputs[index] if index < num_outputs else None
+        if name is None or known[name] != plan.fingerprints[saved.name]:
+            raise ValueError(f"the plan saves output {index} ({saved.name}), which this joint function does not return")
+
+    params = [Var(saved.name, TensorType(saved.shape, saved.dtype)) for saved in kept]
+    by_fingerprint = {plan.fingerprints[saved.name]: param for saved, param in zip(kept, params, strict=True)}
+    by_name = {
+        saved.name: param
+        for saved, param in zip(kept, params, strict=True)
+        if known.get(saved.name) == plan.fingerprints[saved.name]
+    }
+    provided = {
+        name: by_name.get(name, by_fingerprint[fingerprint])
+        for name, fingerprint in known.items()
+        if fingerprint in by_fingerprint
+    }
+    reads = crossing(graph, Choice(dict.fromkeys(provided, "saved by the plan"), use_outputs=False))
+    missing = [name for name in reads.primals if name not in provided]
+    if missing:
+        raise ValueError(
+            f"this backward needs the primals {missing}, which the plan ({plan.strategy}) does not save; "
+            "make the plan for the joint function whose backward reads the most"
+        )
+    return _backward(graph, params, provided, reads.computed)
+
+
+def _backward(graph: Graph, params: list[Var], provided: Mapping[str, Var], computed: Sequence[str]) -> Function:
+    """The function from ``params`` and all grad_outs to the gradients; ``provided`` says which nodes the params are."""
+    body = backward_order(graph, {*computed, *graph.adjoint})
+    return _function(graph, params, provided, graph.grad_outs, body, graph.gradients, graph.gradient_values)
+
+
+def _function(
+    graph: Graph,
+    params: list[Var],
+    provided: Mapping[str, Var],
+    more_params: Iterable[str],
+    body: Iterable[str],
+    results: Sequence[str | None],
+    constants: Sequence[Expr],
+) -> Function:
+    """A flat-form function of copies of nodes; ``constants[i]`` is the result where ``results[i]`` is ``None``."""
+    new = {name: Var(name, graph.nodes[name].var.ty) for name in more_params}
+    params = [*params, *new.values()]
+    new.update(provided)
+    old = {graph.nodes[name].var: var for name, var in new.items()}
+    emitted = []
+    for name in body:
+        node = graph.nodes[name]
+        var = DataflowVar(name, node.var.ty)
+        emitted.append((var, substitute(node.value, old)))
+        new[name] = old[node.var] = var
+    values = [constant if name is None else new[name] for name, constant in zip(results, constants, strict=True)]
+    return build_function(params, emitted, values)
