@@ -7,6 +7,7 @@ from .coloring import RecomputeAll, SaveAll, coloring
 from .cost import Price
 from .cut import STRATEGIES, Partitioned, partition
 from .graph import Graph, Node, build_graph
+from .min_cut import MinCut
 from .plan import Plan, Saved
 from .split import rebuild_backward
 from .strategy import Choice, Strategy
@@ -15,6 +16,7 @@ __all__ = [
     "STRATEGIES",
     "Choice",
     "Graph",
+    "MinCut",
     "Node",
     "Partitioned",
     "Plan",

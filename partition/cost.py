@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from .graph import Graph, Node
-from .ops import CHEAP, CHEAP_LIBRARY, CREATION, PRODUCTS, ROW, SLICES, TRANSCENDENTAL, TRIVIAL, VIEWS
+from .ops import CHEAP, CHEAP_LIBRARY, CREATION, PRODUCTS, REDUCTIONS, ROW, SLICES, TRANSCENDENTAL, TRIVIAL, VIEWS
 
 __all__ = [
     "ARITHMETIC",
@@ -102,7 +102,9 @@ def ban(graph: Graph, name: str) -> str | None:
         return None
     if node.op in CREATION:
         return None
-    return f"{_short(node.op)} is a reduction or gathers from all over its operand"
+    if node.op in REDUCTIONS:
+        return f"{_short(node.op)} is a reduction"
+    return f"{_short(node.op)} is not known to be point-wise"
 
 
 def product(node: Node) -> str | None:

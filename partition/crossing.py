@@ -30,7 +30,6 @@ class Crossing:
 def crossing(graph: Graph, choice: Choice) -> Crossing:
     """Walk from what the backward requires until every path ends at a saved value, a parameter or a constant."""
     free = {name for name in graph.output_index if choice.use_outputs and graph.nodes[name].is_tensor}
-    free -= choice.avoid_outputs
     seen: set[str] = set()
     read: set[str] = set()
     stack = list(graph.required)

@@ -9,6 +9,7 @@ from autodiff.ir import Function
 
 from .coloring import RecomputeAll, SaveAll
 from .graph import build_graph
+from .min_cut import MinCut
 from .plan import Plan, make_plan
 from .split import split
 from .strategy import Strategy
@@ -16,7 +17,7 @@ from .strategy import Strategy
 __all__ = ["STRATEGIES", "Partitioned", "partition"]
 
 #: The strategies that go by a name.
-STRATEGIES = {"save_all": SaveAll, "recompute_all": RecomputeAll}
+STRATEGIES = {"min_cut": MinCut, "save_all": SaveAll, "recompute_all": RecomputeAll}
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,8 @@ def partition(
         TypeError: a strategy that is neither a name nor has a ``choose``.
     """
     chosen = resolve(strategy)
-    graph = build_graph(joint, num_primals, num_outputs)
-    plan, crossed = make_plan(
-        graph, chosen.name, chosen.choose(graph), save_all=SaveAll().choose(graph), module_paths=module_paths
-    )
+    graph = build_graph(joint, num_primals, num_outputs, module_paths)
+    plan, crossed = make_plan(graph, chosen.name, chosen.choose(graph), save_all=SaveAll().choose(graph))
     forward, backward = split(graph, crossed)
     return Partitioned(plan, forward, backward)
 

@@ -13,7 +13,7 @@ Bindings that no result needs are dropped. Everything downstream works on this g
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autodiff.ir import Expr, Function, TensorType, Var, bindings, dtype, library_name, op_name, results, used_vars
@@ -31,13 +31,15 @@ class Node:
     """One parameter or binding of the joint function.
 
     ``name`` is its variable's name, made unique where the joint repeats one; ``value`` is ``None`` for a parameter;
-    ``inputs`` are the names of the nodes it reads, each once, in order.
+    ``inputs`` are the names of the nodes it reads, each once, in order; ``module_path`` is where it stands in the
+    user's module, as far as the caller has told.
     """
 
     name: str
     var: Var
     value: Expr | None
     inputs: tuple[str, ...]
+    module_path: str = ""
 
     @functools.cached_property
     def is_tensor(self) -> bool:
@@ -121,12 +123,15 @@ class Graph:
         return {name: index for index, name in enumerate(self.primals)}
 
 
-def build_graph(joint: Function, num_primals: int, num_outputs: int) -> Graph:
+def build_graph(
+    joint: Function, num_primals: int, num_outputs: int, module_paths: Mapping[str, str] | None = None
+) -> Graph:
     """The graph of a joint function in flat form.
 
     Args:
         joint: parameters are ``num_primals`` primals, then grad_outs; results are ``num_outputs`` forward outputs,
             then gradients.
+        module_paths: by variable name, where in the user's module a value comes from.
 
     Raises:
         ValueError: counts that do not fit, a forward output that depends on a grad_out, or a random draw inside.
@@ -142,6 +147,7 @@ def build_graph(joint: Function, num_primals: int, num_outputs: int) -> Graph:
     body = normalize([(var, value) for var, value in body if var in live], outputs)
     live = ancestors(body, returned)
 
+    paths = module_paths or {}
     names: dict[Var, str] = {}
     nodes: dict[str, Node] = {}
     for var, value in [*((param, None) for param in params), *body]:
@@ -149,7 +155,7 @@ def build_graph(joint: Function, num_primals: int, num_outputs: int) -> Graph:
             continue
         names[var] = name = _unique(var.name, nodes)
         inputs = tuple(names[read] for read in used_vars(value)) if value is not None else ()
-        nodes[name] = node = Node(name, var, value, inputs)
+        nodes[name] = node = Node(name, var, value, inputs, paths.get(var.name, ""))
         if node.op in DRAWS:
             raise ValueError(f"{name} = {node.op} draws random numbers; a partition wants every draw to be a primal")
 

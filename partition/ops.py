@@ -11,6 +11,7 @@ __all__ = [
     "CREATION",
     "DRAWS",
     "PRODUCTS",
+    "REDUCTIONS",
     "ROW",
     "SLICES",
     "TRANSCENDENTAL",
@@ -40,8 +41,8 @@ CREATION = _relax("full zeros ones arange eye hamming_window")
 
 #: Point-wise (or injective) work of an instruction or two an element: fuses into whatever reads it.
 CHEAP = _relax(
-    "abs add astype bitwise_and bitwise_not bitwise_or bitwise_xor ceil clip concat equal ewise_fma eye_like flip floor "
-    "floor_divide floor_mod full_like greater greater_equal isfinite isinf isnan left_shift less less_equal "
+    "abs add astype bitwise_and bitwise_not bitwise_or bitwise_xor ceil clip concat equal ewise_fma eye_like flip "
+    "floor floor_divide floor_mod full_like greater greater_equal isfinite isinf isnan left_shift less less_equal "
     "logical_and logical_not logical_or logical_xor maximum meshgrid minimum mod multiply negative nn.leakyrelu nn.pad "
     "nn.pixel_shuffle nn.prelu nn.relu not_equal one_hot ones_like repeat right_shift round sign slice_scatter "
     "square stack subtract tile tril triu trunc where zeros_like divide sqrt rsqrt layout_transform"
@@ -60,6 +61,13 @@ ROW = _relax("nn.softmax nn.log_softmax nn.layer_norm nn.rms_norm nn.group_norm 
 PRODUCTS = _relax(
     "matmul einsum outer nn.conv1d nn.conv2d nn.conv3d nn.conv1d_transpose nn.conv2d_transpose nn.conv3d_transpose "
     "nn.attention nn.attention_bias nn.attention_var_len"
+)
+
+#: A few numbers out of many (or a running total): small to keep, and a pass over the operand to compute again.
+REDUCTIONS = _relax(
+    "argmax argmin collapse_sum_like collapse_sum_to cumprod cumsum max mean median min prod std sum variance "
+    "nn.adaptive_avg_pool1d nn.adaptive_avg_pool2d nn.adaptive_avg_pool3d nn.avg_pool1d nn.avg_pool2d nn.avg_pool3d "
+    "nn.max_pool1d nn.max_pool2d nn.max_pool3d nn.batch_norm nn.cross_entropy_with_logits nn.nll_loss"
 )
 
 #: Library functions that read each element of their result once and compute next to nothing.

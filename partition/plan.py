@@ -75,7 +75,7 @@ class Plan:
         ordered = [*sorted(self.captures, key=lambda saved: -saved.bytes), *self.free]
         rows = [("value", "module", "shape", "dtype", "bytes", "kind", "why")]
         for saved in ordered:
-            shape = "×".join(map(str, saved.shape)) or "scalar"
+            shape = "x".join(map(str, saved.shape)) or "scalar"
             rows.append(
                 (saved.name, saved.module_path, shape, saved.dtype, f"{saved.bytes:,}", saved.kind, saved.reason)
             )
@@ -106,17 +106,14 @@ class Plan:
         return self.table()
 
 
-def make_plan(
-    graph: Graph, strategy: str, choice: Choice, *, save_all: Choice, module_paths: Mapping[str, str] | None = None
-) -> tuple[Plan, Crossing]:
+def make_plan(graph: Graph, strategy: str, choice: Choice, *, save_all: Choice) -> tuple[Plan, Crossing]:
     """The plan of a choice, and the crossing that it describes."""
     crossed = crossing(graph, choice)
-    paths = module_paths or {}
     known = fingerprints(graph)
 
     def saved(name: str, kind: str, reason: str) -> Saved:
         node = graph.nodes[name]
-        return Saved(name, node.shape, node.dtype, node.bytes, reason, kind, node.op, paths.get(name, ""))
+        return Saved(name, node.shape, node.dtype, node.bytes, reason, kind, node.op, node.module_path)
 
     free = [
         saved(name, "mask", "free: a mask, drawn before the forward and never drawn twice")

@@ -22,7 +22,6 @@ class Choice:
 
     saved: Mapping[str, str] = field(default_factory=dict)
     use_outputs: bool = True
-    avoid_outputs: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
 

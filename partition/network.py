@@ -1,0 +1,126 @@
+"""The flow network of a partition and its minimum cut.
+
+Every value is split into an *in* and an *out* node; the edge between them carries the cost of keeping the value. The
+source side of the cut is what the forward computes, the sink side is what the backward computes::
+
+    source ──again──► in(v) ──keep──► out(v) ──∞──► in(w)   for every w that reads v
+    source ──∞──► in(v)     where v must not be computed again
+    out(v) ──∞──► sink      where the backward requires v
+
+Cutting ``in(v) -> out(v)`` keeps v; cutting ``source -> in(v)`` pays for computing v again. Values that are free
+(parameters, forward outputs) are not in the network. Of all minimum cuts this takes the one nearest to the sink (the
+unique one with the fewest values computed again), so the result does not depend on the flow algorithm.
+
+Infinite edges at the source and at the sink are contracted before any flow is pushed. That takes the network apart at
+every matrix product; the pieces are solved one by one, in joint order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import networkx as nx
+
+from .graph import Graph
+
+__all__ = ["Cut", "minimum_cut"]
+
+_SOURCE, _SINK = "source", "sink"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A minimum cut: the values kept, in joint order, and the integer cost; or, if there is no finite cut,
+    ``blocked``: the values along an infinite path."""
+
+    kept: tuple[str, ...] = ()
+    cost: int = 0
+    blocked: tuple[str, ...] = ()
+
+
+def minimum_cut(
+    graph: Graph, keep: Mapping[str, int | None], again: Mapping[str, int | None], free: Collection[str]
+) -> Cut:
+    """The cheapest set of values to keep.
+
+    Args:
+        keep: per candidate, the cost of keeping it, or ``None`` if it cannot be kept.
+        again: per candidate, the cost of computing it in the backward, or ``None`` if it must not be.
+        free: candidates that the backward can read at no cost.
+    """
+    inner = [name for name in graph.candidates if name not in free]
+    required = set(graph.required)
+    ends = {name: _ends(name, keep[name], again[name], name in required) for name in inner}
+    infinite = 1 + sum(cost for name in inner for cost in (keep[name], again[name]) if cost is not None)
+    edges: dict[tuple[str, str], int] = {}
+
+    def edge(tail: str, head: str, capacity: int) -> None:
+        if capacity and tail != head and tail != _SINK and head != _SOURCE:
+            edges[tail, head] = min(infinite, edges.get((tail, head), 0) + capacity)
+
+    for name in inner:
+        entry, exit_ = ends[name]
+        edge(entry, exit_, infinite if keep[name] is None else keep[name])
+        edge(_SOURCE, entry, infinite if again[name] is None else again[name])
+        for read in graph.nodes[name].inputs:
+            if read in ends:
+                edge(ends[read][1], entry, infinite)
+        if keep[name] is None and again[name] is None and name in required:
+            return Cut(blocked=(name,))
+
+    direct = edges.pop((_SOURCE, _SINK), 0)
+    sink_side, cost = {_SINK}, direct
+    for piece in _pieces(edges):
+        value, side = _solve(piece)
+        cost += value
+        sink_side |= side
+    if cost >= infinite:
+        return Cut(blocked=_infinite_path(edges, infinite))
+    kept = tuple(name for name in inner if ends[name][0] not in sink_side and ends[name][1] in sink_side)
+    return Cut(kept, cost)
+
+
+def _ends(name: str, keep: int | None, again: int | None, required: bool) -> tuple[str, str]:
+    """The in and the out node of a value, contracted with source, sink, or each other across infinite edges."""
+    entry = _SOURCE if again is None else f"in {name}"
+    exit_ = _SINK if required else f"out {name}"
+    if keep is None:
+        if again is None:
+            exit_ = _SOURCE
+        elif exit_ == _SINK:
+            entry = _SINK
+        else:
+            exit_ = entry
+    return entry, exit_
+
+
+def _pieces(edges: Mapping[tuple[str, str], int]) -> list[nx.DiGraph]:
+    """The network without source and sink, in weakly connected pieces, each with its own source and sink edges."""
+    whole = nx.Graph()
+    for tail, head in edges:
+        whole.add_nodes_from(node for node in (tail, head) if node not in (_SOURCE, _SINK))
+        if tail != _SOURCE and head != _SINK:
+            whole.add_edge(tail, head)
+    number = {node: index for index, nodes in enumerate(nx.connected_components(whole)) for node in nodes}
+    pieces = [nx.DiGraph() for _ in range(1 + max(number.values(), default=-1))]
+    for (tail, head), capacity in edges.items():
+        pieces[number[head if tail == _SOURCE else tail]].add_edge(tail, head, capacity=capacity)
+    return pieces
+
+
+def _solve(piece: nx.DiGraph) -> tuple[int, set[str]]:
+    """The cost of a piece's minimum cut and its smallest sink side."""
+    if _SINK not in piece:
+        return 0, set()
+    if _SOURCE not in piece:
+        return 0, nx.ancestors(piece, _SINK)
+    value, (_, side) = nx.minimum_cut(piece, _SOURCE, _SINK, flow_func=nx.algorithms.flow.preflow_push)
+    return value, side
+
+
+def _infinite_path(edges: Mapping[tuple[str, str], int], infinite: int) -> tuple[str, ...]:
+    """The values along a shortest path of infinite edges from source to sink."""
+    network = nx.DiGraph(edge for edge, capacity in edges.items() if capacity >= infinite)
+    path = nx.shortest_path(network, _SOURCE, _SINK)
+    return tuple(dict.fromkeys(node.split(" ", 1)[1] for node in path[1:-1]))
