@@ -1,0 +1,37 @@
+"""Reverse-mode differentiation of Relax functions, a pure Relax to Relax library.
+
+Every pass is a function ``Function -> Function`` in flat form (see :mod:`autodiff.ir`) and returns the same object if
+it changed nothing. The usual line: ``clean(differentiate(mask_dropout(spell_out(func)), outputs, require_grads))``.
+"""
+
+from autodiff import gradients
+from autodiff.clean import clean
+from autodiff.cse import common_subexpression_elimination
+from autodiff.dce import dead_code_elimination
+from autodiff.differentiate import differentiate
+from autodiff.dropout import mask_dropout
+from autodiff.errors import NoGradient, UndifferentiableOp
+from autodiff.names import unique_names
+from autodiff.root import amend
+from autodiff.spell_out import spell_out
+from autodiff.views import deduplicate_views
+from autodiff.zapp import one_zapp, zapp_like, zero_zapp
+
+__all__ = [
+    "NoGradient",
+    "UndifferentiableOp",
+    "amend",
+    "clean",
+    "common_subexpression_elimination",
+    "dead_code_elimination",
+    "deduplicate_views",
+    "differentiate",
+    "mask_dropout",
+    "one_zapp",
+    "spell_out",
+    "unique_names",
+    "zapp_like",
+    "zero_zapp",
+]
+
+gradients.register()

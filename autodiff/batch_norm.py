@@ -1,0 +1,93 @@
+"""BatchNorm, spelled out."""
+
+from __future__ import annotations
+
+from tvm.relax import op
+
+from autodiff.constants import const
+from autodiff.group_norm import per_channel
+from autodiff.ir import Call, Expr, Tuple, Var, dtype, shape
+from autodiff.normalization import affine, cast, normalize, reciprocal_root, statistics_dtype
+from autodiff.rewrite import Scope
+
+__all__ = ["batch_norm_inference", "batch_norm_training", "running_average", "spell_batch_norm"]
+
+
+def spell_batch_norm(call: Call, scope: Scope) -> Expr:
+    """``relax.nn.batch_norm`` becomes mean, centred variance, rstd, multiply and add, and the running averages.
+
+    Safe: it is the operator's definition (Ioffe and Szegedy, 2015), float32 statistics for half types. NOTE: TVM's
+    operator averages the *biased* variance, and so does this; PyTorch averages the unbiased one. Who wants PyTorch's
+    numbers calls :func:`batch_norm_training` and :func:`running_average` with a ``correction``.
+    """
+    x, gamma, beta, running_mean, running_variance = call.args
+    attrs = call.attrs
+    axis, epsilon, momentum = int(attrs.axis), float(attrs.epsilon), float(attrs.momentum)
+    gamma = gamma if attrs.scale else None
+    beta = beta if attrs.center else None
+    if not attrs.training:
+        y = batch_norm_inference(x, gamma, beta, running_mean, running_variance, axis, epsilon, scope)
+        return Tuple([y, running_mean, running_variance])
+    y, mean, variance, _ = batch_norm_training(x, gamma, beta, axis, epsilon, scope)
+    new_mean = running_average(running_mean, mean, momentum, scope, "running_mean")
+    new_variance = running_average(running_variance, variance, momentum, scope, "running_variance")
+    return Tuple([y, new_mean, new_variance])
+
+
+def batch_norm_training(
+    x: Expr, gamma: Expr | None, beta: Expr | None, axis: int, epsilon: float, scope: Scope, name: str = "batch_norm"
+) -> tuple[Expr, Var, Var, Var]:
+    """Binds BatchNorm of ``x`` with batch statistics; returns it with mean, biased variance and rstd, one per channel.
+
+    ``gamma`` and ``beta`` have one element per channel (``axis``) or are ``None``. The statistics are vectors, in
+    float32 for half types.
+    """
+    extents = list(shape(x))
+    axis %= len(extents)
+    wide = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
+    others = [other for other in range(len(extents)) if other != axis]
+    y, *statistics = normalize(wide, others, epsilon, scope, name)
+    vectors = [scope.emit(op.reshape(value, [extents[axis]]), value.name) for value in statistics]
+    gamma, beta = (per_channel(value, axis, extents, scope, name) for value in (gamma, beta))
+    y = affine(y, gamma, beta, scope, name)
+    return cast(y, dtype(x), scope, f"{name}_output"), *vectors
+
+
+def batch_norm_inference(
+    x: Expr,
+    gamma: Expr | None,
+    beta: Expr | None,
+    mean: Expr,
+    variance: Expr,
+    axis: int,
+    epsilon: float,
+    scope: Scope,
+    name: str = "batch_norm",
+) -> Expr:
+    """Binds ``(x - mean) / sqrt(variance + epsilon) * gamma + beta`` with given statistics, one per channel."""
+    extents = list(shape(x))
+    axis %= len(extents)
+    wide = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
+    mean, variance = (cast(value, dtype(wide), scope, f"{name}_statistic") for value in (mean, variance))
+    rstd = reciprocal_root(variance, epsilon, scope, name)
+    mean, rstd, gamma, beta = (per_channel(value, axis, extents, scope, name) for value in (mean, rstd, gamma, beta))
+    centred = scope.emit(op.subtract(wide, mean), f"{name}_centred")
+    y = scope.emit(op.multiply(centred, rstd), f"{name}_normalized")
+    y = affine(y, gamma, beta, scope, name)
+    return cast(y, dtype(x), scope, f"{name}_output")
+
+
+def running_average(
+    running: Expr, batch: Expr, momentum: float, scope: Scope, name: str, correction: float = 1.0
+) -> Expr:
+    """Binds ``(1 - momentum) * running + momentum * correction * batch``, in the type of ``running``.
+
+    ``correction`` is ``n / (n - 1)`` to average the unbiased variance of ``n`` elements per channel (as PyTorch does).
+    """
+    wide = cast(running, dtype(batch), scope, f"{name}_wide")
+    kept = scope.emit(op.multiply(wide, const(1 - momentum, batch)), f"{name}_kept")
+    if correction != 1.0:
+        batch = scope.emit(op.multiply(batch, const(correction, batch)), f"{name}_unbiased")
+    new = scope.emit(op.multiply(batch, const(momentum, batch)), f"{name}_new")
+    average = scope.emit(op.add(kept, new), f"{name}_average")
+    return cast(average, dtype(running), scope, f"{name}_output")

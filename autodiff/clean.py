@@ -1,0 +1,49 @@
+"""Cleaning a joint graph: small passes to a fixed point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autodiff.cse import common_subexpression_elimination
+from autodiff.dce import dead_code_elimination
+from autodiff.dropout import project
+from autodiff.ir import Function
+from autodiff.rewrite import rewrite
+from autodiff.views import deduplicate_views
+from autodiff.zapp import one_zapp, zapp_like, zero_zapp
+
+__all__ = ["PASSES", "clean", "project_tuples"]
+
+
+def project_tuples(func: Function) -> Function:
+    """Field ``i`` of a tuple that is spelled out becomes that field, and copies of variables disappear.
+
+    Safe: nothing is computed by either.
+    """
+    return rewrite(func, {None: [project]})
+
+
+PASSES: list[Callable[[Function], Function]] = [
+    project_tuples,
+    zapp_like,
+    zero_zapp,
+    one_zapp,
+    deduplicate_views,
+    common_subexpression_elimination,
+    dead_code_elimination,
+]
+
+
+def clean(func: Function) -> Function:
+    """Applies :data:`PASSES` until nothing changes.
+
+    Safe: each pass is. It ends: every pass removes bindings, or replaces one by a simpler operator or by one that reads
+    further up, and none adds any but ``zapp_like`` (which removes for good what it replaces). A parameter or another
+    result may itself become a result, and a result may occur twice.
+    """
+    while True:
+        before = func
+        for apply in PASSES:
+            func = apply(func)
+        if func is before:
+            return func

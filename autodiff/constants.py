@@ -1,0 +1,47 @@
+"""Scalar constants, and recognizing tensors that hold one number everywhere."""
+
+from __future__ import annotations
+
+from tvm import relax
+
+from autodiff.ir import Constant, Expr, dtype, numpy_value, op_name
+from autodiff.rewrite import Scope
+
+__all__ = ["const", "splat"]
+
+_FILLS = {"relax.zeros": 0, "relax.zeros_like": 0, "relax.ones": 1, "relax.ones_like": 1}
+_KEEP_A_SPLAT = {
+    "relax.broadcast_to",
+    "relax.reshape",
+    "relax.expand_dims",
+    "relax.squeeze",
+    "relax.flatten",
+    "relax.permute_dims",
+}
+
+
+def const(value: float | int | bool, like: Expr | str) -> Constant:
+    """A 0-d constant of the element type of ``like`` (a tensor expression, or an element type)."""
+    return relax.const(value, like if isinstance(like, str) else dtype(like))
+
+
+def splat(value: Expr, scope: Scope) -> float | int | None:
+    """The number that every element of ``value`` is known to be, or ``None``.
+
+    Known are zeros/ones/full and their ``_like`` forms, constants of one repeated number, and those reshaped.
+    """
+    value = scope.definition(value)
+    if isinstance(value, Constant):
+        array = numpy_value(value)
+        if array.size == 0:
+            return None
+        first = array.flat[0]
+        return first.item() if array.size == 1 or (array == first).all() else None
+    name = op_name(value)
+    if name in _FILLS:
+        return _FILLS[name]
+    if name in ("relax.full", "relax.full_like"):
+        return splat(value.args[1], scope)
+    if name in _KEEP_A_SPLAT:
+        return splat(value.args[0], scope)
+    return None

@@ -1,0 +1,216 @@
+"""The joint graph: a function together with its vector-Jacobian product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm import relax
+
+from autodiff.dce import live_bindings
+from autodiff.errors import NoGradient, UndifferentiableOp
+from autodiff.gradients import differentiable, undifferentiable_argument
+from autodiff.ir import (
+    Call,
+    Constant,
+    DataflowVar,
+    Expr,
+    Function,
+    IRModule,
+    Tuple,
+    TupleType,
+    Var,
+    bindings,
+    build_function,
+    dtype,
+    is_float,
+    library_name,
+    op_name,
+    results,
+    shape,
+    substitute,
+    used_vars,
+    with_outputs,
+)
+from autodiff.names import unique_names
+from autodiff.rewrite import NameSupply, names
+from autodiff.root import amend
+
+__all__ = ["differentiate"]
+
+Body = list[tuple[Var, Expr]]
+_STOP = "relax.grad.no_grad"
+
+
+def differentiate(func: Function, outputs: Sequence[int], require_grads: Sequence[int]) -> Function:
+    """``func`` with a parameter ``grad_out_<i>`` per listed output, and a gradient result per required parameter.
+
+    The results are all results of ``func``, then for each index in ``require_grads`` the vector-Jacobian product of the
+    listed ``outputs`` with respect to that parameter: of its type, exactly zero if no output depends on it, bound to a
+    variable ``grad_<parameter>`` where a variable of its own computes it. ``relax.grad.no_grad(x)`` in ``func`` stops
+    gradients and becomes ``x``.
+
+    Bindings of ``func`` keep their order and their variables' names (see :func:`unique_names`), whatever is required;
+    those that no result needs are dropped.
+
+    Raises ``ValueError`` for indices out of range, repeated, or of tensors that are not floating point, and
+    :class:`UndifferentiableOp` for an operator without a gradient on the way from a required parameter to an output.
+    """
+    func = unique_names(func)
+    _check_required(func, require_grads)
+    rooted = amend(func, outputs)
+    required = [rooted.params[index] for index in require_grads]
+    body = _live_and_active(rooted, required)
+    partials = _gradient(rooted, body, required) if body else ([], {})
+    backward, gradients = partials
+    forward, stopped = _remove_stops(list(bindings(rooted)))
+    backward = [(var, substitute(value, stopped)) for var, value in backward]
+    primal = [stopped.get(output, output) if isinstance(output, Var) else output for output in results(rooted)[1:]]
+
+    supply = NameSupply(names(rooted))
+    wanted = []
+    for param in required:
+        gradient = gradients.get(param)
+        if gradient is None:
+            gradient = relax.Var("zeros", param.ty)
+            backward.append((gradient, relax.op.zeros(shape(param), dtype(param))))
+        gradient = stopped.get(gradient, gradient)
+        if not isinstance(gradient, Constant) and (shape(gradient), dtype(gradient)) != (shape(param), dtype(param)):
+            raise NoGradient(f"the gradient of {param.name!r} of type {param.ty} came out as {gradient.ty}: wrong rule")
+        wanted.append(gradient)
+    backward = live_bindings(backward, wanted)
+    backward, renamed = _rename(backward, dict(zip(wanted, required, strict=True)), supply)
+    wanted = [renamed.get(gradient, gradient) for gradient in wanted]
+    outputs = [*primal, *wanted]
+    return with_outputs(rooted, live_bindings(forward + backward, outputs), outputs)
+
+
+def _check_required(func: Function, require_grads: Sequence[int]) -> None:
+    if len(set(require_grads)) != len(require_grads):
+        raise ValueError(f"differentiate: wanted each parameter once, got {list(require_grads)}")
+    for index in require_grads:
+        if not 0 <= index < len(func.params):
+            raise ValueError(f"differentiate: wanted a parameter index below {len(func.params)}, got {index}")
+        if not is_float(func.params[index]):
+            param = func.params[index]
+            raise ValueError(f"differentiate: wanted a floating point parameter, got {param.name!r} of type {param.ty}")
+
+
+def _live_and_active(rooted: Function, required: Sequence[Var]) -> Body:
+    """The bindings on a way from a required parameter to the root: what there is to differentiate.
+
+    Nothing else is shown to TVM's pass, so that an operator without a gradient matters only where one is needed.
+    """
+    active = set(required)
+    body = []
+    for var, value in live_bindings(list(bindings(rooted)), results(rooted)[:1]):
+        if op_name(value) == _STOP or not _has_float(var.ty):
+            continue
+        if any(used in active for used in used_vars(value)):
+            active.add(var)
+            body.append((var, value))
+    body = live_bindings(body, results(rooted)[:1])
+    for var, value in body:
+        _check_differentiable(var, value, active)
+    return body
+
+
+def _has_float(ty: relax.Type) -> bool:
+    if isinstance(ty, TupleType):
+        return any(_has_float(field) for field in ty.fields)
+    return isinstance(ty, relax.TensorType) and "float" in str(ty.dtype)
+
+
+def _check_differentiable(var: Var, value: Expr, active: set[Var]) -> None:
+    if not isinstance(value, Call):
+        return
+    name = library_name(value) or op_name(value) or str(value.op)
+    if not differentiable(value):
+        raise UndifferentiableOp(name, var.name, "no gradient rule is registered for it")
+    reason = undifferentiable_argument(value, active)
+    if reason is not None:
+        raise UndifferentiableOp(name, var.name, reason)
+
+
+def _gradient(rooted: Function, body: Body, required: Sequence[Var]) -> tuple[Body, dict[Var, Expr]]:
+    """The backward bindings of TVM's ``Gradient`` for the active ``body``, in terms of the variables of ``rooted``.
+
+    The function it sees has the active bindings only, under names by which its forward part can be told from the
+    backward part: TVM rewrites transposed products in both, and ours must stay as it is.
+    """
+    root = results(rooted)[0]
+    defined = {var for var, _ in body}
+    free: dict[Var, None] = dict.fromkeys(required)
+    for _, value in body:
+        free.update(dict.fromkeys(used for used in used_vars(value) if used not in defined))
+    originals = [*free, *(var for var, _ in body)]
+    inner = {var: relax.Var(f"fw_{count}", var.ty) for count, var in enumerate(originals)}
+    by_name = {new.name: var for var, new in inner.items()}
+    small = build_function(
+        [inner[var] for var in free],
+        [(inner[var], substitute(value, inner)) for var, value in body],
+        [inner[root]],
+    )
+    # One scalar result, not a tuple of one; the target is required to be a variable.
+    small = relax.Function(small.params, relax.SeqExpr(small.body.blocks, results(small)[0]), root.ty)
+    module = relax.transform.Normalize()(IRModule({"main": small}))
+    joint = relax.transform.Gradient("main", require_grads=_targets(module["main"], required, inner))(module)
+    return _backward_of(joint["main_adjoint"], by_name, list(free), required)
+
+
+def _targets(small: Function, required: Sequence[Var], inner: dict[Var, Var]) -> list[Var] | None:
+    """The parameters to differentiate; ``None`` (all) for bfloat16, which TVM accepts only when it is not named."""
+    names_wanted = {inner[var].name for var in required}
+    if any(dtype(var) == "bfloat16" for var in required):
+        return None
+    return [param for param in small.params if param.name in names_wanted]
+
+
+def _backward_of(
+    joint: Function, by_name: dict[str, Var], free: list[Var], required: Sequence[Var]
+) -> tuple[Body, dict[Var, Expr]]:
+    outer: dict[Var, Expr] = dict(zip(joint.params, free, strict=True))
+    backward: Body = []
+    tuples: dict[Var, Tuple] = {}
+    for var, value in bindings(joint):
+        if var.name in by_name:
+            outer[var] = by_name[var.name]
+            continue
+        value = substitute(value, outer)
+        if isinstance(value, Var | Constant):
+            outer[var] = value
+            continue
+        new = DataflowVar(var.name, var.ty)
+        outer[var] = new
+        backward.append((new, value))
+        if isinstance(value, Tuple):
+            tuples[new] = value
+    _, gradients = joint.body.body.fields
+    gradients = outer.get(gradients, gradients) if isinstance(gradients, Var) else gradients
+    fields = tuples.get(gradients, gradients).fields
+    fields = [outer.get(field, field) if isinstance(field, Var) else field for field in fields]
+    sources = free if len(fields) == len(free) else [var for var in free if var in set(required)]
+    return backward, {var: field for var, field in zip(sources, fields, strict=True) if var in set(required)}
+
+
+def _remove_stops(body: Body) -> tuple[Body, dict[Var, Expr]]:
+    """``no_grad(x)`` becomes ``x``: its work is done."""
+    kept: Body = []
+    stopped: dict[Var, Expr] = {}
+    for var, value in body:
+        value = substitute(value, stopped)
+        if op_name(value) == _STOP:
+            stopped[var] = value.args[0]
+        else:
+            kept.append((var, value))
+    return kept, stopped
+
+
+def _rename(backward: Body, gradients: dict[Expr, Var], supply: NameSupply) -> tuple[Body, dict[Expr, Var]]:
+    """Backward variables under names that the forward does not use; gradients are called ``grad_<parameter>``."""
+    renamed: dict[Expr, Var] = {}
+    result: Body = []
+    for var, value in backward:
+        hint = f"grad_{gradients[var].name}" if var in gradients else "bw"
+        renamed[var] = DataflowVar(supply.fresh(hint), var.ty)
+        result.append((renamed[var], substitute(value, {k: renamed[k] for k in used_vars(value) if k in renamed})))
+    return result, renamed

@@ -1,0 +1,63 @@
+"""Dropout becomes a multiplication by a mask that the caller draws."""
+
+from __future__ import annotations
+
+import numpy as np
+from tvm import relax
+from tvm.relax import op
+
+from autodiff.constants import const
+from autodiff.ir import Call, Expr, Function, Tuple, Var, dtype, shape
+from autodiff.rewrite import NameSupply, Scope, names, rewrite
+
+__all__ = ["keep_scale", "mask_dropout"]
+
+
+def mask_dropout(func: Function) -> Function:
+    """``relax.nn.dropout(x, rate)`` becomes ``x * (mask * scale)``; ``mask_<k>`` is a new bool parameter of x's shape.
+
+    The masks are appended to the parameters in the order of the dropouts. The operator's second result is the mask.
+    Rate 0 is the identity and rate 1 is zeros, both without a mask parameter: PyTorch draws nothing for them (the mask
+    result, should anything read it, is all true or all false). Safe: with ``mask ~ bernoulli(1 - rate)`` it is the
+    definition (Srivastava et al., 2014), and the draw is no longer the compiler's to repeat or reorder.
+    """
+    taken = NameSupply(names(func))
+    masks: list[Var] = []
+
+    def multiply_by_mask(call: Call, scope: Scope) -> Expr:
+        x, rate = call.args[0], float(call.attrs.rate)
+        if not 0.0 <= rate <= 1.0:
+            raise ValueError(f"dropout: wanted a rate between 0 and 1, got {rate}")
+        if rate in (0.0, 1.0):
+            keeps_all = rate == 0.0
+            mask = scope.emit(op.full(shape(x), const(keeps_all, "bool"), "bool"), "mask_constant")
+            return Tuple([x if keeps_all else scope.emit(op.zeros(shape(x), dtype(x)), "dropped"), mask])
+        name = f"mask_{len(masks)}"
+        if taken.fresh(name) != name:
+            raise ValueError(f"dropout: the name {name!r} of a mask parameter is taken by another variable")
+        mask = relax.Var(name, relax.TensorType(shape(x), "bool"))
+        masks.append(mask)
+        noise = scope.emit(op.astype(mask, dtype(x)), f"{name}_noise")
+        noise = scope.emit(op.multiply(noise, const(keep_scale(rate, dtype(x)), x)), f"{name}_scaled")
+        return Tuple([scope.emit(op.multiply(x, noise), f"{name}_dropout"), mask])
+
+    return rewrite(func, {"relax.nn.dropout": [multiply_by_mask], None: [project]}, new_params=lambda: masks)
+
+
+def keep_scale(rate: float, element_type: str) -> float:
+    """``1 / (1 - rate)`` rounded as PyTorch rounds ``noise.div_(1 - rate)``: in float32 for float32 and narrower types.
+
+    For half types the result still has to be rounded to them (which making a constant of it does).
+    """
+    if element_type == "float64":
+        return 1.0 / (1.0 - rate)
+    return float(np.float32(1.0) / np.float32(1.0 - rate))
+
+
+def project(value: Expr, scope: Scope) -> Expr | None:
+    """Field ``i`` of a tuple that is spelled out is that field."""
+    if isinstance(value, relax.TupleGetItem):
+        fields = scope.definition(value.tuple_value)
+        if isinstance(fields, Tuple):
+            return fields.fields[value.index]
+    return None

@@ -1,0 +1,149 @@
+"""The table of gradient rules, and handing it to TVM.
+
+A rule is a function ``rule(call, y, grad, emit) -> partials``: the forward call (``call.args``, ``call.attrs``), the
+variable it defines, the gradient of that variable, and ``emit(expr) -> Var`` to share a subexpression. It returns one
+expression per argument of the call, of the argument's type, or ``None`` where no gradient flows (integer and shape
+arguments). An operand that broadcasts gets its gradient summed (:func:`autodiff.gradients.tools.fit`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+
+from tvm import relax
+from tvm.relax import op
+from tvm.relax.op.grad import no_grad
+
+from autodiff.ir import Call, Expr, Op, TensorType, Var, dtype, library_name, op_name
+
+__all__ = [
+    "Emit",
+    "GradientRule",
+    "argument_check",
+    "differentiable",
+    "gradient",
+    "library_gradient",
+    "register",
+    "undifferentiable_argument",
+]
+
+Emit = Callable[[Expr], Var]
+GradientRule = Callable[[Call, Var, Var, Emit], Sequence[Expr | None]]
+
+ArgumentCheck = Callable[[Call, Collection[Var]], str | None]
+
+RULES: dict[str, GradientRule] = {}
+LIBRARY_RULES: dict[str, GradientRule] = {}
+ARGUMENT_CHECKS: dict[str, ArgumentCheck] = {}
+
+_LEVEL = 11  # TVM registers its own rules at level 10
+_CALL_LIBRARY = "relax.call_pure_packed"
+_HALF = ("float16", "bfloat16")
+
+
+def gradient(*names: str, wide: bool = False) -> Callable[[GradientRule], GradientRule]:
+    """Registers a rule for operators, instead of TVM's rule if there is one.
+
+    ``wide``: for half types the rule sees everything cast to float32 and its results are cast back, so that a formula
+    of several operations is rounded once, as in the numerical libraries.
+    """
+
+    def add(rule: GradientRule) -> GradientRule:
+        for name in names:
+            RULES[name] = _in_float32(rule) if wide else rule
+        return rule
+
+    return add
+
+
+def library_gradient(*names: str) -> Callable[[GradientRule], GradientRule]:
+    """Registers a rule for library functions (``"library.embedding"``); ``call.args`` excludes the function's name."""
+
+    def add(rule: GradientRule) -> GradientRule:
+        for name in names:
+            LIBRARY_RULES[name] = rule
+        return rule
+
+    return add
+
+
+@functools.cache
+def register() -> None:
+    """Hands the rules to TVM, once per process; importing ``autodiff`` does it."""
+    for name, rule in RULES.items():
+        op.register_gradient(name, _adapt(rule), level=_LEVEL)
+    op.register_gradient(_CALL_LIBRARY, _library, level=_LEVEL)
+
+
+def differentiable(value: Expr) -> bool:
+    """Whether a call has a gradient rule, here or in TVM."""
+    name = op_name(value)
+    if name == _CALL_LIBRARY:
+        return library_name(value) in LIBRARY_RULES
+    return name is not None and (name in RULES or Op.get(name).get_attr("FPrimalGradient") is not None)
+
+
+def undifferentiable_argument(value: Call, active: Collection[Var]) -> str | None:
+    """Why a gradient that is needed cannot be had from this operator's rule; ``None`` if it can.
+
+    ``active`` are the variables through which gradients flow.
+    """
+    check = ARGUMENT_CHECKS.get(library_name(value) or op_name(value))
+    return None if check is None else check(value, active)
+
+
+def argument_check(*names: str) -> Callable[[ArgumentCheck], ArgumentCheck]:
+    """Registers, for operators or library functions, what decides :func:`undifferentiable_argument`."""
+
+    def add(check: ArgumentCheck) -> ArgumentCheck:
+        ARGUMENT_CHECKS.update(dict.fromkeys(names, check))
+        return check
+
+    return add
+
+
+def _adapt(rule: GradientRule) -> Callable:
+    """A rule in the form that TVM calls."""
+
+    def fgradient(orig_var: Var, orig_call: Call, output_grad: Var, ctx: relax.BlockBuilder) -> list[Expr]:
+        partials = rule(orig_call, orig_var, output_grad, _emitter(ctx))
+        return [no_grad(arg) if part is None else part for arg, part in zip(orig_call.args, partials, strict=True)]
+
+    return fgradient
+
+
+def _emitter(ctx: relax.BlockBuilder) -> Emit:
+    return lambda value: value if isinstance(value, Var) else ctx.emit(value)
+
+
+def _library(orig_var: Var, orig_call: Call, output_grad: Var, ctx: relax.BlockBuilder) -> list[Expr]:
+    function, *args = orig_call.args
+    rule = LIBRARY_RULES[str(function.global_symbol)]
+    call = Call(orig_call.op, args, orig_call.attrs, ret_ty=orig_var.ty)
+    partials = rule(call, orig_var, output_grad, _emitter(ctx))
+    return [no_grad(function)] + [
+        no_grad(arg) if part is None else part for arg, part in zip(args, partials, strict=True)
+    ]
+
+
+def _in_float32(rule: GradientRule) -> GradientRule:
+    @functools.wraps(rule)
+    def wide_rule(call: Call, y: Var, grad: Var, emit: Emit) -> list[Expr | None]:
+        def widen(value: Expr) -> Expr:
+            return emit(op.astype(value, "float32")) if _is_half(value) else value
+
+        if not any(_is_half(value) for value in (*call.args, y)):
+            return rule(call, y, grad, emit)
+        wide_call = Call(call.op, [widen(arg) for arg in call.args], call.attrs, ret_ty=y.ty)
+        partials = rule(wide_call, widen(y), widen(grad), emit)
+        return [
+            op.astype(emit(part), dtype(arg)) if part is not None and _is_half(arg) else part
+            for arg, part in zip(call.args, partials, strict=True)
+        ]
+
+    return wide_rule
+
+
+def _is_half(value: Expr) -> bool:
+    return isinstance(value.ty, TensorType) and dtype(value) in _HALF

@@ -1,0 +1,54 @@
+"""What gradient rules have in common: constants, summing over broadcast dimensions, reduced axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm.relax import op
+
+from autodiff.constants import const
+from autodiff.gradients.registry import Emit
+from autodiff.ir import Call, Expr, dtype, shape
+from autodiff.normalization import statistics_dtype
+
+__all__ = ["axes_of", "const", "fit", "keep_axes", "sum_over", "zeros_like"]
+
+
+def fit(partial: Expr, like: Expr, emit: Emit) -> Expr:
+    """``partial`` summed over the dimensions along which ``like`` was broadcast."""
+    partial = emit(partial)
+    extents, wanted = shape(partial), shape(like)
+    if extents == wanted:
+        return partial
+    extra = len(extents) - len(wanted)
+    axes = [axis for axis, extent in enumerate(extents) if axis < extra or (wanted[axis - extra] == 1 and extent != 1)]
+    summed = sum_over(partial, axes, emit)
+    return summed if shape(summed) == wanted else op.reshape(summed, wanted)
+
+
+def sum_over(value: Expr, axes: Sequence[int], emit: Emit, keepdims: bool = False) -> Expr:
+    """The sum over ``axes``, accumulated in float32 for half types (TVM accumulates in the element type)."""
+    element_type = dtype(value)
+    wide = statistics_dtype(element_type)
+    if wide != element_type:
+        value = emit(op.astype(value, wide))
+    value = emit(op.sum(value, list(axes), keepdims=keepdims))
+    return value if wide == element_type else emit(op.astype(value, element_type))
+
+
+def axes_of(call: Call) -> list[int]:
+    """The axes that a reduction reduces, non-negative and sorted; all of them if it names none."""
+    rank = len(shape(call.args[0]))
+    axes = call.attrs.axis
+    return list(range(rank)) if axes is None else sorted(int(axis) % rank for axis in axes)
+
+
+def keep_axes(value: Expr, call: Call, emit: Emit) -> Expr:
+    """A reduction's result (or its gradient) with the reduced axes as size-1 dims, so that it broadcasts."""
+    extents = [1 if axis in axes_of(call) else extent for axis, extent in enumerate(shape(call.args[0]))]
+    return value if list(shape(value)) == extents else emit(op.reshape(value, extents))
+
+
+def zeros_like(value: Expr) -> Expr:
+    """Zeros of a tensor's shape and element type."""
+    return op.zeros(shape(value), dtype(value))

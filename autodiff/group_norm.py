@@ -1,0 +1,112 @@
+"""GroupNorm and InstanceNorm, spelled out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm.relax import op
+
+from autodiff.ir import Call, Expr, Var, dtype, shape
+from autodiff.normalization import affine, cast, normalize, statistics_dtype
+from autodiff.rewrite import Scope
+
+__all__ = ["group_norm", "instance_norm", "spell_group_norm", "spell_instance_norm"]
+
+
+def spell_group_norm(call: Call, scope: Scope) -> Expr:
+    """``relax.nn.group_norm`` becomes reshape to groups, mean, centred variance, rstd, reshape, multiply and add.
+
+    Safe: it is the definition (Wu and He, 2018), with float32 statistics for half types.
+    """
+    x, gamma, beta = call.args
+    attrs = call.attrs
+    return group_norm(
+        x,
+        gamma if attrs.scale else None,
+        beta if attrs.center else None,
+        int(attrs.num_groups),
+        int(attrs.channel_axis),
+        [int(axis) for axis in attrs.axes],
+        float(attrs.epsilon),
+        scope,
+    )[0]
+
+
+def spell_instance_norm(call: Call, scope: Scope) -> Expr:
+    """``relax.nn.instance_norm`` becomes mean, centred variance, rstd, multiply and add.
+
+    Safe: it is the definition (Ulyanov et al., 2016), with float32 statistics for half types.
+    """
+    x, gamma, beta = call.args
+    attrs = call.attrs
+    return instance_norm(
+        x,
+        gamma if attrs.scale else None,
+        beta if attrs.center else None,
+        int(attrs.channel_axis),
+        [int(axis) for axis in attrs.axes],
+        float(attrs.epsilon),
+        scope,
+    )[0]
+
+
+def group_norm(
+    x: Expr,
+    gamma: Expr | None,
+    beta: Expr | None,
+    num_groups: int,
+    channel_axis: int,
+    axes: Sequence[int],
+    epsilon: float,
+    scope: Scope,
+    name: str = "group_norm",
+) -> tuple[Expr, Var, Var]:
+    """Binds GroupNorm of ``x``, and returns it with mean and rstd, which have the grouped shape (reduced dims size 1).
+
+    The channels are split into ``num_groups``; statistics are over the channels of a group and over ``axes`` (other
+    axes than the channel's). ``gamma`` and ``beta`` have one element per channel or are ``None``.
+    """
+    extents = list(shape(x))
+    channel = channel_axis % len(extents)
+    if extents[channel] % num_groups:
+        raise ValueError(f"group_norm: wanted channels divisible by {num_groups} groups, got {extents[channel]}")
+    grouped = [*extents[:channel], num_groups, extents[channel] // num_groups, *extents[channel + 1 :]]
+    reduced = {axis % len(extents) for axis in axes} - {channel}
+    reduced = sorted([channel + 1, *(axis + (axis > channel) for axis in reduced)])
+    wide = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
+    groups = scope.emit(op.reshape(wide, grouped), f"{name}_groups")
+    y, mean, _, rstd = normalize(groups, reduced, epsilon, scope, name)
+    y = scope.emit(op.reshape(y, extents), f"{name}_ungrouped")
+    gamma, beta = (per_channel(value, channel, extents, scope, name) for value in (gamma, beta))
+    y = affine(y, gamma, beta, scope, name)
+    return cast(y, dtype(x), scope, f"{name}_output"), mean, rstd
+
+
+def instance_norm(
+    x: Expr,
+    gamma: Expr | None,
+    beta: Expr | None,
+    channel_axis: int,
+    axes: Sequence[int],
+    epsilon: float,
+    scope: Scope,
+    name: str = "instance_norm",
+) -> tuple[Expr, Var, Var]:
+    """Binds InstanceNorm of ``x`` over ``axes``, and returns it with its mean and rstd (``axes`` kept as size 1).
+
+    ``gamma`` and ``beta`` have one element per channel or are ``None``.
+    """
+    extents = list(shape(x))
+    channel = channel_axis % len(extents)
+    wide = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
+    y, mean, _, rstd = normalize(wide, sorted(axis % len(extents) for axis in axes), epsilon, scope, name)
+    gamma, beta = (per_channel(value, channel, extents, scope, name) for value in (gamma, beta))
+    y = affine(y, gamma, beta, scope, name)
+    return cast(y, dtype(x), scope, f"{name}_output"), mean, rstd
+
+
+def per_channel(value: Expr | None, channel: int, extents: Sequence[int], scope: Scope, name: str) -> Expr | None:
+    """A vector with one element per channel, reshaped so that it broadcasts along axis ``channel``."""
+    if value is None or channel == len(extents) - 1:
+        return value
+    return scope.emit(op.reshape(value, [extents[channel]] + [1] * (len(extents) - channel - 1)), f"{name}_channel")

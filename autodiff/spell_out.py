@@ -1,0 +1,29 @@
+"""Normalizations become the operators they are made of."""
+
+from __future__ import annotations
+
+from autodiff.batch_norm import spell_batch_norm
+from autodiff.group_norm import spell_group_norm, spell_instance_norm
+from autodiff.ir import Function
+from autodiff.layer_norm import spell_layer_norm
+from autodiff.rewrite import rewrite
+from autodiff.rms_norm import spell_rms_norm
+
+__all__ = ["spell_out"]
+
+SPELLINGS = {
+    "relax.nn.layer_norm": [spell_layer_norm],
+    "relax.nn.batch_norm": [spell_batch_norm],
+    "relax.nn.group_norm": [spell_group_norm],
+    "relax.nn.instance_norm": [spell_instance_norm],
+    "relax.nn.rms_norm": [spell_rms_norm],
+}
+
+
+def spell_out(func: Function) -> Function:
+    """Normalizations become mean, centred variance, rstd, multiply and add.
+
+    Safe: each is replaced by its definition. Why: TVM has no gradients for them, and a partitioner can then save the
+    row statistics (mean, rstd) instead of wide tensors.
+    """
+    return rewrite(func, SPELLINGS)

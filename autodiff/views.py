@@ -1,0 +1,155 @@
+"""Reshapes, transposes, casts and broadcasts that undo or repeat one another."""
+
+from __future__ import annotations
+
+import math
+
+from tvm.relax import op
+
+from autodiff.constants import const, splat
+from autodiff.ir import Call, Expr, Function, dtype, op_name, shape
+from autodiff.rewrite import Rule, Scope, rewrite
+
+__all__ = ["VIEWS", "deduplicate_views"]
+
+
+def deduplicate_views(func: Function) -> Function:
+    """Views of views become one view, views that change nothing disappear, and broadcasts move into their users.
+
+    Safe: only positions of elements are concerned, and shapes are static. ``expand_dims``, ``squeeze`` and ``flatten``
+    become ``reshape``, so that there is one spelling to compare; so does a transpose that moves only size-1 dims.
+    A cast disappears if it undoes a widening cast; the other order rounds and stays.
+    """
+    return rewrite(func, VIEWS)
+
+
+def _reshape(call: Call, scope: Scope) -> Expr | None:
+    x = call.args[0]
+    if shape(x) == shape(call):
+        return x
+    source = scope.definition(x)
+    if op_name(source) == "relax.reshape":
+        return op.reshape(source.args[0], shape(call))
+    return None
+
+
+def _to_reshape(call: Call, scope: Scope) -> Expr:
+    return op.reshape(call.args[0], shape(call))
+
+
+def _permute_dims(call: Call, scope: Scope) -> Expr | None:
+    x = call.args[0]
+    axes = permutation(call)
+    if axes == sorted(axes):
+        return x
+    source = scope.definition(x)
+    if op_name(source) == "relax.permute_dims":
+        inner = permutation(source)
+        return op.permute_dims(source.args[0], [inner[axis] for axis in axes])
+    moved = [axis for axis in axes if shape(x)[axis] != 1]
+    return op.reshape(x, shape(call)) if moved == sorted(moved) else None
+
+
+def permutation(call: Call) -> list[int]:
+    """The axes of a ``permute_dims``, non-negative; reversed order if it names none."""
+    rank = len(shape(call))
+    axes = call.attrs.axes
+    return list(range(rank))[::-1] if axes is None else [int(axis) % rank for axis in axes]
+
+
+def _broadcast_to(call: Call, scope: Scope) -> Expr | None:
+    source = scope.definition(call.args[0])
+    if op_name(source) == "relax.broadcast_to":
+        return op.broadcast_to(source.args[0], shape(call))
+    return None
+
+
+def _astype(call: Call, scope: Scope) -> Expr | None:
+    x = call.args[0]
+    if dtype(x) == dtype(call):
+        return x
+    source = scope.definition(x)
+    if op_name(source) == "relax.astype":
+        original = source.args[0]
+        if dtype(original) == dtype(call) and (dtype(original), dtype(x)) in _EXACT_CASTS:
+            return original
+    return None
+
+
+_EXACT_CASTS = {
+    *((half, wide) for half in ("float16", "bfloat16") for wide in ("float32", "float64")),
+    ("float32", "float64"),
+    *(("bool", other) for other in ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")),
+    ("int32", "int64"),
+    ("int32", "float64"),
+}
+
+
+def _fill(call: Call, scope: Scope) -> Expr | None:
+    """A shape operation on a tensor of one repeated number becomes that number in the new shape."""
+    value = splat(call.args[0], scope)
+    return None if value is None else fill(value, call)
+
+
+def fill(value: float | int | bool, like: Expr) -> Expr:
+    """A tensor of one repeated number, of the shape and element type of ``like``."""
+    if value == 0 and math.copysign(1, value) > 0:
+        return op.zeros(shape(like), dtype(like))
+    if value == 1:
+        return op.ones(shape(like), dtype(like))
+    return op.full(shape(like), const(value, like), dtype(like))
+
+
+def _unbroadcast(call: Call, scope: Scope) -> Expr | None:
+    """An operand that an element-wise operator would broadcast anyway is read before it was broadcast.
+
+    Whoever else needs it broadcast still finds it, so what a forward becomes does not depend on its other users.
+    """
+    args = list(call.args)
+    for index, arg in enumerate(args):
+        narrow = _narrow(arg, scope)
+        if narrow is not None:
+            extents = [shape(other) for other in (*args[:index], narrow, *args[index + 1 :])]
+            if _broadcast(extents) == shape(call):
+                args[index] = narrow
+    return None if args == list(call.args) else Call(call.op, args, call.attrs, ret_ty=call.ty)
+
+
+def _narrow(value: Expr, scope: Scope) -> Expr | None:
+    source = scope.definition(value)
+    if op_name(source) == "relax.broadcast_to":
+        return source.args[0]
+    if op_name(source) in ("relax.zeros", "relax.ones", "relax.full") and shape(source):
+        number = splat(source, scope)
+        return None if number is None else const(number, source)
+    return None
+
+
+def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    rank = max(len(extents) for extents in shapes)
+    padded = [(1,) * (rank - len(extents)) + extents for extents in shapes]
+    return tuple(next((extent for extent in column if extent != 1), 1) for column in zip(*padded, strict=True))
+
+
+def _negative(call: Call, scope: Scope) -> Expr | None:
+    source = scope.definition(call.args[0])
+    return source.args[0] if op_name(source) == "relax.negative" else None
+
+
+_BROADCASTING = (
+    *("add", "subtract", "multiply", "divide", "power", "maximum", "minimum", "mod", "floor_mod", "atan2", "where"),
+    *("equal", "not_equal", "less", "less_equal", "greater", "greater_equal"),
+    *("logical_and", "logical_or", "logical_xor"),
+)
+
+VIEWS: dict[str | None, list[Rule]] = {
+    "relax.reshape": [_reshape, _fill],
+    "relax.expand_dims": [_to_reshape],
+    "relax.squeeze": [_to_reshape],
+    "relax.flatten": [_to_reshape],
+    "relax.permute_dims": [_permute_dims, _fill],
+    "relax.broadcast_to": [_fill, _broadcast_to],
+    "relax.astype": [_astype],
+    "relax.negative": [_negative],
+    **{f"relax.{name}": [_unbroadcast] for name in _BROADCASTING},
+}

@@ -1,0 +1,105 @@
+"""Zapping: what reverse-mode differentiation leaves behind and nobody needs to compute.
+
+The names are those of the literature: ZappLike replaces ``..._like`` operations of known shape, ZeroZapp removes
+additions of zero, OneZapp removes multiplications by one, the seed of the chain rule. There is no rule that makes
+``x * 0`` zero: it is not, for infinities and NaN.
+"""
+
+from __future__ import annotations
+
+from tvm.relax import op
+
+from autodiff.constants import splat
+from autodiff.gradients.tools import fit
+from autodiff.ir import Call, Constant, Expr, Function, Var, dtype, shape
+from autodiff.rewrite import Scope, rewrite
+
+__all__ = ["ONE_ZAPP", "ZAPP_LIKE", "ZERO_ZAPP", "one_zapp", "zapp_like", "zero_zapp"]
+
+
+def zapp_like(func: Function) -> Function:
+    """``zeros_like``, ``ones_like``, ``full_like``, ``collapse_sum_like/to``, ``broadcast_to`` become plain operations.
+
+    Safe: shapes are static, so the shape of the pattern operand is known and the operand itself is not needed.
+    """
+    return rewrite(func, ZAPP_LIKE)
+
+
+def zero_zapp(func: Function) -> Function:
+    """``x + 0``, ``0 + x`` and ``x - 0`` become ``x``, or ``broadcast_to(x)`` where the zeros gave the shape.
+
+    Safe: the sum equals ``x`` for every ``x``; infinities and NaN pass (only ``-0.0`` now stays ``-0.0``).
+    """
+    return rewrite(func, ZERO_ZAPP)
+
+
+def one_zapp(func: Function) -> Function:
+    """``x * 1``, ``1 * x`` and ``x / 1`` become ``x``, or ``broadcast_to(x)`` where the ones gave the shape.
+
+    Safe: the product is ``x``, bit for bit.
+    """
+    return rewrite(func, ONE_ZAPP)
+
+
+def _zeros_like(call: Call, scope: Scope) -> Expr:
+    return op.zeros(shape(call), dtype(call))
+
+
+def _ones_like(call: Call, scope: Scope) -> Expr:
+    return op.ones(shape(call), dtype(call))
+
+
+def _full_like(call: Call, scope: Scope) -> Expr:
+    return op.full(shape(call), call.args[1], dtype(call))
+
+
+def _collapse(call: Call, scope: Scope) -> Expr:
+    return fit(call.args[0], call, lambda value: value if isinstance(value, Var | Constant) else scope.emit(value))
+
+
+def _broadcast_to(call: Call, scope: Scope) -> Expr | None:
+    x = call.args[0]
+    if shape(x) == shape(call):
+        return x
+    if shape(call)[len(shape(call)) - len(shape(x)) :] == shape(x) and all(
+        extent == 1 for extent in shape(call)[: len(shape(call)) - len(shape(x))]
+    ):
+        return op.reshape(x, shape(call))
+    return None
+
+
+def _drop_second(neutral: int):
+    def rule(call: Call, scope: Scope) -> Expr | None:
+        x, y = call.args
+        return _as(x, call) if splat(y, scope) == neutral else None
+
+    return rule
+
+
+def _drop_either(neutral: int):
+    def rule(call: Call, scope: Scope) -> Expr | None:
+        x, y = call.args
+        if splat(y, scope) == neutral:
+            return _as(x, call)
+        return _as(y, call) if splat(x, scope) == neutral else None
+
+    return rule
+
+
+def _as(x: Expr, call: Call) -> Expr | None:
+    """``x`` in the shape of the call's result; ``None`` if the element types differ."""
+    if dtype(x) != dtype(call):
+        return None
+    return x if shape(x) == shape(call) else op.broadcast_to(x, shape(call))
+
+
+ZAPP_LIKE = {
+    "relax.zeros_like": [_zeros_like],
+    "relax.ones_like": [_ones_like],
+    "relax.full_like": [_full_like],
+    "relax.collapse_sum_to": [_collapse],
+    "relax.collapse_sum_like": [_collapse],
+    "relax.broadcast_to": [_broadcast_to],
+}
+ZERO_ZAPP = {"relax.add": [_drop_either(0)], "relax.subtract": [_drop_second(0)]}
+ONE_ZAPP = {"relax.multiply": [_drop_either(1)], "relax.divide": [_drop_second(1)]}
