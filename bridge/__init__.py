@@ -1,0 +1,19 @@
+"""A training-time bridge from PyTorch to Apache TVM: forward and backward in TVM, the training loop unchanged."""
+
+from bridge.dispatch import add_tvm_dispatch, remove_tvm_dispatch, stats
+from bridge.errors import CompilationError, DispatchMiss, Unsupported, UnsupportedModule
+from bridge.lower import Lowered, lower
+from bridge.stats import DispatchStats
+
+__all__ = [
+    "CompilationError",
+    "DispatchMiss",
+    "DispatchStats",
+    "Lowered",
+    "Unsupported",
+    "UnsupportedModule",
+    "add_tvm_dispatch",
+    "lower",
+    "remove_tvm_dispatch",
+    "stats",
+]

@@ -56,6 +56,7 @@ class ModuleTensor:
     kind: str
     names: tuple[str, ...]
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
 
@@ -74,8 +75,8 @@ class Captured:
         placeholders: name of each placeholder -> index into ``module_tensors + arguments`` (tied ones share one).
         module_tensors: what the module owns, each once.
         arguments: the argument leaves that are tensors (fake), in pytree order.
-        argument_leaves: all leaves; tensors replaced by ``None`` are told apart by ``argument_is_tensor``.
-        argument_is_tensor: which leaves are tensors.
+        argument_leaves: all leaves of the arguments, tensors replaced by ``None``.
+        argument_is_tensor: which of them are tensors.
         in_spec: pytree structure of ``(args, kwargs)``.
         results: for each leaf of the module's result, the graph node that computes it (``None``: not computed).
         mutated: ``(index of a module tensor, node of its new value)`` pairs.
@@ -477,7 +478,8 @@ def _module_tensors(
     for kind, tensor, names in named.values():
         if problem := _tensor_problem(tensor):
             raise UnsupportedModule(type(module).__name__, [Unsupported(names[0], names[0], problem)])
-        tensors.append(ModuleTensor(kind, tuple(names), tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+        layout = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        tensors.append(ModuleTensor(kind, tuple(names), *layout, tensor.requires_grad))
     return tensors, [tensor for _, tensor, _ in named.values()]
 
 

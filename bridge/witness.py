@@ -54,7 +54,7 @@ class Output:
         alias_of: ``("input", i)`` or ``("output", j)`` when it shares the memory of the i-th module tensor or
             argument, or of an earlier output that spans its memory; ``None`` when the memory is its own.
         is_same_object: the very same tensor object as ``alias_of``.
-        shape, stride, offset, dtype: of the tensor; the offset is relative to the storage.
+        shape, stride, offset, dtype: of the tensor; the offset (in elements) is relative to ``alias_of``.
         requires_grad: whether autograd tracks it.
         reaches: indices of the inputs that its autograd graph reaches.
     """
@@ -233,6 +233,9 @@ def observe(
     witness = Witness(unsupported=watch.unsupported)
     with mode, _exporting_flag(), _InPlaceWatcher(watch), _DrawRecorder(witness.draws, watch.complain):
         result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
+    for tensor in set(state.values()) - set(parameters):
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            watch.complain("buffer", "forward leaves a buffer that requires grad", "update it under torch.no_grad()")
     leaves, witness.out_spec = torch.utils._pytree.tree_flatten(result)
     _describe_outputs(leaves, inputs, witness)
     return witness
@@ -256,13 +259,14 @@ def _describe_outputs(leaves: Sequence[Any], inputs: Sequence[torch.Tensor], wit
         elif leaf.numel():
             alias = _spanning_output(leaf, leaves[:index])
         seen_outputs.setdefault(id(leaf), index)
-        if alias and not same and leaf.dtype != (inputs if alias[0] == "input" else leaves)[alias[1]].dtype:
-            reason = "returns a view of another dtype of something that the caller can see"
-            witness.unsupported.append(Unsupported("view_dtype", "the module's result", reason))
+        base = (inputs if alias[0] == "input" else leaves)[alias[1]] if alias else leaf
         if leaf.requires_grad and leaf.grad_fn is None and not same:
             witness.unsupported.append(
                 Unsupported("requires_grad_", "the module's result", "returns a new leaf that requires grad")
             )
+        if leaf.dtype != base.dtype:
+            reason = "returns a view of another dtype of something that the caller can see"
+            witness.unsupported.append(Unsupported("view_dtype", "the module's result", reason))
         reaches = _reachable(leaf, inputs, witness)
         witness.outputs.append(
             Output(
@@ -271,7 +275,7 @@ def _describe_outputs(leaves: Sequence[Any], inputs: Sequence[torch.Tensor], wit
                 is_same_object=same,
                 shape=tuple(leaf.shape),
                 stride=leaf.stride(),
-                offset=leaf.storage_offset(),
+                offset=leaf.storage_offset() - base.storage_offset(),
                 dtype=leaf.dtype,
                 requires_grad=leaf.requires_grad,
                 reaches=reaches,

@@ -1,0 +1,208 @@
+"""``add_tvm_dispatch`` and its way back.
+
+The dispatcher sits where ``nn.Module.compile()`` puts its own: in the instance attribute ``_compiled_call_impl``,
+which ``nn.Module.__call__`` asks first and ``nn.Module.__getstate__`` drops, so copies and pickles are plain modules.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+import tvm
+from torch import nn
+
+from bridge.capture import normalize_sample
+from bridge.entry import Entry, compile_entry
+from bridge.errors import DispatchMiss, Unsupported, UnsupportedModule
+from bridge.guards import Mismatch, interpreter_state
+from bridge.lower import DEFAULT_PARTITION
+from bridge.stats import DispatchStats
+from bridge.tracing import is_capturing
+from partition.cut import resolve as resolve_strategy
+
+__all__ = ["add_tvm_dispatch", "remove_tvm_dispatch", "stats"]
+
+log = logging.getLogger("bridge.dispatch")
+
+ON_MISS = ("eager", "compile", "error")
+#: Entries that ``on_miss="compile"`` keeps; the least recently used one leaves.
+MAX_ENTRIES = 8
+_ATTRIBUTE = "_compiled_call_impl"
+
+
+class Dispatcher:
+    """Stands in for a module's call: finds the entry that fits, or runs eager and says why."""
+
+    def __init__(self, module: nn.Module, *, partition: Any, on_miss: str, target: Any):
+        self._module = weakref.ref(module)  # the module owns its dispatcher, not the other way round
+        self.partition = partition
+        self.on_miss = on_miss
+        self.target = target
+        self.stats = DispatchStats()
+        self._refused: set[str] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        if module is None:
+            raise ReferenceError("the dispatched module is gone")
+        if is_capturing() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return module._call_impl(*args, **kwargs)
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            return self._call_with_hooks(module, args, kwargs)
+        return self.dispatch(module, args, kwargs)
+
+    def _call_with_hooks(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Lets torch run the module's own hooks, around a forward that dispatches what the hooks pass on."""
+        attributes = module.__dict__
+        before = {"forward": attributes["forward"]} if "forward" in attributes else {}
+
+        def restore() -> None:
+            attributes.pop("forward", None)
+            attributes.update(before)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            restore()
+            return self.dispatch(module, args, kwargs)
+
+        attributes["forward"] = forward
+        try:
+            return module._call_impl(*args, **kwargs)
+        finally:
+            if attributes.get("forward") is forward:
+                restore()
+
+    def dispatch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs the call in the entry that fits it; otherwise as ``on_miss`` says."""
+        closest: Mismatch | None = None
+        for entry in self.stats.entries:
+            try:
+                inputs = entry.guard.match(module, args, kwargs)
+            except Mismatch as mismatch:
+                if closest is None or mismatch.stage > closest.stage:
+                    closest = mismatch
+                continue
+            return self._hit(entry, inputs)
+        reason = closest.reason if closest else "no entry"
+        if self.on_miss == "error":
+            raise DispatchMiss(f"{type(module).__name__}: {reason}")
+        if self.on_miss == "compile" and reason not in self._refused:
+            entry = self._compile(module, args, kwargs, reason)
+            if entry is not None:
+                return self._hit(entry, entry.guard.match(module, args, kwargs))
+        self.stats.misses[reason] += 1
+        log.debug("%s runs eager: %s", type(module).__name__, reason)
+        return module.forward(*args, **kwargs)
+
+    def _hit(self, entry: Entry, inputs: list[torch.Tensor]) -> Any:
+        self.stats.hits += 1
+        entries = self.stats.entries
+        if entries[-1] is not entry:  # the most recently used one stands last
+            entries.remove(entry)
+            entries.append(entry)
+        return entry(inputs)
+
+    def _compile(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], reason: str) -> Entry | None:
+        try:
+            self.add(module, args, kwargs)
+        except UnsupportedModule as refusal:
+            self._refused.add(reason)
+            log.warning("%s runs eager from now on where %s: %s", type(module).__name__, reason, refusal)
+            return None
+        entries = self.stats.entries
+        if len(entries) > MAX_ENTRIES:
+            log.warning("%s has more than %d entries; the last miss: %s", type(module).__name__, MAX_ENTRIES, reason)
+            del entries[0]
+        return entries[-1]
+
+    def add(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Compiles an entry for a call. Raises as :func:`add_tvm_dispatch`."""
+        _refuse_state(module)
+        entry = compile_entry(module, args, kwargs, partition=self.partition, target=self.target)
+        self.stats.entries.append(entry)
+
+
+def _refuse_state(module: nn.Module) -> None:
+    """Capturing needs plain PyTorch around it."""
+    plain = {"grad mode": (True, False), "default dtype": (torch.get_default_dtype(),)}
+    for name, value in interpreter_state():
+        if value not in plain.get(name, (False,)):
+            problem = Unsupported(name, "where add_tvm_dispatch is called", "is active", "add the dispatch outside it")
+            raise UnsupportedModule(type(module).__name__, [problem])
+
+
+def _dispatcher(module: nn.Module) -> Dispatcher | None:
+    found = module.__dict__.get(_ATTRIBUTE)
+    return found if isinstance(found, Dispatcher) else None
+
+
+def add_tvm_dispatch(
+    module: nn.Module,
+    sample_input: Any,
+    *,
+    sample_kwargs: dict[str, Any] | None = None,
+    partition: Any = DEFAULT_PARTITION,
+    on_miss: str = "eager",
+    target: tvm.target.Target | str | dict | None = None,
+) -> nn.Module:
+    """Compiles a call of ``module``, forward and backward, and dispatches matching calls to it from now on.
+
+    A call matches if everything that was compiled still holds: structure, shapes, dtypes and strides of the
+    arguments, training flags, grad mode, which tensors require grad, the module tree and its plain attributes. Any
+    other call runs as PyTorch would and is counted with a reason in :func:`stats`. Called again with another sample
+    or in another mode, it adds an entry.
+
+    Args:
+        module: any module; it is changed in place only by one attribute that copies and pickles drop.
+        sample_input: a tensor (one positional argument), a tuple (positional arguments) or a dict (keyword
+            arguments); only structure, shapes, strides, dtypes and requires_grad count, not the numbers.
+        sample_kwargs: further keyword arguments.
+        partition: what is saved for the backward: ``"min_cut"``, ``"save_all"``, ``"recompute_all"`` or a strategy.
+        on_miss: for calls that match no entry: ``"eager"``, ``"compile"`` (at most ``MAX_ENTRIES`` entries are
+            kept) or ``"error"``.
+        target: TVM target; by default this machine's CPU.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError, ValueError: wrong arguments.
+        UnsupportedModule: the module holds something that cannot be done exactly; it is left as it was.
+        CompilationError: a bug in this package; the module is left as it was.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
+    if on_miss not in ON_MISS:
+        raise ValueError(f"on_miss: wanted one of {', '.join(map(repr, ON_MISS))}, got {on_miss!r}")
+    resolve_strategy(partition)
+    args, kwargs = normalize_sample(sample_input, sample_kwargs)
+    if module.__dict__.get(_ATTRIBUTE) is not None and _dispatcher(module) is None:
+        raise ValueError(f"{type(module).__name__} was compiled with module.compile(); dispatch a module that was not")
+    target = tvm.target.Target(target) if target is not None else None
+    dispatcher = _dispatcher(module) or Dispatcher(module, partition=partition, on_miss=on_miss, target=target)
+    dispatcher.partition, dispatcher.on_miss, dispatcher.target = partition, on_miss, target
+    dispatcher.add(module, args, kwargs)
+    module.__dict__[_ATTRIBUTE] = dispatcher
+    return module
+
+
+def remove_tvm_dispatch(module: nn.Module) -> nn.Module:
+    """Takes the dispatch off ``module`` and frees what was compiled; a module without one is returned as it is.
+
+    Graphs of earlier calls keep what they need and can still run backward.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
+    if _dispatcher(module) is not None:
+        del module.__dict__[_ATTRIBUTE]
+    return module
+
+
+def stats(module: nn.Module) -> DispatchStats:
+    """Hits, misses with their reasons, and entries of a dispatched module. ``ValueError`` if it is not dispatched."""
+    dispatcher = _dispatcher(module) if isinstance(module, nn.Module) else None
+    if dispatcher is None:
+        raise ValueError(f"{type(module).__name__} is not dispatched: call add_tvm_dispatch first")
+    return dispatcher.stats
