@@ -5,6 +5,7 @@ Imports TVM and networkx only. The functions exchanged are in the flat form of :
 
 from .coloring import RecomputeAll, SaveAll, coloring
 from .cost import Price
+from .curve import BUDGETS, Point, curve
 from .cut import STRATEGIES, Partitioned, partition
 from .graph import Graph, Node, build_graph
 from .min_cut import MinCut
@@ -13,6 +14,7 @@ from .split import rebuild_backward
 from .strategy import Choice, Strategy
 
 __all__ = [
+    "BUDGETS",
     "STRATEGIES",
     "Choice",
     "Graph",
@@ -20,6 +22,7 @@ __all__ = [
     "Node",
     "Partitioned",
     "Plan",
+    "Point",
     "Price",
     "RecomputeAll",
     "SaveAll",
@@ -27,6 +30,7 @@ __all__ = [
     "Strategy",
     "build_graph",
     "coloring",
+    "curve",
     "partition",
     "rebuild_backward",
 ]

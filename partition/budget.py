@@ -44,7 +44,7 @@ def fit(graph: Graph, choice: Choice, limit: int, *, forced: Collection[str] = (
             work = _new_work(graph, name, saved, stops, computed)
             stop = None if allow_products else _first_product(graph, work)
             if stop is not None:
-                obstacles[name] = stop
+                obstacles[name] = f"{stop}; allow_matmul_recompute is off"
                 continue
             price = 1 + sum(flops(graph, done) for done in work if done in graph.forward)
             worth = Fraction(size[name], price)
@@ -63,7 +63,7 @@ def fit(graph: Graph, choice: Choice, limit: int, *, forced: Collection[str] = (
             total += size[name]
     notes = choice.notes
     if total > limit:
-        notes = (*notes, _out_of_reach(graph, limit, total, obstacles, size))
+        notes = (*notes, _out_of_reach(limit, total, obstacles, size))
     return replace(choice, saved={name: saved[name] for name in graph.nodes if name in saved}, notes=notes)
 
 
@@ -88,7 +88,7 @@ def _first_product(graph: Graph, work: list[str]) -> str | None:
     return None
 
 
-def _out_of_reach(graph: Graph, limit: int, total: int, obstacles: dict[str, str], size: dict[str, int]) -> str:
+def _out_of_reach(limit: int, total: int, obstacles: dict[str, str], size: dict[str, int]) -> str:
     worst = sorted(obstacles, key=lambda name: -size[name])[:3]
     listed = "; ".join(f"{name}, {size[name]:,} bytes ({obstacles[name]})" for name in worst)
     return (

@@ -76,7 +76,7 @@ def is_item(graph: Graph, node: Node) -> bool:
 
 def is_creation(node: Node) -> bool:
     """Whether a binding is made from nothing; constants and such are duplicated, never saved."""
-    return not node.inputs
+    return not node.inputs and product(node) is None
 
 
 def view_base(graph: Graph, name: str) -> str:

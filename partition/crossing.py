@@ -67,7 +67,10 @@ def fingerprints(graph: Graph) -> dict[str, int]:
 
     Two joint functions of one forward give their common values the same fingerprints, whatever the names.
     """
-    found: dict[str, int] = {name: hash((-1, index)) for index, name in enumerate(graph.primals)}
+    found: dict[str, int] = {
+        name: hash((index, tvm_ffi.structural_hash(graph.nodes[name].var.ty)))
+        for index, name in enumerate(graph.primals)
+    }
     for name, node in graph.nodes.items():
         if name in graph.forward or name in graph.side:
             itself = tvm_ffi.structural_hash(node.value, map_free_vars=True)

@@ -56,7 +56,7 @@ class MinCut:
 
     def choose(self, graph: Graph) -> Choice:
         """The values on the cut, fewer if the budget asks; the colouring's if there is no finite cut."""
-        return self._fit(graph, self.unbounded(graph))
+        return self.fit(graph, self.unbounded(graph))
 
     def unbounded(self, graph: Graph) -> Choice:
         """The choice without the budget."""
@@ -74,7 +74,8 @@ class MinCut:
             return replace(fallback, notes=(*priced.notes, note))
         return Choice({name: _reason(graph, priced, name) for name in cut.kept}, notes=priced.notes)
 
-    def _fit(self, graph: Graph, choice: Choice) -> Choice:
+    def fit(self, graph: Graph, choice: Choice) -> Choice:
+        """A choice of :meth:`unbounded`, made to fit the budget."""
         if self.budget is None:
             return choice
         limit = self.budget

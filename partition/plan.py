@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .cost import Price, flops, is_view, moved_bytes
 from .crossing import Crossing, crossing, fingerprints
 from .graph import Graph
 from .strategy import Choice
 
-__all__ = ["Plan", "Saved", "make_plan"]
+__all__ = ["MASK_PREFIX", "Plan", "Saved", "make_plan"]
+
+#: What the names of primals start with that are random draws.
+MASK_PREFIX = "mask_"
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class Saved:
     """One value that the backward reads.
 
     ``kind`` is ``"capture"`` (an extra result of the forward), ``"output"`` (a result it has anyway), or for what the
-    caller holds anyway ``"primal"`` and ``"mask"`` (a bool primal). ``reason`` is a sentence; ``op`` is what computes
+    caller holds anyway ``"primal"`` and ``"mask"`` (a dropout mask). ``reason`` is a sentence; ``op`` is what computes
     the value; ``module_path`` is where it stands in the user's module, as far as the caller has told.
     """
 
@@ -58,7 +61,7 @@ class Plan:
     price: Price
     save_all_bytes: int
     notes: tuple[str, ...]
-    fingerprints: Mapping[str, int]
+    fingerprints: Mapping[str, int] = field(repr=False, hash=False)
 
     @property
     def bytes(self) -> int:
@@ -107,7 +110,16 @@ class Plan:
 
 
 def make_plan(graph: Graph, strategy: str, choice: Choice, *, save_all: Choice) -> tuple[Plan, Crossing]:
-    """The plan of a choice, and the crossing that it describes."""
+    """The plan of a choice, and the crossing that it describes.
+
+    Raises:
+        ValueError: the choice saves what does not exist, is not a tensor, or is only there in the backward.
+    """
+    for name in choice.saved:
+        if name not in graph.forward and name not in graph.side:
+            raise ValueError(f"{strategy} saves {name}, which is no binding that the forward could compute")
+        if not graph.nodes[name].is_tensor:
+            raise ValueError(f"{strategy} saves {name}, a {graph.nodes[name].dtype}; only tensors can be captured")
     crossed = crossing(graph, choice)
     known = fingerprints(graph)
 
@@ -117,7 +129,7 @@ def make_plan(graph: Graph, strategy: str, choice: Choice, *, save_all: Choice) 
 
     free = [
         saved(name, "mask", "free: a mask, drawn before the forward and never drawn twice")
-        if graph.nodes[name].dtype == "bool"
+        if name.startswith(MASK_PREFIX)
         else saved(name, "primal", "free: a parameter of the forward")
         for name in crossed.primals
     ]

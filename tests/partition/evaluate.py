@@ -45,6 +45,7 @@ OPS = {
     "relax.tanh": lambda call, a: np.tanh(a),
     "relax.erf": lambda call, a: _erf(a).astype(a.dtype),
     "relax.rsqrt": lambda call, a: 1 / np.sqrt(a),
+    "relax.nn.gelu": lambda call, a: a * 0.5 * (1 + _erf(a * math.sqrt(0.5))),
     "relax.greater": lambda call, a, b: a > b,
     "relax.where": lambda call, c, a, b: np.where(c, a, b),
     "relax.nn.relu": lambda call, a: np.maximum(a, 0),

@@ -1,0 +1,98 @@
+"""Random joint functions: the cut is minimal, the halves are right, and the same input always gives the same plan."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from partition import STRATEGIES, MinCut, build_graph, partition, rebuild_backward
+from partition.min_cut import prices
+from partition.network import minimum_cut
+from tests.partition.evaluate import evaluate, random_args, run_backward, run_both_halves
+from tests.partition.random_joints import random_joint
+
+
+def cost_of(graph, priced, free, kept) -> int | None:
+    """The stated cost of keeping exactly ``kept``, ``None`` if something banned would be computed again."""
+    total = sum(priced.keep[name] for name in kept)
+    seen, stack = set(), [name for name in graph.required]
+    while stack:
+        name = stack.pop()
+        if name in seen or name in free or name in kept or graph.nodes[name].value is None:
+            continue
+        seen.add(name)
+        if priced.again[name] is None:
+            return None
+        total += priced.again[name]
+        stack.extend(graph.nodes[name].inputs)
+    return total
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_cut_is_minimal(seed):
+    joint, num_primals, num_outputs = random_joint(seed, nodes=4 + seed % 5, outputs=1)
+    graph = build_graph(joint, num_primals, num_outputs)
+    priced = prices(graph)
+    free = set(graph.output_index)
+    choices = [name for name in graph.candidates if name not in free and priced.keep[name] is not None]
+    if len(choices) > 12:
+        pytest.skip("too many subsets")
+    subsets = itertools.chain.from_iterable(itertools.combinations(choices, k) for k in range(len(choices) + 1))
+    costs = [cost_of(graph, priced, free, set(kept)) for kept in subsets]
+    best = min(cost for cost in costs if cost is not None)
+    cut = minimum_cut(graph, priced.keep, priced.again, free)
+    assert not cut.blocked
+    assert cut.cost == best
+    assert cost_of(graph, priced, free, set(cut.kept)) == best
+
+
+STRATEGY_OBJECTS = [
+    *STRATEGIES,
+    *(MinCut(budget=budget, allow_matmul_recompute=True) for budget in (0.8, 0.5, 0.3, 0.1, 0)),
+    MinCut(budget=0.2),
+    MinCut(policy=lambda node: "save" if "tanh" in node.op else None),
+    MinCut(policy=lambda node: "recompute", allow_matmul_recompute=True),
+]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_every_strategy_gives_the_same_numbers(seed):
+    joint, num_primals, num_outputs = random_joint(seed, nodes=6 + 2 * seed)
+    args = random_args(joint.params, seed)
+    expected = evaluate(joint, args)
+    for strategy in STRATEGY_OBJECTS:
+        parts = partition(joint, num_primals=num_primals, num_outputs=num_outputs, strategy=strategy)
+        outputs, gradients = run_both_halves(parts, num_primals, num_outputs, args)
+        for found, wanted in zip([*outputs, *gradients], expected, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_large_graphs_are_deterministic_and_never_worse_than_save_all(seed):
+    arguments = dict(seed=1000 + seed, nodes=150)
+    joint, num_primals, num_outputs = random_joint(**arguments)
+    first = partition(joint, num_primals=num_primals, num_outputs=num_outputs)
+    again, *_ = random_joint(**arguments)
+    second = partition(again, num_primals=num_primals, num_outputs=num_outputs)
+    assert first.plan == second.plan
+    assert str(first.forward) == str(second.forward) and str(first.backward) == str(second.backward)
+    assert first.plan.bytes <= first.plan.save_all_bytes
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_rebuilt_backward_reads_the_same_saved_values(seed):
+    joint, num_primals, num_outputs = random_joint(seed, nodes=14)
+    args = random_args(joint.params, seed)
+    for strategy in STRATEGY_OBJECTS:
+        parts = partition(joint, num_primals=num_primals, num_outputs=num_outputs, strategy=strategy)
+        found = evaluate(parts.forward, args[:num_primals])
+        for given in ((0,), (1,), (0, 1)):
+            partial, *_ = random_joint(seed, nodes=14, given=given)
+            backward = rebuild_backward(partial, parts.plan, num_primals=num_primals, num_outputs=num_outputs)
+            grad_outs = [args[num_primals + index] for index in given]
+            gradients = run_backward(parts.plan, backward, args[:num_primals], found, num_outputs, grad_outs)
+            expected = evaluate(partial, args[:num_primals] + grad_outs)[num_outputs:]
+            for value, wanted in zip(gradients, expected, strict=True):
+                np.testing.assert_array_equal(value, wanted)
