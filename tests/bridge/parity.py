@@ -135,6 +135,7 @@ def assert_same(actual: Run, expected: Run, *, rtol: float = 1e-10, atol: float 
     scale = _largest_gradient(expected)
     for name, got, want in _pairs(actual, expected):
         close = {"rtol": rtol, "atol": atol * scale} if want.is_floating_point() or want.is_complex() else {}
+        got, want = _dense(got), _dense(want)
         torch.testing.assert_close(got, want, **(close or {"rtol": 0, "atol": 0}), equal_nan=True, msg=_prefix(name))
 
 
@@ -171,6 +172,7 @@ def _assert_same_form(actual: Run, expected: Run) -> None:
     for name, got, want in _pairs(actual, expected):
         assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, eager's is {tuple(want.shape)}"
         assert got.dtype == want.dtype, f"{name}: {got.dtype}, eager's is {want.dtype}"
+        assert got.layout == want.layout, f"{name}: {got.layout}, eager's is {want.layout}"
     assert torch.equal(actual.generator, expected.generator), "the generator's state is not eager's"
 
 
@@ -185,12 +187,18 @@ def _pairs(actual: Run, expected: Run) -> list[tuple[str, Tensor, Tensor]]:
     return pairs
 
 
+def _dense(tensor: Tensor) -> Tensor:
+    """A strided tensor of the same elements."""
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
 def _largest_gradient(result: Run, at_least: float = 1.0) -> float:
     return max([at_least, *(_magnitude(g) for g in result.gradients.values() if g is not None)])
 
 
 def _magnitude(tensor: Tensor) -> float:
     """The largest finite absolute value, zero for an empty tensor."""
+    tensor = _dense(tensor)
     finite = tensor[tensor.isfinite()].abs()
     return float(finite.max()) if finite.numel() else 0.0
 

@@ -1,0 +1,142 @@
+"""The part of the parity sweep that always runs: torch's operator and module samples, and five HuggingFace models.
+
+``python -m tests.sweep`` runs all of them. What stands under ``EXPECTED`` must be dispatched and equal; of the rest,
+which the sweep may also find refused, it is only asked that nothing is wrong.
+"""
+
+import pytest
+
+from tests.sweep import moduleinfo, opinfo, zoo
+
+EXPECTED_OPERATORS = [
+    "add",
+    "sub",
+    "mul",
+    "div:no_rounding_mode",
+    "neg",
+    "exp",
+    "log",
+    "sqrt",
+    "rsqrt",
+    "tanh",
+    "sigmoid",
+    "erf",
+    "matmul",
+    "mm",
+    "bmm",
+    "addmm",
+    "sum",
+    "mean",
+    "softmax",
+    "log_softmax",
+    "where",
+    "masked_fill",
+    "cat",
+    "gather",
+    "select",
+    "squeeze",
+    "unsqueeze",
+    "permute",
+    "transpose",
+    "reshape",
+    "expand",
+    "clone",
+    "nn.functional.linear",
+    "nn.functional.gelu",
+    "nn.functional.relu",
+    "nn.functional.dropout",
+    "nn.functional.layer_norm",
+    "nn.functional.embedding",
+    "nn.functional.cross_entropy",
+    "nn.functional.scaled_dot_product_attention",
+]
+
+OTHER_OPERATORS = [
+    "amax",
+    "max:reduction_with_dim",
+    "prod",
+    "cumsum",
+    "var",
+    "std",
+    "pow",
+    "maximum",
+    "clamp",
+    "topk",
+    "sort",
+    "index_select",
+    "index_put",
+    "scatter_add",
+    "flip",
+    "roll",
+    "tril",
+    "logsumexp",
+    "linalg.vector_norm",
+    "einsum",
+    "nn.functional.batch_norm",
+    "nn.functional.conv2d",
+    "nn.functional.max_pool2d",
+    "nn.functional.pad:reflect",
+    "nn.functional.interpolate:bilinear",
+    "nn.functional.alpha_dropout",
+    "bernoulli",
+    "complex",
+]
+
+EXPECTED_MODULES = [
+    "nn.Linear",
+    "nn.LayerNorm",
+    "nn.Embedding",
+    "nn.GELU",
+    "nn.Tanh",
+    "nn.Softmax",
+    "nn.CrossEntropyLoss",
+]
+
+OTHER_MODULES = ["nn.BatchNorm1d", "nn.GroupNorm", "nn.Conv2d", "nn.LSTM", "nn.MultiheadAttention", "nn.PReLU"]
+
+EXPECTED_MODELS = ["bert-sdpa", "distilbert", "electra"]
+
+OTHER_MODELS = ["gpt2", "vit"]
+
+LIMIT = 3
+
+
+@pytest.mark.parametrize("name", EXPECTED_OPERATORS)
+def test_operator(name):
+    expect_pass(opinfo.run_case(name, limit=LIMIT))
+
+
+@pytest.mark.parametrize("name", OTHER_OPERATORS)
+def test_other_operator(name):
+    expect_nothing_wrong(opinfo.run_case(name, limit=LIMIT))
+
+
+@pytest.mark.parametrize("name", EXPECTED_MODULES)
+def test_module(name):
+    expect_pass(moduleinfo.run_case(name, limit=LIMIT))
+
+
+@pytest.mark.parametrize("name", OTHER_MODULES)
+def test_other_module(name):
+    expect_nothing_wrong(moduleinfo.run_case(name, limit=LIMIT))
+
+
+@pytest.mark.parametrize("name", EXPECTED_MODELS)
+def test_model(name):
+    expect_pass(zoo.run_case(name))
+
+
+@pytest.mark.parametrize("name", OTHER_MODELS)
+def test_other_model(name):
+    expect_nothing_wrong(zoo.run_case(name))
+
+
+def expect_pass(outcome):
+    assert outcome.status == "pass", f"{outcome.status}: {outcome.detail}"
+    assert outcome.passed > 0
+
+
+def expect_nothing_wrong(outcome):
+    assert outcome.status not in ("mismatch", "error"), f"{outcome.status}: {outcome.detail}"
+    if outcome.status.startswith("refused"):
+        assert outcome.status != "refused()", f"a refusal names no operator: {outcome.detail}"

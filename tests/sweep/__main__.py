@@ -1,0 +1,81 @@
+"""Run a suite of the parity sweep and write one row per case.
+
+    python -m tests.sweep --suite opinfo --out opinfo.csv
+    python -m tests.sweep --suite zoo --out zoo.csv --only 'bert|gpt2' --jobs 2
+
+The exit status is 1 if any case is a ``mismatch`` or an ``error``. A refusal is no failure: it names its operators.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import importlib
+import os
+import pathlib
+import re
+import sys
+from collections import Counter
+
+from tqdm import tqdm
+
+from tests.sweep.check import Outcome
+from tests.sweep.worker import SUITES, Settings, run_cases
+
+COLUMNS = ("suite", *(field.name for field in dataclasses.fields(Outcome)))
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.sweep", description=__doc__.partition("\n")[0])
+    parser.add_argument("--suite", choices=sorted(SUITES), required=True)
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="the CSV file; rows appear as cases end")
+    parser.add_argument("--only", metavar="REGEX", default="", help="cases whose name has a match")
+    parser.add_argument("--jobs", type=int, default=1, help="processes (default %(default)s)")
+    parser.add_argument("--samples", type=int, default=4, help="samples per case at most (default %(default)s)")
+    parser.add_argument("--seconds-per-case", type=float, default=120.0, help="then it is an error")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--list", action="store_true", help="print the names of the cases and run nothing")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the cases that were asked for; returns the exit status."""
+    options = parse(arguments)
+    names = [name for name in importlib.import_module(SUITES[options.suite]).names() if re.search(options.only, name)]
+    if options.list:
+        print("\n".join(names))
+        return 0
+    if not names:
+        print(f"no case of suite {options.suite} matches {options.only!r}", file=sys.stderr)
+        return 2
+    settings = Settings(
+        suite=options.suite,
+        samples=options.samples,
+        seed=options.seed,
+        seconds_per_case=options.seconds_per_case,
+        threads=max(1, (os.cpu_count() or 1) // options.jobs),
+    )
+    counts: Counter[str] = Counter()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with options.out.open("w", newline="") as file, tqdm(total=len(names), unit="case") as progress:
+        table = csv.DictWriter(file, COLUMNS)
+        table.writeheader()
+
+        def report(outcome: Outcome) -> None:
+            table.writerow({"suite": options.suite, **dataclasses.asdict(outcome)})
+            file.flush()
+            kind = outcome.status.partition("(")[0]
+            counts[kind] += 1
+            if kind in ("mismatch", "error"):
+                progress.write(f"{kind:8} {outcome.case}: {outcome.detail}")
+            progress.set_postfix(counts)
+            progress.update()
+
+        run_cases(names, settings, report, jobs=options.jobs)
+    print(f"{options.suite}: " + ", ".join(f"{n} {kind}" for kind, n in counts.most_common()))
+    return 1 if counts["mismatch"] or counts["error"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

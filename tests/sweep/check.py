@@ -1,0 +1,146 @@
+"""One case of the sweep: what became of a module under dispatch, in one word and one line."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bridge import UnsupportedModule
+from tests.bridge.parity import Call, Run, assert_same, check_module, clone_tree, run
+
+__all__ = ["Outcome", "Verdict", "check", "combine", "one_line"]
+
+REDUCED = {"rtol": 1e-5, "atol": 1e-6}
+"""Tolerances for a float64 module that computes in lower precision inside (a float32 RMSNorm, rotary angles)."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One sample: ``pass``, ``refused``, ``mismatch``, ``error``, or ``skipped`` where eager gives no reference."""
+
+    status: str
+    detail: str = ""
+    operators: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One case, which may have several samples: a row of the report.
+
+    ``status`` is ``pass``, ``refused(op)``, ``mismatch``, ``error``, or ``skipped``: nothing to compare with, because
+    eager itself fails or gives another result at every call.
+    """
+
+    case: str
+    status: str
+    samples: int
+    passed: int
+    refused: int
+    skipped: int
+    seconds: float
+    detail: str
+
+
+class _LowerPrecision(TorchDispatchMode):
+    """Notices whether any operation makes a float narrower than float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64:
+                self.seen = True
+        return result
+
+
+def check(module: nn.Module, call: Call, *, rtol: float = 1e-9, seed: int = 0, process: Any = None) -> Verdict:
+    """Compare a float64 module with eager: outputs, every gradient, buffers, and the generator's state.
+
+    Nothing is raised: whatever goes wrong is what the sweep reports.
+    """
+    reduced, reason = _reference(module, call, seed, process)
+    if reason:
+        return Verdict("skipped", reason)
+    verdict = _compare(module, call, seed, process, {"rtol": rtol, "atol": rtol / 100})
+    if verdict.status == "mismatch" and reduced:
+        relaxed = _compare(module, call, seed, process, REDUCED)
+        if relaxed.status == "pass":
+            return Verdict("pass", f"to rtol {REDUCED['rtol']} only, because it makes narrower floats inside")
+    return verdict
+
+
+def _compare(module: nn.Module, call: Call, seed: int, process: Any, tolerances: dict[str, float]) -> Verdict:
+    try:
+        check_module(lambda: copy.deepcopy(module), lambda: call, calls=1, seed=seed, process=process, **tolerances)
+    except UnsupportedModule as refusal:
+        return Verdict("refused", one_line(refusal), tuple(str(op.op) for op in refusal.ops))
+    except AssertionError as difference:
+        return Verdict("mismatch", one_line(difference))
+    except Exception as error:  # noqa: BLE001 - any other exception is a bug, and the sweep's job is to list them all
+        return Verdict("error", f"{one_line(error)} @ {_place(error)}")
+    return Verdict("pass")
+
+
+def _reference(module: nn.Module, call: Call, seed: int, process: Any) -> tuple[bool, str]:
+    """Whether eager computes in lower precision inside, and why it is no reference (empty if it is one)."""
+
+    def once(context: contextlib.AbstractContextManager) -> Run:
+        copied, arguments = copy.deepcopy(module), Call(*clone_tree((call.args, call.kwargs), torch.float64))
+        with context:
+            return run(copied, arguments, seed=seed, process=process)
+
+    mode = _LowerPrecision()
+    try:
+        first, second = once(mode), once(contextlib.nullcontext())
+    except Exception as error:  # noqa: BLE001 - torch's samples include some that eager itself refuses to differentiate
+        return mode.seen, f"eager: {one_line(error)}"
+    try:
+        assert_same(first, second, rtol=0, atol=0)
+    except AssertionError as difference:
+        return mode.seen, f"eager differs from itself: {one_line(difference)}"
+    return mode.seen, ""
+
+
+def combine(case: str, verdicts: Iterable[Verdict], seconds: float) -> Outcome:
+    """The row of a case: the worst of its samples decides; it passes if one sample passed and none is wrong."""
+    verdicts = list(verdicts)
+    counts = {status: sum(verdict.status == status for verdict in verdicts) for status in _BY_WEIGHT}
+    status = next((status for status in _BY_WEIGHT if counts[status]), "skipped")
+    decisive = next((verdict for verdict in verdicts if verdict.status == status), Verdict("skipped", "no samples"))
+    label = f"refused({' '.join(sorted(set(decisive.operators)))})" if status == "refused" else status
+    return Outcome(
+        case=case,
+        status=label,
+        samples=len(verdicts),
+        passed=counts["pass"],
+        refused=counts["refused"],
+        skipped=counts["skipped"],
+        seconds=round(seconds, 2),
+        detail=decisive.detail,
+    )
+
+
+_BY_WEIGHT = ("error", "mismatch", "pass", "refused", "skipped")
+
+
+def one_line(error: BaseException, limit: int = 400) -> str:
+    """The type and message of an exception as one line of a table."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:limit]
+
+
+def _place(error: BaseException) -> str:
+    """File and line where an exception was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{'/'.join(frames[-1].filename.split('/')[-2:])}:{frames[-1].lineno}" if frames else "unknown place"

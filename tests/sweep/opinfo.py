@@ -1,0 +1,82 @@
+"""torch's OpInfo samples: every differentiable float64 operator as a module of its tensor arguments."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_utils import set_rng_seed
+from torch.utils import _pytree as pytree
+
+from tests.bridge.parity import Call
+from tests.sweep.check import Outcome, check, combine
+
+__all__ = ["OperatorModule", "names", "run_case", "samples"]
+
+RTOL = 1e-9
+
+
+class OperatorModule(nn.Module):
+    """Calls an operator on its tensor arguments; what is not a tensor is fixed at construction.
+
+    Args:
+        operator: the function of the OpInfo.
+        arguments: ``(args, kwargs)`` of a sample; the places of its tensors become the inputs, in order.
+    """
+
+    def __init__(self, operator: Any, arguments: tuple[tuple, dict[str, Any]]):
+        super().__init__()
+        self.operator = operator
+        leaves, spec = pytree.tree_flatten(arguments)
+        self.unflatten = lambda filled: pytree.tree_unflatten(filled, spec)
+        self.slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def forward(self, *tensors: Tensor) -> Any:
+        leaves = list(self.constants)
+        for slot, tensor in zip(self.slots, tensors, strict=True):
+            leaves[slot] = tensor
+        args, kwargs = self.unflatten(leaves)
+        return self.operator(*args, **kwargs)
+
+
+@functools.cache
+def _operators() -> dict[str, Any]:
+    """The OpInfos that are differentiable in float64 on the CPU, by ``name`` or ``name:variant``."""
+    table = {}
+    for op in op_db:
+        if op.supports_autograd and torch.float64 in op.supported_dtypes("cpu"):
+            table[f"{op.name}:{op.variant_test_name}" if op.variant_test_name else op.name] = op
+    return table
+
+
+def names() -> list[str]:
+    """The cases of this suite."""
+    return list(_operators())
+
+
+def samples(name: str, limit: int) -> list[Any]:
+    """At most ``limit`` of an operator's samples, evenly spread, the first and the last among them."""
+    set_rng_seed(0)
+    everything = list(_operators()[name].sample_inputs("cpu", torch.float64, requires_grad=True))
+    if len(everything) <= limit:
+        return everything
+    chosen = sorted({round(i * (len(everything) - 1) / max(1, limit - 1)) for i in range(limit)})
+    return [everything[i] for i in chosen]
+
+
+def run_case(name: str, *, limit: int = 4, seed: int = 0) -> Outcome:
+    """Forward and VJP of an operator's samples against autograd."""
+    start = time.perf_counter()
+    verdicts = []
+    for sample in samples(name, limit):
+        arguments = ((sample.input, *sample.args), sample.kwargs)
+        module = OperatorModule(_operators()[name].op, arguments)
+        tensors = tuple(leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
+        # The sample says what part of the result is defined at all (a singular vector's sign, for example, is not).
+        verdicts.append(check(module, Call(tensors), rtol=RTOL, seed=seed, process=sample.output_process_fn_grad))
+    return combine(name, verdicts, time.perf_counter() - start)

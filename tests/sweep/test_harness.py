@@ -1,0 +1,168 @@
+"""The sweep's own logic: each kind of failure gets its word, and none of them ends the sweep."""
+
+import csv
+import os
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from bridge import UnsupportedModule
+from tests.bridge import parity
+from tests.bridge.parity import Call
+from tests.sweep import __main__ as program
+from tests.sweep import moduleinfo, opinfo, zoo
+from tests.sweep.check import Verdict, check, combine
+from tests.sweep.worker import Settings, run_cases
+
+
+def rows() -> Call:
+    return Call((torch.randn(3, 4, dtype=torch.float64, requires_grad=True),))
+
+
+def eager(module, sample_input, **options):
+    return module
+
+
+def shifted_values(module, sample_input, **options):
+    module._compiled_call_impl = lambda *args: module._call_impl(*args) + 1e-6
+    return module
+
+
+def halved_gradients(module, sample_input, **options):
+    def call(*args):
+        y = module._call_impl(*args)
+        return y.detach() + (y - y.detach()) / 2
+
+    module._compiled_call_impl = call
+    return module
+
+
+def extra_draw(module, sample_input, **options):
+    def call(*args):
+        y = module._call_impl(*args)
+        torch.rand(())
+        return y
+
+    module._compiled_call_impl = call
+    return module
+
+
+def refuses(module, sample_input, **options):
+    refusal = UnsupportedModule.__new__(UnsupportedModule)
+    Exception.__init__(refusal, "aten.tanh.default is not supported")
+    refusal.ops = [SimpleNamespace(op="aten.tanh.default")]
+    raise refusal
+
+
+def crashes(module, sample_input, **options):
+    raise KeyError("stage")
+
+
+@pytest.mark.parametrize(
+    ("bridge", "hits", "status", "named"),
+    [
+        (eager, 1, "pass", ""),
+        (eager, 0, "mismatch", "0 of 1 calls were dispatched"),
+        (shifted_values, 1, "mismatch", "output 0"),
+        (halved_gradients, 1, "mismatch", "gradient of"),
+        (extra_draw, 1, "mismatch", "generator"),
+        (refuses, 1, "refused", "aten.tanh.default"),
+        (crashes, 1, "error", "KeyError"),
+    ],
+)
+def test_verdicts(monkeypatch, bridge, hits, status, named):
+    monkeypatch.setattr(parity, "add_tvm_dispatch", bridge)
+    monkeypatch.setattr(parity, "stats", lambda module: SimpleNamespace(hits=hits, misses=Counter()))
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    verdict = check(module, rows())
+    assert verdict.status == status
+    assert named in verdict.detail
+
+
+class Unseeded(nn.Module):
+    def forward(self, x):
+        return x + torch.rand(x.shape, generator=torch.Generator().manual_seed(time.perf_counter_ns() % 2**31))
+
+
+class Fails(nn.Module):
+    def forward(self, x):
+        raise NotImplementedError("no such derivative")
+
+
+@pytest.mark.parametrize(("module", "named"), [(Unseeded(), "differs from itself"), (Fails(), "no such derivative")])
+def test_no_reference_is_skipped(module, named):
+    verdict = check(module, rows())
+    assert verdict.status == "skipped"
+    assert named in verdict.detail
+
+
+def test_the_worst_sample_decides():
+    passed, refused, wrong = Verdict("pass"), Verdict("refused", "no", ("aten.b", "aten.a")), Verdict("mismatch", "5")
+    assert combine("x", [passed, refused], 1).status == "pass"
+    assert combine("x", [refused, refused], 1).status == "refused(aten.a aten.b)"
+    assert combine("x", [passed, wrong, refused], 1).status == "mismatch"
+    assert combine("x", [wrong, Verdict("error")], 1).status == "error"
+    assert combine("x", [], 1).status == "skipped"
+    assert combine("x", [passed, wrong, refused], 1).detail == "5"
+
+
+def serve(connection, settings):
+    """A worker whose cases crash or never end by their names."""
+    connection.send(None)
+    while (name := connection.recv()) is not None:
+        if name == "crash":
+            os._exit(11)
+        if name == "hang":
+            connection.poll(None)
+        connection.send(combine(name, [Verdict("pass")], 0.0))
+
+
+def test_crashes_and_time_outs_cost_one_row():
+    outcomes = {}
+    names = ["first", "crash", "second", "hang", "third"]
+    settings = Settings("opinfo", seconds_per_case=3)
+    run_cases(names, settings, lambda outcome: outcomes.update({outcome.case: outcome}), jobs=2, serve=serve)
+    assert outcomes.keys() == set(names)
+    assert [outcomes[name].status for name in names] == ["pass", "error", "pass", "error", "pass"]
+    assert "exit code 11" in outcomes["crash"].detail
+    assert "no result after 3 s" in outcomes["hang"].detail
+
+
+def test_suites_have_the_size_the_sweep_promises():
+    assert len(opinfo.names()) >= 500
+    assert len(moduleinfo.names()) >= 100
+    assert len(zoo.names()) >= 23
+
+
+def test_samples_are_spread_and_reproducible():
+    everything = opinfo.samples("add", 10_000)
+    chosen = opinfo.samples("add", 3)
+    assert len(chosen) == 3 < len(everything)
+    assert torch.equal(chosen[0].input, everything[0].input)
+    assert torch.equal(chosen[-1].input, everything[-1].input)
+
+
+def test_only_selects_and_an_empty_selection_is_reported(tmp_path, capsys):
+    arguments = ["--suite", "zoo", "--out", str(tmp_path / "out.csv")]
+    assert program.main([*arguments, "--only", "^bert", "--list"]) == 0
+    assert capsys.readouterr().out.split() == ["bert", "bert-sdpa"]
+    assert program.main([*arguments, "--only", "nothing"]) == 2
+
+
+@pytest.mark.parametrize(("statuses", "exit_status"), [(["pass", "refused(aten.x)"], 0), (["pass", "mismatch"], 1)])
+def test_report(tmp_path, monkeypatch, statuses, exit_status):
+    def run(names, settings, report, *, jobs):
+        for name, status in zip(names, statuses, strict=False):
+            report(combine(name, [Verdict(status)], 0.0))
+
+    monkeypatch.setattr(program, "run_cases", run)
+    path = tmp_path / "out.csv"
+    assert program.main(["--suite", "zoo", "--out", str(path), "--only", "bert"]) == exit_status
+    with path.open() as file:
+        table = list(csv.DictReader(file))
+    assert [row["suite"] for row in table] == ["zoo", "zoo"]
+    assert table[0]["status"] == "pass"
