@@ -66,8 +66,6 @@ def minimum_cut(
         for read in graph.nodes[name].inputs:
             if read in ends:
                 edge(ends[read][1], entry, infinite)
-        if keep[name] is None and again[name] is None and name in required:
-            return Cut(blocked=(name,))
 
     direct = edges.pop((_SOURCE, _SINK), 0)
     sink_side, cost = {_SINK}, direct
@@ -76,7 +74,7 @@ def minimum_cut(
         cost += value
         sink_side |= side
     if cost >= infinite:
-        return Cut(blocked=_infinite_path(edges, infinite))
+        return Cut(blocked=_infinite_path(graph, keep, again, inner))
     kept = tuple(name for name in inner if ends[name][0] not in sink_side and ends[name][1] in sink_side)
     return Cut(kept, cost)
 
@@ -85,13 +83,10 @@ def _ends(name: str, keep: int | None, again: int | None, required: bool) -> tup
     """The in and the out node of a value, contracted with source, sink, or each other across infinite edges."""
     entry = _SOURCE if again is None else f"in {name}"
     exit_ = _SINK if required else f"out {name}"
-    if keep is None:
-        if again is None:
-            exit_ = _SOURCE
-        elif exit_ == _SINK:
-            entry = _SINK
-        else:
-            exit_ = entry
+    if keep is None and entry == _SOURCE:
+        exit_ = _SINK if required else _SOURCE
+    elif keep is None:
+        entry = exit_ = _SINK if required else entry
     return entry, exit_
 
 
@@ -119,8 +114,18 @@ def _solve(piece: nx.DiGraph) -> tuple[int, set[str]]:
     return value, side
 
 
-def _infinite_path(edges: Mapping[tuple[str, str], int], infinite: int) -> tuple[str, ...]:
-    """The values along a shortest path of infinite edges from source to sink."""
-    network = nx.DiGraph(edge for edge, capacity in edges.items() if capacity >= infinite)
+def _infinite_path(
+    graph: Graph, keep: Mapping[str, int | None], again: Mapping[str, int | None], inner: list[str]
+) -> tuple[str, ...]:
+    """The values along a shortest path of infinite edges from source to sink, nothing contracted."""
+    network = nx.DiGraph()
+    for name in inner:
+        entry, exit_ = f"in {name}", f"out {name}"
+        if again[name] is None:
+            network.add_edge(_SOURCE, entry)
+        if keep[name] is None:
+            network.add_edge(entry, exit_)
+        network.add_edges_from((f"out {read}", entry) for read in graph.nodes[name].inputs if read in again)
+    network.add_edges_from((f"out {name}", _SINK) for name in graph.required if name in keep)
     path = nx.shortest_path(network, _SOURCE, _SINK)
     return tuple(dict.fromkeys(node.split(" ", 1)[1] for node in path[1:-1]))

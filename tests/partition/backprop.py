@@ -84,7 +84,9 @@ RULES = {
     "relax.nn.softmax": softmax,
     "relax.nn.gelu": gelu,
     "relax.exp": unary(lambda b, n, v, x: v),
-    "relax.tanh": unary(lambda b, n, v, x: b.let(n + "_d", op.subtract(const(1, v), b.let(n + "_sq", op.multiply(v, v))))),
+    "relax.tanh": unary(
+        lambda b, n, v, x: b.let(n + "_d", op.subtract(const(1, v), b.let(n + "_sq", op.multiply(v, v))))
+    ),
     "relax.rsqrt": unary(
         lambda b, n, v, x: b.let(
             n + "_d", op.multiply(b.let(n + "_v3", op.multiply(b.let(n + "_v2", op.multiply(v, v)), v)), const(-0.5, v))
@@ -129,11 +131,15 @@ def differentiate(b: Builder, outputs: list[Var], wanted: list[Var], given=None)
                 continue
             g = collapse(b, f"{name}{index}_c", g, shape(operand))
             grads[operand] = b.let(f"{name}{index}_acc", op.add(grads[operand], g)) if operand in grads else g
-    zero = [b.let(f"{p.name}_zero", op.zeros(shape(p), str(p.ty.dtype))) if p not in grads else grads[p] for p in wanted]
+    zero = [
+        b.let(f"{p.name}_zero", op.zeros(shape(p), str(p.ty.dtype))) if p not in grads else grads[p] for p in wanted
+    ]
     return build_function(b.params, b.body, [*outputs, *zero]), num_primals, len(outputs)
 
 
-def bert(layers=1, batch=2, seq=16, width=32, heads=4, dropout=True, dtype="float32") -> tuple[Function, int, int]:
+def bert(
+    layers=1, batch=2, seq=16, width=32, heads=4, dropout=True, dtype="float32", scale=1.0
+) -> tuple[Function, int, int]:
     """Post-LayerNorm transformer encoder layers and all their gradients, LayerNorm spelled out."""
     b = Builder()
     x = b.param("hidden", (batch, seq, width), dtype)
@@ -169,7 +175,7 @@ def bert(layers=1, batch=2, seq=16, width=32, heads=4, dropout=True, dtype="floa
         q, k, v = (split_heads(f"l{i}_{n}", linear(f"l{i}_{n}", x, width)) for n in "qkv")
         kt = b.let(f"l{i}_kt", op.permute_dims(k, [0, 1, 3, 2]))
         scores = b.let(f"l{i}_qk", op.matmul(q, kt))
-        scaled = b.let(f"l{i}_scores", op.multiply(scores, const((width // heads) ** -0.5, x)))
+        scaled = b.let(f"l{i}_scores", op.multiply(scores, const(scale * (width // heads) ** -0.5, x)))
         probs = drop(f"l{i}_probs", b.let(f"l{i}_probs", op.nn.softmax(scaled, axis=-1)))
         context = b.let(f"l{i}_ctx", op.permute_dims(b.let(f"l{i}_pv", op.matmul(probs, v)), [0, 2, 1, 3]))
         joined = b.let(f"l{i}_joined", op.reshape(context, (batch, seq, width)))

@@ -11,7 +11,10 @@ from tests.partition.joints import Builder, op
 ROWS, WIDTH = 4, 6
 
 
-def random_joint(seed: int, nodes: int, outputs: int = 2, given=None) -> tuple[Function, int, int]:
+KINDS = ("tanh", "relu", "add", "multiply", "matmul", "mean", "softmax", "mask", "there", "gelu")
+
+
+def random_joint(seed: int, nodes: int, outputs: int = 2, given=None, kinds=KINDS) -> tuple[Function, int, int]:
     """A joint function of about ``nodes`` forward bindings; the same for the same arguments."""
     rng = random.Random(seed)
     b = Builder()
@@ -20,17 +23,17 @@ def random_joint(seed: int, nodes: int, outputs: int = 2, given=None) -> tuple[F
     mask = b.param("mask_0", (ROWS, WIDTH), "bool")
     wanted = [*values, square]
     for index in range(nodes):
-        values.append(_step(rng, b, f"v{index}", values, square, mask))
+        values.append(_step(rng, kinds, b, f"v{index}", values, square, mask))
     chosen = [values[-1], *rng.sample(values[2:-1], min(outputs - 1, len(values) - 3))]
     return differentiate(b, chosen, wanted, given)
 
 
-def _step(rng: random.Random, b: Builder, name: str, values: list[Var], square: Var, mask: Var) -> Var:
+def _step(rng: random.Random, kinds, b: Builder, name: str, values: list[Var], square: Var, mask: Var) -> Var:
     wide = [value for value in values if shape(value) == (ROWS, WIDTH)]
     x, y = rng.choice(wide[-4:]), rng.choice(values[-5:])
     if shape(y) not in ((ROWS, WIDTH), (ROWS, 1)):
         y = x
-    kind = rng.choice(["tanh", "relu", "add", "multiply", "matmul", "mean", "softmax", "mask", "there", "gelu"])
+    kind = rng.choice(kinds)
     if kind == "tanh":
         return b.let(name, op.tanh(x))
     if kind == "relu":

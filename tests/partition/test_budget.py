@@ -1,0 +1,83 @@
+"""Budgets and the curve: fewer bytes, more work, masks untouched, the unreachable said."""
+
+from __future__ import annotations
+
+import pytest
+
+from partition import MinCut, curve, partition
+from tests.partition import joints
+from tests.partition.backprop import bert
+
+
+@pytest.fixture(scope="module")
+def layer():
+    return bert(1, 2, 16, 32, 4)
+
+
+def plan_of(made, strategy):
+    joint, num_primals, num_outputs = made
+    return partition(joint, num_primals=num_primals, num_outputs=num_outputs, strategy=strategy).plan
+
+
+@pytest.mark.parametrize("budget", [0.9, 0.5, 0.3, 0.1, 0.0])
+def test_a_fraction_is_kept_to(layer, budget):
+    plan = plan_of(layer, MinCut(budget=budget, allow_matmul_recompute=True))
+    assert plan.bytes <= budget * plan.save_all_bytes
+    assert plan.notes == ()
+
+
+def test_bytes_are_kept_to(layer):
+    free = plan_of(layer, "min_cut")
+    plan = plan_of(layer, MinCut(budget=free.bytes - 1, allow_matmul_recompute=True))
+    assert 0 < plan.bytes < free.bytes and plan.price.flops > free.price.flops
+
+
+def test_a_generous_budget_changes_nothing(layer):
+    assert plan_of(layer, MinCut(budget=10**9)).captures == plan_of(layer, MinCut()).captures
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.1, 0])
+def test_masks_stay_one_byte_and_are_never_made_again(layer, budget):
+    joint, num_primals, _ = layer
+    plan = plan_of(layer, MinCut(budget=budget, allow_matmul_recompute=True))
+    masks = [saved for saved in plan.free if saved.kind == "mask"]
+    assert [saved.name for saved in masks] == [p.name for p in joint.params[:num_primals] if p.name.startswith("mask_")]
+    for saved in masks:
+        count = 1
+        for extent in saved.shape:
+            count *= extent
+        assert saved.dtype == "bool" and saved.bytes == count
+        assert saved.name not in plan.recomputed
+
+
+def test_out_of_reach_says_what_stands_in_the_way(layer):
+    plan = plan_of(layer, MinCut(budget=0.1))
+    assert plan.bytes > 0.1 * plan.save_all_bytes
+    (note,) = plan.notes
+    assert "out of reach" in note and "l0_up_mm" in note and "allow_matmul_recompute is off" in note
+    assert note in plan.table()
+    assert not any(name.endswith("_mm") for name in plan.recomputed)
+
+
+def test_out_of_reach_because_of_the_policy():
+    strategy = MinCut(budget=0, policy=lambda node: "save" if node.name == "r" else None, allow_matmul_recompute=True)
+    plan = plan_of(joints.mlp(), strategy)
+    assert [saved.name for saved in plan.captures] == ["r"]
+    assert "the policy saves it" in plan.notes[0]
+
+
+def test_curve(layer):
+    joint, num_primals, num_outputs = layer
+    budgets = (0.5, 0.3, 0.1)
+    points = curve(joint, num_primals=num_primals, num_outputs=num_outputs, budgets=budgets)
+    assert [(p.strategy, p.budget) for p in points] == [
+        ("save_all", None),
+        ("min_cut", None),
+        *(("min_cut", budget) for budget in budgets),
+        ("recompute_all", None),
+    ]
+    assert all(p.reached for p in points)
+    assert sorted((p.bytes for p in points), reverse=True) == [p.bytes for p in points]
+    assert sorted(p.flops for p in points) == [p.flops for p in points]
+    limited = curve(joint, num_primals=num_primals, num_outputs=num_outputs, budgets=(0.1,), strategy=MinCut())
+    assert not limited[2].reached
