@@ -57,8 +57,9 @@ def curve(
     plans: list[tuple[Plan, float | None]] = [(whole, None)]
     plans.append((make_plan(graph, base.name, cut, save_all=save_all)[0], None))
     for budget in budgets:
-        choice = replace(base, budget=float(budget)).fit(graph, cut)
-        plans.append((make_plan(graph, base.name, choice, save_all=save_all)[0], float(budget)))
+        limited = replace(base, budget=float(budget))
+        choice = limited.fit(graph, cut)
+        plans.append((make_plan(graph, limited.name, choice, save_all=save_all)[0], float(budget)))
     nothing = RecomputeAll()
     plans.append((make_plan(graph, nothing.name, nothing.choose(graph), save_all=save_all)[0], None))
     return tuple(

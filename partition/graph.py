@@ -53,8 +53,8 @@ class Node:
 
     @functools.cached_property
     def dtype(self) -> str:
-        """Element type as in ``"float32"``; ``"tuple"`` or another type's name for what is no tensor."""
-        return dtype(self.var) if self.is_tensor else type(self.var.ty).__name__.removesuffix("Type").lower()
+        """Element type as in ``"float32"``; the type's name, as in ``"TupleType"``, for what is no tensor."""
+        return dtype(self.var) if self.is_tensor else type(self.var.ty).__name__
 
     @functools.cached_property
     def bytes(self) -> int:

@@ -43,8 +43,6 @@ class MinCut:
     policy: Policy | None = None
     allow_matmul_recompute: bool = False
 
-    name = "min_cut"
-
     def __post_init__(self) -> None:
         if self.budget is not None:
             if isinstance(self.budget, bool) or not isinstance(self.budget, int | float):
@@ -53,6 +51,11 @@ class MinCut:
                 raise ValueError(f"budget must not be negative, got {self.budget}")
         if self.policy is not None and not callable(self.policy):
             raise TypeError(f'policy is a callable: Node -> "save", "recompute" or None; got {self.policy!r}')
+
+    @property
+    def name(self) -> str:
+        """``min_cut``, with the budget if there is one."""
+        return "min_cut" if self.budget is None else f"min_cut(budget={self.budget})"
 
     def choose(self, graph: Graph) -> Choice:
         """The values on the cut, fewer if the budget asks; the colouring's if there is no finite cut."""
@@ -64,14 +67,9 @@ class MinCut:
         free = {name for name in graph.output_index if graph.nodes[name].is_tensor}
         cut = minimum_cut(graph, priced.keep, priced.again, free)
         if cut.blocked:
-            note = "fell back to the colouring because no finite cut exists: " + "; ".join(
-                f"{name} can be neither saved nor computed again ({priced.bans.get(name, 'it is not a tensor')})"
-                if len(cut.blocked) == 1
-                else f"{name} ({priced.bans.get(name, 'cannot be saved as such')})"
-                for name in cut.blocked
-            )
-            fallback = SaveAll().choose(graph)
-            return replace(fallback, notes=(*priced.notes, note))
+            path = " -> ".join(f"{name} ({_obstacle(graph, priced, name)})" for name in cut.blocked)
+            note = f"fell back to the colouring because no finite cut exists; in the way: {path}"
+            return replace(SaveAll().choose(graph), notes=(*priced.notes, note))
         return Choice({name: _reason(graph, priced, name) for name in cut.kept}, notes=priced.notes)
 
     def fit(self, graph: Graph, choice: Choice) -> Choice:
@@ -126,6 +124,16 @@ def prices(graph: Graph, policy: Policy | None = None, allow_products: bool = Fa
             bans[name] = reason
             again[name] = None
     return Prices(keep, again, bans, tuple(notes))
+
+
+def _obstacle(graph: Graph, priced: Prices, name: str) -> str:
+    """Why a value on an infinite path can be neither kept nor made again."""
+    found = []
+    if priced.keep[name] is None:
+        found.append("not captured as such" if graph.nodes[name].is_tensor else f"a {graph.nodes[name].dtype}")
+    if priced.again[name] is None:
+        found.append(priced.bans[name])
+    return ", ".join(found)
 
 
 def _reason(graph: Graph, priced: Prices, name: str) -> str:

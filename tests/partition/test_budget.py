@@ -73,7 +73,7 @@ def test_curve(layer):
     assert [(p.strategy, p.budget) for p in points] == [
         ("save_all", None),
         ("min_cut", None),
-        *(("min_cut", budget) for budget in budgets),
+        *((f"min_cut(budget={budget})", budget) for budget in budgets),
         ("recompute_all", None),
     ]
     assert all(p.reached for p in points)
