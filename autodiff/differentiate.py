@@ -8,7 +8,7 @@ from tvm import relax
 
 from autodiff.dce import live_bindings
 from autodiff.errors import NoGradient, UndifferentiableOp
-from autodiff.gradients import differentiable, undifferentiable_argument
+from autodiff.gradients import differentiable, refusal
 from autodiff.ir import (
     Call,
     Constant,
@@ -126,7 +126,7 @@ def _check_differentiable(var: Var, value: Expr, active: set[Var]) -> None:
     name = library_name(value) or op_name(value) or str(value.op)
     if not differentiable(value):
         raise UndifferentiableOp(name, var.name, "no gradient rule is registered for it")
-    reason = undifferentiable_argument(value, active)
+    reason = refusal(value, active)
     if reason is not None:
         raise UndifferentiableOp(name, var.name, reason)
 
@@ -153,7 +153,8 @@ def _gradient(rooted: Function, body: Body, required: Sequence[Var]) -> tuple[Bo
     # One scalar result, not a tuple of one; the target is required to be a variable.
     small = relax.Function(small.params, relax.SeqExpr(small.body.blocks, results(small)[0]), root.ty)
     module = relax.transform.Normalize()(IRModule({"main": small}))
-    joint = relax.transform.Gradient("main", require_grads=_targets(module["main"], required, inner))(module)
+    gradient = relax.transform.Gradient("main", require_grads=_targets(module["main"], required, inner))
+    joint = gradient(module)
     return _backward_of(joint["main_adjoint"], by_name, list(free), required)
 
 

@@ -37,7 +37,7 @@ def normalize(x: Expr, axes: Sequence[int], epsilon: float, scope: Scope, name: 
     """
     mean = scope.emit(op.mean(x, list(axes), keepdims=True), f"{name}_mean")
     centred = scope.emit(op.subtract(x, mean), f"{name}_centred")
-    squared = scope.emit(op.multiply(centred, centred), f"{name}_squared")
+    squared = scope.emit(op.square(centred), f"{name}_squared")
     variance = scope.emit(op.mean(squared, list(axes), keepdims=True), f"{name}_variance")
     rstd = reciprocal_root(variance, epsilon, scope, name)
     return scope.emit(op.multiply(centred, rstd), f"{name}_normalized"), mean, variance, rstd

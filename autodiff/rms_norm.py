@@ -35,7 +35,7 @@ def rms_norm(
     if axes != list(range(rank - len(axes), rank)):
         raise ValueError(f"rms_norm: wanted the last axes of a rank-{rank} tensor, got {axes}")
     wide = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
-    squared = scope.emit(op.multiply(wide, wide), f"{name}_squared")
+    squared = scope.emit(op.square(wide), f"{name}_squared")
     moment = scope.emit(op.mean(squared, axes, keepdims=True), f"{name}_moment")
     rstd = reciprocal_root(moment, epsilon, scope, name)
     y = scope.emit(op.multiply(wide, rstd), f"{name}_normalized")

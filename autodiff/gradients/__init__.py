@@ -1,16 +1,33 @@
 """Gradient rules for Relax operators: those TVM lacks, and those it has wrong or inexact."""
 
-from autodiff.gradients import binary, elementwise, library, shapes
-from autodiff.gradients.registry import differentiable, gradient, library_gradient, register, undifferentiable_argument
+from autodiff.gradients import (
+    binary,
+    convolutions,
+    elementwise,
+    indexing,
+    kernels,
+    library,
+    linalg,
+    losses,
+    reductions,
+    shapes,
+)
+from autodiff.gradients.registry import differentiable, gradient, library_gradient, refusal, register
 
 __all__ = [
     "binary",
+    "convolutions",
     "differentiable",
     "elementwise",
     "gradient",
+    "indexing",
+    "kernels",
     "library",
     "library_gradient",
+    "linalg",
+    "losses",
+    "reductions",
+    "refusal",
     "register",
     "shapes",
-    "undifferentiable_argument",
 ]

@@ -38,12 +38,18 @@ def _binary(name: str, partials: Callable[[Expr, Expr, Var, Var], tuple[Expr, Ex
 
 
 _binary("relax.add", lambda a, b, y, g: (g, g), wide=False)
-_binary("relax.subtract", lambda a, b, y, g: (g, op.negative(g)), wide=False)
 _binary("relax.multiply", lambda a, b, y, g: (g * b, g * a), wide=False)
 _binary("relax.divide", lambda a, b, y, g: (g / b, op.negative(g) * (a / b / b)))
 _binary("relax.mod", lambda a, b, y, g: (g, op.negative(g) * op.trunc(a / b)))
 _binary("relax.floor_mod", lambda a, b, y, g: (g, op.negative(g) * op.floor(a / b)))
 _binary("relax.log_add_exp", lambda a, b, y, g: (g * op.sigmoid(a - b), g * op.sigmoid(b - a)))
+
+
+@gradient("relax.subtract")
+def subtract(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
+    """da = g, db = -g"""
+    a, b = call.args
+    return [fit(g, a, emit), op.negative(emit(fit(g, b, emit)))]
 
 
 @gradient("relax.atan2", wide=True)
@@ -58,22 +64,23 @@ def atan2(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
 def maximum(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     """da = g where a > b, db = g where b > a, half of g each where they are equal"""
     a, b = call.args
-    return _larger(a, b, g, emit)
+    return _winner_takes(a, b, op.less(a, b), op.less(b, a), g, emit)
 
 
 @gradient("relax.minimum")
 def minimum(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     """da = g where a < b, db = g where b < a, half of g each where they are equal"""
     a, b = call.args
-    return _larger(b, a, g, emit)[::-1]
+    return _winner_takes(a, b, op.less(b, a), op.less(a, b), g, emit)
 
 
-def _larger(a: Expr, b: Expr, g: Var, emit: Emit) -> list[Expr]:
+def _winner_takes(a: Expr, b: Expr, a_loses: Expr, b_loses: Expr, g: Var, emit: Emit) -> list[Expr]:
+    """NaN neither loses nor ties, so that both operands get g, as in PyTorch."""
     shared = emit(op.where(op.equal(a, b), g * const(0.5, g), g))
     zeros = emit(zeros_like(g))
     return [
-        fit(op.where(op.less(a, b), zeros, shared), a, emit),
-        fit(op.where(op.less(b, a), zeros, shared), b, emit),
+        fit(op.where(a_loses, zeros, shared), a, emit),
+        fit(op.where(b_loses, zeros, shared), b, emit),
     ]
 
 
@@ -107,13 +114,6 @@ def where(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     condition, a, b = call.args
     zeros = emit(zeros_like(g))
     return [None, fit(op.where(condition, g, zeros), a, emit), fit(op.where(condition, zeros, g), b, emit)]
-
-
-@gradient("relax.ewise_fma", wide=True)
-def ewise_fma(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """y = a b + c: da = g b, db = g a, dc = g"""
-    a, b, _ = call.args
-    return [g * b, g * a, g]
 
 
 @gradient("relax.nn.prelu")

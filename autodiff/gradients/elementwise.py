@@ -46,7 +46,6 @@ def _unary(name: str, derivative: Callable[[Expr, Var, Emit], Expr]) -> None:
 
 _unary("relax.sigmoid", lambda x, y, emit: y * (const(1, x) - y))
 _unary("relax.tanh", lambda x, y, emit: const(1, x) - y * y)
-_unary("relax.square", lambda x, y, emit: const(2, x) * x)
 _unary("relax.rsqrt", lambda x, y, emit: const(-0.5, x) * (y * y * y))
 _unary("relax.tan", lambda x, y, emit: const(1, x) + y * y)
 _unary("relax.sinh", lambda x, y, emit: op.cosh(x))
@@ -57,6 +56,13 @@ _unary("relax.atan", lambda x, y, emit: const(1, x) / (const(1, x) + x * x))
 _unary("relax.asinh", lambda x, y, emit: op.rsqrt(const(1, x) + x * x))
 _unary("relax.acosh", lambda x, y, emit: op.rsqrt(x * x - const(1, x)))
 _unary("relax.atanh", lambda x, y, emit: const(1, x) / (const(1, x) - x * x))
+
+
+@gradient("relax.square", wide=True)
+def square(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
+    """dx = 2 g x; the 2 goes to g, which is often one number per row"""
+    (x,) = call.args
+    return [(const(2, x) * g) * x]
 
 
 @gradient("relax.abs")
@@ -113,13 +119,6 @@ def softplus(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
 def relu(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     """dx = 0 where y <= 0, else g (TVM's own rule gives g at 0)."""
     return [op.where(op.less_equal(y, const(0, y)), zeros_like(y), g)]
-
-
-@gradient("relax.nn.relu6")
-def relu6(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """dx = g where 0 < x < 6, else 0"""
-    outside = op.logical_or(op.less_equal(y, const(0, y)), op.greater_equal(y, const(6, y)))
-    return [op.where(outside, zeros_like(y), g)]
 
 
 @gradient("relax.nn.leakyrelu")

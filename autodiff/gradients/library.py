@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from tvm import relax
 
-from autodiff.gradients.registry import Emit, argument_check, library_gradient
+from autodiff.gradients.registry import Emit, library_gradient, refuses
 from autodiff.ir import Call, Expr, TupleGetItem, TupleType, Var, shape
 from autodiff.library import call as library_call
 
@@ -36,7 +36,7 @@ def scaled_dot_product_flash_attention(call: Call, y: Var, g: Var, emit: Emit) -
     return [TupleGetItem(grads, 0), TupleGetItem(grads, 1), TupleGetItem(grads, 2)] + [None] * len(rest)
 
 
-@argument_check("library.scaled_dot_product_flash_attention")
+@refuses("library.scaled_dot_product_flash_attention")
 def attention_mask(call: Call, active: Collection[Var]) -> str | None:
     """The fused kernel computes no gradient for an additive mask."""
     if any(arg in active for arg in call.args[4:] if isinstance(arg, Var)):

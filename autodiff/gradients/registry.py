@@ -20,22 +20,22 @@ from autodiff.ir import Call, Expr, Op, TensorType, Var, dtype, library_name, op
 __all__ = [
     "Emit",
     "GradientRule",
-    "argument_check",
     "differentiable",
     "gradient",
     "library_gradient",
+    "refusal",
+    "refuses",
     "register",
-    "undifferentiable_argument",
 ]
 
 Emit = Callable[[Expr], Var]
 GradientRule = Callable[[Call, Var, Var, Emit], Sequence[Expr | None]]
 
-ArgumentCheck = Callable[[Call, Collection[Var]], str | None]
+Check = Callable[[Call, Collection[Var]], str | None]
 
 RULES: dict[str, GradientRule] = {}
 LIBRARY_RULES: dict[str, GradientRule] = {}
-ARGUMENT_CHECKS: dict[str, ArgumentCheck] = {}
+CHECKS: dict[str, Check] = {}
 
 _LEVEL = 11  # TVM registers its own rules at level 10
 _CALL_LIBRARY = "relax.call_pure_packed"
@@ -84,20 +84,20 @@ def differentiable(value: Expr) -> bool:
     return name is not None and (name in RULES or Op.get(name).get_attr("FPrimalGradient") is not None)
 
 
-def undifferentiable_argument(value: Call, active: Collection[Var]) -> str | None:
+def refusal(value: Call, active: Collection[Var]) -> str | None:
     """Why a gradient that is needed cannot be had from this operator's rule; ``None`` if it can.
 
     ``active`` are the variables through which gradients flow.
     """
-    check = ARGUMENT_CHECKS.get(library_name(value) or op_name(value))
+    check = CHECKS.get(library_name(value) or op_name(value))
     return None if check is None else check(value, active)
 
 
-def argument_check(*names: str) -> Callable[[ArgumentCheck], ArgumentCheck]:
-    """Registers, for operators or library functions, what decides :func:`undifferentiable_argument`."""
+def refuses(*names: str) -> Callable[[Check], Check]:
+    """Registers, for operators or library functions, what decides :func:`refusal`."""
 
-    def add(check: ArgumentCheck) -> ArgumentCheck:
-        ARGUMENT_CHECKS.update(dict.fromkeys(names, check))
+    def add(check: Check) -> Check:
+        CHECKS.update(dict.fromkeys(names, check))
         return check
 
     return add

@@ -22,7 +22,7 @@ def fit(partial: Expr, like: Expr, emit: Emit) -> Expr:
         return partial
     extra = len(extents) - len(wanted)
     axes = [axis for axis, extent in enumerate(extents) if axis < extra or (wanted[axis - extra] == 1 and extent != 1)]
-    summed = sum_over(partial, axes, emit)
+    summed = sum_over(partial, axes, emit, keepdims=not extra)
     return summed if shape(summed) == wanted else op.reshape(summed, wanted)
 
 

@@ -90,7 +90,22 @@ def _attention_backward(grad_out, q, k, v, out, logsumexp, has_mask, *rest):
     )
 
 
+def _convolution_backward(which: int):
+    """The gradient of the input (0, given the weight) or of the weight (1, given the input), of a given shape."""
+
+    def backward(grad, other, shape, stride, padding, dilation, output_padding, transposed, groups):
+        missing = grad.new_empty(tuple(shape))
+        pair = (missing, other) if which == 0 else (other, missing)
+        geometry = (list(stride), list(padding), list(dilation), bool(transposed), list(output_padding), groups)
+        mask = [which == 0, which == 1, False]
+        return torch.ops.aten.convolution_backward(grad, *pair, None, *geometry, mask)[which]
+
+    return backward
+
+
 LIBRARY = {
+    "convolution_backward_input": _convolution_backward(0),
+    "convolution_backward_weight": _convolution_backward(1),
     "embedding": _embedding,
     "embedding_backward": _embedding_backward,
     "scaled_dot_product_flash_attention": _attention,
