@@ -133,7 +133,8 @@ def normalize_sample(sample_input: Any, sample_kwargs: dict[str, Any] | None) ->
 def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     """Captures the call ``module(*args, **kwargs)`` in the module's current mode.
 
-    The module is not run on real numbers and is left as it was.
+    The module is not run on real numbers. It is left as it was, but for Python attributes that its first forward sets
+    once and for all.
 
     Raises:
         UnsupportedModule: for data-dependent control flow, mutated arguments or Python state, custom autograd
@@ -144,17 +145,28 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     _refuse_arguments(args, kwargs, name)
     snapshot = Snapshot(module)
     try:
-        with capturing():
-            exported = _export(module, args, kwargs, name)
-            seen = _Seen(module, args, kwargs, exported)
-            changed = snapshot.changes()
-    finally:
+        return _capture_settled(module, args, kwargs, name)
+    except BaseException:
         snapshot.restore()
+        raise
+
+
+def _capture_settled(module: nn.Module, args: tuple, kwargs: dict[str, Any], name: str) -> Captured:
+    """Captures; where forward sets Python attributes, once more from the state that it left.
+
+    An attribute that a second run leaves alone (a window size that is clipped once) is a constant from then on, and
+    what was captured holds for that state. A counter keeps changing and is refused.
+    """
+    for settled in (False, True):
+        before = Snapshot(module)
+        with capturing():
+            seen = _Seen(module, args, kwargs, _export(module, args, kwargs, name))
+        changed = before.changes()
+        if not changed or settled or seen.witness.unsupported:
+            break
+    reason = "a Python attribute that forward changes at every call"
     problems = list(seen.witness.unsupported)
-    problems += [
-        Unsupported(f"self.{attribute}", f"{name}.forward", "a Python attribute that forward changes", "use a buffer")
-        for attribute in changed
-    ]
+    problems += [Unsupported(f"self.{attr}", f"{name}.forward", reason, "make it a buffer") for attr in changed]
     if problems:
         raise UnsupportedModule(name, problems)
     return seen.captured()

@@ -30,6 +30,7 @@ from bridge.aten import import_graph
 from bridge.aten.importer import Imported
 from bridge.capture import Captured, capture, normalize_sample
 from bridge.errors import CompilationError, Unsupported, UnsupportedModule, user_line
+from bridge.module_state import Snapshot
 from partition import Partitioned, Plan, rebuild_backward
 from partition import partition as partition_joint
 
@@ -209,4 +210,8 @@ def lower(
         UnsupportedModule: something in the module is not handled exactly.
     """
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
-    return lower_captured(capture(module, args, kwargs), grad=torch.is_grad_enabled(), partition=partition)
+    before = Snapshot(module)
+    try:
+        return lower_captured(capture(module, args, kwargs), grad=torch.is_grad_enabled(), partition=partition)
+    finally:
+        before.restore()

@@ -1,6 +1,6 @@
 """ATen to Relax with training semantics: one file per family of operators, one function per operator."""
 
-from bridge.aten import creation, indexing, linalg, nn, pointwise, reductions, shape
+from bridge.aten import conv, creation, indexing, linalg, nn, norm, pointwise, reductions, shape
 from bridge.aten.importer import Imported, import_graph, unsupported_nodes
 from bridge.aten.registry import CONVERSIONS, Refused
 
@@ -8,11 +8,13 @@ __all__ = [
     "CONVERSIONS",
     "Imported",
     "Refused",
+    "conv",
     "creation",
     "import_graph",
     "indexing",
     "linalg",
     "nn",
+    "norm",
     "pointwise",
     "reductions",
     "shape",

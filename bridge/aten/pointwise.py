@@ -262,3 +262,15 @@ def gelu(importer, node, x, *, approximate="none"):
 @converts(aten.copy.default)
 def copy(importer, node, x, source, non_blocking=False):
     return importer.expand(importer.cast(source, importer.out_dtype(node)), importer.out(node).shape)
+
+
+@converts(aten.hardtanh.default)
+def hardtanh(importer, node, x, lower=-1, upper=1):
+    return clamp(importer, node, x, lower, upper)
+
+
+@converts(aten.log1p.default, aten.expm1.default, aten.erfc.default)
+def accurate(importer, node, x):
+    """Functions whose textbook form loses digits: the library's."""
+    (x,) = importer.operands(node, x)
+    return importer.library(node.target._schema.name.removeprefix("aten::"), [x], importer.out(node))

@@ -100,3 +100,10 @@ def argmax(importer, node, x, dim=None, keepdim=False):
     if not shape(x):
         return importer.filled(importer.out(node), 0)
     return importer.emit(make(x, axis=dim % len(shape(x)), keepdims=bool(keepdim)))
+
+
+@converts(aten.cumsum.default, aten.cumprod.default)
+def cumsum(importer, node, x, dim, *, dtype=None):
+    (x,) = importer.operands(node, x)
+    make = op.cumsum if node.target is aten.cumsum.default else op.cumprod
+    return importer.emit(make(x, axis=dim % len(shape(x)))) if shape(x) else x

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from tvm import relax
 
-from autodiff.ir import shape
+from autodiff.ir import dtype, shape
 from bridge.aten.registry import converts
 
 aten = torch.ops.aten
@@ -141,4 +141,33 @@ def select_scatter(importer, node, x, source, dim, index):
 def flip(importer, node, x, dims):
     for dim in dims:
         x = importer.emit(op.flip(x, dim % len(shape(x))))
+    return x
+
+
+@converts(aten.repeat.default)
+def repeat(importer, node, x, repeats):
+    target = importer.out(node).shape
+    padded = (1,) * (len(target) - len(shape(x))) + shape(x)
+    spread = [extent for size in padded for extent in (1, size)]
+    expanded = [extent for count, size in zip(repeats, padded, strict=True) for extent in (count, size)]
+    return importer.reshape(importer.expand(importer.reshape(x, spread), expanded), target)
+
+
+@converts(aten.constant_pad_nd.default)
+def constant_pad_nd(importer, node, x, widths, value=0):
+    rank = len(shape(x))
+    before, after = [0] * rank, [0] * rank
+    for pair in range(len(widths) // 2):  # torch counts from the last axis
+        before[rank - 1 - pair], after[rank - 1 - pair] = widths[2 * pair], widths[2 * pair + 1]
+    for axis in range(rank):  # negative widths cut
+        start, end = max(-before[axis], 0), shape(x)[axis] - max(-after[axis], 0)
+        x = _sliced(importer, x, axis, start, end)
+    for axis in range(rank):
+        pieces = [x]
+        for width, position in ((before[axis], 0), (after[axis], len(pieces) + 1)):
+            if width > 0:
+                extents = (*shape(x)[:axis], width, *shape(x)[axis + 1 :])
+                fill = relax.op.full(extents, importer.constant(value, dtype(x)), dtype(x))
+                pieces.insert(position, importer.emit(fill))
+        x = importer.emit(op.concat(pieces, axis)) if len(pieces) > 1 else x
     return x

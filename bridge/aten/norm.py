@@ -1,0 +1,98 @@
+"""Batch and group normalization, with training's statistics and buffer updates, in plain arithmetic."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from tvm import relax
+
+from autodiff.ir import dtype, numel, shape
+from bridge.aten.registry import Refused, converts
+
+aten = torch.ops.aten
+op = relax.op
+
+
+def moments(importer, x, axes):
+    """Mean and biased variance over ``axes`` (kept as extents of 1), the variance from centred values."""
+    mean = importer.emit(op.mean(x, axis=axes, keepdims=True))
+    centred = importer.emit(op.subtract(x, mean))
+    variance = importer.emit(op.mean(importer.emit(op.multiply(centred, centred)), axis=axes, keepdims=True))
+    return mean, centred, variance
+
+
+def rstd_of(importer, variance, eps):
+    return importer.emit(op.rsqrt(importer.emit(op.add(variance, importer.constant(eps, dtype(variance))))))
+
+
+def affine(importer, x, weight, bias, target):
+    """``x * weight + bias`` with both reshaped to ``target``; either may be ``None``."""
+    if weight is not None:
+        x = importer.emit(op.multiply(x, importer.reshape(weight, target)))
+    return x if bias is None else importer.emit(op.add(x, importer.reshape(bias, target)))
+
+
+def _refuse_half(x, what):
+    if dtype(x) in ("float16", "bfloat16"):
+        raise Refused(f"{what} of {dtype(x)}", "keep normalization in float32")
+
+
+@converts(aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats)
+def batch_norm_training(importer, node, x, weight, bias, *rest):
+    """Batch statistics; the running ones move towards them, the variance as the unbiased estimate."""
+    _refuse_half(x, "batch normalization")
+    *running, training, momentum, eps = rest
+    if not training:
+        raise Refused("batch normalization with running statistics in its training form")
+    channels = shape(x)[1]
+    per_channel = (1, channels, *[1] * (len(shape(x)) - 2))
+    axes = [axis for axis in range(len(shape(x))) if axis != 1]
+    count = numel(x) // max(channels, 1)
+    mean, centred, variance = moments(importer, x, axes)
+    rstd = rstd_of(importer, variance, eps)
+    y = affine(importer, importer.emit(op.multiply(centred, rstd)), weight, bias, per_channel)
+    saved = [importer.reshape(statistic, (channels,)) for statistic in (mean, rstd)]
+    if not running:
+        return y, *saved
+    if count < 2:
+        raise Refused("batch normalization over one value per channel")
+    unbiased = importer.emit(op.multiply(variance, importer.constant(count / (count - 1), dtype(x))))
+    moved = [
+        _moved(importer, old, importer.reshape(new, (channels,)), momentum)
+        for old, new in zip(running, (mean, unbiased), strict=True)
+    ]
+    return y, *saved, *moved
+
+
+def _moved(importer, running, batch, momentum):
+    """``(1 - momentum) * running + momentum * batch``; the momentum may be a computed number."""
+    element_type = dtype(running)
+    batch = importer.cast(importer.emit(op.grad.no_grad(batch)), element_type)
+    if isinstance(momentum, int | float):
+        share, rest = (importer.constant(value, element_type) for value in (momentum, 1 - momentum))
+    else:
+        share = importer.cast(momentum, element_type)
+        rest = importer.emit(op.subtract(importer.constant(1, element_type), share))
+    kept = importer.emit(op.multiply(running, rest))
+    return importer.emit(op.add(kept, importer.emit(op.multiply(batch, share))))
+
+
+@converts(aten._native_batch_norm_legit_no_training.default)
+def batch_norm_inference(importer, node, x, weight, bias, running_mean, running_var, momentum, eps):
+    _refuse_half(x, "batch normalization")
+    per_channel = (1, shape(x)[1], *[1] * (len(shape(x)) - 2))
+    centred = importer.emit(op.subtract(x, importer.reshape(running_mean, per_channel)))
+    rstd = importer.reshape(rstd_of(importer, running_var, eps), per_channel)
+    return affine(importer, importer.emit(op.multiply(centred, rstd)), weight, bias, per_channel), None, None
+
+
+@converts(aten.native_group_norm.default)
+def native_group_norm(importer, node, x, weight, bias, batch, channels, pixels, groups, eps):
+    _refuse_half(x, "group normalization")
+    rows = importer.reshape(x, (batch * groups, math.prod(shape(x)) // max(batch * groups, 1)))
+    mean, centred, variance = moments(importer, rows, [1])
+    rstd = rstd_of(importer, variance, eps)
+    y = importer.reshape(importer.emit(op.multiply(centred, rstd)), shape(x))
+    y = affine(importer, y, weight, bias, (1, channels, *[1] * (len(shape(x)) - 2)))
+    return y, importer.reshape(mean, (batch, groups)), importer.reshape(rstd, (batch, groups))
