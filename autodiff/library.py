@@ -5,6 +5,40 @@ arguments are tensors, ``R.prim_value`` / ``R.str`` / ``R.shape`` constants, or 
 result type is spelled out. Nothing here computes: whoever runs the compiled program binds the names
 (``bridge.compile.library`` binds them to PyTorch's kernels). Gradient rules for library functions are in
 ``autodiff.gradients.library``.
+
+Calling conventions. ``(..)`` is a shape constant, ``:int`` an integer (truth values are 0 or 1), ``:float`` a float;
+everything else is a tensor. A result has the type of what it is the gradient of, unless said otherwise.
+
+================================================ =======================================================================
+``embedding``                                    weight, indices, padding_idx:int (-1: none), scale_grad_by_freq:int
+                                                 -> rows of weight
+``embedding_backward``                           grad, indices, num_weights:int, padding_idx:int,
+                                                 scale_grad_by_freq:int -> dweight
+``scaled_dot_product_flash_attention``           q, k, v, has_mask:int, [attn_mask if has_mask], dropout_p:float,
+                                                 is_causal:int, scale:float -> tuple (out, logsumexp)
+``scaled_dot_product_flash_attention_backward``  grad_out, q, k, v, out, logsumexp, has_mask:int, [attn_mask],
+                                                 dropout_p:float, is_causal:int, scale:float -> tuple (dq, dk, dv)
+``convolution``                                  x, weight, (stride), (padding), (dilation), (output_padding),
+                                                 transposed:int, groups:int -> y, without a bias
+``convolution_backward_input``                   grad, weight, (shape of x), then as ``convolution`` -> dx
+``convolution_backward_weight``                  grad, x, (shape of weight), then as ``convolution`` -> dweight
+``max_pool``                                     x, (kernel), (stride), (padding), (dilation), ceil_mode:int
+                                                 -> tuple (y, positions), positions int64 within a channel
+``max_pool_backward``                            grad, positions, (shape of x), then as ``max_pool`` -> dx
+``adaptive_max_pool``                            x, (output size) -> tuple (y, positions)
+``adaptive_max_pool_backward``                   grad, positions, (shape of x), (output size) -> dx
+``avg_pool``                                     x, (kernel), (stride), (padding), ceil_mode:int,
+                                                 count_include_pad:int, divisor:int (0: the window) -> y
+``avg_pool_backward``                            grad, (shape of x), then as ``avg_pool`` -> dx
+``adaptive_avg_pool``                            x, (output size) -> y
+``adaptive_avg_pool_backward``                   grad, (shape of x), (output size) -> dx
+``index``                                        x, (dims), tuple of integer tensors, one per dim -> x at the indices,
+                                                 placed as PyTorch places them
+``index_backward``                               grad, (shape of x), (dims), the same tuple -> zeros with grad added
+``log1p``, ``expm1``, ``erfc``                   x -> y, element by element
+================================================ =======================================================================
+
+A second result (``logsumexp``, ``positions``) is for the backward function only and has no gradient, as in PyTorch.
 """
 
 from __future__ import annotations

@@ -115,6 +115,18 @@ def _unbroadcast(call: Call, scope: Scope) -> Expr | None:
     return None if args == list(call.args) else Call(call.op, args, call.attrs, ret_ty=call.ty)
 
 
+def _hoist(call: Call, scope: Scope) -> Expr | None:
+    """An element-wise operator whose operands are all broadcast is computed before they are, on fewer elements."""
+    operands = [_narrow(arg, scope) if shape(arg) else arg for arg in call.args]
+    if any(operand is None for operand in operands):
+        return None
+    extents = _broadcast([shape(operand) for operand in operands])
+    if math.prod(extents) >= math.prod(shape(call)):
+        return None
+    narrow = scope.emit(Call(call.op, operands, call.attrs), "narrow")
+    return op.broadcast_to(narrow, shape(call))
+
+
 def _narrow(value: Expr, scope: Scope) -> Expr | None:
     source = scope.definition(value)
     if op_name(source) == "relax.broadcast_to":
@@ -136,6 +148,7 @@ def _negative(call: Call, scope: Scope) -> Expr | None:
     return source.args[0] if op_name(source) == "relax.negative" else None
 
 
+_UNARY = ("negative", "astype", "square", "sqrt", "rsqrt", "exp", "log", "tanh", "sigmoid")
 _BROADCASTING = (
     *("add", "subtract", "multiply", "divide", "power", "maximum", "minimum", "mod", "floor_mod", "atan2", "where"),
     *("equal", "not_equal", "less", "less_equal", "greater", "greater_equal"),
@@ -149,7 +162,8 @@ VIEWS: dict[str | None, list[Rule]] = {
     "relax.flatten": [_to_reshape],
     "relax.permute_dims": [_permute_dims, _fill],
     "relax.broadcast_to": [_fill, _broadcast_to],
-    "relax.astype": [_astype],
-    "relax.negative": [_negative],
-    **{f"relax.{name}": [_unbroadcast] for name in _BROADCASTING},
+    **{f"relax.{name}": [_hoist] for name in _UNARY},
+    **{f"relax.{name}": [_hoist, _unbroadcast] for name in _BROADCASTING},
+    "relax.astype": [_astype, _hoist],
+    "relax.negative": [_negative, _hoist],
 }

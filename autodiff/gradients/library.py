@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from tvm import relax
+from tvm.relax import op
 
 from autodiff.gradients.registry import Emit, library_gradient, refuses
-from autodiff.ir import Call, Expr, TupleGetItem, TupleType, Var, shape
+from autodiff.gradients.tools import const
+from autodiff.ir import Call, Expr, ShapeExpr, TupleGetItem, TupleType, Var, shape
 from autodiff.library import call as library_call
 
 __all__ = []
@@ -42,3 +45,64 @@ def attention_mask(call: Call, active: Collection[Var]) -> str | None:
     if any(arg in active for arg in call.args[4:] if isinstance(arg, Var)):
         return "the fused kernel has no gradient with respect to attn_mask"
     return None
+
+
+@library_gradient("library.convolution")
+def convolution(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+    """dx and dweight, each a library call of its own, so that one can be had without the other"""
+    x, weight, *geometry = call.args
+    dx = library_call("convolution_backward_input", [g, weight, ShapeExpr(shape(x)), *geometry], x.ty)
+    dweight = library_call("convolution_backward_weight", [g, x, ShapeExpr(shape(weight)), *geometry], weight.ty)
+    return [dx, dweight] + [None] * len(geometry)
+
+
+def _max_pool(name: str) -> None:
+    @library_gradient(f"library.{name}")
+    def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+        """dx = zeros with g added at the positions of the maxima, which are the second result"""
+        x, *geometry = call.args
+        positions, grad = emit(TupleGetItem(y, 1)), emit(TupleGetItem(g, 0))
+        dx = library_call(f"{name}_backward", [grad, positions, ShapeExpr(shape(x)), *geometry], x.ty)
+        return [dx] + [None] * len(geometry)
+
+
+def _avg_pool(name: str) -> None:
+    @library_gradient(f"library.{name}")
+    def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+        """dx = g shared among the elements of each window"""
+        x, *geometry = call.args
+        dx = library_call(f"{name}_backward", [g, ShapeExpr(shape(x)), *geometry], x.ty)
+        return [dx] + [None] * len(geometry)
+
+
+_max_pool("max_pool")
+_max_pool("adaptive_max_pool")
+_avg_pool("avg_pool")
+_avg_pool("adaptive_avg_pool")
+
+
+@library_gradient("library.index")
+def index(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+    """dx = zeros with g added at the indices"""
+    x, dims, indices = call.args
+    return [library_call("index_backward", [g, ShapeExpr(shape(x)), dims, indices], x.ty), None, None]
+
+
+@library_gradient("library.log1p", wide=True)
+def log1p(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
+    """dx = g / (1 + x)"""
+    (x,) = call.args
+    return [g / (const(1, x) + x)]
+
+
+@library_gradient("library.expm1", wide=True)
+def expm1(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
+    """dx = g (y + 1)"""
+    return [g * (y + const(1, y))]
+
+
+@library_gradient("library.erfc", wide=True)
+def erfc(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
+    """dx = -g * 2 / sqrt(pi) * exp(-x^2)"""
+    (x,) = call.args
+    return [g * (const(-2 / math.sqrt(math.pi), x) * op.exp(op.negative(x * x)))]

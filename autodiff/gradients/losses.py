@@ -75,3 +75,10 @@ def refuse_adaptive_avg_pool(call: Call, active: Collection[Var]) -> str | None:
     if any(extent % count for extent, count in zip(extents, counts, strict=True)):
         return f"wanted windows of one size, got {counts} windows for {list(extents)} elements"
     return None
+
+
+@refuses("relax.nn.max_pool2d", "relax.nn.avg_pool2d")
+def refuse_pool(call: Call, active: Collection[Var]) -> str | None:
+    """TVM's backward operators know no dilation."""
+    dilation = [int(step) for step in call.attrs.dilation]
+    return None if set(dilation) == {1} else f"wanted dilation 1, got {dilation}"

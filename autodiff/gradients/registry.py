@@ -57,12 +57,15 @@ def gradient(*names: str, wide: bool = False) -> Callable[[GradientRule], Gradie
     return add
 
 
-def library_gradient(*names: str) -> Callable[[GradientRule], GradientRule]:
-    """Registers a rule for library functions (``"library.embedding"``); ``call.args`` excludes the function's name."""
+def library_gradient(*names: str, wide: bool = False) -> Callable[[GradientRule], GradientRule]:
+    """Registers a rule for library functions (``"library.embedding"``); ``call.args`` excludes the function's name.
+
+    ``wide`` as in :func:`gradient`.
+    """
 
     def add(rule: GradientRule) -> GradientRule:
         for name in names:
-            LIBRARY_RULES[name] = rule
+            LIBRARY_RULES[name] = _in_float32(rule) if wide else rule
         return rule
 
     return add

@@ -58,13 +58,20 @@ def _bind_library() -> None:
 
 def _on_torch(function_of_torch: Callable) -> Callable:
     def call(*args):
-        args = [torch.from_dlpack(arg) if isinstance(arg, tvm_ffi.core.Tensor) else arg for arg in args]
-        result = function_of_torch(*args)
+        result = function_of_torch(*map(_to_torch, args))
         if isinstance(result, tuple):
             return tuple(value.contiguous() for value in result)
         return result.contiguous()
 
     return call
+
+
+def _to_torch(arg):
+    if isinstance(arg, tvm_ffi.core.Tensor):
+        return torch.from_dlpack(arg)
+    if isinstance(arg, tvm_ffi.Array):
+        return [_to_torch(item) for item in arg]
+    return arg
 
 
 def _embedding(weight, indices, padding_idx, scale_grad_by_freq):
@@ -103,7 +110,66 @@ def _convolution_backward(which: int):
     return backward
 
 
+def _convolution(x, weight, stride, padding, dilation, output_padding, transposed, groups):
+    geometry = (list(stride), list(padding), list(dilation), bool(transposed), list(output_padding), groups)
+    return torch.ops.aten.convolution(x, weight, None, *geometry)
+
+
+def _max_pool(x, kernel, stride, padding, dilation, ceil_mode):
+    geometry = [list(value) for value in (kernel, stride, padding, dilation)]
+    return torch.ops.aten.max_pool2d_with_indices(x, *geometry, bool(ceil_mode))
+
+
+def _max_pool_backward(grad, positions, shape, kernel, stride, padding, dilation, ceil_mode):
+    geometry = [list(value) for value in (kernel, stride, padding, dilation)]
+    x = grad.new_empty(tuple(shape))
+    return torch.ops.aten.max_pool2d_with_indices_backward(grad, x, *geometry, bool(ceil_mode), positions)
+
+
+def _avg_pool(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor):
+    geometry = [list(value) for value in (kernel, stride, padding)]
+    return torch.ops.aten.avg_pool2d(x, *geometry, bool(ceil_mode), bool(count_include_pad), divisor or None)
+
+
+def _avg_pool_backward(grad, shape, kernel, stride, padding, ceil_mode, count_include_pad, divisor):
+    geometry = [list(value) for value in (kernel, stride, padding)]
+    flags = (bool(ceil_mode), bool(count_include_pad), divisor or None)
+    return torch.ops.aten.avg_pool2d_backward(grad, grad.new_empty(tuple(shape)), *geometry, *flags)
+
+
+def _at(dims, indices, rank):
+    given = dict(zip(dims, indices, strict=True))
+    return [given.get(dim) for dim in range(rank)]
+
+
+def _index(x, dims, indices):
+    return torch.ops.aten.index(x, _at(dims, indices, x.dim()))
+
+
+def _index_backward(grad, shape, dims, indices):
+    zeros = grad.new_zeros(tuple(shape))
+    return torch.ops.aten.index_put(zeros, _at(dims, indices, zeros.dim()), grad, True)
+
+
 LIBRARY = {
+    "convolution": _convolution,
+    "max_pool": _max_pool,
+    "max_pool_backward": _max_pool_backward,
+    "adaptive_max_pool": lambda x, size: torch.ops.aten.adaptive_max_pool2d(x, list(size)),
+    "adaptive_max_pool_backward": lambda grad, positions, shape, size: torch.ops.aten.adaptive_max_pool2d_backward(
+        grad, grad.new_empty(tuple(shape)), positions
+    ),
+    "avg_pool": _avg_pool,
+    "avg_pool_backward": _avg_pool_backward,
+    "adaptive_avg_pool": lambda x, size: torch.ops.aten._adaptive_avg_pool2d(x, list(size)),
+    "adaptive_avg_pool_backward": lambda grad, shape, size: torch.ops.aten._adaptive_avg_pool2d_backward(
+        grad, grad.new_empty(tuple(shape))
+    ),
+    "index": _index,
+    "index_backward": _index_backward,
+    "log1p": torch.log1p,
+    "expm1": torch.expm1,
+    "erfc": torch.erfc,
     "convolution_backward_input": _convolution_backward(0),
     "convolution_backward_weight": _convolution_backward(1),
     "embedding": _embedding,

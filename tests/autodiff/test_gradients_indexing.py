@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tvm import relax
-from tvm.relax import TupleGetItem, op
+from tvm.relax import op
 
-from autodiff import library
 from tests.autodiff.gradcheck import check, draw
 
 
@@ -165,43 +164,3 @@ def test_pooling():
     check(lambda s, p: op.nn.avg_pool2d(p, (2, 2), (2, 2)), lambda x: F.avg_pool2d(x, 2), x)
     check(lambda s, p: op.nn.adaptive_avg_pool2d(p, (1, 1)), lambda x: F.adaptive_avg_pool2d(x, 1), x)
     check(lambda s, p: op.nn.adaptive_avg_pool2d(p, (3, 2)), lambda x: F.adaptive_avg_pool2d(x, (3, 2)), x)
-
-
-@pytest.mark.parametrize("padding_idx", [-1, 2])
-@pytest.mark.parametrize("by_frequency", [0, 1])
-def test_embedding(padding_idx, by_frequency):
-    def build(scope, weight, indices):
-        args = [weight, indices, relax.prim_value(padding_idx), relax.prim_value(by_frequency)]
-        return library.call("embedding", args, relax.TensorType((2, 3, 4), "float64"))
-
-    def theirs(weight, indices):
-        padding = None if padding_idx < 0 else padding_idx
-        return F.embedding(indices, weight, padding, scale_grad_by_freq=bool(by_frequency))
-
-    check(build, theirs, draw(5, 4), torch.tensor([[0, 2, 2], [4, 0, 0]]))
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("causal", [0, 1])
-def test_attention(masked, causal):
-    if masked and causal:
-        pytest.skip("torch refuses both")
-    extents = (2, 2, 4, 8)
-    mask = torch.where(draw(4, 4) > -1, 0.0, -1e4).double()
-
-    def build(scope, q, k, v, *mask):
-        args = [q, k, v, relax.prim_value(len(mask)), *mask]
-        args += [relax.prim_value(0.0), relax.prim_value(causal), relax.prim_value(0.25)]
-        result = relax.TupleType([q.ty, relax.TensorType(extents[:3], "float64")])
-        pair = scope.emit(library.call("scaled_dot_product_flash_attention", args, result))
-        return [TupleGetItem(pair, 0)]
-
-    def theirs(q, k, v):
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask if masked else None, is_causal=bool(causal), scale=0.25
-        )
-
-    def with_mask(scope, q, k, v):
-        return build(scope, q, k, v, *([relax.const(mask.numpy(), "float64")] if masked else []))
-
-    check(with_mask, theirs, *(draw(*extents, seed=seed) for seed in range(3)))

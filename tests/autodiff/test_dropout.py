@@ -1,0 +1,96 @@
+"""Dropout becomes a multiplication by a mask parameter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import tvm
+from tvm.relax import TupleGetItem, op
+from tvm.script import relax as R
+
+from autodiff import clean, mask_dropout
+from autodiff.dropout import keep_scale
+from autodiff.ir import bindings, dtype, shape
+from tests.autodiff.evaluate import evaluate, function
+from tests.autodiff.gradcheck import draw
+
+
+def test_before_and_after():
+    @R.function(private=True)
+    def before(x: R.Tensor((2, 3), "float32"), z: R.Tensor((4,), "float32")) -> R.Tuple(
+        R.Tensor((4,), "float32"), R.Tensor((2, 3), "float32")
+    ):
+        with R.dataflow():
+            pair = R.nn.dropout(z, rate=0.5)
+            w = pair[0]
+            second = R.nn.dropout(x, rate=0.75)
+            y = second[0]
+            R.output(w, y)
+        return (w, y)
+
+    @R.function(private=True)
+    def expected(
+        x: R.Tensor((2, 3), "float32"),
+        z: R.Tensor((4,), "float32"),
+        mask_0: R.Tensor((4,), "bool"),
+        mask_1: R.Tensor((2, 3), "bool"),
+    ) -> R.Tuple(R.Tensor((4,), "float32"), R.Tensor((2, 3), "float32")):
+        with R.dataflow():
+            noise_0 = R.astype(mask_0, "float32")
+            scaled_0 = R.multiply(noise_0, R.const(2.0, "float32"))
+            w = R.multiply(z, scaled_0)
+            noise_1 = R.astype(mask_1, "float32")
+            scaled_1 = R.multiply(noise_1, R.const(4.0, "float32"))
+            y = R.multiply(x, scaled_1)
+            R.output(w, y)
+        return (w, y)
+
+    after = mask_dropout(before)
+    tvm.ir.assert_structural_equal(after, expected)
+    assert [param.name for param in after.params] == ["x", "z", "mask_0", "mask_1"]
+    assert mask_dropout(after) is after
+
+
+@pytest.mark.parametrize("element_type", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rate", [0.1, 0.3, 0.9])
+def test_equals_torch_bit_for_bit(rate, element_type):
+    x, name = draw(64).to(element_type), str(element_type).removeprefix("torch.")
+    func = mask_dropout(function(lambda s, p: TupleGetItem(s.emit(op.nn.dropout(p, rate)), 0), x))
+    torch.manual_seed(0)
+    wanted = torch.dropout(x, rate, True)
+    torch.manual_seed(0)
+    mask = torch.empty(64, dtype=torch.bool).bernoulli_(1 - rate)
+    assert torch.equal(evaluate(func, x, mask)[0], wanted)
+    noise = torch.ones((), dtype=element_type).div_(1 - rate)
+    assert torch.tensor(keep_scale(rate, name), dtype=torch.float64).to(element_type) == noise
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_nothing_is_drawn_for_rates_zero_and_one(rate):
+    x = draw(2, 3)
+
+    def build(scope, p):
+        pair = scope.emit(op.nn.dropout(p, rate))
+        return [op.negative(scope.emit(TupleGetItem(pair, 0))), TupleGetItem(pair, 1)]
+
+    func = clean(mask_dropout(function(build, x)))
+    assert len(func.params) == 1
+    got, mask = evaluate(func, x)
+    assert torch.equal(got, -x if rate == 0.0 else -torch.zeros_like(x))
+    assert mask.dtype == torch.bool and bool(mask.all()) == (rate == 0.0) and bool(mask.any()) == (rate == 0.0)
+
+
+def test_the_mask_result_is_the_mask():
+    func = mask_dropout(function(lambda s, p: TupleGetItem(s.emit(op.nn.dropout(p, 0.5)), 1), draw(3)))
+    assert not list(bindings(func))
+    assert (shape(func.params[1]), dtype(func.params[1])) == ((3,), "bool")
+
+
+def test_wrong_rates_and_taken_names_are_refused():
+    def drop(rate):
+        return lambda s, p: TupleGetItem(s.emit(op.nn.dropout(p, rate)), 0)
+
+    with pytest.raises(ValueError, match=r"rate between 0 and 1, got 1\.5"):
+        mask_dropout(function(drop(1.5), draw(3)))
+    with pytest.raises(ValueError, match="'mask_0'"):
+        mask_dropout(function(drop(0.5), draw(3), names=["mask_0"]))
