@@ -1,0 +1,58 @@
+"""From a Relax function to a :class:`Program`: a flat list of steps over torch-owned memory.
+
+``translate`` (Relax to loop graph) → ``fuse`` (loop graph to groups) → ``loops`` (a group to a PrimFunc) → ``build``
+(LLVM) → ``assemble`` (steps, arena). :func:`compile_function` runs them all.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import tvm
+from tvm_ffi import structural_equal, structural_hash
+
+from autodiff.ir import Function
+
+# Importing these registers their translations.
+from bridge.compile import fallback, library, operators, shapes  # noqa: F401
+from bridge.compile.assemble import assemble
+from bridge.compile.build import clear_kernels, host_target
+from bridge.compile.program import KernelStep, LibraryStep, Program, Step, ViewStep
+from bridge.compile.translate import translate
+
+__all__ = ["KernelStep", "LibraryStep", "Program", "Step", "ViewStep", "clear_cache", "compile_function"]
+
+_PROGRAMS: dict[tuple[str, int], list[tuple[Function, Program]]] = {}
+_LOCK = threading.Lock()
+
+
+def compile_function(func: Function, *, name: str, target: tvm.target.Target | None = None) -> Program:
+    """Compile a function in flat form (see :mod:`autodiff.ir`) with static shapes.
+
+    Equal functions share one program, which keeps the ``name`` it was first compiled under. ``target`` is this machine
+    with torch's number of threads unless given. Raises ``NotImplementedError`` naming an operator that cannot be
+    compiled.
+
+    No value depends, in any bit, on which other values are results: see :mod:`bridge.compile.fuse`.
+    """
+    target = host_target() if target is None else target
+    key = (str(target), structural_hash(func, map_free_vars=True))
+    with _LOCK:
+        for known, program in _PROGRAMS.get(key, ()):
+            if structural_equal(func, known, map_free_vars=True):
+                return program
+    started = time.perf_counter()
+    graph = translate(func)
+    timings = {"translate": time.perf_counter() - started}
+    program = assemble(graph, name, target, timings)
+    with _LOCK:
+        _PROGRAMS.setdefault(key, []).append((func, program))
+    return program
+
+
+def clear_cache() -> None:
+    """Forget all programs and kernels compiled in this process."""
+    with _LOCK:
+        _PROGRAMS.clear()
+    clear_kernels()

@@ -1,0 +1,225 @@
+"""From groups to a :class:`~bridge.compile.program.Program`: kernels, places in the frame, lifetimes, bound steps."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from operator import itemgetter
+
+import torch
+from tvm.target import Target
+from tvm.tirx import PrimFunc
+
+from bridge.compile.arena import plan_arena
+from bridge.compile.build import build_kernels
+from bridge.compile.columns import generate_column_reduction
+from bridge.compile.fuse import Group, fuse
+from bridge.compile.graph import Fallback, Graph, LibraryCall, Operand, Reduction, Value
+from bridge.compile.kernel import Kernel
+from bridge.compile.loops import generate
+from bridge.compile.program import Action, KernelStep, Layout, LibraryStep, Program, Step, ViewStep
+from bridge.compile.views import dense
+
+__all__ = ["assemble"]
+
+
+def assemble(graph: Graph, name: str, target: Target, timings: dict[str, float]) -> Program:
+    """Group, generate, build and plan. ``timings`` is extended by the seconds of each stage."""
+    clock = _Clock(timings)
+    groups = fuse(graph)
+    clock.stop("fuse")
+    stored = _stored(graph, groups)
+    groups = [group for group in groups if any(value in stored for value in group.made)]
+    kernels = [_kernel(group, stored) for group in groups]
+    clock.stop("generate")
+    frame = _Frame(graph, groups, kernels, name)
+    functions = build_kernels([(step, kernel.func) for step, kernel in frame.kernels], target)
+    clock.stop("build")
+    program = frame.finish(functions, timings)
+    clock.stop("plan")
+    return program
+
+
+class _Clock:
+    def __init__(self, timings: dict[str, float]) -> None:
+        self.timings = timings
+        self.started = time.perf_counter()
+
+    def stop(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.timings[stage] = now - self.started
+        self.started = now
+
+
+def _stored(graph: Graph, groups: list[Group]) -> set[Value]:
+    """Values that are results or cross from one step to another; dead groups count for nothing."""
+    stored = {operand.value for operand in graph.results}
+    for group in reversed(groups):
+        if any(value in stored for value in group.made):
+            stored.update(operand.value for _, operand in group.reads())
+    return stored
+
+
+def _kernel(group: Group, stored: set[Value]) -> Kernel | LibraryCall:
+    node = group.nodes[0]
+    if isinstance(node, LibraryCall):
+        return node
+    if isinstance(node, Fallback):
+        return Kernel(node.kernel, tuple(op.value for op in node.operands), node.outs, (), (node.op,))
+    if isinstance(node, Reduction) and not group.fusable:
+        return generate_column_reduction(node)
+    return generate(group, stored)
+
+
+class _Frame:
+    """Places and steps under construction."""
+
+    def __init__(self, graph: Graph, groups: list[Group], kernels: list[Kernel | LibraryCall], name: str) -> None:
+        self.graph = graph
+        self.name = name
+        self.places: dict[tuple, int] = {}
+        self.names: Counter[str] = Counter()
+        self.label: dict[int, str] = {}
+        self.lifetimes: dict[Value, tuple[int, int]] = {}
+        self.steps: list[Step] = []
+        self.calls: list[tuple] = []  # (kernel name or library node, places of arguments, places of results)
+        self.kernels: list[tuple[str, Kernel]] = []
+        self.static_views: list[tuple] = []
+        self.results = {op.value for op in graph.results if op.value.source == "node"}
+        self.allocated = {
+            out for node in kernels if isinstance(node, LibraryCall) and node.allocates for out in node.outs
+        }
+        for value in graph.params:
+            self.place(value)
+        for group, kernel in zip(groups, kernels, strict=True):
+            if isinstance(kernel, LibraryCall):
+                self._library(kernel)
+            elif all(out.numel == 0 for out in kernel.outputs):
+                for out in kernel.outputs:
+                    self.place(out)
+            else:
+                self._kernel(group, kernel)
+        self.returned = [self.operand(op) for op in graph.results]
+
+    def place(self, value: Value) -> int:
+        key = (value, None)
+        if key not in self.places:
+            self._new_place(key, value.name)
+        if value.source == "node" and value not in self.results and value not in self.allocated:
+            now = len(self.calls)
+            first, _ = self.lifetimes.get(value, (now, now))
+            self.lifetimes[value] = (first, now)
+        return self.places[key]
+
+    def _new_place(self, key: tuple, name: str) -> int:
+        place = self.places[key] = len(self.places)
+        self.names[name] += 1
+        self.label[place] = name if self.names[name] == 1 else f"{name}_{self.names[name]}"
+        return place
+
+    def operand(self, operand: Operand) -> int:
+        """The place of a value under a view; views of what changes from call to call become steps."""
+        value, view = operand.value, operand.view
+        base = self.place(value)
+        if view == dense(value.shape):
+            return base
+        key = (value, view)
+        if key not in self.places:
+            place = self._new_place(key, value.name + "_view")
+            geometry = (view.shape, view.strides, view.offset)
+            if value in self.lifetimes or value.source == "constant":
+                self.static_views.append((place, base, *geometry))
+            else:
+                step = ViewStep("as_strided", (self.label[base],), (self.label[place],), *geometry)
+                self._step(step, step, (base,), (place,))
+        return self.places[key]
+
+    def _step(self, step: Step, what: object, arguments: tuple[int, ...], results: tuple[int, ...]) -> None:
+        self.steps.append(step)
+        self.calls.append((what, arguments, results))
+
+    def _names(self, places: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(self.label[place] for place in places)
+
+    def _library(self, node: LibraryCall) -> None:
+        # Views first: they may be steps of their own. Then all places again, so that everything is alive now.
+        for operand in node.operands:
+            self.operand(operand)
+        arguments = tuple(self.operand(operand) for operand in node.operands)
+        results = tuple(self.place(out) for out in node.outs)
+        self._step(LibraryStep(node.name, self._names(arguments), self._names(results)), node, arguments, results)
+
+    def _kernel(self, group: Group, kernel: Kernel) -> None:
+        fallback = isinstance(group.nodes[0], Fallback)
+        operands = group.nodes[0].operands if fallback else ()
+        for operand in operands:
+            self.operand(operand)
+        arguments = tuple(self.operand(op) for op in operands) or tuple(self.place(v) for v in kernel.inputs)
+        results = tuple(self.place(value) for value in (*kernel.outputs, *kernel.scratch))
+        name = self._kernel_name(kernel)
+        self.kernels.append((name, kernel))
+        outputs = self._names(results[: len(kernel.outputs)])
+        self._step(KernelStep(name, self._names(arguments), outputs, kernel.ops), name, arguments, results)
+
+    def _kernel_name(self, kernel: Kernel) -> str:
+        words = list(dict.fromkeys(op.removeprefix("relax.").replace(".", "_") for op in kernel.ops))
+        return f"k{len(self.kernels)}_" + "_".join(words)[:60]
+
+    def finish(self, functions: list, timings: dict[str, float]) -> Program:
+        by_name = {name: function for (name, _), function in zip(self.kernels, functions, strict=True)}
+        actions = tuple(_action(by_name, *call) for call in self.calls)
+        constants = tuple((self.place(value), tensor) for value, tensor in self.graph.constants.items())
+        arena = plan_arena(self.lifetimes)
+        arena_places = tuple((self.places[value, None], value) for value in self.lifetimes)
+        fresh = tuple(
+            (self.places[value, None], value.shape, getattr(torch, value.dtype))
+            for value in self.results
+            if value not in self.allocated
+        )
+        kept = {place for place, *_ in (*constants, *arena_places, *self.static_views)}
+        layout = Layout(
+            len(self.places),
+            tuple(self.graph.params),
+            constants,
+            arena,
+            arena_places,
+            tuple(self.static_views),
+            fresh,
+            tuple(self.returned),
+            frozenset(kept),
+        )
+        sources: dict[str, PrimFunc] = {name: kernel.func for name, kernel in self.kernels}
+        return Program(self.name, tuple(self.steps), timings, actions, layout, sources)
+
+
+def _action(functions: dict, what: object, arguments: tuple[int, ...], results: tuple[int, ...]) -> Action:
+    """A step as a function of the frame, with everything else bound."""
+    if isinstance(what, ViewStep):
+        (base,), (place,) = arguments, results
+        shape, strides, offset = what.shape, what.strides, what.offset
+
+        def make_view(frame: list) -> None:
+            tensor = frame[base]
+            frame[place] = tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
+
+        return make_view
+    if isinstance(what, LibraryCall):
+        return _library_action(what, arguments, results)
+    kernel = functions[what]
+    pick = itemgetter(*arguments, *results)
+    if len(arguments) + len(results) == 1:
+        return lambda frame: kernel(pick(frame))
+    return lambda frame: kernel(*pick(frame))
+
+
+def _library_action(node: LibraryCall, arguments: tuple[int, ...], results: tuple[int, ...]) -> Action:
+    run = node.run
+    if not node.allocates:
+        return lambda frame: run([frame[place] for place in results], [frame[place] for place in arguments])
+
+    def allocate(frame: list) -> None:
+        made = run([frame[place] for place in arguments])
+        for place, tensor in zip(results, made, strict=True):
+            frame[place] = tensor
+
+    return allocate

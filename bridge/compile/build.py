@@ -1,0 +1,97 @@
+"""Building kernels: one call of the compiler for all that a function needs and the process has not built before."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import IRModule
+from tvm.target import Target
+from tvm.tirx import PrimFunc
+from tvm_ffi import structural_equal, structural_hash
+
+__all__ = ["LOOPS_ATTR", "build_kernels", "clear_kernels", "host_target"]
+
+_KERNELS: dict[tuple[str, int], list[tuple[PrimFunc, tvm_ffi.Function]]] = {}
+_LOCK = threading.Lock()
+
+LOOPS_ATTR = "bridge.loops"
+"""Marks PrimFuncs of :mod:`bridge.compile.loops`, which need fewer passes than those with schedulable blocks."""
+
+
+def _loop_pipeline() -> tuple[tvm.transform.Pass, Callable, Callable]:
+    """Lowering for kernels that are loops already: the passes that the packed calling convention needs, no others.
+
+    TVM's default pipeline simplifies under an analyzer that substitutes every bound variable by its value, which is
+    exponential in the length of a chain of bindings (a polynomial is one). Nothing here does that.
+    """
+    passes = tvm.transform.Sequential(
+        [
+            tirx.transform.BF16ComputeLegalize(),
+            tirx.transform.VerifyMemory(),
+            tirx.transform.AnnotateEntryFunc(),
+            tirx.transform.SplitHostDevice(),
+            tirx.transform.MakePackedAPI(),
+            tirx.transform.BF16StorageLegalize(),
+        ]
+    )
+    return passes, lambda: tirx.transform.LowerTVMBuiltin(), lambda: tvm.transform.Sequential([])
+
+
+tirx.register_tir_pipeline("bridge_loops", _loop_pipeline)
+
+
+@functools.cache
+def _host_cpu() -> str:
+    return str(tvm.get_global_func("target.llvm_get_system_cpu")())
+
+
+def host_target() -> Target:
+    """LLVM for this processor and as many threads as torch uses.
+
+    No fast-math flag is set: values must not depend on what a kernel is fused with.
+    """
+    return Target({"kind": "llvm", "mcpu": _host_cpu(), "num-cores": torch.get_num_threads()})
+
+
+def clear_kernels() -> None:
+    """Forget every kernel built in this process."""
+    with _LOCK:
+        _KERNELS.clear()
+
+
+def _find(func: PrimFunc, key: tuple[str, int]) -> tvm_ffi.Function | None:
+    for known, built in _KERNELS.get(key, ()):
+        if structural_equal(func, known):
+            return built
+    return None
+
+
+def _pipeline_of(func: PrimFunc) -> str:
+    return "bridge_loops" if func.attrs.get(LOOPS_ATTR, False) else "default"
+
+
+def build_kernels(funcs: Sequence[tuple[str, PrimFunc]], target: Target) -> list[tvm_ffi.Function]:
+    """Callables for PrimFuncs given with names; equal functions are built once per process."""
+    keys = [(str(target), structural_hash(func)) for _, func in funcs]
+    with _LOCK:
+        missing: dict[str, tuple[tuple[str, int], PrimFunc]] = {}
+        for (name, func), key in zip(funcs, keys, strict=True):
+            pending = any(k == key and structural_equal(func, f) for k, f in missing.values())
+            if _find(func, key) is None and not pending:
+                missing[name] = (key, func)
+        if missing:
+            for pipeline in ("bridge_loops", "default"):
+                chosen = {n: entry for n, entry in missing.items() if _pipeline_of(entry[1]) == pipeline}
+                if not chosen:
+                    continue
+                module = IRModule({name: func.with_attr("global_symbol", name) for name, (_, func) in chosen.items()})
+                library = tvm.tirx.build(module, target, pipeline=pipeline)
+                for name, (key, func) in chosen.items():
+                    _KERNELS.setdefault(key, []).append((func, library[name]))
+        return [_find(func, key) for (_, func), key in zip(funcs, keys, strict=True)]

@@ -1,0 +1,148 @@
+"""Library steps: operators that torch's own kernels compute, most of them into a given tensor (``out=``).
+
+Each function here translates a Relax operator or a library function (see :mod:`autodiff.library`) to
+:class:`~bridge.compile.graph.LibraryCall` nodes. Transposed and sliced operands are passed as strided views.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from autodiff.ir import Call, Expr, TensorType, Tuple, Var, dtype, shape
+from bridge.compile import views
+from bridge.compile.graph import LibraryCall, Operand, Scalar, Value, whole
+from bridge.compile.translate import Builder, number, register
+
+__all__: list[str] = []
+
+
+def tensor(builder: Builder, expr: Expr) -> Operand:
+    """The operand of a tensor argument; a literal becomes a tensor."""
+    operand = builder.get(expr)
+    return builder.dense(operand) if isinstance(operand, Scalar) else operand
+
+
+def emit(builder: Builder, name: str, operands: list[Operand], outs: list[Value], run, **options) -> list[Operand]:
+    builder.add(LibraryCall(name, tuple(operands), tuple(outs), run, **options))
+    return [whole(out) for out in outs]
+
+
+@register("relax.matmul")
+def _matmul(builder: Builder, call: Call) -> Operand:
+    """2-D products by ``torch.mm``, batches by ``torch.bmm``; ``NotImplemented`` for types torch has no product of."""
+    result = dtype(call)
+    if result == "bool" or result.startswith("uint"):
+        return NotImplemented
+    a, b = (builder.cast(tensor(builder, arg), result) for arg in call.args)
+    extents = shape(call)
+    if len(a.shape) == 1:
+        a = builder.reshape(a, (1, *a.shape))
+    if len(b.shape) == 1:
+        b = builder.reshape(b, (*b.shape, 1))
+    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    if len(b.shape) == 2 or math.prod(b.shape[:-2]) == 1:
+        rows = math.prod(a.shape[:-1])
+        a, b = builder.reshape(a, (rows, k)), builder.reshape(b, (k, n))
+        out = builder.fresh((rows, n), result)
+        emit(builder, "mm", [a, b], [out], lambda outs, args: torch.mm(args[0], args[1], out=outs[0]))
+        return builder.reshape(whole(out), extents)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    count = math.prod(batch)
+    a = builder.reshape(builder.expand(a, (*batch, m, k)), (count, m, k))
+    b = builder.reshape(builder.expand(b, (*batch, k, n)), (count, k, n))
+    out = builder.fresh((count, m, n), result)
+    emit(builder, "bmm", [a, b], [out], lambda outs, args: torch.bmm(args[0], args[1], out=outs[0]))
+    return builder.reshape(whole(out), extents)
+
+
+@register("relax.concat")
+def _concat(builder: Builder, call: Call) -> Operand:
+    operands = [tensor(builder, field) for field in _fields(builder, call.args[0])]
+    if len({operand.dtype for operand in operands}) > 1:
+        return NotImplemented
+    axis = 0 if call.attrs.axis is None else int(call.attrs.axis)
+    out = builder.fresh(shape(call), dtype(call))
+    return emit(builder, "cat", operands, [out], lambda outs, args: torch.cat(args, axis, out=outs[0]))[0]
+
+
+@register("relax.stack")
+def _stack(builder: Builder, call: Call) -> Operand:
+    operands = [tensor(builder, field) for field in _fields(builder, call.args[0])]
+    axis = 0 if call.attrs.axis is None else int(call.attrs.axis)
+    out = builder.fresh(shape(call), dtype(call))
+    return emit(builder, "stack", operands, [out], lambda outs, args: torch.stack(args, axis, out=outs[0]))[0]
+
+
+@register("relax.cumsum", "relax.cumprod")
+def _scan(builder: Builder, call: Call) -> Operand:
+    if call.attrs.axis is None or bool(call.attrs.exclusive):
+        return NotImplemented
+    function = torch.cumsum if call.op.name == "relax.cumsum" else torch.cumprod
+    axis, kind = int(call.attrs.axis), getattr(torch, dtype(call))
+    out = builder.fresh(shape(call), dtype(call))
+    operands = [tensor(builder, call.args[0])]
+    name = function.__name__
+    return emit(builder, name, operands, [out], lambda outs, args: function(args[0], axis, dtype=kind, out=outs[0]))[0]
+
+
+@register("relax.gather_elements")
+def _gather_elements(builder: Builder, call: Call) -> Operand:
+    axis = int(call.attrs.axis)
+    x, index = tensor(builder, call.args[0]), builder.cast(tensor(builder, call.args[1]), "int64")
+    out = builder.fresh(shape(call), dtype(call))
+    return emit(
+        builder, "gather", [x, index], [out], lambda outs, args: torch.gather(args[0], axis, args[1], out=outs[0])
+    )[0]
+
+
+@register("relax.scatter_elements")
+def _scatter_elements(builder: Builder, call: Call) -> Operand:
+    axis, reduction = int(call.attrs.axis), str(call.attrs.reduction)
+    if reduction not in ("update", "add"):
+        return NotImplemented
+    x, index, source = (tensor(builder, arg) for arg in call.args)
+    index = builder.cast(index, "int64")
+    out = builder.fresh(shape(call), dtype(call))
+    function = torch.scatter if reduction == "update" else torch.scatter_add
+    return emit(
+        builder,
+        function.__name__,
+        [x, index, source],
+        [out],
+        lambda outs, args: function(args[0], axis, args[1], args[2], out=outs[0]),
+    )[0]
+
+
+@register("relax.take")
+def _take(builder: Builder, call: Call) -> Operand:
+    """``torch.index_select``: an index outside of the tensor is torch's IndexError."""
+    if call.attrs.axis is None or str(call.attrs.mode) not in ("fast", "raise"):
+        return NotImplemented
+    x = tensor(builder, call.args[0])
+    if not isinstance(call.args[1].ty, TensorType):
+        return NotImplemented
+    index = tensor(builder, call.args[1])
+    axis = int(call.attrs.axis) % len(x.shape)
+    flat = builder.reshape(index, (index.view.numel,))
+    out = builder.fresh((*x.shape[:axis], index.view.numel, *x.shape[axis + 1 :]), x.dtype)
+    if index.dtype not in ("int32", "int64"):
+        flat = builder.cast(flat, "int64")
+    emit(
+        builder,
+        "index_select",
+        [x, flat],
+        [out],
+        lambda outs, args: torch.index_select(args[0], axis, args[1], out=outs[0]),
+    )
+    return builder.reshape(whole(out), shape(call))
+
+
+def _fields(builder: Builder, expr: Expr) -> list[Expr]:
+    if isinstance(expr, Tuple):
+        return list(expr.fields)
+    raise NotImplementedError(f"wanted a literal tuple of tensors, got {expr}")
+
+
+_ = (views, number, Var)

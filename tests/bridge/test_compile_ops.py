@@ -1,0 +1,292 @@
+"""Every operator of the loop generator, the library and the fallback, against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tvm import relax
+from tvm.relax import op as R
+
+from tests.bridge.compile_helpers import assert_same, run
+
+UNARY = {
+    "exp": (R.exp, torch.exp),
+    "log": (R.log, torch.log),
+    "tanh": (R.tanh, torch.tanh),
+    "erf": (R.erf, torch.erf),
+    "sigmoid": (R.sigmoid, torch.sigmoid),
+    "sqrt": (R.sqrt, torch.sqrt),
+    "rsqrt": (R.rsqrt, torch.rsqrt),
+    "negative": (R.negative, torch.neg),
+    "abs": (R.abs, torch.abs),
+    "sign": (R.sign, torch.sign),
+    "square": (R.square, torch.square),
+    "floor": (R.floor, torch.floor),
+    "ceil": (R.ceil, torch.ceil),
+    "round": (R.round, torch.round),
+    "trunc": (R.trunc, torch.trunc),
+    "sin": (R.sin, torch.sin),
+    "cos": (R.cos, torch.cos),
+    "tan": (R.tan, torch.tan),
+    "atan": (R.atan, torch.atan),
+    "sinh": (R.sinh, torch.sinh),
+    "asinh": (R.asinh, torch.asinh),
+    "gelu": (R.nn.gelu, torch.nn.functional.gelu),
+    "gelu_tanh": (R.nn.gelu_tanh, lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
+    "silu": (R.nn.silu, torch.nn.functional.silu),
+    "relu": (R.nn.relu, torch.relu),
+    "leakyrelu": (lambda x: R.nn.leakyrelu(x, 0.2), lambda x: torch.nn.functional.leaky_relu(x, 0.2)),
+    "softplus": (R.nn.softplus, torch.nn.functional.softplus),
+    "softmax": (lambda x: R.nn.softmax(x, -1), lambda x: torch.softmax(x, -1)),
+    "softmax_first": (lambda x: R.nn.softmax(x, 0), lambda x: torch.softmax(x, 0)),
+    "log_softmax": (lambda x: R.nn.log_softmax(x, -1), lambda x: torch.log_softmax(x, -1)),
+    "clip": (lambda x: R.clip(x, -0.5, 0.7), lambda x: torch.clamp(x, -0.5, 0.7)),
+    "cube": (lambda x: R.power(x, relax.const(3.0, str(x.ty.dtype))), lambda x: x**3),
+    "power": (lambda x: R.power(R.abs(x), relax.const(1.7, str(x.ty.dtype))), lambda x: x.abs() ** 1.7),
+    "mean": (lambda x: R.mean(x, -1), lambda x: x.mean(-1)),
+    "mean_all": (R.mean, torch.mean),
+    "variance": (lambda x: R.variance(x, -1, keepdims=True), lambda x: x.var(-1, correction=0, keepdim=True)),
+    "std": (lambda x: R.std(x, 0), lambda x: x.std(0, correction=0)),
+    "sum_first": (lambda x: R.sum(x, 0), lambda x: x.sum(0)),
+    "sum_middle": (lambda x: R.sum(x, 1, keepdims=True), lambda x: x.sum(1, keepdim=True)),
+    "sum_outer": (lambda x: R.sum(x, [0, 2]), lambda x: x.sum((0, 2))),
+    "max": (lambda x: R.max(x, -1), lambda x: x.amax(-1)),
+    "min_all": (R.min, torch.amin),
+    "prod": (lambda x: R.prod(x, 1), lambda x: x.prod(1)),
+    "tril": (lambda x: R.tril(x, 1), lambda x: torch.tril(x, 1)),
+    "triu": (lambda x: R.triu(x, -1), lambda x: torch.triu(x, -1)),
+    "permute": (lambda x: R.permute_dims(x, [2, 0, 1]), lambda x: x.permute(2, 0, 1).contiguous()),
+    "permute_reshape": (lambda x: R.reshape(R.permute_dims(x), (-1,)), lambda x: x.permute(2, 1, 0).reshape(-1)),
+    "slice": (
+        lambda x: R.strided_slice(x, [1, 2], [1, -9], [9, -1], [1, 2]),
+        lambda x: x[:, 1:9, -9:-1:2].contiguous(),
+    ),
+    "broadcast": (lambda x: R.broadcast_to(R.mean(x, 1, keepdims=True), x.ty.shape), None),
+    "collapse": (lambda x: R.collapse_sum_to(x, (1, x.ty.shape[2])), lambda x: x.sum((0, 1), keepdim=True)[0]),
+    "concat": (lambda x: R.concat([x, x], 1), lambda x: torch.cat([x, x], 1)),
+    "split": (lambda x: R.add(*R.split(x, 2, 0)), lambda x: torch.add(*x.split(x.shape[0] // 2, 0))),
+    "cumsum": (lambda x: R.cumsum(x, 1), lambda x: x.cumsum(1)),
+    "flip": (lambda x: R.flip(x, 1), lambda x: x.flip(1)),
+    "repeat": (lambda x: R.repeat(x, 2, 1), lambda x: x.repeat_interleave(2, 1)),
+    "tile": (lambda x: R.tile(x, [2, 1, 1]), lambda x: x.repeat(2, 1, 1)),
+    "isnan": (R.isnan, torch.isnan),
+    "astype": (lambda x: R.astype(x, "int32"), lambda x: x.to(torch.int32)),
+    "to_bool": (lambda x: R.astype(x, "bool"), lambda x: x.bool()),
+    "full": (lambda x: R.full(x.ty.shape, relax.const(2.5, "float32")), lambda x: torch.full(x.shape, 2.5)),
+    "cos_chain": (lambda x: R.cos(R.multiply(x, x)), lambda x: torch.cos(x * x)),
+}
+POSITIVE = {"log", "sqrt", "rsqrt"}
+SHAPE = (6, 10, 21)
+
+
+def reference(name: str):
+    if name == "broadcast":
+        return lambda x: x.mean(1, keepdim=True).expand_as(x).contiguous()
+    return UNARY[name][1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", UNARY)
+def test_unary(name, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(SHAPE, dtype=dtype)
+    x = x.abs() + 0.1 if name in POSITIVE else x
+    (ours,) = run([x], lambda emit, p: [emit(UNARY[name][0](p))])
+    wanted = reference(name)(x)
+    if dtype is torch.float64 and wanted.dtype is torch.float64:
+        assert_same(ours, wanted, rtol=1e-10, atol=1e-12)
+    else:
+        assert_same(ours, wanted, rtol=2e-5 if wanted.is_floating_point() else None, atol=1e-5)
+
+
+BINARY = {
+    "add": (R.add, torch.add),
+    "subtract": (R.subtract, torch.sub),
+    "multiply": (R.multiply, torch.mul),
+    "divide": (R.divide, torch.div),
+    "maximum": (R.maximum, torch.maximum),
+    "minimum": (R.minimum, torch.minimum),
+    "floor_divide": (R.floor_divide, torch.floor_divide),
+    "floor_mod": (R.floor_mod, torch.remainder),
+    "equal": (R.equal, torch.eq),
+    "not_equal": (R.not_equal, torch.ne),
+    "less": (R.less, torch.lt),
+    "less_equal": (R.less_equal, torch.le),
+    "greater": (R.greater, torch.gt),
+    "greater_equal": (R.greater_equal, torch.ge),
+    "atan2": (R.atan2, torch.atan2),
+}
+
+
+@pytest.mark.parametrize("shapes", [((7, 33), (7, 33)), ((7, 33), (33,)), ((7, 1), (1, 33)), ((), (40,)), ((), ())])
+@pytest.mark.parametrize("name", BINARY)
+def test_binary(name, shapes):
+    torch.manual_seed(0)
+    a, b = (torch.randn(shape) for shape in shapes)
+    ours, theirs = BINARY[name]
+    (result,) = run([a, b], lambda emit, p, q: [emit(ours(p, q))])
+    assert_same(result, theirs(a, b), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["add", "subtract", "multiply", "maximum", "minimum", "less", "floor_divide", "floor_mod"]
+)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_integers(name, dtype):
+    a = torch.arange(-50, 50, dtype=dtype)
+    b = torch.tensor([-7, -3, -1, 1, 2, 5, 9, -4, 3, 8], dtype=dtype).repeat(10)
+    ours, theirs = BINARY[name]
+    (result,) = run([a, b], lambda emit, p, q: [emit(ours(p, q))])
+    assert_same(result, theirs(a, b))
+
+
+@pytest.mark.parametrize("name", ["logical_and", "logical_or", "logical_xor"])
+def test_booleans(name):
+    a, b = torch.tensor([0, 0, 1, 1] * 9).bool(), torch.tensor([0, 1] * 18).bool()
+    (ours,) = run([a, b], lambda emit, p, q: [emit(getattr(R, name)(p, q))])
+    assert_same(ours, getattr(torch, name)(a, b))
+
+
+def test_where_and_cast_of_a_mask():
+    torch.manual_seed(0)
+    mask, x = torch.rand(5, 40) > 0.3, torch.randn(5, 40)
+    zero = relax.const(0.0, "float32")
+    a, b, c = run(
+        [mask, x],
+        lambda emit, m, p: [
+            emit(R.where(m, p, zero)),
+            emit(R.multiply(p, emit(R.astype(m, "float32")))),
+            emit(R.logical_not(m)),
+        ],
+    )
+    assert_same(a, torch.where(mask, x, 0.0))
+    assert_same(b, x * mask)
+    assert_same(c, ~mask)
+
+
+def test_special_values():
+    inf, nan = float("inf"), float("nan")
+    x = torch.tensor([inf, -inf, nan, 0.0, -0.0, 1e-40, 3e38, -3e38] * 3)
+    zero = relax.const(0.0, "float32")
+    ours = run(
+        [x, x.flip(0)],
+        lambda emit, p, q: [
+            emit(R.maximum(p, q)),
+            emit(R.minimum(p, q)),
+            emit(R.multiply(p, zero)),
+            emit(R.nn.relu(p)),
+            emit(R.isinf(p)),
+            emit(R.isfinite(p)),
+            emit(R.max(p)),
+            emit(R.abs(p)),
+        ],
+    )
+    y = x.flip(0)
+    wanted = [torch.maximum(x, y), torch.minimum(x, y), x * 0.0, torch.relu(x)]
+    wanted += [x.isinf(), x.isfinite(), x.amax(), x.abs()]
+    for our, their in zip(ours, wanted, strict=True):
+        assert_same(our, their)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((5, 7), (7, 3)),
+        ((2, 5, 7), (7, 3)),
+        ((2, 5, 7), (2, 7, 3)),
+        ((2, 4, 5, 7), (2, 4, 7, 3)),
+        ((2, 1, 5, 7), (4, 7, 3)),
+        ((5, 7), (2, 7, 3)),
+        ((7,), (7, 3)),
+        ((5, 7), (7,)),
+        ((7,), (7,)),
+        ((2, 5, 7), (7,)),
+        ((2, 5, 0), (0, 3)),
+    ],
+)
+def test_matmul(shapes):
+    torch.manual_seed(0)
+    a, b = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    (ours,) = run([a, b], lambda emit, p, q: [emit(R.matmul(p, q))])
+    assert_same(ours, torch.matmul(a, b), rtol=1e-10, atol=1e-12)
+
+
+def test_matmul_of_transposed_and_sliced_operands_copies_nothing():
+    torch.manual_seed(0)
+    a, b = torch.randn(9, 5, dtype=torch.float64), torch.randn(3, 14, dtype=torch.float64)
+
+    def body(emit, p, q):
+        left = emit(R.permute_dims(p))
+        right = emit(R.permute_dims(emit(R.strided_slice(q, [1], [2], [11]))))
+        return [emit(R.matmul(left, right))]
+
+    (ours,) = run([a, b], body)
+    assert_same(ours, a.T @ b[:, 2:11].T, rtol=1e-10)
+
+
+def test_indexing():
+    torch.manual_seed(0)
+    x, i = torch.randn(6, 9), torch.tensor([[0, 5, 2], [3, 3, 1]])
+    j = torch.randint(0, 9, (6, 4))
+    a, b, c = run(
+        [x, i, j],
+        lambda emit, p, q, r: [
+            emit(R.take(p, q, 0)),
+            emit(R.gather_elements(p, r, 1)),
+            emit(R.one_hot(q, relax.prim_value(1), relax.prim_value(0), 7)),
+        ],
+    )
+    assert_same(a, x[i])
+    assert_same(b, x.gather(1, j))
+    assert_same(c, torch.nn.functional.one_hot(i, 7).to(c.dtype))
+
+
+def test_norms():
+    torch.manual_seed(0)
+    x, w, b = torch.randn(3, 5, 40), torch.randn(40), torch.randn(40)
+    ours = run(
+        [x, w, b],
+        lambda emit, p, q, r: [
+            emit(R.nn.layer_norm(p, q, r, axes=[-1], epsilon=1e-5)),
+            emit(R.nn.rms_norm(p, q, axes=[-1], epsilon=1e-5)),
+        ],
+    )
+    assert_same(ours[0], torch.nn.functional.layer_norm(x, (40,), w, b), rtol=1e-4, atol=1e-5)
+    assert_same(ours[1], torch.nn.functional.rms_norm(x, (40,), w, 1e-5), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_round_where_torch_rounds(dtype):
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 70).to(dtype), torch.randn(70).to(dtype)
+    ours = run(
+        [x, y],
+        lambda emit, p, q: [
+            emit(R.multiply(emit(R.add(p, q)), p)),
+            emit(R.nn.gelu(p)),
+            emit(R.sum(p, -1)),
+            emit(R.sum(p, 0)),
+            emit(R.nn.softmax(p, -1)),
+            emit(R.astype(p, "float32")),
+        ],
+    )
+    assert torch.equal(ours[0], (x + y) * x)
+    assert_same(ours[1], torch.nn.functional.gelu(x))
+    assert_same(ours[2], x.float().sum(-1).to(dtype))
+    assert_same(ours[3], x.float().sum(0).to(dtype))
+    assert_same(ours[4], torch.softmax(x.float(), -1).to(dtype))
+    assert torch.equal(ours[5], x.float())
+
+
+def test_constants_inside():
+    table = torch.arange(12.0).view(3, 4)
+    (ours,) = run([torch.ones(3, 4)], lambda emit, p: [emit(R.add(p, relax.const(table.numpy())))])
+    assert_same(ours, table + 1)
+
+
+def test_an_operator_without_a_kernel_is_named():
+    with pytest.raises(NotImplementedError, match="relax.call_pure_packed|library.no_such_thing"):
+        run(
+            [torch.ones(3)],
+            lambda emit, p: [emit(relax.op.call_pure_packed("library.no_such_thing", p, ty_args=p.ty))],
+        )
