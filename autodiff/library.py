@@ -35,7 +35,21 @@ everything else is a tensor. A result has the type of what it is the gradient of
 ``index``                                        x, (dims), tuple of integer tensors, one per dim -> x at the indices,
                                                  placed as PyTorch places them
 ``index_backward``                               grad, (shape of x), (dims), the same tuple -> zeros with grad added
+``index_put``                                    x, values, (dims), tuple of integer tensors, accumulate:int -> x with
+                                                 values, of the shape that ``index`` returns, written (added) there
 ``log1p``, ``expm1``, ``erfc``                   x -> y, element by element
+``atan2``, ``fmod``, ``remainder``,              a, b of one shape -> y, element by element
+``divide_floor``, ``divide_trunc``,
+``binary_cross_entropy``
+``sort``                                         x, axis:int, descending:int, stable:int -> tuple (values, positions)
+``topk``                                         x, axis:int, k:int, largest:int, sorted:int -> tuple
+``kthvalue``                                     x, axis:int, k:int -> tuple, the axis of extent 1
+``max_dim``, ``min_dim``, ``median_dim``,        x, axis:int -> tuple, the axis of extent 1
+``nanmedian_dim``, ``mode_dim``
+``cummax``, ``cummin``                           x, axis:int -> tuple
+``upsample``                                     x, mode:str, (output size), align_corners:int, then per axis
+                                                 scale:float (0: from the sizes) -> y
+``upsample_backward``                            grad, (shape of x), then as ``upsample`` -> dx
 ================================================ =======================================================================
 
 A second result (``logsumexp``, ``positions``) is for the backward function only and has no gradient, as in PyTorch.

@@ -35,11 +35,21 @@ _library.define("stop_gradient(Tensor x) -> Tensor")
 _library.impl("stop_gradient", torch.clone, "CompositeExplicitAutograd")
 _library.impl("stop_gradient", torch.empty_like, "Meta")
 
-# Composite operators that stay whole: Relax or the library has them, and their decomposition only adds noise.
+# Operators that stay whole. The decompositions of the first ones only add noise; those of the others are right going
+# forward, but differentiated they give nan (or another number) where torch's own backward formula has none.
 _KEPT = (
     aten.linear.default,
     aten.matmul.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten.adaptive_avg_pool1d.default,
+    aten.binary_cross_entropy.default,
+    aten.hardsigmoid.default,
+    aten.log_sigmoid_forward.default,
+    aten.logit.default,
+    aten.sinc.default,
+    aten.softplus.default,
+    aten.threshold.default,
+    aten.xlogy.Tensor,
 )
 _PLAIN_ARGUMENTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.memory_format)
 
@@ -160,7 +170,13 @@ def _capture_settled(module: nn.Module, args: tuple, kwargs: dict[str, Any], nam
     for settled in (False, True):
         before = Snapshot(module)
         with capturing():
-            seen = _Seen(module, args, kwargs, _export(module, args, kwargs, name))
+            exported = _export(module, args, kwargs, name)
+            try:
+                seen = _Seen(module, args, kwargs, exported)
+            except UnsupportedModule:
+                raise
+            except Exception as error:  # the witness runs the user's code, whatever that raises on fake tensors
+                raise UnsupportedModule(name, [_explain_export_error(error)]) from error
         changed = before.changes()
         if not changed or settled or seen.witness.unsupported:
             break

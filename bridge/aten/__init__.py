@@ -1,6 +1,18 @@
 """ATen to Relax with training semantics: one file per family of operators, one function per operator."""
 
-from bridge.aten import conv, creation, indexing, linalg, nn, norm, pointwise, reductions, shape
+from bridge.aten import (
+    conv,
+    creation,
+    indexing,
+    linalg,
+    nn,
+    norm,
+    pointwise,
+    reductions,
+    shape,
+    sorting,
+    special,
+)
 from bridge.aten.importer import Imported, import_graph, unsupported_nodes
 from bridge.aten.registry import CONVERSIONS, Refused
 
@@ -18,5 +30,7 @@ __all__ = [
     "pointwise",
     "reductions",
     "shape",
+    "sorting",
+    "special",
     "unsupported_nodes",
 ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from tvm import relax
 
-from autodiff.ir import shape
+from autodiff.ir import dtype, numel, shape
 from bridge.aten.registry import Refused, converts
 
 aten = torch.ops.aten
@@ -17,18 +18,119 @@ def gather(importer, node, x, dim, index, *, sparse_grad=False):
     if sparse_grad:
         raise Refused("sparse gradients", "set sparse_grad=False")
     if not shape(x):
-        return x
+        return importer.reshape(x, importer.out(node).shape)
     dim %= len(shape(x))
-    for axis, extent in enumerate(shape(index)):  # torch lets the index be smaller than the input
+    return importer.emit(op.gather_elements(_cut(importer, x, shape(index), dim), index, dim))
+
+
+def _cut(importer, x, extents, dim):
+    """``x`` without what an index smaller than it never reaches; ``dim`` is the indexed axis."""
+    for axis, extent in enumerate(extents):
         if axis != dim and extent != shape(x)[axis]:
             x = importer.emit(op.strided_slice(x, [axis], [0], [extent], [1]))
-    return importer.emit(op.gather_elements(x, index, dim))
+    return x
 
 
-@converts(aten.index.Tensor)
-def index(importer, node, x, indices):
-    dims = [dim for dim, i in enumerate(indices) if i is not None]
+@converts(aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
+def scatter(importer, node, x, dim, index, source):
+    if not shape(x):
+        raise Refused("a scatter into a 0-d tensor")
+    reduction = "add" if node.target is aten.scatter_add.default else "update"
+    if isinstance(source, int | float):
+        fill = op.full(shape(index), importer.constant(source, dtype(x)), dtype(x))
+        source = importer.emit(fill)
+    source = _cut(importer, _cut(importer, source, shape(index), -1), shape(index), -1)
+    return importer.emit(op.scatter_elements(x, index, source, dim % len(shape(x)), reduction))
+
+
+def _positions(indices):
+    """Which axes are indexed, and by what. Boolean indices are refused: what they select depends on the numbers."""
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
     given = [indices[dim] for dim in dims]
-    if any(str(i.ty.dtype) in ("bool", "uint8") for i in given):
+    if any(dtype(index) in ("bool", "uint8") for index in given):
         raise Refused("indexing with a boolean mask: the result's shape depends on its numbers", "use torch.where")
+    return dims, given
+
+
+@converts(aten.index.Tensor, aten._unsafe_index.Tensor)
+def index(importer, node, x, indices):
+    dims, given = _positions(indices)
     return importer.library("index", [x, dims, given], importer.out(node))
+
+
+@converts(aten.index_put.default, aten._unsafe_index_put.default)
+def index_put(importer, node, x, indices, values, accumulate=False):
+    dims, given = _positions(indices)
+    blank = torch.empty(shape(x), device="meta")
+    fakes = [slice(None)] * len(shape(x))
+    for dim, position in zip(dims, given, strict=True):
+        fakes[dim] = torch.empty(shape(position), dtype=torch.int64, device="meta")
+    target = aten.index.Tensor(blank, [f if isinstance(f, torch.Tensor) else None for f in fakes]).shape
+    (values,) = importer.operands(node, values)
+    padded = (1,) * (len(target) - len(shape(values))) + shape(values)
+    values = importer.expand(importer.reshape(values, padded), target)
+    return importer.library("index_put", [x, values, dims, given, bool(accumulate)], importer.out(node))
+
+
+@converts(aten.index_select.default)
+def index_select(importer, node, x, dim, position):
+    if not shape(x):
+        return x
+    return importer.library(
+        "index", [x, [dim % len(shape(x))], [importer.reshape(position, (numel(position),))]], importer.out(node)
+    )
+
+
+def _diagonal_positions(x, offset, dim1, dim2):
+    rank = len(shape(x))
+    dim1, dim2 = dim1 % rank, dim2 % rank
+    rest = [axis for axis in range(rank) if axis not in (dim1, dim2)]
+    rows, columns = shape(x)[dim1], shape(x)[dim2]
+    length = max(min(rows + min(offset, 0), columns - max(offset, 0)), 0)
+    steps = np.arange(length, dtype="int64")
+    positions = [relax.const(steps + max(-offset, 0), "int64"), relax.const(steps + max(offset, 0), "int64")]
+    return [*rest, dim1, dim2], [rank - 2, rank - 1], positions
+
+
+@converts(aten.diagonal.default, aten.diagonal_copy.default)
+def diagonal(importer, node, x, offset=0, dim1=0, dim2=1):
+    order, dims, positions = _diagonal_positions(x, offset, dim1, dim2)
+    moved = x if order == sorted(order) else importer.emit(op.permute_dims(x, order))
+    return importer.library("index", [moved, dims, positions], importer.out(node))
+
+
+@converts(aten.diagonal_scatter.default)
+def diagonal_scatter(importer, node, x, source, offset=0, dim1=0, dim2=1):
+    order, dims, positions = _diagonal_positions(x, offset, dim1, dim2)
+    moved = importer.emit(op.permute_dims(x, order))
+    fake = torch.empty(shape(moved), dtype=importer.out(node).dtype, device="meta")
+    written = importer.library("index_put", [moved, source, dims, positions, False], fake)
+    return importer.emit(op.permute_dims(written, [int(axis) for axis in np.argsort(order)]))
+
+
+@converts(aten.unfold.default)
+def unfold(importer, node, x, dim, size, step):
+    if not shape(x):
+        return importer.reshape(x, importer.out(node).shape)
+    rank = len(shape(x))
+    dim %= rank
+    starts = np.arange(0, shape(x)[dim] - size + 1, step, dtype="int64")
+    windows = relax.const(starts[:, None] + np.arange(size, dtype="int64"), "int64")
+    extents = (*shape(x)[:dim], len(starts), size, *shape(x)[dim + 1 :])
+    fake = torch.empty(extents, dtype=importer.out(node).dtype, device="meta")
+    taken = importer.library("index", [x, [dim], [windows]], fake)
+    order = [axis for axis in range(rank + 1) if axis != dim + 1] + [dim + 1]
+    return taken if order == sorted(order) else importer.emit(op.permute_dims(taken, order))
+
+
+@converts(aten.as_strided.default, aten.as_strided_copy.default)
+def as_strided(importer, node, x, size, stride, storage_offset=None):
+    fake = node.args[0].meta["val"]
+    if not fake.is_contiguous() or fake.untyped_storage().nbytes() != fake.numel() * fake.element_size():
+        raise Refused("as_strided of a tensor that is a view itself", "use slices, permute, expand or unfold")
+    positions = np.full(tuple(size), storage_offset or 0, dtype="int64")
+    for axis, (extent, step) in enumerate(zip(size, stride, strict=True)):
+        steps = np.arange(extent, dtype="int64") * step
+        positions = positions + steps.reshape([-1 if other == axis else 1 for other in range(len(size))])
+    flat = importer.reshape(x, (numel(x),))
+    return importer.library("index", [flat, [0], [relax.const(positions, "int64")]], importer.out(node))

@@ -23,7 +23,16 @@ def matmul(importer, node, x, y):
 
 @converts(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
 def addmm(importer, node, bias, x, y, *, beta=1, alpha=1):
-    product = matmul(importer, node, x, y)
+    return _combined(importer, matmul(importer, node, x, y), bias, beta, alpha)
+
+
+@converts(aten.addbmm.default)
+def addbmm(importer, node, bias, x, y, *, beta=1, alpha=1):
+    product = importer.emit(op.sum(matmul(importer, node, x, y), axis=[0]))
+    return _combined(importer, product, bias, beta, alpha)
+
+
+def _combined(importer, product, bias, beta, alpha):
     if alpha != 1:
         product = importer.emit(op.multiply(product, importer.constant(alpha, dtype(product))))
     if beta == 0:  # torch ignores the addend, nan and inf included

@@ -6,6 +6,7 @@ import torch
 from tvm import relax
 
 from autodiff.ir import dtype, shape
+from bridge.aten.norm import moments, rstd_of
 from bridge.aten.registry import Refused, converts
 
 aten = torch.ops.aten
@@ -43,10 +44,10 @@ def native_layer_norm(importer, node, x, normalized_shape, weight, bias, eps):
     gamma = relax.op.ones(normalized_shape, dtype(x)) if weight is None else weight
     beta = relax.op.zeros(normalized_shape, dtype(x)) if bias is None else bias
     y = importer.emit(op.nn.layer_norm(x, importer.emit(gamma), importer.emit(beta), axes, eps))
-    users = {user.args[1] for user in node.users}
-    if users - {0}:
-        raise Refused("the mean or rstd that native_layer_norm returns beside its result")
-    return y, None, None
+    if {user.args[1] for user in node.users} <= {0}:
+        return y, None, None
+    mean, _, variance = moments(importer, x, axes)
+    return y, mean, rstd_of(importer, variance, eps)
 
 
 @converts(aten.embedding.default)

@@ -147,6 +147,11 @@ def rsub(importer, node, x, y, alpha=1):
     return importer.emit(op.subtract(y, _scaled(importer, x, alpha)))
 
 
+def broadcast(importer, node, *operands):
+    """``operands`` expanded to the shape of the node's result."""
+    return [importer.expand(operand, importer.out(node).shape) for operand in operands]
+
+
 def _scaled(importer, value, alpha):
     return value if alpha == 1 else importer.emit(op.multiply(value, importer.constant(alpha, dtype(value))))
 
@@ -168,11 +173,8 @@ def div_mode(importer, node, x, y, *, rounding_mode=None):
     if rounding_mode is None:
         return div(importer, node, x, y)
     x, y = importer.operands(node, x, y)
-    if is_float(x) and rounding_mode == "trunc":
-        return importer.emit(op.trunc(importer.emit(op.divide(x, y))))
-    if not is_float(x) and rounding_mode == "floor":
-        return importer.emit(op.floor_divide(x, y))
-    raise Refused(f"division of {dtype(x)} with rounding_mode={rounding_mode!r}")
+    name = {"trunc": "divide_trunc", "floor": "divide_floor"}[rounding_mode]
+    return importer.library(name, broadcast(importer, node, x, y), importer.out(node))
 
 
 @converts(aten.reciprocal.default)
@@ -213,6 +215,26 @@ def maximum(importer, node, x, y):
 @converts(aten.minimum.default)
 def minimum(importer, node, x, y):
     return importer.emit(op.minimum(*importer.operands(node, x, y)))
+
+
+@converts(aten.fmax.default, aten.fmin.default)
+def fmax(importer, node, x, y):
+    x, y = importer.operands(node, x, y)
+    better = (op.greater_equal if node.target is aten.fmax.default else op.less_equal)(x, y)
+    keep = op.logical_or(importer.emit(better), importer.emit(op.not_equal(y, y)))
+    return importer.emit(op.where(importer.emit(keep), x, y))
+
+
+@converts(aten.clamp.Tensor)
+def clamp_tensor(importer, node, x, lower=None, upper=None):
+    (x,) = importer.operands(node, x)
+    for bound, beyond in ((lower, op.less), (upper, op.greater)):
+        if bound is None:
+            continue
+        (bound,) = importer.operands(node, bound)
+        outside = op.logical_or(importer.emit(beyond(x, bound)), importer.emit(op.not_equal(bound, bound)))
+        x = importer.emit(op.where(importer.emit(outside), bound, x))
+    return x
 
 
 @converts(aten.clamp.default)
@@ -262,15 +284,3 @@ def gelu(importer, node, x, *, approximate="none"):
 @converts(aten.copy.default)
 def copy(importer, node, x, source, non_blocking=False):
     return importer.expand(importer.cast(source, importer.out_dtype(node)), importer.out(node).shape)
-
-
-@converts(aten.hardtanh.default)
-def hardtanh(importer, node, x, lower=-1, upper=1):
-    return clamp(importer, node, x, lower, upper)
-
-
-@converts(aten.log1p.default, aten.expm1.default, aten.erfc.default)
-def accurate(importer, node, x):
-    """Functions whose textbook form loses digits: the library's."""
-    (x,) = importer.operands(node, x)
-    return importer.library(node.target._schema.name.removeprefix("aten::"), [x], importer.out(node))

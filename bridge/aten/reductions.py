@@ -107,3 +107,49 @@ def cumsum(importer, node, x, dim, *, dtype=None):
     (x,) = importer.operands(node, x)
     make = op.cumsum if node.target is aten.cumsum.default else op.cumprod
     return importer.emit(make(x, axis=dim % len(shape(x)))) if shape(x) else x
+
+
+@converts(aten.var_mean.correction)
+def var_mean(importer, node, x, dim=None, *, correction=1, keepdim=False):
+    return (
+        var(importer, node, x, dim, correction=correction, keepdim=keepdim),
+        reduce(importer, op.mean, x, dim, keepdim),
+    )
+
+
+@converts(aten.max.default, aten.min.default)
+def max_of_all(importer, node, x):
+    return reduce(importer, op.max if node.target is aten.max.default else op.min, x, None, False)
+
+
+@converts(aten.prod.default, aten.prod.dim_int)
+def prod(importer, node, x, dim=None, keepdim=False, *, dtype=None):
+    (x,) = importer.operands(node, x)
+    return reduce(importer, op.prod, x, dim, keepdim)
+
+
+@converts(aten.linalg_vector_norm.default)
+def vector_norm(importer, node, x, ord=2, dim=None, keepdim=False, *, dtype=None):
+    """Of order 0, 1, above 1, inf; where the norm is zero its gradient is zero, as torch has it."""
+    (x,) = importer.operands(node, x)
+    size = importer.emit(op.abs(x))
+    if ord == 0:
+        counted = importer.cast(
+            importer.emit(op.not_equal(x, importer.constant(0, x.ty.dtype))), importer.out_dtype(node)
+        )
+        return reduce(importer, op.sum, counted, dim, keepdim)
+    if abs(ord) == float("inf"):
+        return reduce(importer, op.max if ord > 0 else op.min, size, dim, keepdim)
+    if ord == 1:
+        return reduce(importer, op.sum, size, dim, keepdim)
+    if ord <= 1:
+        raise Refused(f"a vector norm of order {ord}")
+    element_type = importer.out_dtype(node)
+    exponent = importer.constant(float(ord), element_type)
+    powers = op.multiply(x, x) if ord == 2 else op.power(size, exponent)
+    total = reduce(importer, op.sum, importer.emit(powers), dim, keepdim)
+    zero = importer.constant(0, element_type)
+    nothing = importer.emit(op.equal(total, zero))
+    safe = importer.emit(op.where(nothing, importer.constant(1, element_type), total))
+    root = op.sqrt(safe) if ord == 2 else op.power(safe, importer.constant(1 / ord, element_type))
+    return importer.emit(op.where(nothing, zero, importer.emit(root)))

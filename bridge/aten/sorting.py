@@ -1,0 +1,69 @@
+"""Operators that return values and where they stood: the library's, with the gradient sent back to where."""
+
+from __future__ import annotations
+
+import torch
+
+from autodiff.ir import shape
+from bridge.aten.registry import converts
+
+aten = torch.ops.aten
+
+
+def _pair(importer, node, name, args):
+    pair = importer.library(name, args, node.meta["val"])
+    return importer.item(pair, 0), importer.item(pair, 1)
+
+
+def _of_scalar(importer, node, x):
+    """Along the only axis that a 0-d tensor does not have: itself, at position 0."""
+    return x, importer.filled(node.meta["val"][1], 0)
+
+
+@converts(aten.sort.default)
+def sort(importer, node, x, dim=-1, descending=False):
+    if not shape(x):
+        return _of_scalar(importer, node, x)
+    return _pair(importer, node, "sort", [x, dim % len(shape(x)), bool(descending), False])
+
+
+@converts(aten.sort.stable)
+def sort_stable(importer, node, x, *, stable=False, dim=-1, descending=False):
+    if not shape(x):
+        return _of_scalar(importer, node, x)
+    return _pair(importer, node, "sort", [x, dim % len(shape(x)), bool(descending), bool(stable)])
+
+
+@converts(aten.topk.default)
+def topk(importer, node, x, k, dim=-1, largest=True, sorted=True):
+    if not shape(x):
+        return _of_scalar(importer, node, x)
+    return _pair(importer, node, "topk", [x, dim % len(shape(x)), k, bool(largest), bool(sorted)])
+
+
+@converts(aten.max.dim, aten.min.dim, aten.median.dim, aten.nanmedian.dim, aten.mode.default)
+def along(importer, node, x, dim=-1, keepdim=False):
+    if not shape(x):
+        return _of_scalar(importer, node, x)
+    name = node.target._schema.name.removeprefix("aten::") + "_dim"
+    dim %= len(shape(x))
+    kept = [fake if keepdim else fake.unsqueeze(dim) for fake in node.meta["val"]]
+    pair = importer.library(name, [x, dim], kept)
+    return tuple(importer.reshape(importer.item(pair, i), fake.shape) for i, fake in enumerate(node.meta["val"]))
+
+
+@converts(aten.kthvalue.default)
+def kthvalue(importer, node, x, k, dim=-1, keepdim=False):
+    if not shape(x):
+        return _of_scalar(importer, node, x)
+    dim %= len(shape(x))
+    kept = [fake if keepdim else fake.unsqueeze(dim) for fake in node.meta["val"]]
+    pair = importer.library("kthvalue", [x, dim, k], kept)
+    return tuple(importer.reshape(importer.item(pair, i), fake.shape) for i, fake in enumerate(node.meta["val"]))
+
+
+@converts(aten.cummax.default, aten.cummin.default)
+def cummax(importer, node, x, dim):
+    if not shape(x):
+        return _of_scalar(importer, node, x)
+    return _pair(importer, node, node.target._schema.name.removeprefix("aten::"), [x, dim % len(shape(x))])
