@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from tvm import relax
 from tvm.relax import op
 
+from autodiff import clean, differentiate
+from tests.autodiff.evaluate import evaluate, function
 from tests.autodiff.gradcheck import check, draw
 
 
@@ -105,9 +107,6 @@ def test_nll_loss(reduction, extents, weighted):
 
 def test_nll_loss_gradient_with_a_negative_ignore_index():
     """Only the gradient: TVM's own forward is not ours."""
-    from autodiff import clean, differentiate
-    from tests.autodiff.evaluate import evaluate, function
-
     x, targets = draw(4, 3), torch.tensor([0, -100, 2, 1])
     func = function(lambda scope, p, t: op.nn.nll_loss(p, t), x, targets)
     joint = clean(differentiate(func, [0], [0]))

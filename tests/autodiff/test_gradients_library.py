@@ -27,11 +27,8 @@ def test_embedding(padding_idx, by_frequency):
     check(build, theirs, draw(5, 4), torch.tensor([[0, 2, 2], [4, 0, 0]]))
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize("masked,causal", [(False, 0), (False, 1), (True, 0)])
 def test_attention(masked, causal):
-    if masked and causal:
-        pytest.skip("torch refuses both")
     extents = (2, 2, 4, 8)
     mask = torch.where(draw(4, 4) > -1, 0.0, -1e4).double()
 

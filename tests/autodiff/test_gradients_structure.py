@@ -8,6 +8,9 @@ import torch.nn.functional as F
 from tvm import relax
 from tvm.relax import TupleGetItem, op
 
+from autodiff import clean, differentiate
+from autodiff.ir import bindings, op_name, shape
+from tests.autodiff.evaluate import evaluate, function
 from tests.autodiff.gradcheck import check, draw
 
 AXES = [None, [0], [-1], [0, 2], [1]]
@@ -84,9 +87,6 @@ def test_variance_in_float32_with_a_large_mean():
     x = (draw(4, 64) * 0.01 + 1000).float()
     leaf = x.double().requires_grad_()
     (exact,) = torch.autograd.grad(leaf.var(1, correction=0).sum(), leaf)
-    from autodiff import clean, differentiate
-    from tests.autodiff.evaluate import evaluate, function
-
     joint = clean(differentiate(function(lambda scope, p: op.variance(p, [1]), x), [0], [0]))
     torch.testing.assert_close(evaluate(joint, x, torch.ones(4))[1].double(), exact, rtol=0.05, atol=1e-5)
 
@@ -110,10 +110,6 @@ def test_matmul(shapes):
 
 
 def test_weight_gradient_is_one_product_of_two_matrices():
-    from autodiff import clean, differentiate
-    from autodiff.ir import bindings, op_name, shape
-    from tests.autodiff.evaluate import function
-
     def linear(scope, x, weight):
         return op.matmul(x, scope.emit(op.permute_dims(weight)))
 
