@@ -77,7 +77,7 @@ def generate_column_reduction(node: Reduction) -> Kernel:
                     for k in range(lanes)
                 ]
                 load = tirx.Shuffle(lane, list(range(lanes))) if lanes > 1 else lane[0]
-            value = body.bind(body.cast(body.bind(load), dtype))
+            value = body.bind(body.cast(load, dtype))
             old = body.bind(BufferLoad(accumulator, slot))
             body.stmts.append(BufferStore(accumulator, combine(body, node.op, old, value), slot))
             result = finish.cast(BufferLoad(accumulator, slot), target.dtype)

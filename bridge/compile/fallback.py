@@ -28,7 +28,7 @@ def _fallback(builder: Builder, call: Call) -> Operand | list[Operand]:
             return params.setdefault(arg, Var(f"x{len(params)}", arg.ty))
         return arg
 
-    inner = Call(call.ty, call.op, [parameter(arg) for arg in call.args], call.attrs, call.ty_args)
+    inner = Call(call.op, [parameter(arg) for arg in call.args], call.attrs, call.ty_args, ret_ty=call.ty)
     result = Var("y", call.ty)
     func = build_function(list(params.values()), [(result, inner)], [result])
     module = relax.transform.LegalizeOps()(IRModule({"main": func}))

@@ -10,10 +10,9 @@ import math
 
 import torch
 
-from autodiff.ir import Call, Expr, TensorType, Tuple, Var, dtype, shape
-from bridge.compile import views
+from autodiff.ir import Call, Expr, TensorType, Tuple, dtype, shape
 from bridge.compile.graph import LibraryCall, Operand, Scalar, Value, whole
-from bridge.compile.translate import Builder, number, register
+from bridge.compile.translate import Builder, register
 
 __all__: list[str] = []
 
@@ -143,6 +142,3 @@ def _fields(builder: Builder, expr: Expr) -> list[Expr]:
     if isinstance(expr, Tuple):
         return list(expr.fields)
     raise NotImplementedError(f"wanted a literal tuple of tensors, got {expr}")
-
-
-_ = (views, number, Var)

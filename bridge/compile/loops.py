@@ -18,7 +18,7 @@ from bridge.compile.emit import LANES, Emitter
 from bridge.compile.fuse import Group, space_of
 from bridge.compile.graph import Operand, Pointwise, Reduction, Scalar, Value
 from bridge.compile.kernel import Kernel
-from bridge.compile.pointwise import EXPENSIVE, RULES, compute_type
+from bridge.compile.pointwise import EXPENSIVE, RULES, compute_type, different
 from bridge.compile.reduction import chunk_rows, column_chunks, combine, fold_lanes, identity, unroll
 from bridge.compile.space import Space
 from bridge.compile.views import View
@@ -505,9 +505,9 @@ class _Body:
                 index = index + coordinate * self.kernel.const(stride)
         buffer = self.kernel.flat[operand.value]
         if strides[-1] == 0 and e.lanes > 1:
-            scalar = e.bind(BufferLoad(buffer, [index]))
+            scalar = BufferLoad(buffer, [index])
             return e.bind(e.cast(e.broadcast(scalar), compute_type(operand.dtype)))
-        load = e.bind(BufferLoad(buffer, [e.index(index, strides[-1])]))
+        load = BufferLoad(buffer, [e.index(index, strides[-1])])
         return e.bind(e.cast(load, compute_type(operand.dtype)))
 
 
@@ -515,13 +515,25 @@ def _rounded(e: Emitter, value: Expr, dtype: str, op: str = "") -> Expr:
     """``value`` rounded to a stored type, in its compute type."""
     if compute_type(dtype) == dtype or op == "copy":
         return value
-    return e.cast(e.cast(e.bind(value), dtype), compute_type(dtype))
+    value = e.bind(value)
+    if dtype == "bfloat16":
+        return _rounded_to_bfloat16(e, value)
+    return e.cast(e.cast(value, dtype), compute_type(dtype))
+
+
+def _rounded_to_bfloat16(e: Emitter, value: Expr) -> Expr:
+    # By hand: TVM computes bfloat16 in float32 and drops a cast there and back.
+    bits = e.bind(e.reinterpret(value, "int32"))
+    odd = tirx.bitwise_and(tirx.shift_right(bits, e.const(16, "int32")), e.const(1, "int32"))
+    up = e.bind(bits + e.const(0x7FFF, "int32") + odd)
+    kept = e.reinterpret(tirx.bitwise_and(up, e.const(-0x10000, "int32")), "float32")
+    return e.select(different(value, value), e.const(float("nan"), "float32"), kept)
 
 
 def _converted(e: Emitter, value: Expr, node: Pointwise) -> Expr:
     source, target = node.operands[0].dtype, node.out.dtype
     if target == "bool":
-        return tirx.NE(value, e.const(0, compute_type(source)))
+        return different(value, e.const(0, compute_type(source)))
     if source == "bool":
         kind = compute_type(target)
         return e.select(value, e.const(1, kind), e.const(0, kind))

@@ -31,7 +31,18 @@ def _direct(builder: Builder, call: Call) -> Operand:
         return NotImplemented
     if "float" not in operands[0].dtype and name in _FLOAT_ONLY:
         return NotImplemented
-    if operands[0].dtype == "bool" and name in ("maximum", "minimum", "negative", "abs", "sign", "subtract", "divide"):
+    if name.startswith("logical_"):
+        operands = [builder.cast(operand, "bool") for operand in operands]
+    if operands[0].dtype == "bool" and name in (
+        "maximum",
+        "minimum",
+        "negative",
+        "abs",
+        "sign",
+        "subtract",
+        "divide",
+        "less",
+    ):
         return NotImplemented
     return builder.pointwise(name, operands, dtype(call))
 
@@ -294,7 +305,7 @@ def _one_hot(builder: Builder, call: Call) -> Operand:
     on, off = (Scalar(number(arg), dtype(call)) for arg in call.args[1:])
     rank = len(indices.shape) + 1
     axis = int(call.attrs.axis) % rank
-    spread = builder.reshape(indices, indices.shape[:axis] + (1,) + indices.shape[axis:])
+    spread = builder.reshape(indices, (*indices.shape[:axis], 1, *indices.shape[axis:]))
     classes = torch.arange(int(call.attrs.depth), dtype=getattr(torch, indices.dtype))
     classes = builder.reshape(builder.constant(classes), (len(classes),) + (1,) * (rank - 1 - axis))
     hit = builder.pointwise("equal", [spread, classes], "bool")

@@ -16,7 +16,7 @@ from tvm.tirx import Expr
 from bridge.compile import fastmath
 from bridge.compile.emit import Emitter, element_type
 
-__all__ = ["EXPENSIVE", "RULES", "compute_type", "maximum", "minimum"]
+__all__ = ["EXPENSIVE", "RULES", "compute_type", "different", "maximum", "minimum"]
 
 Rule = Callable[..., Expr]
 
@@ -34,12 +34,17 @@ def compute_type(dtype: str) -> str:
     return "float32" if dtype in _HALF else dtype
 
 
+def different(a: Expr, b: Expr) -> Expr:
+    """``a != b``, true where either is nan: TVM's own node compiles to a comparison that is false there."""
+    return tirx.Not(tirx.EQ(a, b))
+
+
 def maximum(e: Emitter, a: Expr, b: Expr) -> Expr:
     """The larger one; nan if either is nan (torch)."""
     a, b = e.bind(a), e.bind(b)
     if "float" not in element_type(a):
         return tirx.Select(tirx.GT(a, b), a, b)
-    return e.select(tirx.Or(a > b, tirx.NE(a, a)), a, b)
+    return e.select(tirx.Or(a > b, different(a, a)), a, b)
 
 
 def minimum(e: Emitter, a: Expr, b: Expr) -> Expr:
@@ -47,7 +52,7 @@ def minimum(e: Emitter, a: Expr, b: Expr) -> Expr:
     a, b = e.bind(a), e.bind(b)
     if "float" not in element_type(a):
         return tirx.Select(tirx.LT(a, b), a, b)
-    return e.select(tirx.Or(a < b, tirx.NE(a, a)), a, b)
+    return e.select(tirx.Or(a < b, different(a, a)), a, b)
 
 
 def _divide(e: Emitter, a: Expr, b: Expr) -> Expr:
@@ -59,8 +64,8 @@ def _floor_divide(e: Emitter, a: Expr, b: Expr) -> Expr:
         return e.llvm("llvm.floor", tirx.Div(a, b))
     a, b = e.bind(a), e.bind(b)
     quotient, zero = e.bind(tirx.truncdiv(a, b)), e.const(0, element_type(a))
-    inexact = tirx.NE(quotient * b, a)
-    negative = tirx.NE(a < zero, b < zero)
+    inexact = different(quotient * b, a)
+    negative = _xor(a < zero, b < zero)
     return e.select(tirx.And(inexact, negative), quotient - e.const(1, element_type(a)), quotient)
 
 
@@ -70,7 +75,7 @@ def _floor_mod(e: Emitter, a: Expr, b: Expr) -> Expr:
         return a - e.bind(_floor_divide(e, a, b)) * b
     remainder = e.bind(e.libm("fmod", a, b))
     zero = e.const(0, element_type(a))
-    wrong_sign = tirx.And(tirx.NE(remainder, zero), tirx.NE(b < zero, remainder < zero))
+    wrong_sign = tirx.And(different(remainder, zero), _xor(b < zero, remainder < zero))
     return e.select(wrong_sign, remainder + b, remainder)
 
 
@@ -109,8 +114,13 @@ def _compare(node: type) -> Rule:
     return lambda e, a, b: node(a, b)
 
 
-def _bits(boolean: Rule, integer: Rule) -> Rule:
-    return lambda e, *args: (boolean if element_type(args[0]) == "bool" else integer)(*args)
+def _bits(boolean: Rule, other: Rule) -> Rule:
+    """One rule for truth values, which are one bit each inside kernels, another for numbers."""
+    return lambda e, *args: (boolean if element_type(args[0]) == "bool" else other)(e, *args)
+
+
+def _plain(function: Callable[..., Expr]) -> Rule:
+    return lambda e, *args: function(*args)
 
 
 def _xor(a: Expr, b: Expr) -> Expr:
@@ -135,7 +145,7 @@ def _is_finite(e: Emitter, x: Expr) -> Expr:
 
 def _is_nan(e: Emitter, x: Expr) -> Expr:
     x = e.bind(x)
-    return tirx.NE(x, x)
+    return different(x, x)
 
 
 RULES: dict[str, Rule] = {
@@ -176,8 +186,8 @@ RULES: dict[str, Rule] = {
     "asinh": _libm("asinh"),
     "acosh": _libm("acosh"),
     "atanh": _libm("atanh"),
-    "equal": _compare(tirx.EQ),
-    "not_equal": _compare(tirx.NE),
+    "equal": _bits(lambda e, a, b: tirx.Not(_xor(a, b)), _compare(tirx.EQ)),
+    "not_equal": _bits(lambda e, a, b: _xor(a, b), lambda e, a, b: different(a, b)),
     "less": _compare(tirx.LT),
     "less_equal": _compare(tirx.LE),
     "greater": _compare(tirx.GT),
@@ -189,10 +199,10 @@ RULES: dict[str, Rule] = {
     "logical_or": lambda e, a, b: tirx.Or(a, b),
     "logical_xor": lambda e, a, b: _xor(a, b),
     "logical_not": lambda e, a: tirx.Not(a),
-    "bitwise_and": _bits(tirx.And, tirx.bitwise_and),
-    "bitwise_or": _bits(tirx.Or, tirx.bitwise_or),
-    "bitwise_xor": _bits(_xor, tirx.bitwise_xor),
-    "bitwise_not": _bits(tirx.Not, tirx.bitwise_not),
+    "bitwise_and": _bits(_plain(tirx.And), _plain(tirx.bitwise_and)),
+    "bitwise_or": _bits(_plain(tirx.Or), _plain(tirx.bitwise_or)),
+    "bitwise_xor": _bits(_plain(_xor), _plain(tirx.bitwise_xor)),
+    "bitwise_not": _bits(_plain(tirx.Not), _plain(tirx.bitwise_not)),
     "left_shift": lambda e, a, b: tirx.shift_left(a, b),
     "right_shift": lambda e, a, b: tirx.shift_right(a, b),
     "where": lambda e, c, a, b: e.select(c, a, b),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from bridge.compile.emit import LANES
 from bridge.compile.reduction import unroll
@@ -81,7 +82,7 @@ def make_space(
             cuts.add(below)
             below *= extent
     ordered = sorted(cuts)
-    if any(high % low for low, high in zip(ordered, ordered[1:], strict=False)) or len(ordered) > _MAX_DIMS:
+    if any(high % low for low, high in pairwise(ordered)) or len(ordered) > _MAX_DIMS:
         return None
     if columns is None:
         if ordered[-2:] == [1, elements] and elements > _FLAT_BLOCK:
@@ -89,7 +90,7 @@ def make_space(
         columns = next(cut for cut in ordered if cut >= min(_MIN_COLUMNS, elements))
         if columns == elements and elements > _FLAT_BLOCK and len(ordered) > 2:
             columns = ordered[-2]
-    extents = [high // low for low, high in zip(ordered, ordered[1:], strict=False)]
+    extents = [high // low for low, high in pairwise(ordered)]
     inside = ordered.index(columns)
     inner = tuple(reversed(extents[:inside])) or (1,)
     if reduces and len(inner) > 1 and inner[-1] % (LANES * unroll(columns)):
