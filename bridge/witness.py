@@ -98,7 +98,10 @@ class _DrawRecorder(TorchDispatchMode):
     def _record(self, func, args, kwargs, result) -> None:
         if isinstance(result, tuple):  # native_dropout called by name: the mask is what was drawn
             result = result[1] if str(func) == "aten.native_dropout.default" else result[0]
-        rest = args[1:] if args and isinstance(args[0], torch.Tensor) else args
+        # the dispatcher drops arguments that equal their default
+        defaults = [a.default_value for a in func._schema.arguments[len(args) :] if not a.kwarg_only]
+        args = (*args, *(value for value in defaults if value is not None))
+        rest = args[1:] if isinstance(args[0], torch.Tensor) else args
         values = (*rest, *kwargs.values())
         if any(isinstance(value, torch.Tensor) for value in values) or kwargs.get("generator") is not None:
             self.complain(str(func), "a random draw whose distribution is computed, or from a generator of its own")
