@@ -9,7 +9,6 @@ place among the draws that eager makes (:mod:`bridge.witness`), unused draws inc
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from bridge import witness as _witness
 from bridge.errors import Unsupported, UnsupportedModule, user_line
+from bridge.grad_regions import origin_of, prepare
 from bridge.module_state import Snapshot, hooks_of
 from bridge.tracing import capturing
 from bridge.witness import Draw, Output, Witness
@@ -29,11 +29,6 @@ from bridge.witness import Draw, Output, Witness
 __all__ = ["Captured", "ModuleTensor", "capture", "normalize_sample"]
 
 aten = torch.ops.aten
-
-_library = torch.library.Library("tvm_dispatch", "DEF")
-_library.define("stop_gradient(Tensor x) -> Tensor")
-_library.impl("stop_gradient", torch.clone, "CompositeExplicitAutograd")
-_library.impl("stop_gradient", torch.empty_like, "Meta")
 
 # Operators that stay whole. The decompositions of the first ones only add noise; those of the others are right going
 # forward, but differentiated they give nan (or another number) where torch's own backward formula has none.
@@ -234,7 +229,22 @@ def _export(module: nn.Module, args: tuple, kwargs: dict[str, Any], name: str) -
             signature.bind(module, *args, **kwargs)
         except TypeError as mismatch:
             raise TypeError(f"the sample does not fit {name}.forward{signature}: {mismatch}") from None
-        raise UnsupportedModule(name, [_explain_export_error(error)]) from error
+        problem = _explain_export_error(error)
+        _raise_if_eager_raises(module, args, kwargs)
+        raise UnsupportedModule(name, [problem]) from error
+
+
+def _raise_if_eager_raises(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """A sample that PyTorch itself refuses (shapes that do not fit) is reported in PyTorch's words.
+
+    Runs the module once, on copies of its tensors and of the sample, with the generator put back.
+    """
+    copies = {name: tensor.detach().clone() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    copied_args, copied_kwargs = pytree.tree_unflatten(leaves, spec)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.func.functional_call(module, copies, copied_args, copied_kwargs)
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -265,12 +275,10 @@ class _Seen:
     def __init__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], exported: torch.export.ExportedProgram):
         self.name = type(module).__name__
         self.unsupported: list[Unsupported] = []
-        _annotate(exported.graph_module)
-        self._inline_no_grad(exported.graph_module)
-        _mark_detach(exported.graph_module.graph)
+        self.unsupported += prepare(exported.graph_module)
         self.tensors, self.real_tensors = _module_tensors(module, exported)
         self._run_witness(module, args, kwargs)
-        draws_by_origin = self._draws_by_origin(exported)
+        draws_by_origin = self._draws_byorigin_of(exported)
         table = torch.export.default_decompositions()
         for op in _KEPT:
             table.pop(op, None)
@@ -285,7 +293,7 @@ class _Seen:
             name: fake
             for spec, fake in zip(self.tensors, fakes, strict=True)
             if spec.kind != "attribute"
-            for name in spec.names
+            for name in _once_per_owner(module, spec.names)
         }
         leaves, self.in_spec = pytree.tree_flatten((args, kwargs))
         self.argument_leaves = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
@@ -298,29 +306,7 @@ class _Seen:
         self.witness = _witness.observe(module, state, parameters, inputs, fake_args, fake_kwargs, mode)
         self.mode = mode
 
-    def _inline_no_grad(self, graph_module: fx.GraphModule) -> None:
-        """Inlines ``no_grad`` regions; what leaves one is a constant to autograd."""
-        graph = graph_module.graph
-        for node in list(graph.nodes):
-            if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
-                continue
-            if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
-                where = user_line(node.meta.get("stack_trace")) or "a line that torch.export did not keep"
-                self.unsupported.append(Unsupported(str(node.target), where, "a higher-order operator"))
-                continue
-            enabled, region, *region_args = node.args
-            inner = getattr(graph_module, region.target)
-            if any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in inner.graph.nodes):
-                where = user_line(node.meta.get("stack_trace")) or "a no_grad region"
-                self.unsupported.append(
-                    Unsupported("nested no_grad/enable_grad", where, "grad modes inside each other")
-                )
-                continue
-            _inline(graph, node, inner.graph, region_args, stop=not enabled)
-        graph.lint()
-        graph_module.recompile()
-
-    def _draws_by_origin(self, exported: torch.export.ExportedProgram) -> dict[str, list[int]]:
+    def _draws_byorigin_of(self, exported: torch.export.ExportedProgram) -> dict[str, list[int]]:
         """Which eager draws each training-IR node makes, checked against what the witness saw."""
         draws: list[Draw] = []
         by_origin: dict[str, list[int]] = {}
@@ -330,7 +316,7 @@ class _Seen:
                 start = len(draws)
                 result = _witness.record_draws(lambda: fx.Interpreter.run_node(self, node), draws)
                 if len(draws) > start:
-                    by_origin[_origin(node)] = list(range(start, len(draws)))
+                    by_origin[origin_of(node)] = list(range(start, len(draws)))
                 return result
 
         if not self.witness.draws and not self.witness.unsupported:
@@ -353,7 +339,7 @@ class _Seen:
         nodes_of: dict[str, list[fx.Node]] = {}
         for node in self.exported.graph.nodes:
             if _is_random(node):
-                nodes_of.setdefault(_origin(node), []).append(node)
+                nodes_of.setdefault(origin_of(node), []).append(node)
         draw_of = {}
         for origin, nodes in nodes_of.items():
             draws = by_origin.get(origin, [])
@@ -411,54 +397,6 @@ class _Seen:
         )
 
 
-def _annotate(graph_module: fx.GraphModule) -> None:
-    """Writes into every node, regions included, where it stands; decomposition keeps ``meta["custom"]``."""
-    for path, inner in graph_module.named_modules():
-        if not isinstance(inner, fx.GraphModule):
-            continue
-        for node in inner.graph.nodes:
-            node.meta["custom"] = {"origin": f"{path}/{node.name}"}
-
-
-def _origin(node: fx.Node) -> str:
-    return (node.meta.get("custom") or {}).get("origin", node.name)
-
-
-def _mark_detach(graph: fx.Graph) -> None:
-    for node in graph.nodes:
-        if node.target in (aten.detach.default, aten.detach_.default):
-            node.target = torch.ops.tvm_dispatch.stop_gradient.default
-
-
-def _inline(graph: fx.Graph, call: fx.Node, inner: fx.Graph, args: Sequence[fx.Node], *, stop: bool) -> None:
-    values: dict[fx.Node, Any] = {}
-    arguments = iter(args)
-    with graph.inserting_before(call):
-        for node in inner.nodes:
-            if node.op == "placeholder":
-                values[node] = next(arguments)
-            elif node.op == "output":
-                outputs = [fx.node.map_arg(value, values.__getitem__) for value in node.args[0]]
-            else:
-                values[node] = graph.node_copy(node, values.__getitem__)
-        if stop:
-            outputs = [_stopped(graph, output) for output in outputs]
-    for user in list(call.users):
-        if user.target is not operator.getitem:
-            raise AssertionError(f"a region's result is used by {user.format_node()}")
-        user.replace_all_uses_with(outputs[user.args[1]])
-        graph.erase_node(user)
-    graph.erase_node(call)
-
-
-def _stopped(graph: fx.Graph, value: Any) -> Any:
-    if not isinstance(value, fx.Node) or not value.meta["val"].is_floating_point():
-        return value
-    stopped = graph.call_function(torch.ops.tvm_dispatch.stop_gradient.default, (value,))
-    stopped.meta = dict(value.meta)
-    return stopped
-
-
 def _is_random(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
@@ -485,6 +423,15 @@ def _fake_placeholder(mode: FakeTensorMode, node: fx.Node) -> Any:
         return value
     with mode:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _once_per_owner(module: nn.Module, names: Sequence[str]) -> list[str]:
+    """Of the names of a tensor, one for each submodule that holds it (a shared submodule has several paths)."""
+    owners = {}
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        owners.setdefault((id(module.get_submodule(path)), leaf), name)
+    return list(owners.values())
 
 
 def _module_tensors(

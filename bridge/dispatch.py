@@ -17,8 +17,9 @@ from torch import nn
 from bridge.capture import normalize_sample
 from bridge.entry import Entry, compile_entry
 from bridge.errors import DispatchMiss, Unsupported, UnsupportedModule
-from bridge.guards import Mismatch, interpreter_state
+from bridge.guards import Mismatch, has_global_hooks, interpreter_state
 from bridge.lower import DEFAULT_PARTITION
+from bridge.module_state import hooks_of
 from bridge.stats import DispatchStats
 from bridge.tracing import is_capturing
 from partition.cut import resolve as resolve_strategy
@@ -50,7 +51,7 @@ class Dispatcher:
             raise ReferenceError("the dispatched module is gone")
         if is_capturing() or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return module._call_impl(*args, **kwargs)
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        if hooks_of(module) or has_global_hooks():
             return self._call_with_hooks(module, args, kwargs)
         return self.dispatch(module, args, kwargs)
 

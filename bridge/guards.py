@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from bridge.capture import Captured, ModuleTensor
 from bridge.module_state import hooks_of, own_attributes
 
-__all__ = ["Guard", "Mismatch", "interpreter_state"]
+__all__ = ["Guard", "Mismatch", "has_global_hooks", "interpreter_state"]
 
 
 class Mismatch(Exception):
@@ -39,11 +39,12 @@ def interpreter_state() -> tuple[tuple[str, Any], ...]:
         ("torch dispatch mode", torch._C._len_torch_dispatch_stack() > 0),
         ("torch function mode", torch._C._len_torch_function_stack() > 0),
         ("functorch transform", torch._C._functorch.peek_interpreter_stack() is not None),
-        ("global module hooks", _has_global_hooks()),
+        ("global module hooks", has_global_hooks()),
     )
 
 
-def _has_global_hooks() -> bool:
+def has_global_hooks() -> bool:
+    """Whether hooks are registered on all modules (``register_module_forward_hook`` and its kin)."""
     return bool(
         torch_module._global_forward_pre_hooks
         or torch_module._global_forward_hooks

@@ -29,7 +29,8 @@ from autodiff.ir import Function, bindings
 from bridge.aten import import_graph
 from bridge.aten.importer import Imported
 from bridge.capture import Captured, capture, normalize_sample
-from bridge.errors import CompilationError, Unsupported, UnsupportedModule, user_line
+from bridge.errors import CompilationError, Unsupported, UnsupportedModule
+from bridge.grad_regions import where_is
 from bridge.module_state import Snapshot
 from partition import Partitioned, Plan, rebuild_backward
 from partition import partition as partition_joint
@@ -130,8 +131,7 @@ class Lowered:
         """The user's line of an operator without a gradient: variables are named after the nodes they came from."""
         origin = error.binding.split("__")[0]
         nodes = [node for node in self.captured.graph.nodes if node.name == origin]
-        trace = nodes[0].meta.get("stack_trace") if nodes else None
-        where = user_line(trace) or f"inside {self.captured.module_name} ({error.binding})"
+        where = (where_is(nodes[0]) if nodes else None) or f"inside {self.captured.module_name} ({error.binding})"
         return Unsupported(str(nodes[0].target) if nodes else error.op, where, f"{error.op} has no gradient rule")
 
     def gradients_for(self, outputs: Sequence[int]) -> tuple[int, ...]:

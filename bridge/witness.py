@@ -9,6 +9,7 @@ the reference that the compiled module must reproduce; what cannot be reproduced
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -130,6 +131,7 @@ class _InPlaceWatcher(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        self.watch.look_for_custom_function()
         name = getattr(func, "__name__", str(func))
         tensors = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if name in ("register_hook", "retain_grad", "register_post_accumulate_grad_hook"):
@@ -153,11 +155,32 @@ class _Watch:
         self._argument_storages = {_storage(a) for a in arguments if isinstance(a, torch.Tensor)}
         self._parameter_storages = {_storage(p) for p in parameters}
         self._detached: set[int] = set()
+        self.custom_functions: dict[str, str] = {}
+
+    def look_for_custom_function(self) -> None:
+        """Inside the forward of a custom autograd.Function: remembers where the user applied it."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code is _APPLY and frame.f_back is not None:
+                name = getattr(frame.f_locals.get("cls"), "__name__", "?")
+                if name not in self.custom_functions:
+                    line = user_line(traceback.extract_stack(frame.f_back))
+                    self.custom_functions[name] = line or name
+                return
+            frame = frame.f_back
 
     def complain(self, op: str, reason: str, hint: str | None = None) -> None:
         where = user_line(traceback.extract_stack()) or "a line outside the module's own code"
         extra = {"hint": hint} if hint else {}
         self.unsupported.append(Unsupported(op, where, reason, **extra))
+
+    def custom_function(self, name: str) -> None:
+        op = f"autograd.Function {name}"
+        if any(known.op == op for known in self.unsupported):
+            return
+        where = self.custom_functions.get(name, "forward")
+        reason = "a custom autograd.Function: its backward is Python code that a graph does not hold"
+        self.unsupported.append(Unsupported(op, where, reason))
 
     def mutated(self, name: str, tensor: torch.Tensor) -> None:
         storage = _storage(tensor)
@@ -179,6 +202,9 @@ class _Watch:
             return
         if any(source.requires_grad and _storage(source) == _storage(result) for source in sources):
             self._detached.add(_storage(result))
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -240,11 +266,11 @@ def observe(
         if tensor.requires_grad and tensor.grad_fn is not None:
             watch.complain("buffer", "forward leaves a buffer that requires grad", "update it under torch.no_grad()")
     leaves, witness.out_spec = torch.utils._pytree.tree_flatten(result)
-    _describe_outputs(leaves, inputs, witness)
+    _describe_outputs(leaves, inputs, witness, watch)
     return witness
 
 
-def _describe_outputs(leaves: Sequence[Any], inputs: Sequence[torch.Tensor], witness: Witness) -> None:
+def _describe_outputs(leaves: Sequence[Any], inputs: Sequence[torch.Tensor], witness: Witness, watch: _Watch) -> None:
     by_storage = {_storage(tensor): ("input", index) for index, tensor in reversed(list(enumerate(inputs)))}
     index_of = {id(tensor): index for index, tensor in enumerate(inputs)}
     seen_outputs: dict[int, int] = {}
@@ -270,7 +296,7 @@ def _describe_outputs(leaves: Sequence[Any], inputs: Sequence[torch.Tensor], wit
         if leaf.dtype != base.dtype:
             reason = "returns a view of another dtype of something that the caller can see"
             witness.unsupported.append(Unsupported("view_dtype", "the module's result", reason))
-        reaches = _reachable(leaf, inputs, witness)
+        reaches = _reachable(leaf, inputs, watch)
         witness.outputs.append(
             Output(
                 is_tensor=True,
@@ -299,7 +325,7 @@ def _spanning_output(leaf: torch.Tensor, earlier: Sequence[Any]) -> tuple[str, i
     return None
 
 
-def _reachable(leaf: torch.Tensor, inputs: Sequence[torch.Tensor], witness: Witness) -> frozenset[int]:
+def _reachable(leaf: torch.Tensor, inputs: Sequence[torch.Tensor], watch: _Watch) -> frozenset[int]:
     """Indices of the inputs whose gradient ``leaf`` contributes to; complains about custom autograd functions."""
     index_of = {id(tensor): index for index, tensor in enumerate(inputs)}
     found: set[int] = set()
@@ -313,15 +339,6 @@ def _reachable(leaf: torch.Tensor, inputs: Sequence[torch.Tensor], witness: Witn
         if hasattr(node, "variable") and id(node.variable) in index_of:
             found.add(index_of[id(node.variable)])
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            name = type(node).__name__.removesuffix("Backward")
-            if not any(op.op == f"autograd.Function {name}" for op in witness.unsupported):
-                reason = "a custom autograd.Function: its backward is Python code that a graph does not hold"
-                line = _class_line(node)
-                witness.unsupported.append(Unsupported(f"autograd.Function {name}", line, reason))
+            watch.custom_function(type(node).__name__.removesuffix("Backward"))
         stack.extend(parent for parent, _ in node.next_functions if parent is not None)
     return frozenset(found)
-
-
-def _class_line(node: Any) -> str:
-    code = getattr(getattr(node._forward_cls, "forward", None), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else type(node).__name__

@@ -17,7 +17,8 @@ from autodiff.ir import Expr, Function, TensorType, Tuple, TupleType, Var, build
 from autodiff.library import call as library_call
 from bridge.aten.registry import CONVERSIONS, Refused
 from bridge.capture import Captured
-from bridge.errors import Unsupported, UnsupportedModule, user_line
+from bridge.errors import Unsupported, UnsupportedModule
+from bridge.grad_regions import where_is
 
 __all__ = ["Imported", "Importer", "import_graph", "relax_dtype", "unsupported_nodes"]
 
@@ -199,7 +200,7 @@ def unsupported_nodes(captured: Captured) -> list[Unsupported]:
 
 
 def _unsupported(captured: Captured, node: fx.Node, reason: str, hint: str | None = None) -> Unsupported:
-    where = user_line(node.meta.get("stack_trace")) or f"inside {captured.module_name} ({node.name})"
+    where = where_is(node) or f"inside {captured.module_name} ({node.name})"
     extra = {"hint": hint} if hint else {}
     return Unsupported(str(node.target), where, reason, **extra)
 
