@@ -6,11 +6,11 @@ The order of the additions is that of :mod:`bridge.compile.reduction` with one c
 from __future__ import annotations
 
 from tvm import tirx
-from tvm.tirx import AllocBuffer, Buffer, BufferLoad, BufferStore, Expr, For, ForKind, PrimFunc, SeqStmt, Stmt, Var
+from tvm.tirx import BufferLoad, BufferStore, Expr, For, ForKind, PrimFunc, SeqStmt, Stmt, Var
 
 from autodiff.ir import itemsize
 from bridge.compile.build import LOOPS_ATTR
-from bridge.compile.emit import LANES, Emitter
+from bridge.compile.emit import LANES, Emitter, stack_buffer
 from bridge.compile.graph import Reduction
 from bridge.compile.kernel import Kernel
 from bridge.compile.pointwise import compute_type
@@ -60,7 +60,7 @@ def generate_column_reduction(node: Reduction) -> Kernel:
     def section(lanes: int, copies: int, begin: int, count: int) -> Stmt:
         task, row = Var("task", index_type), Var("row", index_type)
         batch, block = tirx.truncdiv(task, const(count)), tirx.truncmod(task, const(count))
-        accumulator: Buffer = tirx.decl_buffer((lanes * copies,), dtype, "acc", scope="local")
+        accumulator, allocation = stack_buffer(lanes * copies, dtype, "acc")
         start, body, finish = Emitter(lanes), Emitter(lanes), Emitter(lanes)
         base = body.name_index(
             coordinates(batch * const(reduced) + row, space.rows, row_strides) + const(view.offset), "base"
@@ -84,7 +84,7 @@ def generate_column_reduction(node: Reduction) -> Kernel:
             finish.stmts.append(BufferStore(flats[1], result, [finish.index(batch * const(inner) + column, 1)]))
         rows = For(row, const(0), const(reduced), ForKind.SERIAL, SeqStmt(body.stmts))
         kind = ForKind.PARALLEL if parallel and outer * count > 1 else ForKind.SERIAL
-        stmts = [AllocBuffer(accumulator), *start.stmts, rows, *finish.stmts]
+        stmts = [allocation, *start.stmts, rows, *finish.stmts]
         return For(task, const(0), const(outer * count), kind, SeqStmt(stmts))
 
     wide = LANES * _COPIES

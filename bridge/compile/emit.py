@@ -11,9 +11,9 @@ import math
 
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
-from tvm.tirx import AllocBuffer, Bind, Broadcast, BufferLoad, BufferStore, Expr, Ramp, Stmt, Var
+from tvm.tirx import AllocBuffer, Bind, Broadcast, Buffer, BufferLoad, BufferStore, Expr, Ramp, Stmt, Var
 
-__all__ = ["LANES", "Emitter", "element_type"]
+__all__ = ["LANES", "Emitter", "element_type", "stack_buffer"]
 
 LANES = 16
 """Vector width of every generated loop, whatever the element type or the processor: 16 float32 fill one AVX-512
@@ -24,6 +24,16 @@ reduction follows from it: results must not depend on the machine's vector width
 def element_type(expr: Expr) -> str:
     """The element type of an expression, without its lanes."""
     return str(expr.ty).split("x")[0].removeprefix("T.")
+
+
+def stack_buffer(size: int, dtype: str, name: str) -> tuple[Buffer, Stmt]:
+    """A buffer on the stack and the statement that allocates it.
+
+    Scope ``global`` and the annotation are what keeps TVM from calling its allocator; LLVM turns small ones into
+    registers.
+    """
+    buffer = tirx.decl_buffer((size,), dtype, name, scope="global")
+    return buffer, AllocBuffer(buffer, annotations={"disable_lower_builtin": tirx.const(1, "bool")})
 
 
 class Emitter:
@@ -59,8 +69,8 @@ class Emitter:
         if element_type(value) == "bool":
             return value  # one comparison, not worth a buffer of eight-bit lanes
         if not isinstance(value, TensorLoad):
-            cell = tirx.decl_buffer((1,), str(value.ty), f"{hint}{self._names}_cell", scope="local")
-            self.stmts += [AllocBuffer(cell), BufferStore(cell, value, [tirx.const(0, "int32")])]
+            cell, allocation = stack_buffer(1, str(value.ty), f"{hint}{self._names}_cell")
+            self.stmts += [allocation, BufferStore(cell, value, [tirx.const(0, "int32")])]
             value = BufferLoad(cell, [tirx.const(0, "int32")])
         var = Var(f"{hint}{self._names}", str(value.ty))
         self.stmts.append(Bind(var, value))

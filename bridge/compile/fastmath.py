@@ -99,7 +99,8 @@ def log(e: Emitter, x: Expr) -> Expr:
 
 def _sign_of(e: Emitter, magnitude: Expr, x: Expr) -> Expr:
     sign = tirx.bitwise_and(e.reinterpret(x, "int32"), e.const(-(2**31), "int32"))
-    return e.reinterpret(tirx.bitwise_or(e.reinterpret(magnitude, "int32"), sign), "float32")
+    bits = tirx.bitwise_and(e.reinterpret(magnitude, "int32"), e.const(2**31 - 1, "int32"))
+    return e.reinterpret(tirx.bitwise_or(bits, sign), "float32")
 
 
 def _magnitude(e: Emitter, x: Expr) -> Expr:
@@ -117,7 +118,8 @@ def tanh(e: Emitter, x: Expr) -> Expr:
     magnitude = _magnitude(e, x)
     one = e.const(1.0, "float32")
     large = e.bind(one - e.const(2.0, "float32") / (exp(e, magnitude + magnitude) + one))
-    return e.bind(e.select(magnitude < e.const(0.625, "float32"), small, _sign_of(e, large, x)))
+    result = e.bind(e.select(magnitude < e.const(0.625, "float32"), small, large))
+    return e.bind(_sign_of(e, result, x))  # of zero too
 
 
 def erf(e: Emitter, x: Expr) -> Expr:
@@ -132,7 +134,8 @@ def erf(e: Emitter, x: Expr) -> Expr:
     q = e.polynomial(clamped, _ERF_LARGE)
     one = e.const(1.0, "float32")
     large = e.bind(one - exp(e, e.const(-1.0, "float32") * (clamped * q)))
-    return e.bind(e.select(magnitude < one, small, _sign_of(e, large, x)))
+    result = e.bind(e.select(magnitude < one, small, large))
+    return e.bind(_sign_of(e, result, x))
 
 
 def sigmoid(e: Emitter, x: Expr) -> Expr:

@@ -70,10 +70,7 @@ class Scalar:
 
 @dataclass(frozen=True, eq=False)
 class Pointwise:
-    """``out[i] = op(operands[i]…)``; every operand's view has the shape of ``out``.
-
-    ``rounded`` false keeps a half-precision composite's inner steps unrounded: such nodes are float32 already.
-    """
+    """``out[i] = op(operands[i]…)``; every operand's view has the shape of ``out``."""
 
     op: str
     operands: tuple[Operand | Scalar, ...]

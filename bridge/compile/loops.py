@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tvm import tirx
-from tvm.tirx import AllocBuffer, Buffer, BufferLoad, BufferStore, Expr, For, ForKind, PrimFunc, SeqStmt, Stmt, Var
+from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, PrimFunc, SeqStmt, Stmt, Var
 
 from bridge.compile.build import LOOPS_ATTR
-from bridge.compile.emit import LANES, Emitter
+from bridge.compile.emit import LANES, Emitter, stack_buffer
 from bridge.compile.fuse import Group, space_of
 from bridge.compile.graph import Operand, Pointwise, Reduction, Scalar, Value
 from bridge.compile.kernel import Kernel
@@ -74,6 +74,7 @@ class _RowKernel:
         self.parallel = work(group) >= _PARALLEL_WORK and self.chunks * self.batch > 1
         if not self.parallel and not column_nodes:
             self.chunks = 1
+        self.chunks = -(-self.rows // chunk_rows(self.rows, self.chunks))  # none of them empty
 
     # Levels: how many reductions of the row a value waits for.
 
@@ -229,8 +230,8 @@ class _Row:
                 self.temporaries[value] = self._allocate(length, compute_type(value.dtype), "kept")
 
     def _allocate(self, size: int, dtype: str, name: str) -> Buffer:
-        buffer = tirx.decl_buffer((size,), dtype, f"{name}{len(self.allocations)}", scope="local")
-        self.allocations.append(AllocBuffer(buffer))
+        buffer, allocation = stack_buffer(size, dtype, f"{name}{len(self.allocations)}")
+        self.allocations.append(allocation)
         return buffer
 
     # Planning

@@ -47,6 +47,7 @@ def _direct(builder: Builder, call: Call) -> Operand:
     return builder.pointwise(name, operands, dtype(call))
 
 
+_NO_TRUTH_VALUES = frozenset("maximum minimum negative abs sign subtract divide less".split())
 _FLOAT_ONLY = frozenset(
     "exp log tanh erf sigmoid sqrt rsqrt floor ceil trunc round sin cos tan asin acos atan atan2 sinh cosh asinh acosh"
     " atanh isnan isinf isfinite".split()

@@ -57,7 +57,8 @@ class ViewStep:
     offset: int
 
     def __str__(self) -> str:
-        return f"{self.outputs[0]} = view {self.inputs[0]} as {self.shape} strides {self.strides} offset {self.offset}"
+        geometry = f"{self.shape}, {self.strides}, {self.offset}"
+        return f"{self.outputs[0]} = view {self.name}({self.inputs[0]}, {geometry})"
 
 
 Step = KernelStep | LibraryStep | ViewStep

@@ -35,6 +35,7 @@ from autodiff.ir import (
 from bridge.compile import views
 from bridge.compile.graph import Graph, Node, Operand, Pointwise, Reduction, Scalar, Value, whole
 from bridge.compile.pointwise import compute_type
+from bridge.compile.reduction import identity
 from bridge.compile.space import make_space
 
 __all__ = ["Builder", "number", "numbers", "register", "translate"]
@@ -166,6 +167,10 @@ class Builder:
         kept = [extent for axis, extent in enumerate(operand.shape) if axis not in axes]
         if not axes:
             return self.cast(operand, element_type)
+        if operand.view.numel == 0:
+            if op not in ("sum", "prod"):
+                raise ValueError(f"{op} over axes {sorted(axes)} of an empty tensor of shape {operand.shape}")
+            return self.dense(Scalar(identity(op, element_type), element_type, tuple(kept)))
         # Neighbouring axes of one kind are one axis; what remains alternates kept, reduced, kept, …
         runs: list[tuple[bool, int]] = []
         for axis, extent in enumerate(operand.shape):

@@ -291,7 +291,7 @@ def test_constants_inside():
 
 
 def test_an_operator_without_a_kernel_is_named():
-    with pytest.raises(NotImplementedError, match="relax.call_pure_packed|library.no_such_thing"):
+    with pytest.raises(NotImplementedError, match=r"library\.no_such_thing"):
         run(
             [torch.ones(3)],
             lambda emit, p: [emit(relax.op.call_pure_packed("library.no_such_thing", p, ty_args=p.ty))],
