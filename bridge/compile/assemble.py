@@ -60,8 +60,11 @@ def _stored(graph: Graph, groups: list[Group]) -> set[Value]:
     return stored
 
 
-def _kernel(group: Group, stored: set[Value]) -> Kernel | LibraryCall:
+def _kernel(group: Group, stored: set[Value]) -> Kernel | LibraryCall | None:
+    """How a group is computed; ``None`` if all it makes are tensors without elements."""
     node = group.nodes[0]
+    if all(value.numel == 0 for value in group.made):
+        return None
     if isinstance(node, LibraryCall):
         return node
     if isinstance(node, Fallback):
@@ -74,7 +77,9 @@ def _kernel(group: Group, stored: set[Value]) -> Kernel | LibraryCall:
 class _Frame:
     """Places and steps under construction."""
 
-    def __init__(self, graph: Graph, groups: list[Group], kernels: list[Kernel | LibraryCall], name: str) -> None:
+    def __init__(
+        self, graph: Graph, groups: list[Group], kernels: list[Kernel | LibraryCall | None], name: str
+    ) -> None:
         self.graph = graph
         self.name = name
         self.places: dict[tuple, int] = {}
@@ -92,11 +97,11 @@ class _Frame:
         for value in graph.params:
             self.place(value)
         for group, kernel in zip(groups, kernels, strict=True):
-            if isinstance(kernel, LibraryCall):
-                self._library(kernel)
-            elif all(out.numel == 0 for out in kernel.outputs):
-                for out in kernel.outputs:
+            if kernel is None:
+                for out in group.made:
                     self.place(out)
+            elif isinstance(kernel, LibraryCall):
+                self._library(kernel)
             else:
                 self._kernel(group, kernel)
         self.returned = [self.operand(op) for op in graph.results]

@@ -74,6 +74,7 @@ def _single(index: int, node: Node) -> Group:
         case LibraryCall() | Fallback():
             group = Group(index, [node], 0, fusable=False)
     group.made = {out: node for out in node.outs}
+    group.fusable = group.fusable and group.elements > 0
     return group
 
 
