@@ -258,9 +258,10 @@ def summary(result: Result, options: argparse.Namespace) -> Iterator[str]:
     yield f"largest difference of the losses: {result.difference:.2e} (tolerance {options.tolerance:.0e})"
     yield f"{len(result.modules)} dispatched module(s): {result.counts.hits} hits, {misses_text(result.counts)}"
     yield f"compilation: {result.compile_seconds:.1f} s, add_tvm_dispatch in all {result.setup_seconds:.1f} s"
+    plan = stats(result.modules[0]).entries[0].plan
     yield (
-        f"plan ({options.partition}) of the first entry: "
-        f"{stats(result.modules[0]).entries[0].plan.total_bytes / 2**20:.2f} MiB captured for backward"
+        f"plan ({options.partition}) of the first module: {plan.bytes / 2**20:.2f} MiB captured, "
+        f"{plan.total_bytes / 2**20:.2f} MiB with the parameters, inputs and masks that backward reads"
     )
 
 
