@@ -109,8 +109,11 @@ def _live_and_active(rooted: Function, required: Sequence[Var]) -> Body:
             active.add(var)
             body.append((var, value))
     body = live_bindings(body, results(rooted)[:1])
-    for var, value in body:
-        _check_differentiable(var, value, active)
+    problems = [problem for var, value in body if (problem := _undifferentiable(var, value, active))]
+    if problems:
+        first, *others = problems
+        first.others = tuple(others)
+        raise first
     return body
 
 
@@ -120,15 +123,14 @@ def _has_float(ty: relax.Type) -> bool:
     return isinstance(ty, relax.TensorType) and "float" in str(ty.dtype)
 
 
-def _check_differentiable(var: Var, value: Expr, active: set[Var]) -> None:
+def _undifferentiable(var: Var, value: Expr, active: set[Var]) -> UndifferentiableOp | None:
     if not isinstance(value, Call):
-        return
+        return None
     name = library_name(value) or op_name(value) or str(value.op)
     if not differentiable(value):
-        raise UndifferentiableOp(name, var.name, "no gradient rule is registered for it")
+        return UndifferentiableOp(name, var.name, "no gradient rule is registered for it")
     reason = refusal(value, active)
-    if reason is not None:
-        raise UndifferentiableOp(name, var.name, reason)
+    return None if reason is None else UndifferentiableOp(name, var.name, reason)
 
 
 def _gradient(rooted: Function, body: Body, required: Sequence[Var]) -> tuple[Body, dict[Var, Expr]]:

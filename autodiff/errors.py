@@ -12,10 +12,13 @@ class NoGradient(Exception):
 class UndifferentiableOp(NoGradient):
     """An operator on the way from a wanted parameter to a differentiated output has no (such) gradient rule.
 
-    ``op`` is the operator's name (``"relax.erf"``, ``"library.embedding"``), ``binding`` the variable it defines.
+    ``op`` is the operator's name (``"relax.erf"``, ``"library.embedding"``), ``binding`` the variable it defines,
+    ``why`` the reason; ``others`` are the further ones of the same function.
     """
 
     def __init__(self, op: str, binding: str, why: str):
         super().__init__(f"{op}, bound to {binding!r}: {why}")
         self.op = op
         self.binding = binding
+        self.why = why
+        self.others: tuple[UndifferentiableOp, ...] = ()

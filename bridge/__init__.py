@@ -2,17 +2,20 @@
 
 from bridge.dispatch import add_tvm_dispatch, remove_tvm_dispatch, stats
 from bridge.errors import CompilationError, DispatchMiss, Unsupported, UnsupportedModule
+from bridge.examine import Coverage, examine
 from bridge.lower import Lowered, lower
 from bridge.stats import DispatchStats
 
 __all__ = [
     "CompilationError",
+    "Coverage",
     "DispatchMiss",
     "DispatchStats",
     "Lowered",
     "Unsupported",
     "UnsupportedModule",
     "add_tvm_dispatch",
+    "examine",
     "lower",
     "remove_tvm_dispatch",
     "stats",

@@ -105,6 +105,10 @@ class Captured:
     literals: dict[str, torch.Tensor]
 
     @property
+    def problems(self) -> list[Unsupported]:
+        return self.witness.unsupported
+
+    @property
     def draws(self) -> list[Draw]:
         return self.witness.draws
 
@@ -141,9 +145,11 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     The module is not run on real numbers. It is left as it was, but for Python attributes that its first forward sets
     once and for all.
 
+    What the graph does not hold exactly (custom autograd functions, mutated arguments or Python state, ...) is listed
+    in ``problems``; importing the graph refuses them together with the operators that have no conversion.
+
     Raises:
-        UnsupportedModule: for data-dependent control flow, mutated arguments or Python state, custom autograd
-            functions, hooks on submodules and everything else that a graph does not hold exactly.
+        UnsupportedModule: where no graph can be had: data-dependent control flow, hooks on submodules, ...
     """
     name = type(module).__name__
     _refuse_hooks(module, name)
@@ -176,10 +182,9 @@ def _capture_settled(module: nn.Module, args: tuple, kwargs: dict[str, Any], nam
         if not changed or settled or seen.witness.unsupported:
             break
     reason = "a Python attribute that forward changes at every call"
-    problems = list(seen.witness.unsupported)
-    problems += [Unsupported(f"self.{attr}", f"{name}.forward", reason, "make it a buffer") for attr in changed]
-    if problems:
-        raise UnsupportedModule(name, problems)
+    seen.witness.unsupported += [
+        Unsupported(f"self.{attr}", f"{name}.forward", reason, "make it a buffer") for attr in changed
+    ]
     return seen.captured()
 
 
@@ -373,9 +378,12 @@ class _Seen:
             if spec.kind == OutputKind.USER_OUTPUT:
                 results.append(nodes[spec.arg.name] if isinstance(spec.arg, TensorArgument) else None)
                 continue
+            if spec.kind == OutputKind.TOKEN:  # orders side effects; the operator that has one is refused by name
+                continue
             if spec.kind != OutputKind.BUFFER_MUTATION:
                 reason = f"changes '{spec.target}' in place ({spec.kind.name.lower()})"
-                raise UnsupportedModule(self.name, [Unsupported(str(spec.kind), f"{self.name}.forward", reason)])
+                self.witness.unsupported.append(Unsupported(spec.kind.name.lower(), f"{self.name}.forward", reason))
+                continue
             mutated.append((index_of[spec.target], nodes[spec.arg.name]))
         if len(results) != len(self.witness.outputs):
             reason = f"the exported graph returns {len(results)} values, eager {len(self.witness.outputs)}"

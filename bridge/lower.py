@@ -121,7 +121,9 @@ class Lowered:
         try:
             result = transform(function, *args)
         except UndifferentiableOp as error:
-            raise UnsupportedModule(self.captured.module_name, [self._no_gradient(error)]) from error
+            raise UnsupportedModule(
+                self.captured.module_name, [self._no_gradient(e) for e in (error, *error.others)]
+            ) from error
         except Exception as error:
             raise CompilationError(name, function.script(), error) from error
         self.stages.append(Stage(name, result, time.perf_counter() - started))
@@ -132,7 +134,7 @@ class Lowered:
         origin = error.binding.split("__")[0]
         nodes = [node for node in self.captured.graph.nodes if node.name == origin]
         where = (where_is(nodes[0]) if nodes else None) or f"inside {self.captured.module_name} ({error.binding})"
-        return Unsupported(str(nodes[0].target) if nodes else error.op, where, f"{error.op} has no gradient rule")
+        return Unsupported(str(nodes[0].target) if nodes else error.op, where, f"{error.op}: {error.why}")
 
     def gradients_for(self, outputs: Sequence[int]) -> tuple[int, ...]:
         """The wanted inputs that eager's autograd reaches from these outputs; the others get ``None``."""

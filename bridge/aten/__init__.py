@@ -13,7 +13,7 @@ from bridge.aten import (
     sorting,
     special,
 )
-from bridge.aten.importer import Imported, import_graph, unsupported_nodes
+from bridge.aten.importer import Imported, import_graph
 from bridge.aten.registry import CONVERSIONS, Refused
 
 __all__ = [
@@ -32,5 +32,4 @@ __all__ = [
     "shape",
     "sorting",
     "special",
-    "unsupported_nodes",
 ]

@@ -20,7 +20,7 @@ from bridge.capture import Captured
 from bridge.errors import Unsupported, UnsupportedModule
 from bridge.grad_regions import where_is
 
-__all__ = ["Imported", "Importer", "import_graph", "relax_dtype", "unsupported_nodes"]
+__all__ = ["Imported", "Importer", "import_graph", "relax_dtype"]
 
 _DTYPES = {
     torch.float16: "float16",
@@ -189,16 +189,6 @@ class Importer:
         return CONVERSIONS[node.target](self, node, *args, **kwargs)
 
 
-def unsupported_nodes(captured: Captured) -> list[Unsupported]:
-    """Each distinct operator of the graph that has no conversion, with the user's source line of its first use."""
-    found: dict[Any, Unsupported] = {}
-    for node in captured.graph.nodes:
-        if node.op == "call_function" and node.target is not operator.getitem and node.target not in CONVERSIONS:
-            reason = "no conversion with training semantics"
-            found.setdefault(node.target, _unsupported(captured, node, reason))
-    return list(found.values())
-
-
 def _unsupported(captured: Captured, node: fx.Node, reason: str, hint: str | None = None) -> Unsupported:
     where = where_is(node) or f"inside {captured.module_name} ({node.name})"
     extra = {"hint": hint} if hint else {}
@@ -211,21 +201,35 @@ def import_graph(captured: Captured) -> Imported:
     Raises:
         UnsupportedModule: lists every operator without a conversion and every use that a conversion refuses.
     """
-    problems = unsupported_nodes(captured)
+    problems = list(captured.problems)
     importer = Importer(captured)
     params, env = _parameters(captured)
-    if not problems:
-        for node in captured.graph.nodes:
-            if node.op not in ("call_function", "get_attr"):
-                continue
-            try:
-                env[node] = importer.convert(node, env) if node.op == "call_function" else None
-            except Refused as refusal:
+    for node in captured.graph.nodes:
+        if node.op != "call_function":
+            continue
+        try:
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                raise Refused("a higher-order operator")
+            if node.target is not operator.getitem and node.target not in CONVERSIONS:
+                raise Refused("no conversion with training semantics")
+            env[node] = importer.convert(node, env)
+        except Refused as refusal:
+            if not any(problem.op == str(node.target) for problem in problems):
                 problems.append(_unsupported(captured, node, refusal.reason, refusal.hint))
-                break
+            env[node] = _stand_in(node.meta.get("val"))
     if problems:
         raise UnsupportedModule(captured.module_name, problems)
     return _finish(captured, importer, params, env)
+
+
+def _stand_in(value: Any) -> Any:
+    """A variable for what a refused node would compute, so that everything else that is refused is found too."""
+    if isinstance(value, tuple | list):
+        return tuple(_stand_in(field) for field in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    known = value.dtype if value.dtype in _DTYPES else torch.float32
+    return Var("refused", TensorType(tuple(int(extent) for extent in value.shape), _DTYPES[known]))
 
 
 def _parameters(captured: Captured) -> tuple[list[Var], dict[fx.Node, Any]]:
@@ -242,7 +246,7 @@ def _parameters(captured: Captured) -> tuple[list[Var], dict[fx.Node, Any]]:
     for node in nodes:
         if node.name in captured.placeholders:
             env[node] = params[captured.placeholders[node.name]]
-        elif isinstance(node.meta.get("val"), torch.Tensor):
+        elif node.name in captured.literals:
             env[node] = _lifted_constant(captured, node)
         else:
             env[node] = node.meta.get("val")

@@ -1,0 +1,90 @@
+"""Before compiling: which operations a module's call consists of, and which of them stand in the way."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.capture import capture, normalize_sample
+from bridge.errors import Unsupported, UnsupportedModule
+from bridge.lower import lower_captured
+from bridge.module_state import Snapshot
+
+__all__ = ["Coverage", "examine"]
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What :func:`examine` found; ``print`` it.
+
+    Attributes:
+        module_name: class name of the module.
+        operations: how often each distinct operation occurs in the captured graph; empty if there is no graph.
+        unsupported: what is not handled exactly, each with the user's source line and what to do.
+    """
+
+    module_name: str
+    operations: Counter[str]
+    unsupported: tuple[Unsupported, ...]
+
+    @property
+    def supported(self) -> tuple[str, ...]:
+        """The distinct operations that are handled, most frequent first."""
+        refused = {problem.op for problem in self.unsupported}
+        return tuple(op for op, _ in self.operations.most_common() if op not in refused)
+
+    @property
+    def percentage(self) -> float:
+        """Share of the distinct operations that are handled, in percent; 0 where no graph could be captured."""
+        return 100 * len(self.supported) / len(self.operations) if self.operations else 0.0
+
+    def __str__(self) -> str:
+        if not self.operations:
+            head = f"{self.module_name}: no graph could be captured"
+        else:
+            head = (
+                f"{self.module_name}: {len(self.supported)} of {len(self.operations)} distinct operations supported "
+                f"({self.percentage:.0f}%), {sum(self.operations.values())} operations in all"
+            )
+        if not self.unsupported:
+            return head + "\nnothing stands in the way of add_tvm_dispatch"
+        return "\n".join([head, "not supported:", *(f"  {problem}" for problem in self.unsupported)])
+
+    __repr__ = __str__
+
+
+def examine(module: nn.Module, sample_input: Any, *, sample_kwargs: dict[str, Any] | None = None) -> Coverage:
+    """Tells whether ``add_tvm_dispatch(module, sample_input)`` would succeed, without compiling or changing anything.
+
+    Args:
+        module: in the mode (train, eval) that is meant.
+        sample_input: a tensor (one positional argument), a tuple (positional) or a dict (keyword arguments).
+        sample_kwargs: further keyword arguments.
+
+    Raises:
+        TypeError: the sample does not fit the module.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
+    args, kwargs = normalize_sample(sample_input, sample_kwargs)
+    name = type(module).__name__
+    before = Snapshot(module)
+    operations: Counter[str] = Counter()
+    try:
+        captured = capture(module, args, kwargs)
+        operations.update(
+            str(node.target)
+            for node in captured.graph.nodes
+            if node.op == "call_function" and node.target is not operator.getitem
+        )
+        lower_captured(captured, grad=torch.is_grad_enabled())
+    except UnsupportedModule as refusal:
+        return Coverage(name, operations, refusal.ops)
+    finally:
+        before.restore()
+    return Coverage(name, operations, ())
