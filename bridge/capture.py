@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from bridge import witness as _witness
 from bridge.errors import Unsupported, UnsupportedModule, user_line
 from bridge.grad_regions import origin_of, prepare
+from bridge.kept import KEPT
 from bridge.module_state import Snapshot, hooks_of
 from bridge.tracing import capturing
 from bridge.witness import Draw, Output, Witness
@@ -30,22 +31,6 @@ __all__ = ["Captured", "ModuleTensor", "capture", "normalize_sample"]
 
 aten = torch.ops.aten
 
-# Operators that stay whole. The decompositions of the first ones only add noise; those of the others are right going
-# forward, but differentiated they give nan (or another number) where torch's own backward formula has none.
-_KEPT = (
-    aten.linear.default,
-    aten.matmul.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten.adaptive_avg_pool1d.default,
-    aten.binary_cross_entropy.default,
-    aten.hardsigmoid.default,
-    aten.log_sigmoid_forward.default,
-    aten.logit.default,
-    aten.sinc.default,
-    aten.softplus.default,
-    aten.threshold.default,
-    aten.xlogy.Tensor,
-)
 _PLAIN_ARGUMENTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.memory_format)
 
 
@@ -142,8 +127,8 @@ def normalize_sample(sample_input: Any, sample_kwargs: dict[str, Any] | None) ->
 def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     """Captures the call ``module(*args, **kwargs)`` in the module's current mode.
 
-    The module is not run on real numbers. It is left as it was, but for Python attributes that its first forward sets
-    once and for all.
+    The module is not run on real numbers. Python attributes that its forward sets are left set: callers that need the
+    module as it was take a :class:`bridge.module_state.Snapshot`.
 
     What the graph does not hold exactly (custom autograd functions, mutated arguments or Python state, ...) is listed
     in ``problems``; importing the graph refuses them together with the operators that have no conversion.
@@ -154,20 +139,8 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     name = type(module).__name__
     _refuse_hooks(module, name)
     _refuse_arguments(args, kwargs, name)
-    snapshot = Snapshot(module)
-    try:
-        return _capture_settled(module, args, kwargs, name)
-    except BaseException:
-        snapshot.restore()
-        raise
-
-
-def _capture_settled(module: nn.Module, args: tuple, kwargs: dict[str, Any], name: str) -> Captured:
-    """Captures; where forward sets Python attributes, once more from the state that it left.
-
-    An attribute that a second run leaves alone (a window size that is clipped once) is a constant from then on, and
-    what was captured holds for that state. A counter keeps changing and is refused.
-    """
+    # Where forward sets Python attributes, it is captured once more from the state that it left. An attribute that the
+    # second run leaves alone (a window size that is clipped once) is a constant from then on; a counter is refused.
     for settled in (False, True):
         before = Snapshot(module)
         with capturing():
@@ -285,7 +258,7 @@ class _Seen:
         self._run_witness(module, args, kwargs)
         draws_by_origin = self._draws_byorigin_of(exported)
         table = torch.export.default_decompositions()
-        for op in _KEPT:
+        for op in KEPT:
             table.pop(op, None)
         self.exported = exported.run_decompositions(table)
         self.draw_of = self._match_draws(draws_by_origin)

@@ -22,6 +22,7 @@ from bridge.compile import Program, compile_function
 from bridge.draws import Draws
 from bridge.guards import Guard
 from bridge.lower import Lowered, lower_captured
+from bridge.module_state import Snapshot
 from bridge.witness import Output
 
 __all__ = ["Entry", "compile_entry"]
@@ -261,8 +262,13 @@ def compile_entry(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, par
         UnsupportedModule, CompilationError: as :func:`bridge.lower.lower`.
     """
     started = time.perf_counter()
-    captured = capture(module, args, kwargs)
-    lowered = lower_captured(captured, grad=torch.is_grad_enabled(), partition=partition)
-    lowered.seconds = time.perf_counter() - started
-    arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    return Entry(Guard(module, captured, arguments), lowered, target)
+    before = Snapshot(module)
+    try:
+        captured = capture(module, args, kwargs)
+        lowered = lower_captured(captured, grad=torch.is_grad_enabled(), partition=partition)
+        lowered.seconds = time.perf_counter() - started
+        arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        return Entry(Guard(module, captured, arguments), lowered, target)
+    except BaseException:
+        before.restore()
+        raise
