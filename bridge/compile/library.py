@@ -76,14 +76,26 @@ def _stack(builder: Builder, call: Call) -> Operand:
 
 @register("relax.cumsum", "relax.cumprod")
 def _scan(builder: Builder, call: Call) -> Operand:
-    if call.attrs.axis is None or bool(call.attrs.exclusive):
+    """An exclusive scan starts with the neutral element and leaves the last one out."""
+    if call.attrs.axis is None:
         return NotImplemented
-    function = torch.cumsum if call.op.name == "relax.cumsum" else torch.cumprod
+    function, neutral = (torch.cumsum, 0) if call.op.name == "relax.cumsum" else (torch.cumprod, 1)
     axis, kind = int(call.attrs.axis), getattr(torch, dtype(call))
     out = builder.fresh(shape(call), dtype(call))
     operands = [tensor(builder, call.args[0])]
-    name = function.__name__
-    return emit(builder, name, operands, [out], lambda outs, args: function(args[0], axis, dtype=kind, out=outs[0]))[0]
+
+    def inclusive(outs: list[torch.Tensor], args: list[torch.Tensor]) -> None:
+        function(args[0], axis, dtype=kind, out=outs[0])
+
+    def exclusive(outs: list[torch.Tensor], args: list[torch.Tensor]) -> None:
+        count = args[0].shape[axis]
+        if count:
+            outs[0].narrow(axis, 0, 1).fill_(neutral)
+            rest = function(args[0].narrow(axis, 0, count - 1), axis, dtype=kind)
+            outs[0].narrow(axis, 1, count - 1).copy_(rest)
+
+    run = exclusive if call.attrs.exclusive else inclusive
+    return emit(builder, function.__name__, operands, [out], run)[0]
 
 
 @register("relax.gather_elements")
