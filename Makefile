@@ -11,7 +11,7 @@ train: $(STAMP)
 	$(BIN)/python -m benchmarks.train_bert $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
