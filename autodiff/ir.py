@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from tvm import relax
-from tvm.ir import Call, DictAttrs, IRModule, Op
+from tvm.ir import Call, DictAttrs, IRModule, Op, StringImm
 from tvm.ir import GenericConst as Constant
 from tvm.relax import (
     DataflowBlock,
@@ -44,6 +44,7 @@ __all__ = [
     "Op",
     "SeqExpr",
     "ShapeExpr",
+    "StringImm",
     "TensorType",
     "Tuple",
     "TupleGetItem",

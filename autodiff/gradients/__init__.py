@@ -9,6 +9,7 @@ from autodiff.gradients import (
     library,
     linalg,
     losses,
+    operators,
     reductions,
     shapes,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "library_gradient",
     "linalg",
     "losses",
+    "operators",
     "reductions",
     "refusal",
     "register",

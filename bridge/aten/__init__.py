@@ -12,6 +12,7 @@ from bridge.aten import (
     shape,
     sorting,
     special,
+    whole,
 )
 from bridge.aten.importer import Imported, import_graph
 from bridge.aten.registry import CONVERSIONS, Refused
@@ -32,4 +33,5 @@ __all__ = [
     "shape",
     "sorting",
     "special",
+    "whole",
 ]

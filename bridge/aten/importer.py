@@ -13,7 +13,7 @@ from torch import fx
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 from tvm import relax
 
-from autodiff.ir import Expr, Function, TensorType, Tuple, TupleType, Var, build_function, dtype, shape
+from autodiff.ir import Expr, Function, StringImm, TensorType, Tuple, TupleType, Var, build_function, dtype, shape
 from autodiff.library import call as library_call
 from bridge.aten.registry import CONVERSIONS, Refused
 from bridge.capture import Captured
@@ -109,7 +109,7 @@ class Importer:
         if isinstance(arg, bool | int | float):
             return relax.prim_value(int(arg) if isinstance(arg, bool) else arg)
         if isinstance(arg, str):
-            return relax.StringImm(arg)
+            return StringImm(arg)
         if isinstance(arg, list | tuple) and all(isinstance(item, int) for item in arg):
             return relax.ShapeExpr(list(arg))
         if isinstance(arg, list | tuple):

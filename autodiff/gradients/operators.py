@@ -1,0 +1,27 @@
+"""Gradients of operators that the library computes whole: its own derivatives."""
+
+from __future__ import annotations
+
+from tvm import relax
+
+from autodiff.gradients.registry import Emit, library_gradient
+from autodiff.ir import Call, Expr, ShapeExpr, TupleGetItem, TupleType, Var, is_float
+from autodiff.library import call as library_call
+
+__all__ = []
+
+
+@library_gradient("library.operator")
+def operator(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+    """dx_i = the library's vector-Jacobian product, a call for each tensor: one can be had without the others"""
+    name, arguments, *tensors = call.args
+    if isinstance(y.ty, TupleType):
+        outputs = [index for index, field in enumerate(y.ty.fields) if "float" in str(field.dtype)]
+        grads = [emit(TupleGetItem(g, index)) for index in outputs]
+    else:
+        outputs, grads = [0], [g]
+    partials = []
+    for index, tensor in enumerate(tensors):
+        args = [name, arguments, relax.prim_value(index), ShapeExpr(outputs), *tensors, *grads]
+        partials.append(library_call("operator_vjp", args, tensor.ty) if is_float(tensor) else None)
+    return [None, None, *partials]

@@ -1,0 +1,45 @@
+"""Operators that torch computes whole: a kernel of its own forward, its own derivative backward.
+
+The library call carries the operator's name and its arguments as text, with the tensors' places marked; see
+``operator`` in :mod:`autodiff.library`. The backward computes the operator again, so this is for operators that are
+rare or cheap beside what surrounds them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autodiff.ir import Expr
+from bridge.aten.registry import converts
+from bridge.kept import WHOLE
+
+__all__ = ["describe"]
+
+
+def describe(args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Expr]]:
+    """``(args, kwargs)`` as JSON in which ``{"tensor": i}`` stands for the i-th of the returned tensors."""
+    tensors: list[Expr] = []
+
+    def written(leaf: Any) -> Any:
+        if isinstance(leaf, Expr):
+            tensors.append(leaf)
+            return {"tensor": len(tensors) - 1}
+        if isinstance(leaf, torch.dtype):
+            return {"dtype": str(leaf).removeprefix("torch.")}
+        return leaf
+
+    text = json.dumps(pytree.tree_map(written, [list(args), kwargs]), sort_keys=True)
+    return text, tensors
+
+
+@converts(*WHOLE)
+def whole(importer, node, *args, **kwargs):
+    text, tensors = describe(args, kwargs)
+    made = importer.library("operator", [str(node.target), text, *tensors], node.meta["val"])
+    if isinstance(node.meta["val"], torch.Tensor):
+        return made
+    return tuple(importer.item(made, index) for index in range(len(node.meta["val"])))

@@ -1,0 +1,88 @@
+"""Operators that ``torch.export``'s decomposition leaves whole, and why."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["KEPT", "WHOLE"]
+
+aten = torch.ops.aten
+
+#: Computed by torch's own kernel, with torch's own derivative: see :mod:`bridge.aten.whole`. They are deterministic,
+#: functional (no views, no writes), their shapes do not depend on numbers, and a formula of ours would only be another
+#: rounding of the same thing.
+WHOLE = (
+    # special functions
+    aten.digamma.default,
+    aten.erfinv.default,
+    aten.i0.default,
+    aten.igamma.default,
+    aten.igammac.default,
+    aten.lgamma.default,
+    aten.mvlgamma.default,
+    aten.polygamma.default,
+    aten.special_airy_ai.default,
+    aten.special_bessel_j0.default,
+    aten.special_bessel_j1.default,
+    aten.special_entr.default,
+    aten.special_erfcx.default,
+    aten.special_i0e.default,
+    aten.special_i1.default,
+    aten.special_i1e.default,
+    aten.special_log_ndtr.default,
+    aten.special_ndtri.default,
+    aten.special_xlog1py.default,
+    # linear algebra with one answer; factors that are free up to signs (eigenvectors, QR, SVD) are not among it
+    aten._cdist_forward.default,
+    aten._linalg_det.default,
+    aten._linalg_slogdet.default,
+    aten._linalg_solve_ex.default,
+    aten.cholesky.default,
+    aten.cholesky_inverse.default,
+    aten.cholesky_solve.default,
+    aten.inverse.default,
+    aten.linalg_cholesky.default,
+    aten.linalg_cholesky_ex.default,
+    aten.linalg_householder_product.default,
+    aten.linalg_inv.default,
+    aten.linalg_inv_ex.default,
+    aten.linalg_lu.default,
+    aten.linalg_lu_factor.default,
+    aten.linalg_lu_factor_ex.default,
+    aten.linalg_lu_solve.default,
+    aten.linalg_matrix_exp.default,
+    aten.linalg_pinv.atol_rtol_tensor,
+    aten.linalg_solve.default,
+    aten.linalg_solve_ex.default,
+    aten.linalg_solve_triangular.default,
+    aten.lu_unpack.default,
+    aten.trace.default,
+    aten.triangular_solve.default,
+    # losses, sampling, scans
+    aten._ctc_loss.default,
+    aten._ctc_loss.Tensor,
+    aten._embedding_bag.default,
+    aten._pdist_forward.default,
+    aten.grid_sampler_2d.default,
+    aten.grid_sampler_3d.default,
+    aten.logcumsumexp.default,
+    aten.renorm.default,
+)
+
+#: Their decompositions only add noise, or are right going forward but, differentiated, give nan (or another number)
+#: where torch's own backward formula has none.
+KEPT = (
+    *WHOLE,
+    aten.linear.default,
+    aten.matmul.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten.adaptive_avg_pool1d.default,
+    aten.binary_cross_entropy.default,
+    aten.hardsigmoid.default,
+    aten.log_sigmoid_forward.default,
+    aten.logit.default,
+    aten.sinc.default,
+    aten.softplus.default,
+    aten.threshold.default,
+    aten.xlogy.Tensor,
+)
