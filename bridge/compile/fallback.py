@@ -6,8 +6,22 @@ import tvm
 from tvm import relax, s_tir, tirx
 from tvm.ir import GlobalVar, IRModule
 
-from autodiff.ir import Call, Constant, Expr, Tuple, TupleGetItem, TupleType, Var, bindings, build_function, op_name
-from bridge.compile.graph import Fallback, Operand, Value, whole
+from autodiff.ir import (
+    Call,
+    Constant,
+    Expr,
+    TensorType,
+    Tuple,
+    TupleGetItem,
+    TupleType,
+    Var,
+    bindings,
+    build_function,
+    dtype,
+    op_name,
+    shape,
+)
+from bridge.compile.graph import Fallback, Operand, Scalar, Value, whole
 from bridge.compile.translate import Builder, register
 
 __all__ = ["schedule"]
@@ -19,6 +33,8 @@ _VECTOR = 16
 @register("fallback")
 def _fallback(builder: Builder, call: Call) -> Operand | list[Operand]:
     """Legalize one call and add a node per PrimFunc. ``NotImplementedError`` if TVM cannot legalize it."""
+    if isinstance(call.ty, TensorType) and 0 in shape(call):  # nothing to compute, and TVM's index arithmetic divides
+        return builder.dense(Scalar(0, dtype(call), shape(call)))
     params: dict[Expr, Var] = {}
 
     def parameter(arg: Expr) -> Expr:

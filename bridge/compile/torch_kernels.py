@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autodiff.ir import Call, Expr, ShapeExpr, TensorType, Tuple, TupleType, Var
-from bridge.compile.graph import LibraryCall, Operand, whole
+from bridge.compile.graph import LibraryCall, Operand, Scalar, whole
 from bridge.compile.library import tensor
 from bridge.compile.translate import Builder, number, register
 
@@ -60,7 +60,7 @@ def _own(value: torch.Tensor, inputs: list[torch.Tensor]) -> torch.Tensor:
 def _decoder(builder: Builder, arg: Expr, operands: list[Operand]) -> Callable[[list[torch.Tensor]], Any]:
     """Reads one argument at run time; tensors are taken from the list that the step is called with."""
     if (isinstance(arg, Var) and isinstance(arg.ty, TupleType)) or isinstance(arg, Tuple):
-        fields = builder.get(arg) if isinstance(arg, Var) else [tensor(builder, field) for field in arg.fields]
+        fields = [builder.dense(f) if isinstance(f, Scalar) else f for f in builder.get(arg)]
         first = len(operands)
         operands.extend(fields)
         return lambda tensors: tensors[first : first + len(fields)]
