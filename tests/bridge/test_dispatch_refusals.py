@@ -152,6 +152,15 @@ class OwnGenerator(Base):
         return copied
 
 
+class Reseeds(Base):
+    """Seeds the default generator in the middle of forward, which no graph records."""
+
+    def forward(self, x):
+        y = self.linear(x)
+        torch.manual_seed(42)
+        return self.dropout(y)
+
+
 class LeavesForNumpy(Base):
     def forward(self, x):
         y = self.dropout(self.linear(x))
@@ -178,6 +187,7 @@ REFUSED = [
     (GradientHook, "hook", ""),
     (UnsupportedDraw, "poisson", "torch.poisson(torch.ones_like(x))"),
     (OwnGenerator, "generator", ""),
+    (Reseeds, "seed", "torch.manual_seed(42)"),
     (LeavesForNumpy, "", ""),
     (ComplexNumbers, "", "torch.fft.rfft"),
 ]
