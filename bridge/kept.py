@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["KEPT", "WHOLE"]
+__all__ = ["KEPT", "UPSAMPLES", "WHOLE"]
 
 aten = torch.ops.aten
 
@@ -12,13 +12,19 @@ aten = torch.ops.aten
 #: functional (no views, no writes), their shapes do not depend on numbers, and a formula of ours would only be another
 #: rounding of the same thing.
 WHOLE = (
-    # special functions
+    # special functions, and element-wise ones with singular points
+    aten.angle.default,
     aten.digamma.default,
     aten.erfinv.default,
+    aten.frexp.Tensor,
+    aten.hypot.default,
     aten.i0.default,
     aten.igamma.default,
     aten.igammac.default,
+    aten.ldexp.Tensor,
     aten.lgamma.default,
+    aten.logaddexp.default,
+    aten.logaddexp2.default,
     aten.mvlgamma.default,
     aten.polygamma.default,
     aten.special_airy_ai.default,
@@ -58,21 +64,43 @@ WHOLE = (
     aten.lu_unpack.default,
     aten.trace.default,
     aten.triangular_solve.default,
-    # losses, sampling, scans
+    # losses, sampling, scans, reductions and writes with ties
     aten._ctc_loss.default,
     aten._ctc_loss.Tensor,
     aten._embedding_bag.default,
     aten._pdist_forward.default,
+    aten.dist.default,
+    aten.fractional_max_pool2d.default,
+    aten.fractional_max_pool3d.default,
     aten.grid_sampler_2d.default,
     aten.grid_sampler_3d.default,
+    aten.index_reduce.default,
     aten.logcumsumexp.default,
+    aten.masked_scatter.default,
+    aten.median.default,
+    aten.nanmedian.default,
+    aten.put.default,
     aten.renorm.default,
+    aten.scatter.reduce,
+    aten.scatter.value_reduce,
+    aten.scatter_reduce.two,
 )
+
+#: Interpolations, with torch's name for the library's mode: torch has kernels for both directions.
+UPSAMPLES = {
+    getattr(aten, f"{prefix}upsample_{mode}"): mode
+    for prefix, modes in (
+        ("", ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d")),
+        ("_", ("nearest_exact1d", "nearest_exact2d", "nearest_exact3d", "bilinear2d_aa", "bicubic2d_aa")),
+    )
+    for mode in modes
+}
 
 #: Their decompositions only add noise, or are right going forward but, differentiated, give nan (or another number)
 #: where torch's own backward formula has none.
 KEPT = (
     *WHOLE,
+    *(overload for packet in UPSAMPLES for overload in (packet.default, packet.vec)),
     aten.linear.default,
     aten.matmul.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,

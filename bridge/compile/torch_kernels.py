@@ -259,22 +259,24 @@ def binary_cross_entropy(x, target):
     return aten.binary_cross_entropy(x, target, None, 0)
 
 
-def _upsampling(mode: str, align_corners: int, scales: tuple[float, ...]) -> list[Any]:
-    """The options behind the sizes: ``align_corners`` but for nearest, then one scale per axis."""
+def _upsampling(mode: str, direction: str, align_corners: int, scales: tuple[float, ...]) -> tuple[Any, list[Any]]:
+    """The operator, and the options behind the sizes: ``align_corners`` but for nearest, then one scale per axis."""
+    prefix = "_" if "exact" in mode or mode.endswith("aa") else ""
+    operator = getattr(aten, f"{prefix}upsample_{mode}{direction}").default
     given = [scale or None for scale in scales]
-    return given if mode.startswith(("nearest", "_nearest")) else [bool(align_corners), *given]
+    return operator, given if mode.startswith("nearest") else [bool(align_corners), *given]
 
 
 @kernel("upsample")
 def upsample(x, mode, output_size, align_corners, *scales):
-    operator = getattr(aten, f"upsample_{mode}").default
-    return operator(x, output_size, *_upsampling(mode, align_corners, scales))
+    operator, options = _upsampling(mode, "", align_corners, scales)
+    return operator(x, output_size, *options)
 
 
 @kernel("upsample_backward")
 def upsample_backward(grad, extents, mode, output_size, align_corners, *scales):
-    operator = getattr(aten, f"upsample_{mode}_backward").default
-    return operator(grad, output_size, extents, *_upsampling(mode, align_corners, scales))
+    operator, options = _upsampling(mode, "_backward", align_corners, scales)
+    return operator(grad, output_size, extents, *options)
 
 
 def _operator(name: str, arguments: str, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

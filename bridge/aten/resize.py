@@ -1,0 +1,29 @@
+"""Interpolation to another size: the library's kernels, forward and backward."""
+
+from __future__ import annotations
+
+from bridge.aten.registry import converts
+from bridge.kept import UPSAMPLES
+
+__all__: list[str] = []
+
+
+@converts(*(packet.vec for packet in UPSAMPLES))
+def upsample_vec(importer, node, x, output_size, *rest):
+    """``rest``: align_corners (not for nearest modes), then the scale factors or ``None``."""
+    *corners, factors = rest
+    extents = importer.out(node).shape[2:]
+    return _upsample(importer, node, x, extents, *corners, *(factors or [None] * len(extents)))
+
+
+@converts(*(packet.default for packet in UPSAMPLES))
+def upsample(importer, node, x, output_size, *rest):
+    return _upsample(importer, node, x, output_size, *rest)
+
+
+def _upsample(importer, node, x, extents, *rest):
+    mode = UPSAMPLES[node.target.overloadpacket]
+    aligned, scales = (False, rest) if mode.startswith("nearest") else (rest[0], rest[1:])
+    scales = [float(scale or 0) for scale in (*scales, *[None] * (len(extents) - len(scales)))]
+    args = [x, mode, [int(extent) for extent in extents], bool(aligned), *scales]
+    return importer.library("upsample", args, importer.out(node))
