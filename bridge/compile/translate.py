@@ -34,7 +34,7 @@ from autodiff.ir import (
 )
 from bridge.compile import views
 from bridge.compile.graph import Graph, Node, Operand, Pointwise, Reduction, Scalar, Value, whole
-from bridge.compile.pointwise import compute_type
+from bridge.compile.pointwise import EXPENSIVE, compute_type
 from bridge.compile.reduction import identity
 from bridge.compile.space import make_space
 
@@ -83,6 +83,8 @@ class Builder:
         self.nodes: list[Node] = []
         self.constants: dict[Value, torch.Tensor] = {}
         self._literals: dict[Constant, Operand | Scalar] = {}
+        self._producers: dict[Value, Pointwise] = {}
+        self._copies: dict[Operand | Scalar, Operand] = {}
         self._hint = "t"
 
     def get(self, expr: Expr) -> Operand | Scalar | list:
@@ -118,6 +120,8 @@ class Builder:
 
     def add(self, node: Node) -> Node:
         self.nodes.append(node)
+        if isinstance(node, Pointwise):
+            self._producers[node.out] = node
         return node
 
     def pointwise(self, op: str, operands: Sequence[Operand | Scalar], element_type: str) -> Operand:
@@ -206,6 +210,33 @@ class Builder:
         """A value of its own that holds the operand's elements in order, unless it already is one."""
         if isinstance(operand, Operand) and views.is_dense(operand.view) and operand.view.numel == operand.value.numel:
             return operand
+        return self.copy(operand)
+
+    def copy(self, operand: Operand | Scalar) -> Operand:
+        """The operand's elements in order, in a value of their own.
+
+        What is a permutation of the result of cheap arithmetic is computed in the new order from the start: a bias is
+        added while the heads are transposed, and where nothing else reads the first order it is never stored.
+        """
+        if operand not in self._copies:
+            self._copies[operand] = self._copy(operand)
+        return self._copies[operand]
+
+    def _copy(self, operand: Operand | Scalar) -> Operand:
+        node = self._producers.get(operand.value) if isinstance(operand, Operand) else None
+        if node is not None and node.op not in EXPENSIVE:
+            reads = [read for read in node.operands if isinstance(read, Operand)]
+            large = [read for read in reads if 4 * read.value.numel > node.out.numel]
+            moved = [
+                Scalar(read.number, read.dtype, operand.shape)
+                if isinstance(read, Scalar)
+                else (view := views.compose(operand.view, read.view)) and Operand(read.value, view)
+                for read in node.operands
+            ]
+            if len(large) <= 1 and all(moved) and self._walkable(moved, operand.view.numel, None) is moved:
+                out = self.fresh(operand.shape, operand.dtype)
+                self.add(Pointwise(node.op, tuple(moved), out))
+                return whole(out)
         return self.pointwise("copy", [operand], operand.dtype)
 
     def expand(self, operand: Operand | Scalar, extents: Sequence[int]) -> Operand | Scalar:
@@ -219,7 +250,7 @@ class Builder:
         view = views.reshape(operand.view, extents)
         if view is not None:
             return Operand(operand.value, view)
-        copy = self.pointwise("copy", [operand], operand.dtype)
+        copy = self.copy(operand)
         return Operand(copy.value, views.dense(extents))
 
     def view(self, operand: Operand | Scalar, function: Callable[[views.View], views.View]) -> Operand | Scalar:

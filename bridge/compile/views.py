@@ -12,7 +12,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["View", "dense", "dense_strides", "expand", "is_dense", "merged", "permute", "reshape", "slice_view"]
+__all__ = [
+    "View",
+    "compose",
+    "dense",
+    "dense_strides",
+    "expand",
+    "is_dense",
+    "merged",
+    "permute",
+    "reshape",
+    "slice_view",
+]
 
 
 @dataclass(frozen=True)
@@ -97,6 +108,32 @@ def slice_view(view: View, axis: int, begin: int, end: int, step: int) -> View:
     offset = view.offset + (begin * strides[axis] if extent else 0)
     shape[axis], strides[axis] = extent, strides[axis] * step
     return View(tuple(shape), tuple(strides), offset)
+
+
+def compose(outer: View, inner: View) -> View | None:
+    """``inner`` read through a permutation of its elements, or ``None`` where no strides express it.
+
+    ``outer`` is a view on the dense tensor of ``inner``'s elements. It must be a permutation of all of them (no
+    offset, no broadcast, no slice): then the coordinates of its dimensions never carry into one another.
+    """
+    step = 1
+    for extent, stride in sorted(merged(outer), key=lambda dim: dim[1]):
+        if stride != step:
+            return None
+        step *= extent
+    if outer.offset or step != inner.numel or outer.numel != inner.numel:
+        return None
+    ranges, low = [], 1  # which strides of the dense numbering each dimension of inner covers
+    for extent, stride in reversed(merged(inner)):
+        ranges.append((low, low * extent, stride))
+        low *= extent
+    strides = []
+    for extent, stride in zip(outer.shape, outer.strides, strict=True):
+        covering = [dim for dim in ranges if dim[0] <= stride and stride * extent <= dim[1]]
+        if extent != 1 and not covering:
+            return None
+        strides.append(0 if extent == 1 else covering[0][2] * (stride // covering[0][0]))
+    return View(outer.shape, tuple(strides), inner.offset)
 
 
 def reshape(view: View, shape: Sequence[int]) -> View | None:

@@ -246,3 +246,18 @@ def test_row_fusion_makes_one_kernel():
     wanted = torch.ops.aten.native_layer_norm_backward(g, x, (96,), mean, rstd, w, w, (True, True, True))
     for our, their in zip(compiled([g, x, w]), wanted, strict=True):
         assert_same(our, their, rtol=1e-3, atol=1e-4)
+
+
+def test_a_bias_is_added_while_heads_are_transposed():
+    def heads(emit, x, b):
+        y = emit(R.reshape(emit(R.add(x, b)), (2, 16, 4, 8)))
+        turned = emit(R.permute_dims(y, [0, 2, 1, 3]))
+        return [emit(R.matmul(turned, emit(R.permute_dims(turned, [0, 1, 3, 2]))))]
+
+    compiled = program([((32, 32), FLOAT), ((32,), FLOAT)], heads)
+    kernels = [step for step in compiled.steps if isinstance(step, KernelStep)]
+    assert kernels and all("copy" not in step.ops for step in kernels), str(compiled)
+    torch.manual_seed(0)
+    x, b = torch.randn(32, 32), torch.randn(32)
+    turned = (x + b).reshape(2, 16, 4, 8).permute(0, 2, 1, 3)
+    assert_same(compiled([x, b])[0], turned @ turned.mT, rtol=1e-5, atol=1e-5)
