@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import torch
 
 __all__ = ["capturing", "is_capturing"]
 
@@ -18,9 +21,18 @@ def is_capturing() -> bool:
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """While active, dispatched modules called from this thread run eager, uncounted."""
+    """While active, dispatched modules called from this thread run eager, uncounted.
+
+    The default generator is left as it was, even if the traced code seeds it.
+    """
     _state.depth = getattr(_state, "depth", 0) + 1
+    generator = torch.get_rng_state()
     try:
-        yield
+        with warnings.catch_warnings():
+            # torch copies its own pytree specs in a way that it deprecated
+            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+            yield
     finally:
         _state.depth -= 1
+        if not torch.equal(torch.get_rng_state(), generator):
+            torch.set_rng_state(generator)

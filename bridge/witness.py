@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -204,6 +205,7 @@ class _Watch:
             self._detached.add(_storage(result))
 
 
+_RESEEDING = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
 _APPLY = torch.autograd.Function.apply.__func__.__code__
 
 
@@ -230,6 +232,26 @@ def _exporting_flag():
         yield
     finally:
         torch.compiler._is_exporting_flag = before
+
+
+@contextmanager
+def _generator_watch(watch: _Watch):
+    """Complains when forward seeds a generator or sets its state: replayed draws would not follow.
+
+    Nothing of torch's dispatcher passes there, so this listens to the interpreter's calls of C functions.
+    """
+
+    def listen(frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_call" and isinstance(getattr(called, "__self__", None), torch.Generator):
+            if called.__name__ in _RESEEDING:
+                watch.complain(f"torch.Generator.{called.__name__}", "changes a random generator inside forward")
+
+    before = sys.getprofile()
+    sys.setprofile(listen)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 def record_draws(run: Callable[[], Any], draws: list[Draw]) -> Any:
@@ -260,7 +282,8 @@ def observe(
     argument_leaves = torch.utils._pytree.tree_leaves((args, kwargs))
     watch = _Watch(argument_leaves, parameters)
     witness = Witness(unsupported=watch.unsupported)
-    with mode, _exporting_flag(), _InPlaceWatcher(watch), _DrawRecorder(witness.draws, watch.complain):
+    recorders = _InPlaceWatcher(watch), _DrawRecorder(witness.draws, watch.complain)
+    with mode, _exporting_flag(), _generator_watch(watch), recorders[0], recorders[1]:
         result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
     for tensor in set(state.values()) - set(parameters):
         if tensor.requires_grad and tensor.grad_fn is not None:
