@@ -54,16 +54,27 @@ def exp(e: Emitter, x: Expr) -> Expr:
     # Beyond these, the result is inf or rounds to zero; comparisons with nan are false, so nan passes through.
     x = e.bind(e.select(x > e.const(89.0, "float32"), e.const(89.0, "float32"), x))
     x = e.bind(e.select(x < e.const(-104.0, "float32"), e.const(-104.0, "float32"), x))
+    p, whole = _reduced(e, x)
+    # Two factors, because 2**n alone leaves the float range at both ends.
+    half = e.bind(tirx.shift_right(whole, e.const(1, "int32")))
+    return e.bind(p * _power_of_two(e, half) * _power_of_two(e, whole - half))
+
+
+def _exp_within(e: Emitter, x: Expr) -> Expr:
+    """``exp`` where ``|x| < 87`` is known (or nan): no clamping, and one factor."""
+    p, whole = _reduced(e, e.bind(x))
+    return e.bind(p * _power_of_two(e, whole))
+
+
+def _reduced(e: Emitter, x: Expr) -> tuple[Expr, Expr]:
+    """``exp(r)`` and the integer ``n`` of ``x = n ln 2 + r``."""
     shifted = e.bind(e.fma(x, e.const(1 / math.log(2.0), "float32"), e.const(_ROUNDER, "float32")))
     n = e.bind(shifted - e.const(_ROUNDER, "float32"))
     r = e.bind(e.fma(n, e.const(-_LN2_HIGH, "float32"), x))
     r = e.bind(e.fma(n, e.const(-_LN2_LOW, "float32"), r))
     p = e.polynomial(r, _EXP)
     p = e.bind(e.fma(p, e.bind(r * r), r) + e.const(1.0, "float32"))
-    # Two factors, because 2**n alone leaves the float range at both ends.
-    whole = e.bind(e.reinterpret(shifted, "int32") - e.const(0x4B400000, "int32"))
-    half = e.bind(tirx.shift_right(whole, e.const(1, "int32")))
-    return e.bind(p * _power_of_two(e, half) * _power_of_two(e, whole - half))
+    return p, e.bind(e.reinterpret(shifted, "int32") - e.const(0x4B400000, "int32"))
 
 
 def _power_of_two(e: Emitter, n: Expr) -> Expr:
@@ -117,7 +128,9 @@ def tanh(e: Emitter, x: Expr) -> Expr:
     small = e.fma(e.bind(e.polynomial(z, _TANH) * z), x, x)
     magnitude = _magnitude(e, x)
     one = e.const(1.0, "float32")
-    large = e.bind(one - e.const(2.0, "float32") / (exp(e, magnitude + magnitude) + one))
+    ten = e.const(10.0, "float32")  # tanh(10) rounds to 1
+    clamped = e.bind(e.select(magnitude > ten, ten, magnitude))
+    large = e.bind(one - e.const(2.0, "float32") / (_exp_within(e, clamped + clamped) + one))
     result = e.bind(e.select(magnitude < e.const(0.625, "float32"), small, large))
     return e.bind(_sign_of(e, result, x))  # of zero too
 
@@ -133,7 +146,7 @@ def erf(e: Emitter, x: Expr) -> Expr:
     clamped = e.bind(e.select(magnitude > four, four, magnitude))
     q = e.polynomial(clamped, _ERF_LARGE)
     one = e.const(1.0, "float32")
-    large = e.bind(one - exp(e, e.const(-1.0, "float32") * (clamped * q)))
+    large = e.bind(one - _exp_within(e, e.const(-1.0, "float32") * (clamped * q)))
     result = e.bind(e.select(magnitude < one, small, large))
     return e.bind(_sign_of(e, result, x))
 
