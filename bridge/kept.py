@@ -1,10 +1,10 @@
-"""Operators that ``torch.export``'s decomposition leaves whole, and why."""
+"""Operators that ``torch.export``'s decomposition leaves whole or takes apart in another way, and why."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["KEPT", "UPSAMPLES", "WHOLE"]
+__all__ = ["KEPT", "REPLACED", "UPSAMPLES", "WHOLE"]
 
 aten = torch.ops.aten
 
@@ -14,9 +14,14 @@ aten = torch.ops.aten
 WHOLE = (
     # special functions, and element-wise ones with singular points
     aten.angle.default,
+    aten.clamp.Tensor,
+    aten.copysign.Tensor,
+    aten.copysign.Scalar,
+    aten.cumprod.default,
     aten.digamma.default,
     aten.erfinv.default,
     aten.frexp.Tensor,
+    aten.hardsigmoid.default,
     aten.hypot.default,
     aten.i0.default,
     aten.igamma.default,
@@ -26,7 +31,9 @@ WHOLE = (
     aten.logaddexp.default,
     aten.logaddexp2.default,
     aten.mvlgamma.default,
+    aten.nextafter.default,
     aten.polygamma.default,
+    aten.round.decimals,
     aten.special_airy_ai.default,
     aten.special_bessel_j0.default,
     aten.special_bessel_j1.default,
@@ -38,6 +45,7 @@ WHOLE = (
     aten.special_log_ndtr.default,
     aten.special_ndtri.default,
     aten.special_xlog1py.default,
+    aten.xlogy.Tensor,
     # linear algebra with one answer; factors that are free up to signs (eigenvectors, QR, SVD) are not among it
     aten._cdist_forward.default,
     aten._linalg_det.default,
@@ -62,6 +70,7 @@ WHOLE = (
     aten.linalg_solve_ex.default,
     aten.linalg_solve_triangular.default,
     aten.lu_unpack.default,
+    aten.ormqr.default,
     aten.trace.default,
     aten.triangular_solve.default,
     # losses, sampling, scans, reductions and writes with ties
@@ -69,21 +78,32 @@ WHOLE = (
     aten._ctc_loss.Tensor,
     aten._embedding_bag.default,
     aten._pdist_forward.default,
+    aten._trilinear.default,
     aten.dist.default,
     aten.fractional_max_pool2d.default,
     aten.fractional_max_pool3d.default,
     aten.grid_sampler_2d.default,
     aten.grid_sampler_3d.default,
+    aten.huber_loss.default,
     aten.index_reduce.default,
     aten.logcumsumexp.default,
     aten.masked_scatter.default,
+    aten.max.default,
+    aten.max_pool2d_with_indices_backward.default,
     aten.median.default,
+    aten.min.default,
+    aten.multi_margin_loss.default,
+    aten.multilabel_margin_loss_forward.default,
     aten.nanmedian.default,
+    aten.prod.default,
+    aten.prod.dim_int,
     aten.put.default,
     aten.renorm.default,
     aten.scatter.reduce,
     aten.scatter.value_reduce,
     aten.scatter_reduce.two,
+    aten.smooth_l1_loss.default,
+    aten.soft_margin_loss.default,
 )
 
 #: Interpolations, with torch's name for the library's mode: torch has kernels for both directions.
@@ -106,11 +126,21 @@ KEPT = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten.adaptive_avg_pool1d.default,
     aten.binary_cross_entropy.default,
-    aten.hardsigmoid.default,
+    aten.celu.default,
+    aten.hardswish.default,
     aten.log_sigmoid_forward.default,
     aten.logit.default,
     aten.sinc.default,
     aten.softplus.default,
     aten.threshold.default,
-    aten.xlogy.Tensor,
 )
+
+
+def _softshrink(x: torch.Tensor, lambd: float = 0.5) -> torch.Tensor:
+    """torch's own one multiplies by zero where the result is zero; nan has a gradient of one."""
+    flat = torch.where(x == x, 0.0, x)
+    return torch.where(x > lambd, x - lambd, torch.where(x < -lambd, x + lambd, flat))
+
+
+#: Decompositions used instead of torch's.
+REPLACED = {aten.softshrink.default: _softshrink}

@@ -139,10 +139,10 @@ def selu(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
 
 @gradient("relax.clip")
 def clip(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """dx = g where min <= x <= max, else 0"""
+    """dx = g where min <= x <= max, else 0, nan included"""
     x, low, high = call.args
-    outside = op.logical_or(op.less(x, const(low.value, x)), op.greater(x, const(high.value, x)))
-    return [op.where(outside, zeros_like(x), g), None, None]
+    inside = op.logical_and(op.greater_equal(x, const(low.value, x)), op.less_equal(x, const(high.value, x)))
+    return [op.where(inside, g, zeros_like(x)), None, None]
 
 
 @gradient("relax.astype")

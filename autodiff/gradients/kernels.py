@@ -40,9 +40,10 @@ def picking(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
 
 @library_gradient("library.atan2")
 def atan2(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """da = g b / (a^2 + b^2); db = -g a / (a^2 + b^2)"""
+    """da = g b / (a^2 + b^2); db = -g a / (a^2 + b^2); 0 where both are 0"""
     a, b = call.args
-    scaled = emit(g / emit(emit(a * a) + emit(b * b)))
+    square = emit(emit(a * a) + emit(b * b))
+    scaled = emit(op.where(op.equal(square, const(0, a)), const(0, a), g / square))
     return [scaled * b, op.negative(emit(scaled * a))]
 
 

@@ -48,15 +48,15 @@ def std(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
 
 @gradient("relax.max", "relax.min")
 def extremum(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """dx = g / count where x = y, count the number of such x along the reduced axes (ties share evenly)"""
+    """dx = g / count where x = y, count the number of such x (ties share evenly); nan where y is nan"""
     (x,) = call.args
     if not shape(x):
         return [g]
     hit = emit(op.equal(x, keep_axes(y, call, emit)))
     wide = "float64" if dtype(x) == "float64" else "float32"  # counts in half types would be inexact
     count = emit(op.sum(op.astype(hit, wide), axes_of(call), keepdims=True))
-    share = op.astype(emit(op.astype(keep_axes(g, call, emit), wide) / count), dtype(x))
-    return [op.where(hit, share, const(0, x))]
+    shared = emit(op.where(hit, op.astype(keep_axes(g, call, emit), wide), const(0.0, count)))
+    return [op.astype(shared / count, dtype(x))]
 
 
 @gradient("relax.prod", wide=True)

@@ -8,6 +8,7 @@ from tvm import relax
 
 from autodiff.ir import dtype, numel, shape
 from bridge.aten.registry import Refused, converts
+from bridge.aten.whole import whole
 
 aten = torch.ops.aten
 op = relax.op
@@ -34,7 +35,7 @@ def _cut(importer, x, extents, dim):
 @converts(aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
 def scatter(importer, node, x, dim, index, source):
     if not shape(x):
-        raise Refused("a scatter into a 0-d tensor")
+        return whole(importer, node, x, dim, index, source)
     reduction = "add" if node.target is aten.scatter_add.default else "update"
     if isinstance(source, int | float):
         fill = op.full(shape(index), importer.constant(source, dtype(x)), dtype(x))
@@ -60,6 +61,8 @@ def index(importer, node, x, indices):
 
 @converts(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(importer, node, x, indices, values, accumulate=False):
+    if any(index is not None and dtype(index) in ("bool", "uint8") for index in indices):
+        return _masked_put(importer, node, x, indices, values, accumulate)
     dims, given = _positions(indices)
     blank = torch.empty(shape(x), device="meta")
     fakes = [slice(None)] * len(shape(x))
@@ -70,6 +73,24 @@ def index_put(importer, node, x, indices, values, accumulate=False):
     padded = (1,) * (len(target) - len(shape(values))) + shape(values)
     values = importer.expand(importer.reshape(values, padded), target)
     return importer.library("index_put", [x, values, dims, given, bool(accumulate)], importer.out(node))
+
+
+def _masked_put(importer, node, x, indices, values, accumulate):
+    """One value behind a mask over the leading axes is a selection; the rest is the library's."""
+    (mask, *others) = indices
+    one = numel(values) == 1 and dtype(values) == dtype(x)
+    if others or mask is None or dtype(mask) != "bool" or accumulate or not one:
+        return whole(importer, node, x, indices, values, accumulate)
+    mask = importer.reshape(mask, (*shape(mask), *[1] * (len(shape(x)) - len(shape(mask)))))
+    value = importer.reshape(values, (1,) * len(shape(x)))
+    return importer.emit(op.where(mask, value, x))
+
+
+@converts(aten.as_strided_scatter.default)
+def as_strided_scatter(importer, node, x, source, *geometry, **named):
+    if not node.args[0].meta["val"].is_contiguous():
+        raise Refused("as_strided_scatter into a tensor that is not contiguous")
+    return whole(importer, node, x, source, *geometry, **named)
 
 
 @converts(aten.index_select.default)

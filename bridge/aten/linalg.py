@@ -8,7 +8,8 @@ import torch
 from tvm import relax
 
 from autodiff.ir import dtype, shape
-from bridge.aten.registry import Refused, converts
+from bridge.aten.registry import converts
+from bridge.aten.whole import whole
 
 aten = torch.ops.aten
 op = relax.op
@@ -17,17 +18,21 @@ op = relax.op
 @converts(aten.mm.default, aten.bmm.default, aten.matmul.default, aten.mv.default, aten.dot.default)
 def matmul(importer, node, x, y):
     if "float" not in dtype(x):
-        raise Refused(f"a matrix product of {dtype(x)}")
+        return whole(importer, node, x, y)
     return importer.emit(op.matmul(x, y))
 
 
 @converts(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
 def addmm(importer, node, bias, x, y, *, beta=1, alpha=1):
+    if "float" not in dtype(x):
+        return whole(importer, node, bias, x, y, beta=beta, alpha=alpha)
     return _combined(importer, matmul(importer, node, x, y), bias, beta, alpha)
 
 
 @converts(aten.addbmm.default)
 def addbmm(importer, node, bias, x, y, *, beta=1, alpha=1):
+    if "float" not in dtype(x):
+        return whole(importer, node, bias, x, y, beta=beta, alpha=alpha)
     product = importer.emit(op.sum(matmul(importer, node, x, y), axis=[0]))
     return _combined(importer, product, bias, beta, alpha)
 
@@ -44,6 +49,8 @@ def _combined(importer, product, bias, beta, alpha):
 
 @converts(aten.linear.default)
 def linear(importer, node, x, weight, bias=None):
+    if "float" not in dtype(x):
+        return whole(importer, node, x, weight, bias)
     # one 2-d product, so that the weight's gradient is one 2-d product too
     *leading, features = shape(x)
     rows = importer.reshape(x, (math.prod(leading), features))

@@ -7,6 +7,7 @@ from tvm import relax
 
 from autodiff.ir import dtype, is_float
 from bridge.aten.registry import Refused, converts
+from bridge.aten.whole import whole
 
 aten = torch.ops.aten
 op = relax.op
@@ -195,16 +196,15 @@ def pow_scalar(importer, node, x, exponent):
     if exponent == 3:
         return importer.emit(op.multiply(importer.emit(op.multiply(x, x)), x))
     if not is_float(x):
-        raise Refused(f"an integer tensor to the power {exponent}", "cast it to a floating point type first")
+        return whole(importer, node, x, exponent)
     return importer.emit(op.power(x, importer.constant(exponent, dtype(x))))
 
 
 @converts(aten.pow.Tensor_Tensor, aten.pow.Scalar)
 def pow_tensor(importer, node, x, y):
-    x, y = importer.operands(node, x, y)
-    if not is_float(x):
-        raise Refused("an integer power of integers", "cast to a floating point type first")
-    return importer.emit(op.power(x, y))
+    if not importer.out(node).is_floating_point():
+        return whole(importer, node, x, y)
+    return importer.emit(op.power(*importer.operands(node, x, y)))
 
 
 @converts(aten.maximum.default)
@@ -225,18 +225,6 @@ def fmax(importer, node, x, y):
     return importer.emit(op.where(importer.emit(keep), x, y))
 
 
-@converts(aten.clamp.Tensor)
-def clamp_tensor(importer, node, x, lower=None, upper=None):
-    (x,) = importer.operands(node, x)
-    for bound, beyond in ((lower, op.less), (upper, op.greater)):
-        if bound is None:
-            continue
-        (bound,) = importer.operands(node, bound)
-        outside = op.logical_or(importer.emit(beyond(x, bound)), importer.emit(op.not_equal(bound, bound)))
-        x = importer.emit(op.where(importer.emit(outside), bound, x))
-    return x
-
-
 @converts(aten.clamp.default)
 def clamp(importer, node, x, lower=None, upper=None):
     (x,) = importer.operands(node, x)
@@ -248,8 +236,6 @@ def _bounds(element_type, lower, upper):
     info = torch.iinfo(getattr(torch, element_type)) if "float" not in element_type else None
     lower = (info.min if info else float("-inf")) if lower is None else lower
     upper = (info.max if info else float("inf")) if upper is None else upper
-    if lower > upper:  # torch: every element becomes the upper bound
-        raise Refused(f"clamp with min={lower} > max={upper}")
     return lower, upper
 
 

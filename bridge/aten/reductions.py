@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from tvm import relax
 
 from autodiff.ir import dtype, is_float, numel, shape
 from bridge.aten.registry import Refused, converts
+from bridge.aten.whole import whole
 
 aten = torch.ops.aten
 op = relax.op
@@ -65,17 +68,18 @@ def all_(importer, node, x, dims=None, keepdim=False):
 @converts(aten.var.correction)
 def var(importer, node, x, dim=None, *, correction=1, keepdim=False):
     axes = axes_of(x, dim)
-    count = 1
-    for axis in axes:
-        count *= shape(x)[axis]
+    count = math.prod(shape(x)[axis] for axis in axes)
     correction = 1 if correction is None else correction
-    if count - correction <= 0:
-        raise Refused(f"variance of {count} values with correction {correction}")
-    mean_ = importer.emit(op.mean(x, axis=axes, keepdims=True))
-    centred = importer.emit(op.subtract(x, mean_))
-    squares = importer.emit(op.multiply(centred, centred))
-    total = reduce(importer, op.sum, squares, axes, keepdim)
-    return importer.emit(op.divide(total, importer.constant(float(count - correction), dtype(x))))
+    if not axes or count - correction <= 0:
+        return whole(importer, node, x, dim, correction=correction, keepdim=keepdim)
+    biased = reduce(importer, op.variance, x, axes, keepdim)
+    return importer.emit(op.multiply(biased, importer.constant(count / (count - correction), dtype(x))))
+
+
+@converts(aten.var_mean.correction)
+def var_mean(importer, node, x, dim=None, *, correction=1, keepdim=False):
+    variance = var(importer, node, x, dim, correction=correction, keepdim=keepdim)
+    return variance if isinstance(variance, tuple) else (variance, reduce(importer, op.mean, x, dim, keepdim))
 
 
 @converts(aten._softmax.default, aten._log_softmax.default)
@@ -102,35 +106,17 @@ def argmax(importer, node, x, dim=None, keepdim=False):
     return importer.emit(make(x, axis=dim % len(shape(x)), keepdims=bool(keepdim)))
 
 
-@converts(aten.cumsum.default, aten.cumprod.default)
+@converts(aten.cumsum.default)
 def cumsum(importer, node, x, dim, *, dtype=None):
     (x,) = importer.operands(node, x)
-    make = op.cumsum if node.target is aten.cumsum.default else op.cumprod
-    return importer.emit(make(x, axis=dim % len(shape(x)))) if shape(x) else x
-
-
-@converts(aten.var_mean.correction)
-def var_mean(importer, node, x, dim=None, *, correction=1, keepdim=False):
-    return (
-        var(importer, node, x, dim, correction=correction, keepdim=keepdim),
-        reduce(importer, op.mean, x, dim, keepdim),
-    )
-
-
-@converts(aten.max.default, aten.min.default)
-def max_of_all(importer, node, x):
-    return reduce(importer, op.max if node.target is aten.max.default else op.min, x, None, False)
-
-
-@converts(aten.prod.default, aten.prod.dim_int)
-def prod(importer, node, x, dim=None, keepdim=False, *, dtype=None):
-    (x,) = importer.operands(node, x)
-    return reduce(importer, op.prod, x, dim, keepdim)
+    return importer.emit(op.cumsum(x, axis=dim % len(shape(x)))) if shape(x) else x
 
 
 @converts(aten.linalg_vector_norm.default)
 def vector_norm(importer, node, x, ord=2, dim=None, keepdim=False, *, dtype=None):
-    """Of order 0, 1, above 1, inf; where the norm is zero its gradient is zero, as torch has it."""
+    """Where the norm is zero its gradient is zero, as torch has it."""
+    if abs(ord) == float("inf") or (ord <= 1 and ord not in (0, 1)):
+        return whole(importer, node, x, ord, dim, keepdim, dtype=dtype)
     (x,) = importer.operands(node, x)
     size = importer.emit(op.abs(x))
     if ord == 0:
@@ -138,12 +124,8 @@ def vector_norm(importer, node, x, ord=2, dim=None, keepdim=False, *, dtype=None
             importer.emit(op.not_equal(x, importer.constant(0, x.ty.dtype))), importer.out_dtype(node)
         )
         return reduce(importer, op.sum, counted, dim, keepdim)
-    if abs(ord) == float("inf"):
-        return reduce(importer, op.max if ord > 0 else op.min, size, dim, keepdim)
     if ord == 1:
         return reduce(importer, op.sum, size, dim, keepdim)
-    if ord <= 1:
-        raise Refused(f"a vector norm of order {ord}")
     element_type = importer.out_dtype(node)
     exponent = importer.constant(float(ord), element_type)
     powers = op.multiply(x, x) if ord == 2 else op.power(size, exponent)

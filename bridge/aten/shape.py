@@ -12,7 +12,7 @@ aten = torch.ops.aten
 op = relax.op
 
 
-@converts(aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+@converts(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.view_copy.default)
 def view(importer, node, x, size):
     return importer.reshape(x, importer.out(node).shape)
 
@@ -29,7 +29,7 @@ def expand(importer, node, x, size, *, implicit=False):
     return importer.expand(importer.reshape(x, padded), target)
 
 
-@converts(aten.permute.default)
+@converts(aten.permute.default, aten.permute_copy.default)
 def permute(importer, node, x, dims):
     dims = [d % len(dims) for d in dims]
     return x if dims == sorted(dims) else importer.emit(op.permute_dims(x, dims))
@@ -57,6 +57,13 @@ def slice_bounds(extent: int, start: int | None, end: int | None) -> tuple[int, 
     start = min(max(start + extent if start < 0 else start, 0), extent)
     end = min(max(end + extent if end < 0 else end, start), extent)
     return start, end
+
+
+@converts(aten.narrow_copy.default)
+def narrow_copy(importer, node, x, dim, start, length):
+    dim %= len(shape(x))
+    start += shape(x)[dim] if start < 0 else 0
+    return _sliced(importer, x, dim, start, start + length)
 
 
 def _sliced(importer, x, dim, start, end, step=1):
@@ -104,7 +111,7 @@ def split(importer, node, x, size, dim=0):
     return split_with_sizes(importer, node, x, sizes, dim)
 
 
-@converts(aten.unbind.int)
+@converts(aten.unbind.int, aten.unbind_copy.int)
 def unbind(importer, node, x, dim=0):
     dim %= len(shape(x))
     rest = shape(x)[:dim] + shape(x)[dim + 1 :]

@@ -7,9 +7,9 @@ import math
 import torch
 from tvm import relax
 
-from autodiff.ir import dtype, is_float
+from autodiff.ir import dtype
 from bridge.aten.pointwise import broadcast
-from bridge.aten.registry import Refused, converts
+from bridge.aten.registry import converts
 
 aten = torch.ops.aten
 op = relax.op
@@ -30,14 +30,6 @@ def hardtanh(importer, node, x, lower=-1, upper=1):
     return _where(importer, op.less_equal(x, low), low, _where(importer, op.greater_equal(x, high), high, x))
 
 
-@converts(aten.hardsigmoid.default)
-def hardsigmoid(importer, node, x):
-    zero, one, three = (importer.constant(value, dtype(x)) for value in (0, 1, 3))
-    line = importer.emit(op.divide(importer.emit(op.add(x, three)), importer.constant(6, dtype(x))))
-    below = op.less_equal(x, importer.constant(-3, dtype(x)))
-    return _where(importer, below, zero, _where(importer, op.greater_equal(x, three), one, line))
-
-
 @converts(aten.threshold.default)
 def threshold(importer, node, x, bound, value):
     below = op.less_equal(x, importer.constant(bound, dtype(x)))
@@ -49,22 +41,39 @@ def leaky_relu(importer, node, x, slope=0.01):
     return _where(importer, op.greater(x, importer.constant(0, dtype(x))), x, _scaled(importer, x, slope))
 
 
+@converts(aten.hardswish.default)
+def hardswish(importer, node, x):
+    zero, three, six = (importer.constant(value, dtype(x)) for value in (0, 3, 6))
+    middle = importer.emit(op.less(importer.emit(op.abs(x)), three))
+    inside = importer.emit(op.where(middle, x, zero))
+    curve = importer.emit(op.multiply(inside, importer.emit(op.add(inside, three))))
+    low = op.less_equal(x, importer.constant(-3, dtype(x)))
+    beyond = _where(importer, low, _scaled(importer, importer.emit(op.grad.no_grad(x)), 0), x)
+    return importer.emit(op.where(middle, importer.emit(op.divide(curve, six)), beyond))
+
+
 @converts(aten.elu.default)
 def elu(importer, node, x, alpha=1, scale=1, input_scale=1):
     # the exponential only sees what is selected: its overflow would turn the gradient into nan
     negative = importer.emit(op.clip(x, relax.prim_value(float("-inf")), relax.prim_value(0.0)))
     bend = importer.library("expm1", [_scaled(importer, negative, input_scale)], importer.out(node))
-    positive = op.greater(x, importer.constant(0, dtype(x)))
-    return _where(importer, positive, _scaled(importer, x, scale), _scaled(importer, bend, alpha * scale))
+    bent = op.less_equal(x, importer.constant(0, dtype(x)))
+    return _where(importer, bent, _scaled(importer, bend, alpha * scale), _scaled(importer, x, scale))
+
+
+@converts(aten.celu.default)
+def celu(importer, node, x, alpha=1.0):
+    return elu(importer, node, x, alpha, 1, 1 / alpha)
 
 
 @converts(aten.softplus.default)
 def softplus(importer, node, x, beta=1, limit=20):
     scaled = _scaled(importer, x, beta)
     bound = importer.constant(limit, dtype(x))
-    inside = importer.emit(op.clip(scaled, relax.prim_value(float("-inf")), relax.prim_value(float(limit))))
+    beyond = importer.emit(op.greater(scaled, bound))
+    inside = importer.emit(op.where(beyond, bound, scaled))
     smooth = importer.library("log1p", [importer.emit(op.exp(inside))], importer.out(node))
-    return _where(importer, op.greater(scaled, bound), x, _scaled(importer, smooth, 1 / beta))
+    return importer.emit(op.where(beyond, x, _scaled(importer, smooth, 1 / beta)))
 
 
 @converts(aten.log_sigmoid_forward.default)
@@ -79,7 +88,8 @@ def log_sigmoid(importer, node, x):
 def logit(importer, node, x, eps=None):
     (x,) = importer.operands(node, x)
     if eps is not None:
-        x = importer.emit(op.clip(x, relax.prim_value(float(eps)), relax.prim_value(1 - float(eps))))
+        low, high = (importer.constant(bound, dtype(x)) for bound in (float(eps), 1 - float(eps)))
+        x = _where(importer, op.less(x, low), low, _where(importer, op.greater(x, high), high, x))
     rest = importer.emit(op.subtract(importer.constant(1, dtype(x)), x))
     return importer.emit(op.log(importer.emit(op.divide(x, rest))))
 
@@ -91,16 +101,6 @@ def sinc(importer, node, x):
     at_zero = importer.emit(op.equal(x, zero))
     angle = _scaled(importer, importer.emit(op.where(at_zero, one, x)), math.pi)
     return importer.emit(op.where(at_zero, one, importer.emit(op.divide(importer.emit(op.sin(angle)), angle))))
-
-
-@converts(aten.xlogy.Tensor)
-def xlogy(importer, node, x, y):
-    x, y = importer.operands(node, x, y)
-    zero, one = importer.constant(0, dtype(x)), importer.constant(1, dtype(x))
-    empty = importer.emit(op.equal(x, zero))
-    hidden = importer.emit(op.logical_and(empty, importer.emit(op.less_equal(y, zero))))
-    product = importer.emit(op.multiply(x, importer.emit(op.log(importer.emit(op.where(hidden, one, y))))))
-    return importer.emit(op.where(importer.emit(op.not_equal(y, y)), y, product))
 
 
 @converts(aten.binary_cross_entropy.default)
@@ -144,17 +144,4 @@ def atan2(importer, node, y, x):
 def remainder(importer, node, x, y):
     name = "fmod" if "fmod" in str(node.target) else "remainder"
     x, y = broadcast(importer, node, *importer.operands(node, x, y))
-    if not is_float(x) and not isinstance(node.args[1], int):
-        raise Refused(f"{name} of integers by a tensor", "convert to a floating point type first")
     return importer.library(name, [x, y], importer.out(node))
-
-
-@converts(aten.copysign.Tensor, aten.copysign.Scalar)
-def copysign(importer, node, x, y):
-    x, y = importer.operands(node, x, y)
-    # 1/y tells -0.0 from 0.0
-    zero = importer.constant(0, dtype(x))
-    inverse = importer.emit(op.divide(importer.constant(1, dtype(x)), importer.emit(op.grad.no_grad(y))))
-    negative = op.logical_or(importer.emit(op.less(y, zero)), importer.emit(op.less(inverse, zero)))
-    one, minus = importer.constant(1, dtype(x)), importer.constant(-1, dtype(x))
-    return importer.emit(op.multiply(importer.emit(op.abs(x)), _where(importer, negative, minus, one)))

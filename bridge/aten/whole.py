@@ -21,15 +21,15 @@ __all__ = ["describe"]
 
 
 def describe(args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Expr]]:
-    """``(args, kwargs)`` as JSON in which ``{"tensor": i}`` stands for the i-th of the returned tensors."""
+    """``(args, kwargs)`` as JSON in which ``{"$tensor": i}`` stands for the i-th of the returned tensors."""
     tensors: list[Expr] = []
 
     def written(leaf: Any) -> Any:
         if isinstance(leaf, Expr):
             tensors.append(leaf)
-            return {"tensor": len(tensors) - 1}
+            return {"$tensor": len(tensors) - 1}
         if isinstance(leaf, torch.dtype):
-            return {"dtype": str(leaf).removeprefix("torch.")}
+            return {"$dtype": str(leaf).removeprefix("torch.")}
         return leaf
 
     text = json.dumps(pytree.tree_map(written, [list(args), kwargs]), sort_keys=True)

@@ -289,10 +289,10 @@ def _operator(name: str, arguments: str, tensors: tuple[torch.Tensor, ...]) -> t
             return [read(item) for item in value]
         if not isinstance(value, dict):
             return value
-        if "tensor" in value:
-            return tensors[value["tensor"]]
-        if "dtype" in value:
-            return getattr(torch, value["dtype"])
+        if "$tensor" in value:
+            return tensors[value["$tensor"]]
+        if "$dtype" in value:
+            return getattr(torch, value["$dtype"])
         return {key: read(item) for key, item in value.items()}
 
     args, kwargs = read(json.loads(arguments))
