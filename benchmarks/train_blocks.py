@@ -1,0 +1,132 @@
+"""Forward and backward of the blocks that people train: ours beside eager PyTorch and, on request, torch.compile.
+
+The peers take turns in one process (A B C A B C ...), each on a copy of the same module with the same input; the table
+shows medians and ratios. These are shared machines: read the ratios, not the milliseconds.
+
+    python -m benchmarks.train_blocks --compile
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+import tvm
+from torch import Tensor, nn
+from transformers import BertConfig, GPT2Config, LlamaConfig
+from transformers.models.bert.modeling_bert import BertLayer
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from bridge import add_tvm_dispatch, stats
+from bridge.compile import clear_cache
+
+WARM_UP = 3
+
+
+def bert_layer() -> nn.Module:
+    return BertLayer(BertConfig(attn_implementation="eager"))
+
+
+def gpt2_block() -> nn.Module:
+    config = GPT2Config(attn_implementation="eager")
+    config._attn_implementation = "eager"
+    return GPT2Block(config, layer_idx=0)
+
+
+class LlamaBlock(nn.Module):
+    """A decoder layer with its rotary embedding, a function of the hidden states alone."""
+
+    def __init__(self):
+        super().__init__()
+        config = LlamaConfig(hidden_size=768, intermediate_size=2048, num_attention_heads=12, num_key_value_heads=12)
+        config._attn_implementation = "eager"
+        self.layer = LlamaDecoderLayer(config, layer_idx=0)
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1])[None]
+        return self.layer(x, position_embeddings=self.rotary(x, positions))
+
+
+def gelu_mlp() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(768), nn.Linear(768, 3072), nn.GELU(), nn.Linear(3072, 768), nn.Dropout(0.1))
+
+
+BLOCKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "BertLayer (1, 14)": (bert_layer, (1, 14, 768)),
+    "BertLayer (1, 128)": (bert_layer, (1, 128, 768)),
+    "BertLayer (8, 128)": (bert_layer, (8, 128, 768)),
+    "GPT-2 block (4, 128)": (gpt2_block, (4, 128, 768)),
+    "LLaMA block (4, 128)": (LlamaBlock, (4, 128, 768)),
+    "GELU-MLP (1024)": (gelu_mlp, (1024, 768)),
+}
+
+
+def step(module: nn.Module, x: Tensor, grad: Tensor) -> float:
+    """Seconds of one forward and backward."""
+    started = time.perf_counter()
+    y = module(x)
+    y = y[0] if isinstance(y, tuple) else y
+    y.backward(grad)
+    return time.perf_counter() - started
+
+
+def measure(name: str, rounds: int, with_compile: bool) -> list[str]:
+    """One row of the table."""
+    make, shape = BLOCKS[name]
+    torch.manual_seed(0)
+    eager = make().train()
+    x, grad = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    clear_cache()
+    ours = copy.deepcopy(eager)
+    started = time.perf_counter()
+    add_tvm_dispatch(ours, x)
+    step(ours, x, grad)
+    first = {"ours": time.perf_counter() - started}
+    peers = {"eager": eager, "ours": ours}
+    if with_compile:
+        compiled = torch.compile(copy.deepcopy(eager))
+        started = time.perf_counter()
+        step(compiled, x, grad)
+        first["torch.compile"] = time.perf_counter() - started
+        peers["torch.compile"] = compiled
+    times: dict[str, list[float]] = {peer: [] for peer in peers}
+    for _ in range(rounds + WARM_UP):
+        for peer, module in peers.items():
+            times[peer].append(step(module, x, grad))
+    assert not stats(ours).misses, stats(ours)
+    median = {peer: 1e3 * statistics.median(values[WARM_UP:]) for peer, values in times.items()}
+    row = [name, f"{median['eager']:.2f}", f"{median['ours']:.2f}", f"{median['ours'] / median['eager']:.2f}"]
+    if with_compile:
+        row += [f"{median['torch.compile']:.2f}", f"{median['ours'] / median['torch.compile']:.2f}"]
+    row.append(f"{first['ours']:.1f}")
+    return [*row, f"{first['torch.compile']:.1f}"] if with_compile else row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="blocks whose name contains this")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--compile", action="store_true", help="torch.compile as a third peer")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    versions = f"torch {torch.__version__}, TVM {tvm.__version__}, {torch.get_num_threads()} threads"
+    print(f"forward + backward, float32, medians of {options.rounds}; {versions}, {platform.machine()}\n")
+    header = ["block", "eager ms", "ours ms", "ours / eager"]
+    header += ["torch.compile ms", "ours / torch.compile"] if options.compile else []
+    header += ["ours first step s"] + (["torch.compile first step s"] if options.compile else [])
+    print("| " + " | ".join(header) + " |\n|---" + "|---:" * (len(header) - 1) + "|")
+    for name in BLOCKS:
+        if options.only in name:
+            print("| " + " | ".join(measure(name, options.rounds, options.compile)) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
