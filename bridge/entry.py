@@ -142,8 +142,8 @@ class _Backward:
         self._position = [gradients.index(i) if i in gradients else None for i in lowered.wanted]
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """One gradient per wanted input, ``None`` where eager has none."""
-        made = self.program(inputs)
+        """One gradient per wanted input, ``None`` where eager has none. Empties ``inputs``."""
+        made = self.program(inputs, consume=True)
         made = [value.clone() if copy else value for value, copy in zip(made, self._copies, strict=True)]
         return [None if position is None else made[position] for position in self._position]
 

@@ -170,9 +170,18 @@ class _Frame:
         words = list(dict.fromkeys(op.removeprefix("relax.").replace(".", "_") for op in kernel.ops))
         return f"k{len(self.kernels)}_" + "_".join(words)[:60]
 
+    def _deaths(self, kept: set[int]) -> list[tuple[int, ...]]:
+        """After each step, the places that no later step reads and that the frame does not keep for the next call."""
+        needed = kept | set(self.returned)
+        deaths = []
+        for _, arguments, results in reversed(self.calls):
+            dying = {*arguments, *results} - needed
+            needed |= dying
+            deaths.append(tuple(sorted(dying)))
+        return deaths[::-1]
+
     def finish(self, functions: list, timings: dict[str, float]) -> Program:
         by_name = {name: function for (name, _), function in zip(self.kernels, functions, strict=True)}
-        actions = tuple(_action(by_name, *call) for call in self.calls)
         constants = tuple((self.place(value), tensor) for value, tensor in self.graph.constants.items())
         arena = plan_arena(self.lifetimes)
         arena_places = tuple((self.places[value, None], value) for value in self.lifetimes)
@@ -193,6 +202,7 @@ class _Frame:
             tuple(self.returned),
             frozenset(kept),
         )
+        actions = tuple(zip((_action(by_name, *call) for call in self.calls), self._deaths(kept), strict=True))
         sources: dict[str, PrimFunc] = {name: kernel.func for name, kernel in self.kernels}
         return Program(self.name, tuple(self.steps), timings, actions, layout, sources)
 

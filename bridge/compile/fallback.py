@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import tvm
 from tvm import relax, s_tir, tirx
 from tvm.ir import GlobalVar, IRModule
@@ -27,7 +29,6 @@ from bridge.compile.translate import Builder, register
 __all__ = ["schedule"]
 
 _PARALLEL = 16384  # iterations; fewer are not worth starting threads for
-_VECTOR = 16
 
 
 @register("fallback")
@@ -91,7 +92,7 @@ class _Local:
 
 
 def schedule(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Spatial loops of each block: fused and parallel outside, vectors along the last one where it is contiguous.
+    """Spatial loops of each block that is large enough: fused and parallel.
 
     Functions that are not made of schedulable blocks (sorts, scans, scatters) are left as they are.
     """
@@ -111,28 +112,6 @@ def schedule(func: tirx.PrimFunc) -> tirx.PrimFunc:
             spatial += 1
         if spatial == 0:
             continue
-        extents = [sch.get(loop).extent for loop in loops]
-        total = 1
-        for extent in extents:
-            total *= int(extent)
-        outer = sch.fuse(*loops[:spatial]) if spatial > 1 else loops[0]
-        if total < _PARALLEL:
-            continue
-        count = int(sch.get(outer).extent)
-        if spatial == len(loops) and count % _VECTOR == 0 and _plain(sch.get(block)):
-            outer, lanes = sch.split(outer, [None, _VECTOR])
-            sch.vectorize(lanes)
-        sch.parallel(outer)
+        if math.prod(int(sch.get(loop).extent) for loop in loops) >= _PARALLEL:
+            sch.parallel(sch.fuse(*loops[:spatial]) if spatial > 1 else loops[0])
     return sch.mod["main"]
-
-
-def _plain(block: s_tir.SBlock) -> bool:
-    """Whether a block is one store without calls into libm or branches, which vectors cannot hold."""
-    calls: list[Expr] = []
-
-    def visit(node: object) -> None:
-        if isinstance(node, Call):
-            calls.append(node)
-
-    tirx.stmt_functor.post_order_visit(block.body, visit)
-    return not calls and isinstance(block.body, tirx.BufferStore)

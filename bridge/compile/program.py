@@ -63,6 +63,7 @@ class ViewStep:
 
 Step = KernelStep | LibraryStep | ViewStep
 Action = Callable[[list], None]
+"""A step as a function of the frame."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Program:
     name: str
     steps: tuple[Step, ...]
     timings: Mapping[str, float]
-    actions: tuple[Action, ...] = field(repr=False)
+    actions: tuple[tuple[Action, tuple[int, ...]], ...] = field(repr=False)  # with the places that die after each
     layout: Layout = field(repr=False)
     kernels: Mapping[str, PrimFunc] = field(repr=False)
     _frames: list[list] = field(default_factory=list, repr=False)
@@ -104,8 +105,11 @@ class Program:
         """Bytes of intermediates that a run needs."""
         return self.layout.arena.size
 
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def __call__(self, inputs: Sequence[torch.Tensor], *, consume: bool = False) -> list[torch.Tensor]:
         """Run on inputs in parameter order, of any strides.
+
+        With ``consume``, ``inputs`` is a list that is emptied, and each input is let go after the last step that reads
+        it, so that its memory can serve again.
 
         Results are new dense tensors (views of one another only where one is a reshape of another), or the input
         object itself where a result is a parameter. Gradients are not recorded. ``ValueError`` if the number, a shape
@@ -118,12 +122,16 @@ class Program:
         try:
             with torch.no_grad():
                 self._load(frame, inputs)
+                passed_on = {place: inputs[place] for place in self.layout.results if place < len(inputs)}
+                if consume:
+                    inputs.clear()
                 for place, shape, dtype in self.layout.fresh:
                     frame[place] = torch.empty(shape, dtype=dtype)
-                for action in self.actions:
+                for action, dead in self.actions:
                     action(frame)
-                count = len(inputs)
-                return [inputs[place] if place < count else frame[place] for place in self.layout.results]
+                    for place in dead:
+                        frame[place] = None
+                return [passed_on.get(place, frame[place]) for place in self.layout.results]
         finally:
             for place in self._transient:
                 frame[place] = None

@@ -288,6 +288,15 @@ def test_half_types_round_where_torch_rounds(dtype):
     assert torch.equal(ours[5], x.float())
 
 
+@pytest.mark.parametrize("extents", [(3, 5), (64, 300)], ids=["small", "parallel"])
+def test_legalized_by_tvm(extents):
+    """Operators that are not generated here, below and above the size at which they run in parallel."""
+    torch.manual_seed(0)
+    x = torch.randn(extents)
+    (padded,) = run([x], lambda emit, p: [emit(R.nn.pad(p, [1, 2, 0, 3], "constant", 0.5))])
+    assert_same(padded, torch.nn.functional.pad(x, (0, 3, 1, 2), value=0.5))
+
+
 def test_constants_inside():
     table = torch.arange(12.0).view(3, 4)
     (ours,) = run([torch.ones(3, 4)], lambda emit, p: [emit(R.add(p, relax.const(table.numpy())))])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -261,3 +262,36 @@ def test_a_bias_is_added_while_heads_are_transposed():
     x, b = torch.randn(32, 32), torch.randn(32)
     turned = (x + b).reshape(2, 16, 4, 8).permute(0, 2, 1, 3)
     assert_same(compiled([x, b])[0], turned @ turned.mT, rtol=1e-5, atol=1e-5)
+
+
+def test_consumed_inputs_are_let_go_after_their_last_use():
+    params = [((8, 8), "float32")] * 3
+    compiled = program(params, lambda emit, p, q, r: [emit(R.matmul(emit(R.matmul(p, q)), r))])
+    alive: list[list[bool]] = []
+    inputs = [torch.ones(8, 8) for _ in params]
+    references = [weakref.ref(tensor) for tensor in inputs]
+
+    def watched(action):
+        def run_and_look(frame):
+            alive.append([reference() is not None for reference in references])
+            action(frame)
+
+        return run_and_look
+
+    original = compiled.actions
+    compiled.actions = tuple((watched(action), dead) for action, dead in original)
+    try:
+        (result,) = compiled(inputs, consume=True)
+    finally:
+        compiled.actions = original
+    assert inputs == []
+    assert alive == [[True, True, True], [False, False, True]]
+    assert_same(result, torch.full((8, 8), 64.0))
+
+
+def test_inputs_that_are_results_survive_consumption():
+    compiled = program([((4,), "float32")], lambda emit, p: [p, emit(R.add(p, p))])
+    given = torch.arange(4.0)
+    same, twice = compiled([given], consume=True)
+    assert same is given
+    assert_same(twice, 2 * given)
