@@ -176,8 +176,8 @@ class Importer:
         draw = self.captured.draws[index]
         if draw.shape != tuple(self.out(node).shape):
             raise Refused(f"eager draws a tensor of shape {draw.shape}, the graph {tuple(self.out(node).shape)}")
-        self.draw_params[index] = Var(f"draw_{index}", self.type_of(self.out(node)))
-        return self.draw_params[index]
+        self.draw_params[index] = Var(f"draw_{index}", TensorType(draw.shape, relax_dtype(draw.dtype)))
+        return self.cast(self.draw_params[index], self.out_dtype(node))
 
     def convert(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         """The Relax value(s) of a ``call_function`` node."""

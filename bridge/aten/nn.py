@@ -32,7 +32,21 @@ def native_dropout(importer, node, x, rate, train):
     return importer.item(pair, 0), importer.item(pair, 1)
 
 
-@converts(aten.bernoulli.p, aten.rand.default, aten.randn.default, aten.rand_like.default, aten.randn_like.default)
+@converts(
+    aten.bernoulli.p,
+    aten.exponential.default,
+    aten.normal_functional.default,
+    aten.rand.default,
+    aten.rand_like.default,
+    aten.randint.default,
+    aten.randint.low,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+    aten.randn.default,
+    aten.randn_like.default,
+    aten.randperm.default,
+    aten.uniform.default,
+)
 def draw(importer, node, *args, **kwargs):
     return importer.draw(node)
 
