@@ -27,6 +27,8 @@ def _reshape(call: Call, scope: Scope) -> Expr | None:
     x = call.args[0]
     if shape(x) == shape(call):
         return x
+    if 0 in shape(call):
+        return _to_reshape(call, scope)
     source = scope.definition(x)
     if op_name(source) == "relax.reshape":
         return op.reshape(source.args[0], shape(call))
@@ -34,7 +36,8 @@ def _reshape(call: Call, scope: Scope) -> Expr | None:
 
 
 def _to_reshape(call: Call, scope: Scope) -> Expr:
-    return op.reshape(call.args[0], shape(call))
+    """Without elements the result is made anew: Relax takes an extent of 0 in a new shape for "as before"."""
+    return op.zeros(shape(call), dtype(call)) if 0 in shape(call) else op.reshape(call.args[0], shape(call))
 
 
 def _permute_dims(call: Call, scope: Scope) -> Expr | None:
@@ -47,7 +50,7 @@ def _permute_dims(call: Call, scope: Scope) -> Expr | None:
         inner = permutation(source)
         return op.permute_dims(source.args[0], [inner[axis] for axis in axes])
     moved = [axis for axis in axes if shape(x)[axis] != 1]
-    return op.reshape(x, shape(call)) if moved == sorted(moved) else None
+    return _to_reshape(call, scope) if moved == sorted(moved) else None
 
 
 def permutation(call: Call) -> list[int]:

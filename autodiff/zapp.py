@@ -61,6 +61,8 @@ def _broadcast_to(call: Call, scope: Scope) -> Expr | None:
     x = call.args[0]
     if shape(x) == shape(call):
         return x
+    if 0 in shape(call):
+        return op.zeros(shape(call), dtype(call))
     if shape(call)[len(shape(call)) - len(shape(x)) :] == shape(x) and all(
         extent == 1 for extent in shape(call)[: len(shape(call)) - len(shape(x))]
     ):

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from bridge import witness as _witness
 from bridge.errors import Unsupported, UnsupportedModule, user_line
 from bridge.grad_regions import origin_of, prepare
-from bridge.kept import KEPT, REPLACED
+from bridge.kept import KEPT
 from bridge.module_state import Snapshot, hooks_of
 from bridge.tracing import capturing
 from bridge.witness import Draw, Output, Witness
@@ -260,7 +260,6 @@ class _Seen:
         table = torch.export.default_decompositions()
         for op in KEPT:
             table.pop(op, None)
-        table.update(REPLACED)
         self.exported = exported.run_decompositions(table)
         self.draw_of = self._match_draws(draws_by_origin)
         self.witness.unsupported += self.unsupported

@@ -1,10 +1,10 @@
-"""Operators that ``torch.export``'s decomposition leaves whole or takes apart in another way, and why."""
+"""Operators that ``torch.export``'s decomposition leaves whole, and why."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["KEPT", "REPLACED", "UPSAMPLES", "WHOLE"]
+__all__ = ["KEPT", "UPSAMPLES", "WHOLE"]
 
 aten = torch.ops.aten
 
@@ -57,7 +57,6 @@ WHOLE = (
     aten.inverse.default,
     aten.linalg_cholesky.default,
     aten.linalg_cholesky_ex.default,
-    aten.linalg_householder_product.default,
     aten.linalg_inv.default,
     aten.linalg_inv_ex.default,
     aten.linalg_lu.default,
@@ -70,7 +69,6 @@ WHOLE = (
     aten.linalg_solve_ex.default,
     aten.linalg_solve_triangular.default,
     aten.lu_unpack.default,
-    aten.ormqr.default,
     aten.trace.default,
     aten.triangular_solve.default,
     # losses, sampling, scans, reductions and writes with ties
@@ -85,6 +83,7 @@ WHOLE = (
     aten.grid_sampler_2d.default,
     aten.grid_sampler_3d.default,
     aten.huber_loss.default,
+    aten.index_fill.int_Tensor,
     aten.index_reduce.default,
     aten.logcumsumexp.default,
     aten.masked_scatter.default,
@@ -120,9 +119,12 @@ UPSAMPLES = {
 #: where torch's own backward formula has none.
 KEPT = (
     *WHOLE,
+    aten.linalg_householder_product.default,
+    aten.ormqr.default,
     *(overload for packet in UPSAMPLES for overload in (packet.default, packet.vec)),
     aten.linear.default,
     aten.matmul.default,
+    aten._safe_softmax.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten.adaptive_avg_pool1d.default,
     aten.binary_cross_entropy.default,
@@ -134,13 +136,3 @@ KEPT = (
     aten.softplus.default,
     aten.threshold.default,
 )
-
-
-def _softshrink(x: torch.Tensor, lambd: float = 0.5) -> torch.Tensor:
-    """torch's own one multiplies by zero where the result is zero; nan has a gradient of one."""
-    flat = torch.where(x == x, 0.0, x)
-    return torch.where(x > lambd, x - lambd, torch.where(x < -lambd, x + lambd, flat))
-
-
-#: Decompositions used instead of torch's.
-REPLACED = {aten.softshrink.default: _softshrink}

@@ -103,7 +103,9 @@ class _DrawRecorder(TorchDispatchMode):
         # the dispatcher drops arguments that equal their default
         defaults = [a.default_value for a in func._schema.arguments[len(args) :] if not a.kwarg_only]
         args = (*args, *(value for value in defaults if value is not None))
-        rest = args[1:] if isinstance(args[0], torch.Tensor) else args
+        name = func._schema.name
+        fills = name.endswith(("_", "_like", "native_dropout"))  # what the first tensor holds has no part in the draw
+        rest = args[1:] if fills else args
         values = (*rest, *kwargs.values())
         if any(isinstance(value, torch.Tensor) for value in values) or kwargs.get("generator") is not None:
             self.complain(str(func), "a random draw whose distribution is computed, or from a generator of its own")
@@ -111,6 +113,12 @@ class _DrawRecorder(TorchDispatchMode):
         self.draws.append(
             Draw(str(func), tuple(result.shape), result.stride(), result.dtype, tuple(rest), tuple(kwargs.items()))
         )
+
+
+def _only_filled(func) -> bool:
+    """Whether the operator's first tensor only says what to fill, and is no parameter of the distribution."""
+    _, packet, _ = str(func).split(".")
+    return packet.endswith(("_", "_like", "dropout")) or str(func) == "aten.bernoulli.p"
 
 
 def _draws_nothing(func, args) -> bool:

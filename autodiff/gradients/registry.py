@@ -15,7 +15,7 @@ from tvm import relax
 from tvm.relax import op
 from tvm.relax.op.grad import no_grad
 
-from autodiff.ir import Call, Expr, Op, TensorType, Var, dtype, library_name, op_name
+from autodiff.ir import Call, Expr, Op, TensorType, Var, dtype, library_name, op_name, shape
 
 __all__ = [
     "Emit",
@@ -110,10 +110,25 @@ def _adapt(rule: GradientRule) -> Callable:
     """A rule in the form that TVM calls."""
 
     def fgradient(orig_var: Var, orig_call: Call, output_grad: Var, ctx: relax.BlockBuilder) -> list[Expr]:
-        partials = rule(orig_call, orig_var, output_grad, _emitter(ctx))
+        if _is_empty(orig_var) or all(_is_empty(arg) for arg in orig_call.args if isinstance(arg.ty, TensorType)):
+            partials = [_nothing(arg) for arg in orig_call.args]
+        else:
+            partials = rule(orig_call, orig_var, output_grad, _emitter(ctx))
         return [no_grad(arg) if part is None else part for arg, part in zip(orig_call.args, partials, strict=True)]
 
     return fgradient
+
+
+def _is_empty(value: Expr) -> bool:
+    """Whether a value is a tensor without elements: rules reshape, and Relax takes an extent of 0 for another thing."""
+    return isinstance(value.ty, TensorType) and 0 in shape(value)
+
+
+def _nothing(arg: Expr) -> Expr | None:
+    """The gradient of an argument to whose result nothing flows."""
+    if isinstance(arg.ty, TensorType) and "float" in dtype(arg):
+        return op.zeros(shape(arg), dtype(arg))
+    return None
 
 
 def _emitter(ctx: relax.BlockBuilder) -> Emit:

@@ -162,7 +162,11 @@ class Importer:
 
     def reshape(self, value: Expr, target: Sequence[int]) -> Expr:
         """``value`` in another shape; itself if it has that shape."""
-        return value if shape(value) == tuple(target) else self.emit(relax.op.reshape(value, list(target)))
+        if shape(value) == tuple(target):
+            return value
+        if 0 in target:  # Relax takes an extent of 0 in the new shape for "as before"
+            return self.emit(relax.op.zeros(list(target), dtype(value)))
+        return self.emit(relax.op.reshape(value, list(target)))
 
     def expand(self, value: Expr, target: Sequence[int]) -> Expr:
         """``value`` broadcast to ``target``; itself if it has that shape."""

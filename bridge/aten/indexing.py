@@ -20,7 +20,10 @@ def gather(importer, node, x, dim, index, *, sparse_grad=False):
         raise Refused("sparse gradients", "set sparse_grad=False")
     if not shape(x):
         return importer.reshape(x, importer.out(node).shape)
+    if 0 in shape(index):
+        return importer.filled(importer.out(node), 0)
     dim %= len(shape(x))
+    index = importer.cast(index, "int64")
     return importer.emit(op.gather_elements(_cut(importer, x, shape(index), dim), index, dim))
 
 
@@ -40,6 +43,7 @@ def scatter(importer, node, x, dim, index, source):
     if isinstance(source, int | float):
         fill = op.full(shape(index), importer.constant(source, dtype(x)), dtype(x))
         source = importer.emit(fill)
+    index = importer.cast(index, "int64")
     source = _cut(importer, _cut(importer, source, shape(index), -1), shape(index), -1)
     return importer.emit(op.scatter_elements(x, index, source, dim % len(shape(x)), reduction))
 

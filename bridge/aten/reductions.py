@@ -92,6 +92,21 @@ def softmax(importer, node, x, dim, half_to_float):
     return importer.reshape(importer.emit(make(x, dim % len(shape(x)))), importer.out(node).shape)
 
 
+@converts(aten._safe_softmax.default)
+def safe_softmax(importer, node, x, dim, *, dtype=None):
+    """Softmax that is zero, and has a gradient of zero, along rows of nothing but -inf."""
+    (x,) = importer.operands(node, x)
+    if not shape(x):
+        return whole(importer, node, x, dim)
+    dim %= len(shape(x))
+    low = importer.emit(op.max(x, axis=[dim], keepdims=True))
+    element_type = importer.out_dtype(node)
+    empty = importer.emit(op.equal(low, importer.constant(float("-inf"), element_type)))
+    zero = importer.constant(0, element_type)
+    y = importer.emit(op.nn.softmax(importer.emit(op.where(empty, zero, x)), dim))
+    return importer.emit(op.where(empty, zero, y))
+
+
 @converts(aten.argmax.default, aten.argmin.default)
 def argmax(importer, node, x, dim=None, keepdim=False):
     if not is_float(x) and dtype(x) == "bool":

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from autodiff.ir import Expr
-from bridge.aten.registry import converts
+from autodiff.ir import Expr, shape
+from bridge.aten.registry import Refused, converts
 from bridge.kept import WHOLE
 
-__all__ = ["describe"]
+__all__ = ["describe", "whole"]
+
+aten = torch.ops.aten
 
 
 def describe(args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Expr]]:
@@ -43,3 +45,10 @@ def whole(importer, node, *args, **kwargs):
     if isinstance(node.meta["val"], torch.Tensor):
         return made
     return tuple(importer.item(made, index) for index in range(len(node.meta["val"])))
+
+
+@converts(aten.linalg_householder_product.default, aten.ormqr.default)
+def householder_product(importer, node, factors, scales, *rest):
+    if any(0 in shape(arg) for arg in (factors, scales, *rest) if isinstance(arg, Expr)):
+        raise Refused("Householder reflections of nothing: eager has no gradient there, not even zeros")
+    return whole(importer, node, factors, scales, *rest)

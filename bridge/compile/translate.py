@@ -172,9 +172,10 @@ class Builder:
         if not axes:
             return self.cast(operand, element_type)
         if operand.view.numel == 0:
-            if op not in ("sum", "prod"):
+            if op not in ("sum", "prod") and 0 not in kept:
                 raise ValueError(f"{op} over axes {sorted(axes)} of an empty tensor of shape {operand.shape}")
-            return self.dense(Scalar(identity(op, element_type), element_type, tuple(kept)))
+            fill = 0 if 0 in kept else identity(op, element_type)
+            return self.dense(Scalar(fill, element_type, tuple(kept)))
         # Neighbouring axes of one kind are one axis; what remains alternates kept, reduced, kept, …
         runs: list[tuple[bool, int]] = []
         for axis, extent in enumerate(operand.shape):
