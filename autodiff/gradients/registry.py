@@ -110,7 +110,8 @@ def _adapt(rule: GradientRule) -> Callable:
     """A rule in the form that TVM calls."""
 
     def fgradient(orig_var: Var, orig_call: Call, output_grad: Var, ctx: relax.BlockBuilder) -> list[Expr]:
-        if _is_empty(orig_var) or all(_is_empty(arg) for arg in orig_call.args if isinstance(arg.ty, TensorType)):
+        tensors = [arg for arg in orig_call.args if isinstance(arg.ty, TensorType)]
+        if _is_empty(orig_var) or (tensors and all(map(_is_empty, tensors))):
             partials = [_nothing(arg) for arg in orig_call.args]
         else:
             partials = rule(orig_call, orig_var, output_grad, _emitter(ctx))
