@@ -20,6 +20,7 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
 from bridge import witness as _witness
+from bridge.cumulative import cumulative_averages
 from bridge.errors import Unsupported, UnsupportedModule, user_line
 from bridge.grad_regions import origin_of, prepare
 from bridge.kept import KEPT
@@ -137,13 +138,14 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
         UnsupportedModule: where no graph can be had: data-dependent control flow, hooks on submodules, ...
     """
     name = type(module).__name__
+    _refuse_uninitialized(module, name)
     _refuse_hooks(module, name)
     _refuse_arguments(args, kwargs, name)
     # Where forward sets Python attributes, it is captured once more from the state that it left. An attribute that the
     # second run leaves alone (a window size that is clipped once) is a constant from then on; a counter is refused.
     for settled in (False, True):
         before = Snapshot(module)
-        with capturing():
+        with capturing(), cumulative_averages(module):
             exported = _export(module, args, kwargs, name)
             try:
                 seen = _Seen(module, args, kwargs, exported)
@@ -151,6 +153,7 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
                 raise
             except Exception as error:  # the witness runs the user's code, whatever that raises on fake tensors
                 raise UnsupportedModule(name, [_explain_export_error(error)]) from error
+        before.restore_caches()
         changed = before.changes()
         if not changed or settled or seen.witness.unsupported:
             break
@@ -159,6 +162,18 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
         Unsupported(f"self.{attr}", f"{name}.forward", reason, "make it a buffer") for attr in changed
     ]
     return seen.captured()
+
+
+def _refuse_uninitialized(module: nn.Module, name: str) -> None:
+    lazy = [
+        path
+        for path, tensor in (*module.named_parameters(), *module.named_buffers())
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin)
+    ]
+    if lazy:
+        reason = "a parameter of a lazy module that has no shape yet"
+        hint = "call the module once on a sample, then dispatch it"
+        raise UnsupportedModule(name, [Unsupported(f"uninitialized '{path}'", path, reason, hint) for path in lazy])
 
 
 def _refuse_hooks(module: nn.Module, name: str) -> None:

@@ -16,6 +16,8 @@ __all__ = ["Snapshot", "hooks_of", "own_attributes"]
 
 # What nn.Module keeps in __dict__ for itself; parameters, buffers, submodules and flags are guarded separately.
 _INTERNAL = frozenset(nn.Module().__dict__) | {"_compiled_call_impl", "_is_hf_initialized"}
+# What torch's recurrent modules keep of their parameters in another form, and renew in forward where it is stale.
+_RECURRENT_CACHES = ("_flat_weights", "_flat_weight_refs")
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -27,8 +29,12 @@ _HOOKS = (
 def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The attributes that a module's own code put on it: everything in ``__dict__`` that is not nn.Module's."""
     for name, value in module.__dict__.items():
-        if name not in _INTERNAL:
+        if name not in _INTERNAL and not _is_cache(module, name):
             yield name, value
+
+
+def _is_cache(module: nn.Module, name: str) -> bool:
+    return name in _RECURRENT_CACHES and isinstance(module, nn.RNNBase)
 
 
 def hooks_of(module: nn.Module) -> str | None:
@@ -84,14 +90,25 @@ class Snapshot:
             found += [
                 prefix + key
                 for key in keys
+                if not _is_cache(module, key)
                 if key not in before or key not in module.__dict__ or not _same(before[key], module.__dict__[key])
             ]
         owners = {id(module): name for name, module, _ in self._modules}
         for module, key, value, contents in self._containers:
-            if not _same(contents, value):
+            if not _is_cache(module, key) and not _same(contents, value):
                 prefix = owners[id(module)]
                 found.append(f"{prefix}.{key}" if prefix else key)
         return sorted(set(found))
+
+    def restore_caches(self) -> None:
+        """Puts back what recurrent modules keep of their parameters: tracing leaves stand-ins there."""
+        for _, module, before in self._modules:
+            for key in _RECURRENT_CACHES:
+                if key in before and _is_cache(module, key):
+                    module.__dict__[key] = before[key]
+        for module, key, value, contents in self._containers:
+            if _is_cache(module, key):
+                value[:] = contents
 
     def restore(self) -> None:
         """Puts back every attribute and the contents of every list, dict and set among them."""

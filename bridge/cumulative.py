@@ -1,0 +1,52 @@
+"""Batch normalization with ``momentum=None``: running averages over all batches seen so far.
+
+torch's module reads the number of batches as a Python number to divide by it, which a graph cannot hold. While a
+module is traced, such layers run a forward that divides in a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = ["cumulative_averages"]
+
+
+@contextmanager
+def cumulative_averages(module: nn.Module) -> Iterator[None]:
+    """While active, layers in ``module`` that average cumulatively run the forward below; then they are as before."""
+    layers = [layer for layer in module.modules() if _averages(layer) and "forward" not in layer.__dict__]
+    for layer in layers:
+        layer.__dict__["forward"] = MethodType(_forward, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+
+
+def _averages(layer: nn.Module) -> bool:
+    if not isinstance(layer, _BatchNorm) or type(layer).forward is not _BatchNorm.forward:
+        return False
+    counts = layer.num_batches_tracked is not None
+    return layer.training and layer.track_running_stats and layer.momentum is None and counts
+
+
+def _forward(self: _BatchNorm, x: Tensor) -> Tensor:
+    """``_BatchNorm.forward`` with the share of the new batch, ``1 / num_batches_tracked``, as a tensor."""
+    self._check_input_dim(x)
+    self.num_batches_tracked.add_(1)
+    y = functional.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+    with torch.no_grad():
+        axes = [axis for axis in range(x.dim()) if axis != 1]
+        share = 1.0 / self.num_batches_tracked.to(self.running_mean.dtype)
+        new = (x.mean(axes), x.var(axes))
+        for running, batch in zip((self.running_mean, self.running_var), new, strict=True):
+            running.copy_((1.0 - share) * running + share * batch)
+    return y
