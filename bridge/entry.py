@@ -170,12 +170,16 @@ class _Dispatched(torch.autograd.Function):
                 "create_graph=True through a module dispatched to TVM: its backward is compiled and cannot be "
                 "differentiated again. Call remove_tvm_dispatch(module) first, or leave create_graph off."
             )
-        present = tuple(i for i in ctx.entry.lowered.differentiable if grad_outs[i] is not None)
+        lowered = ctx.entry.lowered
+        present = tuple(i for i in lowered.differentiable if grad_outs[i] is not None)
+        if not present:
+            return (None, None, *[None] * len(lowered.wanted))
         inputs = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
         inputs += [grad_outs[i] for i in present]
         del grad_outs
-        return (None, None, *ctx.entry.backward_for(present)(inputs))
+        with torch.autocast("cpu", enabled=False):  # what was compiled for the forward's types holds for the backward
+            return (None, None, *ctx.entry.backward_for(present)(inputs))
 
 
 def _leaf(seen: Output, position: int | None, computed: Any, inputs: list[torch.Tensor], leaves: list[Any]) -> Any:
