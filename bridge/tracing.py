@@ -31,6 +31,8 @@ def capturing() -> Iterator[None]:
         with warnings.catch_warnings():
             # torch copies its own pytree specs in a way that it deprecated
             warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+            # what forward does to attributes is found and judged by bridge.module_state
+            warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
             yield
     finally:
         _state.depth -= 1
