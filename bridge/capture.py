@@ -330,16 +330,21 @@ class _Seen:
     def _match_draws(self, by_origin: dict[str, list[int]]) -> dict[str, int]:
         """Gives every random node of the functional graph its eager draw; unused draws stay without a node."""
         nodes_of: dict[str, list[fx.Node]] = {}
+        first_of: dict[str, fx.Node] = {}
         for node in self.exported.graph.nodes:
+            first_of.setdefault(origin_of(node), node)
             if _is_random(node):
                 nodes_of.setdefault(origin_of(node), []).append(node)
+        # a call that draws and is still in the graph without its draws was decomposed wrongly
+        nodes_of.update({origin: [] for origin in by_origin if origin in first_of and origin not in nodes_of})
         draw_of = {}
         for origin, nodes in nodes_of.items():
             draws = by_origin.get(origin, [])
             if len(draws) != len(nodes):
-                where = user_line(nodes[0].meta.get("stack_trace")) or f"{self.name}.forward"
+                first = nodes[0] if nodes else first_of[origin]
+                where = user_line(first.meta.get("stack_trace")) or f"{self.name}.forward"
                 reason = f"{len(nodes)} random nodes in the graph for {len(draws)} draws of eager"
-                self.unsupported.append(Unsupported(str(nodes[0].target), where, reason))
+                self.unsupported.append(Unsupported(str(first.target) if nodes else origin, where, reason))
                 continue
             draw_of.update((node.name, draw) for node, draw in zip(nodes, draws, strict=True))
         return draw_of

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from bridge.errors import Unsupported, user_line
+from bridge.recurrent import split_layers
 
 __all__ = ["origin_of", "prepare", "where_is"]
 
@@ -30,6 +31,7 @@ _library.impl("stop_gradient", torch.empty_like, "Meta")
 def prepare(graph_module: fx.GraphModule) -> list[Unsupported]:
     """Rewrites a training-IR graph in place as described above; returns what it cannot express."""
     problems = _inline_regions(graph_module)
+    split_layers(graph_module.graph)
     for node in graph_module.graph.nodes:
         if node.target in (aten.detach.default, aten.detach_.default):
             node.target = torch.ops.tvm_dispatch.stop_gradient.default

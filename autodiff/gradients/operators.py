@@ -25,3 +25,9 @@ def operator(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
         args = [name, arguments, relax.prim_value(index), ShapeExpr(outputs), *tensors, *grads]
         partials.append(library_call("operator_vjp", args, tensor.ty) if is_float(tensor) else None)
     return [None, None, *partials]
+
+
+@library_gradient("library.checked")
+def checked(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+    """dx = g"""
+    return [g, None, None]

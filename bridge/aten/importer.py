@@ -13,7 +13,19 @@ from torch import fx
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 from tvm import relax
 
-from autodiff.ir import Expr, Function, StringImm, TensorType, Tuple, TupleType, Var, build_function, dtype, shape
+from autodiff.ir import (
+    Expr,
+    Function,
+    StringImm,
+    TensorType,
+    Tuple,
+    TupleType,
+    Var,
+    build_function,
+    dtype,
+    numel,
+    shape,
+)
 from autodiff.library import call as library_call
 from bridge.aten.registry import CONVERSIONS, Refused
 from bridge.capture import Captured
@@ -69,6 +81,7 @@ class Importer:
 
     Attributes:
         bindings: what was emitted, in order.
+        assertions: truth values that must hold when the function runs, with the message if they do not.
     """
 
     def __init__(self, captured: Captured):
@@ -76,6 +89,7 @@ class Importer:
         self.bindings: list[tuple[Var, Expr]] = []
         self.dropout_draws: list[int] = []
         self.draw_params: dict[int, Var] = {}
+        self.assertions: list[tuple[Expr, str]] = []
         self._builder = relax.BlockBuilder()
         self._names: dict[str, int] = {}
         self._hint = "v"
@@ -183,6 +197,17 @@ class Importer:
         self.draw_params[index] = Var(f"draw_{index}", TensorType(draw.shape, relax_dtype(draw.dtype)))
         return self.cast(self.draw_params[index], self.out_dtype(node))
 
+    def checked(self, results: list[Expr]) -> list[Expr]:
+        """``results``, the smallest of which cannot be had without the assertions."""
+        if not results:
+            return results
+        position = min(range(len(results)), key=lambda index: numel(results[index]))
+        value = results[position]
+        for condition, message in self.assertions:
+            self._hint = "checked"
+            value = self.emit(library_call("checked", [value, condition, StringImm(message)], value.ty))
+        return [*results[:position], value, *results[position + 1 :]]
+
     def convert(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         """The Relax value(s) of a ``call_function`` node."""
         args = fx.node.map_arg(node.args, env.__getitem__)
@@ -281,6 +306,7 @@ def _finish(captured: Captured, importer: Importer, params: list[Var], env: dict
         results.append(env[node])
     num_outputs = len(results)
     results += [env[node] for _, node in captured.mutated]
+    results = importer.checked(results)
     used = sorted(importer.draw_params)
     function = build_function([*params, *(importer.draw_params[k] for k in used)], importer.bindings, results)
     return Imported(function, tuple(output_of), num_outputs, tuple(importer.dropout_draws), tuple(used))

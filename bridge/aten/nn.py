@@ -86,3 +86,8 @@ def flash_attention(importer, node, q, k, v, dropout_p=0.0, is_causal=False, *, 
 @converts(aten._assert_tensor_metadata.default)
 def nothing(importer, node, *args, **kwargs):
     return None
+
+
+@converts(aten._assert_async.msg)
+def assert_async(importer, node, condition, message):
+    importer.assertions.append((importer.cast(condition, "bool"), message))

@@ -320,3 +320,10 @@ def operator_vjp(name, arguments, wanted, outputs, *tensors_and_grads):
             [value for value, _ in pairs], [target], [grad for _, grad in pairs], allow_unused=True
         )
     return torch.zeros_like(target) if partial is None else partial
+
+
+@kernel("checked")
+def checked(x, condition, message):
+    if not bool(condition):
+        raise RuntimeError(message)
+    return x

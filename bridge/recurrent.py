@@ -1,0 +1,62 @@
+"""Recurrent layers stacked with dropout between them, as one layer after the other.
+
+torch decomposes ``aten.lstm`` and its like into plain operators, but loses the dropout between the layers. So a call
+of several layers with dropout becomes calls of one layer each, with the dropout spelled out, before it is decomposed.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["split_layers"]
+
+aten = torch.ops.aten
+
+_LAYERED = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+
+
+def split_layers(graph: fx.Graph) -> None:
+    """Rewrites the recurrent calls of a training-IR graph that draw dropout masks, in place."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _LAYERED and len(node.args) == 9:
+            *_, layers, rate, train, _, _ = node.args
+            if layers > 1 and rate and train:
+                _split(graph, node)
+
+
+def _split(graph: fx.Graph, node: fx.Node) -> None:
+    x, given, weights, has_biases, layers, rate, _, both_ways, batch_first = node.args
+    states = given if isinstance(given, list | tuple) else [given]
+    directions = 2 if both_ways else 1
+    count = len(weights) // layers
+    finals: list[list[fx.Node]] = []
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        made = graph.call_function(target, args)
+        made.meta["stack_trace"] = node.meta.get("stack_trace")
+        return made
+
+    with graph.inserting_before(node):
+        if batch_first:  # eager draws the masks with time in front
+            x = call(aten.transpose.int, x, 0, 1)
+        for layer in range(layers):
+            if layer:
+                x = call(aten.dropout.default, x, rate, True)
+            first = layer * directions
+            own = [call(aten.slice.Tensor, state, 0, first, first + directions) for state in states]
+            part = list(weights[layer * count : (layer + 1) * count])
+            hidden = own if isinstance(given, list | tuple) else own[0]
+            made = call(node.target, x, hidden, part, has_biases, 1, 0.0, True, both_ways, False)
+            x = call(operator.getitem, made, 0)
+            finals.append([call(operator.getitem, made, 1 + index) for index in range(len(states))])
+        if batch_first:
+            x = call(aten.transpose.int, x, 0, 1)
+        results = [x, *(call(aten.cat.default, list(group), 0) for group in zip(*finals, strict=True))]
+    for user in list(node.users):
+        user.replace_all_uses_with(results[user.args[1]])
+        graph.erase_node(user)
+    graph.erase_node(node)

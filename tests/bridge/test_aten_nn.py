@@ -1,0 +1,201 @@
+"""Embeddings, dropouts and other draws, recurrent layers, losses, einsum, sorting, triangles; what is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bridge import UnsupportedModule, add_tvm_dispatch
+from tests.bridge.parity import Call, check_module
+
+
+def leaf(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+def check(function, *args, calls=1):
+    check_module(lambda: Function(function), lambda: args, calls=calls)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"padding_idx": 2}, {"padding_idx": -1}, {"scale_grad_by_freq": True}], ids=lambda o: str(o)
+)
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4)], ids=str)
+def test_embedding(options, shape):
+    check_module(lambda: nn.Embedding(7, 3, **options), lambda: torch.randint(0, 7, shape), calls=1)
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"sparse": True}], ids=str)
+def test_embedding_that_is_refused(options):
+    with pytest.raises(UnsupportedModule, match="embedding"):
+        add_tvm_dispatch(nn.Embedding(7, 3, **options).double(), torch.tensor([1, 2]))
+
+
+def test_one_hot_keeps_its_check():
+    module = check_module(
+        lambda: Function(lambda i, x: F.one_hot(i, 4) * x), lambda: (torch.tensor([0, 3, 1]), leaf(3, 4)), calls=1
+    )
+    with pytest.raises(RuntimeError):
+        module(torch.tensor([0, 4, 1]), leaf(3, 4))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout],
+    ids=lambda layer: layer.__name__,
+)
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+def test_dropouts(layer, p):
+    shape = {nn.Dropout1d: (3, 4, 5), nn.Dropout3d: (3, 4, 2, 3, 2)}.get(layer, (3, 4, 2, 5))
+    check_module(lambda: layer(p), lambda: leaf(*shape), calls=2)
+
+
+class Branches(nn.Module):
+    """Two independent branches that draw, a draw nobody uses, and stochastic depth."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        torch.rand(3)
+        left = F.dropout(self.left(x), 0.4)
+        right = F.dropout(torch.tanh(self.right(x)), 0.2) + torch.randn_like(x)
+        keep = torch.rand(x.shape[0], 1) < 0.7
+        return right + left * keep + F.dropout(x, 0.5) + F.dropout(x, 0.5)
+
+
+def test_draws_of_branches_in_eager_order():
+    check_module(Branches, lambda: leaf(6, 4), calls=3)
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_gumbel_softmax(hard):
+    check(lambda x: F.gumbel_softmax(x, tau=0.7, hard=hard), leaf(5, 4), calls=2)
+
+
+def test_a_draw_from_a_computed_distribution_is_refused():
+    with pytest.raises(UnsupportedModule, match="bernoulli"):
+        add_tvm_dispatch(Function(lambda x: torch.bernoulli(x.sigmoid()) * x), leaf(3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True, dropout=0.3, batch_first=True),
+        lambda: nn.LSTM(3, 5, proj_size=2),
+        lambda: nn.GRU(3, 4, num_layers=2, dropout=0.3, bias=False),
+        lambda: nn.GRU(3, 4, bidirectional=True),
+        lambda: nn.RNN(3, 4, nonlinearity="relu", batch_first=True),
+    ],
+    ids="lstm_deep lstm_projected gru_deep gru_both_ways rnn".split(),
+)
+def test_recurrent_layers(make):
+    module = check_module(make, lambda: leaf(4, 3, 3), calls=2)
+    assert all(a is b for a, b in zip(module._flat_weights, module.parameters(), strict=True))
+
+
+class NormalizedLSTM(nn.Module):
+    """A loop over time steps written by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.gates = nn.Linear(3 + 4, 16)
+        self.norm = nn.LayerNorm(16)
+        self.cell_norm = nn.LayerNorm(4)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x):
+        hidden = cell = x.new_zeros(x.shape[0], 4)
+        outputs = []
+        for step in range(x.shape[1]):
+            gates = self.norm(self.gates(torch.cat([x[:, step], hidden], dim=1)))
+            i, f, g, o = gates.chunk(4, dim=1)
+            cell = f.sigmoid() * cell + i.sigmoid() * self.dropout(g.tanh())
+            hidden = o.sigmoid() * self.cell_norm(cell).tanh()
+            outputs.append(hidden)
+        return torch.stack(outputs, dim=1), cell
+
+
+def test_recurrence_written_by_hand():
+    check_module(NormalizedLSTM, lambda: leaf(2, 20, 3), calls=1)
+
+
+def test_losses():
+    weight, labels = torch.rand(5, dtype=torch.float64), torch.tensor([0, 4, -100, 2])
+    flags = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0]] * 4, dtype=torch.float64)
+
+    def losses(x, y):
+        return (
+            F.cross_entropy(x, labels, weight, label_smoothing=0.1),
+            F.cross_entropy(x, labels, reduction="none"),
+            F.cross_entropy(x, y.softmax(1), weight),
+            F.nll_loss(F.log_softmax(x, 1), labels.clamp(0), weight, reduction="sum"),
+            F.binary_cross_entropy_with_logits(x, flags, weight, pos_weight=weight),
+            F.binary_cross_entropy(x.sigmoid(), flags, reduction="sum"),
+            F.smooth_l1_loss(x, y, beta=0.5) + F.huber_loss(x, y) + F.mse_loss(x, y) + F.l1_loss(x, y),
+            F.kl_div(F.log_softmax(x, 1), y.softmax(1), reduction="batchmean"),
+            F.kl_div(F.log_softmax(x, 1), F.log_softmax(y, 1), log_target=True, reduction="sum"),
+            F.cosine_embedding_loss(x, y, torch.tensor([1, -1, 1, -1])),
+            F.triplet_margin_loss(x, y, x.flip(0)),
+            F.hinge_embedding_loss(x, flags * 2 - 1),
+            F.margin_ranking_loss(x, y, flags * 2 - 1),
+            F.multi_margin_loss(x, labels.clamp(0)),
+            F.multilabel_soft_margin_loss(x, flags, weight),
+            F.soft_margin_loss(x, flags * 2 - 1),
+            F.poisson_nll_loss(x, flags),
+        )
+
+    check(losses, leaf(4, 5), leaf(4, 5))
+
+
+def test_einsum_sorting_and_triangles():
+    def functions(x, y):
+        return (
+            torch.einsum("bij,bjk->bik", x, y),
+            torch.einsum("bij,bkj->ik", x, x),
+            torch.einsum("bii->b", x),
+            x.sort(dim=1, descending=True).values,
+            x.topk(2, dim=-1).values,
+            x.gather(2, x.argsort(2)),
+            x.tril(-1) + x.triu(1),
+            torch.tril(y[0]) @ y[1].triu(),
+            torch.linalg.solve_triangular(y[0].tril() + 3 * torch.eye(3, dtype=y.dtype), y[1], upper=False),
+            torch.where(x[:, :1] > 0, x, y[0]),
+            torch.take_along_dim(x, x.argmax(1, keepdim=True), 1),
+            x.flip(0)[::2],
+        )
+
+    check(functions, leaf(2, 3, 3), leaf(2, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda x: torch.fft.rfft(x).abs(), "_fft_r2c"),
+        (lambda x: torch.complex(x, x).real, "complex"),
+        (lambda x: torch.linalg.svdvals(x), "svd"),
+    ],
+    ids=["fft", "complex", "svd"],
+)
+def test_refused_by_name(function, name):
+    with pytest.raises(UnsupportedModule, match=name) as refusal:
+        add_tvm_dispatch(Function(function), leaf(4, 4))
+    assert any("test_aten_nn.py" in op.where for op in refusal.value.ops)
+
+
+def test_masked_write():
+    check_module(
+        lambda: Function(lambda x, m: x.clone().index_put((m,), torch.tensor(2.0, dtype=x.dtype)).exp()),
+        lambda: Call((leaf(3, 4), torch.rand(3, 4) > 0.5)),
+        calls=1,
+    )

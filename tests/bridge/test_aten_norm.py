@@ -1,0 +1,118 @@
+"""Normalization layers in train mode: statistics, buffers, affine parameters, reparametrized weights."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from tests.bridge.parity import check_module
+
+SHAPES = {1: (5, 4, 6), 2: (3, 4, 5, 6), 3: (2, 4, 3, 2, 5)}
+BATCH_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+INSTANCE_NORMS = {1: nn.InstanceNorm1d, 2: nn.InstanceNorm2d, 3: nn.InstanceNorm3d}
+
+
+def leaf(*shape):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"momentum": None}, {"momentum": 0.3, "affine": False}, {"track_running_stats": False}],
+    ids=["default", "cumulative", "not affine", "no running stats"],
+)
+def test_batch_norm(rank, options):
+    check_module(lambda: BATCH_NORMS[rank](4, **options), lambda: leaf(*SHAPES[rank]), calls=3)
+
+
+def test_batch_norm_of_rows():
+    check_module(lambda: nn.BatchNorm1d(4, momentum=None), lambda: leaf(7, 4), calls=3)
+
+
+def test_cumulative_average_in_a_model_that_keeps_its_modules():
+    model = check_module(
+        lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None), nn.ReLU()), lambda: leaf(5, 3), calls=3
+    )
+    assert "forward" not in model[1].__dict__
+    assert model[1].num_batches_tracked.item() == 3
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"affine": True, "track_running_stats": True}], ids=["default", "tracking"])
+def test_instance_norm(rank, options):
+    check_module(lambda: INSTANCE_NORMS[rank](4, **options), lambda: leaf(*SHAPES[rank]), calls=2)
+
+
+@pytest.mark.parametrize("module", [nn.BatchNorm2d, nn.InstanceNorm2d], ids=lambda module: module.__name__)
+def test_running_statistics_in_eval_mode(module):
+    def make():
+        layer = module(4, affine=True, track_running_stats=True)
+        layer.running_mean.normal_()
+        layer.running_var.uniform_(0.5, 2)
+        return layer.eval()
+
+    check_module(make, lambda: leaf(3, 4, 5, 6))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.GroupNorm(2, 4),
+        lambda: nn.GroupNorm(4, 4, affine=False),
+        lambda: nn.LayerNorm(6),
+        lambda: nn.LayerNorm((5, 6), eps=1e-3),
+        lambda: nn.LayerNorm(6, bias=False),
+        lambda: nn.LayerNorm(6, elementwise_affine=False),
+        lambda: nn.RMSNorm(6),
+        lambda: nn.RMSNorm((5, 6), eps=1e-3, elementwise_affine=False),
+        lambda: nn.LocalResponseNorm(3),
+    ],
+    ids="group group_plain layer layer_2d layer_no_bias layer_plain rms rms_plain response".split(),
+)
+def test_other_norms(make):
+    check_module(make, lambda: leaf(3, 4, 5, 6))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: parametrizations.weight_norm(nn.Linear(5, 3)),
+        lambda: parametrizations.weight_norm(nn.Conv1d(4, 3, 2), dim=None),
+        lambda: parametrizations.spectral_norm(nn.Linear(5, 3)),
+        lambda: parametrizations.orthogonal(nn.Linear(5, 5), orthogonal_map="matrix_exp"),
+        lambda: parametrizations.orthogonal(nn.Linear(5, 5), orthogonal_map="cayley"),
+    ],
+    ids="weight_norm weight_norm_all spectral_norm matrix_exp cayley".split(),
+)
+def test_parametrized_weights(make):
+    sample = (2, 4, 6) if isinstance(make(), nn.Conv1d) else (2, 5)
+    check_module(make, lambda: leaf(*sample))
+
+
+class Average(nn.Module):
+    """An exponential moving average that the module keeps itself, a counter, and a codebook."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("codes", torch.randn(3, 4))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        y = self.linear(x)
+        nearest = torch.cdist(y.detach(), self.codes).argmin(1)
+        if self.training:
+            with torch.no_grad():
+                self.calls += 1
+                self.mean.mul_(0.9).add_(y.mean(0), alpha=0.1)
+                chosen = torch.nn.functional.one_hot(nearest, 3).to(y.dtype)
+                self.codes.lerp_(chosen.t() @ y, 0.1)
+        quantized = self.codes[nearest]
+        return y + (quantized - y).detach() - self.mean
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_buffers_that_the_module_updates(training):
+    check_module(lambda: Average().train(training), lambda: leaf(6, 4), calls=3)
