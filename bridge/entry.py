@@ -20,6 +20,7 @@ from autodiff.ir import Function, TupleGetItem, Var, bindings, op_name, results
 from bridge.capture import capture
 from bridge.compile import Program, compile_function
 from bridge.draws import Draws
+from bridge.errors import Unsupported, UnsupportedModule
 from bridge.guards import Guard
 from bridge.lower import Lowered, lower_captured
 from bridge.module_state import Snapshot
@@ -64,7 +65,7 @@ class Entry:
             used=imported.input_draws + imported.dropout_draws,
             module_name=captured.module_name,
         )
-        self.forward = compile_function(lowered.forward, name=f"{captured.module_name}_forward", target=target)
+        self.forward = _compiled(lowered.forward, captured.module_name, "forward", target)
         self._layouts = _result_layouts(lowered)
         self._outputs = list(zip(captured.outputs, imported.output_of, strict=True))
         self._out_spec = captured.witness.out_spec
@@ -128,14 +129,23 @@ class Entry:
         return found
 
 
+def _compiled(function: Function, module_name: str, direction: str, target: Any) -> Program:
+    """The program of a function. :class:`UnsupportedModule` names an operator that there is no kernel for."""
+    try:
+        return compile_function(function, name=f"{module_name}_{direction}", target=target)
+    except NotImplementedError as error:
+        words = str(error).replace(":", " ").split()
+        op = next((word for word in words if word.startswith(("relax.", "library."))), "a Relax operator")
+        raise UnsupportedModule(module_name, [Unsupported(op, f"{module_name}'s {direction}", str(error))]) from error
+
+
 class _Backward:
     """The backward program of one pattern of grad_outs; called with saved tensors and grad_outs."""
 
     def __init__(self, lowered: Lowered, outputs: tuple[int, ...], target: Any):
         full = outputs == lowered.differentiable
         function = lowered.backward if full else lowered.backward_for(outputs)
-        name = f"{lowered.captured.module_name}_backward"
-        self.program = compile_function(function, name=name, target=target)
+        self.program = _compiled(function, lowered.captured.module_name, "backward", target)
         grad_outs = function.params[len(function.params) - len(outputs) :]
         self._copies = _must_copy(function, keep=grad_outs)
         gradients = lowered.gradients_for(outputs)

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch
+from bridge.compile import clear_cache
+from bridge.compile.translate import _TRANSLATIONS
 from tests.bridge.parity import Call, check_module
 
 
@@ -199,3 +201,13 @@ def test_masked_write():
         lambda: Call((leaf(3, 4), torch.rand(3, 4) > 0.5)),
         calls=1,
     )
+
+
+def test_an_operator_without_a_kernel_is_refused_by_name(monkeypatch):
+    def nothing(builder, call):
+        raise NotImplementedError("no kernel for the operator relax.erf: none")
+
+    monkeypatch.setitem(_TRANSLATIONS, "relax.erf", nothing)
+    clear_cache()
+    with pytest.raises(UnsupportedModule, match=r"relax\.erf"):
+        add_tvm_dispatch(Function(torch.erf), leaf(7))
