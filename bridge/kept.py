@@ -77,6 +77,8 @@ WHOLE = (
     aten._embedding_bag.default,
     aten._pdist_forward.default,
     aten._trilinear.default,
+    aten.argmax.default,
+    aten.argmin.default,
     aten.dist.default,
     aten.fractional_max_pool2d.default,
     aten.fractional_max_pool3d.default,

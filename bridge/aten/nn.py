@@ -35,6 +35,7 @@ def native_dropout(importer, node, x, rate, train):
 @converts(
     aten.bernoulli.p,
     aten.exponential.default,
+    aten.normal.float_float,
     aten.normal_functional.default,
     aten.rand.default,
     aten.rand_like.default,

@@ -7,8 +7,8 @@ import math
 import torch
 from tvm import relax
 
-from autodiff.ir import dtype, is_float, numel, shape
-from bridge.aten.registry import Refused, converts
+from autodiff.ir import dtype, shape
+from bridge.aten.registry import converts
 from bridge.aten.whole import whole
 
 aten = torch.ops.aten
@@ -105,20 +105,6 @@ def safe_softmax(importer, node, x, dim, *, dtype=None):
     zero = importer.constant(0, element_type)
     y = importer.emit(op.nn.softmax(importer.emit(op.where(empty, zero, x)), dim))
     return importer.emit(op.where(empty, zero, y))
-
-
-@converts(aten.argmax.default, aten.argmin.default)
-def argmax(importer, node, x, dim=None, keepdim=False):
-    if not is_float(x) and dtype(x) == "bool":
-        raise Refused("argmax of booleans")
-    make = op.argmax if node.target is aten.argmax.default else op.argmin
-    if dim is None:
-        x, dim = importer.reshape(x, (numel(x),)), 0
-        found = importer.emit(make(x, axis=0, keepdims=False))
-        return importer.reshape(found, importer.out(node).shape)
-    if not shape(x):
-        return importer.filled(importer.out(node), 0)
-    return importer.emit(make(x, axis=dim % len(shape(x)), keepdims=bool(keepdim)))
 
 
 @converts(aten.cumsum.default)

@@ -111,6 +111,7 @@ BINARY = {
 REDUCTIONS = {
     "amax": lambda x: x.amax(1),
     "amin": lambda x: x.amin(1),
+    "argmax": lambda x: (x.argmax(1), x.argmax(), x.argmin(1), x * 1),
     "aminmax": lambda x: torch.aminmax(x, dim=1),
     "cummax": lambda x: x.cummax(1),
     "cumsum": lambda x: x.cumsum(1),
