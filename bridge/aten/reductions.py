@@ -8,7 +8,7 @@ import torch
 from tvm import relax
 
 from autodiff.ir import dtype, shape
-from bridge.aten.registry import converts
+from bridge.aten.registry import Refused, converts
 from bridge.aten.whole import whole
 
 aten = torch.ops.aten
@@ -116,15 +116,12 @@ def cumsum(importer, node, x, dim, *, dtype=None):
 @converts(aten.linalg_vector_norm.default)
 def vector_norm(importer, node, x, ord=2, dim=None, keepdim=False, *, dtype=None):
     """Where the norm is zero its gradient is zero, as torch has it."""
-    if abs(ord) == float("inf") or (ord <= 1 and ord not in (0, 1)):
+    if ord == 0:
+        raise Refused("a norm of order 0: eager has no gradient there, not even zeros", "write (x != 0).sum()")
+    if abs(ord) == float("inf") or ord < 1:
         return whole(importer, node, x, ord, dim, keepdim, dtype=dtype)
     (x,) = importer.operands(node, x)
     size = importer.emit(op.abs(x))
-    if ord == 0:
-        counted = importer.cast(
-            importer.emit(op.not_equal(x, importer.constant(0, x.ty.dtype))), importer.out_dtype(node)
-        )
-        return reduce(importer, op.sum, counted, dim, keepdim)
     if ord == 1:
         return reduce(importer, op.sum, size, dim, keepdim)
     element_type = importer.out_dtype(node)
