@@ -68,6 +68,8 @@ WHOLE = (
     aten.linalg_solve.default,
     aten.linalg_solve_ex.default,
     aten.linalg_solve_triangular.default,
+    aten.linalg_tensorinv.default,
+    aten.linalg_tensorsolve.default,
     aten.lu_unpack.default,
     aten.trace.default,
     aten.triangular_solve.default,
@@ -103,6 +105,7 @@ WHOLE = (
     aten.scatter.reduce,
     aten.scatter.value_reduce,
     aten.scatter_reduce.two,
+    aten.segment_reduce.default,
     aten.smooth_l1_loss.default,
     aten.soft_margin_loss.default,
 )
