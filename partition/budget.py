@@ -2,7 +2,8 @@
 
 The cut bans matrix products and reductions from recomputation. A budget lifts the ban on reductions, and the one on
 products if the user allows it. Captures are then given up one at a time, always the one that frees the most bytes per
-flop of new work, until the rest fits; what was given up in excess is taken back, the dearest first.
+flop of new work, until the rest fits; bytes beyond what the budget asks for count for nothing. What was given up in
+excess is taken back, the dearest first.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def fit(graph: Graph, choice: Choice, limit: int, *, forced: Collection[str] = (
                 obstacles[name] = f"{stop}; allow_matmul_recompute is off"
                 continue
             price = 1 + sum(flops(graph, done) for done in work if done in graph.forward)
-            worth = Fraction(size[name], price)
+            worth = Fraction(min(size[name], total - limit), price)
             if best is None or worth > best[0]:
                 best = (worth, price, name, work)
         if best is None:

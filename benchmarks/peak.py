@@ -1,0 +1,113 @@
+"""Peak memory of a training step: eager beside partition strategies, and their loss curves.
+
+The measure is torch's own accounting of its CPU allocator: under ``torch.profiler`` with ``profile_memory`` every
+allocation and release of a tensor's memory is an event, those inside operators and programs included, and the peak is
+the largest running sum of one step. What is alive before the step (parameters, moments of the optimizer) is the same
+for all and not in it; gradients are, because every step makes them anew. Not seen: scratch memory that a library takes
+past the allocator, the stack of our kernels. Resident pages (RSS) would show what the C library holds back as well.
+
+A compiled program keeps its *arena*, the memory of its intermediates, between calls, so a steady step does not allocate
+it. It is counted apart, and added for the total: arenas of distinct programs only, equal layers share theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import train_bert
+from benchmarks.text import build_tokenizer, corpus, masked_batches
+from bridge import stats
+from partition import MinCut
+
+__all__ = ["peak_of", "peak_table"]
+
+MODEL = "--layers 12 --hidden 256 --heads 4 --dispatch layers"
+
+HEADER = "peak MiB, arenas MiB, sum MiB, sum / eager, captures of a layer MiB, last loss, largest difference of losses"
+
+#: What is compared: ``None`` is eager, everything else a ``partition``.
+PEERS: dict[str, Any] = {
+    "eager": None,
+    "save_all": "save_all",
+    "min_cut": "min_cut",
+    "MinCut(budget=0.3)": MinCut(budget=0.3),
+    "MinCut(budget=0.3, allow_matmul_recompute=True)": MinCut(budget=0.3, allow_matmul_recompute=True),
+    "recompute_all": "recompute_all",
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One peer: bytes of the peak of a step, bytes of arenas, bytes of one layer's captures, the losses."""
+
+    peak: int
+    arenas: int
+    captures: int | None
+    losses: list[float]
+
+
+def peak_of(step: Callable[[], object]) -> int:
+    """The most bytes that torch's CPU allocator holds during ``step()`` beyond what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.device_type() == DeviceType.CPU]
+    changes.sort(key=lambda change: change[0])
+    return max(itertools.accumulate(nbytes for _, nbytes in changes), default=0)
+
+
+def arena_bytes(modules: Iterable[nn.Module]) -> int:
+    """Bytes of the arenas of all distinct programs behind dispatched modules; one thread uses one arena of each."""
+    entries = [entry for module in modules for entry in stats(module).entries]
+    programs = {id(program): program for entry in entries for program in (entry.forward, entry.backward)}
+    return sum(program.arena_bytes for program in programs.values())
+
+
+def train(model: nn.Module, batches: list[dict], options: argparse.Namespace, partition: Any) -> Measured:
+    """Some training steps of a copy of ``model``; the peak is of the last one."""
+    model = copy.deepcopy(model)
+    modules = []
+    if partition is not None:
+        chosen = argparse.Namespace(**{**vars(options), "partition": partition})
+        modules = train_bert.dispatch(model, batches[0], chosen)
+    training = train_bert.make_training(model, options)
+    for batch in batches[:-1]:
+        training.step(batch)
+    training.optimizer.zero_grad()
+    peak = peak_of(lambda: training.step(batches[-1]))
+    counts = train_bert.count(modules)
+    if counts.hits != len(modules) * len(batches):
+        raise RuntimeError(f"{counts.hits} calls of {len(modules)} layers were dispatched: {dict(counts.misses)}")
+    captures = stats(modules[0]).entries[0].plan.bytes if modules else None
+    return Measured(peak, arena_bytes(modules), captures, training.losses)
+
+
+def peak_table(batch: int, seq: int, steps: int = 4) -> None:
+    """Prints the table: a row per peer, in one process, each from the same parameters, batches and seed."""
+    options = train_bert.parse(f"{MODEL} --batch {batch} --seq {seq} --steps {steps}".split())
+    documents = corpus()
+    tokenizer = build_tokenizer(documents, options.vocabulary)
+    batches = masked_batches(tokenizer, documents, steps=steps, batch=batch, length=seq, seed=0)
+    model = train_bert.make_model(options, len(tokenizer))
+    print(f"BertForMaskedLM {MODEL}, {batch} x {seq} tokens, step {steps} of AdamW, float32\n")
+    columns = HEADER.split(", ")
+    print("| | " + " | ".join(columns) + " |\n|---" + "|---:" * len(columns) + "|")
+    eager = None
+    for name, partition in PEERS.items():
+        found = train(model, batches, options, partition)
+        eager = eager or found
+        whole = found.peak + found.arenas
+        apart = max(abs(own - other) for own, other in zip(found.losses, eager.losses, strict=True))
+        captures = "" if found.captures is None else f"{found.captures / 2**20:.2f}"
+        cells = [f"{found.peak / 2**20:.1f}", f"{found.arenas / 2**20:.1f}", f"{whole / 2**20:.1f}"]
+        cells += [f"{whole / eager.peak:.3f}", captures, f"{found.losses[-1]:.6f}", f"{apart:.1e}"]
+        print("| " + " | ".join([name, *cells]) + " |", flush=True)
