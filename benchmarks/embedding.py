@@ -1,4 +1,4 @@
-"""The gradient step of an embedding: ours (forward and backward, dispatched) beside torch's ``embedding_dense_backward``.
+"""The gradient step of an embedding: ours (forward + backward, dispatched) beside ``embedding_dense_backward``.
 
 python -m benchmarks.embedding
 """
