@@ -1,7 +1,8 @@
 """The colouring of the literature: save every forward value that the gradient reads; and its opposite.
 
 Forward bindings are red. Those that the gradient reads turn blue and are captured. Parameters and forward outputs are
-green: they are there anyway. Constants are duplicated; a view is saved as its base; a tuple as its items.
+green: they are there anyway. Constants are duplicated; a view is saved as its base; a tuple as its items; a mask in
+wider numbers as the mask.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ __all__ = ["RecomputeAll", "SaveAll", "coloring", "reader"]
 
 
 class SaveAll:
-    """Save every forward value that the gradient reads. Nothing but views is computed twice."""
+    """Save every forward value that the gradient reads. Nothing but views and widened masks is computed twice."""
 
     name = "save_all"
 

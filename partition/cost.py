@@ -25,6 +25,7 @@ __all__ = [
     "is_creation",
     "is_slice",
     "is_view",
+    "is_widened",
     "keep_cost",
     "moved_bytes",
     "recompute_cost",
@@ -79,6 +80,20 @@ def is_creation(node: Node) -> bool:
     return not node.inputs and product(node) is None
 
 
+def is_widened(graph: Graph, name: str) -> bool:
+    """Whether a value only spells a bool in wider numbers: made from it and constants, element by element.
+
+    A dropout mask as ``0`` and ``1 / (1 - p)``, for instance. It is made again from the byte mask, never saved.
+    """
+    node = graph.nodes[name]
+    if node.value is None or node.dtype == "bool" or len(node.inputs) != 1:
+        return False
+    if node.op not in CHEAP and not (is_view(node) and node.is_tensor):
+        return False
+    source = node.inputs[0]
+    return graph.nodes[source].dtype == "bool" or is_widened(graph, source)
+
+
 def view_base(graph: Graph, name: str) -> str:
     """The value a view, or a view of a view, looks at; the value itself if it is no view of one operand."""
     node = graph.nodes[name]
@@ -121,10 +136,10 @@ def product(node: Node) -> str | None:
 def keep_cost(graph: Graph, name: str) -> int | None:
     """The cost of keeping a value until the backward, or ``None`` if it is never captured as such.
 
-    Views are kept as their base, tuples as their items, and what is made from nothing is made again.
+    Views are kept as their base, tuples as their items, bools as bools, and what is made from nothing is made again.
     """
     node = graph.nodes[name]
-    if not node.is_tensor or is_creation(node):
+    if not node.is_tensor or is_creation(node) or is_widened(graph, name):
         return None
     if is_view(node) and not is_item(graph, node):
         if not (is_slice(graph, node) and node.bytes < graph.nodes[view_base(graph, name)].bytes):

@@ -8,7 +8,7 @@ import tvm
 from tvm import relax
 
 from autodiff.ir import bindings, dtype, nbytes, results, shape
-from partition import STRATEGIES, build_graph, coloring, partition
+from partition import STRATEGIES, MinCut, build_graph, coloring, partition
 from tests.partition import joints
 from tests.partition.evaluate import evaluate, random_args, run_both_halves
 
@@ -159,3 +159,25 @@ def test_random_draw_is_refused():
     dx = b.let("dx", relax.op.multiply(y, g))
     with pytest.raises(ValueError, match=r"pair = relax.nn.dropout draws random numbers"):
         partition(b.build(y, dx), num_primals=1, num_outputs=1, strategy="save_all")
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, MinCut(budget=0.9), MinCut(budget=0.2)], ids=str)
+def test_a_scaled_mask_is_saved_as_bytes(strategy):
+    """``mask / (1 - p)`` is wider than the mask and says no more."""
+    b = joints.Builder()
+    x, w, mask = b.param("x", (8, 16)), b.param("w", (16, 32)), b.param("mask_0", (8, 32), "bool")
+    g = b.param("grad_out", (8, 32))
+    h = b.let("h", relax.op.matmul(x, w))
+    positive = b.let("positive", relax.op.greater(h, relax.const(0.0)))
+    kept = b.let("kept", relax.op.astype(positive, "float32"))
+    noise = b.let("noise", relax.op.astype(mask, "float32"))
+    scaled = b.let("scaled", relax.op.multiply(noise, relax.const(1.25)))
+    gate = b.let("gate", relax.op.multiply(kept, relax.const(0.5)))
+    y = b.let("y", relax.op.multiply(b.let("dropped", relax.op.multiply(h, scaled)), gate))
+    gg = b.let("gg", relax.op.multiply(b.let("gd", relax.op.multiply(g, gate)), scaled))
+    joint = b.build(y, b.let("dw", relax.op.matmul(b.let("xt", relax.op.permute_dims(x)), gg)))
+    plan = partition(joint, num_primals=3, num_outputs=1, strategy=strategy).plan
+    assert not {saved.name for saved in plan.captures} & {"noise", "scaled", "kept", "gate"}
+    if strategy != "recompute_all":
+        assert [(saved.name, saved.bytes) for saved in plan.captures] == [("positive", 8 * 32)]
+    assert [(saved.name, saved.bytes) for saved in plan.free if saved.kind == "mask"] == [("mask_0", 8 * 32)]
