@@ -62,9 +62,14 @@ class Emitter:
         The value goes through a one-element local buffer (which LLVM turns into a register): TVM's analyzers
         substitute variables by what they are bound to, in the code generator too, and a chain of computed values
         would grow exponentially. A load ends the chain.
+
+        A floating point product is fenced: TVM lets LLVM contract ``a * b + c`` into one rounding on every target, and
+        LLVM does so only where it sees no other use of the product, which depends on what shares the kernel.
         """
         if isinstance(value, Var):
             return value
+        if isinstance(value, tirx.Mul) and "float" in element_type(value):
+            value = self.llvm("llvm.arithmetic.fence", value)
         self._names += 1
         if element_type(value) == "bool":
             return value  # one comparison, not worth a buffer of eight-bit lanes

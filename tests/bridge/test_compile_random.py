@@ -204,3 +204,21 @@ def test_no_bit_depends_on_which_values_are_results(seed, dtype):
     some = random.Random(seed).sample(every, 4)
     for i, result in zip(some, compile_function(build(inputs, program, name, some), name="some")(tensors), strict=True):
         assert torch.equal(result.nan_to_num(), values[i].nan_to_num()), program[i - len(inputs)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_product_is_rounded_before_it_is_added(dtype):
+    """Contraction to a fused multiply-add would depend on whether the product is wanted elsewhere."""
+    inputs = [((37, 45), dtype)] * 3
+
+    def body(emit, a, b, c):
+        product = emit(R.multiply(a, b))
+        return [product, emit(R.add(product, c)), emit(R.subtract(c, emit(R.square(a))))]
+
+    tensors = sample([(37, 45)] * 3, getattr(torch, dtype), 0)
+    a, b, c = tensors
+    expected = [a * b, a * b + c, c - a * a]
+    for wanted in ([0, 1, 2], [1], [2], [0, 2]):
+        ours = compile_function(function(inputs, lambda *args, w=wanted: [body(*args)[i] for i in w]), name="rounded")
+        for index, result in zip(wanted, ours(tensors), strict=True):
+            assert torch.equal(result, expected[index]), (wanted, index)
