@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from partition import MinCut, curve, partition
@@ -30,6 +32,14 @@ def test_bytes_are_kept_to(layer):
     free = plan_of(layer, "min_cut")
     plan = plan_of(layer, MinCut(budget=free.bytes - 1, allow_matmul_recompute=True))
     assert 0 < plan.bytes < free.bytes and plan.price.flops > free.price.flops
+
+
+def test_no_more_is_given_up_than_the_budget_asks_for(layer):
+    """One byte too many: the cheapest capture goes, not the one that frees most per flop (the probabilities)."""
+    small = MinCut(policy=lambda node: "save" if node.bytes < 1000 else None)
+    free = plan_of(layer, small)
+    plan = plan_of(layer, replace(small, budget=free.bytes - 1, allow_matmul_recompute=True))
+    assert [name for name in plan.recomputed if name.endswith(("_mm", "_qk", "_pv"))] == ["l0_pv"]
 
 
 def test_a_generous_budget_changes_nothing(layer):
