@@ -118,7 +118,7 @@ def test_a_gradient_of_one_output_only():
                     torch.testing.assert_close(got, own, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("strategy", ["min_cut", BUDGETS[2], "recompute_all"], ids=label)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=label)
 def test_masks_are_bytes_and_drawn_once(strategy, monkeypatch):
     module, x = make("BertLayer")
     copied = dispatched(module, x, strategy)
