@@ -259,7 +259,11 @@ def _generator_watch(watch: _Watch):
     try:
         yield
     finally:
-        sys.setprofile(before)
+        sys.setprofile(None)
+        if hasattr(before, "enable"):  # cProfile's profiler is no function that could be set again
+            before.enable()
+        else:
+            sys.setprofile(before)
 
 
 def record_draws(run: Callable[[], Any], draws: list[Draw]) -> Any:

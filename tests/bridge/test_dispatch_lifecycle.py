@@ -1,6 +1,7 @@
 """A dispatched module is still the user's module: attributes, copies, pickles, hooks, parameters, and the way back."""
 
 import copy
+import cProfile
 import io
 import pickle
 
@@ -361,3 +362,17 @@ def test_entries_report_compilation_and_saved_bytes(module):
     (entry,) = stats(module).entries
     assert entry.compile_seconds > 0
     assert entry.plan is not None
+
+
+def test_adding_under_a_profiler(module):
+    """Capture listens to the interpreter's calls for a moment; a running profiler goes on afterwards."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        add_tvm_dispatch(module, rows())
+        module(rows())
+    finally:
+        profiler.disable()
+    assert stats(module).hits == 1
+    seen = {entry.code.co_name for entry in profiler.getstats() if not isinstance(entry.code, str)}
+    assert "dispatch" in seen, "the profiler stopped at add_tvm_dispatch"
