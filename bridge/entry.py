@@ -232,7 +232,6 @@ def _strided_copy(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 def _is_dense_permutation(seen: Output) -> bool:
     """Whether eager returns a tensor that is dense in memory, but not in row-major order."""
     expected = 1
-    contiguous = True
     order = sorted((d for d, extent in enumerate(seen.shape) if extent != 1), key=lambda d: seen.stride[d])
     if 0 in seen.shape:
         return False
@@ -240,8 +239,7 @@ def _is_dense_permutation(seen: Output) -> bool:
         if seen.stride[dim] != expected:
             return False
         expected *= seen.shape[dim]
-    contiguous = order == sorted(order, reverse=True)
-    return not contiguous
+    return order != sorted(order, reverse=True)
 
 
 def _must_copy(function: Function, keep: Sequence[Var]) -> list[bool]:
