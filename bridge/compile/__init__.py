@@ -31,7 +31,7 @@ def compile_function(func: Function, *, name: str, target: tvm.target.Target | N
     """Compile a function in flat form (see :mod:`autodiff.ir`) with static shapes.
 
     Equal functions share one program, which keeps the ``name`` it was first compiled under. ``target`` is this machine
-    with torch's number of threads unless given. Raises ``NotImplementedError`` naming an operator that cannot be
+    unless given. Raises ``NotImplementedError`` naming an operator that cannot be
     compiled.
 
     No value depends, in any bit, on which other values are results: see :mod:`bridge.compile.fuse`.

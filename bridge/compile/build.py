@@ -6,7 +6,6 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 
-import torch
 import tvm
 import tvm_ffi
 from tvm import tirx
@@ -14,6 +13,8 @@ from tvm.ir import IRModule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 from tvm_ffi import structural_equal, structural_hash
+
+from bridge.compile.threads import CONNECT, connect_function, launcher
 
 __all__ = ["LOOPS_ATTR", "build_kernels", "clear_kernels", "host_target"]
 
@@ -52,11 +53,11 @@ def _host_cpu() -> str:
 
 
 def host_target() -> Target:
-    """LLVM for this processor and as many threads as torch uses.
+    """LLVM for this processor. The number of threads is torch's, at every call: :mod:`bridge.compile.threads`.
 
     No fast-math flag is set: values must not depend on what a kernel is fused with.
     """
-    return Target({"kind": "llvm", "mcpu": _host_cpu(), "num-cores": torch.get_num_threads()})
+    return Target({"kind": "llvm", "mcpu": _host_cpu()})
 
 
 def clear_kernels() -> None:
@@ -76,6 +77,17 @@ def _pipeline_of(func: PrimFunc) -> str:
     return "bridge_loops" if func.attrs.get(LOOPS_ATTR, False) else "default"
 
 
+def _build(funcs: dict[str, PrimFunc], target: Target, pipeline: str) -> tvm.runtime.Module:
+    address = launcher()
+    if address is not None:
+        funcs = {**funcs, CONNECT: connect_function()}
+    module = IRModule({name: func.with_attr("global_symbol", name) for name, func in funcs.items()})
+    library = tvm.tirx.build(module, target, pipeline=pipeline)
+    if address is not None:
+        library[CONNECT](address)
+    return library
+
+
 def build_kernels(funcs: Sequence[tuple[str, PrimFunc]], target: Target) -> list[tvm_ffi.Function]:
     """Callables for PrimFuncs given with names; equal functions are built once per process."""
     keys = [(str(target), structural_hash(func)) for _, func in funcs]
@@ -90,8 +102,7 @@ def build_kernels(funcs: Sequence[tuple[str, PrimFunc]], target: Target) -> list
                 chosen = {n: entry for n, entry in missing.items() if _pipeline_of(entry[1]) == pipeline}
                 if not chosen:
                     continue
-                module = IRModule({name: func.with_attr("global_symbol", name) for name, (_, func) in chosen.items()})
-                library = tvm.tirx.build(module, target, pipeline=pipeline)
+                library = _build({name: func for name, (_, func) in chosen.items()}, target, pipeline)
                 for name, (key, func) in chosen.items():
                     _KERNELS.setdefault(key, []).append((func, library[name]))
         return [_find(func, key) for (_, func), key in zip(funcs, keys, strict=True)]

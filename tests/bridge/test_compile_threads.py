@@ -1,0 +1,89 @@
+"""Kernels run on torch's threads, as many as torch uses at the time of the call."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tvm.relax import op as R
+
+from bridge.compile import compile_function
+from bridge.compile.threads import launcher
+from tests.bridge.compile_helpers import assert_same, function
+
+
+class Environment(ctypes.Structure):
+    _fields_ = [("sync", ctypes.c_void_p), ("tasks", ctypes.c_int)]
+
+
+LAMBDA = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.POINTER(Environment), ctypes.c_void_p)
+LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, LAMBDA, ctypes.c_void_p, ctypes.c_int)
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def launch(status: int = 0) -> tuple[int, list[tuple[int, int]]]:
+    """The status of a launch and the ``(task, tasks)`` that ran; the last task returns ``status``."""
+    ran: list[tuple[int, int]] = []
+
+    def task(index, environment, data):
+        assert data == 42
+        ran.append((index, environment.contents.tasks))
+        return status if index == environment.contents.tasks - 1 else 0
+
+    address = launcher()
+    assert address is not None, "this torch has no OpenMP"
+    return LAUNCH(address)(LAMBDA(task), 42, 0), sorted(ran)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_as_many_tasks_as_torch_has_threads(count):
+    torch.set_num_threads(count)
+    assert launch() == (0, [(index, count) for index in range(count)])
+
+
+def test_a_failing_task_is_reported():
+    torch.set_num_threads(2)
+    assert launch(-7) == (-7, [(0, 2), (1, 2)])
+
+
+def large(emit, p):
+    return [emit(R.nn.softmax(emit(R.tanh(p)), -1)), emit(R.sum(p, [0]))]
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    x = torch.randn(512, 700)
+    program = compile_function(function([((512, 700), "float32")], large), name="large")
+    results = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        results.append(program([x]))
+    assert_same(results[0][0], torch.softmax(torch.tanh(x), -1), rtol=1e-5, atol=1e-7)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_python_threads_launch_at_once():
+    x = torch.randn(512, 700)
+    program = compile_function(function([((512, 700), "float32")], large), name="large")
+    wanted = program([x])
+    failures = []
+
+    def work():
+        for _ in range(20):
+            failures.extend(not torch.equal(a, b) for a, b in zip(program([x]), wanted, strict=True))
+
+    workers = [threading.Thread(target=work) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not any(failures)
