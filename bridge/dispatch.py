@@ -120,18 +120,18 @@ class Dispatcher:
 
     def add(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Compiles an entry for a call. Raises as :func:`add_tvm_dispatch`."""
-        _refuse_state(module)
+        refuse_state(type(module).__name__)
         entry = compile_entry(module, args, kwargs, partition=self.partition, target=self.target)
         self.stats.entries.append(entry)
 
 
-def _refuse_state(module: nn.Module) -> None:
-    """Capturing needs plain PyTorch around it."""
+def refuse_state(module_name: str) -> None:
+    """Capturing needs plain PyTorch around it: :class:`UnsupportedModule` names what else is active."""
     plain = {"grad mode": (True, False), "default dtype": (torch.get_default_dtype(),)}
     for name, value in interpreter_state():
         if value not in plain.get(name, (False,)):
             problem = Unsupported(name, "where add_tvm_dispatch is called", "is active", "add the dispatch outside it")
-            raise UnsupportedModule(type(module).__name__, [problem])
+            raise UnsupportedModule(module_name, [problem])
 
 
 def _dispatcher(module: nn.Module) -> Dispatcher | None:
