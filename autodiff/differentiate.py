@@ -8,6 +8,7 @@ from tvm import relax
 
 from autodiff.dce import live_bindings
 from autodiff.errors import NoGradient, UndifferentiableOp
+from autodiff.fold_normalization import fold_normalizations
 from autodiff.gradients import differentiable, refusal
 from autodiff.ir import (
     Call,
@@ -59,7 +60,7 @@ def differentiate(func: Function, outputs: Sequence[int], require_grads: Sequenc
     _check_required(func, require_grads)
     rooted = amend(func, outputs)
     required = [rooted.params[index] for index in require_grads]
-    body = _live_and_active(rooted, required)
+    body = fold_normalizations(_live_and_active(rooted, required), results(rooted)[0])
     partials = _gradient(rooted, body, required) if body else ([], {})
     backward, gradients = partials
     forward, stopped = _remove_stops(list(bindings(rooted)))
