@@ -23,6 +23,7 @@ from torch import fx, nn
 
 from bridge.capture import capture
 from bridge.dispatch import MAX_ENTRIES, refuse_state
+from bridge.dynamo_graph import DynamoGraph, inline_checkpoints
 from bridge.entry import Entry
 from bridge.errors import Unsupported, UnsupportedModule, user_line
 from bridge.guards import interpreter_state
@@ -66,6 +67,7 @@ def tvm_dispatch(
     partition = options.get("partition", DEFAULT_PARTITION)
     resolve_strategy(partition)
     target = tvm.target.Target(options["target"]) if options.get("target") is not None else None
+    inline_checkpoints(graph_module)
     return CompiledGraph(graph_module, partition=partition, target=target)
 
 
@@ -140,10 +142,7 @@ class _Compiled:
     """A graph compiled for inputs of one layout."""
 
     def __init__(self, graph_module: fx.GraphModule, inputs: Sequence[Any], partition: Any, target: Any):
-        for position, value in enumerate(inputs):
-            if isinstance(value, torch.Tensor) and (value.is_neg() or value.is_conj()):
-                reason = "a lazily negated or conjugated tensor"
-                raise UnsupportedModule("DynamoGraph", [Unsupported(f"input {position}", "the graph's inputs", reason)])
+        _refuse(graph_module, inputs)
         region = DynamoGraph(graph_module, inputs)
         captured = capture(region, tuple(inputs[position] for position in region.arguments), {})
         lowered = lower_captured(captured, grad=torch.is_grad_enabled(), partition=partition)
@@ -173,41 +172,19 @@ class _Compiled:
         return None
 
 
-class DynamoGraph(nn.Module):
-    """A graph of Dynamo's as a module whose buffers are those inputs that it may change in place.
-
-    Inputs that require no grad and are dense can be buffers: whatever is written to them is then an output of the
-    captured graph, and is written back. All others are arguments, and writing to those is refused.
-    """
-
-    def __init__(self, graph_module: fx.GraphModule, inputs: Sequence[Any]):
-        super().__init__()
-        self.graph_module = graph_module
-        self.input_of: dict[str, int] = {}
-        for position, value in enumerate(inputs):
-            if _may_be_buffer(value):
-                self.input_of[f"input_{position}"] = position
-                self.register_buffer(f"input_{position}", value.detach().clone())
-        buffers = set(self.input_of.values())
-        self.arguments = tuple(position for position in range(len(inputs)) if position not in buffers)
-
-    def forward(self, *arguments: Any) -> Any:
-        inputs: list[Any] = [None] * (len(arguments) + len(self.input_of))
-        for position, value in zip(self.arguments, arguments, strict=True):
-            inputs[position] = value
-        for name, position in self.input_of.items():
-            inputs[position] = getattr(self, name)
-        # an interpreter, because it hands the user's source lines on to whoever traces
-        return fx.Interpreter(self.graph_module).run(*inputs)
-
-
-def _may_be_buffer(value: Any) -> bool:
-    return (
-        type(value) is torch.Tensor
-        and not value.requires_grad
-        and value.layout is torch.strided
-        and torch.ops.aten.is_non_overlapping_and_dense(value)
-    )
+def _refuse(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    problems = [
+        Unsupported(str(node.target), user_line(node.meta.get("stack_trace")) or node.name, "a higher-order operator")
+        for node in graph_module.graph.nodes
+        if isinstance(node.target, torch._ops.HigherOrderOperator)
+    ]
+    problems += [
+        Unsupported(f"input {position}", "the graph's inputs", "a lazily negated or conjugated tensor")
+        for position, value in enumerate(inputs)
+        if isinstance(value, torch.Tensor) and (value.is_neg() or value.is_conj())
+    ]
+    if problems:
+        raise UnsupportedModule("DynamoGraph", problems)
 
 
 def _layout(value: Any) -> Any:

@@ -1,0 +1,71 @@
+"""Dynamo's graphs in the form that :mod:`bridge.capture` takes: a module, its arguments, its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+__all__ = ["DynamoGraph", "inline_checkpoints"]
+
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+def inline_checkpoints(graph_module: fx.GraphModule) -> None:
+    """Makes the body of each ``torch.utils.checkpoint`` part of the graph, in place, nested ones included.
+
+    In Dynamo's graph such a region is an operator that promises to compute the body again in the backward. What is
+    computed again is our partition's decision, so the body is all that counts. It must not be left to the operator
+    even where the graph runs eager: run so, it draws new dropout masks when it computes the body again.
+    """
+    for node in graph_module.graph.find_nodes(op="call_function", target=_CHECKPOINT):
+        body, *arguments = node.args
+        inline_checkpoints(getattr(graph_module, body.target))
+        _, kwargs = _CHECKPOINT.divide_kwargs(node.kwargs)
+        with graph_module.graph.inserting_before(node):
+            call = graph_module.graph.call_module(body.target, tuple(arguments), kwargs)
+        call.meta = dict(node.meta)
+        node.replace_all_uses_with(call)
+        graph_module.graph.erase_node(node)
+        if not body.users:
+            graph_module.graph.erase_node(body)
+    graph_module.recompile()
+
+
+class DynamoGraph(nn.Module):
+    """A graph of Dynamo's as a module whose buffers are those inputs that it may change in place.
+
+    Inputs that require no grad and are dense can be buffers: whatever is written to them is then an output of the
+    captured graph, and is written back. All others are arguments, and writing to those is refused.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, inputs: Sequence[Any]):
+        super().__init__()
+        self.graph_module = graph_module
+        self.input_of: dict[str, int] = {}
+        for position, value in enumerate(inputs):
+            if _may_be_buffer(value):
+                self.input_of[f"input_{position}"] = position
+                self.register_buffer(f"input_{position}", value.detach().clone())
+        buffers = set(self.input_of.values())
+        self.arguments = tuple(position for position in range(len(inputs)) if position not in buffers)
+
+    def forward(self, *arguments: Any) -> Any:
+        inputs: list[Any] = [None] * (len(arguments) + len(self.input_of))
+        for position, value in zip(self.arguments, arguments, strict=True):
+            inputs[position] = value
+        for name, position in self.input_of.items():
+            inputs[position] = getattr(self, name)
+        # an interpreter, because it hands the user's source lines on to whoever traces
+        return fx.Interpreter(self.graph_module).run(*inputs)
+
+
+def _may_be_buffer(value: Any) -> bool:
+    return (
+        type(value) is torch.Tensor
+        and not value.requires_grad
+        and value.layout is torch.strided
+        and torch.ops.aten.is_non_overlapping_and_dense(value)
+    )

@@ -1,0 +1,392 @@
+"""``torch.compile(backend="tvm_dispatch")``: what Dynamo finds runs in TVM, or eager for a reason that is counted."""
+
+import copy
+import gc
+import logging
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import ResNetConfig, ResNetForImageClassification
+
+from bridge import add_tvm_dispatch, stats
+from bridge.compile import KernelStep, Program
+from bridge.dynamo import graphs
+from tests.bridge.models import classifier
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-12}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def made_since(known):
+    return [graph for graph in graphs() if graph not in known]
+
+
+def compare(function, *args, calls=1):
+    """Compiled and plain function agree on values, gradients, arguments afterwards and generator; the graphs."""
+    known = graphs()
+    compiled = torch.compile(function, backend="tvm_dispatch")
+    for call in range(calls):
+        seen = [outcome(f, args, seed=call) for f in (compiled, function)]
+        for actual, expected in zip(*seen, strict=True):
+            torch.testing.assert_close(actual, expected, **CLOSE)
+    return made_since(known)
+
+
+def outcome(function, args, seed):
+    leaves = [arg.clone().detach().requires_grad_(arg.requires_grad) for arg in args]
+    torch.manual_seed(seed)
+    result = function(*(leaf * 1 if leaf.requires_grad else leaf for leaf in leaves))
+    if result.requires_grad:
+        result.square().sum().backward()
+    return result.detach(), *(leaf.grad if leaf.requires_grad else leaf for leaf in leaves), torch.get_rng_state()
+
+
+def total(found):
+    return sum(graph.stats.hits for graph in found), sum((graph.stats.misses for graph in found), Counter())
+
+
+def x(*shape, grad=True):
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=grad)
+
+
+# training
+
+
+def batches_of(kind, count=20):
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(count):
+        labels = torch.randint(0, 3, (4,), generator=generator)
+        if kind == "bert":
+            ids = torch.randint(0, 50, (4, 6), generator=generator)
+            yield {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+        else:
+            pixels = torch.randn(4, 3, 16, 16, generator=generator, dtype=torch.float64)
+            yield {"pixel_values": pixels, "labels": labels}
+
+
+def make(kind):
+    torch.manual_seed(0)
+    if kind == "bert":
+        return classifier(layers=1).double()
+    config = ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic", num_labels=3)
+    return ResNetForImageClassification(config).double().train()
+
+
+def train(model, call, kind):
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for batch in batches_of(kind):
+        loss = call(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, torch.get_rng_state()
+
+
+@pytest.mark.parametrize("kind", ["bert", "resnet"])
+def test_trains_with_eagers_losses_forward_and_backward_in_tvm(kind, monkeypatch):
+    runs = []
+    call = Program.__call__
+
+    def counted(program, *args, **kwargs):
+        runs.append(program)
+        return call(program, *args, **kwargs)
+
+    monkeypatch.setattr(Program, "__call__", counted)
+    known = graphs()
+    model, eager = make(kind), make(kind)
+    losses, generator = train(model, torch.compile(model, backend="tvm_dispatch"), kind)
+    expected, expected_generator = train(eager, eager, kind)
+    torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)
+    assert torch.equal(generator, expected_generator)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, eager.state_dict()[name], rtol=1e-8, atol=1e-10)
+    found = made_since(known)
+    assert total(found) == (20, Counter())
+    for direction in ("forward", "backward"):
+        programs = [program for program in runs if program.name == f"DynamoGraph_{direction}"]
+        assert len(programs) == 20
+        assert all(any(isinstance(step, KernelStep) for step in program.steps) for program in programs)
+
+
+def test_dropout_draws_what_eager_draws():
+    assert total(compare(lambda a: F.dropout(F.dropout(a, 0.3).tanh(), 0.6), x(5, 4), calls=2)) == (2, Counter())
+
+
+def test_without_grad_only_a_forward():
+    with torch.no_grad():
+        (graph,) = compare(lambda a: a.sin() * 2, x(3, 4, grad=False))
+    assert graph.stats.hits == 1 and graph.stats.entries[0].backward is None
+
+
+def test_eval_and_train_of_one_module():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
+    eager = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="tvm_dispatch")
+    known = graphs()
+    data = x(6, 4)
+    for training in (True, False, True):
+        model.train(training), eager.train(training)
+        for seen, expected in zip(outcome(compiled, [data], 0), outcome(eager, [data], 0), strict=True):
+            torch.testing.assert_close(seen, expected, **CLOSE)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, eager.state_dict()[name], **CLOSE)
+    assert total(made_since(known)) == (3, Counter())
+
+
+def test_each_side_of_a_graph_break_is_a_graph():
+    def function(a):
+        b = a.sin()
+        torch._dynamo.graph_break()
+        return F.dropout(b.cos())
+
+    found = compare(function, x(3, 4))
+    assert [graph.stats.hits for graph in found] == [1, 1]
+
+
+def test_sizes_that_become_symbolic_are_compiled_one_by_one():
+    known = graphs()
+    compiled = torch.compile(lambda a: F.dropout(a.softmax(-1)) * a.shape[0], backend="tvm_dispatch")
+    for rows in (3, 5, 7, 5):
+        torch.manual_seed(rows)
+        data = x(rows, 4)
+        torch.manual_seed(0)
+        actual = compiled(data)
+        torch.manual_seed(0)
+        torch.testing.assert_close(actual, F.dropout(data.softmax(-1)) * rows, **CLOSE)
+    found = made_since(known)
+    assert total(found) == (4, Counter())
+    assert sum(len(graph.stats.entries) for graph in found) == 3
+
+
+def test_more_sizes_than_are_kept_run_eager(monkeypatch, caplog):
+    monkeypatch.setattr("bridge.dynamo.MAX_ENTRIES", 2)
+    compiled = torch.compile(lambda a: a.sin() * 2, backend="tvm_dispatch", dynamic=True)
+    known = graphs()
+    with caplog.at_level(logging.WARNING, "bridge.dynamo"):
+        for rows in (3, 4, 5, 6, 3):
+            data = x(rows, 4)
+            torch.testing.assert_close(compiled(data), data.sin() * 2, **CLOSE)
+    hits, misses = total(made_since(known))
+    assert hits == 3 and sum(misses.values()) == 2 and "more than 2" in next(iter(misses))
+    assert len(caplog.records) == 1
+
+
+def test_autocast_runs_as_eager_does():
+    with torch.autocast("cpu", torch.bfloat16):
+        compare(lambda a: (a @ a.T).double(), x(3, 4))
+
+
+# what falls back
+
+
+def only_miss(found):
+    (graph,) = found
+    ((reason, count),) = graph.stats.misses.items()
+    assert graph.stats.hits == 0 and count == 1 and reason in repr(graph)
+    return reason
+
+
+def test_a_graph_that_is_not_supported_runs_eager_and_says_why(caplog):
+    with caplog.at_level(logging.WARNING, "bridge.dynamo"):
+        found = compare(lambda a: torch.linalg.eigvals(a @ a.T).abs().sum() * a, x(3, 3))
+    assert "linalg_eig" in only_miss(found)
+    (record,) = caplog.records
+    assert "linalg_eig" in record.getMessage() and "test_dynamo.py" in record.getMessage()
+
+
+def test_a_fallback_leaves_the_other_graphs_in_tvm():
+    def function(a):
+        b = torch.linalg.eigvals(a @ a.T).abs().sum() * a
+        torch._dynamo.graph_break()
+        return b.sin() * 2
+
+    hits, misses = total(compare(function, x(3, 3), calls=2))
+    assert hits == 2 and sum(misses.values()) == 2
+
+
+class Tripled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a):
+        return a.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * grad
+
+
+def test_a_custom_function_runs_eager():
+    assert "higher-order" in only_miss(compare(lambda a: Tripled.apply(a) * 2, x(3, 4)))
+
+
+def test_a_branch_inside_the_graph_runs_eager():
+    assert "cond" in only_miss(compare(lambda a: torch.cond(a.sum() > 0, torch.sin, torch.cos, (a,)), x(3, 4)))
+
+
+def test_an_in_place_change_of_what_requires_grad_runs_eager():
+    only_miss(compare(lambda a: a.mul_(2).sin(), x(3, 4)))
+
+
+def test_an_in_place_change_of_an_argument_without_grad_is_written_back():
+    def function(a, b):
+        b.add_(1)
+        return a * b
+
+    assert total(compare(function, x(3, 4), x(3, 4, grad=False), calls=2)) == (2, Counter())
+
+
+def test_an_in_place_change_that_another_input_sees_runs_eager():
+    def function(a, b, c):
+        b.add_(1)
+        return a * c
+
+    known = graphs()
+    compiled = torch.compile(function, backend="tvm_dispatch")
+    base, data = torch.ones(3, 4), torch.ones(3, 4)
+    torch.testing.assert_close(compiled(data, base, base.view(3, 4)), torch.full((3, 4), 2.0))
+    assert "shares its memory" in only_miss(made_since(known))
+    torch.testing.assert_close(compiled(data, base, torch.ones(3, 4)), torch.ones(3, 4))
+    assert total(made_since(known))[0] == 1
+
+
+def test_a_checkpointed_region_is_part_of_the_graph():
+    def region(a, scale):
+        return F.dropout(checkpoint(lambda b: F.dropout(b.sin()), a, use_reentrant=False)) * scale
+
+    found = compare(lambda a: checkpoint(region, a, scale=2.0, use_reentrant=False).sum(0), x(3, 4), calls=2)
+    assert total(found) == (2, Counter())
+
+
+def test_a_checkpointed_region_keeps_its_masks_where_it_runs_eager():
+    def region(a):
+        return F.dropout(torch.linalg.eigvals(a @ a.T).abs().sum() * a)
+
+    assert "linalg_eig" in only_miss(compare(lambda a: checkpoint(region, a, use_reentrant=False) * 2, x(3, 3)))
+
+
+# the backend
+
+
+def test_the_backend_is_registered():
+    assert "tvm_dispatch" in torch.compiler.list_backends()
+
+
+def test_reset_lets_go_of_the_graphs():
+    compiled = torch.compile(lambda a: a.sin() * 2, backend="tvm_dispatch")
+    known = len(graphs())
+    compiled(x(2, 2))
+    assert len(graphs()) == known + 1
+    del compiled
+    torch.compiler.reset()
+    gc.collect()
+    assert len(graphs()) == known
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"options": {"partitions": "save_all"}}, "partitions"),
+        ({"options": {"partition": "save_some"}}, "save_some"),
+        ({"mode": "max-autotune"}, "max-autotune"),
+    ],
+)
+def test_wrong_options_are_refused(arguments, message):
+    compiled = torch.compile(lambda a: a * 2, backend="tvm_dispatch", **arguments)
+    with pytest.raises(Exception, match=message):
+        compiled(x(2, 2))
+
+
+def test_the_partition_is_an_option():
+    known = graphs()
+    function = torch.compile(
+        lambda a: a.sin().exp().sum(), backend="tvm_dispatch", options={"partition": "recompute_all"}
+    )
+    function(x(3, 4)).backward()
+    (graph,) = made_since(known)
+    assert graph.stats.entries[0].plan.strategy == "recompute_all"
+
+
+# a dispatched layer inside, and a compiled one inside a dispatched one
+
+
+def nested():
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 4)), nn.Tanh()]
+    return nn.Sequential(*layers).double()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "tvm_dispatch"])
+def test_the_outer_compiler_takes_a_dispatched_layer_over(backend):
+    """As it takes over a layer with ``layer.compile()``; outside of it, the layer is dispatched as before."""
+    model, eager, data = nested(), nested(), x(5, 4)
+    add_tvm_dispatch(model[1], data)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for seed in (0, 1):
+        for seen, expected in zip(outcome(compiled, [data], seed), outcome(eager, [data], seed), strict=True):
+            torch.testing.assert_close(seen, expected, **CLOSE)
+    for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, **CLOSE)
+    assert stats(model[1]).hits == 0 and not stats(model[1]).misses
+    model(data)
+    assert stats(model[1]).hits == 1
+
+
+def test_a_dispatched_layer_kept_out_of_the_outer_graph_runs_its_own_code():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nested()
+
+        @torch.compiler.disable
+        def inner(self, a):
+            return self.layers[1](a)
+
+        def forward(self, a):
+            return self.layers[2](self.inner(self.layers[0](a)))
+
+    torch.manual_seed(0)
+    model, data = Outer(), x(5, 4)
+    eager = copy.deepcopy(model)
+    add_tvm_dispatch(model.layers[1], data)
+    for seen, expected in zip(
+        outcome(torch.compile(model, backend="eager"), [data], 0), outcome(eager, [data], 0), strict=True
+    ):
+        torch.testing.assert_close(seen, expected, **CLOSE)
+    assert stats(model.layers[1]).hits == 1
+
+
+@pytest.mark.parametrize("how", ["module.compile", "torch.compile", "itself"])
+def test_dispatch_takes_a_compiled_module_over(how):
+    model, eager, data = nested(), nested(), x(5, 4)
+    if how == "module.compile":
+        model[1].compile(backend="eager")
+    elif how == "torch.compile":
+        model[1] = torch.compile(model[1], backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    add_tvm_dispatch(model, data)
+    for seen, expected in zip(outcome(model, [data], 3), outcome(eager, [data], 3), strict=True):
+        torch.testing.assert_close(seen, expected, **CLOSE)
+    for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, **CLOSE)
+    assert stats(model).hits == 1
+
+
+def test_a_module_whose_own_call_is_compiled_is_refused():
+    model = nested()
+    model.compile(backend="eager")
+    with pytest.raises(ValueError, match=r"module\.compile"):
+        add_tvm_dispatch(model, x(5, 4))
