@@ -101,7 +101,7 @@ def beyond(row: Row) -> str:
     module, x = make(row.name)
     lowered = lower(module, x)
     draws = kept_bytes(lowered) - lowered.plan.bytes
-    graph = build_graph(lowered["cleaned"], lowered.num_primals, lowered.num_results)
+    graph = build_graph(lowered["cleaned"].function, lowered.num_primals, lowered.num_results)
     bound = least(graph) + draws
     limit = int(GOAL * row.eager) - draws
     cut = MinCut(budget=limit, allow_matmul_recompute=True)

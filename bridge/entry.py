@@ -277,7 +277,12 @@ def compile_entry(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, par
     before = Snapshot(module)
     try:
         captured = capture(module, args, kwargs)
-        lowered = lower_captured(captured, grad=torch.is_grad_enabled(), partition=partition)
+        lowered = lower_captured(
+            captured,
+            grad=torch.is_grad_enabled(),
+            partition=partition,
+            capture_seconds=time.perf_counter() - started,
+        )
         lowered.seconds = time.perf_counter() - started
         arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         return Entry(Guard(module, captured, arguments), lowered, target)

@@ -1,0 +1,180 @@
+"""One binding of a Relax function as one short line: ``gelu: float32[3, 17, 40] = gelu(linear_4__4)``."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+
+from tvm.tirx import FloatImm, IntImm
+
+from autodiff.ir import (
+    Call,
+    Constant,
+    Expr,
+    ExternFunc,
+    Function,
+    ShapeExpr,
+    StringImm,
+    TensorType,
+    Tuple,
+    TupleGetItem,
+    TupleType,
+    Var,
+    bindings,
+    library_name,
+    numpy_value,
+    op_name,
+    shape,
+)
+
+__all__ = [
+    "attributes",
+    "binding_line",
+    "count",
+    "function_lines",
+    "html_table",
+    "megabytes",
+    "short_op",
+    "type_text",
+    "value_text",
+]
+
+_FEW = 6  # elements of a constant that are written out
+
+
+def type_text(ty: object) -> str:
+    """``float32[3, 17]``, or a tuple of those in parentheses."""
+    if isinstance(ty, TensorType) and ty.shape is not None:
+        return f"{ty.dtype}[{', '.join(str(int(extent)) for extent in ty.shape)}]"
+    if isinstance(ty, TupleType):
+        return f"({', '.join(type_text(field) for field in ty.fields)})"
+    return str(ty)
+
+
+def short_op(value: Expr) -> str:
+    """What a binding computes, in a word: the operator, the library function, or ``item`` for a tuple's field.
+
+    A whole ATen operator (``library.operator``) goes by its ATen name.
+    """
+    library = library_name(value)
+    if library in ("library.operator", "library.operator_vjp"):
+        name = str(value.args[1].value).removeprefix("aten.").removesuffix(".default")
+        return name + ("_vjp" if library.endswith("vjp") else "")
+    if library is not None:
+        return library.removeprefix("library.")
+    name = op_name(value)
+    if name is not None:
+        return name.removeprefix("relax.").removeprefix("nn.")
+    if isinstance(value, TupleGetItem):
+        return "item"
+    if isinstance(value, Tuple):
+        return "tuple"
+    if isinstance(value, Constant):
+        return "constant"
+    return "same" if isinstance(value, Var) else type(value).__name__
+
+
+def attributes(value: Expr) -> dict[str, str]:
+    """The attributes of a call as text, without those that are not set."""
+    if isinstance(value, TupleGetItem):
+        return {"index": str(value.index)}
+    if not isinstance(value, Call) or value.attrs is None or library_name(value) is not None:
+        return {}
+    fields = type(value.attrs).__tvm_ffi_type_info__.fields
+    found = {field.name: getattr(value.attrs, field.name) for field in fields}
+    return {
+        name: _attribute(held) for name, held in found.items() if held is not None and str(held) not in ("", "void")
+    }
+
+
+def _attribute(held: object) -> str:
+    if isinstance(held, Iterable) and not isinstance(held, str):
+        return f"[{', '.join(map(str, held))}]"
+    return str(held)
+
+
+def value_text(expr: Expr) -> str:
+    """An argument: a variable's name, a number, a shape, a string."""
+    if isinstance(expr, Var):
+        return expr.name
+    if isinstance(expr, Constant):
+        return _constant(expr)
+    if isinstance(expr, ShapeExpr):
+        return f"({', '.join(str(int(extent)) for extent in expr.values)})"
+    if isinstance(expr, Tuple):
+        return f"({', '.join(map(value_text, expr.fields))})"
+    if isinstance(expr, IntImm | FloatImm):
+        return f"{expr.value:.6g}" if isinstance(expr, FloatImm) else str(expr.value)
+    if isinstance(expr, StringImm):
+        return expr.value if len(expr.value) <= 60 else expr.value[:57] + "..."
+    if isinstance(expr, Call | TupleGetItem):
+        return call_text(expr)
+    return str(expr)
+
+
+def _constant(constant: Constant) -> str:
+    if str(constant.ty.dtype) == "bfloat16":  # numpy has none
+        return f"constant {type_text(constant.ty)}"
+    held = numpy_value(constant)
+    if held.size == 1:
+        number = held.item()
+        return f"{number:.6g}" if isinstance(number, float) else str(number)
+    if held.size <= _FEW:
+        return str(held.tolist())
+    return f"constant {type_text(constant.ty)}"
+
+
+def call_text(value: Expr) -> str:
+    """``sum(x, axis=[0, 1], keepdims=False)``."""
+    if isinstance(value, TupleGetItem):
+        return f"{value_text(value.tuple_value)}[{value.index}]"
+    if not isinstance(value, Call):
+        return value_text(value)
+    arguments = [value_text(arg) for arg in value.args if not isinstance(arg, ExternFunc)]
+    arguments += [f"{name}={held}" for name, held in attributes(value).items()]
+    return f"{short_op(value)}({', '.join(arguments)})"
+
+
+def binding_line(var: Var, value: Expr) -> str:
+    """``name: type = op(arguments, attributes)``."""
+    return f"{var.name}: {type_text(var.ty)} = {call_text(value)}"
+
+
+def function_lines(function: Function) -> list[str]:
+    """A line per binding of a function in flat form."""
+    return [binding_line(var, value) for var, value in bindings(function)]
+
+
+def shape_text(value: Expr) -> str:
+    """``3x17x24``; empty for a scalar."""
+    return "x".join(map(str, shape(value)))
+
+
+def count(number: int | float) -> str:
+    """``1.23 G``: a count with a decimal prefix."""
+    for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= factor:
+            return f"{number / factor:.2f} {unit}"
+    return f"{number:.0f} "
+
+
+def megabytes(number: int) -> str:
+    """``1.2 MiB``, in the unit that fits."""
+    for factor, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if number >= factor:
+            return f"{number / factor:.1f} {unit}"
+    return f"{number} B"
+
+
+def html_table(head: Iterable[str], rows: Iterable[Iterable[str]], right: Iterable[int] = ()) -> str:
+    """An HTML table of escaped text; ``right``: columns that are aligned right."""
+    right = set(right)
+
+    def line(cells: Iterable[str], tag: str) -> str:
+        made = []
+        for column, cell in enumerate(cells):
+            side = "right" if column in right else "left"
+            made.append(f'<{tag} style="text-align:{side}">{html.escape(cell)}</{tag}>')
+        return f"<tr>{''.join(made)}</tr>"
+
+    return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
