@@ -2,12 +2,19 @@
 
     python -m benchmarks.kernels [--inductor] [--runs 30]
 
-Prints one Markdown table. GB/s counts every input and every result once.
+Prints one Markdown table. GB/s counts every input and every result once. ``of copy`` compares with a ``copy_`` between
+two tensors in memory that is already there, which moves as many bytes in the same turn: below it, memory is the limit.
+``in cache`` is the evidence that arithmetic is: the time that the kernel's instructions alone would take, extrapolated
+from the difference of two calls on tensors that stay in the second-level cache, on one thread.
+
+Freed memory is kept by the process (``mallopt``), so that no peer pays for page faults by the luck of the allocator.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import math
 import platform
 import statistics
 import time
@@ -23,16 +30,30 @@ from tvm.relax import op as R
 from bridge.compile import Program, compile_function
 
 FLOAT = "float32"
+COMPUTE_BOUND = 0.7
+"""A kernel that spends this share of its time on instructions is bound by them and not by memory."""
+
+Shapes = tuple[tuple[tuple[int, ...], str], ...]
 
 
 @dataclass(frozen=True)
 class Case:
-    """``body`` builds the Relax function, ``eager`` computes the same with torch."""
+    """``body`` builds the Relax function, ``eager`` computes the same with torch.
+
+    ``shapes(a, b)`` are the inputs for ``a * b`` batches of rows; ``full`` is measured, ``small`` and twice that
+    fit into a core's cache.
+    """
 
     name: str
-    inputs: tuple[tuple[tuple[int, ...], str], ...]
+    shapes: Callable[[int, int], Shapes]
     body: Callable
     eager: Callable
+    full: tuple[int, int] = (128, 8)
+    small: tuple[int, int] = (1, 8)
+
+    @property
+    def inputs(self) -> Shapes:
+        return self.shapes(*self.full)
 
 
 def const(value: float) -> relax.Expr:
@@ -56,6 +77,16 @@ def softmax_dropout(emit: Callable, x: relax.Var, mask: relax.Var, keep: relax.V
 def softmax_backward(emit: Callable, g: relax.Var, y: relax.Var) -> list[relax.Var]:
     product = emit(R.multiply(g, y))
     return [emit(R.subtract(product, emit(R.multiply(y, emit(R.sum(product, [-1], keepdims=True))))))]
+
+
+def softmax_dropout_backward(emit: Callable, g: relax.Var, keep: relax.Var, y: relax.Var) -> list[relax.Var]:
+    kept = emit(R.multiply(emit(R.astype(keep, FLOAT)), const(1 / 0.9)))
+    (inner,) = softmax_backward(emit, emit(R.multiply(g, kept)), y)
+    return [emit(R.multiply(inner, const(0.125)))]
+
+
+def softmax_dropout_backward_eager(g, keep, y):
+    return torch.ops.aten._softmax_backward_data(g * (keep * (1 / 0.9)), y, -1, torch.float32) * 0.125
 
 
 def residual_layer_norm(emit, x, bias, keep, residual, weight, shift) -> list[relax.Var]:
@@ -82,79 +113,157 @@ def layer_norm_backward(emit, g, x, mean, rstd, weight) -> list[relax.Var]:
     ]
 
 
+def rms_norm(emit, x, weight) -> list[relax.Var]:
+    return [emit(R.nn.rms_norm(x, weight, axes=[-1], epsilon=1e-6))]
+
+
+def swiglu(emit, gate, up) -> list[relax.Var]:
+    return [emit(R.multiply(emit(R.nn.silu(gate)), up))]
+
+
+def lstm_gates(emit, i, f, g, o, c) -> list[relax.Var]:
+    kept = emit(R.multiply(emit(R.sigmoid(f)), c))
+    new = emit(R.add(kept, emit(R.multiply(emit(R.sigmoid(i)), emit(R.tanh(g))))))
+    return [emit(R.multiply(emit(R.sigmoid(o)), emit(R.tanh(new)))), new]
+
+
+def lstm_gates_eager(i, f, g, o, c):
+    new = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * new.tanh(), new
+
+
 def cases() -> list[Case]:
-    wide, narrow, scores = ((1024, 3072), FLOAT), ((1024, 768), FLOAT), ((8, 12, 128, 128), FLOAT)
-    keep, mask = ((8, 12, 128, 128), "bool"), ((8, 1, 1, 128), FLOAT)
-    row, weight = ((1024, 1), FLOAT), ((768,), FLOAT)
+    def tensors(width: int, *kinds: str) -> Callable[[int, int], Shapes]:
+        """Matrices of ``width`` columns, row statistics ("row") and vectors of a row's length ("weight")."""
+
+        def shapes(a: int, b: int) -> Shapes:
+            rows = a * b
+            known = {"row": ((rows, 1), FLOAT), "weight": ((width,), FLOAT)}
+            return tuple(known.get(kind, ((rows, width), kind)) for kind in kinds)
+
+        return shapes
+
+    def scores(*kinds: str) -> Callable[[int, int], Shapes]:
+        """Attention scores of ``a`` sequences and ``b`` heads, and an additive mask over the keys ("mask")."""
+
+        def shapes(a: int, b: int) -> Shapes:
+            return tuple(((a, 1, 1, 128), FLOAT) if kind == "mask" else ((a, b, 128, 128), kind) for kind in kinds)
+
+        return shapes
+
+    attention = {"full": (8, 12), "small": (1, 1)}
     return [
         Case(
             "bias + GELU [1024, 3072]",
-            (wide, ((3072,), FLOAT)),
+            tensors(3072, FLOAT, "weight"),
             lambda emit, x, b: [emit(R.nn.gelu(emit(R.add(x, b))))],
             lambda x, b: functional.gelu(x + b),
         ),
         Case(
             "GELU backward + column sum [1024, 3072]",
-            (wide, wide),
+            tensors(3072, FLOAT, FLOAT),
             lambda emit, g, x: (lambda dx: [dx, emit(R.sum(dx, [0]))])(emit(R.multiply(g, gelu_derivative(emit, x)))),
             lambda g, x: (lambda dx: (dx, dx.sum(0)))(torch.ops.aten.gelu_backward(g, x)),
         ),
         Case(
             "softmax [8, 12, 128, 128]",
-            (scores,),
+            scores(FLOAT),
             lambda emit, x: [emit(R.nn.softmax(x, -1))],
             lambda x: torch.softmax(x, -1),
+            **attention,
         ),
         Case(
             "scale + mask + softmax + dropout [8, 12, 128, 128]",
-            (scores, mask, keep),
+            scores(FLOAT, "mask", "bool"),
             softmax_dropout,
             lambda x, m, k: (lambda y: (y * (k * (1 / 0.9)), y))(torch.softmax(x * 0.125 + m, -1)),
+            **attention,
         ),
         Case(
             "softmax backward [8, 12, 128, 128]",
-            (scores, scores),
+            scores(FLOAT, FLOAT),
             softmax_backward,
             lambda g, y: torch.ops.aten._softmax_backward_data(g, y, -1, torch.float32),
+            **attention,
+        ),
+        Case(
+            "dropout + softmax backward + scale [8, 12, 128, 128]",
+            scores(FLOAT, "bool", FLOAT),
+            softmax_dropout_backward,
+            softmax_dropout_backward_eager,
+            **attention,
+        ),
+        Case(
+            "log-softmax [8, 12, 128, 128]",
+            scores(FLOAT),
+            lambda emit, x: [emit(R.nn.log_softmax(x, -1))],
+            lambda x: torch.log_softmax(x, -1),
+            **attention,
         ),
         Case(
             "LayerNorm [1024, 768]",
-            (narrow, weight, weight),
+            tensors(768, FLOAT, "weight", "weight"),
             lambda emit, x, w, b: [emit(R.nn.layer_norm(x, w, b, axes=[-1], epsilon=1e-12))],
             lambda x, w, b: functional.layer_norm(x, (768,), w, b, 1e-12),
         ),
         Case(
             "bias + dropout + residual + LayerNorm [1024, 768]",
-            (narrow, weight, ((1024, 768), "bool"), narrow, weight, weight),
+            tensors(768, FLOAT, "weight", "bool", FLOAT, "weight", "weight"),
             residual_layer_norm,
             residual_layer_norm_eager,
         ),
         Case(
-            "LayerNorm backward [1024, 768]",
-            (narrow, narrow, row, row, weight),
+            "LayerNorm backward + column sums [1024, 768]",
+            tensors(768, FLOAT, FLOAT, "row", "row", "weight"),
             layer_norm_backward,
             lambda g, x, m, r, w: torch.ops.aten.native_layer_norm_backward(
                 g, x, (768,), m, r, w, w, (True, True, True)
             ),
         ),
         Case(
+            "RMSNorm [1024, 768]",
+            tensors(768, FLOAT, "weight"),
+            rms_norm,
+            lambda x, w: functional.rms_norm(x, (768,), w, 1e-6),
+        ),
+        Case(
+            "SwiGLU [1024, 2048]",
+            tensors(2048, FLOAT, FLOAT),
+            swiglu,
+            lambda gate, up: functional.silu(gate) * up,
+        ),
+        Case(
+            "LSTM gates [1024, 512]",
+            tensors(512, FLOAT, FLOAT, FLOAT, FLOAT, FLOAT),
+            lstm_gates,
+            lstm_gates_eager,
+        ),
+        Case(
             "column sum [1024, 3072]",
-            (wide,),
+            tensors(3072, FLOAT),
             lambda emit, x: [emit(R.sum(x, [0]))],
             lambda x: x.sum(0),
         ),
         Case(
-            "copy [1024, 3072]",
-            (wide,),
-            lambda emit, x: [emit(R.add(x, const(1.0)))],
-            lambda x: x + 1.0,
+            "bias + GELU [14, 3072]",
+            tensors(3072, FLOAT, "weight"),
+            lambda emit, x, b: [emit(R.nn.gelu(emit(R.add(x, b))))],
+            lambda x, b: functional.gelu(x + b),
+            full=(14, 1),
+        ),
+        Case(
+            "bias + dropout + residual + LayerNorm [14, 768]",
+            tensors(768, FLOAT, "weight", "bool", FLOAT, "weight", "weight"),
+            residual_layer_norm,
+            residual_layer_norm_eager,
+            full=(14, 1),
         ),
     ]
 
 
-def compiled(case: Case) -> Program:
+def compiled(case: Case, inputs: Shapes) -> Program:
     builder = relax.BlockBuilder()
-    params = [relax.Var(f"p{i}", relax.TensorType(list(shape), dtype)) for i, (shape, dtype) in enumerate(case.inputs)]
+    params = [relax.Var(f"p{i}", relax.TensorType(list(shape), dtype)) for i, (shape, dtype) in enumerate(inputs)]
     with builder.function("main", params):
         with builder.dataflow():
             results = [builder.emit_output(result) for result in case.body(builder.emit, *params)]
@@ -162,8 +271,8 @@ def compiled(case: Case) -> Program:
     return compile_function(builder.get()["main"], name=case.name)
 
 
-def samples(case: Case) -> list[torch.Tensor]:
-    return [torch.rand(s) > 0.1 if dtype == "bool" else torch.randn(s) for s, dtype in case.inputs]
+def samples(inputs: Shapes) -> list[torch.Tensor]:
+    return [torch.rand(s) > 0.1 if dtype == "bool" else torch.randn(s) for s, dtype in inputs]
 
 
 def medians(functions: Sequence[Callable], runs: int) -> list[float]:
@@ -178,34 +287,77 @@ def medians(functions: Sequence[Callable], runs: int) -> list[float]:
     return [statistics.median(seconds) for seconds in spent]
 
 
+def in_cache_seconds(case: Case, runs: int) -> float:
+    """What the instructions of the full case take on all threads, from two calls whose tensors stay in the cache."""
+    threads = torch.get_num_threads()
+    a, b = case.small
+    calls = []
+    for shapes in (case.shapes(a, b), case.shapes(a, 2 * b)):
+        program, inputs = compiled(case, shapes), samples(shapes)
+        calls.append(lambda p=program, i=inputs: p(i))
+    torch.set_num_threads(1)
+    try:
+        one, two = medians(calls, 10 * runs)
+    finally:
+        torch.set_num_threads(threads)
+    return (two - one) * math.prod(case.full) / math.prod(case.small) / threads
+
+
+def copy_of(nbytes: int) -> Callable[[], object]:
+    """A copy that moves ``nbytes``: half are read, half are written."""
+    source, target = torch.ones(max(nbytes // 8, 1)), torch.ones(max(nbytes // 8, 1))
+    return lambda: target.copy_(source)
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to serve and keep everything on its heap; elsewhere nothing happens."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        trim_threshold, mmap_threshold = -1, -3
+        libc.mallopt(mmap_threshold, 1 << 30)
+        libc.mallopt(trim_threshold, 2**31 - 1)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inductor", action="store_true")
     parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
     options = parser.parse_args()
+    keep_freed_memory()
     print(
         f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__},"
     )
     print(f"apache-tvm {tvm.__version__}\n")
-    print("| kernel | ours ms | eager ms | ours/eager | inductor ms | ours/inductor | GB/s | compile s | steps |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    heads = ["kernel", "ours ms", "eager ms", "ours/eager", "inductor ms", "ours/inductor", "copy ms", "in cache ms"]
+    heads += ["GB/s", "of copy", "bound by", "compile s", "steps"]
+    print("| " + " | ".join(heads) + " |")
+    print("|---" * len(heads) + "|")
     for case in cases():
-        torch.manual_seed(0)
-        inputs = samples(case)
-        program = compiled(case)
-        functions = [lambda p=program, i=inputs: p(i), lambda c=case, i=inputs: c.eager(*i)]
-        if options.inductor:
-            fast = torch.compile(case.eager)
-            fast(*inputs)
-            functions.append(lambda f=fast, i=inputs: f(*i))
-        with torch.no_grad():
-            ours, eager, *inductor = medians(functions, options.runs)
-        moved = sum(tensor.nbytes for tensor in [*inputs, *program(inputs)]) / ours / 1e9
-        theirs = f"{inductor[0] * 1e3:.3f} | {ours / inductor[0]:.2f}" if inductor else "| "
-        print(
-            f"| {case.name} | {ours * 1e3:.3f} | {eager * 1e3:.3f} | {ours / eager:.2f} | {theirs} | {moved:.1f} |"
-            f" {sum(program.timings.values()):.2f} | {len(program.steps)} |"
-        )
+        if options.only in case.name:
+            print(measured(case, options.inductor, options.runs))
+
+
+def measured(case: Case, inductor: bool, runs: int) -> str:
+    """One line of the table."""
+    torch.manual_seed(0)
+    inputs = samples(case.inputs)
+    program = compiled(case, case.inputs)
+    moved = sum(tensor.nbytes for tensor in [*inputs, *program(inputs)])
+    functions = [lambda: program(inputs), lambda: case.eager(*inputs), copy_of(moved)]
+    if inductor:
+        fast = torch.compile(case.eager)
+        fast(*inputs)
+        functions.append(lambda: fast(*inputs))
+    with torch.no_grad():
+        ours, eager, copy, *others = medians(functions, runs)
+    arithmetic = in_cache_seconds(case, runs)
+    bound = "arithmetic" if arithmetic >= COMPUTE_BOUND * ours else "memory"
+    cells = [case.name, f"{ours * 1e3:.3f}", f"{eager * 1e3:.3f}", f"{ours / eager:.2f}"]
+    cells += [f"{others[0] * 1e3:.3f}", f"{ours / others[0]:.2f}"] if others else ["", ""]
+    cells += [f"{copy * 1e3:.3f}", f"{arithmetic * 1e3:.3f}", f"{moved / ours / 1e9:.1f}", f"{copy / ours:.0%}", bound]
+    cells += [f"{sum(program.timings.values()):.2f}", str(len(program.steps))]
+    return "| " + " | ".join(cells) + " |"
 
 
 if __name__ == "__main__":
