@@ -3,6 +3,7 @@
 Imports TVM and networkx only. The functions exchanged are in the flat form of :mod:`autodiff.ir`.
 """
 
+from .budget import fewest_bytes
 from .coloring import RecomputeAll, SaveAll, coloring
 from .cost import Price
 from .curve import BUDGETS, Point, curve
@@ -31,6 +32,7 @@ __all__ = [
     "build_graph",
     "coloring",
     "curve",
+    "fewest_bytes",
     "partition",
     "rebuild_backward",
 ]

@@ -53,12 +53,13 @@ def curve(
     graph = build_graph(joint, num_primals, num_outputs)
     save_all = SaveAll().choose(graph)
     whole = make_plan(graph, "save_all", save_all, save_all=save_all)[0]
-    cut = base.choose(graph)
+    priced = base.prices(graph)
+    cut = base.unbounded(graph, priced)
     plans: list[tuple[Plan, float | None]] = [(whole, None)]
     plans.append((make_plan(graph, base.name, cut, save_all=save_all)[0], None))
     for budget in budgets:
         limited = replace(base, budget=float(budget))
-        choice = limited.fit(graph, cut)
+        choice = limited.fit(graph, priced, cut)
         plans.append((make_plan(graph, limited.name, choice, save_all=save_all)[0], float(budget)))
     nothing = RecomputeAll()
     plans.append((make_plan(graph, nothing.name, nothing.choose(graph), save_all=save_all)[0], None))

@@ -59,11 +59,15 @@ class MinCut:
 
     def choose(self, graph: Graph) -> Choice:
         """The values on the cut, fewer if the budget asks; the colouring's if there is no finite cut."""
-        return self.fit(graph, self.unbounded(graph))
+        priced = self.prices(graph)
+        return self.fit(graph, priced, self.unbounded(graph, priced))
 
-    def unbounded(self, graph: Graph) -> Choice:
+    def prices(self, graph: Graph) -> Prices:
+        """The stated costs after bans and policy; the policy is asked here."""
+        return prices(graph, self.policy, self.allow_matmul_recompute)
+
+    def unbounded(self, graph: Graph, priced: Prices) -> Choice:
         """The choice without the budget."""
-        priced = prices(graph, self.policy, self.allow_matmul_recompute)
         free = {name for name in graph.output_index if graph.nodes[name].is_tensor}
         cut = minimum_cut(graph, priced.keep, priced.again, free)
         if cut.blocked:
@@ -72,7 +76,7 @@ class MinCut:
             return replace(SaveAll().choose(graph), notes=(*priced.notes, note))
         return Choice({name: _reason(graph, priced, name) for name in cut.kept}, notes=priced.notes)
 
-    def fit(self, graph: Graph, choice: Choice) -> Choice:
+    def fit(self, graph: Graph, priced: Prices, choice: Choice) -> Choice:
         """A choice of :meth:`unbounded`, made to fit the budget."""
         if self.budget is None:
             return choice
@@ -80,8 +84,10 @@ class MinCut:
         if isinstance(limit, float):
             whole = crossing(graph, SaveAll().choose(graph)).captures
             limit = int(limit * sum(graph.nodes[name].bytes for name in whole))
-        forced = {name for name, reason in choice.saved.items() if reason == _FORCED}
-        return fit(graph, choice, limit, forced=forced, allow_products=self.allow_matmul_recompute)
+        forced = {name for name, reason in priced.bans.items() if reason == _FORCED}
+        keepable = {name for name, cost in priced.keep.items() if cost is not None}
+        allowed = self.allow_matmul_recompute
+        return fit(graph, choice, limit, keepable=keepable, forced=forced, allow_products=allowed)
 
 
 @dataclass(frozen=True)

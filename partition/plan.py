@@ -48,6 +48,7 @@ class Plan:
         recomputed: the forward's bindings that the backward computes again.
         price: what computing them again costs.
         save_all_bytes: what the colouring would have captured, for comparison.
+        inputs_only: what computing everything again from the inputs would cost, with no captures at all.
         notes: what did not go as asked, in sentences.
         fingerprints: a hash of the computation behind each saved value, for :func:`partition.rebuild_backward`.
     """
@@ -60,6 +61,7 @@ class Plan:
     recomputed: tuple[str, ...]
     price: Price
     save_all_bytes: int
+    inputs_only: Price
     notes: tuple[str, ...]
     fingerprints: Mapping[str, int] = field(repr=False, hash=False)
 
@@ -102,6 +104,10 @@ class Plan:
         lines.append(
             f"recomputed: {len(self.recomputed)} bindings, {self.price.flops:,} flops, {self.price.bytes:,} bytes moved"
         )
+        lines.append(
+            f"extremes: save_all {self.save_all_bytes:,} bytes, nothing recomputed; inputs only 0 bytes, "
+            f"{self.inputs_only.flops:,} flops recomputed"
+        )
         lines.extend(f"note: {note}" for note in self.notes)
         return "\n".join(lines)
 
@@ -134,11 +140,7 @@ def make_plan(graph: Graph, strategy: str, choice: Choice, *, save_all: Choice) 
         for name in crossed.primals
     ]
     free += [saved(name, "output", "free: the forward returns it anyway") for name in crossed.outputs]
-    again = [name for name in crossed.computed if name in graph.forward or name in crossed.extra]
-    price = Price(
-        flops=sum(flops(graph, name) for name in again if not is_view(graph.nodes[name])),
-        bytes=sum(moved_bytes(graph, name) for name in again if not is_view(graph.nodes[name])),
-    )
+    again = _computed_again(graph, crossed)
     plan = Plan(
         strategy=strategy,
         saved_primals=tuple(graph.primal_index[name] for name in crossed.primals),
@@ -146,9 +148,20 @@ def make_plan(graph: Graph, strategy: str, choice: Choice, *, save_all: Choice) 
         captures=tuple(saved(name, "capture", choice.saved[name]) for name in crossed.captures),
         free=tuple(free),
         recomputed=tuple(again),
-        price=price,
+        price=_price(graph, again),
         save_all_bytes=sum(graph.nodes[name].bytes for name in crossing(graph, save_all).captures),
+        inputs_only=_price(graph, _computed_again(graph, crossing(graph, Choice(use_outputs=False)))),
         notes=choice.notes,
         fingerprints={name: known[name] for name in (*crossed.primals, *crossed.outputs, *crossed.captures)},
     )
     return plan, crossed
+
+
+def _computed_again(graph: Graph, crossed: Crossing) -> list[str]:
+    """The forward's bindings that the backward computes too."""
+    return [name for name in crossed.computed if name in graph.forward or name in crossed.extra]
+
+
+def _price(graph: Graph, names: list[str]) -> Price:
+    work = [name for name in names if not is_view(graph.nodes[name])]
+    return Price(flops=sum(flops(graph, name) for name in work), bytes=sum(moved_bytes(graph, name) for name in work))

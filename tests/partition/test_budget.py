@@ -9,6 +9,7 @@ import pytest
 from partition import MinCut, curve, partition
 from tests.partition import joints
 from tests.partition.backprop import bert
+from tests.partition.joints import Builder, op
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,34 @@ def test_out_of_reach_because_of_the_policy():
     plan = plan_of(joints.mlp(), strategy)
     assert [saved.name for saved in plan.captures] == ["r"]
     assert "the policy saves it" in plan.notes[0]
+
+
+def two_scans_of_a_product():
+    """Two scans of one product, each as large as it: the cut, which computes no scan again, keeps both."""
+    b = Builder()
+    x, g = b.param("x", (4, 4)), b.param("grad_out", (4, 4))
+    p = b.let("p", op.matmul(x, x))
+    down, right = b.let("down", op.cumsum(p, 0)), b.let("right", op.cumsum(p, 1))
+    y = b.let("y", op.sum(b.let("both", op.add(down, right))))
+    first, second = b.let("first", op.multiply(g, down)), b.let("second", op.multiply(g, right))
+    return b.build(y, first, second), 1, 1
+
+
+def test_the_least_is_found_where_no_single_capture_can_be_given_up():
+    made = two_scans_of_a_product()
+    assert {saved.name for saved in plan_of(made, "min_cut").captures} == {"down", "right"}
+    plan = plan_of(made, MinCut(budget=4 * 4 * 4))
+    assert [saved.name for saved in plan.captures] == ["p"] and plan.notes == ()
+    assert plan.captures[0].reason == "fewest bytes: needed by multiply of first"
+    (note,) = plan_of(made, MinCut(budget=4 * 4 * 4 - 1)).notes
+    assert "64 bytes is the least" in note and "p, 64 bytes (matmul is a matrix product or convolution" in note
+
+
+def test_the_extremes_are_in_the_plan(layer):
+    plan, nothing = plan_of(layer, "min_cut"), plan_of(layer, "recompute_all")
+    assert plan.inputs_only == nothing.price and plan.inputs_only.flops > plan.price.flops
+    assert f"inputs only 0 bytes, {nothing.price.flops:,} flops" in plan.table()
+    assert f"save_all {plan_of(layer, 'save_all').bytes:,} bytes" in plan.table()
 
 
 def test_curve(layer):

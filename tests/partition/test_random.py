@@ -8,7 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from partition import STRATEGIES, MinCut, build_graph, partition, rebuild_backward
+from partition import STRATEGIES, MinCut, build_graph, fewest_bytes, partition, rebuild_backward
+from partition.cost import keep_cost, product
 from partition.min_cut import Prices, prices
 from partition.network import minimum_cut
 from tests.partition.evaluate import evaluate, random_args, run_backward, run_both_halves
@@ -69,6 +70,17 @@ def test_cut_is_minimal_for_any_costs(seed):
     else:
         assert not cut.blocked
         assert cut.cost == best == cost_of(graph, priced, free, set(cut.kept))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_fewest_bytes_is_the_least_within_the_bans(seed):
+    graph = build_graph(*random_joint(seed, nodes=3 + seed % 4, outputs=1, kinds=SMALL))
+    keepable = {name for name in graph.candidates if keep_cost(graph, name) is not None}
+    sizes = {name: graph.nodes[name].bytes if name in keepable else None for name in graph.candidates}
+    banned = {name for name in graph.forward if product(graph.nodes[name]) is not None}
+    priced = Prices(sizes, {name: None if name in banned else 0 for name in graph.candidates}, {})
+    kept = fewest_bytes(graph, keepable)
+    assert sum(sizes[name] for name in kept) == cheapest(graph, priced, set(graph.output_index))
 
 
 STRATEGY_OBJECTS = [
