@@ -58,6 +58,7 @@ class Entry:
         self.guard = guard
         self.lowered = lowered
         self.hits = 0
+        self.last_used = 0
         self._target = target
         self._draws = Draws(
             captured.draws,
@@ -66,10 +67,15 @@ class Entry:
             module_name=captured.module_name,
         )
         self.forward = _compiled(lowered.forward, captured.module_name, "forward", target)
-        self._layouts = _result_layouts(lowered)
-        self._outputs = list(zip(captured.outputs, imported.output_of, strict=True))
-        self._out_spec = captured.witness.out_spec
+        self._relaid = _result_layouts(lowered)
+        self._wanted = lowered.wanted
+        self._num_outputs = imported.num_outputs
+        self._num_results = lowered.num_results
+        self._not_differentiable = [i for i in range(imported.num_outputs) if i not in lowered.differentiable]
         self._mutated = [index for index, _ in captured.mutated]
+        self._saved_primals = lowered.plan.saved_primals if lowered.plan else ()
+        self._saved_outputs = lowered.plan.saved_outputs if lowered.plan else ()
+        self._result = _assembly(captured.outputs, imported.output_of, captured.witness.out_spec)
         self._backwards: dict[tuple[int, ...], _Backward] = {}
         if lowered.differentiable:
             self.backward_for(lowered.differentiable)
@@ -93,33 +99,33 @@ class Entry:
         """Runs the call on the tensors that the guard returned; same result as the module's forward."""
         self.hits += 1
         primals = inputs + self._draws.make()
-        if self.lowered.differentiable:
-            computed = _Dispatched.apply(self, primals, *[inputs[index] for index in self.lowered.wanted])
+        if self._backwards:
+            computed = _apply(self, primals, *[inputs[index] for index in self._wanted])
         else:
             with torch.no_grad():
                 computed = self.run_forward(primals)
                 self.write_back(primals, computed)
-        leaves: list[Any] = []
-        for seen, position in self._outputs:
-            leaves.append(_leaf(seen, position, computed, inputs, leaves))
-        return pytree.tree_unflatten(leaves, self._out_spec)
+        return self._result(computed, inputs)
 
     def run_forward(self, primals: list[torch.Tensor]) -> list[torch.Tensor]:
         """Outputs, new buffer values, captures: each in eager's layout and in memory of its own."""
-        values = self.forward([primal.detach() for primal in primals])
-        return [layout(value) for layout, value in zip(self._layouts, values, strict=True)]
+        values = self.forward(primals)
+        for position, relay in self._relaid:
+            values[position] = relay(values[position])
+        return values
 
     def write_back(self, primals: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         """Gives the mutated buffers their new values, as eager did in place."""
-        first = self.lowered.imported.num_outputs
-        for offset, index in enumerate(self._mutated):
-            primals[index].detach().copy_(values[first + offset])
+        for offset, index in enumerate(self._mutated, self._num_outputs):
+            primals[index].detach().copy_(values[offset])
 
     def saved(self, primals: list[torch.Tensor], values: list[torch.Tensor]) -> list[torch.Tensor]:
         """What the backward reads: primals (a buffer that is about to change as a copy), outputs, captures."""
-        plan = self.lowered.plan
-        kept = [primals[i].clone() if i in self._mutated else primals[i] for i in plan.saved_primals]
-        return kept + [values[i] for i in plan.saved_outputs] + values[self.lowered.num_results :]
+        kept = [primals[i] for i in self._saved_primals]
+        for position, index in enumerate(self._saved_primals):
+            if index in self._mutated:
+                kept[position] = kept[position].clone()
+        return kept + [values[i] for i in self._saved_outputs] + values[self._num_results :]
 
     def backward_for(self, outputs: tuple[int, ...]) -> _Backward:
         """The backward for a call in which these outputs got a grad_out; compiled when first asked for."""
@@ -147,15 +153,18 @@ class _Backward:
         function = lowered.backward if full else lowered.backward_for(outputs)
         self.program = _compiled(function, lowered.captured.module_name, "backward", target)
         grad_outs = function.params[len(function.params) - len(outputs) :]
-        self._copies = _must_copy(function, keep=grad_outs)
+        self._copies = [i for i, copy in enumerate(_must_copy(function, keep=grad_outs)) if copy]
         gradients = lowered.gradients_for(outputs)
-        self._position = [gradients.index(i) if i in gradients else None for i in lowered.wanted]
+        self._absent = [position for position, i in enumerate(lowered.wanted) if i not in gradients]
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """One gradient per wanted input, ``None`` where eager has none. Empties ``inputs``."""
-        made = self.program(inputs, consume=True)
-        made = [value.clone() if copy else value for value, copy in zip(made, self._copies, strict=True)]
-        return [None if position is None else made[position] for position in self._position]
+        gradients = self.program(inputs, consume=True)
+        for position in self._copies:
+            gradients[position] = gradients[position].clone()
+        for position in self._absent:  # in ascending order, so that the later positions are still to come
+            gradients.insert(position, None)
+        return gradients
 
 
 class _Dispatched(torch.autograd.Function):
@@ -168,10 +177,9 @@ class _Dispatched(torch.autograd.Function):
         entry.write_back(primals, values)
         ctx.entry = entry
         ctx.set_materialize_grads(False)
-        lowered = entry.lowered
-        outputs = values[: lowered.imported.num_outputs]
-        ctx.mark_non_differentiable(*[o for i, o in enumerate(outputs) if i not in lowered.differentiable])
-        return tuple(outputs)
+        if entry._not_differentiable:
+            ctx.mark_non_differentiable(*[values[i] for i in entry._not_differentiable])
+        return tuple(values[: entry._num_outputs])
 
     @staticmethod
     def backward(ctx, *grad_outs: torch.Tensor | None):
@@ -180,16 +188,43 @@ class _Dispatched(torch.autograd.Function):
                 "create_graph=True through a module dispatched to TVM: its backward is compiled and cannot be "
                 "differentiated again. Call remove_tvm_dispatch(module) first, or leave create_graph off."
             )
-        lowered = ctx.entry.lowered
-        present = tuple(i for i in lowered.differentiable if grad_outs[i] is not None)
+        entry = ctx.entry
+        present = tuple([i for i in entry.lowered.differentiable if grad_outs[i] is not None])
         if not present:
-            return (None, None, *[None] * len(lowered.wanted))
+            return (None, None, *[None] * len(entry._wanted))
         inputs = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
         inputs += [grad_outs[i] for i in present]
         del grad_outs
-        with torch.autocast("cpu", enabled=False):  # what was compiled for the forward's types holds for the backward
-            return (None, None, *ctx.entry.backward_for(present)(inputs))
+        backward = entry.backward_for(present)
+        if torch.is_autocast_enabled("cpu"):  # what was compiled for the forward's types holds for the backward
+            with torch.autocast("cpu", enabled=False):
+                return (None, None, *backward(inputs))
+        return (None, None, *backward(inputs))
+
+
+# autograd.Function.apply looks for functorch's wrappers, argument by argument; the guard has seen that there are none
+_apply = super(torch.autograd.Function, _Dispatched).apply
+
+
+def _assembly(
+    outputs: Sequence[Output], positions: Sequence[int | None], spec: pytree.TreeSpec
+) -> Callable[[Sequence[torch.Tensor], list[torch.Tensor]], Any]:
+    """What makes the module's result of the computed tensors and the inputs."""
+    plain = list(positions) == list(range(len(outputs)))
+    if plain and spec.is_leaf():
+        return lambda computed, inputs: computed[0]
+    if plain and spec.type in (tuple, list) and all(child.is_leaf() for child in spec.children()):
+        kind, count = spec.type, len(outputs)
+        return lambda computed, inputs: kind(computed[:count])
+
+    def assemble(computed: Sequence[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+        leaves: list[Any] = []
+        for seen, position in zip(outputs, positions, strict=True):
+            leaves.append(_leaf(seen, position, computed, inputs, leaves))
+        return pytree.tree_unflatten(leaves, spec)
+
+    return assemble
 
 
 def _leaf(seen: Output, position: int | None, computed: Any, inputs: list[torch.Tensor], leaves: list[Any]) -> Any:
@@ -207,8 +242,8 @@ def _leaf(seen: Output, position: int | None, computed: Any, inputs: list[torch.
     return base.as_strided(seen.shape, seen.stride, base.storage_offset() + seen.offset)
 
 
-def _result_layouts(lowered: Lowered) -> list[Callable[[torch.Tensor], torch.Tensor]]:
-    """For each result of the forward: what makes it look like eager's (its strides, memory of its own)."""
+def _result_layouts(lowered: Lowered) -> list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
+    """The results of the forward that do not look like eager's yet, each with what gives it strides or memory."""
     strides = {
         position: seen.stride
         for seen, position in zip(lowered.captured.outputs, lowered.imported.output_of, strict=True)
@@ -216,13 +251,10 @@ def _result_layouts(lowered: Lowered) -> list[Callable[[torch.Tensor], torch.Ten
     }
     copies = _must_copy(lowered.forward, keep=())
     return [
-        partial(_strided_copy, stride=strides[position]) if position in strides else torch.clone if copy else _as_is
+        (position, partial(_strided_copy, stride=strides[position]) if position in strides else torch.clone)
         for position, copy in enumerate(copies)
+        if copy or position in strides
     ]
-
-
-def _as_is(value: torch.Tensor) -> torch.Tensor:
-    return value
 
 
 def _strided_copy(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

@@ -1,45 +1,63 @@
 """Whether a call is what an entry was compiled for: a pure function of the call, with a reason when it is not.
 
 The checks go from the cheap and global to the particular: interpreter state, argument structure, argument tensors,
-the module tree. The first difference is the reason.
+the module tree (:mod:`bridge.tree_guard`), memory shared with what the call changes. The first difference is the
+reason. :meth:`Guard.quick` answers the common case, a call exactly like the sample, in a few microseconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
-from bridge.capture import Captured, ModuleTensor
-from bridge.module_state import hooks_of, own_attributes
+from bridge.attributes import same_plain
+from bridge.capture import Captured
+from bridge.mismatch import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, Mismatch
+from bridge.tree_guard import LAYOUT, TreeGuard
 
 __all__ = ["Guard", "Mismatch", "has_global_hooks", "interpreter_state"]
 
-
-class Mismatch(Exception):
-    """A call that differs from what was compiled; the message names the differing thing."""
-
-    def __init__(self, stage: int, reason: str):
-        super().__init__(reason)
-        self.stage = stage
-        self.reason = reason
+_STATE = (
+    "grad mode",
+    "inference mode",
+    "autocast",
+    "default dtype",
+    "deterministic algorithms",
+    "forward-mode differentiation",
+    "torch dispatch mode",
+    "torch function mode",
+    "functorch transform",
+    "global module hooks",
+)
+_STRIDE = torch.Tensor.stride
+_IS_INFERENCE = torch.Tensor.is_inference
+_IS_NEG = torch.Tensor.is_neg
 
 
 def interpreter_state() -> tuple[tuple[str, Any], ...]:
     """The global state that changes what a module computes, named."""
+    return tuple(zip(_STATE, _state(), strict=True))
+
+
+def _state() -> tuple[Any, ...]:
+    """The values of ``_STATE`` in its order; autocast is ``False`` or the type that it casts to."""
     return (
-        ("grad mode", torch.is_grad_enabled()),
-        ("inference mode", torch.is_inference_mode_enabled()),
-        ("autocast", torch.is_autocast_enabled("cpu")),
-        ("default dtype", torch.get_default_dtype()),
-        ("torch dispatch mode", torch._C._len_torch_dispatch_stack() > 0),
-        ("torch function mode", torch._C._len_torch_function_stack() > 0),
-        ("functorch transform", torch._C._functorch.peek_interpreter_stack() is not None),
-        ("global module hooks", has_global_hooks()),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        forward_ad._current_level >= 0,
+        torch._C._len_torch_dispatch_stack() > 0,
+        torch._C._len_torch_function_stack() > 0,
+        torch._C._functorch.peek_interpreter_stack() is not None,
+        has_global_hooks(),
     )
 
 
@@ -63,14 +81,63 @@ class Guard:
     """
 
     def __init__(self, module: nn.Module, captured: Captured, arguments: Sequence[torch.Tensor]):
-        self._interpreter = interpreter_state()
+        self._expected_state = _state()
         self._spec = captured.in_spec
-        self._keywords = frozenset(pytree.tree_unflatten(captured.argument_leaves, captured.in_spec)[1])
-        self._is_tensor = captured.argument_is_tensor
-        self._constants = captured.argument_leaves
-        self._paths = _leaf_paths(captured)
-        self._arguments = [_Layout(tensor) for tensor in arguments]
-        self._tree = _Tree(module, captured.module_tensors)
+        self._num_positional = self._spec.child(0).num_children
+        self._keywords = list(self._spec.child(1).context)
+        self._shape = [_shape_of(part, i) for part in self._spec.children() for i in range(part.num_children)]
+        self._is_flat = not any(self._shape)
+        self._constants = [
+            (i, leaf)
+            for i, (leaf, is_tensor) in enumerate(
+                zip(captured.argument_leaves, captured.argument_is_tensor, strict=True)
+            )
+            if not is_tensor
+        ]
+        self._tensors = [i for i, is_tensor in enumerate(captured.argument_is_tensor) if is_tensor]
+        self._leaf_paths = _leaf_paths(captured)
+        self._layouts = [LAYOUT(tensor) for tensor in arguments]
+        self._strides = [tensor.stride() for tensor in arguments]
+        self._tree = TreeGuard(module, captured.module_tensors)
+        self._written = [(index, captured.module_tensors[index].name) for index, _ in captured.mutated]
+        self._names = [spec.name for spec in captured.module_tensors] + [self._leaf_paths[i] for i in self._tensors]
+
+    def quick(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+        """The inputs of the compiled code if the call is exactly like the sample; ``None`` to ask :meth:`match`."""
+        if _state() != self._expected_state:
+            return None
+        leaves = self._quick_leaves(args, kwargs)
+        if leaves is None:
+            return None
+        for i, constant in self._constants:
+            if not same_plain(leaves[i], constant):
+                return None
+        tensors = [leaves[i] for i in self._tensors] if self._constants else leaves
+        for tensor in tensors:
+            if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
+                return None
+        if list(map(LAYOUT, tensors)) != self._layouts or list(map(_STRIDE, tensors)) != self._strides:
+            return None
+        if any(map(_IS_INFERENCE, tensors)) or any(map(_IS_NEG, tensors)):
+            return None
+        owned = self._tree.quick(module)
+        if owned is None:
+            return None
+        inputs = owned + tensors
+        return None if self._written and self._shared_memory(inputs) else inputs
+
+    def _quick_leaves(self, args: tuple, kwargs: dict[str, Any]) -> list[Any] | None:
+        """The leaves of the arguments if their structure is the sample's."""
+        if len(args) != self._num_positional or len(kwargs) != len(self._keywords):
+            return None
+        try:
+            values = [*args, *[kwargs[name] for name in self._keywords]]
+        except KeyError:
+            return None
+        if self._is_flat:
+            return values
+        leaves: list[Any] = []
+        return leaves if all(_take(*pair, leaves) for pair in zip(values, self._shape, strict=True)) else None
 
     def match(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The input tensors of the compiled code (module tensors, then arguments) if the call matches.
@@ -78,36 +145,114 @@ class Guard:
         Raises:
             Mismatch: naming the first thing that differs.
         """
-        state = interpreter_state()
-        if state != self._interpreter:
-            for (name, now), (_, then) in zip(state, self._interpreter, strict=True):
-                if now != then:
-                    raise Mismatch(0, f"{name}: compiled for {then}, called with {now}")
+        for name, now, then in zip(_STATE, _state(), self._expected_state, strict=True):
+            if now != then:
+                raise Mismatch(INTERPRETER, name, f"compiled for {then}, called with {now}")
         tensors = self._match_arguments(args, kwargs)
-        return self._tree.match(module) + tensors
+        inputs = self._tree.match(module) + tensors
+        if self._written and (shared := self._shared_memory(inputs)):
+            raise Mismatch(MODULE, f"{shared[0]} shares memory with {shared[1]}, which the call changes")
+        return inputs
 
     def _match_arguments(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        if kwargs.keys() != self._keywords:
-            raise Mismatch(1, f"keyword arguments: compiled for {sorted(self._keywords)}, called with {sorted(kwargs)}")
-        if len(kwargs) > 1:  # their order carries no meaning
-            kwargs = {key: kwargs[key] for key in self._spec.child(1).context}
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if kwargs.keys() != set(self._keywords):
+            detail = f"compiled for {sorted(self._keywords)}, called with {sorted(kwargs)}"
+            raise Mismatch(STRUCTURE, "keyword arguments", detail)
+        # the order of keywords carries no meaning
+        leaves, spec = pytree.tree_flatten((args, {name: kwargs[name] for name in self._keywords}))
         if spec != self._spec:
-            raise Mismatch(1, f"structure of the arguments: compiled for {self._spec}, called with {spec}")
-        tensors = []
-        for leaf, is_tensor, constant, path in zip(leaves, self._is_tensor, self._constants, self._paths, strict=True):
-            if is_tensor:
-                if not isinstance(leaf, torch.Tensor):
-                    raise Mismatch(1, f"structure: argument {path} was a tensor, is {type(leaf).__name__}")
-                self._arguments[len(tensors)].match(leaf, path)
-                tensors.append(leaf)
-            elif type(leaf) is not type(constant) or (leaf != constant and constant == constant):
-                raise Mismatch(1, f"value of argument {path}: compiled for {constant!r}, called with {_brief(leaf)}")
+            detail = f"compiled for {_brief_spec(self._spec)}, called with {_brief_spec(spec)}"
+            raise Mismatch(STRUCTURE, "structure of the arguments", detail)
+        for i, constant in self._constants:
+            if not same_plain(leaves[i], constant):
+                detail = f"compiled for {constant!r}, called with {_brief(leaves[i])}"
+                raise Mismatch(STRUCTURE, f"value of argument {self._leaf_paths[i]}", detail)
+        tensors = [leaves[i] for i in self._tensors]
+        for tensor, i in zip(tensors, self._tensors, strict=True):
+            if not isinstance(tensor, torch.Tensor):
+                detail = f"a tensor was compiled, called with {_brief(tensor)}"
+                raise Mismatch(STRUCTURE, f"structure of argument {self._leaf_paths[i]}", detail)
+        for tensor, i, layout, strides in zip(tensors, self._tensors, self._layouts, self._strides, strict=True):
+            _match_tensor(tensor, self._leaf_paths[i], layout, strides)
         return tensors
+
+    def _shared_memory(self, inputs: Sequence[torch.Tensor]) -> tuple[str, str] | None:
+        """Two inputs in one storage, the second of which the call changes: eager reads the new values in both."""
+        storages = [tensor.untyped_storage()._cdata for tensor in inputs]
+        for index, name in self._written:
+            if storages.count(storages[index]) > 1 and inputs[index].numel():
+                other = next(i for i, each in enumerate(storages) if each == storages[index] and i != index)
+                return self._names[other], f"buffer '{name}'"
+        return None
+
+
+def _shape_of(spec: pytree.TreeSpec, index: int) -> tuple | None:
+    """The structure of one child for :func:`_take`: ``None`` for a leaf."""
+    child = spec.child(index)
+    if child.is_leaf():
+        return None
+    return child.type, child.context, [_shape_of(child, i) for i in range(child.num_children)], child
+
+
+def _take(value: Any, shape: tuple | None, leaves: list[Any]) -> bool:
+    """Appends the leaves of ``value`` if it has this structure; far quicker than pytree for tuples, lists and dicts."""
+    if shape is None:
+        leaves.append(value)
+        return True
+    kind, context, children, spec = shape
+    if type(value) is not kind:
+        return False
+    if kind is tuple or kind is list:
+        fields = value
+    elif kind is dict:
+        if list(value) != context:
+            return False
+        fields = value.values()
+    else:
+        found, now = pytree.tree_flatten(value)
+        leaves += found
+        return now == spec
+    return len(fields) == len(children) and all(map(_take, fields, children, [leaves] * len(children)))
+
+
+def _match_tensor(tensor: torch.Tensor, path: str, layout: tuple, strides: tuple[int, ...]) -> None:
+    shape, dtype, requires_grad, device, memory = layout
+    if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
+        raise Mismatch(ARGUMENTS, f"type of {path}", f"a tensor subclass, {type(tensor).__name__}")
+    if tensor.shape != shape:
+        raise _differs("shape", path, tuple(shape), tuple(tensor.shape))
+    if tensor.dtype is not dtype:
+        raise _differs("dtype", path, dtype, tensor.dtype)
+    if tensor.requires_grad is not requires_grad:
+        raise _differs("requires_grad", path, requires_grad, tensor.requires_grad)
+    if tensor.device != device:
+        raise _differs("device", path, device, tensor.device)
+    if tensor.layout is not memory:
+        raise _differs("layout", path, memory, tensor.layout)
+    if tensor.is_neg():
+        raise Mismatch(ARGUMENTS, f"layout of {path}", "a tensor with its sign bit set aside (is_neg)")
+    if tensor.is_inference():
+        raise Mismatch(ARGUMENTS, f"inference tensor {path}", "autograd cannot save it")
+    now = tensor.stride()
+    if now != strides and _meaningful(now, shape) != _meaningful(strides, shape):
+        raise _differs("strides", path, strides, now)
+
+
+def _differs(field: str, path: str, then: Any, now: Any) -> Mismatch:
+    return Mismatch(ARGUMENTS, f"{field} of {path}", f"compiled for {then}, called with {now}")
+
+
+def _meaningful(strides: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides with those of extents 0 and 1 made 1: draws and results follow the others."""
+    return tuple(stride if extent > 1 else 1 for extent, stride in zip(shape, strides, strict=True))
 
 
 def _brief(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:80]
+
+
+def _brief_spec(spec: pytree.TreeSpec) -> str:
+    return str(spec).replace("\n", " ")[:300]
 
 
 def _leaf_paths(captured: Captured) -> list[str]:
@@ -118,176 +263,3 @@ def _leaf_paths(captured: Captured) -> list[str]:
         base = "args" if kind.idx == 0 else "kwargs"
         names.append(base + "".join(str(key) for key in rest))
     return names
-
-
-class _Layout:
-    """What a tensor argument must look like."""
-
-    __slots__ = ("device", "dtype", "requires_grad", "shape", "strides")
-
-    def __init__(self, tensor: torch.Tensor):
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
-        self.device = tensor.device
-        self.requires_grad = tensor.requires_grad
-        self.strides = _strides(tensor)
-
-    def match(self, tensor: torch.Tensor, path: str) -> None:
-        if tensor.shape != self.shape:
-            raise Mismatch(2, f"shape of {path}: compiled for {tuple(self.shape)}, called with {tuple(tensor.shape)}")
-        if tensor.dtype is not self.dtype:
-            raise Mismatch(2, f"dtype of {path}: compiled for {self.dtype}, called with {tensor.dtype}")
-        if tensor.requires_grad is not self.requires_grad:
-            raise Mismatch(
-                2, f"requires_grad of {path}: compiled for {self.requires_grad}, called with {tensor.requires_grad}"
-            )
-        if tensor.device != self.device:
-            raise Mismatch(2, f"device of {path}: compiled for {self.device}, called with {tensor.device}")
-        if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
-            raise Mismatch(2, f"type of {path}: a tensor subclass, {type(tensor).__name__}")
-        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
-            raise Mismatch(2, f"layout of {path}")
-        if tensor.stride() != self.strides and _strides(tensor) != self.strides:
-            raise Mismatch(2, f"strides of {path}: compiled for {self.strides}, called with {tensor.stride()}")
-
-
-def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides with the meaningless ones (of extents 0 and 1) made 1: draws and results follow the others."""
-    return tuple(stride if extent > 1 else 1 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-class _Tree:
-    """The module tree: same submodules, flags and plain attributes, no hooks inside; and the way to its tensors.
-
-    Tensors are looked up in the tree at every call, so optimizers, ``load_state_dict`` and replaced parameters just
-    work. Only the root is not kept alive from here: the dispatched module owns its entries.
-    """
-
-    def __init__(self, root: nn.Module, tensors: Sequence[ModuleTensor]):
-        positions = {"": 0}
-        self._children: list[tuple[int, str, str, nn.Module]] = []
-        for path, child in root.named_modules(remove_duplicate=False):
-            if path:
-                parent, _, name = path.rpartition(".")
-                positions[path] = len(self._children) + 1
-                self._children.append((positions[parent], name, path, child))
-        modules = [root] + [child for *_, child in self._children]
-        paths = [""] + [path for _, _, path, _ in self._children]
-        first_of = {id(module): index for index, module in reversed(list(enumerate(modules)))}
-        unique = sorted(set(first_of.values()))
-        self._flags = [(index, paths[index], modules[index].training) for index in unique]
-        self._attributes = [
-            (index, paths[index], name, expected)
-            for index in unique
-            for name, value in own_attributes(modules[index])
-            if (expected := _expectation(value)) is not None
-        ]
-        self._has_forward = [(index, paths[index], "forward" in modules[index].__dict__) for index in unique]
-        self._tensors = [_TensorSlot(spec, positions) for spec in tensors]
-
-    def match(self, root: nn.Module) -> list[torch.Tensor]:
-        modules = [root]
-        for parent, name, path, expected in self._children:
-            child = modules[parent]._modules.get(name)
-            if child is not expected:
-                raise Mismatch(3, f"submodule '{path}' was replaced")
-            if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
-                raise Mismatch(3, f"hook on submodule '{path}' ({hooks_of(child)})")
-            modules.append(child)
-        for index, path, training in self._flags:
-            if modules[index].training is not training:
-                raise Mismatch(
-                    3, f"training flag of {_named(path)}: compiled for {training}, called with {not training}"
-                )
-        for index, path, name, expected in self._attributes:
-            if not expected(modules[index].__dict__.get(name)):
-                raise Mismatch(3, f"attribute '{name}' of {_named(path)} changed")
-        for index, path, expected in self._has_forward:
-            if ("forward" in modules[index].__dict__) is not expected:
-                raise Mismatch(3, f"forward of {_named(path)} was replaced")
-        return [slot.read(modules) for slot in self._tensors]
-
-
-def _named(path: str) -> str:
-    return f"submodule '{path}'" if path else "the module"
-
-
-def _expectation(value: Any) -> Callable[[Any], bool] | None:
-    """A test that an attribute still means what it meant; ``None`` for attributes that are read anew (tensors)."""
-    if isinstance(value, torch.Tensor):
-        return None
-    if isinstance(value, bool | int | float | str | type(None)):
-        return lambda now: now is value or (type(now) is type(value) and now == value)
-    if type(value) in (list, dict, set):
-        contents = value.copy()
-        return lambda now: now is value and _equal(now, contents)
-    if hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and not callable(value):
-        attributes = dict(vars(value))  # a configuration object: its fields decide what forward does
-        return lambda now: now is value and _equal(vars(now), attributes)
-    return lambda now: now is value
-
-
-def _equal(now: Any, then: Any) -> bool:
-    """Equality of containers by identity first; values that cannot be compared count as changed."""
-    if len(now) != len(then):
-        return False
-    if isinstance(now, dict):
-        return all(key in now and _same_value(now[key], value) for key, value in then.items())
-    if isinstance(now, set):
-        return now == then
-    return all(_same_value(a, b) for a, b in zip(now, then, strict=True))
-
-
-def _same_value(now: Any, then: Any) -> bool:
-    if now is then:
-        return True
-    plain = (bool, int, float, str, tuple, list, dict, set)
-    return type(now) is type(then) and isinstance(now, plain) and bool(now == then)
-
-
-class _TensorSlot:
-    """Where one module tensor lives, and what it must look like."""
-
-    __slots__ = ("_dtype", "_kind", "_name", "_others", "_owner", "_path", "_requires_grad", "_shape", "_stride")
-
-    def __init__(self, spec: ModuleTensor, positions: dict[str, int]):
-        (self._owner, self._name), *self._others = [self._locate(name, positions) for name in spec.names]
-        self._path = spec.name
-        self._kind = spec.kind
-        self._shape = spec.shape
-        self._stride = spec.stride
-        self._dtype = spec.dtype
-        self._requires_grad = spec.requires_grad
-
-    @staticmethod
-    def _locate(path: str, positions: dict[str, int]) -> tuple[int, str]:
-        owner, _, name = path.rpartition(".")
-        return positions[owner], name
-
-    def _get(self, module: nn.Module, name: str) -> torch.Tensor | None:
-        if self._kind == "parameter":
-            return module._parameters.get(name)
-        if self._kind == "buffer":
-            return module._buffers.get(name)
-        return module.__dict__.get(name)
-
-    def read(self, modules: Sequence[nn.Module]) -> torch.Tensor:
-        tensor = self._get(modules[self._owner], self._name)
-        if type(tensor) is not nn.Parameter and type(tensor) is not torch.Tensor:
-            raise Mismatch(3, f"{self._kind} '{self._path}' is {type(tensor).__name__}")
-        if tensor.shape != self._shape:
-            raise Mismatch(3, f"shape of {self._kind} '{self._path}': {self._shape} was compiled")
-        if tensor.stride() != self._stride:
-            raise Mismatch(3, f"strides of {self._kind} '{self._path}': {self._stride} was compiled")
-        if tensor.dtype is not self._dtype:
-            raise Mismatch(
-                3, f"dtype of {self._kind} '{self._path}': compiled for {self._dtype}, called with {tensor.dtype}"
-            )
-        if tensor.requires_grad is not self._requires_grad:
-            raise Mismatch(3, f"requires_grad of {self._kind} '{self._path}': {self._requires_grad} was compiled")
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            raise Mismatch(3, f"device or layout of {self._kind} '{self._path}'")
-        for owner, name in self._others:
-            if self._get(modules[owner], name) is not tensor:
-                raise Mismatch(3, f"{self._kind} '{self._path}' is no longer tied to '{name}'")
-        return tensor
