@@ -13,6 +13,7 @@ from tvm.tirx import PrimFunc
 from bridge.compile.arena import plan_arena
 from bridge.compile.build import build_kernels
 from bridge.compile.columns import generate_column_reduction
+from bridge.compile.contents import contents
 from bridge.compile.fuse import Group, fuse
 from bridge.compile.graph import Fallback, Graph, LibraryCall, Operand, Reduction, Value
 from bridge.compile.kernel import Kernel
@@ -146,13 +147,19 @@ class _Frame:
     def _names(self, places: tuple[int, ...]) -> tuple[str, ...]:
         return tuple(self.label[place] for place in places)
 
+    def _name(self, value: Value) -> str:
+        return self.label[self.places[value, None]]
+
     def _library(self, node: LibraryCall) -> None:
         # Views first: they may be steps of their own. Then all places again, so that everything is alive now.
         for operand in node.operands:
             self.operand(operand)
         arguments = tuple(self.operand(operand) for operand in node.operands)
         results = tuple(self.place(out) for out in node.outs)
-        self._step(LibraryStep(node.name, self._names(arguments), self._names(results)), node, arguments, results)
+        inside = contents([node], node.outs, self._name)
+        self._step(
+            LibraryStep(node.name, self._names(arguments), self._names(results), inside), node, arguments, results
+        )
 
     def _kernel(self, group: Group, kernel: Kernel) -> None:
         fallback = isinstance(group.nodes[0], Fallback)
@@ -164,7 +171,8 @@ class _Frame:
         name = self._kernel_name(kernel)
         self.kernels.append((name, kernel))
         outputs = self._names(results[: len(kernel.outputs)])
-        self._step(KernelStep(name, self._names(arguments), outputs, kernel.ops), name, arguments, results)
+        inside = contents(group.nodes, kernel.outputs, self._name)
+        self._step(KernelStep(name, self._names(arguments), outputs, kernel.ops, inside), name, arguments, results)
 
     def _kernel_name(self, kernel: Kernel) -> str:
         words = list(dict.fromkeys(op.removeprefix("relax.").replace(".", "_") for op in kernel.ops))

@@ -15,6 +15,7 @@ import torch
 from tvm.tirx import PrimFunc
 
 from bridge.compile.arena import ArenaPlan
+from bridge.compile.contents import Contents
 from bridge.compile.graph import Value
 
 __all__ = ["KernelStep", "LibraryStep", "Program", "Step", "ViewStep"]
@@ -28,6 +29,7 @@ class KernelStep:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     ops: tuple[str, ...]
+    contents: Contents = field(default=Contents(), repr=False)
 
     def __str__(self) -> str:
         return f"{', '.join(self.outputs)} = kernel {self.name}({', '.join(self.inputs)})  # {' '.join(self.ops)}"
@@ -40,6 +42,7 @@ class LibraryStep:
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    contents: Contents = field(default=Contents(), repr=False)
 
     def __str__(self) -> str:
         return f"{', '.join(self.outputs)} = library {self.name}({', '.join(self.inputs)})"
