@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 
 from bridge import witness as _witness
 from bridge.cumulative import cumulative_averages
+from bridge.decompose import decompose
 from bridge.errors import Unsupported, UnsupportedModule, user_line
 from bridge.grad_regions import origin_of, prepare
-from bridge.kept import KEPT
 from bridge.module_state import Snapshot, hooks_of
 from bridge.tracing import capturing
 from bridge.witness import Draw, Output, Witness
@@ -272,10 +272,7 @@ class _Seen:
         self.tensors, self.real_tensors = _module_tensors(module, exported)
         self._run_witness(module, args, kwargs)
         draws_by_origin = self._draws_byorigin_of(exported)
-        table = torch.export.default_decompositions()
-        for op in KEPT:
-            table.pop(op, None)
-        self.exported = exported.run_decompositions(table)
+        self.exported = decompose(exported)
         self.draw_of = self._match_draws(draws_by_origin)
         self.witness.unsupported += self.unsupported
 
