@@ -30,6 +30,10 @@ def _loop_pipeline() -> tuple[tvm.transform.Pass, Callable, Callable]:
 
     TVM's default pipeline simplifies under an analyzer that substitutes every bound variable by its value, which is
     exponential in the length of a chain of bindings (a polynomial is one). Nothing here does that.
+
+    The calling convention's checks of every argument (number of dimensions, each extent, dtype, device, strides) are
+    more code than most kernels and take more than half of LLVM's time. A kernel is called only by the Program that it
+    was built for, which checks its inputs once per call and makes everything else itself; so they are left out.
     """
     passes = tvm.transform.Sequential(
         [
@@ -38,6 +42,7 @@ def _loop_pipeline() -> tuple[tvm.transform.Pass, Callable, Callable]:
             tirx.transform.AnnotateEntryFunc(),
             tirx.transform.SplitHostDevice(),
             tirx.transform.MakePackedAPI(),
+            tirx.transform.SkipAssert(),
             tirx.transform.BF16StorageLegalize(),
         ]
     )
