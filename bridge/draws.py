@@ -1,4 +1,7 @@
-"""Random draws at call time: made by torch, from its generator, in eager's order and in eager's memory layout.
+"""Random draws at call time: from torch's generator, in eager's order and in eager's memory layout.
+
+Dropout masks that follow each other are drawn by compiled code (:mod:`bridge.mt19937`) where that is faster and gives
+torch's bits, everything else by torch.
 
 A draw is an object of its own (:class:`bridge.witness.Draw`), so that another device can later recompute the same
 bits from the generator's recorded state instead of storing them.
@@ -8,25 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 
 import torch
 
+from bridge import mt19937
 from bridge.errors import Unsupported, UnsupportedModule
 from bridge.witness import Draw
 
 __all__ = ["Draws"]
 
+_WORTH = 1000
+"""Elements of consecutive masks from which compiled code is faster: it reads and replaces the generator's state (4 us),
+torch takes 5 ns for an element."""
 
-def _mask(draw: Draw) -> torch.Tensor:
-    # the bits of bernoulli_ do not depend on the dtype, so a mask can be drawn as one byte per element
-    return torch.empty_strided(draw.shape, draw.stride, dtype=torch.bool).bernoulli_(draw.args[0])
-
-
-def _value(draw: Draw, operator: Callable[..., torch.Tensor], takes_tensor: bool) -> torch.Tensor:
-    kwargs = dict(draw.kwargs)
-    if not takes_tensor:
-        return operator(*draw.args, **kwargs)
-    return operator(torch.empty_strided(draw.shape, draw.stride, dtype=draw.dtype), *draw.args, **kwargs)
+_Maker = Callable[[], list[torch.Tensor]]
+"""Makes one draw, or several that follow each other."""
 
 
 class Draws:
@@ -42,26 +42,51 @@ class Draws:
     """
 
     def __init__(self, draws: Sequence[Draw], masks: Sequence[int], used: Sequence[int], module_name: str):
-        self._makers: list[Callable[[], torch.Tensor]] = []
+        self._makers: list[_Maker] = []
         self._used = tuple(used)
-        for index, draw in enumerate(draws):
-            if index in masks:
-                if draw.op != "aten.bernoulli_.float":
-                    raise UnsupportedModule(module_name, [Unsupported(draw.op, module_name, "not a dropout's draw")])
-                self._makers.append(partial(_mask, draw))
+        self._count = len(draws)
+        for is_mask, group in groupby(range(len(draws)), key=set(masks).__contains__):
+            run = [draws[index] for index in group]
+            if is_mask:
+                self._makers += _mask_makers([_mask(draw, module_name) for draw in run])
             else:
-                self._makers.append(_replay(draw, module_name))
+                self._makers += [_replay(draw, module_name) for draw in run]
 
     def __len__(self) -> int:
-        return len(self._makers)
+        return self._count
 
     def make(self) -> list[torch.Tensor]:
         """Makes every draw in order and returns the used ones."""
-        made = [maker() for maker in self._makers]
+        made = [tensor for maker in self._makers for tensor in maker()]
         return [made[index] for index in self._used]
 
 
-def _replay(draw: Draw, module_name: str) -> Callable[[], torch.Tensor]:
+def _mask(draw: Draw, module_name: str) -> mt19937.Mask:
+    if draw.op != "aten.bernoulli_.float":
+        raise UnsupportedModule(module_name, [Unsupported(draw.op, module_name, "not a dropout's draw")])
+    return mt19937.Mask(draw.shape, draw.stride, draw.args[0], draw.dtype)
+
+
+def _mask_makers(masks: list[mt19937.Mask]) -> list[_Maker]:
+    if sum(mask.count for mask in masks) >= _WORTH and all(mask.dense for mask in masks):
+        kernels = mt19937.compiled()
+        if kernels is not None:
+            return [partial(mt19937.draw, kernels, masks)]
+    return [partial(_mask_by_torch, mask) for mask in masks]
+
+
+def _mask_by_torch(mask: mt19937.Mask) -> list[torch.Tensor]:
+    return [mt19937.draw_by_torch(mask)]
+
+
+def _value(draw: Draw, operator: Callable[..., torch.Tensor], takes_tensor: bool) -> list[torch.Tensor]:
+    kwargs = dict(draw.kwargs)
+    if not takes_tensor:
+        return [operator(*draw.args, **kwargs)]
+    return [operator(torch.empty_strided(draw.shape, draw.stride, dtype=draw.dtype), *draw.args, **kwargs)]
+
+
+def _replay(draw: Draw, module_name: str) -> _Maker:
     _, name, overload = draw.op.split(".")
     operator = getattr(getattr(torch.ops.aten, name), overload)
     first = operator._schema.arguments[0]

@@ -1,0 +1,261 @@
+"""The Mersenne Twister as vector code: Bernoulli masks from a generator's state, as PyTorch's CPU generator draws them.
+
+A generator's state is what ``torch.Generator.get_state`` gives: 632 words of 64 bits, of which this code knows
+
+    word 1       low half: ``left``, one more than the outputs that the current block still has
+    word 2       ``next``, the index of the next output in the block
+    words 3-626  the block, 32 bits in each word
+
+and carries the others (the seed, the normal numbers kept for later) over as they are. A block is *twisted* into the
+next one; an output is a *tempered* word of the block. The recurrence (Matsumoto and Nishimura, "Mersenne Twister",
+ACM TOMACS 8, 1998)
+
+    word[i] = word[i + 397] ^ f(word[i], word[i + 1])        indices modulo 624
+
+reaches back over 227 words at least, so sixteen of them at a time are independent.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from tvm import tirx
+from tvm.ir import PointerType, PrimType
+from tvm.tirx import (
+    Bind,
+    Buffer,
+    BufferLoad,
+    BufferStore,
+    DeclBuffer,
+    Expr,
+    For,
+    ForKind,
+    IfThenElse,
+    PrimFunc,
+    Return,
+    Stmt,
+    Var,
+)
+
+from bridge.compile.build import LOOPS_ATTR
+from bridge.compile.emit import LANES, Emitter, stack_buffer
+from bridge.compile.row import sequence
+
+__all__ = ["STATE_WORDS", "bernoulli_function", "equal_function"]
+
+STATE_WORDS = 632
+"""64-bit words of a generator's state."""
+
+_LEFT, _NEXT, _BLOCK = 1, 2, 3  # where they are in the state
+_SIZE, _SHIFT = 624, 397  # words of a block, and how far ahead the recurrence looks
+_REACH = _SIZE - _SHIFT  # words whose operand belongs to the old block
+_UPPER, _LOWER, _MATRIX = 0x80000000, 0x7FFFFFFF, 0x9908B0DF
+_MANTISSA = (1 << 53) - 1
+_PAIRS = LANES // 2  # elements of a vector: each takes two outputs
+_PER_BLOCK = _SIZE // 2
+
+_FIRST = LANES
+"""Where the block starts in the working buffer. The word before it is the last one of the block before, which is the
+first half of an element if blocks and elements do not start together; behind it is room for the words that follow."""
+
+
+def _const(number: int) -> Expr:
+    return tirx.const(number, "int64")
+
+
+def _loop(extent: Expr | int, body) -> Stmt:
+    """``body(i, emitter)`` says what one turn emits."""
+    i, e = Var("i", "int64"), Emitter(1)
+    body(i, e)
+    extent = _const(extent) if isinstance(extent, int) else extent
+    return For(i, _const(0), extent, ForKind.SERIAL, sequence(e.stmts))
+
+
+def _pointer(name: str, dtype: str) -> Var:
+    return Var(name, PointerType(PrimType(dtype)))
+
+
+def _load(e: Emitter, words: Buffer, at: Expr) -> Expr:
+    return e.bind(BufferLoad(words, [e.index(at, 1)]))
+
+
+def _twist_step(e: Emitter, words: Buffer, at: Expr, operand: Expr) -> None:
+    """The words of the next block from index ``at`` on; ``operand`` is where those of the recurrence's far end are."""
+    one = e.const(1, "uint32")
+    low = _load(e, words, at + _const(1))
+    mixed = (_load(e, words, at) & e.const(_UPPER, "uint32")) | (low & e.const(_LOWER, "uint32"))
+    zero = e.const(0, "uint32")  # (0 - (low & 1)) & matrix would not do: to TVM, unsigned numbers never wrap
+    matrix = e.select((low & one).equal(zero), zero, e.const(_MATRIX, "uint32"))
+    word = _load(e, words, operand) ^ (mixed >> one) ^ matrix
+    e.stmts.append(BufferStore(words, word, [e.index(at, 1)]))
+
+
+def _twist(words: Buffer) -> list[Stmt]:
+    """The next block, in place.
+
+    In vectors from the left: what a vector reads of the old block is not overwritten yet, what it reads of the new one
+    is there. The new block's beginning is repeated behind its end, for the vector in which the far end of the
+    recurrence goes from the old block to the new one, and for the last word's neighbour.
+    """
+    old = _REACH // LANES  # vectors that need the old block alone
+
+    def steps(first: int, count: int, shift: int) -> Stmt:
+        def step(i: Var, e: Emitter) -> None:
+            at = e.name_index(i * _const(LANES) + _const(_FIRST + first), "at")
+            vector = Emitter(LANES)
+            _twist_step(vector, words, at, at + _const(shift))
+            e.stmts += vector.stmts
+
+        return _loop(count, step)
+
+    def repeat(i: Var, e: Emitter) -> None:
+        copied = BufferLoad(words, [i + _const(_FIRST)])
+        e.stmts.append(BufferStore(words, copied, [i + _const(_FIRST + _SIZE)]))
+
+    crossing = (old + 1) * LANES
+    return [
+        steps(0, old, _SHIFT),
+        _loop(LANES, repeat),
+        steps(old * LANES, 1, _SHIFT),
+        steps(crossing, (_SIZE - crossing) // LANES, -_REACH),
+    ]
+
+
+def _temper(e: Emitter, word: Expr) -> Expr:
+    def number(value: int) -> Expr:
+        return e.const(value, "uint32")
+
+    word = e.bind(word ^ (word >> number(11)))
+    word = e.bind(word ^ ((word << number(7)) & number(0x9D2C5680)))
+    word = e.bind(word ^ ((word << number(15)) & number(0xEFC60000)))
+    return e.bind(word ^ (word >> number(18)))
+
+
+def _compare(words: Buffer, at: Expr, mask: Buffer, to: Expr, threshold: Expr, lanes: int) -> list[Stmt]:
+    """``lanes`` elements of the mask from twice as many words."""
+    e = Emitter(2 * lanes)
+    outputs = _temper(e, _load(e, words, at))
+    pairs = Emitter(lanes)
+    pairs.stmts = e.stmts
+    half = pairs.const(32, "uint64")
+    bits = pairs.bind(pairs.reinterpret(outputs, "uint64"))  # the first output is the low half: it has to be the high
+    bits = ((bits << half) | (bits >> half)) & pairs.const(_MANTISSA, "uint64")
+    kept = pairs.cast(bits, "int64") < pairs.broadcast(threshold)
+    pairs.stmts.append(BufferStore(mask, kept, [pairs.index(to, 1)]))
+    return pairs.stmts
+
+
+def _elements(words: Buffer, at: Expr, mask: Buffer, to: Expr, count: Expr, threshold: Expr) -> list[Stmt]:
+    """``count`` elements: vectors, then one by one."""
+    whole = tirx.truncdiv(count, _const(_PAIRS))
+
+    def vector(i: Var, e: Emitter) -> None:
+        step = i * _const(_PAIRS)
+        e.stmts += _compare(words, at + step * _const(2), mask, to + step, threshold, _PAIRS)
+
+    def single(i: Var, e: Emitter) -> None:
+        step = whole * _const(_PAIRS) + i
+        e.stmts += _compare(words, at + step * _const(2), mask, to + step, threshold, 1)
+
+    return [_loop(whole, vector), _loop(count - whole * _const(_PAIRS), single)]
+
+
+@functools.cache
+def bernoulli_function() -> PrimFunc:
+    """``(state, advanced, mask, count, threshold)``: fills ``mask`` and leaves the state after it in ``advanced``.
+
+    Element ``i`` takes the outputs ``2 i`` and ``2 i + 1``, the high and the low half of a 64-bit number; it is true
+    where that number's low 53 bits are less than ``threshold``.
+
+    Arguments: pointers to a state and to room for one (they may be equal), a pointer to ``count`` bytes, two integers
+    of 64 bits. Returns 1; or 0 and does nothing if the state says that outputs are left beyond the end of the block.
+    """
+    state_pointer, advanced_pointer = _pointer("state_pointer", "int64"), _pointer("advanced_pointer", "int64")
+    mask_pointer = _pointer("mask_pointer", "bool")
+    count, threshold = Var("count", "int64"), Var("threshold", "int64")
+    state = tirx.decl_buffer((STATE_WORDS,), "int64", "state", data=state_pointer)
+    advanced = tirx.decl_buffer((STATE_WORDS,), "int64", "advanced", data=advanced_pointer)
+    mask = tirx.decl_buffer((count,), "bool", "mask", data=mask_pointer, data_alignment=1)
+    words, room = stack_buffer(_FIRST + _SIZE + LANES, "uint32", "words")
+    used, used_room = stack_buffer(1, "int64", "used")
+    head = Emitter(1)
+
+    def read(i: Var, e: Emitter) -> None:
+        word = tirx.Cast("uint32", BufferLoad(state, [i + _const(_BLOCK)]))
+        e.stmts.append(BufferStore(words, word, [i + _const(_FIRST)]))
+
+    def copy(i: Var, e: Emitter) -> None:
+        e.stmts.append(BufferStore(advanced, BufferLoad(state, [i]), [i]))
+
+    def write(i: Var, e: Emitter) -> None:
+        word = tirx.Cast("int64", BufferLoad(words, [i + _const(_FIRST)]))
+        e.stmts.append(BufferStore(advanced, word, [i + _const(_BLOCK)]))
+
+    seeded = head.bind(BufferLoad(state, [_const(_LEFT)]) & _const(~0xFFFFFFFF))
+    left = head.bind(BufferLoad(state, [_const(_LEFT)]) & _const(0xFFFFFFFF))
+    begin = head.bind(BufferLoad(state, [_const(_NEXT)]))
+    odd = head.bind(tirx.truncmod(left - _const(1), _const(2)))
+    early = head.bind(tirx.min(tirx.truncdiv(left - _const(1), _const(2)), count))  # elements of the block at hand
+    blocks = head.bind(tirx.truncdiv(count - early + _const(_PER_BLOCK - 1), _const(_PER_BLOCK)))
+
+    def block(i: Var, e: Emitter) -> None:
+        """What the block at hand still has (turn 0), what the i-th block after it has."""
+        fresh = i > _const(0)
+        last = BufferLoad(words, [_const(_FIRST + _SIZE - 1)])
+        twist = [BufferStore(words, last, [_const(_FIRST - 1)]), *_twist(words)]
+        e.stmts.append(IfThenElse(fresh, sequence(twist), None))
+        done = e.bind(tirx.Select(fresh, early + (i - _const(1)) * _const(_PER_BLOCK), _const(0)))
+        now = e.bind(tirx.Select(fresh, tirx.min(count - done, _const(_PER_BLOCK)), early))
+        at = e.bind(tirx.Select(fresh, _const(0) - odd, begin))
+        e.stmts += _elements(words, at + _const(_FIRST), mask, done, now, threshold)
+        e.stmts.append(BufferStore(used, at + now * _const(2), [_const(0)]))
+
+    new_next = BufferLoad(used, [_const(0)])
+    new_left = tirx.Select(blocks > _const(0), _const(_SIZE + 1) - new_next, left - early * _const(2))
+    valid = tirx.all(left >= _const(1), begin >= _const(0), begin + left - _const(1) <= _const(_SIZE))
+    body = [
+        DeclBuffer(state, data=state_pointer),
+        DeclBuffer(advanced, data=advanced_pointer),
+        DeclBuffer(mask, data=mask_pointer),
+        room,
+        used_room,
+        *head.stmts,
+        IfThenElse(tirx.Not(valid), Return(_const(0)), None),
+        _loop(_SIZE, read),
+        _loop(blocks + _const(1), block),
+        _loop(STATE_WORDS, copy),
+        _loop(_SIZE, write),
+        BufferStore(advanced, seeded | new_left, [_const(_LEFT)]),
+        BufferStore(advanced, new_next, [_const(_NEXT)]),
+        Return(_const(1)),
+    ]
+    return _function([state_pointer, advanced_pointer, mask_pointer, count, threshold], body)
+
+
+@functools.cache
+def equal_function() -> PrimFunc:
+    """``(a, b)``: 1 if the two states that the pointers lead to are equal, else 0."""
+    pointers = [_pointer("a_pointer", "int64"), _pointer("b_pointer", "int64")]
+    buffers = [tirx.decl_buffer((STATE_WORDS,), "int64", name, data=p) for name, p in zip("ab", pointers, strict=True)]
+    difference, room = stack_buffer(1, "int64", "difference")
+    start = [_const(0)]
+
+    def step(i: Var, e: Emitter) -> None:
+        a, b = (BufferLoad(buffer, [i]) for buffer in buffers)
+        e.stmts.append(BufferStore(difference, BufferLoad(difference, start) | (a ^ b), start))
+
+    equal = Var("equal", "int64")
+    body = [
+        *(DeclBuffer(buffer, data=pointer) for buffer, pointer in zip(buffers, pointers, strict=True)),
+        room,
+        BufferStore(difference, _const(0), start),
+        _loop(STATE_WORDS, step),
+        Bind(equal, tirx.Cast("int64", BufferLoad(difference, start).equal(_const(0)))),
+        Return(equal),
+    ]
+    return _function(pointers, body)
+
+
+def _function(params: list[Var], body: list[Stmt]) -> PrimFunc:
+    # not "noalias": a state may be advanced in place
+    return PrimFunc(params, sequence(body)).with_attr({"tirx.is_scheduled": True, LOOPS_ATTR: True})
