@@ -12,7 +12,7 @@ from transformers.models.vit.modeling_vit import ViTLayer
 
 from benchmarks.train_blocks import LlamaBlock, bert_layer, gelu_mlp, gpt2_block
 
-__all__ = ["BLOCKS", "TRANSFORMERS", "LayerNormLSTM"]
+__all__ = ["BLOCKS", "TRANSFORMERS", "LayerNormLSTM", "make"]
 
 
 class LayerNormLSTM(nn.Module):
@@ -58,3 +58,10 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 #: The rows that the goal of 0.6 of eager's bytes is for.
 TRANSFORMERS = ("BertLayer", "GPT-2 block", "LLaMA block", "ViT layer", "ViT layer, fused attention")
+
+
+def make(name: str) -> tuple[nn.Module, Tensor]:
+    """A row's module in train mode and its input, under the seed."""
+    build, shape = BLOCKS[name]
+    torch.manual_seed(0)
+    return build().train(), torch.randn(shape, requires_grad=True)

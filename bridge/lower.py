@@ -28,6 +28,7 @@ from bridge.aten.importer import Imported
 from bridge.capture import Captured, capture, normalize_sample
 from bridge.lowered import Lowered, Sample
 from bridge.module_state import Snapshot
+from bridge.origin import origins
 from bridge.stage import Stage
 from partition import partition as partition_joint
 
@@ -70,8 +71,13 @@ def lower_captured(
     joint = lowered.run("cleaned", "autodiff.clean", autodiff.clean)
     size = lowered["cleaned"].size
     started = time.perf_counter()
+    sources = origins(captured, imported, [lowered["forward"].function, joint])
     lowered.partitioned = partition_joint(
-        joint, num_primals=lowered.num_primals, num_outputs=lowered.num_results, strategy=partition
+        joint,
+        num_primals=lowered.num_primals,
+        num_outputs=lowered.num_results,
+        strategy=partition,
+        module_paths={name: origin.module for name, origin in sources.items()},
     )
     seconds = time.perf_counter() - started
     made_by = f"partition ({lowered.plan.strategy})"
