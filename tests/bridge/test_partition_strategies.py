@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.saved import saved_for_backward
 from bridge import add_tvm_dispatch, lower, stats
+from bridge.draws import Draws
 from partition import MinCut
 from tests.bridge.models import bert_layer
 from tests.bridge.parity import Call, assert_same, clone_tree, run
@@ -123,11 +124,12 @@ def test_masks_are_bytes_and_drawn_once(strategy, monkeypatch):
     module, x = make("BertLayer")
     copied = dispatched(module, x, strategy)
     draws = []
-    draw = torch.Tensor.bernoulli_
+    make_all = Draws.make
 
-    def counting(tensor: Tensor, *args, **kwargs) -> Tensor:
-        draws.append(tuple(tensor.shape))
-        return draw(tensor, *args, **kwargs)
+    def counting(self: Draws) -> list[Tensor]:
+        made = make_all(self)
+        draws.extend(tuple(tensor.shape) for tensor in made)
+        return made
 
     saved: list[Tensor] = []
 
@@ -138,7 +140,7 @@ def test_masks_are_bytes_and_drawn_once(strategy, monkeypatch):
     torch.manual_seed(5)
     expected = module(x)
     after = torch.get_rng_state()
-    monkeypatch.setattr(torch.Tensor, "bernoulli_", counting)
+    monkeypatch.setattr(Draws, "make", counting)
     torch.manual_seed(5)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = copied(x)
