@@ -12,7 +12,7 @@ import time
 import tvm
 from tvm_ffi import structural_equal, structural_hash
 
-from autodiff.ir import Function
+from autodiff.ir import Function, bindings
 
 # Importing these registers their translations.
 from bridge.compile import fallback, library, operators, shapes, torch_kernels  # noqa: F401
@@ -46,6 +46,7 @@ def compile_function(func: Function, *, name: str, target: tvm.target.Target | N
     graph = translate(func)
     timings = {"translate": time.perf_counter() - started}
     program = assemble(graph, name, target, timings)
+    program.variables = tuple(var.name for var in (*func.params, *(var for var, _ in bindings(func))))
     with _LOCK:
         _PROGRAMS.setdefault(key, []).append((func, program))
     return program

@@ -36,7 +36,7 @@ def assemble(graph: Graph, name: str, target: Target, timings: dict[str, float])
     frame = _Frame(graph, groups, kernels, name)
     functions = build_kernels([(step, kernel.func) for step, kernel in frame.kernels], target)
     clock.stop("build")
-    program = frame.finish(functions, timings)
+    program = frame.finish(functions, timings, target)
     clock.stop("plan")
     return program
 
@@ -188,7 +188,7 @@ class _Frame:
             deaths.append(tuple(sorted(dying)))
         return deaths[::-1]
 
-    def finish(self, functions: list, timings: dict[str, float]) -> Program:
+    def finish(self, functions: list, timings: dict[str, float], target: Target) -> Program:
         by_name = {name: function for (name, _), function in zip(self.kernels, functions, strict=True)}
         constants = tuple((self.place(value), tensor) for value, tensor in self.graph.constants.items())
         arena = plan_arena(self.lifetimes)
@@ -212,7 +212,8 @@ class _Frame:
         )
         actions = tuple(zip((_action(by_name, *call) for call in self.calls), self._deaths(kept), strict=True))
         sources: dict[str, PrimFunc] = {name: kernel.func for name, kernel in self.kernels}
-        return Program(self.name, tuple(self.steps), timings, actions, layout, sources)
+        results = tuple(self._name(op.value) for op in self.graph.results)
+        return Program(self.name, tuple(self.steps), timings, actions, layout, sources, target, results)
 
 
 def _action(functions: dict, what: object, arguments: tuple[int, ...], results: tuple[int, ...]) -> Action:

@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from bridge.compile.arena import ArenaPlan
 from bridge.compile.contents import Contents
 from bridge.compile.graph import Value
+from bridge.compile.source import kernel_source
 
 __all__ = ["KernelStep", "LibraryStep", "Program", "Step", "ViewStep"]
 
@@ -88,7 +90,8 @@ class Layout:
 class Program:
     """``program(inputs) -> results`` for one Relax function. Shared by equal functions; safe to call from any thread.
 
-    ``steps`` tells what runs, in order; ``source`` what a kernel does; ``timings`` where compilation spent its seconds.
+    ``steps`` tells what runs, in order; ``source`` what a kernel does; ``timings`` where compilation spent its seconds;
+    ``results`` the names of the results in ``steps``; ``variables`` the function's parameters, then its bindings.
     """
 
     name: str
@@ -97,6 +100,9 @@ class Program:
     actions: tuple[tuple[Action, tuple[int, ...]], ...] = field(repr=False)  # with the places that die after each
     layout: Layout = field(repr=False)
     kernels: Mapping[str, PrimFunc] = field(repr=False)
+    target: Target | None = field(default=None, repr=False)
+    results: tuple[str, ...] = field(default=(), repr=False)
+    variables: tuple[str, ...] = field(default=(), repr=False)
     _frames: list[list] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -164,9 +170,14 @@ class Program:
             frame[place] = frame[base].as_strided(shape, strides, frame[base].storage_offset() + offset)
         return frame
 
-    def source(self, kernel: str) -> str:
-        """TVMScript of a kernel named in ``steps``. ``KeyError`` if there is none of that name."""
-        return self.kernels[kernel].script()
+    def source(self, kernel: str, form: str = "tvmscript") -> str:
+        """A kernel named in ``steps`` as ``"tvmscript"``, ``"llvm"`` or ``"asm"``.
+
+        ``KeyError`` if there is none of that name, ``ValueError`` for another form.
+        """
+        if kernel not in self.kernels:
+            raise KeyError(f"no kernel {kernel!r} in {self.name}; there are {', '.join(self.kernels)}")
+        return kernel_source(self.kernels[kernel], kernel, self.target, form)
 
     def __str__(self) -> str:
         seconds = ", ".join(f"{stage} {spent:.3f}" for stage, spent in self.timings.items())
