@@ -12,6 +12,7 @@ from autodiff.differentiate import differentiate
 from autodiff.dropout import mask_dropout
 from autodiff.errors import NoGradient, UndifferentiableOp
 from autodiff.names import unique_names
+from autodiff.pads import join_pads
 from autodiff.root import amend
 from autodiff.spell_out import spell_out
 from autodiff.views import deduplicate_views
@@ -26,6 +27,7 @@ __all__ = [
     "dead_code_elimination",
     "deduplicate_views",
     "differentiate",
+    "join_pads",
     "mask_dropout",
     "one_zapp",
     "spell_out",

@@ -8,6 +8,7 @@ from autodiff.cse import common_subexpression_elimination
 from autodiff.dce import dead_code_elimination
 from autodiff.dropout import project
 from autodiff.ir import Function
+from autodiff.pads import join_pads
 from autodiff.rewrite import rewrite
 from autodiff.views import deduplicate_views
 from autodiff.zapp import one_zapp, zapp_like, zero_zapp
@@ -28,6 +29,7 @@ PASSES: list[Callable[[Function], Function]] = [
     zapp_like,
     zero_zapp,
     one_zapp,
+    join_pads,
     deduplicate_views,
     common_subexpression_elimination,
     dead_code_elimination,
@@ -38,8 +40,8 @@ def clean(func: Function) -> Function:
     """Applies :data:`PASSES` until nothing changes.
 
     Safe: each pass is. It ends: every pass removes bindings, or replaces one by a simpler operator or by one that reads
-    further up, and none adds any but ``zapp_like`` (which removes for good what it replaces). A parameter or another
-    result may itself become a result, and a result may occur twice.
+    further up, and none adds any but ``zapp_like`` and ``join_pads`` (which remove for good what they replace). A
+    parameter or another result may itself become a result, and a result may occur twice.
     """
     while True:
         before = func
