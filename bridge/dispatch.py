@@ -6,7 +6,9 @@ which ``nn.Module.__call__`` asks first and ``nn.Module.__getstate__`` drops, so
 
 from __future__ import annotations
 
+import itertools
 import logging
+import threading
 import weakref
 from typing import Any
 
@@ -19,9 +21,8 @@ from bridge.entry import Entry, compile_entry
 from bridge.errors import DispatchMiss, Unsupported, UnsupportedModule
 from bridge.guards import Mismatch, has_global_hooks, interpreter_state
 from bridge.lower import DEFAULT_PARTITION
-from bridge.module_state import hooks_of
 from bridge.stats import DispatchStats
-from bridge.tracing import is_capturing
+from bridge.tracing import is_capturing, one_capture_at_a_time
 from partition.cut import resolve as resolve_strategy
 
 __all__ = ["add_tvm_dispatch", "remove_tvm_dispatch", "stats"]
@@ -31,6 +32,8 @@ log = logging.getLogger("bridge.dispatch")
 ON_MISS = ("eager", "compile", "error")
 #: Entries that ``on_miss="compile"`` keeps; the least recently used one leaves.
 MAX_ENTRIES = 8
+#: Refused calls that ``on_miss="compile"`` remembers, in order not to try them again.
+MAX_REFUSALS = 64
 _ATTRIBUTE = "_compiled_call_impl"
 
 
@@ -43,15 +46,25 @@ class Dispatcher:
         self.on_miss = on_miss
         self.target = target
         self.stats = DispatchStats()
-        self._refused: set[str] = set()
+        self._refused: dict[str, None] = {}
+        self._adding = threading.RLock()
+        self._warned: set[str] = set()
+        self._clock = itertools.count(1)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         if module is None:
             raise ReferenceError("the dispatched module is gone")
         if is_capturing() or torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return module._call_impl(*args, **kwargs)
-        if hooks_of(module) or has_global_hooks():
+            if torch.compiler.is_dynamo_compiling() or is_capturing() or _is_tracing_here():
+                return module._call_impl(*args, **kwargs)
+        if (
+            module._forward_hooks
+            or module._forward_pre_hooks
+            or module._backward_hooks
+            or module._backward_pre_hooks
+            or has_global_hooks()
+        ):
             return self._call_with_hooks(module, args, kwargs)
         return self.dispatch(module, args, kwargs)
 
@@ -77,52 +90,101 @@ class Dispatcher:
 
     def dispatch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs the call in the entry that fits it; otherwise as ``on_miss`` says."""
-        closest: Mismatch | None = None
         for entry in self.stats.entries:
-            try:
-                inputs = entry.guard.match(module, args, kwargs)
-            except Mismatch as mismatch:
-                if closest is None or mismatch.stage > closest.stage:
-                    closest = mismatch
-                continue
-            return self._hit(entry, inputs)
-        reason = closest.reason if closest else "no entry"
+            inputs = entry.guard.quick(module, args, kwargs)
+            if inputs is not None:
+                return self._hit(entry, inputs)
+        found = self._match(module, args, kwargs)
+        if not isinstance(found, Mismatch):
+            return self._hit(*found)
         if self.on_miss == "error":
-            raise DispatchMiss(f"{type(module).__name__}: {reason}")
-        if self.on_miss == "compile" and reason not in self._refused:
-            entry = self._compile(module, args, kwargs, reason)
-            if entry is not None:
-                return self._hit(entry, entry.guard.match(module, args, kwargs))
-        self.stats.misses[reason] += 1
-        log.debug("%s runs eager: %s", type(module).__name__, reason)
+            raise DispatchMiss(f"{type(module).__name__}: {found.reason}")
+        if self.on_miss == "compile" and found.reason not in self._refused:
+            added = self._compile(module, args, kwargs, found)
+            if added is not None:
+                return self._hit(*added)
+        self.stats.misses[found.reason] += 1
+        log.debug("%s runs eager: %s", type(module).__name__, found.reason)
+        if self.on_miss == "compile":
+            with self._adding:  # another thread's capture would put stand-ins into the module under its feet
+                return module.forward(*args, **kwargs)
         return module.forward(*args, **kwargs)
+
+    def _match(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[Entry, list[torch.Tensor]] | Mismatch:
+        """The entry that fits and its inputs, or how the call differs from the entry that it comes closest to."""
+        closest = Mismatch(-1, "no entry")
+        for entry in reversed(self.stats.entries):  # among equally close ones, the newest
+            try:
+                return entry, entry.guard.match(module, args, kwargs)
+            except Mismatch as mismatch:
+                if mismatch.stage > closest.stage:
+                    closest = mismatch
+        return closest
 
     def _hit(self, entry: Entry, inputs: list[torch.Tensor]) -> Any:
         self.stats.hits += 1
-        entries = self.stats.entries
-        if entries[-1] is not entry:  # the most recently used one stands last
-            entries.remove(entry)
-            entries.append(entry)
+        entry.last_used = next(self._clock)
         return entry(inputs)
 
-    def _compile(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], reason: str) -> Entry | None:
-        try:
-            self.add(module, args, kwargs)
-        except UnsupportedModule as refusal:
-            self._refused.add(reason)
-            log.warning("%s runs eager from now on where %s: %s", type(module).__name__, reason, refusal)
-            return None
-        entries = self.stats.entries
-        if len(entries) > MAX_ENTRIES:
-            log.warning("%s has more than %d entries; the last miss: %s", type(module).__name__, MAX_ENTRIES, reason)
-            del entries[0]
-        return entries[-1]
+    def _compile(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], mismatch: Mismatch
+    ) -> tuple[Entry, list[torch.Tensor]] | None:
+        """A new entry for the call and its inputs; ``None`` if it is refused, which is remembered and logged."""
+        with self._adding:
+            found = self._match(module, args, kwargs)
+            if not isinstance(found, Mismatch):  # another thread was quicker
+                return found
+            try:
+                entry = self.add(module, args, kwargs)
+                inputs = entry.guard.match(module, args, kwargs)
+            except UnsupportedModule as refusal:
+                self._refuse(type(module).__name__, mismatch, refusal)
+                return None
+            except Mismatch as still:
+                self.stats.entries = self.stats.entries[:-1]
+                self._refuse(type(module).__name__, still, "it would never be dispatched")
+                return None
+            self._let_one_leave(type(module).__name__, mismatch)
+            return entry, inputs
 
-    def add(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _refuse(self, name: str, mismatch: Mismatch, why: object) -> None:
+        while len(self._refused) >= MAX_REFUSALS:
+            del self._refused[next(iter(self._refused))]
+        self._refused[mismatch.reason] = None
+        log.warning("%s runs eager from now on where %s: %s", name, mismatch.reason, why)
+
+    def _let_one_leave(self, name: str, mismatch: Mismatch) -> None:
+        """Drops the least recently used entry if there are too many; warns once for each thing that keeps differing."""
+        entries = self.stats.entries
+        if len(entries) <= MAX_ENTRIES:
+            return
+        oldest = min(entries[:-1], key=lambda entry: entry.last_used)
+        self.stats.entries = [entry for entry in entries if entry is not oldest]
+        if mismatch.field not in self._warned:
+            self._warned.add(mismatch.field)
+            log.warning(
+                "%s has %d entries, the most that are kept; the least recently used one leaves for each new one. What "
+                "keeps differing: %s. Pad or bucket the calls, or leave the rare ones to eager with on_miss='eager'.",
+                name,
+                MAX_ENTRIES,
+                mismatch.reason,
+            )
+
+    def add(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry:
         """Compiles an entry for a call. Raises as :func:`add_tvm_dispatch`."""
         refuse_state(type(module).__name__)
         entry = compile_entry(module, args, kwargs, partition=self.partition, target=self.target)
-        self.stats.entries.append(entry)
+        with self._adding:  # a new list: calls in other threads may be walking through the old one
+            self.stats.entries = [*self.stats.entries, entry]
+        return entry
+
+
+def _is_tracing_here() -> bool:
+    """Whether it is this thread that torch traces or compiles; its flags are the whole process's."""
+    with one_capture_at_a_time:
+        return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def refuse_state(module_name: str) -> None:

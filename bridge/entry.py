@@ -24,6 +24,7 @@ from bridge.errors import Unsupported, UnsupportedModule
 from bridge.guards import Guard
 from bridge.lower import Lowered, lower_captured
 from bridge.module_state import Snapshot
+from bridge.tracing import one_capture_at_a_time
 from bridge.witness import Output
 
 __all__ = ["Entry", "compile_entry"]
@@ -305,6 +306,11 @@ def compile_entry(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, par
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower.lower`.
     """
+    with one_capture_at_a_time:
+        return _compile_entry(module, args, kwargs, partition, target)
+
+
+def _compile_entry(module: nn.Module, args: tuple, kwargs: dict[str, Any], partition: Any, target: Any) -> Entry:
     started = time.perf_counter()
     before = Snapshot(module)
     try:

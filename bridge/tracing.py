@@ -9,9 +9,11 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["capturing", "is_capturing"]
+__all__ = ["capturing", "is_capturing", "one_capture_at_a_time"]
 
 _state = threading.local()
+#: torch.export sets flags of the whole process and puts stand-ins into the module while it traces.
+one_capture_at_a_time = threading.RLock()
 
 
 def is_capturing() -> bool:
@@ -23,8 +25,13 @@ def is_capturing() -> bool:
 def capturing() -> Iterator[None]:
     """While active, dispatched modules called from this thread run eager, uncounted.
 
-    The default generator is left as it was, even if the traced code seeds it.
+    The default generator is left as it was, even if the traced code seeds it. One thread captures at a time.
     """
+    with one_capture_at_a_time:
+        yield from _capturing()
+
+
+def _capturing() -> Iterator[None]:
     _state.depth = getattr(_state, "depth", 0) + 1
     generator = torch.get_rng_state()
     try:
