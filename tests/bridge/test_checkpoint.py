@@ -1,0 +1,156 @@
+"""``torch.utils.checkpoint`` around dispatched modules: reentrant or not, one module or each layer of a loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from bridge import add_tvm_dispatch, stats
+from bridge.saved_bytes import saved_for_backward
+
+KINDS = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+
+
+class Block(nn.Module):
+    """A residual block with dropout: what a checkpoint computes again has to draw the same mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.3, self.training)
+
+
+def blocks(count: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(count))).double().train()
+
+
+def example() -> Tensor:
+    return torch.randn(6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def dispatched(layers: nn.Sequential, x: Tensor, partition="min_cut") -> nn.Sequential:
+    layers = copy.deepcopy(layers)
+    for layer in layers:
+        add_tvm_dispatch(layer, x.detach().requires_grad_(), partition=partition, on_miss="error")
+    return layers
+
+
+def step(layers: nn.Sequential, call: Callable, seed: int) -> dict[str, Tensor]:
+    """Result, gradients and the generator's state after a step."""
+    torch.manual_seed(seed)
+    x = example().requires_grad_()
+    layers.zero_grad()
+    y = call(layers, x)
+    y.square().sum().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in layers.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, **gradients, "generator": torch.get_rng_state()}
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert torch.equal(found.pop("generator"), wanted["generator"])
+    for name, value in found.items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-10, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@KINDS
+def test_around_a_module(reentrant):
+    layers = blocks(1)
+    ours = dispatched(layers, example())
+
+    def call(each: nn.Sequential, x: Tensor) -> Tensor:
+        return checkpoint(each[0], x, use_reentrant=reentrant)
+
+    wanted = step(layers, call, seed=3)
+    # A reentrant checkpoint runs without gradients first: that call is another one, and has an entry of its own.
+    with torch.no_grad():
+        add_tvm_dispatch(ours[0], example().requires_grad_(), on_miss="error")
+    assert_equal(step(ours, call, seed=3), dict(wanted))
+    assert stats(ours[0]).hits == 2 and not stats(ours[0]).misses
+    assert_equal(step(ours, call, seed=3), step(layers, lambda each, x: each(x), seed=3))
+
+
+@KINDS
+def test_a_first_call_without_gradients_may_run_eager(reentrant):
+    """Without an entry for it: the same numbers, and the miss is counted."""
+    layers = blocks(1)
+    ours = copy.deepcopy(layers)
+    add_tvm_dispatch(ours[0], example().requires_grad_())
+
+    def call(each: nn.Sequential, x: Tensor) -> Tensor:
+        return checkpoint(each[0], x, use_reentrant=reentrant)
+
+    assert_equal(step(ours, call, seed=3), step(layers, call, seed=3))
+    assert stats(ours[0]).hits == (1 if reentrant else 2)
+    assert sum(stats(ours[0]).misses.values()) == (1 if reentrant else 0)
+
+
+@pytest.mark.parametrize("partition", ["min_cut", "save_all", "recompute_all"])
+def test_inside_a_loop_of_layers(partition):
+    layers = blocks(3)
+    ours = dispatched(layers, example(), partition)
+
+    def call(each: nn.Sequential, x: Tensor) -> Tensor:
+        for layer in each:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+    for seed in (4, 5):
+        assert_equal(step(ours, call, seed), step(layers, lambda each, x: each(x), seed))
+    assert [stats(layer).hits for layer in ours] == [4, 4, 4]
+
+    x = example().requires_grad_()
+    kept = saved_for_backward(ours, lambda: call(ours, x), x, outputs_free=True)
+    assert kept == 2 * x.nbytes, "between the layers, and nothing inside of them"
+
+
+@KINDS
+def test_inside_a_loop_the_first_run_without_gradients(reentrant):
+    layers = blocks(3)
+    ours = dispatched(layers, example())
+    for layer in ours:
+        with torch.no_grad():
+            add_tvm_dispatch(layer, example().requires_grad_(), on_miss="error")
+
+    def call(each: nn.Sequential, x: Tensor) -> Tensor:
+        for layer in each:
+            x = checkpoint(layer, x, use_reentrant=reentrant)
+        return x
+
+    assert_equal(step(ours, call, seed=6), step(layers, lambda each, x: each(x), seed=6))
+    assert [stats(layer).hits for layer in ours] == [2, 2, 2]
+
+
+@KINDS
+def test_segments_of_a_loop(reentrant):
+    layers = blocks(4)
+    ours = dispatched(layers, example())
+    for layer in ours:
+        with torch.no_grad():
+            for requires in (False, True):  # the first layer of a segment gets a tensor that requires grad
+                add_tvm_dispatch(layer, example().requires_grad_(requires), on_miss="error")
+
+    def call(each: nn.Sequential, x: Tensor) -> Tensor:
+        return checkpoint_sequential(each, 2, x, use_reentrant=reentrant)
+
+    assert_equal(step(ours, call, seed=7), step(layers, lambda each, x: each(x), seed=7))
+
+
+def test_one_layer_of_several_is_checkpointed():
+    layers = blocks(3)
+    ours = dispatched(layers, example())
+
+    def call(each: nn.Sequential, x: Tensor) -> Tensor:
+        return each[2](checkpoint(each[1], each[0](x), use_reentrant=False))
+
+    assert_equal(step(ours, call, seed=8), step(layers, lambda each, x: each(x), seed=8))
+    assert [stats(layer).hits for layer in ours] == [1, 2, 1]
