@@ -4,6 +4,7 @@ from bridge.dispatch import add_tvm_dispatch, remove_tvm_dispatch, stats
 from bridge.errors import CompilationError, DispatchMiss, Unsupported, UnsupportedModule
 from bridge.examine import Coverage, examine
 from bridge.lower import Lowered, lower
+from bridge.show.visualize import visualize
 from bridge.stats import DispatchStats
 
 __all__ = [
@@ -19,4 +20,5 @@ __all__ = [
     "lower",
     "remove_tvm_dispatch",
     "stats",
+    "visualize",
 ]

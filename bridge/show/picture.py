@@ -1,0 +1,180 @@
+"""A picture before it is drawn: boxes, arrows, clusters; and drawing it with graphviz.
+
+Boxes of the backward stand beside the forward and its arrows point up: the forward runs down on the left, the backward
+up on the right, and what is saved crosses between them.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import graphviz
+
+__all__ = ["KINDS", "Arrow", "Box", "Picture", "draw"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How boxes of one kind look, and what the legend calls them."""
+
+    fill: str
+    line: str
+    meaning: str
+    style: str = "filled"
+    shape: str = "box"
+
+
+KINDS: Mapping[str, Kind] = {
+    "forward": Kind("#f8d4d0", "#b03a2e", "forward"),
+    "captured": Kind("#bcd9f5", "#1b5e9e", "saved for the backward"),
+    "recomputed": Kind("#fde9bd", "#b7791f", "computed again in the backward", "filled,dashed"),
+    "backward": Kind("#e4e7ea", "#5f6b76", "backward"),
+    "input": Kind("#ffffff", "#444444", "input", "filled,rounded"),
+    "result": Kind("#ffffff", "#444444", "result", "filled,rounded,bold"),
+    "constant": Kind("#ffffff", "#999999", "constant", "filled,dotted"),
+    "view": Kind("#ffffff", "#999999", "view, no data moves", "filled"),
+    "node": Kind("#f3f4f6", "#4b5563", "operator"),
+    "library": Kind("#d9ead3", "#38761d", "library step (torch's kernel)"),
+    "kernel": Kind("#fff2cc", "#7f6000", "generated kernel: its operators"),
+}
+
+
+@dataclass(frozen=True)
+class Box:
+    """A node. ``rows`` stand under the title; ``upward``: part of the backward; ``double``: a library computes it."""
+
+    key: str
+    title: str
+    kind: str
+    rows: tuple[str, ...] = ()
+    name: str = ""
+    upward: bool = False
+    double: bool = False
+    cluster: str = ""
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """From one box to another; ``label`` says what flows. ``saved``: from the forward to the backward."""
+
+    tail: str
+    head: str
+    label: str = ""
+    saved: bool = False
+
+
+@dataclass
+class Picture:
+    """``clusters`` maps the names that boxes carry to titles; ``tables`` are notes without arrows: title and rows."""
+
+    title: str
+    boxes: dict[str, Box] = field(default_factory=dict)
+    arrows: list[Arrow] = field(default_factory=list)
+    clusters: dict[str, str] = field(default_factory=dict)
+    tables: list[tuple[str, list[tuple[str, str]]]] = field(default_factory=list)
+
+    def add(self, box: Box) -> None:
+        self.boxes[box.key] = box
+
+
+_GRAPH = {
+    "rankdir": "TB",
+    "nodesep": "0.18",
+    "ranksep": "0.28",
+    "fontname": "Helvetica",
+    "fontsize": "13",
+    "labelloc": "t",
+    "labeljust": "l",
+    "newrank": "true",
+    "remincross": "true",
+}
+_NODE = {"fontname": "Helvetica", "fontsize": "11", "margin": "0.07,0.03", "height": "0.1", "width": "0.3"}
+_EDGE = {"fontname": "Helvetica", "fontsize": "8", "color": "#777777", "fontcolor": "#555555", "arrowsize": "0.5"}
+
+
+def _label(box: Box) -> str:
+    lines = [f"<B>{html.escape(box.title)}</B>"]
+    lines += [f'<FONT POINT-SIZE="9">{html.escape(row)}</FONT>' for row in box.rows]
+    if box.name:
+        lines.append(f'<FONT POINT-SIZE="8" COLOR="#777777">{html.escape(box.name)}</FONT>')
+    return f"<{'<BR/>'.join(lines)}>"
+
+
+def draw(picture: Picture, *, legend: bool = True) -> graphviz.Digraph:
+    """The graphviz graph of a picture. ``ImportError`` names the extra if the Python package is missing."""
+    try:
+        package = importlib.import_module("graphviz")
+    except ImportError as error:
+        raise ImportError("visualize needs the Python package graphviz: pip install 'tvm-dispatch[show]'") from error
+    dot = package.Digraph(graph_attr={**_GRAPH, "label": picture.title}, node_attr=_NODE, edge_attr=_EDGE)
+    for cluster, title in ({"": ""} | picture.clusters).items():
+        members = [box for box in picture.boxes.values() if box.cluster == cluster]
+        if not cluster:
+            _boxes(dot, members)
+            continue
+        with dot.subgraph(name=f"cluster_{cluster}") as inner:
+            inner.attr(label=title, style="rounded,filled", color="#bbbbbb", fillcolor="#fbfbfb", fontsize="10")
+            _boxes(inner, members)
+    for arrow in picture.arrows:
+        _arrow(dot, picture, arrow)
+    for index, (title, rows) in enumerate(picture.tables):
+        dot.node(f"table_{index}", _table(title, rows), shape="plain")
+    if legend:
+        _legend(dot, picture)
+    return dot
+
+
+def _boxes(dot: Any, boxes: list[Box]) -> None:
+    for box in boxes:
+        kind = KINDS[box.kind]
+        dot.node(
+            box.key,
+            _label(box),
+            shape=kind.shape,
+            style=kind.style,
+            fillcolor=kind.fill,
+            color=kind.line,
+            peripheries="2" if box.double else "1",
+        )
+
+
+def _arrow(dot: Any, picture: Picture, arrow: Arrow) -> None:
+    tail, head = picture.boxes[arrow.tail], picture.boxes[arrow.head]
+    label = f" {arrow.label}" if arrow.label else ""
+    if tail.upward and head.upward:
+        dot.edge(arrow.head, arrow.tail, label=label, dir="back")
+    elif arrow.saved:
+        line = KINDS["captured"].line
+        dot.edge(arrow.tail, arrow.head, label=label, color=line, fontcolor=line, constraint="false")
+    else:
+        dot.edge(arrow.tail, arrow.head, label=label)
+
+
+def _table(title: str, rows: list[tuple[str, str]]) -> str:
+    cells = "".join(
+        f'<TR><TD ALIGN="LEFT"><FONT POINT-SIZE="8">{html.escape(left)}</FONT></TD>'
+        f'<TD ALIGN="RIGHT"><FONT POINT-SIZE="8">{html.escape(right)}</FONT></TD></TR>'
+        for left, right in rows
+    )
+    head = f'<TR><TD COLSPAN="2" ALIGN="LEFT"><B>{html.escape(title)}</B></TD></TR>'
+    return f'<<TABLE BORDER="1" COLOR="#bbbbbb" CELLBORDER="0" CELLSPACING="0" CELLPADDING="1">{head}{cells}</TABLE>>'
+
+
+def _legend(dot: Any, picture: Picture) -> None:
+    plain = ("input", "result")
+    used = [kind for kind in KINDS if kind not in plain and any(box.kind == kind for box in picture.boxes.values())]
+    cells = "".join(
+        f'<TR><TD BGCOLOR="{KINDS[kind].fill}" WIDTH="14"> </TD>'
+        f'<TD ALIGN="LEFT"><FONT POINT-SIZE="9">{html.escape(KINDS[kind].meaning)}</FONT></TD></TR>'
+        for kind in used
+    )
+    if any(box.double for box in picture.boxes.values()):
+        double = '<FONT POINT-SIZE="9">double line: a library computes it</FONT>'
+        cells += f'<TR><TD BORDER="1"> </TD><TD ALIGN="LEFT">{double}</TD></TR>'
+    if cells:
+        dot.node("legend", f'<<TABLE BORDER="0" CELLSPACING="2" CELLPADDING="1">{cells}</TABLE>>', shape="plain")

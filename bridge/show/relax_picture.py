@@ -1,0 +1,254 @@
+"""The picture of a Relax function in flat form."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from autodiff.ir import (
+    Constant,
+    Expr,
+    Function,
+    TensorType,
+    Tuple,
+    TupleGetItem,
+    Var,
+    bindings,
+    library_name,
+    op_name,
+    results,
+    used_vars,
+)
+from bridge.show.picture import Arrow, Box, Picture
+from bridge.show.text import attributes, short_op, value_text
+
+__all__ = ["Reading", "add_function", "function_picture"]
+
+_VIEWS = frozenset(
+    "relax.reshape relax.permute_dims relax.expand_dims relax.squeeze relax.broadcast_to relax.flatten".split()
+)
+_LIBRARY = frozenset(("relax.matmul", "relax.concat", "relax.stack", "relax.take"))
+_LONGEST = 34  # characters of a row
+_BACKWARD = ("bw", "grad_")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is known about a function beyond its text.
+
+    Attributes:
+        captured: names of the values saved for the backward.
+        recomputed: names of bindings that the backward computes again.
+        display: what parameters are called by their owner, by name.
+        folded: names of the parameters that are written into the boxes that read them.
+        modules: module paths, by variable.
+        clusters: the cluster of each variable.
+        views: whether reshapes and permutations are boxes; otherwise they are part of the arrows.
+        training: whether the picture has a forward and a backward side.
+        alias: parameters that are a box of the picture already, with its key.
+    """
+
+    captured: Collection[str] = ()
+    recomputed: Collection[str] = ()
+    display: Mapping[str, str] = field(default_factory=dict)
+    folded: Collection[str] = ()
+    modules: Mapping[str, str] = field(default_factory=dict)
+    clusters: Mapping[str, str] = field(default_factory=dict)
+    views: bool = False
+    training: bool = False
+    alias: Mapping[str, str] = field(default_factory=dict)
+
+
+def function_picture(function: Function, title: str, reading: Reading) -> Picture:
+    """One function as a picture."""
+    picture = Picture(title)
+    add_function(picture, function, reading)
+    return picture
+
+
+def add_function(picture: Picture, function: Function, reading: Reading, *, prefix: str = "") -> None:
+    """Adds a function's boxes and arrows; their keys start with ``prefix``."""
+    _Painter(picture, function, reading, prefix).paint()
+
+
+class _Painter:
+    def __init__(self, picture: Picture, function: Function, reading: Reading, prefix: str) -> None:
+        self.picture, self.function, self.reading, self.prefix = picture, function, reading, prefix
+        self.body = list(bindings(function))
+        self.value_of = dict(self.body)
+        self.returned = {result.name for result in results(function) if isinstance(result, Var)}
+        self.params = {param.name for param in function.params}
+        floats = Counter(str(var.ty.dtype) for var, _ in self.body if isinstance(var.ty, TensorType))
+        self.usual = floats.most_common(1)[0][0] if floats else ""
+        self.upward = self._upward()
+        self.boxed = {var.name for var, value in self.body if not self._is_folded_view(var, value)}
+        self.gradient_of = self._gradients()
+        self.labelled: set[tuple[str, str]] = set()
+
+    def _upward(self) -> set[str]:
+        """Names of the backward: what depends on a grad_out, and what is only computed for that."""
+        found = {param.name for param in self.function.params if param.name.startswith("grad_out_")}
+        for var, value in self.body:
+            if var.name.startswith(_BACKWARD) or any(used.name in found for used in used_vars(value)):
+                found.add(var.name)
+        return found | set(self.reading.recomputed) if self.reading.training else set()
+
+    def paint(self) -> None:
+        for param in self.function.params:
+            if param.name not in self.reading.folded and param.name not in self.reading.alias:
+                self._input(param)
+        for var, value in self.body:
+            if not self._is_folded_view(var, value):
+                self._operation(var, value)
+        for index, result in enumerate(results(self.function)):
+            self._result(index, result)
+
+    def _is_folded_view(self, var: Var, value: Expr) -> bool:
+        if self.reading.views or var.name in self.returned or var.name in self.reading.captured:
+            return False
+        return op_name(value) in _VIEWS or isinstance(value, TupleGetItem | Var)
+
+    def _input(self, param: Var) -> None:
+        kind = "captured" if param.name in self.reading.captured else "input"
+        name = self.reading.display.get(param.name, param.name)
+        self.picture.add(
+            Box(self._key(param.name), name, kind, (self._type(param.ty),), upward=param.name in self.upward)
+        )
+
+    def _operation(self, var: Var, value: Expr) -> None:
+        name = var.name
+        upward = name in self.upward
+        rows = _attribute_rows(var, value)
+        sources: list[Expr] = []
+        for arg in _arguments(value):
+            base, how = self._base(arg)
+            if isinstance(base, Var) and base.name not in self.reading.folded:
+                sources.append(arg)
+            elif isinstance(base, Var):
+                rows.append(_short(self.reading.display.get(base.name, base.name), keep_end=True) + how)
+            elif isinstance(base, Constant):
+                rows.append(value_text(base))
+        kind = (
+            "captured"
+            if name in self.reading.captured
+            else "recomputed"
+            if name in self.reading.recomputed
+            else "backward"
+            if upward
+            else "forward"
+            if self.reading.training
+            else "node"
+        )
+        double = op_name(value) in _LIBRARY or library_name(value) is not None
+        module = self.reading.modules.get(name, "")
+        if any(row.startswith(module) for row in rows):
+            module = ""
+        if name in self.gradient_of:
+            rows += ["gradient of", _short(self.gradient_of[name], keep_end=True)]
+        cluster = self.reading.clusters.get(name, "")
+        self.picture.add(
+            Box(self._key(name), short_op(value), kind, tuple(rows), _short(module, True), upward, double, cluster)
+        )
+        for arg in sources:
+            self._arrow(arg, self._key(name), upward)
+
+    def _arrow(self, arg: Expr, head: str, upward: bool) -> None:
+        base, how = self._base(arg)
+        tail = self._key(base.name)
+        if tail not in self.picture.boxes:
+            return
+        saved = upward and not self.picture.boxes[tail].upward
+        label = self._type(arg.ty) + how
+        if saved and (tail, label) in self.labelled:
+            label = ""  # one label for all arrows that carry the same saved value
+        self.labelled.add((tail, label))
+        arrow = Arrow(tail, head, label, saved)
+        if arrow not in self.picture.arrows:
+            self.picture.arrows.append(arrow)
+
+    def _base(self, arg: Expr) -> tuple[Expr, str]:
+        """What an argument is a view of, through the views that are no boxes, and how in a word."""
+        permuted = False
+        while isinstance(arg, Var) and arg in self.value_of and self._is_folded_view(arg, self.value_of[arg]):
+            value = self.value_of[arg]
+            permuted ^= op_name(value) == "relax.permute_dims"
+            arg = value if isinstance(value, Var) else _arguments(value)[0]
+        return arg, " permuted" if permuted else ""
+
+    def _gradients(self) -> dict[str, str]:
+        """Results that are the gradient of a parameter that is no box, by name: their boxes say so."""
+        owners = {name: name.removeprefix("grad_") for name in self.returned if name.startswith("grad_")}
+        return {
+            name: self.reading.display.get(owner, owner)
+            for name, owner in owners.items()
+            if owner in self.reading.folded and name in self.boxed
+        }
+
+    def _result(self, index: int, result: Expr) -> None:
+        if not isinstance(result, Var) or result.name in self.gradient_of:
+            return
+        name = result.name
+        if name in self.params:
+            title = f"result {index}"
+        elif name.startswith("grad_"):
+            owner = name.removeprefix("grad_")
+            title = f"gradient of {self.reading.display.get(owner, owner)}"
+        elif name in self.reading.captured and index >= self._num_outputs():
+            return
+        else:
+            title = f"output {index}"
+        key = f"{self.prefix}result {index}"
+        upward = name in self.upward
+        self.picture.add(Box(key, _short(title, True), "result", (self._type(result.ty),), upward=upward))
+        base, _ = self._base(result)
+        if isinstance(base, Var) and self._key(base.name) in self.picture.boxes:
+            self.picture.arrows.append(Arrow(self._key(base.name), key, ""))
+
+    def _num_outputs(self) -> int:
+        """How many of the results are not captures: they come last."""
+        names = [result.name if isinstance(result, Var) else "" for result in results(self.function)]
+        count = len(names)
+        while count and names[count - 1] in self.reading.captured:
+            count -= 1
+        return max(count, 1)
+
+    def _key(self, name: str) -> str:
+        return self.reading.alias.get(name, f"{self.prefix}{name}")
+
+    def _type(self, ty: object) -> str:
+        if not isinstance(ty, TensorType):
+            return ""
+        extents = "x".join(str(int(extent)) for extent in ty.shape) or "scalar"
+        return extents if str(ty.dtype) == self.usual else f"{ty.dtype} {extents}"
+
+
+def _arguments(value: Expr) -> list[Expr]:
+    """Tensor arguments, those in tuples included."""
+    if isinstance(value, TupleGetItem):
+        return [value.tuple_value]
+    if isinstance(value, Var | Constant):
+        return [value]
+    args = value.fields if isinstance(value, Tuple) else value.args
+    found: list[Expr] = []
+    for arg in args:
+        if isinstance(arg, Tuple):
+            found += arg.fields
+        elif isinstance(arg, Var) or (isinstance(arg, Constant) and isinstance(arg.ty, TensorType)):
+            found.append(arg)
+    return found
+
+
+def _attribute_rows(var: Var, value: Expr) -> list[str]:
+    if op_name(value) == "relax.astype":
+        return [str(var.ty.dtype)]
+    held = {name: text for name, text in attributes(value).items() if name not in ("dtype", "out_dtype")}
+    keeps = held.pop("keepdims", "False")
+    line = ", ".join(f"{name}={text}" for name, text in held.items()) + (", kept" if keeps == "True" else "")
+    return [_short(line)] if line else []
+
+
+def _short(text: str, keep_end: bool = False) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    return "…" + text[1 - _LONGEST :] if keep_end else text[: _LONGEST - 1] + "…"

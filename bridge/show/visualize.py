@@ -1,0 +1,109 @@
+"""``visualize``: a graphviz picture of a stage, a Relax function or a compiled program."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autodiff.ir import Function
+from bridge.compile import Program
+from bridge.lowered import Lowered
+from bridge.show.picture import Picture, draw
+from bridge.show.program_picture import kernel_picture, program_picture
+from bridge.show.relax_picture import Reading, add_function, function_picture
+from bridge.stage import Stage
+
+if TYPE_CHECKING:
+    import graphviz
+
+__all__ = ["visualize"]
+
+SPLIT = "split"
+
+
+def visualize(
+    what: Lowered | Stage | Function | Program,
+    stage: str | None = None,
+    *,
+    kernel: str | None = None,
+    views: bool = False,
+    legend: bool = True,
+) -> graphviz.Digraph:
+    """Draws what it is given; shown as SVG in a notebook, ``visualize(...).render("name", format="svg")`` in a script.
+
+    Operators are boxes with their attributes and the small constants and parameters that they read; arrows carry
+    shapes. In training graphs the forward runs down and the backward up; red is forward, blue is saved for the
+    backward, amber is computed again there, a double line means that a library computes it.
+
+    Args:
+        what: a :class:`Lowered` (with ``stage``), a stage, a Relax function in flat form, or a :class:`Program`.
+        stage: for a ``Lowered``: a stage's name, ``"split"`` for forward and backward in one picture; by default the
+            joint graph after cleaning, or the forward where nothing requires grad.
+        kernel: for a ``Program``: the inside of this kernel instead of the steps.
+        views: whether reshapes and permutations are boxes of their own.
+        legend: whether the picture explains its colours.
+
+    Raises:
+        TypeError: for anything else, and for the stage ``captured``, an ATen graph.
+        KeyError: there is no stage or kernel of that name.
+        ImportError: the Python package ``graphviz`` is missing. (Rendering also needs graphviz itself, ``dot``.)
+    """
+    if isinstance(what, Lowered):
+        picture = _lowered(what, stage, views)
+    elif isinstance(what, Program):
+        picture = program_picture(what) if kernel is None else kernel_picture(what, kernel)
+    elif isinstance(what, Stage):
+        picture = function_picture(what.function, what.provenance, _plain(what.function, views))
+    elif isinstance(what, Function):
+        picture = function_picture(what, "", _plain(what, views))
+    else:
+        raise TypeError(
+            f"visualize: wanted a Lowered, a Stage, a Relax function or a Program, got {type(what).__name__}"
+        )
+    return draw(picture, legend=legend)
+
+
+def _plain(function: Function, views: bool) -> Reading:
+    names = [param.name for param in function.params]
+    training = any(name.startswith("grad_out_") for name in names)
+    folded = [name for name in names if name.startswith("p_")]
+    return Reading(folded=folded, views=views, training=training)
+
+
+def _lowered(lowered: Lowered, stage: str | None, views: bool) -> Picture:
+    if stage is None:
+        stage = "cleaned" if lowered.plan else "forward"
+    origins = lowered.origins()
+    tensors = lowered.captured.module_tensors
+    params = lowered["imported"].function.params
+    display = {param.name: spec.name for param, spec in zip(params, tensors, strict=False)}
+    plan = lowered.plan
+    recomputed = set(plan.recomputed) if plan else set()
+    captured = {saved.name for saved in plan.captures} if plan else set()
+
+    def reading(again: set[str], alias: dict[str, str] | None = None) -> Reading:
+        return Reading(
+            captured=captured,
+            recomputed=again,
+            display=display,
+            folded=set(display),
+            modules={name: origin.module for name, origin in origins.items()},
+            views=views,
+            training=plan is not None,
+            alias=alias or {},
+        )
+
+    name = lowered.captured.module_name
+    if stage != SPLIT:
+        picture = function_picture(lowered[stage].function, f"{name}: {lowered[stage].provenance}", reading(set()))
+    else:
+        if plan is None:
+            raise KeyError("nothing requires grad: there is no split")
+        picture = Picture(f"{name}: forward and backward ({plan.strategy})")
+        add_function(picture, lowered.forward, reading(set()), prefix="forward/")
+        names = [param.name for param in lowered.backward.params]
+        alias = {name: f"forward/{name}" for name in names if f"forward/{name}" in picture.boxes}
+        add_function(picture, lowered.backward, reading(recomputed, alias), prefix="backward/")
+    rows = [(spec.name, "x".join(map(str, spec.shape)) or "scalar") for spec in tensors]
+    if rows:
+        picture.tables.append(("parameters and buffers", rows))
+    return picture
