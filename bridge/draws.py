@@ -1,7 +1,7 @@
 """Random draws at call time: from torch's generator, in eager's order and in eager's memory layout.
 
-Dropout masks that follow each other are drawn by compiled code (:mod:`bridge.mt19937`) where that is faster and gives
-torch's bits, everything else by torch.
+Bernoulli draws that follow each other, dropout masks first of all, are made by compiled code (:mod:`bridge.mt19937`)
+where that is faster and gives torch's bits, everything else by torch.
 
 A draw is an object of its own (:class:`bridge.witness.Draw`), so that another device can later recompute the same
 bits from the generator's recorded state instead of storing them.
@@ -22,8 +22,10 @@ from bridge.witness import Draw
 __all__ = ["Draws"]
 
 _WORTH = 1000
-"""Elements of consecutive masks from which compiled code is faster: it reads and replaces the generator's state (4 us),
-torch takes 5 ns for an element."""
+"""Elements of consecutive Bernoulli draws from which compiled code is faster: it reads and replaces the generator's
+state (4 us), torch takes 5 ns for an element."""
+
+_BERNOULLI = "aten.bernoulli_.float"
 
 _Maker = Callable[[], list[torch.Tensor]]
 """Makes one draw, or several that follow each other."""
@@ -45,12 +47,17 @@ class Draws:
         self._makers: list[_Maker] = []
         self._used = tuple(used)
         self._count = len(draws)
-        for is_mask, group in groupby(range(len(draws)), key=set(masks).__contains__):
-            run = [draws[index] for index in group]
-            if is_mask:
-                self._makers += _mask_makers([_mask(draw, module_name) for draw in run])
+        for index in masks:
+            if draws[index].op != _BERNOULLI:
+                raise UnsupportedModule(
+                    module_name, [Unsupported(draws[index].op, module_name, "not a dropout's draw")]
+                )
+        values = set(used).difference(masks)  # those that have to be of the draw's dtype
+        for op, group in groupby(enumerate(draws), key=lambda item: item[1].op):
+            if op == _BERNOULLI:
+                self._makers += _bernoullis([(draw, index in values) for index, draw in group])
             else:
-                self._makers += [_replay(draw, module_name) for draw in run]
+                self._makers += [_replay(draw, module_name) for _, draw in group]
 
     def __len__(self) -> int:
         return self._count
@@ -61,22 +68,26 @@ class Draws:
         return [made[index] for index in self._used]
 
 
-def _mask(draw: Draw, module_name: str) -> mt19937.Mask:
-    if draw.op != "aten.bernoulli_.float":
-        raise UnsupportedModule(module_name, [Unsupported(draw.op, module_name, "not a dropout's draw")])
-    return mt19937.Mask(draw.shape, draw.stride, draw.args[0], draw.dtype)
-
-
-def _mask_makers(masks: list[mt19937.Mask]) -> list[_Maker]:
+def _bernoullis(run: list[tuple[Draw, bool]]) -> list[_Maker]:
+    """What makes a run of draws, each a mask or, if wanted so, a tensor of the draw's dtype."""
+    masks = [mt19937.Mask(draw.shape, draw.stride, draw.args[0], draw.dtype) for draw, _ in run]
+    dtypes = [draw.dtype if wanted else torch.bool for draw, wanted in run]
     if sum(mask.count for mask in masks) >= _WORTH and all(mask.dense for mask in masks):
         kernels = mt19937.compiled()
         if kernels is not None:
-            return [partial(mt19937.draw, kernels, masks)]
-    return [partial(_mask_by_torch, mask) for mask in masks]
+            make = partial(mt19937.draw, kernels, masks)
+            return [make if set(dtypes) == {torch.bool} else partial(_converted, make, dtypes)]
+    return [partial(_by_torch, mask, dtype) for mask, dtype in zip(masks, dtypes, strict=True)]
 
 
-def _mask_by_torch(mask: mt19937.Mask) -> list[torch.Tensor]:
-    return [mt19937.draw_by_torch(mask)]
+def _by_torch(mask: mt19937.Mask, dtype: torch.dtype) -> list[torch.Tensor]:
+    if dtype is torch.bool:
+        return [mt19937.draw_by_torch(mask)]
+    return [torch.empty_strided(mask.shape, mask.stride, dtype=dtype).bernoulli_(mask.probability)]
+
+
+def _converted(make: _Maker, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
+    return [mask.to(dtype) for mask, dtype in zip(make(), dtypes, strict=True)]
 
 
 def _value(draw: Draw, operator: Callable[..., torch.Tensor], takes_tensor: bool) -> list[torch.Tensor]:
