@@ -26,6 +26,7 @@ LAYOUT = attrgetter("shape", "dtype", "requires_grad", "device", "layout")
 _STRIDE = torch.Tensor.stride
 _DICT = attrgetter("__dict__")
 _FORWARD = attrgetter("forward")
+_TRAINING = attrgetter("training")
 _STATE = itemgetter(
     "_parameters",
     "_buffers",
@@ -73,11 +74,11 @@ class TreeGuard:
         owned = [(i, *item) for i, module in enumerate(modules) for item in own_attributes(module)]
         self._attributes = [item for item in owned if not isinstance(item[2], torch.Tensor)]
         self._tensor_attributes = [(i, name) for i, name, value in owned if isinstance(value, torch.Tensor)]
-        read = [["training"] for _ in modules]
+        names_of: dict[int, list[str]] = {}
         for i, name, _ in self._attributes:
-            read[i].append(name)
-        self._readers = [_reader(names) for names in read]
-        self._values = [d[name] for d, names in zip(dicts, read, strict=True) for name in names]
+            names_of.setdefault(i, []).append(name)
+        self._readers = [(i, _reader(names)) for i, names in names_of.items()]
+        self._values = [value for *_, value in self._attributes]
         seen: dict[int, Any] = {}
         self._contents = [found for i, name, value in self._attributes for found in contents_of((i, name), value, seen)]
 
@@ -100,7 +101,7 @@ class TreeGuard:
         if list(map(type, modules)) != self._types or list(map(_FORWARD, self._classes)) != self._forwards:
             return None
         dicts = list(map(_DICT, modules))
-        if list(map(len, dicts)) != self._lengths:
+        if list(map(len, dicts)) != self._lengths or list(map(_TRAINING, modules)) != self._training:
             return None
         parameters, buffers, children, *hooks = zip(*map(_STATE, dicts), strict=True)
         if list(children) != self._children or list(map(len, parameters + buffers)) != self._counts:
@@ -114,7 +115,7 @@ class TreeGuard:
                     return None
         held = {"_parameters": parameters, "_buffers": buffers, "": dicts}
         try:
-            values = [value for read, d in zip(self._readers, dicts, strict=True) for value in read(d)]
+            values = [value for i, read in self._readers for value in read(dicts[i])]
             tensors = [held[registry][owner][name] for registry, owner, name in self._places]
             for i, registry, name in self._absent:
                 if held[registry][i][name] is not None:
