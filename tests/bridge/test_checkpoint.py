@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from bridge import add_tvm_dispatch, stats
+from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.saved_bytes import saved_for_backward
 
 KINDS = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
@@ -154,3 +154,31 @@ def test_one_layer_of_several_is_checkpointed():
 
     assert_equal(step(ours, call, seed=8), step(layers, lambda each, x: each(x), seed=8))
     assert [stats(layer).hits for layer in ours] == [1, 2, 1]
+
+
+class Loop(nn.Module):
+    """A model that checkpoints its own layers."""
+
+    def __init__(self, layers: nn.Sequential, reentrant: bool):
+        super().__init__()
+        self.layers, self.reentrant = layers, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+def test_a_model_that_checkpoints_its_own_layers():
+    """Captured as if it did not: what is computed again is the partition's to decide."""
+    model = Loop(blocks(2), reentrant=False)
+    ours = add_tvm_dispatch(copy.deepcopy(model), example().requires_grad_(), on_miss="error")
+    call = lambda each, x: each(x)  # noqa: E731
+    assert_equal(step(ours, call, seed=9), step(model, call, seed=9))
+    assert stats(ours).hits == 1 and stats(ours).entries[0].plan.recomputed
+
+
+def test_a_reentrant_checkpoint_inside_is_refused_by_name():
+    model = Loop(blocks(2), reentrant=True)
+    with pytest.raises(UnsupportedModule, match=r"CheckpointFunction: a custom autograd\.Function"):
+        add_tvm_dispatch(model, example().requires_grad_())
