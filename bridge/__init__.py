@@ -4,6 +4,8 @@ from bridge.dispatch import add_tvm_dispatch, remove_tvm_dispatch, stats
 from bridge.errors import CompilationError, DispatchMiss, Unsupported, UnsupportedModule
 from bridge.examine import Coverage, examine
 from bridge.lower import Lowered, lower
+from bridge.show.explain import explain
+from bridge.show.report import Report
 from bridge.show.visualize import visualize
 from bridge.stats import DispatchStats
 
@@ -13,10 +15,12 @@ __all__ = [
     "DispatchMiss",
     "DispatchStats",
     "Lowered",
+    "Report",
     "Unsupported",
     "UnsupportedModule",
     "add_tvm_dispatch",
     "examine",
+    "explain",
     "lower",
     "remove_tvm_dispatch",
     "stats",

@@ -1,0 +1,106 @@
+"""``explain``: what a dispatched module compiled to, what it saves, what it missed."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from autodiff.ir import Function, bindings
+from bridge.compile import KernelStep, LibraryStep, Program, Step
+from bridge.dispatch import stats
+from bridge.entry import Entry
+from bridge.lowered import Lowered
+from bridge.origin import Origin
+from bridge.saved_bytes import kept_bytes
+from bridge.show.report import EntryReport, ProgramReport, Report, StepRow
+
+__all__ = ["explain", "program_report"]
+
+
+def explain(module: nn.Module, *, full: bool = False) -> Report:
+    """Reports on a dispatched module: entries and guards, steps, saved tensors with reasons, compile time, misses.
+
+    Args:
+        module: one that :func:`add_tvm_dispatch` was called on.
+        full: whether printing shows everything, or what fits a screen; ``report.full`` is the complete one.
+
+    Raises:
+        ValueError: the module is not dispatched.
+    """
+    seen = stats(module)
+    entries = tuple(_entry(entry, module) for entry in seen.entries)
+    return Report(type(module).__name__, seen.hits, seen.misses.copy(), entries, full)
+
+
+def _entry(entry: Entry, module: nn.Module) -> EntryReport:
+    lowered = entry.lowered
+    programs = [program_report(lowered, "forward", lowered.forward, entry.forward)]
+    if entry.backward is not None:
+        programs.append(program_report(lowered, "backward", lowered.backward, entry.backward))
+    seconds = {stage.name: stage.seconds for stage in lowered.stages}
+    seconds["split"] = seconds.pop("split forward", 0.0) + seconds.pop("split backward", 0.0)
+    for report in programs:
+        for stage, spent in report.program.timings.items():
+            seconds[stage] = seconds.get(stage, 0.0) + spent
+    return EntryReport(
+        repr(entry),
+        _guards(lowered, module),
+        tuple(programs),
+        lowered.plan,
+        kept_bytes(lowered) if lowered.plan else 0,
+        seconds,
+        lowered,
+    )
+
+
+def _guards(lowered: Lowered, module: nn.Module) -> tuple[str, ...]:
+    """What :class:`bridge.guards.Guard` compares, in words."""
+    captured = lowered.captured
+    names = {index: name for name, index in captured.placeholders.items()}
+    first = len(captured.module_tensors)
+    found = []
+    for position, tensor in enumerate(captured.arguments):
+        name = names.get(first + position, f"argument {position}")
+        kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}, strides {tuple(tensor.stride())}"
+        found.append(f"{name}: {kind}{', requires grad' if tensor.requires_grad else ''}")
+    leaves = zip(captured.argument_leaves, captured.argument_is_tensor, strict=True)
+    constants = [leaf for leaf, is_tensor in leaves if not is_tensor and leaf is not None]
+    if constants:
+        found.append(f"arguments that are no tensors: {', '.join(map(repr, constants))}")
+    modes = {child.training for child in module.modules()}
+    mode = "train" if modes == {True} else "eval" if modes == {False} else "mixed train and eval"
+    wants = sum(tensor.requires_grad for tensor in captured.module_tensors)
+    gradients = "grad mode on" if lowered.plan else "nothing that requires grad reaches a result, or grad mode off"
+    found.append(
+        f"{len(list(module.modules()))} modules (now {mode}): types, train or eval, plain attributes, no hooks inside"
+    )
+    found.append(
+        f"{first} parameters and buffers, {wants} with gradient: shapes, strides, dtypes, requires_grad, which are tied"
+    )
+    found.append(f"{gradients}; autocast, default dtype, deterministic algorithms and torch modes as at capture")
+    return tuple(found)
+
+
+def program_report(lowered: Lowered, direction: str, function: Function, program: Program) -> ProgramReport:
+    """The steps of a program that ``function``, of this lowering, was compiled to.
+
+    Equal functions share a program, which has the names of the first of them: they are translated here.
+    """
+    own = [var.name for var in function.params] + [var.name for var, _ in bindings(function)]
+    name_of = dict(zip(program.variables, own, strict=True))
+    origins = lowered.origins()
+    rows = []
+    for index, step in enumerate(program.steps):
+        rows.append(_row(index, step, name_of, origins))
+    return ProgramReport(direction, program, tuple(rows))
+
+
+def _row(index: int, step: Step, name_of: dict[str, str], origins: dict[str, Origin]) -> StepRow:
+    outputs = tuple(name_of.get(name, name) for name in step.outputs)
+    if not isinstance(step, KernelStep | LibraryStep):
+        return StepRow(index, "view", step.name, "view", outputs, 0, 0, ())
+    inside = step.contents
+    found = [origins.get(name_of.get(name, name)) for name in inside.bindings]
+    kind = "kernel" if isinstance(step, KernelStep) else "library"
+    what = " ".join(operation.op.removeprefix("relax.").removeprefix("nn.") for operation in inside.operations)
+    known = tuple(dict.fromkeys(origin for origin in found if origin is not None))
+    return StepRow(index, kind, step.name, what, outputs, inside.flops, inside.bytes, known)
