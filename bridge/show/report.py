@@ -161,7 +161,7 @@ class EntryReport:
         plan = self.plan
         share = f", {plan.bytes / plan.save_all_bytes:.2f} of save_all" if plan.save_all_bytes else ""
         out = [
-            f"  saved     {len(plan.captures)} captures, {megabytes(plan.bytes)} ({plan.strategy}{share}); random draws "
+            f"  saved     {len(plan.captures)} captures, {megabytes(plan.bytes)} ({plan.strategy}{share}); draws "
             f"{megabytes(self.kept_bytes - plan.bytes)}; {len(plan.recomputed)} operations computed again"
         ]
         rows = saved_rows(plan)
