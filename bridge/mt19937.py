@@ -86,7 +86,7 @@ class Kernels:
         """Fills the tensors in order and advances ``state``, uint8 [5056]; ``False`` if that is no state."""
         pointer = _pointer(state)
         return all(
-            self.bernoulli(pointer, pointer, _pointer(tensor), mask.count, mask.threshold)
+            self.bernoulli(pointer, _pointer(tensor), mask.count, mask.threshold)
             for mask, tensor in zip(masks, tensors, strict=True)
         )
 
@@ -106,7 +106,8 @@ def draw(kernels: Kernels, masks: Sequence[Mask], generator: torch.Generator | N
         bool tensors with the masks' shapes and strides, each in memory of its own.
 
     Another thread may draw meanwhile. PyTorch's lock cannot be taken from here, so the state is looked at again before
-    the advanced one replaces it, and masks that would repeat another thread's numbers are drawn anew.
+    the advanced one replaces it, and masks that would repeat another thread's numbers are drawn anew. What is left is
+    the microsecond between those two calls, which only a draw that runs without the interpreter's lock could hit.
     """
     generator = torch.default_generator if generator is None else generator
     tensors = [mask.empty() for mask in masks]

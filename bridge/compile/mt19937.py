@@ -32,6 +32,7 @@ from tvm.tirx import (
     ForKind,
     IfThenElse,
     PrimFunc,
+    Ramp,
     Return,
     Stmt,
     Var,
@@ -49,6 +50,7 @@ STATE_WORDS = 632
 _LEFT, _NEXT, _BLOCK = 1, 2, 3  # where they are in the state
 _SIZE, _SHIFT = 624, 397  # words of a block, and how far ahead the recurrence looks
 _REACH = _SIZE - _SHIFT  # words whose operand belongs to the old block
+_HEAD = -(-_REACH // LANES) * LANES  # as many as whole vectors
 _UPPER, _LOWER, _MATRIX = 0x80000000, 0x7FFFFFFF, 0x9908B0DF
 _MANTISSA = (1 << 53) - 1
 _PAIRS = LANES // 2  # elements of a vector: each takes two outputs
@@ -56,7 +58,7 @@ _PER_BLOCK = _SIZE // 2
 
 _FIRST = LANES
 """Where the block starts in the working buffer. The word before it is the last one of the block before, which is the
-first half of an element if blocks and elements do not start together; behind it is room for the words that follow."""
+first half of an element if blocks and elements do not start together; behind it is room for a copy of its head."""
 
 
 def _const(number: int) -> Expr:
@@ -79,46 +81,39 @@ def _load(e: Emitter, words: Buffer, at: Expr) -> Expr:
     return e.bind(BufferLoad(words, [e.index(at, 1)]))
 
 
-def _twist_step(e: Emitter, words: Buffer, at: Expr, operand: Expr) -> None:
-    """The words of the next block from index ``at`` on; ``operand`` is where those of the recurrence's far end are."""
-    one = e.const(1, "uint32")
+def _next_words(scalars: Emitter, words: Buffer, at: Expr, operand: Expr) -> Expr:
+    """Replaces a vector of words at index ``at``; ``operand`` is where those of the recurrence's far end are."""
+    e = Emitter(LANES)
+    zero, one = e.const(0, "uint32"), e.const(1, "uint32")
     low = _load(e, words, at + _const(1))
     mixed = (_load(e, words, at) & e.const(_UPPER, "uint32")) | (low & e.const(_LOWER, "uint32"))
-    zero = e.const(0, "uint32")  # (0 - (low & 1)) & matrix would not do: to TVM, unsigned numbers never wrap
+    # (0 - (low & 1)) & matrix would not do: to TVM, unsigned numbers never wrap
     matrix = e.select((low & one).equal(zero), zero, e.const(_MATRIX, "uint32"))
-    word = _load(e, words, operand) ^ (mixed >> one) ^ matrix
+    word = e.bind(_load(e, words, operand) ^ (mixed >> one) ^ matrix)
     e.stmts.append(BufferStore(words, word, [e.index(at, 1)]))
+    scalars.stmts += e.stmts
+    return word
 
 
 def _twist(words: Buffer) -> list[Stmt]:
     """The next block, in place.
 
     In vectors from the left: what a vector reads of the old block is not overwritten yet, what it reads of the new one
-    is there. The new block's beginning is repeated behind its end, for the vector in which the far end of the
+    is there. The first part is written behind the block's end as well: for the vector in which the far end of the
     recurrence goes from the old block to the new one, and for the last word's neighbour.
     """
-    old = _REACH // LANES  # vectors that need the old block alone
+    crossing = _HEAD // LANES
 
-    def steps(first: int, count: int, shift: int) -> Stmt:
-        def step(i: Var, e: Emitter) -> None:
-            at = e.name_index(i * _const(LANES) + _const(_FIRST + first), "at")
-            vector = Emitter(LANES)
-            _twist_step(vector, words, at, at + _const(shift))
-            e.stmts += vector.stmts
+    def old(i: Var, e: Emitter) -> None:
+        at = e.name_index(i * _const(LANES) + _const(_FIRST), "at")
+        word = _next_words(e, words, at, at + _const(_SHIFT))
+        e.stmts.append(BufferStore(words, word, [Ramp(at + _const(_SIZE), 1, LANES)]))
 
-        return _loop(count, step)
+    def new(i: Var, e: Emitter) -> None:
+        at = e.name_index((i + _const(crossing)) * _const(LANES) + _const(_FIRST), "at")
+        _next_words(e, words, at, at - _const(_REACH))
 
-    def repeat(i: Var, e: Emitter) -> None:
-        copied = BufferLoad(words, [i + _const(_FIRST)])
-        e.stmts.append(BufferStore(words, copied, [i + _const(_FIRST + _SIZE)]))
-
-    crossing = (old + 1) * LANES
-    return [
-        steps(0, old, _SHIFT),
-        _loop(LANES, repeat),
-        steps(old * LANES, 1, _SHIFT),
-        steps(crossing, (_SIZE - crossing) // LANES, -_REACH),
-    ]
+    return [_loop(crossing, old), _loop(_SIZE // LANES - crossing, new)]
 
 
 def _temper(e: Emitter, word: Expr) -> Expr:
@@ -162,21 +157,19 @@ def _elements(words: Buffer, at: Expr, mask: Buffer, to: Expr, count: Expr, thre
 
 @functools.cache
 def bernoulli_function() -> PrimFunc:
-    """``(state, advanced, mask, count, threshold)``: fills ``mask`` and leaves the state after it in ``advanced``.
+    """``(state, mask, count, threshold)``: fills ``mask`` and advances ``state``.
 
     Element ``i`` takes the outputs ``2 i`` and ``2 i + 1``, the high and the low half of a 64-bit number; it is true
     where that number's low 53 bits are less than ``threshold``.
 
-    Arguments: pointers to a state and to room for one (they may be equal), a pointer to ``count`` bytes, two integers
-    of 64 bits. Returns 1; or 0 and does nothing if the state says that outputs are left beyond the end of the block.
+    Arguments: a pointer to a state, a pointer to ``count`` bytes, two integers of 64 bits. Returns 1; or 0 and does
+    nothing if the state says that outputs are left beyond the end of the block.
     """
-    state_pointer, advanced_pointer = _pointer("state_pointer", "int64"), _pointer("advanced_pointer", "int64")
-    mask_pointer = _pointer("mask_pointer", "bool")
+    state_pointer, mask_pointer = _pointer("state_pointer", "int64"), _pointer("mask_pointer", "bool")
     count, threshold = Var("count", "int64"), Var("threshold", "int64")
     state = tirx.decl_buffer((STATE_WORDS,), "int64", "state", data=state_pointer)
-    advanced = tirx.decl_buffer((STATE_WORDS,), "int64", "advanced", data=advanced_pointer)
     mask = tirx.decl_buffer((count,), "bool", "mask", data=mask_pointer, data_alignment=1)
-    words, room = stack_buffer(_FIRST + _SIZE + LANES, "uint32", "words")
+    words, room = stack_buffer(_FIRST + _SIZE + _HEAD, "uint32", "words")
     used, used_room = stack_buffer(1, "int64", "used")
     head = Emitter(1)
 
@@ -184,12 +177,9 @@ def bernoulli_function() -> PrimFunc:
         word = tirx.Cast("uint32", BufferLoad(state, [i + _const(_BLOCK)]))
         e.stmts.append(BufferStore(words, word, [i + _const(_FIRST)]))
 
-    def copy(i: Var, e: Emitter) -> None:
-        e.stmts.append(BufferStore(advanced, BufferLoad(state, [i]), [i]))
-
     def write(i: Var, e: Emitter) -> None:
         word = tirx.Cast("int64", BufferLoad(words, [i + _const(_FIRST)]))
-        e.stmts.append(BufferStore(advanced, word, [i + _const(_BLOCK)]))
+        e.stmts.append(BufferStore(state, word, [i + _const(_BLOCK)]))
 
     seeded = head.bind(BufferLoad(state, [_const(_LEFT)]) & _const(~0xFFFFFFFF))
     left = head.bind(BufferLoad(state, [_const(_LEFT)]) & _const(0xFFFFFFFF))
@@ -215,7 +205,6 @@ def bernoulli_function() -> PrimFunc:
     valid = tirx.all(left >= _const(1), begin >= _const(0), begin + left - _const(1) <= _const(_SIZE))
     body = [
         DeclBuffer(state, data=state_pointer),
-        DeclBuffer(advanced, data=advanced_pointer),
         DeclBuffer(mask, data=mask_pointer),
         room,
         used_room,
@@ -223,13 +212,12 @@ def bernoulli_function() -> PrimFunc:
         IfThenElse(tirx.Not(valid), Return(_const(0)), None),
         _loop(_SIZE, read),
         _loop(blocks + _const(1), block),
-        _loop(STATE_WORDS, copy),
         _loop(_SIZE, write),
-        BufferStore(advanced, seeded | new_left, [_const(_LEFT)]),
-        BufferStore(advanced, new_next, [_const(_NEXT)]),
+        BufferStore(state, seeded | new_left, [_const(_LEFT)]),
+        BufferStore(state, new_next, [_const(_NEXT)]),
         Return(_const(1)),
     ]
-    return _function([state_pointer, advanced_pointer, mask_pointer, count, threshold], body)
+    return _function([state_pointer, mask_pointer, count, threshold], body)
 
 
 @functools.cache
@@ -257,5 +245,6 @@ def equal_function() -> PrimFunc:
 
 
 def _function(params: list[Var], body: list[Stmt]) -> PrimFunc:
-    # not "noalias": a state may be advanced in place
-    return PrimFunc(params, sequence(body)).with_attr({"tirx.is_scheduled": True, LOOPS_ATTR: True})
+    return PrimFunc(params, sequence(body)).with_attr(
+        {"tirx.noalias": True, "tirx.is_scheduled": True, LOOPS_ATTR: True}
+    )

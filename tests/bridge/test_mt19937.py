@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import itertools
 import logging
 import math
@@ -237,11 +238,11 @@ def test_the_check_finds_another_generator_and_says_so_once(unchecked, monkeypat
 
 @pytest.mark.parametrize("wrong", ["bits", "state"])
 def test_the_check_compares_bits_and_states(kernels, wrong):
-    def bernoulli(state, advanced, mask, count, threshold):
+    def bernoulli(state, mask, count, threshold):
         if wrong == "bits":
-            return kernels.bernoulli(state, advanced, mask, count, min(threshold, 2**52))
-        kept = code.STATE_WORDS * 8 * b"\0"
-        return kernels.bernoulli(state, kept, mask, count, threshold)
+            return kernels.bernoulli(state, mask, count, min(threshold, 2**52))
+        room = ctypes.create_string_buffer(ctypes.string_at(state.value, 8 * code.STATE_WORDS))
+        return kernels.bernoulli(ctypes.c_void_p(ctypes.addressof(room)), mask, count, threshold)
 
     assert not mt19937._draws_as_torch(mt19937.Kernels(bernoulli, kernels.equal))
 
