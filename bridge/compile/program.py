@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 
 import torch
 from tvm.target import Target
@@ -19,6 +21,7 @@ from bridge.compile.arena import ArenaPlan
 from bridge.compile.contents import Contents
 from bridge.compile.graph import Value
 from bridge.compile.source import kernel_source
+from bridge.compile.views import dense_strides
 
 __all__ = ["KernelStep", "LibraryStep", "Program", "Step", "ViewStep"]
 
@@ -66,6 +69,7 @@ class ViewStep:
         return f"{self.outputs[0]} = view {self.name}({self.inputs[0]}, {geometry})"
 
 
+_FORM = attrgetter("shape", "dtype")
 Step = KernelStep | LibraryStep | ViewStep
 Action = Callable[[list], None]
 """A step as a function of the frame."""
@@ -103,11 +107,16 @@ class Program:
     target: Target | None = field(default=None, repr=False)
     results: tuple[str, ...] = field(default=(), repr=False)
     variables: tuple[str, ...] = field(default=(), repr=False)
-    _frames: list[list] = field(default_factory=list, repr=False)
+    _frames: list[tuple[list, list]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
-        self._expected = [(tuple(v.shape), getattr(torch, v.dtype)) for v in self.layout.params]
-        self._transient = [place for place in range(self.layout.size) if place not in self.layout.kept]
+        layout = self.layout
+        self._forms = [(torch.Size(v.shape), getattr(torch, v.dtype)) for v in layout.params]
+        self._fresh = [
+            (place, partial(torch.empty_strided, shape, dense_strides(shape), dtype=dtype))
+            for place, shape, dtype in layout.fresh
+        ]
+        self._passed_on = [(i, place) for i, place in enumerate(layout.results) if place < len(layout.params)]
 
     @property
     def arena_bytes(self) -> int:
@@ -125,39 +134,53 @@ class Program:
         or an element type of the inputs is not what the program was compiled for.
         """
         try:
-            frame = self._frames.pop()
+            frame, between_calls = self._frames.pop()
         except IndexError:
             frame = self._new_frame()
+            between_calls = frame.copy()
         try:
+            if not torch.is_grad_enabled():
+                return self._run(frame, inputs, consume)
             with torch.no_grad():
-                self._load(frame, inputs)
-                passed_on = {place: inputs[place] for place in self.layout.results if place < len(inputs)}
-                if consume:
-                    inputs.clear()
-                for place, shape, dtype in self.layout.fresh:
-                    frame[place] = torch.empty(shape, dtype=dtype)
-                for action, dead in self.actions:
-                    action(frame)
-                    for place in dead:
-                        frame[place] = None
-                return [passed_on.get(place, frame[place]) for place in self.layout.results]
+                return self._run(frame, inputs, consume)
         finally:
-            for place in self._transient:
+            frame[:] = between_calls
+            self._frames.append((frame, between_calls))
+
+    def _run(self, frame: list, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
+        self._load(frame, inputs)
+        passed_on = [(i, inputs[place]) for i, place in self._passed_on]
+        if consume:
+            inputs.clear()
+        for place, make in self._fresh:
+            frame[place] = make()
+        for action, dead in self.actions:
+            action(frame)
+            for place in dead:
                 frame[place] = None
-            self._frames.append(frame)
+        results = [frame[place] for place in self.layout.results]
+        for i, tensor in passed_on:
+            results[i] = tensor
+        return results
 
     def _load(self, frame: list, inputs: Sequence[torch.Tensor]) -> None:
-        if len(inputs) != len(self._expected):
-            raise ValueError(f"{self.name}: wanted {len(self._expected)} inputs, got {len(inputs)}")
-        for place, (tensor, (shape, dtype)) in enumerate(zip(inputs, self._expected, strict=True)):
-            if tensor.shape != shape or tensor.dtype is not dtype:
+        """Puts the inputs into their places. That some require grad is nothing to a step, since none records it."""
+        if list(map(_FORM, inputs)) != self._forms:
+            self._refuse(inputs)
+        frame[: len(inputs)] = inputs
+        if not all(map(torch.Tensor.is_contiguous, inputs)):
+            for place, tensor in enumerate(inputs):
+                frame[place] = tensor.contiguous()
+
+    def _refuse(self, inputs: Sequence[torch.Tensor]) -> None:
+        if len(inputs) != len(self._forms):
+            raise ValueError(f"{self.name}: wanted {len(self._forms)} inputs, got {len(inputs)}")
+        for place, (tensor, form) in enumerate(zip(inputs, self._forms, strict=True)):
+            if _FORM(tensor) != form:
                 raise ValueError(
                     f"{self.name}: input {place} ({self.layout.params[place].name}) has shape {tuple(tensor.shape)} and"
-                    f" {tensor.dtype}, wanted {shape} and {dtype}"
+                    f" {tensor.dtype}, wanted {tuple(form[0])} and {form[1]}"
                 )
-            if not tensor.is_contiguous():
-                tensor = tensor.contiguous()
-            frame[place] = tensor.detach() if tensor.requires_grad else tensor
 
     def _new_frame(self) -> list:
         frame: list = [None] * self.layout.size
