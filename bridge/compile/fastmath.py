@@ -8,12 +8,13 @@ place against the float64 function over the whole float32 range, are asserted by
 =========== ====== =============================================================================================
 function    ulp    notes
 =========== ====== =============================================================================================
-exp         2      ``exp(-inf) == 0``; overflow to inf, gradual underflow through denormals; nan stays nan
-log         2      ``log(0) == -inf``, denormals exact, negative numbers nan
+exp         1      ``exp(-inf) == 0``; overflow to inf, gradual underflow through denormals; nan stays nan
+log         1      ``log(0) == -inf``, denormals exact, negative numbers nan
 tanh        3      odd, ``tanh(±inf) == ±1``
 erf         3      odd, ``erf(±inf) == ±1``
 sigmoid     4      flushes to 0 below -88.73, where ``exp(-x)`` overflows (as eager torch does)
-log1p       4      for every x > -1; ``log1p(-1) == -inf``
+log1p       4      for every x > -1; ``log1p(-1) == -inf``, nan below
+expm1       3      ``expm1(-inf) == -1``; overflow to inf; keeps the sign of zero
 =========== ====== =============================================================================================
 
 ``float64`` goes lane by lane through libm.
@@ -28,7 +29,7 @@ from tvm.tirx import Expr
 
 from bridge.compile.emit import Emitter, element_type
 
-__all__ = ["erf", "exp", "log", "log1p", "sigmoid", "tanh"]
+__all__ = ["erf", "exp", "expm1", "log", "log1p", "sigmoid", "tanh"]
 
 _LN2_HIGH = 0.693359375  # 10 bits: exact times any exponent
 _LN2_LOW = math.log(2.0) - _LN2_HIGH
@@ -55,6 +56,7 @@ def exp(e: Emitter, x: Expr) -> Expr:
     x = e.bind(e.select(x > e.const(89.0, "float32"), e.const(89.0, "float32"), x))
     x = e.bind(e.select(x < e.const(-104.0, "float32"), e.const(-104.0, "float32"), x))
     p, whole = _reduced(e, x)
+    p = e.bind(p + e.const(1.0, "float32"))
     # Two factors, because 2**n alone leaves the float range at both ends.
     half = e.bind(tirx.shift_right(whole, e.const(1, "int32")))
     return e.bind(p * _power_of_two(e, half) * _power_of_two(e, whole - half))
@@ -63,18 +65,33 @@ def exp(e: Emitter, x: Expr) -> Expr:
 def _exp_within(e: Emitter, x: Expr) -> Expr:
     """``exp`` where ``|x| < 87`` is known (or nan): no clamping, and one factor."""
     p, whole = _reduced(e, e.bind(x))
-    return e.bind(p * _power_of_two(e, whole))
+    return e.bind(e.bind(p + e.const(1.0, "float32")) * _power_of_two(e, whole))
 
 
 def _reduced(e: Emitter, x: Expr) -> tuple[Expr, Expr]:
-    """``exp(r)`` and the integer ``n`` of ``x = n ln 2 + r``."""
+    """``exp(r) - 1`` and the integer ``n`` of ``x = n ln 2 + r``."""
     shifted = e.bind(e.fma(x, e.const(1 / math.log(2.0), "float32"), e.const(_ROUNDER, "float32")))
     n = e.bind(shifted - e.const(_ROUNDER, "float32"))
     r = e.bind(e.fma(n, e.const(-_LN2_HIGH, "float32"), x))
     r = e.bind(e.fma(n, e.const(-_LN2_LOW, "float32"), r))
     p = e.polynomial(r, _EXP)
-    p = e.bind(e.fma(p, e.bind(r * r), r) + e.const(1.0, "float32"))
+    p = e.bind(e.fma(p, e.bind(r * r), r))
     return p, e.bind(e.reinterpret(shifted, "int32") - e.const(0x4B400000, "int32"))
+
+
+def expm1(e: Emitter, x: Expr) -> Expr:
+    """``2**n * (exp(r) - 1) + (2**n - 1)``, halved until the end because ``2**128`` is no number."""
+    if element_type(x) != "float32":
+        return e.libm("expm1", x)
+    x = e.bind(x)
+    clamped = e.bind(e.select(x > e.const(89.0, "float32"), e.const(89.0, "float32"), x))
+    # expm1(-20) rounds to -1
+    clamped = e.bind(e.select(clamped < e.const(-20.0, "float32"), e.const(-20.0, "float32"), clamped))
+    p, whole = _reduced(e, clamped)
+    half = _power_of_two(e, whole - e.const(1, "int32"))
+    scaled = e.bind(e.fma(p, half, half - e.const(0.5, "float32")))
+    result = e.select(tirx.EQ(whole, e.const(0, "int32")), p, scaled + scaled)
+    return e.bind(e.select(tirx.EQ(x, e.const(0.0, "float32")), x, result))
 
 
 def _power_of_two(e: Emitter, n: Expr) -> Expr:

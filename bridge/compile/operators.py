@@ -19,7 +19,7 @@ __all__: list[str] = []
 _DIRECT = [
     name
     for name in RULES
-    if name not in ("copy", "where", "log1p", "floor_mod", "floor_divide", "power", "right_shift")
+    if name not in ("copy", "where", "log1p", "expm1", "floor_mod", "floor_divide", "power", "right_shift")
 ]
 
 
@@ -272,6 +272,13 @@ def _softplus(builder: Builder, call: Call) -> Operand | Scalar:
     soft = c("divide", c("log1p", c("exp", scaled)), c.const(beta))
     linear = c.compare("greater", scaled, c.const(float(call.attrs.threshold)))
     return c.narrow(c("where", linear, x, soft))
+
+
+@register("library.log1p", "library.expm1")
+def _elementary(builder: Builder, call: Call) -> Operand | Scalar:
+    c = Composite(builder, call)
+    name = str(call.args[0].global_symbol).removeprefix("library.")
+    return c.narrow(c(name, c.widen(builder.get(call.args[1]))))
 
 
 @register("relax.ewise_fma")

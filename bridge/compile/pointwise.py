@@ -23,8 +23,8 @@ Rule = Callable[..., Expr]
 _HALF = ("float16", "bfloat16")
 
 EXPENSIVE = frozenset(
-    "exp log tanh erf sigmoid log1p power sin cos tan asin acos atan sinh cosh asinh acosh atanh divide sqrt rsqrt"
-    " floor_divide floor_mod".split()
+    "exp log tanh erf sigmoid log1p expm1 power sin cos tan asin acos atan sinh cosh asinh acosh atanh divide sqrt"
+    " rsqrt floor_divide floor_mod".split()
 )
 """Operators whose result is kept rather than computed twice in one kernel."""
 
@@ -165,6 +165,7 @@ RULES: dict[str, Rule] = {
     "exp": fastmath.exp,
     "log": fastmath.log,
     "log1p": fastmath.log1p,
+    "expm1": fastmath.expm1,
     "tanh": fastmath.tanh,
     "erf": fastmath.erf,
     "sigmoid": fastmath.sigmoid,

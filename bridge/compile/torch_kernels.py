@@ -240,7 +240,7 @@ def _along(function: Callable[..., Any]) -> Callable[..., Any]:
 
 for _name in ("max", "min", "median", "nanmedian", "mode"):
     kernel(f"{_name}_dim")(_along(getattr(torch, _name)))
-for _name in ("log1p", "expm1", "erfc", "atan2", "fmod", "remainder"):
+for _name in ("erfc", "atan2", "fmod", "remainder"):
     kernel(_name)(getattr(torch, _name))
 
 
