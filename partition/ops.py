@@ -52,7 +52,7 @@ CHEAP = _relax(
 TRANSCENDENTAL = _relax(
     "acos acosh asin asinh atan atan2 atanh cos cosh erf exp log log_add_exp nn.gelu nn.gelu_tanh nn.selu nn.silu "
     "nn.softplus power sigmoid sin sinh tan tanh"
-)
+) | {"library.log1p", "library.expm1"}
 
 #: One kernel over rows: a reduction and point-wise work, with a result as large as its input.
 ROW = _relax("nn.softmax nn.log_softmax nn.layer_norm nn.rms_norm nn.group_norm nn.instance_norm")
@@ -70,5 +70,5 @@ REDUCTIONS = _relax(
     "nn.max_pool1d nn.max_pool2d nn.max_pool3d nn.batch_norm nn.cross_entropy_with_logits nn.nll_loss"
 )
 
-#: Library functions that read each element of their result once and compute next to nothing.
-CHEAP_LIBRARY = frozenset({"library.embedding"})
+#: Library functions that read each element of their result once and compute next to nothing, or are point-wise.
+CHEAP_LIBRARY = frozenset({"library.embedding", "library.log1p", "library.expm1"})
