@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import Counter
+from collections.abc import Callable
 from operator import itemgetter
 
 import torch
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
+from autodiff.ir import itemsize
 from bridge.compile.arena import plan_arena
 from bridge.compile.build import build_kernels
 from bridge.compile.columns import generate_column_reduction
 from bridge.compile.contents import contents
 from bridge.compile.fuse import Group, fuse
-from bridge.compile.graph import Fallback, Graph, LibraryCall, Operand, Reduction, Value
+from bridge.compile.graph import Fallback, Graph, LibraryCall, Operand, Product, Reduction, Value
 from bridge.compile.kernel import Kernel
 from bridge.compile.loops import generate
 from bridge.compile.program import Action, KernelStep, Layout, LibraryStep, Program, Step, ViewStep
@@ -34,7 +37,7 @@ def assemble(graph: Graph, name: str, target: Target, timings: dict[str, float])
     kernels = [_kernel(group, stored) for group in groups]
     clock.stop("generate")
     frame = _Frame(graph, groups, kernels, name)
-    functions = build_kernels([(step, kernel.func) for step, kernel in frame.kernels], target)
+    functions = build_kernels(list(frame.functions.items()), target)
     clock.stop("build")
     program = frame.finish(functions, timings, target)
     clock.stop("plan")
@@ -61,12 +64,12 @@ def _stored(graph: Graph, groups: list[Group]) -> set[Value]:
     return stored
 
 
-def _kernel(group: Group, stored: set[Value]) -> Kernel | LibraryCall | None:
+def _kernel(group: Group, stored: set[Value]) -> Kernel | LibraryCall | Product | None:
     """How a group is computed; ``None`` if all it makes are tensors without elements."""
     node = group.nodes[0]
     if all(value.numel == 0 for value in group.made):
         return None
-    if isinstance(node, LibraryCall):
+    if isinstance(node, LibraryCall | Product):
         return node
     if isinstance(node, Fallback):
         return Kernel(node.kernel, tuple(op.value for op in node.operands), node.outs, (), (node.op,))
@@ -89,7 +92,7 @@ class _Frame:
         self.lifetimes: dict[Value, tuple[int, int]] = {}
         self.steps: list[Step] = []
         self.calls: list[tuple] = []  # (kernel name or library node, places of arguments, places of results)
-        self.kernels: list[tuple[str, Kernel]] = []
+        self.functions: dict[str, PrimFunc] = {}
         self.static_views: list[tuple] = []
         self.results = {op.value for op in graph.results if op.value.source == "node"}
         self.allocated = {
@@ -103,6 +106,8 @@ class _Frame:
                     self.place(out)
             elif isinstance(kernel, LibraryCall):
                 self._library(kernel)
+            elif isinstance(kernel, Product):
+                self._product(kernel)
             else:
                 self._kernel(group, kernel)
         self.returned = [self.operand(op) for op in graph.results]
@@ -161,6 +166,19 @@ class _Frame:
             LibraryStep(node.name, self._names(arguments), self._names(results), inside), node, arguments, results
         )
 
+    def _product(self, node: Product) -> None:
+        arguments = tuple(self.place(operand.value) for operand in node.operands)
+        result = self.place(node.out)
+        name = f"product_{node.out.dtype}"
+        self.functions[name] = node.kernel
+        inside = contents([node], node.outs, self._name)
+        self._step(
+            KernelStep(name, self._names(arguments), self._names((result,)), ("matmul",), inside),
+            node,
+            arguments,
+            (result,),
+        )
+
     def _kernel(self, group: Group, kernel: Kernel) -> None:
         fallback = isinstance(group.nodes[0], Fallback)
         operands = group.nodes[0].operands if fallback else ()
@@ -169,14 +187,14 @@ class _Frame:
         arguments = tuple(self.operand(op) for op in operands) or tuple(self.place(v) for v in kernel.inputs)
         results = tuple(self.place(value) for value in (*kernel.outputs, *kernel.scratch))
         name = self._kernel_name(kernel)
-        self.kernels.append((name, kernel))
+        self.functions[name] = kernel.func
         outputs = self._names(results[: len(kernel.outputs)])
         inside = contents(group.nodes, kernel.outputs, self._name)
         self._step(KernelStep(name, self._names(arguments), outputs, kernel.ops, inside), name, arguments, results)
 
     def _kernel_name(self, kernel: Kernel) -> str:
         words = list(dict.fromkeys(op.removeprefix("relax.").replace(".", "_") for op in kernel.ops))
-        return f"k{len(self.kernels)}_" + "_".join(words)[:60]
+        return f"k{len(self.functions)}_" + "_".join(words)[:60]
 
     def _deaths(self, kept: set[int]) -> list[tuple[int, ...]]:
         """After each step, the places that no later step reads and that the frame does not keep for the next call."""
@@ -189,7 +207,7 @@ class _Frame:
         return deaths[::-1]
 
     def finish(self, functions: list, timings: dict[str, float], target: Target) -> Program:
-        by_name = {name: function for (name, _), function in zip(self.kernels, functions, strict=True)}
+        by_name = dict(zip(self.functions, functions, strict=True))
         constants = tuple((self.place(value), tensor) for value, tensor in self.graph.constants.items())
         arena = plan_arena(self.lifetimes)
         arena_places = tuple((self.places[value, None], value) for value in self.lifetimes)
@@ -211,9 +229,8 @@ class _Frame:
             frozenset(kept),
         )
         actions = tuple(zip((_action(by_name, *call) for call in self.calls), self._deaths(kept), strict=True))
-        sources: dict[str, PrimFunc] = {name: kernel.func for name, kernel in self.kernels}
         results = tuple(self._name(op.value) for op in self.graph.results)
-        return Program(self.name, tuple(self.steps), timings, actions, layout, sources, target, results)
+        return Program(self.name, tuple(self.steps), timings, actions, layout, self.functions, target, results)
 
 
 def _action(functions: dict, what: object, arguments: tuple[int, ...], results: tuple[int, ...]) -> Action:
@@ -229,6 +246,8 @@ def _action(functions: dict, what: object, arguments: tuple[int, ...], results: 
         return make_view
     if isinstance(what, LibraryCall):
         return _library_action(what, arguments, results)
+    if isinstance(what, Product):
+        return _product_action(functions[f"product_{what.out.dtype}"], what, (*arguments, *results))
     kernel = functions[what]
     pick = itemgetter(*arguments, *results)
     if len(arguments) + len(results) == 1:
@@ -247,3 +266,22 @@ def _library_action(node: LibraryCall, arguments: tuple[int, ...], results: tupl
             frame[place] = tensor
 
     return allocate
+
+
+def _product_action(multiply: Callable, node: Product, places: tuple[int, ...]) -> Action:
+    """The kernel takes addresses: the geometry of views is in the descriptor, so none of them is made at a call."""
+    descriptor = torch.tensor(node.descriptor, dtype=torch.int64)
+    where = ctypes.c_void_p(descriptor.data_ptr())
+    a, b, c = places
+    a_bytes, b_bytes = (offset * itemsize(node.out.dtype) for offset in node.offsets)
+    address = ctypes.c_void_p
+
+    def run(frame: list, _kept: torch.Tensor = descriptor) -> None:
+        multiply(
+            address(frame[a].data_ptr() + a_bytes),
+            address(frame[b].data_ptr() + b_bytes),
+            address(frame[c].data_ptr()),
+            where,
+        )
+
+    return run

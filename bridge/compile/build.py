@@ -16,7 +16,7 @@ from tvm_ffi import structural_equal, structural_hash
 
 from bridge.compile.threads import CONNECT, connect_function, launcher
 
-__all__ = ["LOOPS_ATTR", "build_kernels", "clear_kernels", "host_target"]
+__all__ = ["LOOPS_ATTR", "build_kernels", "clear_kernels", "host_cpu", "host_target"]
 
 _KERNELS: dict[tuple[str, int], list[tuple[PrimFunc, tvm_ffi.Function]]] = {}
 _LOCK = threading.Lock()
@@ -53,7 +53,8 @@ tirx.register_tir_pipeline("bridge_loops", _loop_pipeline)
 
 
 @functools.cache
-def _host_cpu() -> str:
+def host_cpu() -> str:
+    """LLVM's name of this processor."""
     return str(tvm.get_global_func("target.llvm_get_system_cpu")())
 
 
@@ -62,7 +63,7 @@ def host_target() -> Target:
 
     No fast-math flag is set: values must not depend on what a kernel is fused with.
     """
-    return Target({"kind": "llvm", "mcpu": _host_cpu()})
+    return Target({"kind": "llvm", "mcpu": host_cpu()})
 
 
 def clear_kernels() -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bridge.compile.graph import LibraryCall, Node, Operand, Pointwise, Reduction, Scalar, Value
+from bridge.compile.graph import LibraryCall, Node, Operand, Pointwise, Product, Reduction, Scalar, Value
 from bridge.compile.views import is_dense, merged
 
 __all__ = ["Contents", "Operation", "contents"]
@@ -88,7 +88,7 @@ def contents(nodes: Sequence[Node], stored: Sequence[Value], name_of: Callable[[
             if isinstance(operand, Operand) and operand.value not in made:
                 touched = _touched(operand)
                 outside[operand.value] = min(operand.value.nbytes, outside.get(operand.value, 0) + touched)
-        op = node.op if not isinstance(node, LibraryCall) else node.name
+        op = node.name if isinstance(node, LibraryCall) else "matmul" if isinstance(node, Product) else node.op
         for out in node.outs:
             operations.append(Operation(op, tuple(operands), name(out), out.shape, out.dtype, out.name))
     moved = sum(outside.values()) + sum(value.nbytes for value in kept)
@@ -120,6 +120,8 @@ def _flops(node: Node) -> int:
         return 0 if node.op in ("copy", "astype") else node.out.numel
     if isinstance(node, Reduction):
         return node.operand.view.numel
+    if isinstance(node, Product):
+        return 2 * node.out.numel * node.operands[0].shape[-1]
     if isinstance(node, LibraryCall) and node.name in _PRODUCTS:
         return 2 * node.outs[0].numel * node.operands[-1].shape[-2]
     return 0

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from bridge.compile.graph import Fallback, Graph, LibraryCall, Node, Operand, Pointwise, Reduction, Value
+from bridge.compile.graph import Fallback, Graph, LibraryCall, Node, Operand, Pointwise, Product, Reduction, Value
 from bridge.compile.reduction import column_chunks
 from bridge.compile.space import Space, make_space
 from bridge.compile.views import is_dense, merged
@@ -71,7 +71,7 @@ def _single(index: int, node: Node) -> Group:
             group = Group(index, [node], node.operand.view.numel, node.inner, node.outer)
             chunks = column_chunks(node.reduced, node.inner)
             group.fusable = chunks > 1 or (node.outer == 1 and group.elements <= _SMALL // 2)
-        case LibraryCall() | Fallback():
+        case LibraryCall() | Fallback() | Product():
             group = Group(index, [node], 0, fusable=False)
     group.made = {out: node for out in node.outs}
     group.fusable = group.fusable and group.elements > 0

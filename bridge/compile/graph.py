@@ -1,11 +1,12 @@
 """The loop graph: what a Relax function becomes before it is cut into kernels.
 
-Four kinds of node, each with *dense* results:
+Five kinds of node, each with *dense* results:
 
 * :class:`Pointwise` — element ``i`` of the result from elements of the operands' views at ``i``;
 * :class:`Reduction` — over the middle of ``(outer, reduced, inner)``: a row reduction where ``inner == 1``, a column
   reduction otherwise;
 * :class:`LibraryCall` — a numerical library computes it (:mod:`bridge.compile.library`);
+* :class:`Product` — a matrix product in generated code (:mod:`bridge.compile.products`);
 * :class:`Fallback` — TVM's own legalization of one Relax operator (:mod:`bridge.compile.fallback`).
 
 Shape operations are no nodes: they are the :class:`~bridge.compile.views.View` of an :class:`Operand`.
@@ -22,7 +23,19 @@ import tvm
 from autodiff.ir import itemsize
 from bridge.compile.views import View, dense
 
-__all__ = ["Fallback", "Graph", "LibraryCall", "Node", "Operand", "Pointwise", "Reduction", "Scalar", "Value", "whole"]
+__all__ = [
+    "Fallback",
+    "Graph",
+    "LibraryCall",
+    "Node",
+    "Operand",
+    "Pointwise",
+    "Product",
+    "Reduction",
+    "Scalar",
+    "Value",
+    "whole",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +138,27 @@ class Fallback:
     kernel: tvm.tirx.PrimFunc = field(repr=False)
 
 
-Node = Pointwise | Reduction | LibraryCall | Fallback
+@dataclass(frozen=True, eq=False)
+class Product:
+    """``out = a @ b`` by the one generated function of all matrix products (:mod:`bridge.compile.gemm`).
+
+    The operands' values are read as they lie in memory: ``descriptor`` holds the geometry, ``offsets`` the elements
+    before the first one read of each. With ``onto``, the product is added to that value, in its memory.
+    """
+
+    operands: tuple[Operand, ...]
+    out: Value
+    descriptor: tuple[int, ...]
+    offsets: tuple[int, int]
+    kernel: tvm.tirx.PrimFunc = field(repr=False)
+    onto: Value | None = None
+
+    @property
+    def outs(self) -> tuple[Value, ...]:
+        return (self.out,)
+
+
+Node = Pointwise | Reduction | LibraryCall | Fallback | Product
 
 
 @dataclass(eq=False)

@@ -6,8 +6,6 @@ Each function here translates a Relax operator or a library function (see :mod:`
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from autodiff.ir import Call, Expr, TensorType, Tuple, dtype, shape
@@ -26,34 +24,6 @@ def tensor(builder: Builder, expr: Expr) -> Operand:
 def emit(builder: Builder, name: str, operands: list[Operand], outs: list[Value], run, **options) -> list[Operand]:
     builder.add(LibraryCall(name, tuple(operands), tuple(outs), run, **options))
     return [whole(out) for out in outs]
-
-
-@register("relax.matmul")
-def _matmul(builder: Builder, call: Call) -> Operand:
-    """2-D products by ``torch.mm``, batches by ``torch.bmm``; ``NotImplemented`` for types torch has no product of."""
-    result = dtype(call)
-    if result == "bool" or result.startswith("uint"):
-        return NotImplemented
-    a, b = (builder.cast(tensor(builder, arg), result) for arg in call.args)
-    extents = shape(call)
-    if len(a.shape) == 1:
-        a = builder.reshape(a, (1, *a.shape))
-    if len(b.shape) == 1:
-        b = builder.reshape(b, (*b.shape, 1))
-    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
-    if len(b.shape) == 2 or math.prod(b.shape[:-2]) == 1:
-        rows = math.prod(a.shape[:-1])
-        a, b = builder.reshape(a, (rows, k)), builder.reshape(b, (k, n))
-        out = builder.fresh((rows, n), result)
-        emit(builder, "mm", [a, b], [out], lambda outs, args: torch.mm(args[0], args[1], out=outs[0]))
-        return builder.reshape(whole(out), extents)
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    count = math.prod(batch)
-    a = builder.reshape(builder.expand(a, (*batch, m, k)), (count, m, k))
-    b = builder.reshape(builder.expand(b, (*batch, k, n)), (count, k, n))
-    out = builder.fresh((count, m, n), result)
-    emit(builder, "bmm", [a, b], [out], lambda outs, args: torch.bmm(args[0], args[1], out=outs[0]))
-    return builder.reshape(whole(out), extents)
 
 
 @register("relax.concat")

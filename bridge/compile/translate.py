@@ -31,6 +31,7 @@ from autodiff.ir import (
     op_name,
     results,
     shape,
+    used_vars,
 )
 from bridge.compile import views
 from bridge.compile.graph import Graph, Node, Operand, Pointwise, Reduction, Scalar, Value, whole
@@ -76,7 +77,13 @@ def numbers(expr: Expr) -> list[int]:
 
 
 class Builder:
-    """Collects the nodes of one function; ``env`` maps Relax variables to operands (lists for tuples)."""
+    """Collects the nodes of one function.
+
+    Attributes:
+        env: Relax variables to operands (lists for tuples).
+        variable: the one being bound.
+        readers: of each variable, the expressions that read it; the function itself if it is a result.
+    """
 
     def __init__(self) -> None:
         self.env: dict[Var, Operand | Scalar | list] = {}
@@ -85,6 +92,8 @@ class Builder:
         self._literals: dict[Constant, Operand | Scalar] = {}
         self._producers: dict[Value, Pointwise] = {}
         self._copies: dict[Operand | Scalar, Operand] = {}
+        self.variable: Var | None = None
+        self.readers: dict[Var, list[Expr]] = {}
         self._hint = "t"
 
     def get(self, expr: Expr) -> Operand | Scalar | list:
@@ -172,8 +181,7 @@ class Builder:
         if not axes:
             return self.cast(operand, element_type)
         if operand.view.numel == 0:
-            if op not in ("sum", "prod") and 0 not in kept:
-                raise ValueError(f"{op} over axes {sorted(axes)} of an empty tensor of shape {operand.shape}")
+            # eager has no max or min of nothing, but its softmax of nothing: there the result has no reader
             fill = 0 if 0 in kept else identity(op, element_type)
             return self.dense(Scalar(fill, element_type, tuple(kept)))
         # Neighbouring axes of one kind are one axis; what remains alternates kept, reduced, kept, …
@@ -262,7 +270,7 @@ class Builder:
 
     def bind(self, var: Var, value: Expr) -> None:
         """Translate one binding."""
-        self._hint = var.name
+        self._hint, self.variable = var.name, var
         self.env[var] = self._translate(value)
         _check(var, self.env[var], value)
 
@@ -319,6 +327,12 @@ def translate(func: Function) -> Graph:
     builder = Builder()
     params = [Value(param.name, shape(param), dtype(param), "param") for param in func.params]
     builder.env.update((var, whole(value)) for var, value in zip(func.params, params, strict=True))
+    for _, value in bindings(func):
+        for argument in used_vars(value):
+            builder.readers.setdefault(argument, []).append(value)
+    for output in results(func):
+        if isinstance(output, Var):
+            builder.readers.setdefault(output, []).append(func)
     for var, value in bindings(func):
         if var not in builder.env:
             builder.bind(var, value)

@@ -71,11 +71,14 @@ def test_equal_functions_share_a_program_and_equal_kernels_are_built_once():
 
 
 def test_steps_tell_what_runs():
-    compiled = program(SHAPES, lambda emit, *p: [layer(emit, *p)])
+    def body(emit, x, w, b):
+        return [layer(emit, x, w, emit(R.concat([emit(R.strided_slice(b, [0], [0], [30])), b])))]
+
+    compiled = program([((64, 48), FLOAT), ((110, 48), FLOAT), ((80,), FLOAT)], body)
     kinds = [type(step) for step in compiled.steps]
-    assert kinds == [ViewStep, LibraryStep, KernelStep], str(compiled)
-    assert "erf" in compiled.steps[2].ops and compiled.steps[2].ops.count("sum") == 2
-    assert "T.prim_func" in compiled.source(compiled.steps[2].name)
+    assert kinds.count(LibraryStep) >= 1 and ViewStep in kinds and kinds[-1] is KernelStep, str(compiled)
+    assert "erf" in compiled.steps[-1].ops and compiled.steps[-1].ops.count("sum") == 2
+    assert "T.prim_func" in compiled.source(compiled.steps[-1].name)
     assert set(compiled.timings) == {"translate", "fuse", "generate", "build", "plan"}
     assert all(step.name in str(compiled) for step in compiled.steps)
     with pytest.raises(KeyError):
