@@ -16,7 +16,9 @@ numbers, and ``print(lowered.check())`` whether they are autograd's.
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from bridge.lowered import Lowered, Sample
 from bridge.module_state import Snapshot
 from bridge.origin import origins
 from bridge.stage import Stage
+from bridge.verify.graph import run_graph
 from partition import partition as partition_joint
 
 __all__ = ["Lowered", "Stage", "lower", "lower_captured"]
@@ -57,7 +60,8 @@ def lower_captured(
     differentiable = _differentiable(captured, imported) if grad else ()
     lowered = Lowered(captured, imported, (), differentiable)
     seconds = time.perf_counter() - started
-    lowered.stages.append(Stage("captured", "bridge.capture", captured.graph, capture_seconds))
+    runner = partial(run_graph, captured, imported)
+    lowered.stages.append(Stage("captured", "bridge.capture", captured.graph, capture_seconds, None, runner))
     size = lowered.stages[0].size
     lowered.stages.append(Stage("imported", "bridge.aten.import_graph", imported.function, seconds, size))
     lowered.run("masked", "autodiff.mask_dropout", autodiff.mask_dropout)
@@ -79,6 +83,8 @@ def lower_captured(
         strategy=partition,
         module_paths={name: origin.module for name, origin in sources.items()},
     )
+    joined = autodiff.join_products(lowered.backward)
+    lowered.partitioned = dataclasses.replace(lowered.partitioned, backward=joined)
     seconds = time.perf_counter() - started
     made_by = f"partition ({lowered.plan.strategy})"
     lowered.stages.append(Stage("split forward", made_by, lowered.forward, seconds, size))
@@ -121,7 +127,8 @@ def lower(
         seconds = time.perf_counter() - started
         grad = torch.is_grad_enabled()
         lowered = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)
-        lowered.sample = Sample(module, args, kwargs)
+        training = {path: child.training for path, child in module.named_modules()}
+        lowered.sample = Sample(module, args, kwargs, partition, training)
         lowered.seconds = time.perf_counter() - started
         return lowered
     finally:

@@ -31,11 +31,13 @@ __all__ = ["Lowered", "Sample"]
 
 @dataclass(frozen=True)
 class Sample:
-    """The call that was lowered: the module itself, and its arguments."""
+    """The call that was lowered: the module itself, its arguments, the strategy, and which submodules were training."""
 
     module: nn.Module
     args: tuple
     kwargs: dict[str, Any]
+    partition: Any
+    training: dict[str, bool]
 
 
 @dataclass
@@ -172,4 +174,5 @@ class Lowered:
         """The backward for a call in which only these outputs got a grad_out, from the same saved tensors."""
         gradients = self.gradients_for(outputs)
         joint = autodiff.clean(autodiff.differentiate(self["forward"].function, outputs, gradients))
-        return rebuild_backward(joint, self.plan, num_primals=self.num_primals, num_outputs=self.num_results)
+        backward = rebuild_backward(joint, self.plan, num_primals=self.num_primals, num_outputs=self.num_results)
+        return autodiff.join_products(backward)

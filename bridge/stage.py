@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import html
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
 from autodiff.ir import Function, bindings
+from bridge.verify.interpret import interpret
 
 __all__ = ["Stage"]
 
@@ -25,6 +26,7 @@ class Stage:
         ir: a Relax function in flat form; for the stage ``captured`` the ATen graph.
         seconds: that the pass took; 0 for the second of two functions that one pass makes.
         before: number of nodes that the pass was given, ``None`` for the first stage.
+        runner: computes the results of an IR that is no Relax function.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Stage:
     ir: Function | fx.Graph = field(repr=False)
     seconds: float
     before: int | None = None
+    runner: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = field(default=None, repr=False)
 
     @property
     def function(self) -> Function:
@@ -59,7 +62,7 @@ class Stage:
         return f"# {self.provenance}\n{text}"
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Runs the stage on its own, operator by operator, with torch.
+        """Runs the stage on its own, operator by operator, with torch (:mod:`bridge.verify.interpret`).
 
         Args:
             inputs: one tensor per parameter, as :meth:`bridge.Lowered.inputs` makes them.
@@ -70,9 +73,8 @@ class Stage:
         Raises:
             ValueError: the number, a shape or an element type of the inputs is not the function's.
         """
-        from bridge.verify.interpret import run_stage
-
-        return run_stage(self, inputs)
+        with torch.no_grad():
+            return interpret(self.function, inputs).results if self.runner is None else self.runner(inputs)
 
     def __str__(self) -> str:
         return self.script()

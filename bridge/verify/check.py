@@ -1,0 +1,343 @@
+"""``lowered.check()``: every stage against autograd, and the float64 rerun that tells rounding from error."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autodiff.ir import Function, TensorType, bindings
+from bridge.compile import compile_function
+from bridge.errors import CompilationError, UnsupportedModule
+from bridge.lowered import Lowered
+from bridge.show.text import html_table
+from bridge.verify.compare import deviation, largest, tolerance
+from bridge.verify.culprit import (
+    Culprit,
+    first_difference,
+    first_wrong_gradient,
+    first_wrong_kernel,
+    first_wrong_node,
+)
+from bridge.verify.graph import interpret_graph
+from bridge.verify.inputs import Reference, backward_inputs, copied, eager_reference, sample_of
+from bridge.verify.interpret import Run, interpret
+
+__all__ = ["Check", "StageCheck", "Trace", "check", "trace"]
+
+AGREES, ROUNDING, DEVIATES = "agrees", "rounding", "deviates"
+
+
+@dataclass(frozen=True)
+class StageCheck:
+    """One stage, held against eager.
+
+    Attributes:
+        name: the stage; ``compiled forward`` and ``compiled backward`` come after the lowering's own.
+        deviations: by element type, the largest difference from eager's results and gradients, as a share of each
+            tensor's largest element.
+        worst: which result that is.
+        verdict: ``"agrees"``, ``"rounding"`` (only in the narrower type, and gone in float64) or ``"deviates"``.
+        culprit: the operation, if one could be named.
+    """
+
+    name: str
+    deviations: dict[str, float]
+    worst: str
+    verdict: str
+    culprit: Culprit | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """What :func:`check` found; ``print`` it.
+
+    Attributes:
+        module_name: class of the module.
+        stages: in order.
+        notes: what could not be done, in sentences.
+    """
+
+    module_name: str
+    stages: tuple[StageCheck, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> StageCheck | None:
+        """The first stage that deviates by more than rounding."""
+        return next((stage for stage in self.stages if stage.verdict == DEVIATES), None)
+
+    @property
+    def ok(self) -> bool:
+        """Whether no stage deviates by more than rounding."""
+        return self.first is None
+
+    def __str__(self) -> str:
+        kinds = list(self.stages[0].deviations)
+        lines = [f"{self.module_name}: {self._headline()}", f"  {'stage':<18}" + "".join(f"{k:>10}" for k in kinds)]
+        for stage in self.stages:
+            numbers = "".join(f"{stage.deviations[kind]:>10.1e}" for kind in kinds)
+            lines.append(f"  {stage.name:<18}{numbers}  {stage.verdict}, worst: {stage.worst}")
+        if self.first is not None and self.first.culprit is not None:
+            lines.append(str(self.first.culprit))
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    __repr__ = __str__
+
+    def _headline(self) -> str:
+        if self.first is not None:
+            return f"stage '{self.first.name}' is the first that deviates from autograd"
+        rounded = sum(stage.verdict == ROUNDING for stage in self.stages)
+        return "every stage agrees with autograd" + (f" ({rounded} of them up to rounding)" if rounded else "")
+
+    def _repr_html_(self) -> str:
+        kinds = list(self.stages[0].deviations)
+        rows = [
+            (stage.name, *(f"{stage.deviations[kind]:.1e}" for kind in kinds), stage.verdict, stage.worst)
+            for stage in self.stages
+        ]
+        table = html_table(("stage", *kinds, "verdict", "worst"), rows, right=range(1, len(kinds) + 1))
+        culprit = self.first.culprit if self.first else None
+        below = f"<pre>{html.escape(str(culprit))}</pre>" if culprit else ""
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        return f"<b>{html.escape(self.module_name)}: {html.escape(self._headline())}</b>{table}{below}{notes}"
+
+
+@dataclass
+class Trace:
+    """All stages of one lowering, run on its sample.
+
+    Attributes:
+        lowered: whose stages.
+        reference: eager's results.
+        runs: by stage; ``split backward`` and the compiled stages included.
+        found: results and gradients by stage (``None``: the stage has none).
+        inputs: what the stages were run on.
+        allowed: the deviation that rounding explains.
+    """
+
+    lowered: Lowered
+    reference: Reference
+    allowed: float
+    runs: dict[str, Run] = field(default_factory=dict)
+    found: dict[str, tuple[list[torch.Tensor] | None, list[torch.Tensor] | None]] = field(default_factory=dict)
+    inputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+    def deviations(self, stage: str) -> tuple[float, str]:
+        """The stage's largest deviation from eager, and the result that has it."""
+        results, gradients = self.found[stage]
+        worst, where = 0.0, "all results"
+        for kind, found, wanted, names in (
+            ("result", results, self.reference.results, self._result_names()),
+            ("gradient", gradients, self.reference.gradients, self._gradient_names()),
+        ):
+            if found is None:
+                continue
+            scale = largest(wanted) if kind == "gradient" else 0.0
+            for mine, theirs, name in zip(found, wanted, names, strict=True):
+                off = deviation(mine, theirs, scale=scale)
+                if off > worst:
+                    worst, where = off, name
+        return worst, where
+
+    def _result_names(self) -> list[str]:
+        captured = self.lowered.captured
+        outputs = [f"output {index}" for index in range(self.lowered.imported.num_outputs)]
+        return outputs + [f"new {captured.module_tensors[index].name}" for index, _ in captured.mutated]
+
+    def _gradient_names(self) -> list[str]:
+        params = [param.name for param in self.lowered["imported"].function.params]
+        owned = [spec.name for spec in self.lowered.captured.module_tensors]
+        names = owned + params[len(owned) :]
+        return [f"gradient of {names[index]}" for index in self.lowered.wanted]
+
+
+def trace(lowered: Lowered, *, seed: int) -> Trace:
+    """Runs every stage, and the compiled programs, on the sample. ``ValueError`` as :func:`check`."""
+    reference = eager_reference(lowered, seed=seed)
+    made = Trace(lowered, reference, tolerance(_float_types(lowered)))
+    count = lowered.num_results
+    _trace_captured(made)
+    with torch.no_grad():
+        for name in ("imported", "masked", "spelled", "forward"):
+            run = _keep(made, name, lowered[name].function, reference.primals)
+            made.found[name] = (run.results, None)
+        if lowered.plan is None:
+            made.found["compiled forward"] = (_compiled(lowered, lowered.forward, reference.primals), None)
+            made.inputs["compiled forward"] = reference.primals
+            return made
+        for name in ("joint", "cleaned"):
+            run = _keep(made, name, lowered[name].function, reference.primals + reference.grad_outs)
+            made.found[name] = (run.results[:count], run.results[count:])
+        forward = _keep(made, "split forward", lowered.forward, reference.primals)
+        made.found["split forward"] = (forward.results[:count], None)
+        saved = backward_inputs(lowered, reference, forward.results)
+        backward = _keep(made, "split backward", lowered.backward, saved)
+        made.found["split backward"] = (None, backward.results)
+        compiled = _compiled(lowered, lowered.forward, reference.primals)
+        made.inputs["compiled forward"] = reference.primals
+        made.found["compiled forward"] = (compiled[:count], None)
+        made.inputs["compiled backward"] = backward_inputs(lowered, reference, compiled)
+        made.found["compiled backward"] = (None, _compiled(lowered, lowered.backward, made.inputs["compiled backward"]))
+    return made
+
+
+def _trace_captured(made: Trace) -> None:
+    """The captured graph's results, and torch's own gradients through it."""
+    lowered, reference = made.lowered, made.reference
+    wanted = set(lowered.wanted)
+    with torch.set_grad_enabled(bool(wanted)):
+        leaves = [x.clone().requires_grad_(i in wanted) for i, x in enumerate(reference.primals)]
+        run = interpret_graph(lowered.captured, lowered.imported, leaves)
+    gradients = None
+    if wanted:
+        rooted = [run.results[position] for position in lowered.differentiable]
+        inputs = [leaves[index] for index in lowered.wanted]
+        found = torch.autograd.grad(rooted, inputs, reference.grad_outs, allow_unused=True)
+        gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+    made.runs["captured"] = run
+    made.found["captured"] = ([result.detach() for result in run.results], gradients)
+    made.inputs["captured"] = reference.primals
+
+
+def _keep(made: Trace, name: str, function: Function, inputs: Sequence[torch.Tensor]) -> Run:
+    made.inputs[name] = list(inputs)
+    made.runs[name] = interpret(function, inputs)
+    return made.runs[name]
+
+
+def _compiled(lowered: Lowered, function: Function, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    program = compile_function(function, name=f"{lowered.captured.module_name}_checked")
+    return program(list(inputs))
+
+
+def _float_types(lowered: Lowered) -> set[torch.dtype]:
+    names = {
+        str(var.ty.dtype)
+        for var, _ in bindings(lowered["imported"].function)
+        if isinstance(var.ty, TensorType) and "float" in str(var.ty.dtype)
+    }
+    names |= {str(p.ty.dtype) for p in lowered["imported"].function.params if "float" in str(p.ty.dtype)}
+    return {getattr(torch, name) for name in names}
+
+
+def in_dtype(lowered: Lowered, dtype: torch.dtype) -> Lowered:
+    """The same call of a copy of the module in another floating type, lowered with the same strategy.
+
+    Raises:
+        ValueError: the module cannot be copied, or does not run in that type.
+    """
+    from bridge.lower import lower
+
+    sample = copied(sample_of(lowered))
+    module = sample.module.to(dtype)
+
+    def convert(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+            return leaf
+        return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)
+
+    args, kwargs = pytree.tree_map(convert, (sample.args, sample.kwargs))
+    try:
+        with torch.set_grad_enabled(lowered.plan is not None):
+            return lower(module, args, sample_kwargs=kwargs, partition=sample.partition)
+    except (UnsupportedModule, CompilationError, RuntimeError, TypeError) as error:
+        first = str(error).splitlines()[0]
+        raise ValueError(f"{type(module).__name__} does not lower in {dtype}: {first}") from error
+
+
+def check(lowered: Lowered, *, dtype: torch.dtype | None = None, seed: int = 0) -> Check:
+    """Runs every stage on the sample, in eager's place, and compares with eager's results and autograd's gradients.
+
+    A stage *deviates* where the difference does not go away in float64, or where compiled code is off although the
+    same function is not when it runs operator by operator in the same type. What goes away in float64 is *rounding*.
+
+    Args:
+        lowered: made by :func:`bridge.lower`, whose sample is used.
+        dtype: check in this floating type only, on a copy of the module; by default in the module's own type and, to
+            tell rounding from error, in float64.
+        seed: for random draws and grad_outs.
+
+    Raises:
+        ValueError: there is no sample, the module has changed since it was lowered, it cannot be copied, or it does not
+            run in ``dtype``.
+    """
+    notes: list[str] = []
+    if dtype is not None:
+        traces = [trace(in_dtype(lowered, dtype), seed=seed)]
+        names = [str(dtype).removeprefix("torch.")]
+    else:
+        traces, names = [trace(lowered, seed=seed)], [_own_type(lowered)]
+        if names != ["float64"]:
+            try:
+                traces.append(trace(in_dtype(lowered, torch.float64), seed=seed))
+                names.append("float64")
+            except ValueError as error:
+                notes.append(f"no float64 rerun, so rounding and error are not told apart: {error}")
+    if len(traces) > 1 and traces[-1].allowed > tolerance([torch.float64]):
+        notes.append(
+            f"the module computes in a narrower type inside, also in float64: compared to {traces[-1].allowed:.0e}"
+        )
+    return _judge(lowered, traces, names, tuple(notes), seed)
+
+
+def _own_type(lowered: Lowered) -> str:
+    types = sorted(_float_types(lowered), key=lambda kind: torch.finfo(kind).bits)
+    return str(types[0]).removeprefix("torch.") if types else "integers"
+
+
+def _judge(lowered: Lowered, traces: list[Trace], names: list[str], notes: tuple[str, ...], seed: int) -> Check:
+    exact = traces[-1]
+    stages: list[StageCheck] = []
+    for name in exact.found:
+        measured = [made.deviations(name) for made in traces]
+        verdict, source = AGREES, exact
+        if measured[-1][0] > exact.allowed:
+            verdict = DEVIATES
+        elif measured[0][0] > traces[0].allowed:
+            verdict, source = _narrow_verdict(name, traces[0]), traces[0]
+        culprit = None
+        if verdict == DEVIATES and all(stage.verdict != DEVIATES for stage in stages):
+            culprit = find_culprit(source, name, seed)
+        numbers = {kind: off for kind, (off, _) in zip(names, measured, strict=True)}
+        worst = max(measured)[1] if verdict != DEVIATES or source is not exact else measured[-1][1]
+        stages.append(StageCheck(name, numbers, worst, verdict, culprit))
+    return Check(lowered.captured.module_name, tuple(stages), notes)
+
+
+def _narrow_verdict(name: str, made: Trace) -> str:
+    """Gone in float64. Compiled code has kernels per type: it may not be off where its own operators are not."""
+    interpreted = {"compiled forward": "split forward", "compiled backward": "split backward"}.get(name)
+    if interpreted is None or interpreted not in made.found:
+        return ROUNDING
+    return ROUNDING if made.deviations(interpreted)[0] > made.allowed else DEVIATES
+
+
+def find_culprit(made: Trace, stage: str, seed: int) -> Culprit | None:
+    """The operation that makes a stage deviate, or ``None`` if it cannot be named."""
+    lowered, runs, allowed = made.lowered, made.runs, made.allowed
+    before = {"masked": "imported", "spelled": "masked", "forward": "spelled", "cleaned": "joint"}
+    before |= {"split forward": "cleaned", "split backward": "cleaned"}
+    finders: dict[str, Callable[[], Culprit | None]] = {
+        "captured": lambda: None,
+        "imported": lambda: first_wrong_node(lowered, runs["captured"], runs["imported"], allowed),
+        "joint": lambda: first_wrong_gradient(lowered, runs["forward"], allowed, seed=seed),
+    }
+    for name, earlier in before.items():
+        finders[name] = lambda name=name, earlier=earlier: first_difference(
+            lowered, lowered[name].function, runs[earlier].values, runs[name].values, allowed
+        )
+    for direction in ("forward", "backward"):
+        finders[f"compiled {direction}"] = lambda direction=direction: _wrong_kernel(made, direction)
+    return finders[stage]()
+
+
+def _wrong_kernel(made: Trace, direction: str) -> Culprit | None:
+    function = made.lowered.forward if direction == "forward" else made.lowered.backward
+    inputs = made.inputs[f"compiled {direction}"]
+    with torch.no_grad():
+        return first_wrong_kernel(made.lowered, function, inputs, interpret(function, inputs), made.allowed)

@@ -1,0 +1,170 @@
+"""The sample call as tensors for the stages, and what eager makes of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from bridge.draws import Draws
+from bridge.lowered import Lowered, Sample
+from bridge.verify.interpret import interpret
+
+__all__ = ["Reference", "eager_reference", "sample_of", "stage_inputs"]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The sample call in eager.
+
+    Attributes:
+        primals: module tensors (values before the call), arguments, random draws, dropout masks: what stages take.
+        grad_outs: one per differentiable output, standard normal.
+        results: the outputs that are computed, then the new values of mutated buffers, as the stages return them.
+        gradients: autograd's, one per wanted input (zeros where autograd has none).
+    """
+
+    primals: list[torch.Tensor]
+    grad_outs: list[torch.Tensor]
+    results: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+
+
+def sample_of(lowered: Lowered) -> Sample:
+    """The call that was lowered. ``ValueError`` if it was not kept."""
+    if lowered.sample is None:
+        raise ValueError(
+            "this Lowered belongs to a dispatched module, which keeps no sample: call lower(module, sample) for one "
+            "that does"
+        )
+    return lowered.sample
+
+
+def copied(sample: Sample) -> Sample:
+    """A copy of the module, in the modes in which it was lowered, and of the arguments."""
+    try:
+        module = copy.deepcopy(sample.module)
+    except (RuntimeError, TypeError) as error:
+        name = type(sample.module).__name__
+        raise ValueError(f"{name} cannot be copied, and stages are only checked on a copy: {error}") from error
+    for path, child in module.named_modules():
+        child.training = sample.training[path]
+    leaves, spec = pytree.tree_flatten((sample.args, sample.kwargs))
+    leaves = [
+        leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf in leaves
+    ]
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return Sample(module, args, kwargs, sample.partition, sample.training)
+
+
+def _tensor(module: nn.Module, path: str) -> torch.Tensor:
+    *owners, name = path.split(".")
+    for owner in owners:
+        module = getattr(module, owner)
+    return getattr(module, name)
+
+
+def _inputs(lowered: Lowered, sample: Sample) -> list[torch.Tensor]:
+    captured = lowered.captured
+    tensors = [_tensor(sample.module, spec.name) for spec in captured.module_tensors]
+    for tensor, spec in zip(tensors, captured.module_tensors, strict=True):
+        if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
+            raise ValueError(f"{spec.name} has changed its shape or type since the module was lowered; lower it again")
+        if tensor.is_leaf:
+            tensor.requires_grad_(spec.requires_grad)
+    leaves = pytree.tree_leaves((sample.args, sample.kwargs))
+    return tensors + [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _drawn(lowered: Lowered) -> list[torch.Tensor]:
+    imported = lowered.imported
+    used = (*imported.input_draws, *imported.dropout_draws)
+    captured = lowered.captured
+    return Draws(captured.draws, imported.dropout_draws, used, captured.module_name).make()
+
+
+def _grad_outs(lowered: Lowered, results: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for position in lowered.differentiable:
+        like = results[position]
+        made.append(torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype))
+    return made
+
+
+def eager_reference(lowered: Lowered, *, seed: int) -> Reference:
+    """Runs the sample in eager, on copies, under ``seed``; the generator is put back.
+
+    Raises:
+        ValueError: there is no sample, or the module has changed since it was lowered or cannot be copied.
+    """
+    sample = copied(sample_of(lowered))
+    captured, imported = lowered.captured, lowered.imported
+    inputs = _inputs(lowered, sample)
+    before = [tensor.detach().clone() for tensor in inputs]
+    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(bool(lowered.differentiable)):
+        torch.manual_seed(seed)
+        drawn = _drawn(lowered)
+        torch.manual_seed(seed)
+        result = sample.module.forward(*sample.args, **sample.kwargs)
+    leaves = [leaf for leaf in pytree.tree_leaves(result)]
+    outputs: dict[int, torch.Tensor] = {
+        position: leaf for leaf, position in zip(leaves, imported.output_of, strict=True) if position is not None
+    }
+    ordered = [outputs[position] for position in range(imported.num_outputs)]
+    # A mutated tensor is read from the copy again: forward may have put another object there.
+    buffers = [_tensor(sample.module, captured.module_tensors[index].name) for index, _ in captured.mutated]
+    grad_outs = _grad_outs(lowered, ordered, seed)
+    gradients = _gradients(lowered, ordered, inputs, grad_outs)
+    results = [tensor.detach().clone() for tensor in (*ordered, *buffers)]
+    return Reference(before + drawn, grad_outs, results, gradients)
+
+
+def _gradients(
+    lowered: Lowered, outputs: Sequence[Any], inputs: Sequence[torch.Tensor], grad_outs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    wanted = [inputs[index] for index in lowered.wanted]
+    if not wanted:
+        return []
+    rooted = [outputs[position] for position in lowered.differentiable]
+    found = torch.autograd.grad(rooted, wanted, grad_outs, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g.detach() for x, g in zip(wanted, found, strict=True)]
+
+
+def stage_inputs(lowered: Lowered, stage: str, *, seed: int = 0) -> list[torch.Tensor]:
+    """The sample as what ``lowered[stage].run`` takes.
+
+    The stages up to ``forward``, and ``split forward``, take the primals: module tensors, arguments, random draws
+    and dropout masks, drawn under ``seed``. ``joint`` and ``cleaned`` take the primals and a normal grad_out for each
+    differentiable output. ``split backward`` takes what the forward saves, and the grad_outs.
+
+    Raises:
+        KeyError: no stage of this name.
+        ValueError: there is no sample, or the module has changed since it was lowered or cannot be copied.
+    """
+    lowered[stage]
+    reference = eager_reference(lowered, seed=seed)
+    if stage in ("joint", "cleaned"):
+        return reference.primals + reference.grad_outs
+    if stage == "split backward":
+        return backward_inputs(lowered, reference)
+    return reference.primals
+
+
+def backward_inputs(
+    lowered: Lowered, reference: Reference, forward: Sequence[torch.Tensor] | None = None
+) -> list[torch.Tensor]:
+    """Saved primals, saved outputs, captures, grad_outs; ``forward``: the forward's results, if at hand."""
+    if forward is None:
+        with torch.no_grad():
+            forward = interpret(lowered.forward, reference.primals).results
+    plan = lowered.plan
+    saved = [reference.primals[index] for index in plan.saved_primals]
+    saved += [forward[index] for index in plan.saved_outputs]
+    return [*saved, *forward[lowered.num_results :], *reference.grad_outs]
