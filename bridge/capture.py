@@ -25,6 +25,7 @@ from bridge.decompose import decompose
 from bridge.errors import Unsupported, UnsupportedModule, user_line
 from bridge.grad_regions import origin_of, prepare
 from bridge.module_state import Snapshot, hooks_of
+from bridge.outside import outside_tensors
 from bridge.tracing import capturing
 from bridge.witness import Draw, Output, Witness
 
@@ -139,6 +140,7 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     """
     name = type(module).__name__
     _refuse_uninitialized(module, name)
+    _refuse_shards(module, name)
     _refuse_hooks(module, name)
     _refuse_arguments(args, kwargs, name)
     # Where forward sets Python attributes, it is captured once more from the state that it left. An attribute that the
@@ -174,6 +176,14 @@ def _refuse_uninitialized(module: nn.Module, name: str) -> None:
         reason = "a parameter of a lazy module that has no shape yet"
         hint = "call the module once on a sample, then dispatch it"
         raise UnsupportedModule(name, [Unsupported(f"uninitialized '{path}'", path, reason, hint) for path in lazy])
+
+
+def _refuse_shards(module: nn.Module, name: str) -> None:
+    """``fully_shard`` leaves this rank's part of each parameter on the module until it is called."""
+    shards = [path for path, parameter in module.named_parameters() if type(parameter.data).__name__ == "DTensor"]
+    if shards:
+        reason, hint = "a parameter that is a shard already (DTensor)", "call add_tvm_dispatch before fully_shard"
+        raise UnsupportedModule(name, [Unsupported(f"shard '{path}'", path, reason, hint) for path in shards])
 
 
 def _refuse_hooks(module: nn.Module, name: str) -> None:
@@ -268,8 +278,10 @@ class _Seen:
     def __init__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], exported: torch.export.ExportedProgram):
         self.name = type(module).__name__
         self.unsupported: list[Unsupported] = []
-        self.unsupported += prepare(exported.graph_module)
         self.tensors, self.real_tensors = _module_tensors(module, exported)
+        self.unsupported += outside_tensors(exported, {name for tensor in self.tensors for name in tensor.names})
+        requiring = _requiring_grad(exported, self.tensors, pytree.tree_leaves((args, kwargs)))
+        self.unsupported += prepare(exported.graph_module, lambda node: node.name in requiring)
         self._run_witness(module, args, kwargs)
         draws_by_origin = self._draws_byorigin_of(exported)
         self.exported = decompose(exported)
@@ -393,6 +405,20 @@ class _Seen:
             draw_of=self.draw_of,
             literals=literals,
         )
+
+
+def _requiring_grad(
+    exported: torch.export.ExportedProgram, tensors: Sequence[ModuleTensor], leaves: Sequence[Any]
+) -> set[str]:
+    """Names of the placeholders whose tensor requires grad."""
+    own = {name for tensor in tensors if tensor.requires_grad for name in tensor.names}
+    remaining = iter(leaves)
+    found = set()
+    for spec in exported.graph_signature.input_specs:
+        leaf = next(remaining) if spec.kind == InputKind.USER_INPUT else None
+        if spec.target in own or (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
+            found.add(spec.arg.name)
+    return found
 
 
 def _is_random(node: fx.Node) -> bool:

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Snapshot", "hooks_of", "own_attributes"]
+__all__ = ["Snapshot", "hooks_of", "own_attributes", "written_class"]
 
 # What nn.Module keeps in __dict__ for itself; parameters, buffers, submodules and flags are guarded separately.
 _INTERNAL = frozenset(nn.Module().__dict__) | {"_compiled_call_impl", "_is_hf_initialized"}
 # What torch's recurrent modules keep of their parameters in another form, and renew in forward where it is stale.
 _RECURRENT_CACHES = ("_flat_weights", "_flat_weight_refs")
+# How attributes begin in which fully_shard and replicate note on a module what they did to it.
+_SHARDING_NOTES = ("__composable_api_state", "_fsdp_use_orig_params", "_is_fsdp_managed_module")
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -29,8 +31,15 @@ _HOOKS = (
 def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The attributes that a module's own code put on it: everything in ``__dict__`` that is not nn.Module's."""
     for name, value in module.__dict__.items():
-        if name not in _INTERNAL and not _is_cache(module, name):
+        if name not in _INTERNAL and not name.startswith(_SHARDING_NOTES) and not _is_cache(module, name):
             yield name, value
+
+
+def written_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the user wrote: ``fully_shard`` gives a module a class of its own that adds no computation."""
+    kind = type(module)
+    position = getattr(kind, "_orig_cls_mro_index", None)
+    return kind if position is None else kind.__mro__[position]
 
 
 def _is_cache(module: nn.Module, name: str) -> bool:

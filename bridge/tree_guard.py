@@ -16,8 +16,9 @@ from torch import nn
 
 from bridge.attributes import contents_of, same_plain
 from bridge.capture import ModuleTensor
+from bridge.code_guard import CodeGuard
 from bridge.mismatch import MODULE, Mismatch
-from bridge.module_state import hooks_of, own_attributes
+from bridge.module_state import hooks_of, own_attributes, written_class
 
 __all__ = ["LAYOUT", "TreeGuard"]
 
@@ -25,7 +26,6 @@ __all__ = ["LAYOUT", "TreeGuard"]
 LAYOUT = attrgetter("shape", "dtype", "requires_grad", "device", "layout")
 _STRIDE = torch.Tensor.stride
 _DICT = attrgetter("__dict__")
-_FORWARD = attrgetter("forward")
 _TRAINING = attrgetter("training")
 _STATE = itemgetter(
     "_parameters",
@@ -59,8 +59,7 @@ class TreeGuard:
         self._paths = list(paths.values())
         self._modules = modules[1:]
         self._types = list(map(type, modules))
-        self._classes = list(dict.fromkeys(self._types))
-        self._forwards = list(map(_FORWARD, self._classes))
+        self._code = CodeGuard(dict.fromkeys(self._types))
         self._children = [dict(d["_modules"]) for d in dicts]
         self._ordered = [(i, list(children)) for i, children in enumerate(self._children) if len(children) > 1]
         self._training = [module.training for module in modules]
@@ -98,7 +97,7 @@ class TreeGuard:
     def quick(self, root: nn.Module) -> list[torch.Tensor] | None:
         """The module's tensors if everything is exactly as it was; ``None`` where :meth:`match` has to look closer."""
         modules = [root, *self._modules]
-        if list(map(type, modules)) != self._types or list(map(_FORWARD, self._classes)) != self._forwards:
+        if list(map(type, modules)) != self._types or not self._code.unchanged():
             return None
         dicts = list(map(_DICT, modules))
         if list(map(len, dicts)) != self._lengths or list(map(_TRAINING, modules)) != self._training:
@@ -145,11 +144,9 @@ class TreeGuard:
         """
         modules = [root, *self._modules]
         for module, path, expected in zip(modules, self._paths, self._types, strict=True):
-            if type(module) is not expected:
+            if type(module) is not expected and written_class(module) is not expected:
                 raise _differs(f"type of {_named(path)}", expected.__name__, type(module).__name__)
-        for kind, forward in zip(self._classes, self._forwards, strict=True):
-            if kind.forward is not forward:
-                raise Mismatch(MODULE, f"forward of class {kind.__name__} was replaced")
+        self._code.match()
         for module, path, children in zip(modules, self._paths, self._children, strict=True):
             _match_children(module, path, children)
         for module, path in zip(self._modules, self._paths[1:], strict=True):

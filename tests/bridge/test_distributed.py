@@ -1,0 +1,63 @@
+"""Dispatched blocks inside DDP and FSDP2, two processes (gloo): parameters after ten steps are the eager run's."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.bridge.distributed_worker import SCENARIOS, STEPS, WORLD
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+
+TOLERANCE = 1e-10  # float64, ten steps
+CALLS = 2 * STEPS
+DISPATCHED = [name for name in SCENARIOS if name not in ("ddp unused", "fsdp mixed", "fsdp first")]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """What the two processes report, by scenario: one report per rank."""
+    folder = tmp_path_factory.mktemp("distributed")
+    command = [sys.executable, "-m", "tests.bridge.distributed_worker", str(folder)]
+    workers = []
+    for rank in range(WORLD):
+        environment = os.environ | {"RANK": str(rank), "OMP_NUM_THREADS": "1"}
+        workers.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    try:
+        errors = [worker.communicate(timeout=400)[1] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert not any(worker.returncode for worker in workers), "\n".join(errors)
+    ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return {name: [rank[name] for rank in ranks] for name in SCENARIOS}
+
+
+@pytest.mark.parametrize("scenario", DISPATCHED)
+def test_parameters_are_the_eager_runs(reports, scenario):
+    for seen in reports[scenario]:
+        assert seen["difference"] < TOLERANCE and seen["moved"] > 0.01
+        assert seen["hits"] == [CALLS, CALLS] and seen["misses"] == [{}, {}]
+
+
+def test_unused_parameters_are_found(reports):
+    skipped = 2 * len(range(0, STEPS, 3))
+    for seen in reports["ddp unused"]:
+        assert seen["difference"] < TOLERANCE and seen["moved"] > 0.01
+        assert seen["hits"] == [CALLS, CALLS - skipped] and seen["misses"] == [{}, {}]
+
+
+def test_mixed_precision_shards_run_eager_with_a_reason(reports):
+    """FSDP2 then hands the block tensors of another element type than it was compiled for."""
+    for seen in reports["fsdp mixed"]:
+        assert seen["difference"] == 0 and seen["moved"] > 0.01 and seen["hits"] == [0, 0]
+        called, _ = seen["misses"]
+        assert sum(called.values()) == CALLS and all("dtype" in reason for reason in called)
+
+
+def test_shards_are_refused_by_name(reports):
+    for seen in reports["fsdp first"]:
+        assert seen["refusal"] is not None and "fully_shard" in seen["refusal"]
