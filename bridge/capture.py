@@ -23,38 +23,19 @@ from bridge import witness as _witness
 from bridge.cumulative import cumulative_averages
 from bridge.decompose import decompose
 from bridge.errors import Unsupported, UnsupportedModule, user_line
+from bridge.fake_run import fake_run
 from bridge.grad_regions import origin_of, prepare
 from bridge.module_state import Snapshot, hooks_of
+from bridge.module_tensors import ModuleTensor, module_tensors, tensor_problem
 from bridge.outside import outside_tensors
 from bridge.tracing import capturing
 from bridge.witness import Draw, Output, Witness
 
-__all__ = ["Captured", "ModuleTensor", "capture", "normalize_sample"]
+__all__ = ["Captured", "ModuleTensor", "capture", "check_call", "explain_error", "normalize_sample"]
 
 aten = torch.ops.aten
 
 _PLAIN_ARGUMENTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.memory_format)
-
-
-@dataclass(frozen=True)
-class ModuleTensor:
-    """A tensor that the module owns and the compiled code takes as an input.
-
-    Attributes:
-        kind: ``"parameter"``, ``"buffer"`` or ``"attribute"`` (a tensor that is just an attribute).
-        names: its dotted names, the first one in the module's own order; further ones when tied.
-    """
-
-    kind: str
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
 
 
 @dataclass(frozen=True)
@@ -139,10 +120,7 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
         UnsupportedModule: where no graph can be had: data-dependent control flow, hooks on submodules, ...
     """
     name = type(module).__name__
-    _refuse_uninitialized(module, name)
-    _refuse_shards(module, name)
-    _refuse_hooks(module, name)
-    _refuse_arguments(args, kwargs, name)
+    check_call(module, args, kwargs)
     # Where forward sets Python attributes, it is captured once more from the state that it left. An attribute that the
     # second run leaves alone (a window size that is clipped once) is a constant from then on; a counter is refused.
     for settled in (False, True):
@@ -154,7 +132,7 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
             except UnsupportedModule:
                 raise
             except Exception as error:  # the witness runs the user's code, whatever that raises on fake tensors
-                raise UnsupportedModule(name, [_explain_export_error(error)]) from error
+                raise UnsupportedModule(name, [explain_error(error)]) from error
         before.restore_caches()
         changed = before.changes()
         if not changed or settled or seen.witness.unsupported:
@@ -164,6 +142,15 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
         Unsupported(f"self.{attr}", f"{name}.forward", reason, "make it a buffer") for attr in changed
     ]
     return seen.captured()
+
+
+def check_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raises :class:`UnsupportedModule` for what is never captured: lazy parameters, hooks inside, odd arguments."""
+    name = type(module).__name__
+    _refuse_uninitialized(module, name)
+    _refuse_shards(module, name)
+    _refuse_hooks(module, name)
+    _refuse_arguments(args, kwargs, name)
 
 
 def _refuse_uninitialized(module: nn.Module, name: str) -> None:
@@ -200,23 +187,13 @@ def _refuse_arguments(args: tuple, kwargs: dict[str, Any], name: str) -> None:
     leaves = pytree.tree_leaves((args, kwargs))
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            problem = _tensor_problem(leaf)
+            problem = tensor_problem(leaf)
         else:
             problem = None if isinstance(leaf, _PLAIN_ARGUMENTS) else "not a tensor, number, string, flag or None"
         if problem:
             raise UnsupportedModule(
                 name, [Unsupported(f"argument of type {type(leaf).__name__}", f"{name}.forward", problem)]
             )
-
-
-def _tensor_problem(tensor: torch.Tensor) -> str | None:
-    if type(tensor) not in (torch.Tensor, nn.Parameter):
-        return "a tensor subclass"
-    if tensor.layout != torch.strided:
-        return f"layout {tensor.layout}"
-    if tensor.dtype.is_complex:
-        return "complex numbers are not supported"
-    return None
 
 
 def _export(module: nn.Module, args: tuple, kwargs: dict[str, Any], name: str) -> torch.export.ExportedProgram:
@@ -232,7 +209,7 @@ def _export(module: nn.Module, args: tuple, kwargs: dict[str, Any], name: str) -
             signature.bind(module, *args, **kwargs)
         except TypeError as mismatch:
             raise TypeError(f"the sample does not fit {name}.forward{signature}: {mismatch}") from None
-        problem = _explain_export_error(error)
+        problem = explain_error(error)
         _raise_if_eager_raises(module, args, kwargs)
         raise UnsupportedModule(name, [problem]) from error
 
@@ -256,7 +233,8 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     return like.requires_grad_(tensor.requires_grad)
 
 
-def _explain_export_error(error: BaseException) -> Unsupported:
+def explain_error(error: BaseException) -> Unsupported:
+    """What tracing a module, or running it on fake tensors, stumbled over."""
     where = user_line(error) or "see the exception above"
     kind = type(error).__name__
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), kind)
@@ -278,35 +256,16 @@ class _Seen:
     def __init__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], exported: torch.export.ExportedProgram):
         self.name = type(module).__name__
         self.unsupported: list[Unsupported] = []
-        self.tensors, self.real_tensors = _module_tensors(module, exported)
+        self.tensors, real_tensors = module_tensors(module, _constants(exported))
         self.unsupported += outside_tensors(exported, {name for tensor in self.tensors for name in tensor.names})
         requiring = _requiring_grad(exported, self.tensors, pytree.tree_leaves((args, kwargs)))
         self.unsupported += prepare(exported.graph_module, lambda node: node.name in requiring)
-        self._run_witness(module, args, kwargs)
+        self.run = fake_run(module, self.tensors, real_tensors, args, kwargs)
+        self.witness = self.run.witness
         draws_by_origin = self._draws_byorigin_of(exported)
         self.exported = decompose(exported)
         self.draw_of = self._match_draws(draws_by_origin)
         self.witness.unsupported += self.unsupported
-
-    def _run_witness(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        fakes = [mode.from_tensor(tensor) for tensor in self.real_tensors]
-        state = {
-            name: fake
-            for spec, fake in zip(self.tensors, fakes, strict=True)
-            if spec.kind != "attribute"
-            for name in _once_per_owner(module, spec.names)
-        }
-        leaves, self.in_spec = pytree.tree_flatten((args, kwargs))
-        self.argument_leaves = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        self.argument_is_tensor = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
-        fake_leaves = [_fake_leaf(mode, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self.arguments = tuple(leaf for leaf in fake_leaves if isinstance(leaf, torch.Tensor))
-        fake_args, fake_kwargs = pytree.tree_unflatten(fake_leaves, self.in_spec)
-        parameters = [fake for spec, fake in zip(self.tensors, fakes, strict=True) if spec.kind == "parameter"]
-        inputs = [*fakes, *self.arguments]
-        self.witness = _witness.observe(module, state, parameters, inputs, fake_args, fake_kwargs, mode)
-        self.mode = mode
 
     def _draws_byorigin_of(self, exported: torch.export.ExportedProgram) -> dict[str, list[int]]:
         """Which eager draws each training-IR node makes, checked against what the witness saw."""
@@ -323,8 +282,8 @@ class _Seen:
 
         if not self.witness.draws and not self.witness.unsupported:
             return {}
-        fakes = [_fake_placeholder(self.mode, node) for node in exported.graph.nodes if node.op == "placeholder"]
-        with self.mode:
+        fakes = [_fake_placeholder(self.run.mode, node) for node in exported.graph.nodes if node.op == "placeholder"]
+        with self.run.mode:
             Counting(exported.graph_module).run(*fakes)
         if draws != self.witness.draws and not self.witness.unsupported:
             self.unsupported.append(
@@ -364,7 +323,7 @@ class _Seen:
         placeholders: dict[str, int] = {}
         literals: dict[str, torch.Tensor] = {}
         argument = len(self.tensors)
-        is_tensor = iter(self.argument_is_tensor)
+        is_tensor = iter(self.run.argument_is_tensor)
         for spec in signature.input_specs:
             if spec.kind == InputKind.USER_INPUT:
                 if next(is_tensor):
@@ -395,10 +354,10 @@ class _Seen:
             graph=self.exported.graph,
             placeholders=placeholders,
             module_tensors=tuple(self.tensors),
-            arguments=self.arguments,
-            argument_leaves=self.argument_leaves,
-            argument_is_tensor=self.argument_is_tensor,
-            in_spec=self.in_spec,
+            arguments=self.run.arguments,
+            argument_leaves=self.run.argument_leaves,
+            argument_is_tensor=self.run.argument_is_tensor,
+            in_spec=self.run.in_spec,
             results=tuple(results),
             mutated=tuple(mutated),
             witness=self.witness,
@@ -432,13 +391,14 @@ def _is_random(node: fx.Node) -> bool:
     return "scaled_dot_product" not in str(node.target)
 
 
+def _constants(exported: torch.export.ExportedProgram) -> list[str]:
+    """Names of what export lifted: tensors that are plain attributes, and literals."""
+    specs = exported.graph_signature.input_specs
+    return [spec.target for spec in specs if spec.kind == InputKind.CONSTANT_TENSOR]
+
+
 def _draw_list(draws: Sequence[Draw]) -> str:
     return "[" + ", ".join(f"{draw.op}{list(draw.shape)}{draw.args}" for draw in draws) + "]"
-
-
-def _fake_leaf(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """A fake leaf of the tensor's layout: the module's own graph starts at its arguments."""
-    return mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
 def _fake_placeholder(mode: FakeTensorMode, node: fx.Node) -> Any:
@@ -447,44 +407,3 @@ def _fake_placeholder(mode: FakeTensorMode, node: fx.Node) -> Any:
         return value
     with mode:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-
-def _once_per_owner(module: nn.Module, names: Sequence[str]) -> list[str]:
-    """Of the names of a tensor, one for each submodule that holds it (a shared submodule has several paths)."""
-    owners = {}
-    for name in names:
-        path, _, leaf = name.rpartition(".")
-        owners.setdefault((id(module.get_submodule(path)), leaf), name)
-    return list(owners.values())
-
-
-def _module_tensors(
-    module: nn.Module, exported: torch.export.ExportedProgram
-) -> tuple[list[ModuleTensor], list[torch.Tensor]]:
-    """The tensors that the module owns, in its own order, tied ones once; then tensors that are plain attributes."""
-    named: dict[int, tuple[str, torch.Tensor, list[str]]] = {}
-    kinds = (
-        ("parameter", module.named_parameters(remove_duplicate=False)),
-        ("buffer", module.named_buffers(remove_duplicate=False)),
-    )
-    for kind, items in kinds:
-        for name, tensor in items:
-            named.setdefault(id(tensor), (kind, tensor, []))[2].append(name)
-    for spec in exported.graph_signature.input_specs:
-        if spec.kind == InputKind.CONSTANT_TENSOR and (tensor := _attribute(module, spec.target)) is not None:
-            named.setdefault(id(tensor), ("attribute", tensor, []))[2].append(spec.target)
-    tensors = []
-    for kind, tensor, names in named.values():
-        if problem := _tensor_problem(tensor):
-            raise UnsupportedModule(type(module).__name__, [Unsupported(names[0], names[0], problem)])
-        layout = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        tensors.append(ModuleTensor(kind, tuple(names), *layout, tensor.requires_grad))
-    return tensors, [tensor for _, tensor, _ in named.values()]
-
-
-def _attribute(module: nn.Module, path: str) -> torch.Tensor | None:
-    """The tensor attribute at a dotted path, or ``None`` for a literal that export lifted out of the code."""
-    value: Any = module
-    for part in path.split("."):
-        value = getattr(value, part, None)
-    return value if isinstance(value, torch.Tensor) else None

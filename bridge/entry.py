@@ -17,13 +17,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autodiff.ir import Function, TupleGetItem, Var, bindings, op_name, results
-from bridge.capture import capture
 from bridge.compile import Program, compile_function
 from bridge.draws import Draws
 from bridge.errors import Unsupported, UnsupportedModule
 from bridge.guards import Guard
-from bridge.lower import Lowered, lower_captured
+from bridge.lower import Lowered
 from bridge.module_state import Snapshot
+from bridge.reuse import lower_once
 from bridge.tracing import one_capture_at_a_time
 from bridge.witness import Output
 
@@ -45,7 +45,7 @@ class Entry:
     """A call of one module that runs in TVM.
 
     Attributes:
-        lowered: every stage of the lowering.
+        lowered: every stage of the lowering; shared with entries of equal calls (:mod:`bridge.reuse`).
         forward: the forward program.
         backward: the backward program for grad_outs of all differentiable outputs, or ``None``.
         plan: what is saved for the backward and why, or ``None``.
@@ -314,16 +314,11 @@ def _compile_entry(module: nn.Module, args: tuple, kwargs: dict[str, Any], parti
     started = time.perf_counter()
     before = Snapshot(module)
     try:
-        captured = capture(module, args, kwargs)
-        lowered = lower_captured(
-            captured,
-            grad=torch.is_grad_enabled(),
-            partition=partition,
-            capture_seconds=time.perf_counter() - started,
-        )
-        lowered.seconds = time.perf_counter() - started
+        lowered = lower_once(module, args, kwargs, grad=torch.is_grad_enabled(), partition=partition)
         arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        return Entry(Guard(module, captured, arguments), lowered, target)
+        entry = Entry(Guard(module, lowered.captured, arguments), lowered, target)
+        entry.compile_seconds = time.perf_counter() - started  # less than ``lowered`` took, where it was reused
+        return entry
     except BaseException:
         before.restore()
         raise

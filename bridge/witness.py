@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge.errors import Unsupported, user_line
+from bridge.op_trace import OpTrace
 
 __all__ = ["Draw", "Output", "Witness", "observe", "record_draws"]
 
@@ -75,24 +76,39 @@ class Output:
 
 @dataclass
 class Witness:
-    """What one eager call did: its outputs, its draws in order, and whatever stands in the way of compiling it."""
+    """What one eager call did: its outputs, its draws in order, and whatever stands in the way of compiling it.
+
+    ``trace`` are the operators that it ran (:mod:`bridge.op_trace`), ``None`` where they cannot be compared with those
+    of another call.
+    """
 
     outputs: list[Output] = field(default_factory=list)
     out_spec: Any = None
     draws: list[Draw] = field(default_factory=list)
     unsupported: list[Unsupported] = field(default_factory=list)
+    trace: tuple | None = None
 
 
 class _DrawRecorder(TorchDispatchMode):
-    """Appends a :class:`Draw` for every random operator that runs; tells what it cannot express."""
+    """Appends a :class:`Draw` for every random operator that runs; tells what it cannot express.
 
-    def __init__(self, draws: list[Draw], complain: Callable[[str, str], None]):
+    With a ``trace``, every operator is written down there.
+    """
+
+    def __init__(self, draws: list[Draw], complain: Callable[[str, str], None], trace: OpTrace | None = None):
         super().__init__()
         self.draws = draws
         self.complain = complain
+        self.trace = trace
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+        if self.trace is None:
+            result = func(*args, **(kwargs or {}))
+        else:
+            arguments = self.trace.arguments(func, args, kwargs or {})
+            with _unwatched():
+                result = func(*args, **(kwargs or {}))
+            self.trace.add(func, arguments, result)
         if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args):
             self._record(func, args, kwargs or {}, result)
         return result
@@ -246,7 +262,8 @@ def _exporting_flag():
 def _generator_watch(watch: _Watch):
     """Complains when forward seeds a generator or sets its state: replayed draws would not follow.
 
-    Nothing of torch's dispatcher passes there, so this listens to the interpreter's calls of C functions.
+    Nothing of torch's dispatcher passes there, so this listens to the interpreter's calls of C functions: those of
+    the user's Python code, not those that torch makes to run an operator on fake tensors (see :func:`_unwatched`).
     """
 
     def listen(frame: FrameType, event: str, called: Any) -> None:
@@ -264,6 +281,17 @@ def _generator_watch(watch: _Watch):
             before.enable()
         else:
             sys.setprofile(before)
+
+
+@contextmanager
+def _unwatched():
+    """While an operator runs on fake tensors: a listener would be called for each of its thousands of Python calls."""
+    listener = sys.getprofile()
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(listener)
 
 
 def record_draws(run: Callable[[], Any], draws: list[Draw]) -> Any:
@@ -294,7 +322,8 @@ def observe(
     argument_leaves = torch.utils._pytree.tree_leaves((args, kwargs))
     watch = _Watch(argument_leaves, parameters)
     witness = Witness(unsupported=watch.unsupported)
-    recorders = _InPlaceWatcher(watch), _DrawRecorder(witness.draws, watch.complain)
+    trace = OpTrace(inputs)
+    recorders = _InPlaceWatcher(watch), _DrawRecorder(witness.draws, watch.complain, trace)
     with mode, _exporting_flag(), _generator_watch(watch), recorders[0], recorders[1]:
         result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
     for tensor in set(state.values()) - set(parameters):
@@ -302,6 +331,7 @@ def observe(
             watch.complain("buffer", "forward leaves a buffer that requires grad", "update it under torch.no_grad()")
     leaves, witness.out_spec = torch.utils._pytree.tree_flatten(result)
     _describe_outputs(leaves, inputs, witness, watch)
+    witness.trace = trace.finish(leaves, list(state.items()))
     return witness
 
 

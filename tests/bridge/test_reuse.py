@@ -1,0 +1,273 @@
+"""Equal calls share one lowering, calls that differ in anything do not: seen in what runs, not in what is declared."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bridge import UnsupportedModule, add_tvm_dispatch, remove_tvm_dispatch, stats
+from bridge.op_trace import OpTrace, constant_key
+from tests.bridge.parity import as_call, assert_same, run
+
+reuse = sys.modules["bridge.reuse"]
+SETTING = 1.0
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known():
+    reuse.clear_lowered()
+    yield
+    reuse.clear_lowered()
+
+
+@pytest.fixture
+def captures(monkeypatch) -> list[nn.Module]:
+    """The modules that were captured, in order."""
+    captured = []
+    capture = reuse.capture
+
+    def spy(module: nn.Module, *args, **kwargs):
+        captured.append(module)
+        return capture(module, *args, **kwargs)
+
+    monkeypatch.setattr(reuse, "capture", spy)
+    return captured
+
+
+class Block(nn.Module):
+    """A layer whose ``forward`` depends on an attribute in ways that its parameters and submodules do not show."""
+
+    def __init__(self, way: str, index: int = 0):
+        super().__init__()
+        self.way, self.index = way, index
+        self.linear = nn.Linear(4, 4)
+        self.first = nn.Parameter(torch.randn(4))
+        self.second = nn.Parameter(torch.randn(4))
+        self.register_buffer("steps", torch.zeros(4))
+        self.double()
+
+    def forward(self, x: Tensor, flag: float = 1.0) -> tuple[Tensor, ...]:
+        hidden, more = self.linear(x), self.linear(x).tanh()
+        match self.way:
+            case "other operand":
+                return hidden * self.second, more
+            case "other order":
+                return more, hidden * self.first
+            case "other constant":
+                return hidden * self.first * 1.5, more
+            case "global":
+                return hidden * self.first * SETTING, more
+            case "detached":
+                return hidden.detach() * self.first, more
+            case "no_grad":
+                with torch.no_grad():
+                    more = more * 2.0
+                return hidden * self.first, more
+            case "grad":
+                return hidden * self.first, more * 2.0
+            case "literal":
+                return hidden * torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=x.dtype), more
+            case "other literal":
+                return hidden * torch.tensor([1.0, 2.0, 3.0, 5.0], dtype=x.dtype), more
+            case "dropout":
+                return functional.dropout(hidden, 0.25, self.training) * self.first, more
+            case "more dropout":
+                return functional.dropout(hidden, 0.5, self.training) * self.first, more
+            case "assigned buffer":
+                self.steps = self.steps * 0.5 + 1.0
+            case "computed buffer":
+                _ = self.steps * 0.5 + 1.0
+            case "buffer in place":
+                self.steps.add_(1.0)
+            case "seeds":
+                torch.manual_seed(3)
+            case "counts":
+                self.index += 1
+        return hidden * self.first, more
+
+
+def sample() -> Tensor:
+    return torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+
+
+def check_parity(module: nn.Module, x: Tensor) -> None:
+    """The dispatched module against a copy of it, which is a plain module."""
+    plain, call = copy.deepcopy(module), as_call(x)
+    hits = stats(module).hits
+    assert_same(run(module, call, seed=5), run(plain, call, seed=5))
+    assert stats(module).hits == hits + 1
+
+
+def test_equal_layers_are_captured_once(captures):
+    layers = [Block("dropout", index) for index in range(3)]
+    x = sample()
+    for layer in layers:
+        add_tvm_dispatch(layer, x)
+    assert captures == layers[:1]
+    lowered = {id(stats(layer).entries[0].lowered) for layer in layers}
+    assert len(lowered) == 1
+    for layer in layers:
+        check_parity(layer, x)
+
+
+WAYS = [
+    ("plain", "other operand"),
+    ("plain", "other order"),
+    ("plain", "other constant"),
+    ("plain", "detached"),
+    ("no_grad", "grad"),
+    ("literal", "other literal"),
+    ("dropout", "more dropout"),
+    ("computed buffer", "assigned buffer"),
+    ("plain", "buffer in place"),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), WAYS)
+def test_what_forward_does_tells_layers_apart(captures, one, other):
+    layers = [Block(one), Block(other), Block(other)]
+    x = sample()
+    for layer in layers:
+        add_tvm_dispatch(layer, x)
+    assert captures == layers[:2]
+    for layer in layers:
+        check_parity(layer, x)
+
+
+def test_a_global_that_forward_reads_is_seen(captures, monkeypatch):
+    first, second = Block("global"), Block("global")
+    x = sample()
+    add_tvm_dispatch(first, x)
+    monkeypatch.setitem(globals(), "SETTING", 3.0)
+    add_tvm_dispatch(second, x)
+    assert captures == [first, second]
+    check_parity(second, x)
+
+
+def test_arguments_and_modes_tell_calls_apart(captures):
+    x = sample()
+    layers = [Block("dropout") for _ in range(7)]
+    layers[2].eval()
+    layers[3].linear.weight.requires_grad_(False)
+    layers[4].second = layers[4].first
+    add_tvm_dispatch(layers[0], x)
+    add_tvm_dispatch(layers[1], torch.randn(2, 4, dtype=torch.float64, requires_grad=True))
+    for layer in layers[2:5]:
+        add_tvm_dispatch(layer, x)
+    add_tvm_dispatch(layers[5], x.detach())
+    with torch.no_grad():
+        add_tvm_dispatch(layers[6], x)
+    assert captures == layers
+    for layer in (layers[0], *layers[2:5]):
+        check_parity(layer, x)
+
+
+def test_an_argument_that_only_looks_equal(captures):
+    layers = [Block("plain") for _ in range(3)]
+    for layer, flag in zip(layers, (1.0, 1, True), strict=True):
+        add_tvm_dispatch(layer, (sample(), flag))
+    assert captures == layers
+
+
+def test_parameters_that_share_memory(captures):
+    """What is written through one name is seen through the other, which no operator shows."""
+
+    class Writes(nn.Module):
+        def __init__(self, shared: bool):
+            super().__init__()
+            memory = torch.zeros(8, dtype=torch.float64)
+            self.register_buffer("left", memory[:4] if shared else torch.zeros(4, dtype=torch.float64))
+            self.register_buffer("right", memory[:4].view(4) if shared else torch.zeros(4, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.left + self.right
+
+    x = sample()
+    apart, together = Writes(False), Writes(True)
+    add_tvm_dispatch(apart, x)
+    add_tvm_dispatch(together, x)
+    assert captures == [apart, together]
+
+
+@pytest.mark.parametrize("way", ["seeds", "counts"])
+def test_what_no_operator_shows_is_still_refused(way):
+    x = sample()
+    known = Block("plain")
+    add_tvm_dispatch(known, x)
+    layer = Block(way)
+    with pytest.raises(UnsupportedModule):
+        add_tvm_dispatch(layer, x)
+    assert layer.index == 0
+    assert not hasattr(layer, "_compiled_call_impl") or layer._compiled_call_impl is None
+
+
+def test_tensor_attributes_are_captured_each_time(captures):
+    class Scaled(nn.Module):
+        def __init__(self, scale: float):
+            super().__init__()
+            self.scale = torch.full((4,), scale, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    x = sample()
+    layers = [Scaled(2.0), Scaled(3.0)]
+    for layer in layers:
+        add_tvm_dispatch(layer, x)
+        check_parity(layer, x)
+    assert captures == layers
+
+
+def test_a_strategy_object_is_compared_by_value(captures):
+    from partition import MinCut
+
+    x = sample()
+    layers = [Block("dropout") for _ in range(5)]
+    for layer, strategy in zip(
+        layers,
+        (MinCut(budget=0.5), MinCut(budget=0.5), MinCut(budget=0.25), "save_all", MinCut(policy=lambda node: None)),
+        strict=True,
+    ):
+        add_tvm_dispatch(layer, x, partition=strategy)
+    assert captures == [layers[0], *layers[2:]]
+
+
+def test_nothing_is_kept_for_modules_that_are_gone():
+    x = sample()
+    layer = Block("dropout")
+    add_tvm_dispatch(layer, x)
+    lowered = weakref.ref(stats(layer).entries[0].lowered)
+    parameter = weakref.ref(layer.first)
+    twin = Block("dropout")
+    add_tvm_dispatch(twin, x)
+    del layer
+    gc.collect()
+    assert parameter() is None
+    assert lowered() is stats(twin).entries[0].lowered
+    remove_tvm_dispatch(twin)
+    gc.collect()
+    assert lowered() is None
+
+
+def test_constants_that_operators_tell_apart():
+    values = [0.0, -0.0, 0, False, 1, 1.0, True, None, "1", torch.float32, torch.device("cpu")]
+    assert len({constant_key(value) for value in values}) == len(values)
+    assert constant_key(float("nan")) == constant_key(float("nan"))
+    assert constant_key(object()) is None
+
+
+def test_a_tensor_from_nowhere_cannot_be_compared():
+    known, unknown = torch.ones(2), torch.ones(2)
+    add = torch.ops.aten.add.Tensor
+    complete, incomplete = OpTrace([known]), OpTrace([known])
+    complete.add(add, complete.arguments(add, (known, 1.0), {}), known + 1.0)
+    incomplete.add(add, incomplete.arguments(add, (known, unknown), {}), known + unknown)
+    assert complete.finish(known) is not None
+    assert incomplete.finish(known) is None
