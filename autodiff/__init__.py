@@ -13,6 +13,7 @@ from autodiff.dropout import mask_dropout
 from autodiff.errors import NoGradient, UndifferentiableOp
 from autodiff.names import unique_names
 from autodiff.pads import join_pads
+from autodiff.products import join_products
 from autodiff.root import amend
 from autodiff.spell_out import spell_out
 from autodiff.views import deduplicate_views
@@ -28,6 +29,7 @@ __all__ = [
     "deduplicate_views",
     "differentiate",
     "join_pads",
+    "join_products",
     "mask_dropout",
     "one_zapp",
     "spell_out",

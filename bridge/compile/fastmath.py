@@ -10,11 +10,11 @@ function    ulp    notes
 =========== ====== =============================================================================================
 exp         1      ``exp(-inf) == 0``; overflow to inf, gradual underflow through denormals; nan stays nan
 log         1      ``log(0) == -inf``, denormals exact, negative numbers nan
-tanh        3      odd, ``tanh(±inf) == ±1``
-erf         3      odd, ``erf(±inf) == ±1``
-sigmoid     4      flushes to 0 below -88.73, where ``exp(-x)`` overflows (as eager torch does)
-log1p       4      for every x > -1; ``log1p(-1) == -inf``, nan below
-expm1       3      ``expm1(-inf) == -1``; overflow to inf; keeps the sign of zero
+tanh        1.5    odd, ``tanh(±inf) == ±1``
+erf         1.5    odd, ``erf(±inf) == ±1``
+sigmoid     2.5    flushes to 0 below -88.73, where ``exp(-x)`` overflows (as eager torch does)
+log1p       1.5    for every x > -1; ``log1p(-1) == -inf``, nan below
+expm1       1.5    ``expm1(-inf) == -1``; overflow to inf; keeps the sign of zero
 =========== ====== =============================================================================================
 
 ``float64`` goes lane by lane through libm.
