@@ -158,11 +158,11 @@ class Lowered:
 
         return check(self, dtype=dtype, seed=seed)
 
-    def save_repro(self, directory: str | Path, *, seed: int = 0) -> Path:
-        """Writes a script that rebuilds the deviating stage: see :func:`bridge.verify.repro.save_repro`."""
+    def save_repro(self, directory: str | Path, *, stage: str | None = None, seed: int = 0) -> Path:
+        """Writes a script that rebuilds a deviating stage: see :func:`bridge.verify.repro.save_repro`."""
         from bridge.verify.repro import save_repro
 
-        return save_repro(self, directory, seed=seed)
+        return save_repro(self, directory, stage=stage, seed=seed)
 
     def gradients_for(self, outputs: Sequence[int]) -> tuple[int, ...]:
         """The wanted inputs that eager's autograd reaches from these outputs; the others get ``None``."""

@@ -59,11 +59,13 @@ class Check:
     Attributes:
         module_name: class of the module.
         stages: in order.
+        allowed: the deviation that rounding explains, by element type.
         notes: what could not be done, in sentences.
     """
 
     module_name: str
     stages: tuple[StageCheck, ...]
+    allowed: dict[str, float]
     notes: tuple[str, ...] = ()
 
     @property
@@ -78,17 +80,20 @@ class Check:
 
     def __str__(self) -> str:
         kinds = list(self.stages[0].deviations)
-        lines = [f"{self.module_name}: {self._headline()}", f"  {'stage':<18}" + "".join(f"{k:>10}" for k in kinds)]
+        lines = [f"{self.module_name}: {self.headline()}", f"  {'stage':<18}" + "".join(f"{k:>10}" for k in kinds)]
         for stage in self.stages:
             numbers = "".join(f"{stage.deviations[kind]:>10.1e}" for kind in kinds)
             lines.append(f"  {stage.name:<18}{numbers}  {stage.verdict}, worst: {stage.worst}")
+        limits = "".join(f"{self.allowed[kind]:>10.0e}" for kind in kinds)
+        lines.append(f"  {'rounding explains':<18}{limits}")
         if self.first is not None and self.first.culprit is not None:
             lines.append(str(self.first.culprit))
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     __repr__ = __str__
 
-    def _headline(self) -> str:
+    def headline(self) -> str:
+        """The verdict in a line."""
         if self.first is not None:
             return f"stage '{self.first.name}' is the first that deviates from autograd"
         rounded = sum(stage.verdict == ROUNDING for stage in self.stages)
@@ -104,7 +109,7 @@ class Check:
         culprit = self.first.culprit if self.first else None
         below = f"<pre>{html.escape(str(culprit))}</pre>" if culprit else ""
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
-        return f"<b>{html.escape(self.module_name)}: {html.escape(self._headline())}</b>{table}{below}{notes}"
+        return f"<b>{html.escape(self.module_name)}: {html.escape(self.headline())}</b>{table}{below}{notes}"
 
 
 @dataclass
@@ -306,7 +311,8 @@ def _judge(lowered: Lowered, traces: list[Trace], names: list[str], notes: tuple
         numbers = {kind: off for kind, (off, _) in zip(names, measured, strict=True)}
         worst = max(measured)[1] if verdict != DEVIATES or source is not exact else measured[-1][1]
         stages.append(StageCheck(name, numbers, worst, verdict, culprit))
-    return Check(lowered.captured.module_name, tuple(stages), notes)
+    allowed = {kind: made.allowed for kind, made in zip(names, traces, strict=True)}
+    return Check(lowered.captured.module_name, tuple(stages), allowed, notes)
 
 
 def _narrow_verdict(name: str, made: Trace) -> str:
