@@ -6,7 +6,9 @@ flop of new work, until the rest fits; bytes beyond what the budget asks for cou
 excess is taken back, the dearest first.
 
 Where that gets stuck (no single capture can be given up without a ban), the minimum cut over bytes alone is taken: no
-choice within the bans keeps less, so that it either fits or is the best there is, and the note says so.
+choice within the bans keeps less, so that it either fits or is the best there is, and the note says so. If it neither
+fits nor keeps noticeably less than what was reached one by one, that is left: the last bytes are row statistics, and
+doing without them means computing wide tensors again.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from .graph import Graph
 from .network import minimum_cut
 from .strategy import Choice
 
-__all__ = ["fewest_bytes", "fit"]
+__all__ = ["NOTICEABLE", "fewest_bytes", "fit"]
+
+#: The share of the captures that a budget which cannot be met has to gain for a larger change of the choice.
+NOTICEABLE = Fraction(1, 100)
 
 
 def fewest_bytes(
@@ -66,12 +71,36 @@ def fit(
         forced: captures that must stay.
         allow_products: whether matrix products, convolutions and library calls may be computed again.
     """
+    saved, given_up, obstacles = _give_up(graph, choice, limit, forced, allow_products)
+    total, room, bound = _captured(graph, saved), limit, 0
+    if total > limit:
+        least = fewest_bytes(graph, keepable, forced=forced, allow_products=allow_products)
+        bound = total if least is None else min(total, _captured(graph, least))
+        if bound <= limit or total - bound >= NOTICEABLE * bound:
+            saved = {name: choice.saved.get(name, f"fewest bytes: needed by {reader(graph, name)}") for name in least}
+            total, given_up = bound, []
+        room = max(limit, int(bound * (1 + NOTICEABLE)))
+    for _, name in sorted(given_up, key=lambda item: -item[0]):
+        if total + graph.nodes[name].bytes <= room:
+            saved[name] = choice.saved[name]
+            total += graph.nodes[name].bytes
+    notes = choice.notes
+    if total > limit:
+        obstacles = {name: obstacles.get(name) or _obstacle(graph, name, forced) for name in saved}
+        notes = (*notes, _out_of_reach(graph, limit, total, bound, obstacles))
+    return replace(choice, saved={name: saved[name] for name in graph.nodes if name in saved}, notes=notes)
+
+
+def _give_up(
+    graph: Graph, choice: Choice, limit: int, forced: Collection[str], allow_products: bool
+) -> tuple[dict[str, str], list[tuple[int, str]], dict[str, str]]:
+    """Captures given up one at a time until the rest fits, or none can be: the rest, those with their flops, and what
+    stands in the way of the others."""
     crossed = crossing(graph, choice)
     saved = {name: choice.saved[name] for name in crossed.captures}
     stops = set(crossed.outputs) | set(graph.primals)
     computed = set(crossed.computed)
-    size = {name: graph.nodes[name].bytes for name in saved}
-    total = sum(size.values())
+    total = sum(graph.nodes[name].bytes for name in saved)
     given_up: list[tuple[int, str]] = []
     obstacles: dict[str, str] = {}
     while total > limit:
@@ -87,7 +116,7 @@ def fit(
                 obstacles[name] = f"{stop}; allow_matmul_recompute is off"
                 continue
             price = 1 + sum(flops(graph, done) for done in work if done in graph.forward)
-            worth = Fraction(min(size[name], total - limit), price)
+            worth = Fraction(min(graph.nodes[name].bytes, total - limit), price)
             if best is None or worth > best[0]:
                 best = (worth, price, name, work)
         if best is None:
@@ -95,23 +124,9 @@ def fit(
         _, price, name, work = best
         del saved[name]
         computed.update(work)
-        total -= size[name]
+        total -= graph.nodes[name].bytes
         given_up.append((price, name))
-    for _, name in sorted(given_up, key=lambda item: -item[0]):
-        if total + size[name] <= limit:
-            saved[name] = choice.saved[name]
-            total += size[name]
-    notes = choice.notes
-    if total > limit:
-        least = fewest_bytes(graph, keepable, forced=forced, allow_products=allow_products)
-        if least is not None and _captured(graph, least) < total:
-            saved = {name: saved.get(name, f"fewest bytes: needed by {reader(graph, name)}") for name in least}
-            total = _captured(graph, least)
-    if total > limit:
-        size = {name: graph.nodes[name].bytes for name in saved}
-        obstacles = {name: obstacles.get(name) or _obstacle(graph, name, forced) for name in saved}
-        notes = (*notes, _out_of_reach(limit, total, obstacles, size))
-    return replace(choice, saved={name: saved[name] for name in graph.nodes if name in saved}, notes=notes)
+    return saved, given_up, obstacles
 
 
 def _captured(graph: Graph, names: Collection[str]) -> int:
@@ -147,10 +162,12 @@ def _first_product(graph: Graph, work: list[str]) -> str | None:
     return None
 
 
-def _out_of_reach(limit: int, total: int, obstacles: dict[str, str], size: dict[str, int]) -> str:
+def _out_of_reach(graph: Graph, limit: int, total: int, bound: int, obstacles: dict[str, str]) -> str:
+    size = {name: graph.nodes[name].bytes for name in obstacles}
     worst = sorted(obstacles, key=lambda name: -size[name])[:3]
     listed = "; ".join(f"{name}, {size[name]:,} bytes ({obstacles[name]})" for name in worst)
+    kept = f", and {total:,} are kept (the rest is less than {float(NOTICEABLE):.0%})" if total > bound else ""
     return (
-        f"a budget of {limit:,} bytes is out of reach: {total:,} bytes is the least. "
+        f"a budget of {limit:,} bytes is out of reach: {bound:,} bytes is the least{kept}. "
         f"In the way of {len(obstacles)} captures, the largest first: {listed}"
     )

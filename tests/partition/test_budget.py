@@ -98,6 +98,27 @@ def test_the_least_is_found_where_no_single_capture_can_be_given_up():
     assert "64 bytes is the least" in note and "p, 64 bytes (matmul is a matrix product or convolution" in note
 
 
+def test_row_statistics_are_not_given_up_for_nothing():
+    """The least is the product alone; mean(p^2) beside it is a row more, and half the work. A budget may ask for that,
+    but one that is out of reach anyway does not pay for it."""
+    b = Builder()
+    rows, width = 8, 512
+    x, w = b.param("x", (rows, 16)), b.param("w", (16, width))
+    p = b.let("p", op.matmul(x, w))
+    r = b.let("r", op.rsqrt(b.let("m", op.mean(b.let("s", op.square(p)), [1], keepdims=True))))
+    y = b.let("n", op.multiply(p, r))
+    g = b.param("grad_out", (rows, width))
+    made = b.build(b.let("total", op.sum(y)), b.let("d", op.multiply(b.let("e", op.multiply(g, r)), y))), 2, 1
+    wide, row = rows * width * 4, rows * 4
+    free = plan_of(made, "min_cut")
+    assert free.bytes == wide + row
+    reached = plan_of(made, MinCut(budget=wide))
+    assert reached.bytes == wide and reached.notes == ()
+    missed = plan_of(made, MinCut(budget=wide - 1))
+    assert missed.captures == free.captures and missed.price == free.price
+    assert f"{wide:,} bytes is the least, and {wide + row:,} are kept" in missed.notes[0]
+
+
 def test_the_extremes_are_in_the_plan(layer):
     plan, nothing = plan_of(layer, "min_cut"), plan_of(layer, "recompute_all")
     assert plan.inputs_only == nothing.price and plan.inputs_only.flops > plan.price.flops
