@@ -10,31 +10,9 @@ from transformers import ViTConfig
 from transformers.models.resnet.modeling_resnet import ResNetBasicLayer
 from transformers.models.vit.modeling_vit import ViTLayer
 
-from benchmarks.train_blocks import LlamaBlock, bert_layer, gelu_mlp, gpt2_block
+from benchmarks.train_blocks import LayerNormLSTM, LlamaBlock, bert_layer, gelu_mlp, gpt2_block
 
-__all__ = ["BLOCKS", "TRANSFORMERS", "LayerNormLSTM", "make"]
-
-
-class LayerNormLSTM(nn.Module):
-    """The cell of Ba, Kiros and Hinton, "Layer Normalization" (2016), over all steps of [batch, steps, width]."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.from_input = nn.Linear(width, 4 * width, bias=False)
-        self.from_state = nn.Linear(width, 4 * width, bias=False)
-        self.norm_input, self.norm_state = nn.LayerNorm(4 * width), nn.LayerNorm(4 * width)
-        self.norm_cell = nn.LayerNorm(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = cell = x.new_zeros(x.shape[0], x.shape[2])
-        states = []
-        for step in range(x.shape[1]):
-            gates = self.norm_input(self.from_input(x[:, step])) + self.norm_state(self.from_state(state))
-            enter, forget, new, leave = gates.chunk(4, dim=-1)
-            cell = torch.sigmoid(forget) * cell + torch.sigmoid(enter) * torch.tanh(new)
-            state = torch.sigmoid(leave) * torch.tanh(self.norm_cell(cell))
-            states.append(state)
-        return torch.stack(states, dim=1)
+__all__ = ["BLOCKS", "TRANSFORMERS", "make"]
 
 
 def vit_layer(attention: str) -> nn.Module:
