@@ -31,7 +31,8 @@ _SMALL = 2**15
 _WASTE = 2
 """How many times its own elements a product may compute, padded to whole register tiles, before torch's is better."""
 
-_TALLEST_BLOCK = 32 * ROWS
+_TALLEST_BLOCK = 96 * ROWS
+"""Rows of one task at most: each task packs its part of ``b``, which is worth the more, the more rows read it."""
 
 _GENERATED_CPUS = ("znver4", "znver5")
 """LLVM's names of processors with AVX-512 on which MKL does not use it."""
