@@ -1,20 +1,24 @@
 """Keeps ``detach`` and ``no_grad`` through decomposition, and every node's origin.
 
-A functional graph has no grad modes. So before it is made, each ``no_grad`` region is inlined with its results passed
+A functional graph has no grad modes. So before it is made, each ``no_grad`` region is inlined with what it reads passed
 through ``tvm_dispatch::stop_gradient``, an operator of ours that decompositions leave alone, and ``detach`` becomes
-that operator too. ``meta["custom"]``, which decomposition hands on, says which node of the training IR a node came
-from and where that stands in the user's code.
+that operator too. ``stop_gradient`` is a copy, ``detach`` is an alias: where autograd follows nothing there is nothing to
+stop and the alias stays an alias, and where a write would tell the two apart, the module is refused.
+
+``meta["custom"]``, which decomposition hands on, says which node of the training IR a node came from and where that
+stands in the user's code.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from bridge.aliases import Aliases, is_detach, is_view, written
 from bridge.errors import Unsupported, user_line
 from bridge.recurrent import split_layers
 
@@ -28,18 +32,44 @@ _library.impl("stop_gradient", torch.clone, "CompositeExplicitAutograd")
 _library.impl("stop_gradient", torch.empty_like, "Meta")
 
 
-def prepare(graph_module: fx.GraphModule) -> list[Unsupported]:
-    """Rewrites a training-IR graph in place as described above; returns what it cannot express."""
+def prepare(graph_module: fx.GraphModule, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
+    """Rewrites a training-IR graph in place as described above; returns what it cannot express.
+
+    Args:
+        requires_grad: whether a placeholder's tensor requires grad.
+    """
     problems = _inline_regions(graph_module)
     split_layers(graph_module.graph)
+    problems += _stop_gradients(graph_module.graph, requires_grad)
     for node in graph_module.graph.nodes:
-        if node.target in (aten.detach.default, aten.detach_.default):
-            node.target = torch.ops.tvm_dispatch.stop_gradient.default
         if node.op == "call_function":
             where = user_line(node.meta.get("stack_trace"))
             node.meta["custom"] = {"origin": node.name, **({"where": where} if where else {})}
     graph_module.graph.lint()
     graph_module.recompile()
+    return problems
+
+
+def _stop_gradients(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
+    """``detach`` of what autograd follows becomes ``stop_gradient``; of anything else, its argument."""
+    aliases = Aliases(graph.nodes, requires_grad, cut=lambda node: False)
+    stopped = Aliases(graph.nodes, requires_grad, cut=lambda node: is_detach(node) and aliases.followed(node))
+    problems = []
+    for node in [node for node in graph.nodes if is_detach(node)]:
+        source = node.args[0]
+        if not aliases.followed(node):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            continue
+        node.target = torch.ops.tvm_dispatch.stop_gradient.default
+        sides = (node, source), (source, node)
+        if any(
+            stopped.used_after(one, node, writes=True) and stopped.used_after(other, node, writes=False)
+            for one, other in sides
+        ):
+            where = user_line(node.meta.get("stack_trace")) or "a line that torch.export did not keep"
+            reason = "memory that is written in place is seen by autograd and, detached, under another name"
+            problems.append(Unsupported("detach", where, reason, "clone first"))
     return problems
 
 
@@ -83,11 +113,13 @@ def _inline(graph: fx.Graph, call: fx.Node, inner: fx.Graph, args: Sequence[fx.N
             elif node.op == "output":
                 outputs = [values[value] if isinstance(value, fx.Node) else value for value in node.args[0]]
             else:
-                values[node] = graph.node_copy(node, values.__getitem__)
+                values[node] = copied = graph.node_copy(node, values.__getitem__)
                 if user_line(node.meta.get("stack_trace")) is None:  # regions keep generated code's lines
-                    values[node].meta["stack_trace"] = call.meta.get("stack_trace")
-        if stop:
-            outputs = [_stopped(graph, output) for output in outputs]
+                    copied.meta["stack_trace"] = call.meta.get("stack_trace")
+                if stop and not is_view(copied):
+                    _detach_reads(graph, copied)
+        if stop:  # views of what came in; anything else is followed by nobody, and its detach will go again
+            outputs = [_detached(graph, output) for output in outputs]
     for user in list(call.users):
         if user.target is not operator.getitem:
             raise AssertionError(f"a region's result is used by {user.format_node()}")
@@ -96,9 +128,22 @@ def _inline(graph: fx.Graph, call: fx.Node, inner: fx.Graph, args: Sequence[fx.N
     graph.erase_node(call)
 
 
-def _stopped(graph: fx.Graph, value: Any) -> Any:
-    if not isinstance(value, fx.Node) or not value.meta["val"].is_floating_point():
+def _detach_reads(graph: fx.Graph, node: fx.Node) -> None:
+    """Passes what an operator reads through ``detach``; what it writes stays the memory that it is."""
+    targets = written(node)
+    with graph.inserting_before(node):
+        seen = {source: source if source in targets else _detached(graph, source) for source in node.all_input_nodes}
+    node.args = fx.map_arg(node.args, seen.__getitem__)
+    node.kwargs = fx.map_arg(node.kwargs, seen.__getitem__)
+
+
+def _detached(graph: fx.Graph, value: Any) -> Any:
+    if not isinstance(value, fx.Node) or not _is_float(value.meta.get("val")):
         return value
-    stopped = graph.call_function(torch.ops.tvm_dispatch.stop_gradient.default, (value,))
-    stopped.meta = dict(value.meta)
-    return stopped
+    detached = graph.call_function(aten.detach.default, (value,))
+    detached.meta = dict(value.meta)
+    return detached
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

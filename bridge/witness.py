@@ -237,6 +237,12 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _geometry(tensor: torch.Tensor) -> tuple:
+    """What an in-place change of a tensor's own description alters; a write of numbers has its own rules."""
+    is_leaf_with_grad = tensor.grad_fn is None and tensor.requires_grad
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), _storage(tensor), is_leaf_with_grad
+
+
 def _leaves(value: Any) -> list[Any]:
     if isinstance(value, torch.Tensor):
         return [value]
@@ -324,8 +330,12 @@ def observe(
     witness = Witness(unsupported=watch.unsupported)
     trace = OpTrace(inputs)
     recorders = _InPlaceWatcher(watch), _DrawRecorder(witness.draws, watch.complain, trace)
+    geometry = [_geometry(tensor) for tensor in inputs]
     with mode, _exporting_flag(), _generator_watch(watch), recorders[0], recorders[1]:
         result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
+    if geometry != [_geometry(tensor) for tensor in inputs] and not watch.unsupported:
+        reason = "gives a tensor of the module's or the caller's another shape, memory or requires_grad"
+        watch.complain("detach_, requires_grad_, set_ or a view in place", reason, "work on a view or a clone of it")
     for tensor in set(state.values()) - set(parameters):
         if tensor.requires_grad and tensor.grad_fn is not None:
             watch.complain("buffer", "forward leaves a buffer that requires grad", "update it under torch.no_grad()")
@@ -346,10 +356,10 @@ def _describe_outputs(leaves: Sequence[Any], inputs: Sequence[torch.Tensor], wit
         alias, same = None, False
         if id(leaf) in index_of:
             alias, same = ("input", index_of[id(leaf)]), True
-        elif _storage(leaf) in by_storage and leaf.numel():
-            alias = by_storage[_storage(leaf)]
         elif id(leaf) in seen_outputs:
             alias, same = ("output", seen_outputs[id(leaf)]), True
+        elif _storage(leaf) in by_storage and leaf.numel():
+            alias = by_storage[_storage(leaf)]
         elif leaf.numel():
             alias = _spanning_output(leaf, leaves[:index])
         seen_outputs.setdefault(id(leaf), index)
@@ -382,7 +392,7 @@ def _spanning_output(leaf: torch.Tensor, earlier: Sequence[Any]) -> tuple[str, i
     for index, other in enumerate(earlier):
         if not isinstance(other, torch.Tensor) or _storage(other) != _storage(leaf) or other.dtype != leaf.dtype:
             continue
-        if other.requires_grad != leaf.requires_grad:
+        if leaf.requires_grad and not other.requires_grad:
             continue
         covers = other.numel() * other.element_size() == other.untyped_storage().nbytes()
         if covers and other.storage_offset() == 0 and other.is_contiguous():

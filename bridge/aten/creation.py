@@ -45,12 +45,12 @@ def empty(importer, node, *args, **layout):
 
 @converts(aten.arange.start_step, aten.arange.start, aten.arange.default)
 def arange(importer, node, *bounds, **layout):
-    start, end, step = (0, bounds[0], 1) if len(bounds) == 1 else (*bounds, 1)[:3]
+    start, _, step = (0, bounds[0], 1) if len(bounds) == 1 else (*bounds, 1)[:3]
     element_type = importer.out_dtype(node)
     ints = "float" not in element_type
-    start, end, step = (int(b) if ints else float(b) for b in (start, end, step))
+    start, step = (int(b) if ints else float(b) for b in (start, step))
     extent = importer.out(node).shape[0]
-    if ints:
+    if ints and step > 0:  # relax infers a wrong extent for a negative step
         return importer.emit(relax.op.arange(start, start + extent * step, step, element_type))
     index = importer.emit(relax.op.arange(0, extent, 1, "int64"))
     scaled = relax.op.multiply(importer.cast(index, element_type), importer.constant(step, element_type))

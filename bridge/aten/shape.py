@@ -124,6 +124,8 @@ def slice_scatter(importer, node, x, source, dim=0, start=None, end=None, step=1
     extent = shape(x)[dim]
     start, end = slice_bounds(extent, start, end)
     (source,) = importer.operands(node, source)
+    if 0 in shape(source):
+        return x
     if step == 1:
         pieces = [_sliced(importer, x, dim, 0, start), source, _sliced(importer, x, dim, end, extent)]
         pieces = [piece for piece in pieces if shape(piece)[dim] > 0]

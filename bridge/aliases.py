@@ -1,0 +1,121 @@
+"""Who shares memory with whom in a training-IR graph, and which memory autograd may follow.
+
+The graph is not functional yet: operators write in place and return views, as their schemas say.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import fx
+
+__all__ = ["Aliases", "is_detach", "is_view", "written"]
+
+
+def _schema_arguments(node: fx.Node) -> list[tuple[torch.Argument, fx.Node]]:
+    """The tensor arguments of an operator call, each with its declaration."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    declared = node.target._schema.arguments
+    pairs = list(zip(declared, node.args, strict=False))
+    pairs += [(argument, node.kwargs[argument.name]) for argument in declared if argument.name in node.kwargs]
+    return [
+        (argument, item)
+        for argument, value in pairs
+        for item in (value if isinstance(value, list | tuple) else [value])
+        if isinstance(item, fx.Node)
+    ]
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an operator call writes into."""
+    return [
+        value for argument, value in _schema_arguments(node) if argument.alias_info and argument.alias_info.is_write
+    ]
+
+
+def _aliased(node: fx.Node) -> fx.Node | None:
+    """The argument whose memory a node's result may share, if any."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        return node.args[0]
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    if not any(returned.alias_info for returned in node.target._schema.returns):
+        return None
+    return next((value for argument, value in _schema_arguments(node) if argument.alias_info), None)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's result may share memory with one of its arguments, without a write."""
+    return _aliased(node) is not None and not written(node)
+
+
+def is_detach(node: fx.Node) -> bool:
+    """Whether a node is an alias that autograd does not follow."""
+    return node.target in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
+
+
+class Aliases:
+    """Classes of nodes that may share memory.
+
+    Args:
+        nodes: of one graph, in order.
+        requires_grad: whether a placeholder requires grad.
+        cut: nodes that start a class of their own although their operator returns an alias.
+    """
+
+    def __init__(
+        self, nodes: Iterable[fx.Node], requires_grad: Callable[[fx.Node], bool], cut: Callable[[fx.Node], bool]
+    ):
+        self.order = {node: position for position, node in enumerate(nodes)}
+        self.root: dict[fx.Node, fx.Node] = {}
+        self._detached: set[fx.Node] = set()  # seen under a name that autograd does not follow
+        for node in self.order:
+            source = _aliased(node)
+            self.root[node] = node if source is None or cut(node) else self.root[source]
+            if is_detach(node) or source in self._detached:
+                self._detached.add(node)
+        self._followed = {node for node in self.order if node.op == "placeholder" and requires_grad(node)}
+        self._followed_though_detached: set[fx.Node] = set()  # written into under such a name
+        self._spread()
+
+    def _spread(self) -> None:
+        """A class is followed if what its first member reads, or what is written into it, is. Order is ignored."""
+        size = -1
+        while size != len(self._followed) + len(self._followed_though_detached):
+            size = len(self._followed) + len(self._followed_though_detached)
+            for node in self.order:
+                if not any(self._passes_on(source) for source in node.all_input_nodes):
+                    continue
+                targets = written(node)
+                if not targets and node not in self._detached:
+                    self._followed.add(self.root[node])
+                for target in targets:
+                    self._followed.add(self.root[target])
+                    if target in self._detached:
+                        self._followed_though_detached.add(self.root[target])
+
+    def _passes_on(self, source: fx.Node) -> bool:
+        root = self.root[source]
+        return root in (self._followed_though_detached if source in self._detached else self._followed)
+
+    def followed(self, node: fx.Node) -> bool:
+        """Whether autograd may follow a value with this memory (never wrongly ``False``)."""
+        return self.root[node] in self._followed
+
+    def class_of(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes that may share memory with ``node``, in order."""
+        return [other for other, root in self.root.items() if root is self.root[node]]
+
+    def used_after(self, node: fx.Node, moment: fx.Node, *, writes: bool) -> bool:
+        """Whether memory of ``node`` is read (or, with ``writes``, written) after ``moment`` in the graph's order.
+
+        What the caller can see, placeholders and results, counts as read at the end.
+        """
+        members = self.class_of(node)
+        if not writes and members[0].op == "placeholder":
+            return True
+        users = {user for member in members for user in member.users if self.order[user] > self.order[moment]}
+        return any(not writes or any(self.root[target] is members[0] for target in written(user)) for user in users)

@@ -1,0 +1,167 @@
+"""Memory seen under several names: detach, no_grad regions, views, results that share memory. Found by tests.fuzz."""
+
+import pytest
+import torch
+from torch import nn
+
+from bridge import UnsupportedModule, add_tvm_dispatch
+from tests.bridge.parity import check_module
+
+
+def rows(*shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (3, 4)), generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+class _Buffered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("b", torch.zeros(4))
+
+
+class DetachedBuffer(_Buffered):
+    def forward(self, x):
+        self.b.detach().add_(1)
+        return x * self.b
+
+
+class ViewMadeWithoutGrad(_Buffered):
+    def forward(self, x):
+        with torch.no_grad():
+            view = self.b.view(2, 2)
+        view.add_(1)
+        return x * self.b
+
+
+class ViewWrittenInsideAndOutside(_Buffered):
+    def forward(self, x):
+        with torch.no_grad():
+            view = self.b.view(2, 2)
+            view.add_(x.mean())
+        view.mul_(2)
+        return x * self.b
+
+
+class UpdatedTwiceWithoutGrad(_Buffered):
+    def forward(self, x):
+        with torch.no_grad():
+            self.b.copy_(self.b * 0.5 + x.mean())
+        y = x + self.b
+        with torch.no_grad():
+            self.b.copy_(self.b * 0.5 + y.mean())
+        return y * self.b
+
+
+class DetachedConstant(nn.Module):
+    def forward(self, x):
+        zeros = torch.zeros(4, dtype=x.dtype)
+        zeros.detach().add_(1)
+        return zeros * x
+
+
+class MadeWithoutGradWrittenLater(nn.Module):
+    def forward(self, x):
+        with torch.no_grad():
+            y = x * 2
+            view = y.view(-1)
+        view.mul_(3)
+        return y * x
+
+
+class DetachThenCompute(nn.Module):
+    def forward(self, x):
+        y = x.detach() * 2
+        with torch.no_grad():
+            y.mul_(3)
+        return y.add_(1) * x
+
+
+class CumulativeTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, momentum=None)
+
+    def forward(self, x):
+        return self.norm(self.norm(x) + 1)
+
+
+MODULES = [
+    DetachedBuffer,
+    ViewMadeWithoutGrad,
+    ViewWrittenInsideAndOutside,
+    UpdatedTwiceWithoutGrad,
+    DetachedConstant,
+    MadeWithoutGradWrittenLater,
+    DetachThenCompute,
+    CumulativeTwice,
+]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_writes_are_seen_under_every_name(module):
+    check_module(module, rows)
+
+
+class DetachedThenFollowed(nn.Module):
+    def forward(self, x):
+        y = torch.zeros(4, dtype=x.dtype)
+        z = y.detach()
+        z.add_(1)
+        y.copy_(x[0])
+        return y * x
+
+
+class DetachesItsArgument(nn.Module):
+    def forward(self, x):
+        y = x * x
+        x.detach_()
+        return y
+
+
+class TransposesItsArgument(nn.Module):
+    def forward(self, x):
+        x.t_()
+        return x * 2
+
+
+@pytest.mark.parametrize("module", [DetachedThenFollowed, DetachesItsArgument, TransposesItsArgument])
+def test_what_a_graph_cannot_say_is_refused(module):
+    x = rows().detach() if module is TransposesItsArgument else rows()
+    shape = x.shape
+    with pytest.raises(UnsupportedModule):
+        add_tvm_dispatch(module(), x)
+    assert x.requires_grad is (module is not TransposesItsArgument) and x.shape == shape
+
+
+class Results(nn.Module):
+    def forward(self, x):
+        y = torch.tan(x)
+        same = x.movedim(-1, -1)
+        return y, y.detach(), y[..., :1], same, same
+
+
+def test_results_share_memory_as_in_eager():
+    module = add_tvm_dispatch(Results(), rows())
+    x = rows()
+    y, detached, first, same, again = module(x)
+    assert same is again
+    assert detached.data_ptr() == y.data_ptr() == first.data_ptr() and same.data_ptr() == x.data_ptr()
+    assert not detached.requires_grad and y.requires_grad
+    detached.zero_()
+    assert not y.any()
+
+
+class Empty(nn.Module):
+    def forward(self, x):
+        y = x.clone()
+        y[:0] = 3.0
+        return torch.softmax(x[:, :0], -1), y, torch.maximum(x[:0], x[:0])
+
+
+class Backwards(nn.Module):
+    def forward(self, x):
+        return x[..., torch.arange(3, -1, -1)], torch.arange(5, 0, -2), torch.arange(1.0, -1.0, -0.5, dtype=x.dtype)
+
+
+@pytest.mark.parametrize("module", [Empty, Backwards])
+def test_empty_ranges_and_negative_steps(module):
+    check_module(module, rows)
