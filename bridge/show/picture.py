@@ -84,13 +84,14 @@ class Picture:
 
 _GRAPH = {
     "rankdir": "TB",
-    "nodesep": "0.18",
-    "ranksep": "0.28",
+    "nodesep": "0.1",
+    "ranksep": "0.22",
     "fontname": "Helvetica",
     "fontsize": "13",
     "labelloc": "t",
     "labeljust": "l",
     "newrank": "true",
+    "splines": "true",
     "remincross": "true",
 }
 _NODE = {"fontname": "Helvetica", "fontsize": "11", "margin": "0.07,0.03", "height": "0.1", "width": "0.3"}
@@ -165,6 +166,10 @@ def _table(title: str, rows: list[tuple[str, str]]) -> str:
     return f'<<TABLE BORDER="1" COLOR="#bbbbbb" CELLBORDER="0" CELLSPACING="0" CELLPADDING="1">{head}{cells}</TABLE>>'
 
 
+def _texts(picture: Picture) -> list[str]:
+    return [arrow.label for arrow in picture.arrows] + [row for box in picture.boxes.values() for row in box.rows]
+
+
 def _legend(dot: Any, picture: Picture) -> None:
     plain = ("input", "result")
     used = [kind for kind in KINDS if kind not in plain and any(box.kind == kind for box in picture.boxes.values())]
@@ -173,6 +178,8 @@ def _legend(dot: Any, picture: Picture) -> None:
         f'<TD ALIGN="LEFT"><FONT POINT-SIZE="9">{html.escape(KINDS[kind].meaning)}</FONT></TD></TR>'
         for kind in used
     )
+    if any("ᵀ" in text for text in _texts(picture)):
+        cells += '<TR><TD> </TD><TD ALIGN="LEFT"><FONT POINT-SIZE="9">ᵀ: permuted</FONT></TD></TR>'
     if any(box.double for box in picture.boxes.values()):
         double = '<FONT POINT-SIZE="9">double line: a library computes it</FONT>'
         cells += f'<TR><TD BORDER="1"> </TD><TD ALIGN="LEFT">{double}</TD></TR>'

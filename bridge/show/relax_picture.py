@@ -29,7 +29,7 @@ _VIEWS = frozenset(
     "relax.reshape relax.permute_dims relax.expand_dims relax.squeeze relax.broadcast_to relax.flatten".split()
 )
 _LIBRARY = frozenset(("relax.matmul", "relax.concat", "relax.stack", "relax.take"))
-_LONGEST = 34  # characters of a row
+_LONGEST = 27  # characters of a row
 _BACKWARD = ("bw", "grad_")
 
 
@@ -129,29 +129,30 @@ class _Painter:
                 rows.append(_short(self.reading.display.get(base.name, base.name), keep_end=True) + how)
             elif isinstance(base, Constant):
                 rows.append(value_text(base))
-        kind = (
-            "captured"
-            if name in self.reading.captured
-            else "recomputed"
-            if name in self.reading.recomputed
-            else "backward"
-            if upward
-            else "forward"
-            if self.reading.training
-            else "node"
-        )
+        kind = self._kind(name, upward)
         double = op_name(value) in _LIBRARY or library_name(value) is not None
         module = self.reading.modules.get(name, "")
-        if any(row.startswith(module) for row in rows):
-            module = ""
         if name in self.gradient_of:
             rows += ["gradient of", _short(self.gradient_of[name], keep_end=True)]
+        if any(row.startswith(module) or row.endswith(module) for row in rows):
+            module = ""
+        if kind == "captured":
+            rows.append(self._type(var.ty))
         cluster = self.reading.clusters.get(name, "")
         self.picture.add(
             Box(self._key(name), short_op(value), kind, tuple(rows), _short(module, True), upward, double, cluster)
         )
         for arg in sources:
             self._arrow(arg, self._key(name), upward)
+
+    def _kind(self, name: str, upward: bool) -> str:
+        if name in self.reading.captured:
+            return "captured"
+        if name in self.reading.recomputed:
+            return "recomputed"
+        if upward:
+            return "backward"
+        return "forward" if self.reading.training else "node"
 
     def _arrow(self, arg: Expr, head: str, upward: bool) -> None:
         base, how = self._base(arg)
@@ -160,8 +161,8 @@ class _Painter:
             return
         saved = upward and not self.picture.boxes[tail].upward
         label = self._type(arg.ty) + how
-        if saved and (tail, label) in self.labelled:
-            label = ""  # one label for all arrows that carry the same saved value
+        if (tail, label) in self.labelled or (saved and self._type(base.ty) == label):
+            label = ""  # one label for all arrows that carry the same value in the same shape
         self.labelled.add((tail, label))
         arrow = Arrow(tail, head, label, saved)
         if arrow not in self.picture.arrows:
@@ -174,7 +175,7 @@ class _Painter:
             value = self.value_of[arg]
             permuted ^= op_name(value) == "relax.permute_dims"
             arg = value if isinstance(value, Var) else _arguments(value)[0]
-        return arg, " permuted" if permuted else ""
+        return arg, " ᵀ" if permuted else ""
 
     def _gradients(self) -> dict[str, str]:
         """Results that are the gradient of a parameter that is no box, by name: their boxes say so."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autodiff.ir import Function
-from bridge.compile import Program
+from autodiff.ir import Function, bindings
+from bridge.compile import KernelStep, Program, compile_function
 from bridge.lowered import Lowered
 from bridge.show.picture import Picture, draw
 from bridge.show.program_picture import kernel_picture, program_picture
@@ -25,6 +25,7 @@ def visualize(
     stage: str | None = None,
     *,
     kernel: str | None = None,
+    kernels: bool = False,
     views: bool = False,
     legend: bool = True,
 ) -> graphviz.Digraph:
@@ -39,6 +40,7 @@ def visualize(
         stage: for a ``Lowered``: a stage's name, ``"split"`` for forward and backward in one picture; by default the
             joint graph after cleaning, or the forward where nothing requires grad.
         kernel: for a ``Program``: the inside of this kernel instead of the steps.
+        kernels: for a ``Lowered``: compile the functions, and frame the operators that share a kernel.
         views: whether reshapes and permutations are boxes of their own.
         legend: whether the picture explains its colours.
 
@@ -48,7 +50,7 @@ def visualize(
         ImportError: the Python package ``graphviz`` is missing. (Rendering also needs graphviz itself, ``dot``.)
     """
     if isinstance(what, Lowered):
-        picture = _lowered(what, stage, views)
+        picture = _lowered(what, stage, views, kernels)
     elif isinstance(what, Program):
         picture = program_picture(what) if kernel is None else kernel_picture(what, kernel)
     elif isinstance(what, Stage):
@@ -69,7 +71,7 @@ def _plain(function: Function, views: bool) -> Reading:
     return Reading(folded=folded, views=views, training=training)
 
 
-def _lowered(lowered: Lowered, stage: str | None, views: bool) -> Picture:
+def _lowered(lowered: Lowered, stage: str | None, views: bool, kernels: bool) -> Picture:
     if stage is None:
         stage = "cleaned" if lowered.plan else "forward"
     origins = lowered.origins()
@@ -80,13 +82,14 @@ def _lowered(lowered: Lowered, stage: str | None, views: bool) -> Picture:
     recomputed = set(plan.recomputed) if plan else set()
     captured = {saved.name for saved in plan.captures} if plan else set()
 
-    def reading(again: set[str], alias: dict[str, str] | None = None) -> Reading:
+    def reading(again: set[str], clusters: dict[str, str], alias: dict[str, str] | None = None) -> Reading:
         return Reading(
             captured=captured,
             recomputed=again,
             display=display,
             folded=set(display),
             modules={name: origin.module for name, origin in origins.items()},
+            clusters=clusters,
             views=views,
             training=plan is not None,
             alias=alias or {},
@@ -94,16 +97,38 @@ def _lowered(lowered: Lowered, stage: str | None, views: bool) -> Picture:
 
     name = lowered.captured.module_name
     if stage != SPLIT:
-        picture = function_picture(lowered[stage].function, f"{name}: {lowered[stage].provenance}", reading(set()))
+        function = lowered[stage].function
+        again = recomputed if stage == "split backward" else set()
+        picture = Picture(f"{name}: {lowered[stage].provenance}")
+        add_function(picture, function, reading(again, _groups(picture, function, stage) if kernels else {}))
+    elif plan is None:
+        raise KeyError("nothing requires grad: there is no split")
     else:
-        if plan is None:
-            raise KeyError("nothing requires grad: there is no split")
-        picture = Picture(f"{name}: forward and backward ({plan.strategy})")
-        add_function(picture, lowered.forward, reading(set()), prefix="forward/")
-        names = [param.name for param in lowered.backward.params]
+        picture = Picture(f"{name}: forward and backward, {plan.strategy}")
+        forward, backward = lowered.forward, lowered.backward
+        groups = [_groups(picture, f, d) if kernels else {} for f, d in ((forward, "forward"), (backward, "backward"))]
+        add_function(picture, forward, reading(set(), groups[0]), prefix="forward/")
+        names = [param.name for param in backward.params]
         alias = {name: f"forward/{name}" for name in names if f"forward/{name}" in picture.boxes}
-        add_function(picture, lowered.backward, reading(recomputed, alias), prefix="backward/")
+        add_function(picture, backward, reading(recomputed, groups[1], alias), prefix="backward/")
     rows = [(spec.name, "x".join(map(str, spec.shape)) or "scalar") for spec in tensors]
     if rows:
         picture.tables.append(("parameters and buffers", rows))
     return picture
+
+
+def _groups(picture: Picture, function: Function, prefix: str) -> dict[str, str]:
+    """The cluster of every variable that shares a kernel with others; what several kernels compute is in the first."""
+    program = compile_function(function, name=prefix.replace(" ", "_"))
+    own = [var.name for var in function.params] + [var.name for var, _ in bindings(function)]
+    name_of = dict(zip(program.variables, own, strict=True))
+    found: dict[str, str] = {}
+    for step in program.steps:
+        if isinstance(step, KernelStep):
+            fresh = [name_of.get(name, name) for name in step.contents.bindings]
+            fresh = [name for name in fresh if name not in found]
+            if len(fresh) > 1:
+                cluster = f"{prefix} {step.name.split('_')[0]}"
+                picture.clusters[cluster] = cluster
+                found.update(dict.fromkeys(fresh, cluster))
+    return found
