@@ -123,6 +123,7 @@ class Trace:
         found: results and gradients by stage (``None``: the stage has none).
         inputs: what the stages were run on.
         allowed: the deviation that rounding explains.
+        notes: what was left out, in sentences.
     """
 
     lowered: Lowered
@@ -131,6 +132,7 @@ class Trace:
     runs: dict[str, Run] = field(default_factory=dict)
     found: dict[str, tuple[list[torch.Tensor] | None, list[torch.Tensor] | None]] = field(default_factory=dict)
     inputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def deviations(self, stage: str) -> tuple[float, str]:
         """The stage's largest deviation from eager, and the result that has it."""
@@ -202,8 +204,11 @@ def _trace_captured(made: Trace) -> None:
     if wanted:
         rooted = [run.results[position] for position in lowered.differentiable]
         inputs = [leaves[index] for index in lowered.wanted]
-        found = torch.autograd.grad(rooted, inputs, reference.grad_outs, allow_unused=True)
-        gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+        try:
+            found = torch.autograd.grad(rooted, inputs, reference.grad_outs, allow_unused=True)
+            gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+        except RuntimeError as error:  # a functional operator that eager autograd never meets
+            made.notes.append(f"captured: only its results are compared, torch cannot differentiate the graph: {error}")
     made.runs["captured"] = run
     made.found["captured"] = ([result.detach() for result in run.results], gradients)
     made.inputs["captured"] = reference.primals
@@ -311,6 +316,7 @@ def _judge(lowered: Lowered, traces: list[Trace], names: list[str], notes: tuple
         numbers = {kind: off for kind, (off, _) in zip(names, measured, strict=True)}
         worst = max(measured)[1] if verdict != DEVIATES or source is not exact else measured[-1][1]
         stages.append(StageCheck(name, numbers, worst, verdict, culprit))
+    notes = tuple(dict.fromkeys((*notes, *(note for made in traces for note in made.notes))))
     allowed = {kind: made.allowed for kind, made in zip(names, traces, strict=True)}
     return Check(lowered.captured.module_name, tuple(stages), allowed, notes)
 

@@ -65,6 +65,8 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
         return args[0][args[1]]
     if node.target is torch.ops.tvm_dispatch.stop_gradient.default:
         return args[0].detach().clone()
+    if node.target is aten.copy.default:  # torch has no derivative of its functional form
+        return args[1].to(args[0].dtype).expand(args[0].shape)
     if node.name in captured.draw_of:
         draw = drawn.get(captured.draw_of[node.name])
         if node.target is aten.native_dropout.default and draw is not None:
