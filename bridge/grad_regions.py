@@ -1,9 +1,9 @@
 """Keeps ``detach`` and ``no_grad`` through decomposition, and every node's origin.
 
-A functional graph has no grad modes. So before it is made, each ``no_grad`` region is inlined with what it reads passed
-through ``tvm_dispatch::stop_gradient``, an operator of ours that decompositions leave alone, and ``detach`` becomes
-that operator too. ``stop_gradient`` is a copy, ``detach`` is an alias: where autograd follows nothing there is nothing to
-stop and the alias stays an alias, and where a write would tell the two apart, the module is refused.
+A functional graph has no grad modes. So before it is made, each ``no_grad`` region is inlined with what it reads
+passed through ``tvm_dispatch::stop_gradient``, an operator of ours that decompositions leave alone, and ``detach``
+becomes that operator too. ``stop_gradient`` is a copy, ``detach`` is an alias: where autograd follows nothing there is
+nothing to stop and the alias stays an alias, and where a write would tell the two apart, the module is refused.
 
 ``meta["custom"]``, which decomposition hands on, says which node of the training IR a node came from and where that
 stands in the user's code.
