@@ -28,12 +28,12 @@ class Contents:
     """The contents of a mutable object as they were.
 
     Attributes:
-        place: the attribute that leads to the object, for the reason of a mismatch.
+        place: what leads to the object, for the reason of a mismatch.
     """
 
     __slots__ = ("_keys", "_read", "_values", "_view", "place")
 
-    def __init__(self, place: tuple[int, str], value: Any):
+    def __init__(self, place: Any, value: Any):
         self.place = place
         self._view = value if type(value) in (list, set, dict) else vars(value)
         is_mapping = isinstance(self._view, dict)
@@ -52,24 +52,29 @@ class Contents:
 
 
 def same_plain(now: Any, then: Any) -> bool:
-    """Whether this is the same object, or an immutable value of the same type that no operator can tell apart."""
+    """Whether this is the same object, or a value of the same type that no operator can tell apart.
+
+    A list in the place of an equal one counts as the same: what was remembered is watched by contents of its own.
+    """
     if now is then:
         return True
-    if type(now) is not type(then) or not isinstance(now, _PLAIN):
+    if type(now) is not type(then):
         return False
-    if isinstance(now, tuple):
+    if type(now) is list or isinstance(now, tuple):
         return len(now) == len(then) and all(map(same_plain, now, then))
+    if not isinstance(now, _PLAIN):
+        return False
     if isinstance(now, float | complex):  # zero has a sign, and nan is nan
         return repr(now) == repr(then)
     return bool(now == then)
 
 
-def contents_of(place: tuple[int, str], value: Any, seen: dict[int, Any]) -> Iterator[Contents]:
+def contents_of(place: Any, value: Any, seen: dict[int, Any]) -> Iterator[Contents]:
     """The mutable objects that an attribute's value holds, each once; ``seen`` keeps those visited, by identity."""
     yield from _walk(place, value, seen, _NESTED_OBJECTS)
 
 
-def _walk(place: tuple[int, str], value: Any, seen: dict[int, Any], objects: int) -> Iterator[Contents]:
+def _walk(place: Any, value: Any, seen: dict[int, Any], objects: int) -> Iterator[Contents]:
     kind = type(value)
     if kind in (tuple, list, set, dict):
         parts = list(value.values() if kind is dict else value)
