@@ -123,7 +123,7 @@ def _cold(case: str, layers: int) -> Seconds:
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache}
         command = [sys.executable, "-m", "benchmarks.compile_time", "--case", case, "--layers", str(layers)]
-        done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
