@@ -1,0 +1,43 @@
+"""How far rounding alone moves a program: eager with a rounding error added to every result of every operator.
+
+A difference between two ways of computing the same thing is rounding if eager moves as far when each of its operators
+is off by a unit in the last place; it is a bug if eager does not. Unlike a fixed tolerance this follows the condition
+of the program: cancellation, sharp softmaxes, ties that fall either way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Noise"]
+
+ULPS = 2.0
+"""Relative error, in units of the element type, that a result may be off by."""
+
+
+class Noise(TorchDispatchMode):
+    """Multiplies every newly computed float by ``1 + e``, ``|e| <= ULPS * eps``; masks and draws are left alone."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags or any(r.alias_info for r in func._schema.returns):
+            return result
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            return result  # a constant is exact
+        return pytree.tree_map_only(Tensor, self._disturbed, result)
+
+    def _disturbed(self, value: Tensor) -> Tensor:
+        if not value.is_floating_point() or not value.numel() or value.layout != torch.strided:
+            return value
+        error = torch.rand(value.shape, generator=self.generator, dtype=torch.float64) * 2 - 1
+        factor = 1 + ULPS * torch.finfo(value.dtype).eps * error
+        noisy = torch.empty_like(value)
+        noisy.copy_(value.double() * factor)
+        return torch.where(value.isfinite() & noisy.isfinite(), noisy, value)

@@ -1,0 +1,138 @@
+"""A random module as a piece of source text, so that a failure prints as a script that anyone can run."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+__all__ = ["PREAMBLE", "Arguments", "Program", "run_preamble"]
+
+PREAMBLE = '''\
+import math
+from collections import namedtuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+Pair = namedtuple("Pair", "first second")
+
+
+class Doubled(torch.autograd.Function):
+    """A custom function whose backward is not the derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        return grad_out * 3
+
+
+class Keep:
+    """An object that is no tensor, number or string."""
+'''
+"""What the text of every program starts with."""
+
+
+def run_preamble(dtype: str) -> dict[str, Any]:
+    """The names that a program's lines may use."""
+    names: dict[str, Any] = {"__name__": "tests.fuzz.generated"}
+    exec(PREAMBLE, names)
+    names["D"] = getattr(torch, dtype)
+    return names
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of one call and the leaves that may get a gradient."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    leaves: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A module and its sample call.
+
+    Attributes:
+        seed: what it was generated from.
+        dtype: name of its main element type, ``D`` in the text.
+        init: lines of ``__init__``.
+        arguments: ``(name, expression, by keyword)`` of each argument of ``forward``; an expression may use the names
+            before it.
+        body: statements of ``forward``, each of one or several lines.
+        result: the expression that ``forward`` returns.
+        training: the mode that the module is in.
+    """
+
+    seed: int
+    dtype: str
+    init: tuple[str, ...]
+    arguments: tuple[tuple[str, str, bool], ...]
+    body: tuple[str, ...]
+    result: str
+    training: bool = True
+
+    @property
+    def source(self) -> str:
+        """A self-contained script: the class, ``make_module()`` and ``make_arguments()``."""
+        names = [name for name, _, _ in self.arguments]
+        lines = [PREAMBLE, f"\nD = torch.{self.dtype}\n\n", "class Random(nn.Module):", "    def __init__(self):"]
+        lines += ["        super().__init__()", *_indented(self.init, 8), ""]
+        lines += [f"    def forward({', '.join(['self', *names])}):", *_indented(self.body, 8)]
+        lines += [f"        return {self.result}", "", "", "def make_module():", "    torch.manual_seed(0)"]
+        lines += [f"    return Random().train({self.training})", "", "", "def make_arguments(seed=0):"]
+        lines += ["    torch.manual_seed(seed)"]
+        lines += [f"    {name} = {text}" for name, text, _ in self.arguments]
+        positional = "".join(f"{name}, " for name, _, keyword in self.arguments if not keyword)
+        keywords = ", ".join(f"{name!r}: {name}" for name, _, keyword in self.arguments if keyword)
+        lines += [f"    return ({positional}), {{{keywords}}}", ""]
+        return "\n".join(lines)
+
+    def load(self) -> Mapping[str, Any]:
+        """The script's names after it ran; its lines are found in tracebacks.
+
+        Raises:
+            Exception: whatever its class statement raises.
+        """
+        filename = f"<fuzz/{self.seed}-{hash(self.source) & 0xFFFFFF:06x}.py>".strip("<>")
+        linecache.cache[filename] = (len(self.source), None, self.source.splitlines(keepends=True), filename)
+        names: dict[str, Any] = {"__name__": "tests.fuzz.generated"}
+        exec(compile(self.source, filename, "exec"), names)
+        return names
+
+    def without(self, index: int) -> Program:
+        """The program without one statement."""
+        return replace(self, body=self.body[:index] + self.body[index + 1 :])
+
+
+def make_arguments(names: Mapping[str, Any], seed: int) -> Arguments:
+    """New arguments for a call of a loaded program; the default generator is left alone."""
+    with torch.random.fork_rng(devices=[]):
+        args, kwargs = names["make_arguments"](seed)
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        base = leaf._base if isinstance(leaf, Tensor) and leaf._base is not None else leaf
+        if isinstance(base, Tensor) and base.is_leaf and base.requires_grad and all(base is not f for f in found):
+            found.append(base)
+    return Arguments(args, kwargs, tuple(found))
+
+
+def make_module(names: Mapping[str, Any]) -> nn.Module:
+    """A new module of a loaded program, always with the same numbers; the default generator is left alone."""
+    with torch.random.fork_rng(devices=[]):
+        return names["make_module"]()
+
+
+def _indented(lines: tuple[str, ...], width: int) -> list[str]:
+    return [" " * width + line for statement in lines for line in statement.splitlines()]

@@ -1,0 +1,115 @@
+"""Sixty random modules: each matches eager, or is refused or missed with a reason (more: ``python -m tests.fuzz``)."""
+
+import ast
+
+import pytest
+import torch
+from torch import nn
+
+from bridge.compile import clear_cache
+from tests.fuzz.check import Verdict, check
+from tests.fuzz.generate import generate
+from tests.fuzz.program import Program
+from tests.fuzz.shrink import shrink
+
+COUNT, BATCH = 60, 5
+
+
+@pytest.mark.parametrize("first", range(0, COUNT, BATCH))
+def test_random_modules(first):
+    clear_cache()
+    found = {seed: check(generate(seed)) for seed in range(first, first + BATCH)}
+    bugs = {seed: verdict for seed, verdict in found.items() if verdict.is_bug}
+    assert not bugs, f"{bugs}\npython -m tests.fuzz --show SEED --shrink prints a program"
+
+
+def test_the_generator_is_deterministic_and_leaves_torch_alone():
+    before = torch.get_rng_state()
+    sources = [generate(seed).source for seed in range(100, 120)]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert sources == [generate(seed).source for seed in range(100, 120)]
+    assert len(set(sources)) == len(sources)
+    for source in sources:
+        ast.parse(source)
+
+
+def test_the_generator_uses_its_whole_vocabulary():
+    text = "\n".join(generate(seed).source for seed in range(400))
+    wanted = ["no_grad", "dropout", "register_buffer", "nn.Parameter", "bfloat16", "float32", "float64", ".add_(", "@"]
+    wanted += [
+        "expand",
+        "requires_grad=False",
+        "nn.BatchNorm",
+        "nn.LSTM",
+        "randint",
+        ".item()",
+        "Doubled.apply",
+        "gather",
+    ]
+    assert [word for word in wanted if word not in text] == []
+
+
+def program(*body: str, result: str = "y", init: tuple[str, ...] = ()) -> Program:
+    arguments = (("x", "torch.randn(3, 4, dtype=D).requires_grad_()", False),)
+    return Program(7, "float64", init, arguments, body, result)
+
+
+def test_verdicts():
+    assert check(program("y = x.sin() * 2")).status == "same"
+    refused = check(program("y = x * x.mean().item()"))
+    assert refused.status == "refused" and refused.detail
+    assert check(program("y = x.exp()", "y.mul_(2)")).status == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("statement", "word"),
+    [
+        ("y = x * (2 + OFF)", "output 0"),
+        ("y = x.sin() + OFF * x.detach()", "output 0"),
+        ("y = Off.apply(x)", "gradient"),
+    ],
+)
+def test_a_wrong_number_is_reported(monkeypatch, statement, word):
+    """The dispatched side is given another module: the difference must be seen, be it in a value or a gradient."""
+
+    class Off(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad_out):
+            return grad_out * 2.001
+
+    written = program(statement.replace("Off.apply(x)", "x * 2").replace("OFF", "0"))
+    wrong = written.load()
+
+    def add(module: nn.Module, sample, **options):
+        def forward(x):
+            names = {"x": x, "OFF": 1e-9, "Off": Off}
+            exec(statement, names)
+            return names["y"]
+
+        module.__dict__["_compiled_call_impl"] = forward
+
+    assert wrong
+    monkeypatch.setattr("tests.fuzz.check.add_tvm_dispatch", add)
+    monkeypatch.setattr("tests.fuzz.check._attributes", lambda module: {})
+    verdict = check(written)
+    assert verdict.status == "wrong" and word in verdict.detail, verdict
+
+
+def test_noise_is_not_a_bug():
+    """A difference of large numbers moves by more than a few roundings; eager itself does."""
+    lines = ["y = ((x * 1e6 + 1).sin() + 1).cumsum(-1).softmax(0)", "y = torch.nn.functional.layer_norm(y, (4,))"]
+    assert check(program(*lines)).status == "same"
+
+
+def test_shrinking_drops_what_does_not_matter():
+    large = program("a = x.sin()", "b = a * 2", "y = x * x.mean().item()", init=("self.m = nn.Linear(2, 2)",))
+    smaller, verdict = shrink(large, check(large))
+    assert smaller.body == ("y = x * x.mean().item()",) and smaller.init == () and verdict.status == "refused"
+
+
+def test_a_refusal_without_a_reason_is_a_bug():
+    assert Verdict("crash").is_bug and Verdict("wrong").is_bug and not Verdict("refused", "why").is_bug
