@@ -69,7 +69,7 @@ class ViewStep:
         return f"{self.outputs[0]} = view {self.name}({self.inputs[0]}, {geometry})"
 
 
-_FORM = attrgetter("shape", "dtype")
+_FORM = attrgetter("shape", "dtype", "is_cpu")
 Step = KernelStep | LibraryStep | ViewStep
 Action = Callable[[list], None]
 """A step as a function of the frame."""
@@ -111,7 +111,7 @@ class Program:
 
     def __post_init__(self) -> None:
         layout = self.layout
-        self._forms = [(torch.Size(v.shape), getattr(torch, v.dtype)) for v in layout.params]
+        self._forms = [(torch.Size(v.shape), getattr(torch, v.dtype), True) for v in layout.params]
         self._fresh = [
             (place, partial(torch.empty_strided, shape, dense_strides(shape), dtype=dtype))
             for place, shape, dtype in layout.fresh
@@ -131,7 +131,7 @@ class Program:
 
         Results are new dense tensors (views of one another only where one is a reshape of another), or the input
         object itself where a result is a parameter. Gradients are not recorded. ``ValueError`` if the number, a shape
-        or an element type of the inputs is not what the program was compiled for.
+        an element type or the device of the inputs is not what the program was compiled for.
         """
         try:
             frame, between_calls = self._frames.pop()
@@ -179,7 +179,7 @@ class Program:
             if _FORM(tensor) != form:
                 raise ValueError(
                     f"{self.name}: input {place} ({self.layout.params[place].name}) has shape {tuple(tensor.shape)} and"
-                    f" {tensor.dtype}, wanted {tuple(form[0])} and {form[1]}"
+                    f" {tensor.dtype} on {tensor.device}, wanted {tuple(form[0])} and {form[1]} on the CPU"
                 )
 
     def _new_frame(self) -> list:

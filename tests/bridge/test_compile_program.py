@@ -298,3 +298,9 @@ def test_inputs_that_are_results_survive_consumption():
     same, twice = compiled([given], consume=True)
     assert same is given
     assert_same(twice, 2 * given)
+
+
+def test_an_input_on_another_device_is_refused():
+    x, w, b = inputs()
+    with pytest.raises(ValueError, match="on meta, wanted .* on the CPU"):
+        program(SHAPES, lambda emit, *p: [layer(emit, *p)])([x.to("meta"), w, b])
