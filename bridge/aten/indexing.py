@@ -91,10 +91,17 @@ def _masked_put(importer, node, x, indices, values, accumulate):
 
 
 @converts(aten.as_strided_scatter.default)
-def as_strided_scatter(importer, node, x, source, *geometry, **named):
-    if not node.args[0].meta["val"].is_contiguous():
-        raise Refused("as_strided_scatter into a tensor that is not contiguous")
-    return whole(importer, node, x, source, *geometry, **named)
+def as_strided_scatter(importer, node, x, source, size, stride, storage_offset=None):
+    # torch's own derivative of it passes the gradient on where the source was written
+    positions = _strided_positions(node, size, stride, storage_offset)
+    if len(np.unique(positions)) != positions.size:
+        raise Refused("as_strided_scatter into positions that overlap")
+    (source,) = importer.operands(node, source)
+    flat = torch.empty(numel(x), dtype=importer.out(node).dtype, device="meta")
+    where = relax.const(positions.reshape(-1), "int64")
+    values = importer.reshape(source, (positions.size,))
+    written = importer.library("index_put", [importer.reshape(x, (numel(x),)), values, [0], [where], False], flat)
+    return importer.reshape(written, shape(x))
 
 
 @converts(aten.index_select.default)
@@ -150,6 +157,13 @@ def unfold(importer, node, x, dim, size, step):
 
 @converts(aten.as_strided.default, aten.as_strided_copy.default)
 def as_strided(importer, node, x, size, stride, storage_offset=None):
+    positions = _strided_positions(node, size, stride, storage_offset)
+    flat = importer.reshape(x, (numel(x),))
+    return importer.library("index", [flat, [0], [relax.const(positions, "int64")]], importer.out(node))
+
+
+def _strided_positions(node, size, stride, storage_offset):
+    """Positions, in row-major order, of the elements that a geometry in memory names."""
     fake = node.args[0].meta["val"]
     if not fake.is_contiguous() or fake.untyped_storage().nbytes() != fake.numel() * fake.element_size():
         raise Refused("as_strided of a tensor that is a view itself", "use slices, permute, expand or unfold")
@@ -157,5 +171,4 @@ def as_strided(importer, node, x, size, stride, storage_offset=None):
     for axis, (extent, step) in enumerate(zip(size, stride, strict=True)):
         steps = np.arange(extent, dtype="int64") * step
         positions = positions + steps.reshape([-1 if other == axis else 1 for other in range(len(size))])
-    flat = importer.reshape(x, (numel(x),))
-    return importer.library("index", [flat, [0], [relax.const(positions, "int64")]], importer.out(node))
+    return positions

@@ -165,3 +165,15 @@ class Backwards(nn.Module):
 @pytest.mark.parametrize("module", [Empty, Backwards])
 def test_empty_ranges_and_negative_steps(module):
     check_module(module, rows)
+
+
+class WritesThroughStrides(nn.Module):
+    def forward(self, x):
+        y = x * 2
+        y.as_strided((2, 3), (1, 4), 1).mul_(torch.arange(6, dtype=x.dtype).view(2, 3))
+        return y
+
+
+def test_as_strided_in_place():
+    """torch's own derivative of ``as_strided_scatter`` is wrong where the source was written."""
+    check_module(WritesThroughStrides, rows)
