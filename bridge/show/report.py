@@ -15,6 +15,8 @@ from partition import Plan
 __all__ = ["EntryReport", "ProgramReport", "Report", "StepRow"]
 
 WIDTH = 118
+#: The path of the dispatched module itself.
+ROOT = "(root)"
 _CELL = 34  # characters of a cell in the short form
 #: Compile stages as the short form sums them up; every other one is lowering.
 _PARTS = {
@@ -51,7 +53,7 @@ class StepRow:
     @property
     def modules(self) -> str:
         """The module paths in which the step's operations stand."""
-        return ", ".join(dict.fromkeys(origin.module for origin in self.origins if origin.module))
+        return ", ".join(dict.fromkeys(origin.module or ROOT for origin in self.origins))
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,12 @@ class ProgramReport:
     def bytes(self) -> int:
         return sum(step.bytes for step in self.steps)
 
-    def summary(self) -> str:
+    def summary(self, full: bool = False) -> str:
         """One line: how many steps of which kind, arithmetic and traffic."""
         kinds = Counter(step.kind for step in self.steps)
         library = Counter(step.name for step in self.steps if step.kind == "library")
-        calls = " ".join(f"{number} {name}" for name, number in library.most_common(3)) + " ..." * (len(library) > 3)
+        named = library.most_common(None if full else 3)
+        calls = " ".join(f"{number} {name}" for name, number in named) + " ..." * (len(named) < len(library))
         parts = [f"{kinds['kernel']} kernels", f"{kinds['library']} library calls" + (f" ({calls})" if calls else "")]
         cost = f"{count(self.flops)}flop, {megabytes(self.bytes)} moved, arena {megabytes(self.program.arena_bytes)}"
         return f"{self.direction:<8}  {', '.join(parts)}; {cost}"
@@ -138,7 +141,7 @@ class EntryReport:
         out += [_cut(f"  guard     {guard}", full) for guard in guards] + _more(self.guards, guards, "guards")
         out.append(f"  compiled  {1e3 * sum(self.seconds.values()):.0f} ms: {self._spent(full)}")
         for program in self.programs:
-            out.append(_cut(f"  {program.summary()}", full))
+            out.append(_cut(f"  {program.summary(full)}", full))
         rows = [row for program in self.programs for row in program.table()]
         if not full:
             steps = [step for program in self.programs for step in program.steps if step.kind != "view"]
@@ -189,7 +192,7 @@ def saved_rows(plan: Plan) -> list[tuple[str, ...]]:
     return [
         (
             saved.name,
-            saved.module_path,
+            saved.module_path or ROOT,
             f"{saved.dtype} {'x'.join(map(str, saved.shape)) or 'scalar'}",
             f"{saved.bytes:,}",
             saved.kind,

@@ -33,7 +33,7 @@ def _entry(entry: EntryReport) -> str:
     parts.append(_fold(f"compile time: {total:.0f} ms", html_table(("stage", "ms"), rows, right=(1,))))
     for program in entry.programs:
         table = html_table(("step", "name", "flop", "moved", "module", "operators"), program.table(), right=(2, 3))
-        parts.append(_fold(program.summary(), table))
+        parts.append(_fold(program.summary(full=True), table))
     if entry.plan is not None:
         head = f"saved for the backward: {len(entry.plan.captures)} captures, {megabytes(entry.plan.bytes)}"
         table = html_table(("value", "module", "tensor", "bytes", "kind", "why"), saved_rows(entry.plan), right=(3,))

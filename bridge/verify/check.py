@@ -138,13 +138,13 @@ class Trace:
         """The stage's largest deviation from eager, and the result that has it."""
         results, gradients = self.found[stage]
         worst, where = 0.0, "all results"
-        for kind, found, wanted, names in (
-            ("result", results, self.reference.results, self._result_names()),
-            ("gradient", gradients, self.reference.gradients, self._gradient_names()),
+        for found, wanted, names in (
+            (results, self.reference.results, self._result_names()),
+            (gradients, self.reference.gradients, self._gradient_names()),
         ):
             if found is None:
                 continue
-            scale = largest(wanted) if kind == "gradient" else 0.0
+            scale = largest(wanted)
             for mine, theirs, name in zip(found, wanted, names, strict=True):
                 off = deviation(mine, theirs, scale=scale)
                 if off > worst:

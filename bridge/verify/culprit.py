@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tvm.relax import TupleType
 
 import autodiff
 from autodiff.ir import (
     Call,
+    Expr,
     Function,
     TensorType,
+    TupleGetItem,
+    TupleType,
     Var,
     bindings,
     build_function,
@@ -95,13 +97,19 @@ def first_difference(
         if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor) or old.shape != new.shape:
             fresh.append(name)
             continue
-        off = deviation(new, old, scale=largest([old]))
+        off = deviation(new, old, scale=_scale(value, after))
         if off > allowed:
             behind = [source for source in fresh if source in _behind(function, name)]
             what = "had another value one stage earlier"
             what += f"; new since then: {', '.join(behind)}" if behind else ""
             return Culprit(name, short_op(value), binding_line(var, value), lowered.origin(name), off, what)
     return None
+
+
+def _scale(value: Expr, values: Mapping[str, Any]) -> float:
+    """The largest element of what a binding reads: a sum of it that is zero but for rounding is noise."""
+    read = [values.get(used.name) for used in used_vars(value)]
+    return largest([tensor for tensor in read if isinstance(tensor, torch.Tensor)])
 
 
 def _behind(function: Function, name: str) -> set[str]:
@@ -165,8 +173,6 @@ def _single(var: Var, value: Call, params: Sequence[Var]) -> tuple[Function, lis
     """The function of one binding, and which of its results are floating point."""
     if not isinstance(var.ty, TupleType):
         return build_function(params, [(var, value)], [var]), [0] if is_float(var) else []
-    from tvm.relax import TupleGetItem
-
     fields = [(Var(f"field_{index}", ty), TupleGetItem(var, index)) for index, ty in enumerate(var.ty.fields)]
     function = build_function(params, [(var, value), *fields], [field for field, _ in fields])
     # The second result of a library function is for its own backward only: autodiff.library.
@@ -182,7 +188,7 @@ def first_wrong_kernel(
     program = compile_function(everything, name=f"{lowered.captured.module_name}_every_variable")
     for (var, value), found in zip(kept, program(list(inputs)), strict=True):
         wanted = reference.values[var.name]
-        off = deviation(found, wanted, scale=largest([wanted]))
+        off = deviation(found, wanted, scale=_scale(value, reference.values))
         if off > allowed:
             what = "compiled code does not compute what its operator means"
             return Culprit(var.name, short_op(value), binding_line(var, value), lowered.origin(var.name), off, what)

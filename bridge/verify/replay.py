@@ -66,11 +66,10 @@ def replay(directory: Path) -> Replay:
 
 def _worst(found: Sequence[torch.Tensor], tensors: dict[str, list[torch.Tensor]]) -> float:
     results, gradients = tensors["results"], tensors["gradients"]
-    scale = largest(gradients)
-    worst = 0.0
-    for index, wanted in enumerate([*results, *gradients]):
-        worst = max(worst, deviation(found[index], wanted, scale=scale if index >= len(results) else 0.0))
-    return worst
+    pairs = zip(found, [*results, *gradients], strict=False)  # a split forward has captures behind its results
+    scales = [largest(results)] * len(results) + [largest(gradients)] * len(gradients)
+    offs = [deviation(mine, wanted, scale=scale) for (mine, wanted), scale in zip(pairs, scales, strict=True)]
+    return max(offs, default=0.0)
 
 
 def _run(
