@@ -25,7 +25,7 @@ from bridge.decompose import decompose
 from bridge.errors import Unsupported, UnsupportedModule, user_line
 from bridge.fake_run import fake_run
 from bridge.grad_regions import origin_of, prepare
-from bridge.module_state import Snapshot, hooks_of
+from bridge.module_state import Snapshot, hooks_aside, hooks_of
 from bridge.module_tensors import ModuleTensor, module_tensors, tensor_problem
 from bridge.outside import outside_tensors
 from bridge.tracing import capturing
@@ -125,7 +125,7 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     # second run leaves alone (a window size that is clipped once) is a constant from then on; a counter is refused.
     for settled in (False, True):
         before = Snapshot(module)
-        with capturing(), cumulative_averages(module):
+        with capturing(), cumulative_averages(module), hooks_aside(module):
             exported = _export(module, args, kwargs, name)
             try:
                 seen = _Seen(module, args, kwargs, exported)

@@ -6,13 +6,15 @@ call would not change again, so such a module is refused; and the change made by
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Snapshot", "hooks_of", "own_attributes", "written_class"]
+__all__ = ["Snapshot", "hooks_aside", "hooks_of", "own_attributes", "written_class"]
 
 # What nn.Module keeps in __dict__ for itself; parameters, buffers, submodules and flags are guarded separately.
 _INTERNAL = frozenset(nn.Module().__dict__) | {"_compiled_call_impl", "_is_hf_initialized"}
@@ -52,6 +54,18 @@ def hooks_of(module: nn.Module) -> str | None:
         if getattr(module, kind, None):
             return kind[1:]
     return None
+
+
+@contextmanager
+def hooks_aside(module: nn.Module) -> Iterator[None]:
+    """While active, ``module`` (not what is inside it) has no hooks: they run around the compiled call, not in it."""
+    attributes = module.__dict__
+    before = {kind: attributes[kind] for kind in _HOOKS}
+    attributes.update({kind: OrderedDict() for kind in _HOOKS})
+    try:
+        yield
+    finally:
+        attributes.update(before)
 
 
 def _contents(value: Any) -> Any:

@@ -29,7 +29,7 @@ from bridge.errors import UnsupportedModule
 from bridge.fake_run import fake_run
 from bridge.lower import lower_captured
 from bridge.lowered import Lowered
-from bridge.module_state import Snapshot
+from bridge.module_state import Snapshot, hooks_aside
 from bridge.module_tensors import module_tensors
 from bridge.op_trace import constant_key
 from bridge.tracing import capturing
@@ -121,7 +121,7 @@ def _seen(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | Non
     """What the call does on fake tensors; ``None`` where only a capture can tell. The module is left as it was."""
     before = Snapshot(module)
     try:
-        with capturing(), cumulative_averages(module):
+        with capturing(), cumulative_averages(module), hooks_aside(module):
             run = fake_run(module, *module_tensors(module), args, kwargs)
     except Exception as error:  # the user's code, whatever that raises on fake tensors
         raise UnsupportedModule(type(module).__name__, [explain_error(error)]) from error
