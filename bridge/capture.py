@@ -8,8 +8,9 @@ place among the draws that eager makes (:mod:`bridge.witness`), unused draws inc
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
 from bridge import witness as _witness
+from bridge.autocasting import GradModesInRegions, ambient_autocast, spell_out_casts
 from bridge.cumulative import cumulative_averages
 from bridge.decompose import decompose
 from bridge.errors import Unsupported, UnsupportedModule, user_line
@@ -259,11 +261,16 @@ class _Seen:
         self.tensors, real_tensors = module_tensors(module, _constants(exported))
         self.unsupported += outside_tensors(exported, {name for tensor in self.tensors for name in tensor.names})
         requiring = _requiring_grad(exported, self.tensors, pytree.tree_leaves((args, kwargs)))
-        self.unsupported += prepare(exported.graph_module, lambda node: node.name in requiring)
-        self.run = fake_run(module, self.tensors, real_tensors, args, kwargs)
+        needs_grad = functools.partial(_is_named, requiring)
+        self.unsupported += spell_out_casts(exported.graph_module, ambient_autocast(), needs_grad)
+        self.unsupported += prepare(exported.graph_module, needs_grad)
+        with GradModesInRegions() as grad_modes:
+            self.run = fake_run(module, self.tensors, real_tensors, args, kwargs)
+        self.unsupported += grad_modes.problems
         self.witness = self.run.witness
-        draws_by_origin = self._draws_byorigin_of(exported)
-        self.exported = decompose(exported)
+        with torch.autocast("cpu", enabled=False):  # its casts are in the graph by now
+            draws_by_origin = self._draws_byorigin_of(exported)
+            self.exported = decompose(exported)
         self.draw_of = self._match_draws(draws_by_origin)
         self.witness.unsupported += self.unsupported
 
@@ -364,6 +371,10 @@ class _Seen:
             draw_of=self.draw_of,
             literals=literals,
         )
+
+
+def _is_named(names: Collection[str], node: fx.Node) -> bool:
+    return node.name in names
 
 
 def _requiring_grad(

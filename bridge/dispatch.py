@@ -189,9 +189,9 @@ def _is_tracing_here() -> bool:
 
 def refuse_state(module_name: str) -> None:
     """Capturing needs plain PyTorch around it: :class:`UnsupportedModule` names what else is active."""
-    plain = {"grad mode": (True, False), "default dtype": (torch.get_default_dtype(),)}
+    anything = ("grad mode", "default dtype", "autocast", "deterministic algorithms")
     for name, value in interpreter_state():
-        if value not in plain.get(name, (False,)):
+        if name not in anything and value is not False:
             problem = Unsupported(name, "where add_tvm_dispatch is called", "is active", "add the dispatch outside it")
             raise UnsupportedModule(module_name, [problem])
 

@@ -110,7 +110,7 @@ class Entry:
 
     def run_forward(self, primals: list[torch.Tensor]) -> list[torch.Tensor]:
         """Outputs, new buffer values, captures: each in eager's layout and in memory of its own."""
-        values = self.forward(primals)
+        values = _outside_autocast(self.forward, primals)
         for position, relay in self._relaid:
             values[position] = relay(values[position])
         return values
@@ -197,11 +197,15 @@ class _Dispatched(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()
         inputs += [grad_outs[i] for i in present]
         del grad_outs
-        backward = entry.backward_for(present)
-        if torch.is_autocast_enabled("cpu"):  # what was compiled for the forward's types holds for the backward
-            with torch.autocast("cpu", enabled=False):
-                return (None, None, *backward(inputs))
-        return (None, None, *backward(inputs))
+        return (None, None, *_outside_autocast(entry.backward_for(present), inputs))
+
+
+def _outside_autocast(run: Callable[[list], list], inputs: list) -> list:
+    """Runs compiled code: the casts that autocast made are in it, those of the backward included."""
+    if not torch.is_autocast_enabled("cpu"):
+        return run(inputs)
+    with torch.autocast("cpu", enabled=False):
+        return run(inputs)
 
 
 # autograd.Function.apply looks for functorch's wrappers, argument by argument; the guard has seen that there are none

@@ -22,7 +22,7 @@ from bridge.aliases import Aliases, is_detach, is_view, written
 from bridge.errors import Unsupported, user_line
 from bridge.recurrent import split_layers
 
-__all__ = ["origin_of", "prepare", "where_is"]
+__all__ = ["inline", "origin_of", "prepare", "where_is"]
 
 aten = torch.ops.aten
 
@@ -98,11 +98,12 @@ def _inline_regions(graph_module: fx.GraphModule) -> list[Unsupported]:
         if any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in inner.nodes):
             problems.append(Unsupported("no_grad and enable_grad", where, "grad modes inside each other"))
             continue
-        _inline(graph, node, inner, arguments, stop=not enabled)
+        inline(graph, node, inner, arguments, stop=not enabled)
     return problems
 
 
-def _inline(graph: fx.Graph, call: fx.Node, inner: fx.Graph, args: Sequence[fx.Node], *, stop: bool) -> None:
+def inline(graph: fx.Graph, call: fx.Node, inner: fx.Graph, args: Sequence[fx.Node], *, stop: bool) -> None:
+    """Replaces a region's call by what is inside; with ``stop``, autograd follows nothing of it."""
     values: dict[fx.Node, Any] = {}
     arguments = iter(args)
     outputs: list[Any] = []

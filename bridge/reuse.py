@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from bridge.autocasting import ambient_autocast
 from bridge.capture import capture, check_call, explain_error
 from bridge.cumulative import cumulative_averages
 from bridge.errors import UnsupportedModule
@@ -100,7 +101,8 @@ def _outside(module: nn.Module, args: tuple, kwargs: dict[str, Any], grad: bool,
     if strategy is None or None in keys:
         return None
     classes = tuple((path, type(child)) for path, child in module.named_modules(remove_duplicate=False))
-    return classes, tuple(tensors), tuple(places), tuple(keys), spec, grad, torch.get_default_dtype(), strategy
+    modes = (grad, torch.get_default_dtype(), ambient_autocast())
+    return classes, tuple(tensors), tuple(places), tuple(keys), spec, modes, strategy
 
 
 def _tensor_key(tensor: torch.Tensor) -> tuple:

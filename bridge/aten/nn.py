@@ -54,6 +54,11 @@ def draw(importer, node, *args, **kwargs):
 
 @converts(aten.native_layer_norm.default)
 def native_layer_norm(importer, node, x, normalized_shape, weight, bias, eps):
+    """Half-precision rows with float32 weights, as autocast leaves them, are normalized in float32."""
+    if any(each is not None and dtype(each) != dtype(x) for each in (weight, bias)):
+        wide = [each if each is None else importer.cast(each, "float32") for each in (x, weight, bias)]
+        y, mean, rstd = native_layer_norm(importer, node, wide[0], normalized_shape, wide[1], wide[2], eps)
+        return importer.cast(y, dtype(x)), mean, rstd
     rank = len(normalized_shape)
     axes = list(range(len(shape(x)) - rank, len(shape(x))))
     gamma = relax.op.ones(normalized_shape, dtype(x)) if weight is None else weight

@@ -33,16 +33,18 @@ def affine(importer, x, weight, bias, target):
     return x if bias is None else importer.emit(op.add(x, importer.reshape(bias, target)))
 
 
-def _refuse_half(x, what):
-    if dtype(x) in ("float16", "bfloat16"):
-        raise Refused(f"{what} of {dtype(x)}", "keep normalization in float32")
+def _widen(importer, *tensors):
+    """Half types as float32, as torch's kernels compute; ``None`` stays."""
+    half = ("float16", "bfloat16")
+    return [importer.cast(each, "float32") if each is not None and dtype(each) in half else each for each in tensors]
 
 
 @converts(aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats)
 def batch_norm_training(importer, node, x, weight, bias, *rest):
     """Batch statistics; the running ones move towards them, the variance as the unbiased estimate."""
-    _refuse_half(x, "batch normalization")
     *running, training, momentum, eps = rest
+    element_type = dtype(x)
+    x, weight, bias = _widen(importer, x, weight, bias)
     if not training:
         raise Refused("batch normalization with running statistics in its training form")
     channels = shape(x)[1]
@@ -52,6 +54,7 @@ def batch_norm_training(importer, node, x, weight, bias, *rest):
     mean, centred, variance = moments(importer, x, axes)
     rstd = rstd_of(importer, variance, eps)
     y = affine(importer, importer.emit(op.multiply(centred, rstd)), weight, bias, per_channel)
+    y = importer.cast(y, element_type)
     saved = [importer.reshape(statistic, (channels,)) for statistic in (mean, rstd)]
     if not running:
         return y, *saved
@@ -67,6 +70,8 @@ def batch_norm_training(importer, node, x, weight, bias, *rest):
 
 def _moved(importer, running, batch, momentum):
     """``(1 - momentum) * running + momentum * batch``; the momentum may be a computed number."""
+    stored = dtype(running)
+    (running,) = _widen(importer, running)
     element_type = dtype(running)
     batch = importer.cast(importer.emit(op.grad.no_grad(batch)), element_type)
     if isinstance(momentum, int | float):
@@ -75,24 +80,28 @@ def _moved(importer, running, batch, momentum):
         share = importer.cast(momentum, element_type)
         rest = importer.emit(op.subtract(importer.constant(1, element_type), share))
     kept = importer.emit(op.multiply(running, rest))
-    return importer.emit(op.add(kept, importer.emit(op.multiply(batch, share))))
+    return importer.cast(importer.emit(op.add(kept, importer.emit(op.multiply(batch, share)))), stored)
 
 
 @converts(aten._native_batch_norm_legit_no_training.default)
 def batch_norm_inference(importer, node, x, weight, bias, running_mean, running_var, momentum, eps):
-    _refuse_half(x, "batch normalization")
+    element_type = dtype(x)
+    x, weight, bias, running_mean, running_var = _widen(importer, x, weight, bias, running_mean, running_var)
     per_channel = (1, shape(x)[1], *[1] * (len(shape(x)) - 2))
     centred = importer.emit(op.subtract(x, importer.reshape(running_mean, per_channel)))
     rstd = importer.reshape(rstd_of(importer, running_var, eps), per_channel)
-    return affine(importer, importer.emit(op.multiply(centred, rstd)), weight, bias, per_channel), None, None
+    y = affine(importer, importer.emit(op.multiply(centred, rstd)), weight, bias, per_channel)
+    return importer.cast(y, element_type), None, None
 
 
 @converts(aten.native_group_norm.default)
 def native_group_norm(importer, node, x, weight, bias, batch, channels, pixels, groups, eps):
-    _refuse_half(x, "group normalization")
+    element_type = dtype(x)
+    x, weight, bias = _widen(importer, x, weight, bias)
     rows = importer.reshape(x, (batch * groups, math.prod(shape(x)) // max(batch * groups, 1)))
     mean, centred, variance = moments(importer, rows, [1])
     rstd = rstd_of(importer, variance, eps)
     y = importer.reshape(importer.emit(op.multiply(centred, rstd)), shape(x))
     y = affine(importer, y, weight, bias, (1, channels, *[1] * (len(shape(x)) - 2)))
+    y = importer.cast(y, element_type)
     return y, importer.reshape(mean, (batch, groups)), importer.reshape(rstd, (batch, groups))

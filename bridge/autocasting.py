@@ -1,0 +1,205 @@
+"""Autocast spelled out: every cast that eager makes under ``torch.autocast`` becomes a node of the training-IR graph.
+
+``torch.export`` traces above autocast's dispatch key: its graph holds the operators with the arguments that the module
+gave them. Here each operator runs once more on fake tensors under the autocast setting of its place, which shows the
+casts that autocast puts before it; they become ``_to_copy`` nodes. Then the operator runs on the cast arguments
+without autocast, and must do the very same: an operator inside which autocast goes on casting is refused by name.
+
+A parameter is cast once for all its uses, as eager's cache of casts does, so that its gradients are added up in the
+lower precision; anything else is cast at each use. Regions (``with torch.autocast(...)`` inside forward) become part
+of the graph around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bridge.errors import Unsupported, user_line
+from bridge.grad_regions import inline
+
+__all__ = ["GradModesInRegions", "ambient_autocast", "spell_out_casts"]
+
+aten = torch.ops.aten
+_REGION = torch.ops.higher_order.wrap_with_autocast
+_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+_TAG = "autocast"
+
+
+def ambient_autocast() -> torch.dtype | None:
+    """The element type that the CPU's autocast casts to where this is called; ``None`` if it is off."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+def _regions_entered() -> int:
+    """How many autocast contexts this place is in: torch tells only where one is left."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+class GradModesInRegions(TorchFunctionMode):
+    """Sees ``no_grad`` and its kin inside autocast regions, which torch.export 2.13 drops from its graph.
+
+    Attributes:
+        problems: one where that happened.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.problems: list[Unsupported] = []
+        self._depth = _regions_entered()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch._C._set_grad_enabled and _regions_entered() > self._depth and not self.problems:
+            reason = "a grad mode set inside an autocast region: torch.export forgets it"
+            self.problems.append(Unsupported("no_grad inside autocast", "forward", reason, "swap the two contexts"))
+        return func(*args, **(kwargs or {}))
+
+
+def spell_out_casts(
+    graph_module: fx.GraphModule, ambient: torch.dtype | None, requires_grad: Callable[[fx.Node], bool]
+) -> list[Unsupported]:
+    """Rewrites a training-IR graph in place as described above; returns what it cannot express.
+
+    Args:
+        ambient: what autocast casted to while the graph was traced, ``None`` if it was off.
+        requires_grad: whether a placeholder's tensor requires grad.
+    """
+    problems: list[Unsupported] = []
+    _inline_regions(graph_module, ambient)
+    _cast(graph_module, ambient, requires_grad, problems)
+    return problems
+
+
+def _inline_regions(graph_module: fx.GraphModule, ambient: torch.dtype | None) -> None:
+    """Every node of a region is tagged with the region's setting, then the region becomes part of the graph."""
+    for node in _calls(graph_module.graph, _REGION):
+        device, dtype, enabled, _, region, *arguments = node.args
+        inner = getattr(graph_module, region.target)
+        setting = ambient if device != "cpu" else dtype if enabled else None
+        _inline_regions(inner, setting)
+        for each in inner.graph.nodes:
+            each.meta.setdefault(_TAG, (setting, node.name))
+        inline(graph_module.graph, node, inner.graph, arguments, stop=False)
+    for node in _calls(graph_module.graph, _GRAD_REGION):
+        _inline_regions(getattr(graph_module, node.args[1].target), node.meta.get(_TAG, (ambient,))[0])
+
+
+def _calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_function" and node.target is target]
+
+
+def _cast(
+    graph_module: fx.GraphModule,
+    ambient: torch.dtype | None,
+    requires_grad: Callable[[fx.Node], bool],
+    problems: list[Unsupported],
+) -> None:
+    shared: dict[tuple, fx.Node] = {}
+    for node in list(graph_module.graph.nodes):
+        setting, region = node.meta.get(_TAG, (ambient, None))
+        if node.op != "call_function":
+            continue
+        if node.target is _GRAD_REGION:
+            _cast(getattr(graph_module, node.args[1].target), setting, lambda node: False, problems)
+        if setting is None or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        casts = _casts_of(node, setting, problems)
+        replaced = {}
+        for source, dtype in casts.items():
+            key = (source, dtype, region)
+            cached = source.op == "placeholder" and requires_grad(source) and dtype is setting
+            if key not in shared or not cached:
+                shared[key] = _insert_cast(node, source, dtype)
+            replaced[source] = shared[key]
+        if replaced:
+            node.args = fx.map_arg(node.args, lambda source, to=replaced: to.get(source, source))
+            node.kwargs = fx.map_arg(node.kwargs, lambda source, to=replaced: to.get(source, source))
+
+
+def _insert_cast(node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
+    with node.graph.inserting_before(node):
+        cast = node.graph.call_function(aten._to_copy.default, (source,), {"dtype": dtype})
+    cast.meta = {key: value for key, value in node.meta.items() if key in ("stack_trace", "nn_module_stack")}
+    cast.meta["val"] = _stand_in(source.meta["val"], dtype)
+    return cast
+
+
+def _casts_of(node: fx.Node, setting: torch.dtype, problems: list[Unsupported]) -> dict[fx.Node, torch.dtype]:
+    """The element types that autocast gives to arguments of an operator."""
+    sources = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), FakeTensor)]
+    if not any(source.meta["val"].is_floating_point() for source in sources):
+        return {}
+    plain = {source: _stand_in(source.meta["val"]) for source in sources}
+    _, without = _run(node, plain, None)
+    result, under = _run(node, plain, setting)
+    casts: dict[fx.Node, torch.dtype] = {}
+    if [call.what for call in under] != [call.what for call in without]:
+        of = {id(value): source for source, value in plain.items()}
+        made = [call for call in under if call.cast_of in of]
+        casts = {of[call.cast_of]: call.dtype for call in made}
+        given = {s: _stand_in(value, casts[s]) if s in casts else value for s, value in plain.items()}
+        _, again = _run(node, given, None)
+        rest = [call.what for call in under if call.cast_of not in of]
+        if [call.what for call in again] != rest or node.target._schema.is_mutable:
+            _refuse(node, "autocast casts inside of this operator", problems)
+            return {}
+    if _dtypes(result) != _dtypes(node.meta.get("val")):
+        _refuse(node, f"autocast to {setting} gave {_dtypes(node.meta.get('val'))}, alone {_dtypes(result)}", problems)
+    return casts
+
+
+def _refuse(node: fx.Node, reason: str, problems: list[Unsupported]) -> None:
+    where = user_line(node.meta.get("stack_trace")) or "a line that torch.export did not keep"
+    problems.append(Unsupported(str(node.target), where, reason, "disable autocast around it"))
+
+
+class _Call:
+    """An operator as the dispatcher saw it: what was computed, and, of a cast, which tensor it casts to what."""
+
+    def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any):
+        leaves = pytree.tree_leaves((args, kwargs))
+        forms = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
+        self.what = (str(func), forms, _dtypes(result))
+        is_cast = func is aten._to_copy.default and set(kwargs) <= {"dtype"}
+        self.cast_of = id(args[0]) if is_cast else None
+        self.dtype = kwargs.get("dtype")
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.namespace != "prim":  # questions about a tensor's device
+            self.calls.append(_Call(func, args, kwargs or {}, result))
+        return result
+
+
+def _run(node: fx.Node, values: dict[fx.Node, FakeTensor], setting: torch.dtype | None) -> tuple[Any, list[_Call]]:
+    """Runs one operator on fake tensors; casts made by autocast show among the calls."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values.get(source, source.meta.get("val")))
+    mode = next(iter(values.values())).fake_mode
+    recorder = _Recorder()
+    autocast = torch.autocast("cpu", dtype=setting or torch.bfloat16, enabled=setting is not None, cache_enabled=False)
+    with mode, recorder, torch.no_grad(), autocast:
+        result = node.target(*args, **kwargs)
+    return result, recorder.calls
+
+
+def _stand_in(value: FakeTensor, dtype: torch.dtype | None = None) -> FakeTensor:
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=dtype or value.dtype, device=value.device)
+
+
+def _dtypes(value: Any) -> list[torch.dtype]:
+    return [leaf.dtype for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
