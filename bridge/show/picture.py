@@ -109,7 +109,7 @@ def _label(box: Box) -> str:
 def draw(picture: Picture, *, legend: bool = True) -> graphviz.Digraph:
     """The graphviz graph of a picture. ``ImportError`` names the extra if the Python package is missing."""
     try:
-        package = importlib.import_module("graphviz")
+        package = importlib.import_module("bridge.show.digraph")
     except ImportError as error:
         raise ImportError("visualize needs the Python package graphviz: pip install 'tvm-dispatch[show]'") from error
     dot = package.Digraph(graph_attr={**_GRAPH, "label": picture.title}, node_attr=_NODE, edge_attr=_EDGE)
@@ -181,7 +181,7 @@ def _legend(dot: Any, picture: Picture) -> None:
     if any("ᵀ" in text for text in _texts(picture)):
         cells += '<TR><TD> </TD><TD ALIGN="LEFT"><FONT POINT-SIZE="9">ᵀ: permuted</FONT></TD></TR>'
     if any(box.double for box in picture.boxes.values()):
-        double = '<FONT POINT-SIZE="9">double line: a library computes it</FONT>'
+        double = '<FONT POINT-SIZE="9">double line: product or library call</FONT>'
         cells += f'<TR><TD BORDER="1"> </TD><TD ALIGN="LEFT">{double}</TD></TR>'
     if cells:
         dot.node("legend", f'<<TABLE BORDER="0" CELLSPACING="2" CELLPADDING="1">{cells}</TABLE>>', shape="plain")

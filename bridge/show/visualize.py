@@ -33,7 +33,7 @@ def visualize(
 
     Operators are boxes with their attributes and the small constants and parameters that they read; arrows carry
     shapes. In training graphs the forward runs down and the backward up; red is forward, blue is saved for the
-    backward, amber is computed again there, a double line means that a library computes it.
+    backward, amber is computed again there, a double line means a product or a library call.
 
     Args:
         what: a :class:`Lowered` (with ``stage``), a stage, a Relax function in flat form, or a :class:`Program`.

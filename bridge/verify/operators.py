@@ -15,10 +15,12 @@ import torch.nn.functional as F
 
 from autodiff.ir import Call
 
-__all__ = ["OPERATORS"]
+__all__ = ["LIBRARY", "OPERATORS"]
 
 Meaning = Callable[..., Any]
 OPERATORS: dict[str, Meaning] = {}
+#: Library functions that compiled programs generate code for instead of calling the library.
+LIBRARY: dict[str, Meaning] = {"library.log1p": torch.log1p, "library.expm1": torch.expm1}
 
 
 def _means(*names: str) -> Callable[[Meaning], Meaning]:
