@@ -15,7 +15,7 @@ from tvm_ffi import structural_equal, structural_hash
 from autodiff.ir import Function, bindings
 
 # Importing these registers their translations.
-from bridge.compile import fallback, library, operators, products, shapes, torch_kernels  # noqa: F401
+from bridge.compile import concat, fallback, library, operators, products, shapes, torch_kernels  # noqa: F401
 from bridge.compile.assemble import assemble
 from bridge.compile.build import clear_kernels, host_target
 from bridge.compile.program import KernelStep, LibraryStep, Program, Step, ViewStep

@@ -20,16 +20,28 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from bridge.compile.graph import Fallback, Graph, LibraryCall, Node, Operand, Pointwise, Product, Reduction, Value
+from bridge.compile.graph import (
+    Concat,
+    Fallback,
+    Graph,
+    LibraryCall,
+    Node,
+    Operand,
+    Pointwise,
+    Product,
+    Reduction,
+    Value,
+)
 from bridge.compile.reduction import column_chunks
 from bridge.compile.space import Space, make_space
-from bridge.compile.views import is_dense, merged
+from bridge.compile.views import View, is_dense, merged
 
 __all__ = ["Group", "fuse"]
 
 _MAX_NODES = 160  # bounds compile time and register pressure of one kernel
 _MAX_BUFFERS = 48
 _SMALL = 32768  # elements; below, a kernel is not worth running in parallel
+_MAX_SECTIONS = 16  # of the concatenations of one kernel: its code is repeated for each
 _SHARED = 4096  # elements; reading a tensor of this size once instead of twice is worth a merge
 
 
@@ -63,6 +75,8 @@ class Group:
 
 def _single(index: int, node: Node) -> Group:
     match node:
+        case Concat():
+            group = Group(index, [node], node.out.numel, node.inner * len(node.operands))
         case Pointwise():
             group = Group(index, [node], node.out.numel)
         case Reduction(inner=1):
@@ -245,8 +259,26 @@ def space_of(group: Group) -> Space | None:
     for node in group.nodes:
         scale = group.columns if node in group.rows_of else 1
         accesses += [(operand.view, scale) for operand in node.operands if isinstance(operand, Operand)]
+        if isinstance(node, Concat):
+            accesses.append((sections_of(node), 1))
+    if _unrolled(group) > _MAX_SECTIONS:
+        return None
     reduces = any(isinstance(node, Reduction) and node.inner == 1 for node in group.nodes)
     return make_space(group.elements, group.columns, accesses, reduces=reduces)
+
+
+def sections_of(node: Concat) -> View:
+    """A view that cuts an iteration space where a concatenation's sections begin and end."""
+    sections = len(node.operands)
+    return View((node.out.numel // (sections * node.inner), sections, node.inner), (0, 1, 0))
+
+
+def _unrolled(group: Group) -> int:
+    """How often the code of a row is repeated for the sections of its concatenations."""
+    concats = [node for node in group.nodes if isinstance(node, Concat)]
+    if not concats:
+        return 1
+    return max(node.inner * len(node.operands) for node in concats) // min(node.inner for node in concats)
 
 
 def fuse(graph: Graph) -> list[Group]:

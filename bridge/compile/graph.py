@@ -24,6 +24,7 @@ from autodiff.ir import itemsize
 from bridge.compile.views import View, dense
 
 __all__ = [
+    "Concat",
     "Fallback",
     "Graph",
     "LibraryCall",
@@ -92,6 +93,16 @@ class Pointwise:
     @property
     def outs(self) -> tuple[Value, ...]:
         return (self.out,)
+
+
+@dataclass(frozen=True, eq=False)
+class Concat(Pointwise):
+    """``out[o, s, i] = operands[s][o, s, i]``: section ``s``, of ``inner`` elements, comes from operand ``s`` alone.
+
+    Every operand's view has as many elements as ``out`` and is constant along ``s``.
+    """
+
+    inner: int = 1
 
 
 @dataclass(frozen=True, eq=False)

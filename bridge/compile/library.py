@@ -26,16 +26,6 @@ def emit(builder: Builder, name: str, operands: list[Operand], outs: list[Value]
     return [whole(out) for out in outs]
 
 
-@register("relax.concat")
-def _concat(builder: Builder, call: Call) -> Operand:
-    operands = [tensor(builder, field) for field in _fields(builder, call.args[0])]
-    if len({operand.dtype for operand in operands}) > 1:
-        return NotImplemented
-    axis = 0 if call.attrs.axis is None else int(call.attrs.axis)
-    out = builder.fresh(shape(call), dtype(call))
-    return emit(builder, "cat", operands, [out], lambda outs, args: torch.cat(args, axis, out=outs[0]))[0]
-
-
 @register("relax.stack")
 def _stack(builder: Builder, call: Call) -> Operand:
     operands = [tensor(builder, field) for field in _fields(builder, call.args[0])]

@@ -14,7 +14,7 @@ from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, PrimFu
 from bridge.compile.build import LOOPS_ATTR
 from bridge.compile.emit import LANES, Emitter
 from bridge.compile.fuse import Group, space_of
-from bridge.compile.graph import Operand, Pointwise, Reduction, Value
+from bridge.compile.graph import Concat, Operand, Pointwise, Reduction, Value
 from bridge.compile.kernel import Kernel
 from bridge.compile.pointwise import EXPENSIVE, compute_type
 from bridge.compile.reduction import chunk_rows, column_chunks, combine, identity
@@ -62,6 +62,7 @@ class RowKernel:
         self.columns = self.space.column_count
         column_nodes = [n for n in group.nodes if isinstance(n, Reduction) and n.inner != 1]
         self.column_nodes: list[Reduction] = column_nodes
+        self.concats = [node for node in group.nodes if isinstance(node, Concat)]
         self.batch = group.batch if column_nodes else 1
         self.rows = self.space.row_count // self.batch
         if column_nodes:

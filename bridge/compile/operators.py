@@ -19,7 +19,7 @@ __all__: list[str] = []
 _DIRECT = [
     name
     for name in RULES
-    if name not in ("copy", "where", "log1p", "expm1", "floor_mod", "floor_divide", "power", "right_shift")
+    if name not in ("copy", "concat", "where", "log1p", "expm1", "floor_mod", "floor_divide", "power", "right_shift")
 ]
 
 

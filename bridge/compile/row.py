@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, SeqStmt, Stmt, Var
 
 from bridge.compile.emit import LANES, Emitter, stack_buffer
-from bridge.compile.graph import Operand, Pointwise, Reduction, Scalar, Value
+from bridge.compile.graph import Concat, Operand, Pointwise, Reduction, Scalar, Value
 from bridge.compile.pointwise import EXPENSIVE, RULES, compute_type, different
 from bridge.compile.reduction import combine, fold_lanes, identity, unroll
 from bridge.compile.views import View
@@ -201,28 +202,52 @@ class Row:
                     for copy in range(copies):
                         first = e.const(identity(node.op, dtype), dtype)
                         start.append(BufferStore(buffer, first, [e.index(self.kernel.const(copy * lanes), 1)]))
-        loops: list[Stmt] = []
-        outer = [Var(f"c{axis}", self.kernel.index_type) for axis in range(len(self.extents) - 1)]
-        hoisted: list[Stmt] = []
-        for lanes, copies, begin, trips in steps:
-            if not trips:
-                continue
+
+        def vectors(outer: list[Expr], sections: list[int | None]) -> list[Stmt]:
+            loops: list[Stmt] = []
             const = self.kernel.const
-            i = Var("i", self.kernel.index_type)
-            body: list[Stmt] = []
-            for copy in range(copies):
-                at = const(begin) + (i * const(copies) + const(copy)) * const(lanes)
-                body += _Body(self, index, lanes, [*outer, at], accumulators, copy).emit(sweep)
-            loops.append(For(i, const(0), const(trips // copies), ForKind.SERIAL, sequence(body)))
-        hoisted += self.head.stmts  # scalar loads that the bodies asked for
-        self.head.stmts = []
-        stmt = sequence(loops)
-        for var, extent in reversed(list(zip(outer, self.extents[:-1], strict=True))):
-            stmt = For(var, self.kernel.const(0), self.kernel.const(extent), ForKind.SERIAL, stmt)
+            for lanes, copies, begin, trips in steps:
+                if not trips:
+                    continue
+                i = Var("i", self.kernel.index_type)
+                body: list[Stmt] = []
+                for copy in range(copies):
+                    at = const(begin) + (i * const(copies) + const(copy)) * const(lanes)
+                    body += _Body(self, index, lanes, [*outer, at], sections, accumulators, copy).emit(sweep)
+                loops.append(For(i, const(0), const(trips // copies), ForKind.SERIAL, sequence(body)))
+            return loops
+
+        stmt = sequence(self._column_loops([], [], vectors))
+        hoisted, self.head.stmts = self.head.stmts, []  # scalar loads that the bodies asked for
         for node in rows:
             self._finish_row(node, accumulators, width)
         finish, self.head.stmts = self.head.stmts, []
         return [*start, *hoisted, stmt, *finish]
+
+    def _column_loops(self, at: list[Expr], sections: list[int | None], body) -> list[Stmt]:
+        """Loops over all column extents but the last; those over the sections of a concatenation are unrolled."""
+        axis = len(at)
+        if axis == len(self.extents) - 1:
+            return body(at, sections)
+        extent = self.extents[axis]
+        below = math.prod(self.extents[axis + 1 :])
+        if any(concat.inner <= below < concat.inner * len(concat.operands) for concat in self.kernel.concats):
+            unrolled = []
+            for k in range(extent):
+                unrolled += self._column_loops([*at, self.kernel.const(k)], [*sections, k], body)
+            return unrolled
+        var = Var(f"c{axis}", self.kernel.index_type)
+        inside = sequence(self._column_loops([*at, var], [*sections, None], body))
+        return [For(var, self.kernel.const(0), self.kernel.const(extent), ForKind.SERIAL, inside)]
+
+    def _section(self, concat: Concat, sections: list[int | None]) -> Operand | Scalar:
+        """The operand that a concatenation reads where its sections are unrolled like this."""
+        section = 0
+        for axis, k in enumerate(sections):
+            below = math.prod(self.extents[axis + 1 :])
+            if concat.inner <= below < concat.inner * len(concat.operands):
+                section += k * (below // concat.inner)
+        return concat.operands[section]
 
     def _finish_row(self, node: Reduction, accumulators: dict, width: int) -> None:
         total = None
@@ -241,10 +266,9 @@ class Row:
         self.scalars[node.out] = self.head.bind(total, "r")
         self._store_scalar(node.out)
 
-    def _compute(self, node: Pointwise, e: Emitter, read) -> Expr:
-        args = [
-            e.const(op.number, compute_type(op.dtype)) if isinstance(op, Scalar) else read(op) for op in node.operands
-        ]
+    def _compute(self, node: Pointwise, e: Emitter, read, sections: list[int | None] = ()) -> Expr:
+        operands = [self._section(node, sections)] if isinstance(node, Concat) else node.operands
+        args = [e.const(op.number, compute_type(op.dtype)) if isinstance(op, Scalar) else read(op) for op in operands]
         if node.op == "astype":
             return e.bind(_converted(e, args[0], node))
         return e.bind(_rounded(e, RULES[node.op](e, *args), node.out.dtype, node.op))
@@ -253,12 +277,22 @@ class Row:
 class _Body:
     """One vector (or scalar) step of a sweep."""
 
-    def __init__(self, row: Row, index: int, lanes: int, at: list[Expr], accumulators: dict, copy: int) -> None:
+    def __init__(
+        self,
+        row: Row,
+        index: int,
+        lanes: int,
+        at: list[Expr],
+        sections: list[int | None],
+        accumulators: dict,
+        copy: int,
+    ) -> None:
         self.row = row
         self.kernel = row.kernel
         self.index = index
         self.e = Emitter(lanes)
         self.at = at
+        self.sections = sections
         self.accumulators = accumulators
         self.copy = copy
         self.values: dict[Value, Expr] = {}
@@ -304,7 +338,7 @@ class _Body:
                 index = self.row.row * self.kernel.const(self.kernel.columns) + self.position
                 load = BufferLoad(self.kernel.flat[value], [self.e.index(index, 1)])
                 return self.e.bind(self.e.cast(load, compute_type(value.dtype)))
-        return self.row._compute(self.row.group.made[value], self.e, self.read)
+        return self.row._compute(self.row.group.made[value], self.e, self.read, self.sections)
 
     def read(self, operand: Operand) -> Expr:
         """An operand at this step, in its compute type."""
@@ -336,7 +370,7 @@ class _Body:
 
 def _rounded(e: Emitter, value: Expr, dtype: str, op: str = "") -> Expr:
     """``value`` rounded to a stored type, in its compute type."""
-    if compute_type(dtype) == dtype or op == "copy":
+    if compute_type(dtype) == dtype or op in ("copy", "concat"):
         return value
     value = e.bind(value)
     if dtype == "bfloat16":

@@ -34,7 +34,7 @@ from autodiff.ir import (
     used_vars,
 )
 from bridge.compile import views
-from bridge.compile.graph import Graph, Node, Operand, Pointwise, Reduction, Scalar, Value, whole
+from bridge.compile.graph import Concat, Graph, Node, Operand, Pointwise, Reduction, Scalar, Value, whole
 from bridge.compile.pointwise import EXPENSIVE, compute_type
 from bridge.compile.reduction import identity
 from bridge.compile.space import make_space
@@ -92,6 +92,7 @@ class Builder:
         self._literals: dict[Constant, Operand | Scalar] = {}
         self._producers: dict[Value, Pointwise] = {}
         self._copies: dict[Operand | Scalar, Operand] = {}
+        self._slices: dict[Operand, Operand | Scalar] = {}
         self.variable: Var | None = None
         self.readers: dict[Var, list[Expr]] = {}
         self._hint = "t"
@@ -129,12 +130,41 @@ class Builder:
 
     def add(self, node: Node) -> Node:
         self.nodes.append(node)
-        if isinstance(node, Pointwise):
+        if isinstance(node, Pointwise) and not isinstance(node, Concat):
             self._producers[node.out] = node
         return node
 
+    def box_of_arithmetic(self, operand: Operand) -> tuple[str, list[Operand | Scalar]] | None:
+        """``(op, operands)`` that compute a box of the result of cheap arithmetic anew; ``None`` if it is none.
+
+        At most one operand may be as large as the result: then nothing more is read than the result itself.
+        """
+        node = self._producers.get(operand.value)
+        if node is None or node.op in EXPENSIVE:
+            return None
+        corner = views.box(operand.view, node.out.shape)
+        large = [read for read in node.operands if isinstance(read, Operand) and 4 * read.value.numel > node.out.numel]
+        if corner is None or len(large) > 1:
+            return None
+        return node.op, [
+            Scalar(read.number, read.dtype, operand.shape)
+            if isinstance(read, Scalar)
+            else Operand(read.value, views.cut_out(read.view, corner, operand.shape))
+            for read in node.operands
+        ]
+
+    def _through(self, operand: Operand | Scalar) -> Operand | Scalar:
+        """A slice of the result of cheap arithmetic is computed where it is read, and the rest perhaps never."""
+        if isinstance(operand, Scalar) or operand.view.numel >= operand.value.numel:
+            return operand
+        if operand not in self._slices:
+            found = self.box_of_arithmetic(operand)
+            self._slices[operand] = operand if found is None else self.pointwise(*found, operand.dtype)
+        return self._slices[operand]
+
     def pointwise(self, op: str, operands: Sequence[Operand | Scalar], element_type: str) -> Operand:
         """``op`` on operands broadcast against each other."""
+        operands = [self._through(operand) for operand in operands]
         extents = torch.broadcast_shapes(*(operand.shape for operand in operands))
         operands = self._walkable([self.expand(operand, extents) for operand in operands], math.prod(extents), None)
         out = self.fresh(extents, element_type)

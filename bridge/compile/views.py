@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 __all__ = [
     "View",
+    "box",
     "compose",
+    "cut_out",
     "dense",
     "dense_strides",
     "expand",
@@ -108,6 +110,26 @@ def slice_view(view: View, axis: int, begin: int, end: int, step: int) -> View:
     offset = view.offset + (begin * strides[axis] if extent else 0)
     shape[axis], strides[axis] = extent, strides[axis] * step
     return View(tuple(shape), tuple(strides), offset)
+
+
+def box(view: View, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """The corner at which a view cuts a box out of the dense tensor of that shape, or ``None`` if it does not."""
+    strides = dense_strides(shape)
+    if len(view.shape) != len(strides) or view.numel == 0:
+        return None
+    corner, left = [], view.offset
+    for have, extent, stride, want in zip(view.shape, shape, view.strides, strides, strict=True):
+        begin, left = divmod(left, want)
+        if begin + have > extent or (have != 1 and stride != want):
+            return None
+        corner.append(begin)
+    return tuple(corner)
+
+
+def cut_out(view: View, corner: Sequence[int], shape: Sequence[int]) -> View:
+    """The box of ``shape`` at ``corner`` of a view."""
+    offset = view.offset + sum(begin * stride for begin, stride in zip(corner, view.strides, strict=True))
+    return View(tuple(shape), view.strides, offset)
 
 
 def compose(outer: View, inner: View) -> View | None:
