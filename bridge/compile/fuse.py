@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from bridge.compile.emit import LANES
 from bridge.compile.graph import (
     Concat,
     Fallback,
@@ -232,6 +233,9 @@ def _common_space(first: Group, second: Group) -> tuple[int, int | None] | None:
         return None
     columns = large.elements // small.elements
     if large.columns not in (None, columns):
+        return None
+    # Rows that nothing but this asks for should be worth a loop of vectors.
+    if large.columns is None and columns < LANES:
         return None
     # One long row would leave nothing to run in parallel.
     if small.elements < 8 and large.elements > _SMALL:

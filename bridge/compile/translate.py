@@ -367,7 +367,18 @@ def translate(func: Function) -> Graph:
         if var not in builder.env:
             builder.bind(var, value)
     outputs = [_result(builder, builder.get(output), output) for output in results(func)]
-    return Graph(params, builder.constants, builder.nodes, outputs)
+    return Graph(params, builder.constants, _live(builder.nodes, outputs), outputs)
+
+
+def _live(nodes: Sequence[Node], outputs: Sequence[Operand]) -> list[Node]:
+    """The nodes that the results need. Others are left where an operator was computed anew in another order."""
+    needed = {output.value for output in outputs}
+    live = []
+    for node in reversed(nodes):
+        if not needed.isdisjoint(node.outs):
+            live.append(node)
+            needed.update(operand.value for operand in node.operands if isinstance(operand, Operand))
+    return live[::-1]
 
 
 def _result(builder: Builder, operand: Operand | Scalar, output: Expr) -> Operand:
