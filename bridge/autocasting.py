@@ -57,7 +57,8 @@ class GradModesInRegions(TorchFunctionMode):
         self._depth = _regions_entered()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch._C._set_grad_enabled and _regions_entered() > self._depth and not self.problems:
+        changes = func is torch._C._set_grad_enabled and args[0] != torch.is_grad_enabled()
+        if changes and _regions_entered() > self._depth and not self.problems:
             reason = "a grad mode set inside an autocast region: torch.export forgets it"
             self.problems.append(Unsupported("no_grad inside autocast", "forward", reason, "swap the two contexts"))
         return func(*args, **(kwargs or {}))

@@ -1,0 +1,266 @@
+"""Half-precision modules, autocast, scaled losses: no further from float64 than eager is, and the same element types.
+
+Gradients of half types are compared by distance to the float64 run: three times eager's own, plus rounding.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
+from tests.bridge.models import MLP, bert_layer
+from tests.bridge.parity import check_module
+
+RATIO = 3.0
+
+
+def autocast(dtype=torch.bfloat16, enabled=True):
+    return torch.autocast("cpu", dtype=dtype, enabled=enabled)
+
+
+def images() -> torch.Tensor:
+    return torch.randn(2, 3, 6, 6)
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5))
+
+
+def normalized() -> nn.Module:
+    """A product in half precision, then normalization with float32 weights."""
+    return nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.GELU(), nn.Softmax(-1))
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(7, 6, requires_grad=True)
+
+
+def hidden() -> torch.Tensor:
+    return torch.randn(2, 5, 24, requires_grad=True)
+
+
+def step(module: nn.Module, x: torch.Tensor, context) -> dict[str, torch.Tensor]:
+    """Outputs and gradients of one call under ``context``, backward outside of it, as in a training loop."""
+    x = x.detach().clone().requires_grad_(x.requires_grad)
+    module.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    with context:
+        y = module(x)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype))
+    found = {"output": y.detach(), **{name: p.grad for name, p in module.named_parameters() if p.grad is not None}}
+    found |= {name: buffer.clone() for name, buffer in module.named_buffers()}
+    return found | ({"input": x.grad} if x.requires_grad else {})
+
+
+def distance(value: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((value.double() - exact.double()).norm() / exact.double().norm().clamp_min(1e-30))
+
+
+def assert_close_enough(ours, eager, exact) -> dict[str, tuple[float, float]]:
+    """Each tensor has eager's type and at most ``RATIO`` times eager's distance; the distances by name."""
+    assert ours.keys() == eager.keys()
+    largest = max(float(value.double().norm()) for value in exact.values())
+    found = {}
+    for name, value in eager.items():
+        assert ours[name].dtype == value.dtype, name
+        eps = torch.finfo(torch.bfloat16).eps if value.is_floating_point() else 0.0
+        # where eager happens to be exact, or a gradient vanishes (an attention key's bias), rounding alone is left
+        floor = eps * max(0.05, largest / 100 / max(float(exact[name].double().norm()), 1e-30) * 0.05)
+        mine, own = distance(ours[name], exact[name]), distance(value, exact[name])
+        assert mine <= RATIO * own + floor, f"{name}: {mine:.2e} from float64, eager {own:.2e}"
+        found[name] = mine, own
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("make", "inputs"), [(lambda: MLP(dropout=0.5), rows), (convolutions, images)])
+def test_half_precision_modules(make, inputs, dtype):
+    check_module(make, inputs, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [(lambda: MLP(dropout=0.5), rows), (normalized, rows), (convolutions, images)],
+    ids=["mlp", "normalized", "convolutions"],
+)
+def test_autocast(make, inputs, dtype):
+    torch.manual_seed(0)
+    eager, x = make(), inputs()
+    ours, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
+    with autocast(dtype):
+        add_tvm_dispatch(ours, x)
+    results = (
+        step(ours, x, autocast(dtype)),
+        step(eager, x, autocast(dtype)),
+        step(exact, x.double(), autocast(dtype, False)),
+    )
+    assert stats(ours).hits == 1, stats(ours)
+    assert_close_enough(*results)
+
+
+def test_autocast_of_a_bert_layer():
+    """The must-show of issue 6; run with ``-s`` it prints the distances."""
+    torch.manual_seed(0)
+    eager, x = bert_layer(), hidden()
+    ours, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
+    with autocast():
+        add_tvm_dispatch(ours, x)
+    results = step(ours, x, autocast()), step(eager, x, autocast()), step(exact, x.double(), autocast(enabled=False))
+    assert stats(ours).hits == 1, stats(ours)
+    for name, (mine, own) in assert_close_enough(*results).items():
+        print(f"{name:40s} ours {mine:.2e}  eager {own:.2e}  ratio {mine / own:.2f}")
+
+
+def test_casts_are_nodes_of_the_graph():
+    """A weight that is used twice is cast once, as eager's cache does; other tensors at each use."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6, bias=False)
+
+        def forward(self, x):
+            return self.linear(torch.relu(x)) + self.linear(torch.tanh(x))
+
+    with autocast():
+        lowered = lower(Twice(), torch.randn(7, 6))
+    casts = [node for node in lowered.captured.graph.nodes if "_to_copy" in str(node.target)]
+    assert [cast.args[0].name for cast in casts].count("p_linear_weight") == 1
+    assert len(casts) == 3
+
+
+def test_an_entry_belongs_to_its_autocast_state():
+    torch.manual_seed(0)
+    module = MLP()
+    eager, x = copy.deepcopy(module), torch.randn(7, 6)
+    with autocast():
+        add_tvm_dispatch(module, x)
+    for context in (autocast(enabled=False), autocast(torch.float16)):
+        with context:
+            torch.testing.assert_close(module(x), eager(x), rtol=0, atol=0)
+    assert list(stats(module).misses) == [
+        "autocast: compiled for torch.bfloat16, called with False",
+        "autocast: compiled for torch.bfloat16, called with torch.float16",
+    ]
+    add_tvm_dispatch(module, x)
+    with autocast():
+        assert module(x).dtype == torch.bfloat16
+    assert module(x).dtype == torch.float32
+    assert stats(module).hits == 2
+
+
+class Region(nn.Module):
+    """Autocast turned on, and off, inside forward."""
+
+    def __init__(self, inside: bool, no_grad: bool = False):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.inside = inside
+        self.no_grad = no_grad
+
+    def forward(self, x):
+        y = self.linear(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.inside), torch.set_grad_enabled(not self.no_grad):
+            z = self.linear(x.to(self.linear.weight.dtype))
+        return y * 2 + z
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_regions(around, inside):
+    torch.manual_seed(0)
+    eager, x = Region(inside), rows()
+    ours, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
+    exact.inside = False
+    with autocast(enabled=around):
+        add_tvm_dispatch(ours, x)
+    contexts = autocast(enabled=around), autocast(enabled=around), autocast(enabled=False)
+    results = [step(m, each, c) for m, each, c in zip((ours, eager, exact), (x, x, x.double()), contexts, strict=True)]
+    assert stats(ours).hits == 1, stats(ours)
+    assert_close_enough(*results)
+
+
+def test_a_grad_mode_inside_a_region_is_refused():
+    """torch.export drops it from the graph, and with it the fact that autograd stops there."""
+    for around in (False, True):
+        with autocast(enabled=around), pytest.raises(UnsupportedModule, match="no_grad inside autocast"):
+            add_tvm_dispatch(Region(True, no_grad=True), rows())
+
+
+def test_an_operator_inside_which_autocast_casts_is_refused():
+    with autocast(), pytest.raises(UnsupportedModule, match=r"aten\.lstm.*autocast casts inside"):
+        add_tvm_dispatch(nn.LSTM(6, 5, batch_first=True), torch.randn(3, 7, 6))
+
+
+def test_backward_inside_autocast():
+    """Eager warns against it, but defines it: the backward's own operators are cast then; compiled code is not."""
+    torch.manual_seed(0)
+    module, x = MLP(), torch.randn(7, 6)
+    eager = copy.deepcopy(module)
+    with autocast():
+        add_tvm_dispatch(module, x)
+        module(x).float().square().sum().backward()
+        eager(x).float().square().sum().backward()
+    for ours, theirs in zip(module.parameters(), eager.parameters(), strict=True):
+        assert ours.grad.dtype == theirs.grad.dtype == torch.float32
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_scaled_losses(overflow):
+    """``GradScaler``: the same steps are taken, and the same ones skipped, with the same scale afterwards."""
+    torch.manual_seed(0)
+    module, x = MLP(), torch.randn(7, 6)
+    eager = copy.deepcopy(module)
+    with autocast(torch.float16):
+        add_tvm_dispatch(module, x)
+    scales, losses = [], []
+    for each in (module, eager):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.05)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (24 if overflow else 8), growth_interval=2)
+        curve = []
+        for _ in range(6):
+            with autocast(torch.float16):
+                loss = each(x).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            curve.append(loss.item())
+        scales.append(scaler.get_scale())
+        losses.append(curve)
+    assert stats(module).hits == 6
+    assert scales[0] == scales[1]
+    torch.testing.assert_close(*map(torch.tensor, losses), rtol=5e-3, atol=1e-4)
+
+
+def test_fifty_steps_under_autocast():
+    """The loss curve of a small classifier, ours and eager's side by side (printed with ``-s``)."""
+    torch.manual_seed(0)
+    eager = nn.Sequential(bert_layer(), nn.Linear(24, 3))
+    ours = copy.deepcopy(eager)
+    x, labels = torch.randn(8, 6, 24), torch.randint(0, 3, (8,))
+    with autocast():
+        add_tvm_dispatch(ours[0], x)
+    curves = []
+    for module in (ours, eager):
+        torch.manual_seed(1)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        curve = []
+        for _ in range(50):
+            with autocast():
+                loss = F.cross_entropy(module(x).mean(1).float(), labels)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            curve.append(loss.item())
+        curves.append(torch.tensor(curve))
+    assert stats(ours[0]).hits == 50
+    for i in range(0, 50, 7):
+        print(f"step {i:2d}: ours {curves[0][i]:.4f}  eager {curves[1][i]:.4f}")
+    assert curves[1][-5:].mean() < 0.7 * curves[1][0], "the model learns"
+    torch.testing.assert_close(curves[0], curves[1], rtol=0.05, atol=0.02)
