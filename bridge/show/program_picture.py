@@ -93,19 +93,20 @@ def kernel_picture(program: Program, kernel: str) -> Picture:
     for name in step.contents.reads:
         picture.add(Box(name, name.removeprefix(_WEIGHT_LIKE), "input", (shapes.get(name, ""),)))
     usual = Counter(operation.dtype for operation in step.contents.operations).most_common(1)[0][0]
+    shapes |= {each.result: _shape(each.shape, each.dtype, usual) for each in step.contents.operations}
     for operation in step.contents.operations:
-        _operation(picture, operation, usual)
+        _operation(picture, operation, shapes)
     for name in step.outputs:
         picture.add(Box(f"result {name}", name, "result", (shapes.get(name, ""),)))
         picture.arrows.append(Arrow(name, f"result {name}", ""))
     return picture
 
 
-def _operation(picture: Picture, operation: Operation, usual: str) -> None:
+def _operation(picture: Picture, operation: Operation, shapes: dict[str, str]) -> None:
     numbers = [name for name in operation.operands if name.rstrip("~^") not in picture.boxes]
     picture.add(Box(operation.result, operation.op, "node", tuple(numbers), operation.binding))
     for name in dict.fromkeys(operation.operands):
         base = name.rstrip("~^")
         if base in picture.boxes and base != operation.result:
-            how = {"~": "broadcast", "^": "permuted"}.get(name[-1], "")
-            picture.arrows.append(Arrow(base, operation.result, how or _shape(operation.shape, operation.dtype, usual)))
+            how = {"~": " broadcast", "^": " ᵀ"}.get(name[-1], "")
+            picture.arrows.append(Arrow(base, operation.result, shapes.get(base, "") + how))

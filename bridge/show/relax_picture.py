@@ -82,6 +82,8 @@ class _Painter:
         floats = Counter(str(var.ty.dtype) for var, _ in self.body if isinstance(var.ty, TensorType))
         self.usual = floats.most_common(1)[0][0] if floats else ""
         self.upward = self._upward()
+        #: A backward on its own: what it reads stands below its readers, as its grad_outs do.
+        self.alone = not reading.alias and all(var.name in self.upward for var, _ in self.body)
         self.boxed = {var.name for var, value in self.body if not self._is_folded_view(var, value)}
         self.gradient_of = self._gradients()
         self.labelled: set[tuple[str, str]] = set()
@@ -112,9 +114,8 @@ class _Painter:
     def _input(self, param: Var) -> None:
         kind = "captured" if param.name in self.reading.captured else "input"
         name = self.reading.display.get(param.name, param.name)
-        self.picture.add(
-            Box(self._key(param.name), name, kind, (self._type(param.ty),), upward=param.name in self.upward)
-        )
+        upward = self.alone or param.name in self.upward
+        self.picture.add(Box(self._key(param.name), name, kind, (self._type(param.ty),), upward=upward))
 
     def _operation(self, var: Var, value: Expr) -> None:
         name = var.name
