@@ -17,6 +17,7 @@ import tvm
 from torch import nn
 
 from bridge.capture import normalize_sample
+from bridge.dynamic_shapes import refuse_dynamic
 from bridge.entry import Entry, compile_entry
 from bridge.errors import DispatchMiss, Unsupported, UnsupportedModule
 from bridge.guards import Mismatch, has_global_hooks, interpreter_state
@@ -209,11 +210,13 @@ def add_tvm_dispatch(
     partition: Any = DEFAULT_PARTITION,
     on_miss: str = "eager",
     target: tvm.target.Target | str | dict | None = None,
+    dynamic_shapes: Any = None,
 ) -> nn.Module:
     """Compiles a call of ``module``, forward and backward, and dispatches matching calls to it from now on.
 
     A call matches if everything that was compiled still holds: structure, shapes, dtypes and strides of the
-    arguments, training flags, grad mode, which tensors require grad, the module tree and its plain attributes. Any
+    arguments, training flags, grad mode, autocast, which tensors require grad, the module tree, its plain attributes
+    and what its code reads. It is compiled under the grad mode and the autocast state around this call. Any
     other call runs as PyTorch would and is counted with a reason in :func:`stats`. Called again with another sample
     or in another mode, it adds an entry.
 
@@ -226,6 +229,8 @@ def add_tvm_dispatch(
         on_miss: for calls that match no entry: ``"eager"``, ``"compile"`` (at most ``MAX_ENTRIES`` entries are
             kept) or ``"error"``.
         target: TVM target; by default this machine's CPU.
+        dynamic_shapes: torch.export's specification. Shapes are static here: a dimension that is meant to vary is
+            refused by name.
 
     Returns:
         ``module``.
@@ -240,6 +245,7 @@ def add_tvm_dispatch(
     if on_miss not in ON_MISS:
         raise ValueError(f"on_miss: wanted one of {', '.join(map(repr, ON_MISS))}, got {on_miss!r}")
     resolve_strategy(partition)
+    refuse_dynamic(type(module).__name__, dynamic_shapes)
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
     if module.__dict__.get(_ATTRIBUTE) is not None and _dispatcher(module) is None:
         raise ValueError(f"{type(module).__name__} was compiled with module.compile(); dispatch a module that was not")
