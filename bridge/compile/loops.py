@@ -23,7 +23,8 @@ from bridge.compile.space import Space
 
 __all__ = ["generate"]
 
-_PARALLEL_WORK = 150_000  # scalar operations; a parallel launch costs microseconds
+_PARALLEL_WORK = 250_000  # scalar operations: ten microseconds in vectors, where a launch costs two or three
+_PARALLEL_FINISH = 32_768  # elements of partial sums; the time of a launch again
 _EXPENSIVE_WORK = 12  # scalar operations a transcendental function counts for
 _MAX_CHUNKS = 64
 
@@ -114,7 +115,8 @@ class RowKernel:
             self.declare(self.scratch[node], f"partial{len(self.partial)}")
             self.partial[node] = self.flat[self.scratch[node]]
         body = [*self.prologue, self._row_loops()]
-        body += [self._finish_columns(node) for node in self.column_nodes]
+        wanted = [node for node in self.column_nodes if node.out in self.flat]
+        body += [self._finish_columns(wanted)] if wanted else []
         if self.space.remainder:
             body.append(self._remainder())
         func = PrimFunc(list(self.signature.values()), sequence(body))
@@ -162,31 +164,27 @@ class RowKernel:
             stmts += self._vectors(self.columns, store)
         return stmts
 
-    def _finish_columns(self, node: Reduction) -> Stmt:
-        """Combine the chunks of a column reduction, in order."""
-        partial, out = self.partial[node], self.flat.get(node.out)
-        if out is None:
-            return tirx.Evaluate(self.const(0))
+    def _finish_columns(self, nodes: list[Reduction]) -> Stmt:
+        """Combine the chunks of column reductions, in order."""
         batch = Var("batch", self.index_type)
 
         def add(e: Emitter, offset: Expr) -> None:
-            total = None
-            for chunk in range(self.chunks):
-                base = (batch * self.const(self.chunks) + self.const(chunk)) * self.const(self.columns) + offset
-                part = e.bind(BufferLoad(partial, [e.index(base, 1)]))
-                total = part if total is None else e.bind(combine(e, node.op, total, part))
-            index = e.index(batch * self.const(self.columns) + offset, 1)
-            e.stmts.append(BufferStore(out, e.cast(total, node.out.dtype), [index]))
+            for node in nodes:
+                total = None
+                for chunk in range(self.chunks):
+                    base = (batch * self.const(self.chunks) + self.const(chunk)) * self.const(self.columns) + offset
+                    part = e.bind(BufferLoad(self.partial[node], [e.index(base, 1)]))
+                    total = part if total is None else e.bind(combine(e, node.op, total, part))
+                index = e.index(batch * self.const(self.columns) + offset, 1)
+                e.stmts.append(BufferStore(self.flat[node.out], e.cast(total, node.out.dtype), [index]))
 
-        return For(
-            batch,
-            self.const(0),
-            self.const(self.batch),
-            ForKind.SERIAL,
-            sequence(self._vectors(self.columns, add)),
-        )
+        large = self.parallel and len(nodes) * self.batch * self.chunks * self.columns >= _PARALLEL_FINISH
+        kind = ForKind.PARALLEL if large else ForKind.SERIAL
+        inner, outer = (ForKind.SERIAL, kind) if self.batch > 1 else (kind, ForKind.SERIAL)
+        vectors = sequence(self._vectors(self.columns, add, inner))
+        return For(batch, self.const(0), self.const(self.batch), outer, vectors)
 
-    def _vectors(self, count: int, body) -> list[Stmt]:
+    def _vectors(self, count: int, body, kind: ForKind = ForKind.SERIAL) -> list[Stmt]:
         """``body(emitter, offset)`` on vectors, then on the scalar tail."""
         stmts = []
         for lanes, begin, trips in ((LANES, 0, count // LANES), (1, count - count % LANES, count % LANES)):
@@ -195,5 +193,6 @@ class RowKernel:
             e = Emitter(lanes)
             i = Var("i", self.index_type)
             body(e, self.const(begin) + i * self.const(lanes))
-            stmts.append(For(i, self.const(0), self.const(trips), ForKind.SERIAL, sequence(e.stmts)))
+            tail = ForKind.SERIAL if lanes == 1 else kind
+            stmts.append(For(i, self.const(0), self.const(trips), tail, sequence(e.stmts)))
         return stmts
