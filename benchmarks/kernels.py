@@ -5,7 +5,8 @@
 Prints one Markdown table. GB/s counts every input and every result once. ``of copy`` compares with a ``copy_`` between
 two tensors in memory that is already there, which moves as many bytes in the same turn: below it, memory is the limit.
 ``in cache`` is the evidence that arithmetic is: the time that the kernel's instructions alone would take, extrapolated
-from the difference of two calls on tensors that stay in the second-level cache, on one thread.
+from the difference of two calls on tensors that stay in the second-level cache, on one thread. What is left of such a
+call when the tensors shrink to nothing is the price of a call.
 
 Freed memory is kept by the process (``mallopt``), so that no peer pays for page faults by the luck of the allocator.
 """
@@ -287,8 +288,9 @@ def medians(functions: Sequence[Callable], runs: int) -> list[float]:
     return [statistics.median(seconds) for seconds in spent]
 
 
-def in_cache_seconds(case: Case, runs: int) -> float:
-    """What the instructions of the full case take on all threads, from two calls whose tensors stay in the cache."""
+def in_cache_seconds(case: Case, runs: int) -> tuple[float, float]:
+    """What the instructions of the full case take on all threads, and what a call takes without them: from two calls
+    whose tensors stay in the cache."""
     threads = torch.get_num_threads()
     a, b = case.small
     calls = []
@@ -300,7 +302,7 @@ def in_cache_seconds(case: Case, runs: int) -> float:
         one, two = medians(calls, 10 * runs)
     finally:
         torch.set_num_threads(threads)
-    return (two - one) * math.prod(case.full) / math.prod(case.small) / threads
+    return (two - one) * math.prod(case.full) / math.prod(case.small) / threads, max(0.0, 2 * one - two)
 
 
 def copy_of(nbytes: int) -> Callable[[], object]:
@@ -351,8 +353,8 @@ def measured(case: Case, inductor: bool, runs: int) -> str:
         functions.append(lambda: fast(*inputs))
     with torch.no_grad():
         ours, eager, copy, *others = medians(functions, runs)
-    arithmetic = in_cache_seconds(case, runs)
-    bound = "arithmetic" if arithmetic >= COMPUTE_BOUND * ours else "memory"
+    arithmetic, call = in_cache_seconds(case, runs)
+    bound = "arithmetic" if arithmetic >= COMPUTE_BOUND * ours else "the call" if call >= ours / 3 else "memory"
     cells = [case.name, f"{ours * 1e3:.3f}", f"{eager * 1e3:.3f}", f"{ours / eager:.2f}"]
     cells += [f"{others[0] * 1e3:.3f}", f"{ours / others[0]:.2f}"] if others else ["", ""]
     cells += [f"{copy * 1e3:.3f}", f"{arithmetic * 1e3:.3f}", f"{moved / ours / 1e9:.1f}", f"{copy / ours:.0%}", bound]
