@@ -1,0 +1,167 @@
+"""``on_miss="compile"``: calls of varying shape get entries of their own, at most eight; dynamic shapes are refused."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from bridge import DispatchMiss, UnsupportedModule, add_tvm_dispatch, stats
+from bridge.dispatch import MAX_ENTRIES
+from tests.bridge.models import MLP
+from tests.bridge.parity import Call, assert_same, run
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def rows(count: int) -> torch.Tensor:
+    return torch.randn(count, 6, generator=torch.Generator().manual_seed(count)).requires_grad_()
+
+
+class Scale(nn.Module):
+    """One kernel: cheap to compile."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((6,), 1.5))
+
+    def forward(self, x, power: int = 1):
+        return torch.tanh(x * self.weight) * power
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.name.startswith("bridge")]
+
+
+def check(module: nn.Module, eager: nn.Module, x: torch.Tensor) -> None:
+    assert_same(run(module, Call((x,))), run(eager, Call((x,))), **CLOSE)
+
+
+def test_batches_of_varying_length_in_a_loop():
+    """Lengths come back: each is compiled once, every call after the first of its length is a hit."""
+    torch.manual_seed(0)
+    module = MLP(dropout=0.5)
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, rows(4), on_miss="compile")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (module, eager)]
+    for length in (4, 7, 5, 7, 4, 5, 5, 4):
+        check(module, eager, rows(length))
+        for optimizer in optimizers:
+            optimizer.step()
+    assert stats(module).hits == 8 and not stats(module).misses
+    assert [entry.hits for entry in stats(module).entries] == [3, 2, 3]
+
+
+def test_the_least_recently_used_entry_leaves(caplog):
+    module = Scale()
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, rows(1), on_miss="compile")
+    with caplog.at_level(logging.WARNING, logger="bridge"):
+        for length in range(1, MAX_ENTRIES + 1):
+            check(module, eager, rows(length))
+        assert not warnings_of(caplog)
+        check(module, eager, rows(1))  # now the entry for length 2 is the oldest
+        check(module, eager, rows(20))
+        check(module, eager, rows(21))
+    assert len(stats(module).entries) == MAX_ENTRIES
+    lengths = [entry.lowered.captured.arguments[0].shape[0] for entry in stats(module).entries]
+    assert lengths == [1, *range(4, MAX_ENTRIES + 1), 20, 21]
+    (record,) = warnings_of(caplog)
+    message = record.getMessage()
+    assert f"{MAX_ENTRIES} entries" in message and "shape of args[0]" in message and "(20, 6)" in message, message
+
+
+def test_the_warning_comes_once_for_each_thing_that_differs(caplog):
+    module = Scale()
+    add_tvm_dispatch(module, rows(1), on_miss="compile")
+    with caplog.at_level(logging.WARNING, logger="bridge"):
+        for length in range(1, MAX_ENTRIES + 4):
+            module(rows(length))
+        for power in range(2, 5):
+            module(rows(1), power)
+    fields = [record.getMessage().partition("differing: ")[2].partition(":")[0] for record in warnings_of(caplog)]
+    assert fields[0] == "shape of args[0]"
+    assert fields[1:] == ["structure of the arguments", "value of argument args[1]"], fields
+
+
+def test_modes_become_entries():
+    torch.manual_seed(0)
+    module = MLP(dropout=0.5)
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, rows(4), on_miss="compile")
+    for context in (torch.no_grad(), torch.enable_grad(), torch.autocast("cpu", dtype=torch.bfloat16)):
+        with context:
+            torch.manual_seed(1)
+            actual = module(rows(4))
+            torch.manual_seed(1)
+            expected = eager(rows(4))
+        close = CLOSE if expected.dtype == torch.float32 else {"rtol": 0.03, "atol": 0.03}
+        torch.testing.assert_close(actual, expected, **close)
+        assert actual.requires_grad == expected.requires_grad
+    module.eval(), eager.eval()
+    check(module, eager, rows(4))
+    assert len(stats(module).entries) == 4 and stats(module).hits == 4
+
+
+def test_what_cannot_be_compiled_runs_eager_and_is_not_tried_again(caplog):
+    class Either(nn.Module):
+        def forward(self, x):
+            return torch.tanh(x) if x.shape[0] < 6 else x * torch.linalg.eigvalsh(x.T @ x)
+
+    module = Either()
+    add_tvm_dispatch(module, rows(4), on_miss="compile")
+    with caplog.at_level(logging.WARNING, logger="bridge"):
+        for _ in range(3):
+            torch.testing.assert_close(module(rows(9)), Either()(rows(9)), rtol=0, atol=0)
+    (record,) = warnings_of(caplog)
+    assert "linalg_eig" in record.getMessage() and "(9, 6)" in record.getMessage()
+    assert sum(stats(module).misses.values()) == 3
+    assert len(stats(module).entries) == 1
+    module(rows(4))
+    assert stats(module).hits == 1
+
+
+def test_a_call_that_eager_refuses_raises_eagers_error():
+    module = MLP()
+    add_tvm_dispatch(module, rows(4), on_miss="compile")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        module(torch.randn(7, 5))
+    with pytest.raises(TypeError):
+        module()
+    module(rows(4))
+    assert stats(module).hits == 1 and len(stats(module).entries) == 1
+
+
+def test_error_names_the_reason_and_leaves_the_module_usable():
+    module = Scale()
+    add_tvm_dispatch(module, rows(4), on_miss="error")
+    with pytest.raises(DispatchMiss, match=r"shape of args\[0\]: compiled for \(4, 6\), called with \(5, 6\)"):
+        module(rows(5))
+    module(rows(4))
+    assert stats(module).hits == 1 and not stats(module).misses
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        ({"x": {0: Dim("batch")}}, r"dynamic_shapes\['x'\]\[0\].*batch"),
+        (({0: Dim.AUTO, 1: None},), r"dynamic_shapes\[0\]\[0\].*AUTO"),
+    ],
+)
+def test_dynamic_shapes_are_refused_by_name(spec, name):
+    module = Scale()
+    with pytest.raises(UnsupportedModule, match=name) as caught:
+        add_tvm_dispatch(module, rows(4), dynamic_shapes=spec)
+    assert "on_miss" in str(caught.value)
+    assert module._compiled_call_impl is None
+
+
+def test_static_dynamic_shapes_are_fine():
+    module = Scale()
+    add_tvm_dispatch(module, rows(4), dynamic_shapes={"x": {0: Dim.STATIC, 1: 6}})
+    module(rows(4))
+    assert stats(module).hits == 1
+    with pytest.raises(TypeError, match="dynamic_shapes"):
+        add_tvm_dispatch(module, rows(4), dynamic_shapes="batch")

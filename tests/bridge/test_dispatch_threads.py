@@ -1,0 +1,136 @@
+"""Dispatched modules called from several threads, and in a process that forks workers."""
+
+import copy
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from bridge import add_tvm_dispatch, stats
+from tests.bridge.models import MLP
+
+ROUNDS = 30
+
+
+def rows(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def together(*actions: Callable[[], None]) -> None:
+    """Runs each action in a thread of its own, started at the same moment; the first error is raised here."""
+    errors: list[BaseException] = []
+    gate = threading.Barrier(len(actions))
+
+    def guarded(action: Callable[[], None]) -> None:
+        try:
+            gate.wait()
+            action()
+        except BaseException as error:  # noqa: BLE001 — whatever it is, the test has to see it
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(action,)) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def check_rounds(module: nn.Module, eager: nn.Module, count: int) -> None:
+    """Outputs and gradients of many calls; gradients by ``torch.autograd.grad``, which shares nothing."""
+    for seed in range(ROUNDS):
+        x = rows(count, seed).requires_grad_()
+        actual = torch.autograd.grad(module(x).square().sum(), [x, *module.parameters()])
+        expected = torch.autograd.grad(eager(x).square().sum(), [x, *eager.parameters()])
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_two_modules_from_two_threads():
+    """Equal modules share one compiled program; each call has a frame of its own."""
+    torch.manual_seed(0)
+    pairs = []
+    for _ in range(2):
+        eager = MLP()
+        module = copy.deepcopy(eager)
+        add_tvm_dispatch(module, rows(7).requires_grad_())
+        pairs.append((module, eager))
+    together(*[lambda pair=pair: check_rounds(*pair, 7) for pair in pairs])
+    assert [stats(module).hits for module, _ in pairs] == [ROUNDS, ROUNDS]
+
+
+def test_one_module_from_two_threads():
+    torch.manual_seed(0)
+    eager = MLP()
+    module = copy.deepcopy(eager)
+    add_tvm_dispatch(module, rows(7).requires_grad_())
+    add_tvm_dispatch(module, rows(5).requires_grad_())
+    together(*[lambda count=count: check_rounds(module, eager, count) for count in (7, 5, 7)])
+    assert stats(module).hits == 3 * ROUNDS and not stats(module).misses
+
+
+def test_grad_mode_is_the_threads_own():
+    module = MLP()
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, rows(7).requires_grad_())
+
+    def without_grad() -> None:
+        with torch.no_grad():
+            for seed in range(ROUNDS):
+                torch.testing.assert_close(module(rows(7, seed).requires_grad_()), eager(rows(7, seed)))
+
+    together(without_grad, lambda: check_rounds(module, eager, 7))
+    assert stats(module).hits == ROUNDS
+    assert list(stats(module).misses) == ["grad mode: compiled for True, called with False"]
+
+
+class Rows(Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return rows(7, index)
+
+
+class Transformed(Rows):
+    """Calls a dispatched module in the worker, on a copy of the parent's memory."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        with torch.no_grad():
+            return self.module(super().__getitem__(index))
+
+
+@pytest.mark.parametrize("context", ["fork"])
+def test_data_loader_workers_of_a_process_with_a_dispatched_module(context):
+    """The parent has compiled and called its module; workers are forked and the training goes on."""
+    torch.manual_seed(0)
+    eager = MLP()
+    module = copy.deepcopy(eager)
+    add_tvm_dispatch(module, rows(7))
+    module(rows(7)).sum().backward()
+    loader = DataLoader(Rows(), batch_size=None, num_workers=2, multiprocessing_context=context)
+    seen = 0
+    for x in loader:
+        torch.testing.assert_close(module(x), eager(x), rtol=1e-5, atol=1e-5)
+        seen += 1
+    assert seen == 8 and stats(module).hits == 9
+
+
+def test_dispatched_module_inside_forked_workers():
+    torch.manual_seed(0)
+    eager = MLP()
+    module = copy.deepcopy(eager)
+    with torch.no_grad():
+        add_tvm_dispatch(module, rows(7))
+    loader = DataLoader(Transformed(module), batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=60)
+    results = list(loader)
+    with torch.no_grad():
+        for index, result in enumerate(results):
+            torch.testing.assert_close(result, eager(rows(7, index)), rtol=1e-5, atol=1e-5)
+    assert stats(module).hits == 0, "the workers counted in their own memory"
