@@ -21,15 +21,15 @@ import torch
 import tvm
 from torch import fx, nn
 
-from bridge.capture import capture
 from bridge.dispatch import MAX_ENTRIES, refuse_state
 from bridge.dynamo_graph import DynamoGraph, inline_checkpoints
 from bridge.entry import Entry
 from bridge.errors import Unsupported, UnsupportedModule, user_line
 from bridge.guards import interpreter_state
-from bridge.lower import DEFAULT_PARTITION, lower_captured
+from bridge.lower import DEFAULT_PARTITION
+from bridge.reuse import lower_once
 from bridge.stats import DispatchStats
-from bridge.tracing import is_capturing
+from bridge.tracing import is_capturing, one_capture_at_a_time
 from partition.cut import resolve as resolve_strategy
 
 __all__ = ["CompiledGraph", "graphs", "tvm_dispatch"]
@@ -144,8 +144,10 @@ class _Compiled:
     def __init__(self, graph_module: fx.GraphModule, inputs: Sequence[Any], partition: Any, target: Any):
         _refuse(graph_module, inputs)
         region = DynamoGraph(graph_module, inputs)
-        captured = capture(region, tuple(inputs[position] for position in region.arguments), {})
-        lowered = lower_captured(captured, grad=torch.is_grad_enabled(), partition=partition)
+        arguments = tuple(inputs[position] for position in region.arguments)
+        with one_capture_at_a_time:
+            lowered = lower_once(region, arguments, {}, grad=torch.is_grad_enabled(), partition=partition)
+        captured = lowered.captured
         self.entry = Entry(None, lowered, target)
         self._owned = [
             (None, region.input_of[spec.name])

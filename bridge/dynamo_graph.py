@@ -43,7 +43,9 @@ class DynamoGraph(nn.Module):
 
     def __init__(self, graph_module: fx.GraphModule, inputs: Sequence[Any]):
         super().__init__()
-        self.graph_module = graph_module
+        if _owns_tensors(graph_module):
+            self.graph_module = graph_module
+        self._graph = (graph_module,)  # not a submodule: each graph's class is its own, and equal ones are to be found
         self.input_of: dict[str, int] = {}
         for position, value in enumerate(inputs):
             if _may_be_buffer(value):
@@ -58,8 +60,31 @@ class DynamoGraph(nn.Module):
             inputs[position] = value
         for name, position in self.input_of.items():
             inputs[position] = getattr(self, name)
-        # an interpreter, because it hands the user's source lines on to whoever traces
-        return fx.Interpreter(self.graph_module).run(*inputs)
+        return _Interpreter(self._graph[0]).run(*inputs)
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a graph so that whoever traces sees the user's source lines, and autocast regions as the user wrote them.
+
+    In Dynamo's graph a region begins with a function that, while something traces, only says so and casts nothing.
+    """
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if target is torch.amp.autocast_mode._enter_autocast:
+            region = torch.autocast(*args, **kwargs)
+            region.__enter__()
+            return region
+        if target is torch.amp.autocast_mode._exit_autocast:
+            return args[0].__exit__(None, None, None)
+        return super().call_function(target, args, kwargs)
+
+
+def _owns_tensors(graph_module: fx.GraphModule) -> bool:
+    """Whether the graph reads tensors that are no inputs of its own: they are then found on the module."""
+    read = graph_module.graph.find_nodes(op="get_attr")
+    attributes = (getattr(graph_module, node.target, None) for node in read)
+    owned = (*graph_module.parameters(), *graph_module.buffers(), *attributes)
+    return any(isinstance(value, torch.Tensor) for value in owned)
 
 
 def _may_be_buffer(value: Any) -> bool:

@@ -185,9 +185,52 @@ def test_more_sizes_than_are_kept_run_eager(monkeypatch, caplog):
     assert len(caplog.records) == 1
 
 
-def test_autocast_runs_as_eager_does():
-    with torch.autocast("cpu", torch.bfloat16):
-        compare(lambda a: (a @ a.T).double(), x(3, 4))
+def test_autocast_around_the_call():
+    def function(a):
+        return (a @ a.T).double() * 2
+
+    data, known, seen = torch.randn(3, 4), graphs(), []
+    for call in (torch.compile(function, backend="tvm_dispatch"), function):
+        leaf = data.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            result = call(leaf)
+        result.sum().backward()
+        seen.append((result, leaf.grad))
+    for actual, expected in zip(*seen, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert total(made_since(known)) == (1, Counter())
+
+
+def test_regions_without_grad_and_with_autocast():
+    def function(a):
+        with torch.no_grad():
+            b = a * 2
+            with torch.enable_grad():
+                c = a.exp()
+        with torch.autocast("cpu", torch.bfloat16):
+            d = a.float() @ a.float().T
+        return (a * b * c).sum(1) + d.double().sum(1)
+
+    assert total(compare(function, x(3, 4), calls=2)) == (2, Counter())
+
+
+def test_equal_graphs_are_lowered_once():
+    def first(a):
+        return F.dropout(a.sin() * a, 0.3)
+
+    def second(a):
+        return F.dropout(a.sin() * a, 0.3)
+
+    known = graphs()
+    for function in (first, second):
+        torch.compile(function, backend="tvm_dispatch")(x(3, 4))
+    entries = [entry for graph in made_since(known) for entry in graph.stats.entries]
+    assert len(entries) == 2 and entries[0].lowered is entries[1].lowered
+
+
+def test_a_graph_that_holds_a_tensor_of_its_own():
+    table = torch.arange(4.0, dtype=torch.float64)
+    assert sum(total(compare(lambda a: a * table + torch.tensor([1.0, 2.0, 3.0, 4.0]), x(3, 4)))[1].values()) == 0
 
 
 # what falls back
