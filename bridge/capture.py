@@ -352,7 +352,13 @@ class _Seen:
                 reason = f"changes '{spec.target}' in place ({spec.kind.name.lower()})"
                 self.witness.unsupported.append(Unsupported(spec.kind.name.lower(), f"{self.name}.forward", reason))
                 continue
-            mutated.append((index_of[spec.target], nodes[spec.arg.name]))
+            index, node = index_of[spec.target], nodes[spec.arg.name]
+            before, after = self.tensors[index], node.meta["val"]
+            if (before.dtype, before.shape) != (after.dtype, tuple(after.shape)):
+                reason = f"becomes {after.dtype} of shape {tuple(after.shape)}, was {before.dtype} {before.shape}"
+                problem = Unsupported(f"buffer '{spec.target}'", f"{self.name}.forward", reason, "keep its form")
+                self.witness.unsupported.append(problem)
+            mutated.append((index, node))
         if len(results) != len(self.witness.outputs):
             reason = f"the exported graph returns {len(results)} values, eager {len(self.witness.outputs)}"
             raise UnsupportedModule(self.name, [Unsupported("torch.export", f"{self.name}.forward", reason)])

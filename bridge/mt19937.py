@@ -22,7 +22,7 @@ from functools import cached_property
 import torch
 import tvm_ffi
 
-from bridge.compile.build import build_kernels, host_target
+from bridge.compile.build import Built, build_kernels, host_target
 from bridge.compile.mt19937 import STATE_WORDS, bernoulli_function, equal_function
 
 __all__ = ["Kernels", "Mask", "compiled", "draw", "draw_by_torch"]
@@ -81,6 +81,7 @@ class Kernels:
 
     bernoulli: tvm_ffi.Function = field(repr=False)
     equal: tvm_ffi.Function = field(repr=False)
+    code: tuple[Built, ...] = field(default=(), repr=False, compare=False)  # machine code, which lives as long as this
 
     def fill(self, state: torch.Tensor, masks: Sequence[Mask], tensors: Sequence[torch.Tensor]) -> bool:
         """Fills the tensors in order and advances ``state``, uint8 [5056]; ``False`` if that is no state."""
@@ -151,10 +152,10 @@ def compiled() -> Kernels | None:
 
 
 @functools.lru_cache(maxsize=1)
-def _checked(bernoulli: tvm_ffi.Function, equal: tvm_ffi.Function) -> Kernels | None:
+def _checked(bernoulli: Built, equal: Built) -> Kernels | None:
     # no Python runs between looking at the generator's state and replacing it
-    equal.release_gil = False
-    kernels = Kernels(bernoulli, equal)
+    equal.function.release_gil = False
+    kernels = Kernels(bernoulli.function, equal.function, (bernoulli, equal))
     if _draws_as_torch(kernels):
         return kernels
     log.info(

@@ -100,6 +100,7 @@ class _DrawRecorder(TorchDispatchMode):
         self.draws = draws
         self.complain = complain
         self.trace = trace
+        self.in_backward = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self.trace is None:
@@ -109,6 +110,9 @@ class _DrawRecorder(TorchDispatchMode):
             with _unwatched():
                 result = func(*args, **(kwargs or {}))
             self.trace.add(func, arguments, result)
+        if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled() and not self.in_backward:
+            self.in_backward = True  # said once
+            self.complain("torch.autograd.grad or backward", "runs autograd inside forward: its result is a constant")
         if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args):
             self._record(func, args, kwargs or {}, result)
         return result

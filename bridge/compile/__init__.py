@@ -18,37 +18,37 @@ from autodiff.ir import Function, bindings
 from bridge.compile import concat, fallback, library, operators, products, shapes, torch_kernels  # noqa: F401
 from bridge.compile.assemble import assemble
 from bridge.compile.build import clear_kernels, host_target
+from bridge.compile.cache import WeakCache
 from bridge.compile.program import KernelStep, LibraryStep, Program, Step, ViewStep
 from bridge.compile.translate import translate
 
 __all__ = ["KernelStep", "LibraryStep", "Program", "Step", "ViewStep", "clear_cache", "compile_function"]
 
-_PROGRAMS: dict[tuple[str, int], list[tuple[Function, Program]]] = {}
+_PROGRAMS: WeakCache[Function, Program] = WeakCache(lambda a, b: structural_equal(a, b, map_free_vars=True))
 _LOCK = threading.Lock()
 
 
 def compile_function(func: Function, *, name: str, target: tvm.target.Target | None = None) -> Program:
     """Compile a function in flat form (see :mod:`autodiff.ir`) with static shapes.
 
-    Equal functions share one program, which keeps the ``name`` it was first compiled under. ``target`` is this machine
-    unless given. Raises ``NotImplementedError`` naming an operator that cannot be
-    compiled.
+    While a program is in use, equal functions share it; it keeps the ``name`` it was first compiled under. ``target``
+    is this machine unless given. Raises ``NotImplementedError`` naming an operator that cannot be compiled.
 
     No value depends, in any bit, on which other values are results: see :mod:`bridge.compile.fuse`.
     """
     target = host_target() if target is None else target
     key = (str(target), structural_hash(func, map_free_vars=True))
     with _LOCK:
-        for known, program in _PROGRAMS.get(key, ()):
-            if structural_equal(func, known, map_free_vars=True):
-                return program
+        program = _PROGRAMS.get(key, func)
+        if program is not None:
+            return program
     started = time.perf_counter()
     graph = translate(func)
     timings = {"translate": time.perf_counter() - started}
     program = assemble(graph, name, target, timings)
     program.variables = tuple(var.name for var in (*func.params, *(var for var, _ in bindings(func))))
     with _LOCK:
-        _PROGRAMS.setdefault(key, []).append((func, program))
+        _PROGRAMS.put(key, func, program)
     return program
 
 

@@ -37,9 +37,10 @@ def assemble(graph: Graph, name: str, target: Target, timings: dict[str, float])
     kernels = [_kernel(group, stored) for group in groups]
     clock.stop("generate")
     frame = _Frame(graph, groups, kernels, name)
-    functions = build_kernels(list(frame.functions.items()), target)
+    built = build_kernels(list(frame.functions.items()), target)
     clock.stop("build")
-    program = frame.finish(functions, timings, target)
+    program = frame.finish([kernel.function for kernel in built], timings, target)
+    program.code = tuple(built)
     clock.stop("plan")
     return program
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import tvm
 import tvm_ffi
@@ -14,11 +15,20 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 from tvm_ffi import structural_equal, structural_hash
 
+from bridge.compile.cache import WeakCache
 from bridge.compile.threads import CONNECT, connect_function, launcher
 
-__all__ = ["LOOPS_ATTR", "build_kernels", "clear_kernels", "host_cpu", "host_target"]
+__all__ = ["LOOPS_ATTR", "Built", "build_kernels", "clear_kernels", "host_cpu", "host_target"]
 
-_KERNELS: dict[tuple[str, int], list[tuple[PrimFunc, tvm_ffi.Function]]] = {}
+
+@dataclass(eq=False)
+class Built:
+    """A kernel's machine code: it is freed when nobody holds this object or the function."""
+
+    function: tvm_ffi.Function
+
+
+_KERNELS: WeakCache[PrimFunc, Built] = WeakCache(structural_equal)
 _LOCK = threading.Lock()
 
 LOOPS_ATTR = "bridge.loops"
@@ -80,13 +90,6 @@ def clear_kernels() -> None:
         _KERNELS.clear()
 
 
-def _find(func: PrimFunc, key: tuple[str, int]) -> tvm_ffi.Function | None:
-    for known, built in _KERNELS.get(key, ()):
-        if structural_equal(func, known):
-            return built
-    return None
-
-
 def _pipeline_of(func: PrimFunc) -> str:
     return "bridge_loops" if func.attrs.get(LOOPS_ATTR, False) else "default"
 
@@ -102,21 +105,24 @@ def _build(funcs: dict[str, PrimFunc], target: Target, pipeline: str) -> tvm.run
     return library
 
 
-def build_kernels(funcs: Sequence[tuple[str, PrimFunc]], target: Target) -> list[tvm_ffi.Function]:
-    """Callables for PrimFuncs given with names; equal functions are built once per process."""
+def build_kernels(funcs: Sequence[tuple[str, PrimFunc]], target: Target) -> list[Built]:
+    """Machine code for PrimFuncs given with names; equal functions share it for as long as somebody holds it."""
     keys = [(str(target), structural_hash(func)) for _, func in funcs]
     with _LOCK:
+        held: list[Built | None] = []
         missing: dict[str, tuple[tuple[str, int], PrimFunc]] = {}
         for (name, func), key in zip(funcs, keys, strict=True):
+            held.append(_KERNELS.get(key, func))
             pending = any(k == key and structural_equal(func, f) for k, f in missing.values())
-            if _find(func, key) is None and not pending:
+            if held[-1] is None and not pending:
                 missing[name] = (key, func)
-        if missing:
-            for pipeline in ("bridge_loops", "default"):
-                chosen = {n: entry for n, entry in missing.items() if _pipeline_of(entry[1]) == pipeline}
-                if not chosen:
-                    continue
-                library = _build({name: func for name, (_, func) in chosen.items()}, target, pipeline)
-                for name, (key, func) in chosen.items():
-                    _KERNELS.setdefault(key, []).append((func, library[name]))
-        return [_find(func, key) for (_, func), key in zip(funcs, keys, strict=True)]
+        for pipeline in ("bridge_loops", "default"):
+            chosen = {n: entry for n, entry in missing.items() if _pipeline_of(entry[1]) == pipeline}
+            if not chosen:
+                continue
+            library = _build({name: func for name, (_, func) in chosen.items()}, target, pipeline)
+            for name, (key, func) in chosen.items():
+                built = Built(library[name])
+                held.append(built)  # alive until it is looked up below
+                _KERNELS.put(key, func, built)
+        return [_KERNELS.get(key, func) for (_, func), key in zip(funcs, keys, strict=True)]

@@ -107,6 +107,7 @@ class Program:
     target: Target | None = field(default=None, repr=False)
     results: tuple[str, ...] = field(default=(), repr=False)
     variables: tuple[str, ...] = field(default=(), repr=False)
+    code: tuple[object, ...] = field(default=(), repr=False)  # the kernels' machine code, which lives as long as this
     _frames: list[tuple[list, list]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:

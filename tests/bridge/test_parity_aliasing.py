@@ -177,3 +177,33 @@ class WritesThroughStrides(nn.Module):
 def test_as_strided_in_place():
     """torch's own derivative of ``as_strided_scatter`` is wrong where the source was written."""
     check_module(WritesThroughStrides, rows)
+
+
+class RunsAutograd(nn.Module):
+    def forward(self, x):
+        return x * torch.autograd.grad(x.square().sum(), x)[0]
+
+
+class BufferOfAnotherType(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x):
+        self.count = self.count * 0.5 + 0.1
+        return x * 2
+
+
+@pytest.mark.parametrize("module", [RunsAutograd, BufferOfAnotherType])
+def test_what_a_graph_would_take_for_something_else_is_refused(module):
+    with pytest.raises(UnsupportedModule, match=r"inside forward|float32 of shape"):
+        add_tvm_dispatch(module(), rows())
+
+
+class RunsDifferentiableAutograd(nn.Module):
+    def forward(self, x):
+        return x * torch.autograd.grad(x.square().sum(), x, create_graph=True)[0]
+
+
+def test_a_gradient_that_is_differentiated_again():
+    check_module(RunsDifferentiableAutograd, rows)

@@ -233,6 +233,8 @@ def _statements(table: str):
     def propose(scope: Scope) -> str | None:
         template = scope.choice(templates)
         x = scope.pick()
+        if table is IN_PLACE and x in {name for name, _, _ in scope.arguments} and scope.chance(0.9):
+            return None  # writing into an argument is refused: seldom is enough
         y = scope.partner(x) if x else None
         if x is None or y is None:
             return None
