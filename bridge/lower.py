@@ -27,6 +27,7 @@ from torch import nn
 import autodiff
 from bridge.aten import import_graph
 from bridge.aten.importer import Imported
+from bridge.autocasting import ambient_autocast
 from bridge.capture import Captured, capture, normalize_sample
 from bridge.lowered import Lowered, Sample
 from bridge.module_state import Snapshot
@@ -128,7 +129,7 @@ def lower(
         grad = torch.is_grad_enabled()
         lowered = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)
         training = {path: child.training for path, child in module.named_modules()}
-        lowered.sample = Sample(module, args, kwargs, partition, training)
+        lowered.sample = Sample(module, args, kwargs, partition, training, ambient_autocast())
         lowered.seconds = time.perf_counter() - started
         return lowered
     finally:

@@ -31,13 +31,22 @@ __all__ = ["Lowered", "Sample"]
 
 @dataclass(frozen=True)
 class Sample:
-    """The call that was lowered: the module itself, its arguments, the strategy, and which submodules were training."""
+    """The call that was lowered.
+
+    Attributes:
+        module: the module itself.
+        args, kwargs: its arguments.
+        partition: the strategy.
+        training: which of its submodules were in training mode, by path.
+        autocast: what autocast casted to, ``None`` if it was off.
+    """
 
     module: nn.Module
     args: tuple
     kwargs: dict[str, Any]
     partition: Any
     training: dict[str, bool]
+    autocast: torch.dtype | None
 
 
 @dataclass

@@ -73,7 +73,7 @@ class Stage:
         Raises:
             ValueError: the number, a shape or an element type of the inputs is not the function's.
         """
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):  # its casts are operators of the stage
             return interpret(self.function, inputs).results if self.runner is None else self.runner(inputs)
 
     def __str__(self) -> str:

@@ -24,7 +24,7 @@ from bridge.verify.culprit import (
     first_wrong_node,
 )
 from bridge.verify.graph import interpret_graph
-from bridge.verify.inputs import Reference, backward_inputs, copied, eager_reference, sample_of
+from bridge.verify.inputs import Reference, autocast_of, backward_inputs, copied, eager_reference, sample_of
 from bridge.verify.interpret import Run, interpret
 
 __all__ = ["Check", "StageCheck", "Trace", "check", "trace"]
@@ -166,7 +166,12 @@ class Trace:
 def trace(lowered: Lowered, *, seed: int) -> Trace:
     """Runs every stage, and the compiled programs, on the sample. ``ValueError`` as :func:`check`."""
     reference = eager_reference(lowered, seed=seed)
-    made = Trace(lowered, reference, tolerance(_float_types(lowered)))
+    with torch.autocast("cpu", enabled=False):  # its casts are nodes of the graph
+        return _trace(Trace(lowered, reference, tolerance(_float_types(lowered))))
+
+
+def _trace(made: Trace) -> Trace:
+    lowered, reference = made.lowered, made.reference
     count = lowered.num_results
     _trace_captured(made)
     with torch.no_grad():
@@ -253,7 +258,7 @@ def in_dtype(lowered: Lowered, dtype: torch.dtype) -> Lowered:
 
     args, kwargs = pytree.tree_map(convert, (sample.args, sample.kwargs))
     try:
-        with torch.set_grad_enabled(lowered.plan is not None):
+        with torch.set_grad_enabled(lowered.plan is not None), autocast_of(sample):
             return lower(module, args, sample_kwargs=kwargs, partition=sample.partition)
     except (UnsupportedModule, CompilationError, RuntimeError, TypeError) as error:
         first = str(error).splitlines()[0]

@@ -45,6 +45,12 @@ def sample_of(lowered: Lowered) -> Sample:
     return lowered.sample
 
 
+def autocast_of(sample: Sample) -> torch.autocast:
+    """The autocast state in which the sample was lowered, as a context."""
+    on = sample.autocast is not None
+    return torch.autocast("cpu", dtype=sample.autocast if on else torch.bfloat16, enabled=on)
+
+
 def copied(sample: Sample) -> Sample:
     """A copy of the module, in the modes in which it was lowered, and of the arguments."""
     try:
@@ -60,7 +66,7 @@ def copied(sample: Sample) -> Sample:
         for leaf in leaves
     ]
     args, kwargs = pytree.tree_unflatten(leaves, spec)
-    return Sample(module, args, kwargs, sample.partition, sample.training)
+    return Sample(module, args, kwargs, sample.partition, sample.training, sample.autocast)
 
 
 def _tensor(module: nn.Module, path: str) -> torch.Tensor:
@@ -112,7 +118,8 @@ def eager_reference(lowered: Lowered, *, seed: int) -> Reference:
         torch.manual_seed(seed)
         drawn = _drawn(lowered)
         torch.manual_seed(seed)
-        result = sample.module.forward(*sample.args, **sample.kwargs)
+        with autocast_of(sample):
+            result = sample.module.forward(*sample.args, **sample.kwargs)
     leaves = [leaf for leaf in pytree.tree_leaves(result)]
     outputs: dict[int, torch.Tensor] = {
         position: leaf for leaf, position in zip(leaves, imported.output_of, strict=True) if position is not None
@@ -162,7 +169,7 @@ def backward_inputs(
 ) -> list[torch.Tensor]:
     """Saved primals, saved outputs, captures, grad_outs; ``forward``: the forward's results, if at hand."""
     if forward is None:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             forward = interpret(lowered.forward, reference.primals).results
     plan = lowered.plan
     saved = [reference.primals[index] for index in plan.saved_primals]

@@ -159,6 +159,15 @@ def test_stopped_gradients_and_narrow_types():
     assert found.ok and list(found.allowed) == ["bfloat16", "float64"]
 
 
+def test_autocast_is_part_of_the_sample():
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        lowered = lower(Net(), torch.randn(5, 6))
+    found = lowered.check()
+    assert found.ok, found
+    assert list(found.allowed) == ["bfloat16", "float64"]
+
+
 def test_a_bert_layer_agrees():
     torch.manual_seed(0)
     found = lower(bert_layer(dropout=0.1).double(), torch.randn(2, 5, 24, dtype=torch.float64)).check()
