@@ -139,7 +139,9 @@ class Entry:
 def _compiled(function: Function, module_name: str, direction: str, target: Any) -> Program:
     """The program of a function. :class:`UnsupportedModule` names an operator that there is no kernel for."""
     try:
-        return compile_function(function, name=f"{module_name}_{direction}", target=target)
+        return compile_function(
+            function, name=f"{module_name}_{direction}", target=target, sums_in_place=direction == "backward"
+        )
     except NotImplementedError as error:
         words = str(error).replace(":", " ").split()
         op = next((word for word in words if word.startswith(("relax.", "library."))), "a Relax operator")

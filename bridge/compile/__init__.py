@@ -16,6 +16,7 @@ from autodiff.ir import Function, bindings
 
 # Importing these registers their translations.
 from bridge.compile import concat, fallback, library, operators, products, shapes, torch_kernels  # noqa: F401
+from bridge.compile.accumulate import accumulate
 from bridge.compile.assemble import assemble
 from bridge.compile.build import clear_kernels, host_target
 from bridge.compile.cache import WeakCache
@@ -28,22 +29,27 @@ _PROGRAMS: WeakCache[Function, Program] = WeakCache(lambda a, b: structural_equa
 _LOCK = threading.Lock()
 
 
-def compile_function(func: Function, *, name: str, target: tvm.target.Target | None = None) -> Program:
+def compile_function(
+    func: Function, *, name: str, target: tvm.target.Target | None = None, sums_in_place: bool = False
+) -> Program:
     """Compile a function in flat form (see :mod:`autodiff.ir`) with static shapes.
 
     While a program is in use, equal functions share it; it keeps the ``name`` it was first compiled under. ``target``
     is this machine unless given. Raises ``NotImplementedError`` naming an operator that cannot be compiled.
 
-    No value depends, in any bit, on which other values are results: see :mod:`bridge.compile.fuse`.
+    No value depends, in any bit, on which other values are results: see :mod:`bridge.compile.fuse`. That is given up
+    with ``sums_in_place``, for :mod:`bridge.compile.accumulate`.
     """
     target = host_target() if target is None else target
-    key = (str(target), structural_hash(func, map_free_vars=True))
+    key = (str(target), sums_in_place, structural_hash(func, map_free_vars=True))
     with _LOCK:
         program = _PROGRAMS.get(key, func)
         if program is not None:
             return program
     started = time.perf_counter()
     graph = translate(func)
+    if sums_in_place:
+        graph = accumulate(graph)
     timings = {"translate": time.perf_counter() - started}
     program = assemble(graph, name, target, timings)
     program.variables = tuple(var.name for var in (*func.params, *(var for var, _ in bindings(func))))

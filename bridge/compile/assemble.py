@@ -95,6 +95,11 @@ class _Frame:
         self.calls: list[tuple] = []  # (kernel name or library node, places of arguments, places of results)
         self.functions: dict[str, PrimFunc] = {}
         self.static_views: list[tuple] = []
+        # What a product is added onto lives where the sum will: in the place of the last sum of the chain.
+        self.merged: dict[Value, Value] = {}
+        for node in reversed(graph.nodes):
+            if isinstance(node, Product) and node.onto is not None:
+                self.merged[node.onto] = self.merged.get(node.out, node.out)
         self.results = {op.value for op in graph.results if op.value.source == "node"}
         self.allocated = {
             out for node in kernels if isinstance(node, LibraryCall) and node.allocates for out in node.outs
@@ -114,6 +119,7 @@ class _Frame:
         self.returned = [self.operand(op) for op in graph.results]
 
     def place(self, value: Value) -> int:
+        value = self.merged.get(value, value)
         key = (value, None)
         if key not in self.places:
             self._new_place(key, value.name)
@@ -154,7 +160,7 @@ class _Frame:
         return tuple(self.label[place] for place in places)
 
     def _name(self, value: Value) -> str:
-        return self.label[self.places[value, None]]
+        return self.label[self.places[self.merged.get(value, value), None]]
 
     def _library(self, node: LibraryCall) -> None:
         # Views first: they may be steps of their own. Then all places again, so that everything is alive now.
@@ -168,17 +174,14 @@ class _Frame:
         )
 
     def _product(self, node: Product) -> None:
-        arguments = tuple(self.place(operand.value) for operand in node.operands)
+        arguments = tuple(self.place(operand.value) for operand in node.operands[:2])
         result = self.place(node.out)
         name = f"product_{node.out.dtype}"
         self.functions[name] = node.kernel
+        ops = ("matmul",) if node.onto is None else ("matmul", "add")
         inside = contents([node], node.outs, self._name)
-        self._step(
-            KernelStep(name, self._names(arguments), self._names((result,)), ("matmul",), inside),
-            node,
-            arguments,
-            (result,),
-        )
+        step = KernelStep(name, self._names(arguments), self._names((result,)), ops, inside)
+        self._step(step, node, arguments, (result,))
 
     def _kernel(self, group: Group, kernel: Kernel) -> None:
         fallback = isinstance(group.nodes[0], Fallback)

@@ -18,7 +18,7 @@ from tvm_ffi import structural_equal, structural_hash
 from bridge.compile.cache import WeakCache
 from bridge.compile.threads import CONNECT, connect_function, launcher
 
-__all__ = ["LOOPS_ATTR", "Built", "build_kernels", "clear_kernels", "host_cpu", "host_target"]
+__all__ = ["LOOPS_ATTR", "SHARED_ATTR", "Built", "build_kernels", "clear_kernels", "host_cpu", "host_target"]
 
 
 @dataclass(eq=False)
@@ -33,6 +33,11 @@ _LOCK = threading.Lock()
 
 LOOPS_ATTR = "bridge.loops"
 """Marks PrimFuncs of :mod:`bridge.compile.loops`, which need fewer passes than those with schedulable blocks."""
+
+SHARED_ATTR = "bridge.shared"
+"""Marks PrimFuncs that serve every shape: built by themselves, and kept for the next program when no one uses them."""
+
+_SHARED: list[Built] = []
 
 
 def _loop_pipeline() -> tuple[tvm.transform.Pass, Callable, Callable]:
@@ -88,10 +93,13 @@ def clear_kernels() -> None:
     """Forget every kernel built in this process."""
     with _LOCK:
         _KERNELS.clear()
+        _SHARED.clear()
 
 
-def _pipeline_of(func: PrimFunc) -> str:
-    return "bridge_loops" if func.attrs.get(LOOPS_ATTR, False) else "default"
+def _library_of(name: str, func: PrimFunc) -> tuple[str, str]:
+    """The pipeline that lowers a function, and what it shares a library with: its own name or all the others."""
+    pipeline = "bridge_loops" if func.attrs.get(LOOPS_ATTR, False) else "default"
+    return pipeline, name if func.attrs.get(SHARED_ATTR, False) else ""
 
 
 def _build(funcs: dict[str, PrimFunc], target: Target, pipeline: str) -> tvm.runtime.Module:
@@ -116,13 +124,15 @@ def build_kernels(funcs: Sequence[tuple[str, PrimFunc]], target: Target) -> list
             pending = any(k == key and structural_equal(func, f) for k, f in missing.values())
             if held[-1] is None and not pending:
                 missing[name] = (key, func)
-        for pipeline in ("bridge_loops", "default"):
-            chosen = {n: entry for n, entry in missing.items() if _pipeline_of(entry[1]) == pipeline}
-            if not chosen:
-                continue
+        libraries: dict[tuple[str, str], dict[str, tuple[tuple[str, int], PrimFunc]]] = {}
+        for name, (key, func) in missing.items():
+            libraries.setdefault(_library_of(name, func), {})[name] = (key, func)
+        for (pipeline, alone), chosen in libraries.items():
             library = _build({name: func for name, (_, func) in chosen.items()}, target, pipeline)
             for name, (key, func) in chosen.items():
                 built = Built(library[name])
                 held.append(built)  # alive until it is looked up below
+                if alone:
+                    _SHARED.append(built)
                 _KERNELS.put(key, func, built)
         return [_KERNELS.get(key, func) for (_, func), key in zip(funcs, keys, strict=True)]

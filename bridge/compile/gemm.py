@@ -34,7 +34,7 @@ from tvm.tirx import (
 )
 
 from autodiff.ir import itemsize
-from bridge.compile.build import LOOPS_ATTR
+from bridge.compile.build import LOOPS_ATTR, SHARED_ATTR
 from bridge.compile.emit import Emitter, stack_buffer
 
 __all__ = ["DEPTH", "FIELDS", "ROWS", "WIDEST_BLOCK", "columns", "gemm_function"]
@@ -151,7 +151,7 @@ class _Gemm:
         text = tvm.ir.StringImm(_transposition(self.dtype))
         body = tirx.AttrStmt(tirx.const(0, "int32"), "pragma_import_llvm", text, body)
         return PrimFunc(self.params, body).with_attr(
-            {"tirx.noalias": True, "tirx.is_scheduled": True, LOOPS_ATTR: True}
+            {"tirx.noalias": True, "tirx.is_scheduled": True, LOOPS_ATTR: True, SHARED_ATTR: True}
         )
 
     def _task(self, scope: _Scope, index: Var, tall: Var, wide: Var) -> None:
