@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from bridge.attributes import same_plain
 from bridge.capture import Captured
 from bridge.mismatch import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, Mismatch
-from bridge.tree_guard import LAYOUT, TreeGuard
+from bridge.tensor_checks import LAYOUT, tensor_checks
+from bridge.tree_guard import TreeGuard
 
 __all__ = ["Guard", "Mismatch", "has_global_hooks", "interpreter_state"]
 
@@ -35,9 +36,6 @@ _STATE = (
     "functorch transform",
     "global module hooks",
 )
-_STRIDE = torch.Tensor.stride
-_IS_INFERENCE = torch.Tensor.is_inference
-_IS_NEG = torch.Tensor.is_neg
 
 
 def interpreter_state() -> tuple[tuple[str, Any], ...]:
@@ -98,6 +96,7 @@ class Guard:
         self._leaf_paths = _leaf_paths(captured)
         self._layouts = [LAYOUT(tensor) for tensor in arguments]
         self._strides = [tensor.stride() for tensor in arguments]
+        self._look_alike = tensor_checks(arguments)
         self._tree = TreeGuard(module, captured.module_tensors)
         self._written = [(index, captured.module_tensors[index].name) for index, _ in captured.mutated]
         self._names = [spec.name for spec in captured.module_tensors] + [self._leaf_paths[i] for i in self._tensors]
@@ -113,12 +112,7 @@ class Guard:
             if not same_plain(leaves[i], constant):
                 return None
         tensors = [leaves[i] for i in self._tensors] if self._constants else leaves
-        for tensor in tensors:
-            if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
-                return None
-        if list(map(LAYOUT, tensors)) != self._layouts or list(map(_STRIDE, tensors)) != self._strides:
-            return None
-        if any(map(_IS_INFERENCE, tensors)) or any(map(_IS_NEG, tensors)):
+        if not self._look_alike(tensors):
             return None
         owned = self._tree.quick(module)
         if owned is None:

@@ -19,12 +19,10 @@ from bridge.capture import ModuleTensor
 from bridge.code_guard import CodeGuard
 from bridge.mismatch import MODULE, Mismatch
 from bridge.module_state import hooks_of, own_attributes, written_class
+from bridge.tensor_checks import LAYOUT, tensor_checks
 
-__all__ = ["LAYOUT", "TreeGuard"]
+__all__ = ["TreeGuard"]
 
-#: What a tensor must look like, besides its strides.
-LAYOUT = attrgetter("shape", "dtype", "requires_grad", "device", "layout")
-_STRIDE = torch.Tensor.stride
 _DICT = attrgetter("__dict__")
 _TRAINING = attrgetter("training")
 _STATE = itemgetter(
@@ -89,9 +87,7 @@ class TreeGuard:
         self._absent = [(i, kind, name) for i, kind, held in registries for name in held if held[name] is None]
         self._slots = [_Slot(spec, index) for spec in tensors]
         self._places = [(slot.registry, slot.owner, slot.name) for slot in self._slots]
-        self._tensor_types = [nn.Parameter if slot.kind == "parameter" else torch.Tensor for slot in self._slots]
-        self._layouts = [slot.layout for slot in self._slots]
-        self._strides = [slot.stride for slot in self._slots]
+        self._look_alike = tensor_checks([slot.get(dicts) for slot in self._slots])
         self._ties = [(i, slot.registry, *other) for i, slot in enumerate(self._slots) for other in slot.others]
 
     def quick(self, root: nn.Module) -> list[torch.Tensor] | None:
@@ -132,9 +128,7 @@ class TreeGuard:
         for contents in self._contents:
             if not contents.unchanged():
                 return None
-        if list(map(type, tensors)) != self._tensor_types or list(map(LAYOUT, tensors)) != self._layouts:
-            return None
-        return None if list(map(_STRIDE, tensors)) != self._strides else tensors
+        return tensors if self._look_alike(tensors) else None
 
     def match(self, root: nn.Module) -> list[torch.Tensor]:
         """The module's tensors, in the order of the compiled code's inputs.
@@ -250,7 +244,7 @@ class _Slot:
         return index[owner], name
 
     def read(self, dicts: Sequence[dict[str, Any]]) -> torch.Tensor:
-        tensor = self._get(dicts, self.owner, self.name)
+        tensor = self.get(dicts)
         what = f"{self.kind} '{self.path}'"
         if type(tensor) is not nn.Parameter and (type(tensor) is not torch.Tensor or self.kind == "parameter"):
             raise Mismatch(MODULE, f"{what} is {_kind_of(tensor)}")
@@ -265,6 +259,10 @@ class _Slot:
             if self._get(dicts, owner, name) is not tensor:
                 raise Mismatch(MODULE, f"{what} is no longer tied to '{name}'")
         return tensor
+
+    def get(self, dicts: Sequence[dict[str, Any]]) -> Any:
+        """What is there now."""
+        return self._get(dicts, self.owner, self.name)
 
     def _get(self, dicts: Sequence[dict[str, Any]], owner: int, name: str) -> Any:
         held = dicts[owner]
