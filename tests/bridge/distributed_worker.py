@@ -23,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
+from bridge.dynamo import graphs
 
 WORLD = 2
 STEPS = 10
@@ -37,7 +38,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, WIDTH)
-        self.blocks = nn.ModuleList(block(normalization) for normalization in (nn.LayerNorm, nn.BatchNorm1d))
+        self.blocks = nn.ModuleList(Block(normalization) for normalization in (nn.LayerNorm, nn.BatchNorm1d))
         self.last = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor, skip: bool = False) -> Tensor:
@@ -48,9 +49,14 @@ class Net(nn.Module):
         return self.last(x)
 
 
-def block(normalization: type[nn.Module]) -> nn.Module:
-    layers = nn.Linear(WIDTH, 11), nn.GELU(), nn.Dropout(0.2), nn.Linear(11, WIDTH), normalization(WIDTH)
-    return nn.Sequential(*layers)
+class Block(nn.Module):
+    def __init__(self, normalization: type[nn.Module]) -> None:
+        super().__init__()
+        layers = nn.Linear(WIDTH, 11), nn.GELU(), nn.Dropout(0.2), nn.Linear(11, WIDTH), normalization(WIDTH)
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
 
 
 def make_net(dtype: torch.dtype = torch.float64) -> Net:
@@ -94,12 +100,17 @@ def full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
 
 
-def report(eager: Net, dispatched: Net) -> Report:
+def distance(eager: Net, dispatched: Net) -> Report:
     mine, other = (dict([*net.named_parameters(), *net.named_buffers()]) for net in (dispatched, eager))
     start = make_net(next(eager.parameters()).dtype).state_dict()
     return {
         "difference": max((full(mine[name]) - full(other[name])).abs().max().item() for name in other),
         "moved": max((full(value) - start[name]).abs().max().item() for name, value in eager.named_parameters()),
+    }
+
+
+def report(eager: Net, dispatched: Net) -> Report:
+    return distance(eager, dispatched) | {
         "hits": [stats(block).hits for block in dispatched.blocks],
         "misses": [dict(stats(block).misses) for block in dispatched.blocks],
     }
@@ -147,6 +158,26 @@ def fsdp(name: str, *, clip: bool = False, dtype: torch.dtype = torch.float64, *
     return report(*nets)
 
 
+def compiled(*, sharded: bool) -> Report:
+    """The whole wrapped model, or each sharded block, through ``torch.compile(backend="tvm_dispatch")``."""
+    torch.compiler.reset()
+    nets = []
+    for backend in ("eager", "tvm_dispatch"):
+        net = make_net()
+        if sharded:
+            for block in net.blocks:
+                block.compile(backend=backend)
+            for part in (*net.blocks, net):
+                fully_shard(part)
+        call = net if sharded else torch.compile(DistributedDataParallel(net), backend=backend)
+        train(net, call)
+        nets.append(net)
+    return distance(*nets) | {
+        "hits": sum(graph.stats.hits for graph in graphs()),
+        "misses": [str(graph.stats.misses) for graph in graphs() if graph.stats.misses],
+    }
+
+
 def fsdp_first() -> Report:
     """Dispatch asked for when the parameters are shards already."""
     net = make_net()
@@ -174,6 +205,8 @@ SCENARIOS: dict[str, Callable[[], Report]] = {
         "fsdp mixed", dtype=torch.float32, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     ),
     "fsdp first": fsdp_first,
+    "ddp compiled": lambda: compiled(sharded=False),
+    "fsdp compiled": lambda: compiled(sharded=True),
 }
 
 

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 TOLERANCE = 1e-10  # float64, ten steps
 CALLS = 2 * STEPS
 DISPATCHED = [name for name in SCENARIOS if name not in ("ddp unused", "fsdp mixed", "fsdp first")]
+DISPATCHED = [name for name in DISPATCHED if not name.endswith("compiled")]
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +62,11 @@ def test_mixed_precision_shards_run_eager_with_a_reason(reports):
 def test_shards_are_refused_by_name(reports):
     for seen in reports["fsdp first"]:
         assert seen["refusal"] is not None and "fully_shard" in seen["refusal"]
+
+
+@pytest.mark.parametrize(("scenario", "graphs"), [("ddp compiled", 1), ("fsdp compiled", 2)])
+def test_compiled_with_the_backend(reports, scenario, graphs):
+    """The model inside DDP is one graph for its one bucket; of the sharded model, each block is one."""
+    for seen in reports[scenario]:
+        assert seen["difference"] < TOLERANCE and seen["moved"] > 0.01
+        assert seen["hits"] == graphs * CALLS and seen["misses"] == []
