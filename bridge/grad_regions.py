@@ -40,6 +40,7 @@ def prepare(graph_module: fx.GraphModule, requires_grad: Callable[[fx.Node], boo
     """
     problems = _inline_regions(graph_module)
     split_layers(graph_module.graph)
+    _pass_through(graph_module.graph)
     problems += _stop_gradients(graph_module.graph, requires_grad)
     for node in graph_module.graph.nodes:
         if node.op == "call_function":
@@ -48,6 +49,17 @@ def prepare(graph_module: fx.GraphModule, requires_grad: Callable[[fx.Node], boo
     graph_module.graph.lint()
     graph_module.recompile()
     return problems
+
+
+def _pass_through(graph: fx.Graph) -> None:
+    """A dropout that drops nothing returns its argument itself, so a write to the one is seen in the other.
+
+    torch's decomposition makes a copy of it.
+    """
+    for node in list(graph.nodes):
+        if node.target is aten.dropout.default and (not node.args[2] or node.args[1] == 0):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
 
 
 def _stop_gradients(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:

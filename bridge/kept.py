@@ -139,5 +139,7 @@ KEPT = (
     aten.logit.default,
     aten.sinc.default,
     aten.softplus.default,
+    aten.std.correction,
+    aten.std_mean.correction,
     aten.threshold.default,
 )

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from autodiff.ir import DataflowVar, Expr, Function, TensorType, Var, build_function, substitute
+from tvm.relax import op
+
+from autodiff.ir import DataflowVar, Expr, Function, TensorType, Var, build_function, shape, substitute
 
 from .crossing import Crossing, crossing, fingerprints
 from .graph import Graph, build_graph
@@ -74,19 +76,27 @@ def rebuild_backward(joint: Function, plan: Plan, *, num_primals: int, num_outpu
         if fingerprint in by_fingerprint
     }
     reads = crossing(graph, Choice(dict.fromkeys(provided, "saved by the plan"), use_outputs=False))
-    missing = [name for name in reads.primals if name not in provided]
+    empty = {name for name in reads.primals if name not in provided and 0 in shape(graph.nodes[name].var)}
+    missing = [name for name in reads.primals if name not in provided and name not in empty]
     if missing:
         raise ValueError(
             f"this backward needs the primals {missing}, which the plan ({plan.strategy}) does not save; "
             "make the plan for the joint function whose backward reads the most"
         )
-    return _backward(graph, params, provided, reads.computed)
+    made = {name: DataflowVar(name, graph.nodes[name].var.ty) for name in graph.primals if name in empty}
+    return _backward(graph, params, {**provided, **made}, reads.computed, list(made.values()))
 
 
-def _backward(graph: Graph, params: list[Var], provided: Mapping[str, Var], computed: Sequence[str]) -> Function:
-    """The function from ``params`` and all grad_outs to the gradients; ``provided`` says which nodes the params are."""
+def _backward(
+    graph: Graph, params: list[Var], provided: Mapping[str, Var], computed: Sequence[str], empty: Sequence[Var] = ()
+) -> Function:
+    """The function from ``params`` and all grad_outs to the gradients; ``provided`` says which nodes the params are.
+
+    ``empty``: those of them that hold nothing and are made on the spot.
+    """
     body = backward_order(graph, {*computed, *graph.adjoint})
-    return _function(graph, params, provided, graph.grad_outs, body, graph.gradients, graph.gradient_values)
+    made = [(var, op.zeros(shape(var), str(var.ty.dtype))) for var in empty]
+    return _function(graph, params, provided, graph.grad_outs, body, graph.gradients, graph.gradient_values, made)
 
 
 def _function(
@@ -97,13 +107,17 @@ def _function(
     body: Iterable[str],
     results: Sequence[str | None],
     constants: Sequence[Expr],
+    made: Sequence[tuple[Var, Expr]] = (),
 ) -> Function:
-    """A flat-form function of copies of nodes; ``constants[i]`` is the result where ``results[i]`` is ``None``."""
+    """A flat-form function of copies of nodes; ``constants[i]`` is the result where ``results[i]`` is ``None``.
+
+    ``made``: bindings that come first.
+    """
     new = {name: Var(name, graph.nodes[name].var.ty) for name in more_params}
     params = [*params, *new.values()]
     new.update(provided)
     old = {graph.nodes[name].var: var for name, var in new.items()}
-    emitted = []
+    emitted = list(made)
     for name in body:
         node = graph.nodes[name]
         var = DataflowVar(name, node.var.ty)

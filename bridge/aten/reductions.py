@@ -65,13 +65,19 @@ def all_(importer, node, x, dims=None, keepdim=False):
     return importer.emit(op.logical_not(some))
 
 
+def _degenerate(x, dim, correction) -> bool:
+    """Whether there are too few elements for a variance."""
+    axes = axes_of(x, dim)
+    return not axes or math.prod(shape(x)[axis] for axis in axes) <= (1 if correction is None else correction)
+
+
 @converts(aten.var.correction)
 def var(importer, node, x, dim=None, *, correction=1, keepdim=False):
+    if _degenerate(x, dim, correction):
+        return whole(importer, node, x, dim, correction=correction, keepdim=keepdim)
     axes = axes_of(x, dim)
     count = math.prod(shape(x)[axis] for axis in axes)
     correction = 1 if correction is None else correction
-    if not axes or count - correction <= 0:
-        return whole(importer, node, x, dim, correction=correction, keepdim=keepdim)
     biased = reduce(importer, op.variance, x, axes, keepdim)
     return importer.emit(op.multiply(biased, importer.constant(count / (count - correction), dtype(x))))
 
@@ -80,6 +86,28 @@ def var(importer, node, x, dim=None, *, correction=1, keepdim=False):
 def var_mean(importer, node, x, dim=None, *, correction=1, keepdim=False):
     variance = var(importer, node, x, dim, correction=correction, keepdim=keepdim)
     return variance if isinstance(variance, tuple) else (variance, reduce(importer, op.mean, x, dim, keepdim))
+
+
+@converts(aten.std.correction)
+def std(importer, node, x, dim=None, *, correction=1, keepdim=False):
+    """Where the variance is zero the gradient is zero, as torch has it."""
+    if _degenerate(x, dim, correction):
+        return whole(importer, node, x, dim, correction=correction, keepdim=keepdim)
+    return _root(importer, var(importer, node, x, dim, correction=correction, keepdim=keepdim), op.sqrt)
+
+
+@converts(aten.std_mean.correction)
+def std_mean(importer, node, x, dim=None, *, correction=1, keepdim=False):
+    deviation = std(importer, node, x, dim, correction=correction, keepdim=keepdim)
+    return deviation if isinstance(deviation, tuple) else (deviation, reduce(importer, op.mean, x, dim, keepdim))
+
+
+def _root(importer, total, root):
+    """``root`` of a sum of squares, and zero, with a gradient of zero, where the sum is zero."""
+    zero = importer.constant(0, dtype(total))
+    nothing = importer.emit(op.equal(total, zero))
+    safe = importer.emit(op.where(nothing, importer.constant(1, dtype(total)), total))
+    return importer.emit(op.where(nothing, zero, importer.emit(root(safe))))
 
 
 @converts(aten._softmax.default, aten._log_softmax.default)
@@ -128,8 +156,6 @@ def vector_norm(importer, node, x, ord=2, dim=None, keepdim=False, *, dtype=None
     exponent = importer.constant(float(ord), element_type)
     powers = op.multiply(x, x) if ord == 2 else op.power(size, exponent)
     total = reduce(importer, op.sum, importer.emit(powers), dim, keepdim)
-    zero = importer.constant(0, element_type)
-    nothing = importer.emit(op.equal(total, zero))
-    safe = importer.emit(op.where(nothing, importer.constant(1, element_type), total))
-    root = op.sqrt(safe) if ord == 2 else op.power(safe, importer.constant(1 / ord, element_type))
-    return importer.emit(op.where(nothing, zero, importer.emit(root)))
+    if ord == 2:
+        return _root(importer, total, op.sqrt)
+    return _root(importer, total, lambda safe: op.power(safe, importer.constant(1 / ord, element_type)))

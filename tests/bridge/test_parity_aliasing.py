@@ -207,3 +207,48 @@ class RunsDifferentiableAutograd(nn.Module):
 
 def test_a_gradient_that_is_differentiated_again():
     check_module(RunsDifferentiableAutograd, rows)
+
+
+class WritesIntoDropped(nn.Module):
+    """``self.drop(x)`` is ``x`` itself where nothing is dropped."""
+
+    def __init__(self, rate: float):
+        super().__init__()
+        self.drop = nn.Dropout(rate)
+
+    def forward(self, x):
+        h = x * 2
+        y = self.drop(h)
+        y += 1
+        return h + y
+
+
+@pytest.mark.parametrize(("rate", "training"), [(0.0, True), (0.4, False), (0.4, True)])
+def test_dropout_that_drops_nothing_is_its_argument(rate, training):
+    check_module(lambda: WritesIntoDropped(rate).train(training), rows)
+
+
+class Deviations(nn.Module):
+    def forward(self, x):
+        constant = x[:, :1] + torch.zeros(3, 4, dtype=x.dtype)
+        degenerate = (x[:1, 0] + 0).std(-1, unbiased=False)
+        return constant.std(-1), x.std(0), torch.std_mean(x, 0)[0], degenerate, x.std()
+
+
+def test_standard_deviation_of_constant_rows():
+    """Its gradient is zero there; the root of a variance has none."""
+    check_module(Deviations, rows)
+
+
+class EmptyTopk(nn.Module):
+    def forward(self, x):
+        y = x.topk(1, -3)[0]
+        return y, y.sin().sum()
+
+
+def test_gradients_of_empty_tensors_by_parts():
+    x = torch.randn(1, 0, 3).requires_grad_()
+    module = add_tvm_dispatch(EmptyTopk(), x)
+    for chosen in (0, 1):
+        (gradient,) = torch.autograd.grad(module(x)[chosen].sum(), x)
+        assert gradient.shape == x.shape
