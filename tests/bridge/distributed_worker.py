@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
@@ -178,6 +178,30 @@ def compiled(*, sharded: bool) -> Report:
     }
 
 
+def flat_shards() -> Report:
+    """``FullyShardedDataParallel`` (FSDP1) around each block: parameters become views of one flat tensor."""
+    nets = []
+    for dispatched in (False, True):
+        net = make_net()
+        if dispatched:
+            dispatch_blocks(net)
+        blocks = list(net.blocks)
+        for index, inner in enumerate(blocks):
+            net.blocks[index] = FullyShardedDataParallel(inner, use_orig_params=True, device_id=torch.device("cpu"))
+        train(net, net)
+        nets.append((net, blocks))
+    values = []
+    for net, _ in nets:
+        with FullyShardedDataParallel.summon_full_params(net):
+            values.append([parameter.detach().clone() for parameter in net.parameters()])
+    counted = [stats(inner) for inner in nets[1][1]]
+    return {
+        "difference": max((a - b).abs().max().item() for a, b in zip(*values, strict=True)),
+        "hits": [each.hits for each in counted],
+        "misses": [sum(each.misses.values()) for each in counted],
+    }
+
+
 def fsdp_first() -> Report:
     """Dispatch asked for when the parameters are shards already."""
     net = make_net()
@@ -205,6 +229,7 @@ SCENARIOS: dict[str, Callable[[], Report]] = {
         "fsdp mixed", dtype=torch.float32, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     ),
     "fsdp first": fsdp_first,
+    "fsdp flat": flat_shards,
     "ddp compiled": lambda: compiled(sharded=False),
     "fsdp compiled": lambda: compiled(sharded=True),
 }

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 
 TOLERANCE = 1e-10  # float64, ten steps
 CALLS = 2 * STEPS
-DISPATCHED = [name for name in SCENARIOS if name not in ("ddp unused", "fsdp mixed", "fsdp first")]
-DISPATCHED = [name for name in DISPATCHED if not name.endswith("compiled")]
+OTHERS = {"ddp unused", "fsdp mixed", "fsdp first", "fsdp flat", "ddp compiled", "fsdp compiled"}
+DISPATCHED = [name for name in SCENARIOS if name not in OTHERS]
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +70,8 @@ def test_compiled_with_the_backend(reports, scenario, graphs):
     for seen in reports[scenario]:
         assert seen["difference"] < TOLERANCE and seen["moved"] > 0.01
         assert seen["hits"] == graphs * CALLS and seen["misses"] == []
+
+
+def test_flat_shards_run_eager_with_a_reason(reports):
+    for seen in reports["fsdp flat"]:
+        assert seen["difference"] == 0 and seen["hits"] == [0, 0] and seen["misses"] == [CALLS, CALLS]
