@@ -39,7 +39,7 @@ from bridge.compile.views import View, is_dense, merged
 
 __all__ = ["Group", "fuse"]
 
-_MAX_NODES = 160  # bounds compile time and register pressure of one kernel
+_MAX_NODES = 80  # bounds compile time and register pressure of one kernel
 _MAX_BUFFERS = 48
 _SMALL = 32768  # elements; below, a kernel is not worth running in parallel
 _MAX_SECTIONS = 16  # of the concatenations of one kernel: its code is repeated for each
