@@ -149,6 +149,7 @@ class Program:
             self._frames.append((frame, between_calls))
 
     def _run(self, frame: list, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
+        torch.get_num_threads()  # a new thread's OpenMP setting becomes torch's when torch is first asked in it
         self._load(frame, inputs)
         passed_on = [(i, inputs[place]) for i, place in self._passed_on]
         if consume:

@@ -30,7 +30,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def launch(status: int = 0) -> tuple[int, list[tuple[int, int]]]:
+def launch(status: int = 0, address: int | None = None) -> tuple[int, list[tuple[int, int]]]:
     """The status of a launch and the ``(task, tasks)`` that ran; the last task returns ``status``."""
     ran: list[tuple[int, int]] = []
 
@@ -39,7 +39,7 @@ def launch(status: int = 0) -> tuple[int, list[tuple[int, int]]]:
         ran.append((index, environment.contents.tasks))
         return status if index == environment.contents.tasks - 1 else 0
 
-    address = launcher()
+    address = launcher() if address is None else address
     assert address is not None, "this torch has no OpenMP"
     return LAUNCH(address)(LAMBDA(task), 42, 0), sorted(ran)
 
@@ -87,3 +87,18 @@ def test_python_threads_launch_at_once():
     for worker in workers:
         worker.join()
     assert not any(failures)
+
+
+def test_a_new_python_thread_uses_as_many():
+    torch.set_num_threads(1)
+    program = compile_function(function([((512, 700), "float32")], large), name="large")
+    x, ran, address = torch.randn(512, 700), [], launcher()
+
+    def work():
+        program([x])
+        ran.append(launch(address=address))
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    worker.join()
+    assert ran == [(0, [(0, 1)])]
