@@ -40,6 +40,9 @@ Batch = dict[str, Tensor]
 TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
 """The largest difference of two losses that counts as rounding, over some fifty steps."""
 
+AUTOCAST_TOLERANCE = 0.05
+"""The same under autocast: a step rounds to 8 or 11 bits, and the roundings of fifty steps add up."""
+
 TABLE_ROWS = 12
 """About how many steps the table of losses shows."""
 
@@ -51,6 +54,7 @@ class Training:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     generator: Tensor
+    autocast: torch.dtype | None = None
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
@@ -59,12 +63,18 @@ class Training:
         torch.set_rng_state(self.generator)
         start = time.perf_counter()
         self.optimizer.zero_grad()
-        loss = self.model(**batch).loss
+        with casting(self.autocast):
+            loss = self.model(**batch).loss
         loss.backward()
         self.optimizer.step()
         self.losses.append(loss.item())
         self.seconds.append(time.perf_counter() - start)
         self.generator = torch.get_rng_state()
+
+
+def casting(dtype: torch.dtype | None) -> torch.autocast:
+    """Autocast to ``dtype``; no autocast if it is ``None``."""
+    return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--partition", default="min_cut", choices=["min_cut", "save_all", "recompute_all"])
     parser.add_argument("--attention", choices=["eager", "sdpa"], default="eager", help="BERT's implementation of it")
     parser.add_argument("--dtype", choices=sorted(TOLERANCE), default="float32")
-    parser.add_argument("--tolerance", type=float, help="on the losses (default 1e-4 for float32, 1e-9 for float64)")
+    parser.add_argument("--autocast", choices=["bfloat16", "float16"], help="run forward under torch.autocast")
+    parser.add_argument("--tolerance", type=float, help="on the losses (default 1e-4; float64 1e-9, autocast 0.05)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw the two curves into an image")
     options = parser.parse_args(arguments)
@@ -126,7 +137,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.seq < 3:
         parser.error(f"--seq {options.seq} has no room for a word between [CLS] and [SEP]")
     if options.tolerance is None:
-        options.tolerance = TOLERANCE[options.dtype]
+        options.tolerance = AUTOCAST_TOLERANCE if options.autocast else TOLERANCE[options.dtype]
+    options.autocast = getattr(torch, options.autocast) if options.autocast else None
     return options
 
 
@@ -150,7 +162,7 @@ def make_model(options: argparse.Namespace, vocabulary_size: int) -> BertForMask
 def make_training(model: nn.Module, options: argparse.Namespace) -> Training:
     """A training that starts at the seed's random state."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    return Training(model, optimizer, torch.Generator().manual_seed(options.seed).get_state())
+    return Training(model, optimizer, torch.Generator().manual_seed(options.seed).get_state(), options.autocast)
 
 
 def dispatch(model: BertForMaskedLM, batch: Batch, options: argparse.Namespace) -> list[nn.Module]:
@@ -205,7 +217,8 @@ def train(eager: Training, dispatched: Training, modules: list[nn.Module], batch
 def measure_saved(training: Training, batch: Batch) -> int:
     """Bytes that one forward of the trained model saves; its random state and statistics stay out of the training."""
     torch.set_rng_state(training.generator)
-    return saved_for_backward(training.model, lambda: training.model(**batch), batch)
+    with casting(training.autocast):
+        return saved_for_backward(training.model, lambda: training.model(**batch), batch)
 
 
 def train_both(options: argparse.Namespace) -> Result:
@@ -218,7 +231,8 @@ def train_both(options: argparse.Namespace) -> Result:
     model = make_model(options, len(tokenizer))
     copied = copy.deepcopy(model)
     start = time.perf_counter()
-    modules = dispatch(copied, batches[0], options)
+    with casting(options.autocast):
+        modules = dispatch(copied, batches[0], options)
     setup_seconds = time.perf_counter() - start
     eager, dispatched = make_training(model, options), make_training(copied, options)
     undispatched = train(eager, dispatched, modules, batches)
@@ -276,10 +290,12 @@ def median_ms(training: Training) -> float:
 
 
 def header(options: argparse.Namespace) -> str:
+    autocast = f" under autocast to {options.autocast}" if options.autocast else ""
     return (
         f"BertForMaskedLM, {options.layers} layers x {options.hidden}, {options.heads} heads, {options.attention} "
-        f"attention, dropout {options.dropout}, {options.dtype}; batches of {options.batch} x {options.seq} tokens, "
-        f"AdamW, seed {options.seed}, {torch.get_num_threads()} threads, torch {torch.__version__}; dispatched: "
+        f"attention, dropout {options.dropout}, {options.dtype}{autocast}; batches of "
+        f"{options.batch} x {options.seq} tokens, AdamW, seed {options.seed}, "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}; dispatched: "
         f"{options.dispatch}. Steps of the two runs alternate in one process, each under its own random state."
     )
 

@@ -31,6 +31,8 @@ aten = torch.ops.aten
 _REGION = torch.ops.higher_order.wrap_with_autocast
 _GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _TAG = "autocast"
+#: The user's own casts: autocast leaves them alone.
+_CONVERSIONS = (aten.to, aten._to_copy, aten.type_as)
 
 
 def ambient_autocast() -> torch.dtype | None:
@@ -138,20 +140,18 @@ def _casts_of(node: fx.Node, setting: torch.dtype, problems: list[Unsupported]) 
     sources = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), FakeTensor)]
     if not any(source.meta["val"].is_floating_point() for source in sources):
         return {}
+    if node.target.overloadpacket in _CONVERSIONS:
+        return {}
     plain = {source: _stand_in(source.meta["val"]) for source in sources}
-    _, without = _run(node, plain, None)
     result, under = _run(node, plain, setting)
-    casts: dict[fx.Node, torch.dtype] = {}
-    if [call.what for call in under] != [call.what for call in without]:
-        of = {id(value): source for source, value in plain.items()}
-        made = [call for call in under if call.cast_of in of]
-        casts = {of[call.cast_of]: call.dtype for call in made}
-        given = {s: _stand_in(value, casts[s]) if s in casts else value for s, value in plain.items()}
-        _, again = _run(node, given, None)
-        rest = [call.what for call in under if call.cast_of not in of]
-        if [call.what for call in again] != rest or node.target._schema.is_mutable:
-            _refuse(node, "autocast casts inside of this operator", problems)
-            return {}
+    of = {id(value): source for source, value in plain.items()}
+    casts = {of[call.cast_of]: call.dtype for call in under if call.cast_of in of}
+    given = {source: _stand_in(value, casts.get(source)) for source, value in plain.items()}
+    _, alone = _run(node, given, None)
+    rest = [call.what for call in under if call.cast_of not in of]
+    if [call.what for call in alone] != rest or (casts and node.target._schema.is_mutable):
+        _refuse(node, "autocast casts inside of this operator", problems)
+        return {}
     if _dtypes(result) != _dtypes(node.meta.get("val")):
         _refuse(node, f"autocast to {setting} gave {_dtypes(node.meta.get('val'))}, alone {_dtypes(result)}", problems)
     return casts

@@ -264,3 +264,26 @@ def test_fifty_steps_under_autocast():
         print(f"step {i:2d}: ours {curves[0][i]:.4f}  eager {curves[1][i]:.4f}")
     assert curves[1][-5:].mean() < 0.7 * curves[1][0], "the model learns"
     torch.testing.assert_close(curves[0], curves[1], rtol=0.05, atol=0.02)
+
+
+class Mixed(nn.Module):
+    """A float32 and a bfloat16 operand meet in one product: only autocast makes that legal."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_parameter("table", nn.Parameter(torch.randn(6, 6)))
+
+    def forward(self, x):
+        return torch.cat([self.linear(x) @ self.table, x.type_as(self.table)], -1)
+
+
+def test_operands_of_mixed_types():
+    torch.manual_seed(0)
+    eager, x = Mixed(), rows()
+    ours, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
+    with autocast():
+        add_tvm_dispatch(ours, x)
+    results = step(ours, x, autocast()), step(eager, x, autocast()), step(exact, x.double(), autocast(enabled=False))
+    assert stats(ours).hits == 1, stats(ours)
+    assert_close_enough(*results)
