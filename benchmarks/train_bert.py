@@ -54,9 +54,9 @@ class Training:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     generator: Tensor
-    autocast: torch.dtype | None = None
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    autocast: torch.dtype | None = None
 
     def step(self, batch: Batch) -> None:
         """One optimizer step on ``batch``, under this training's own random state."""
@@ -162,7 +162,9 @@ def make_model(options: argparse.Namespace, vocabulary_size: int) -> BertForMask
 def make_training(model: nn.Module, options: argparse.Namespace) -> Training:
     """A training that starts at the seed's random state."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    return Training(model, optimizer, torch.Generator().manual_seed(options.seed).get_state(), options.autocast)
+    return Training(
+        model, optimizer, torch.Generator().manual_seed(options.seed).get_state(), autocast=options.autocast
+    )
 
 
 def dispatch(model: BertForMaskedLM, batch: Batch, options: argparse.Namespace) -> list[nn.Module]:
