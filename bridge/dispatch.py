@@ -220,6 +220,10 @@ def add_tvm_dispatch(
     other call runs as PyTorch would and is counted with a reason in :func:`stats`. Called again with another sample
     or in another mode, it adds an entry.
 
+    Dispatched modules may be called from several threads. Adding an entry, by this function or by a call that misses
+    under ``on_miss="compile"``, may not run beside calls of modules in other threads: while torch.export traces, it
+    replaces ``nn.Module.__call__`` for the whole process.
+
     Args:
         module: any module; it is changed in place only by one attribute that copies and pickles drop.
         sample_input: a tensor (one positional argument), a tuple (positional arguments) or a dict (keyword
