@@ -125,7 +125,7 @@ class CompiledGraph:
             refuse_state(self.name)
             compiled = _Compiled(self._graph_module, inputs, self._partition, self._target)
         except UnsupportedModule as refusal:
-            reason = "; ".join(f"{problem.op}: {problem.reason}" for problem in refusal.ops)
+            reason = "; ".join(dict.fromkeys(f"{problem.op}: {problem.reason}" for problem in refusal.ops))
             log.warning("%s (%s) runs eager: %s", self.name, self.where or "no source line", reason)
             return reason
         self.stats.entries.append(compiled.entry)
