@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -399,7 +400,7 @@ def _spanning_output(leaf: torch.Tensor, earlier: Sequence[Any]) -> tuple[str, i
         if leaf.requires_grad and not other.requires_grad:
             continue
         covers = other.numel() * other.element_size() == other.untyped_storage().nbytes()
-        if covers and other.storage_offset() == 0 and other.is_contiguous():
+        if covers and other.storage_offset() == 0 and is_non_overlapping_and_dense_or_false(other):
             return "output", index
     return None
 
