@@ -12,7 +12,8 @@ of the graph around them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -144,17 +145,40 @@ def _casts_of(node: fx.Node, setting: torch.dtype, problems: list[Unsupported]) 
         return {}
     plain = {source: _stand_in(source.meta["val"]) for source in sources}
     result, under = _run(node, plain, setting)
-    of = {id(value): source for source, value in plain.items()}
-    casts = {of[call.cast_of]: call.dtype for call in under if call.cast_of in of}
-    given = {source: _stand_in(value, casts.get(source)) for source, value in plain.items()}
-    _, alone = _run(node, given, None)
-    rest = [call.what for call in under if call.cast_of not in of]
-    if [call.what for call in alone] != rest or (casts and node.target._schema.is_mutable):
+    casts = next((casts for casts in _guesses(plain, under, setting) if _explains(node, plain, casts, under)), None)
+    if casts is None or (casts and node.target._schema.is_mutable):
         _refuse(node, "autocast casts inside of this operator", problems)
         return {}
     if _dtypes(result) != _dtypes(node.meta.get("val")):
         _refuse(node, f"autocast to {setting} gave {_dtypes(node.meta.get('val'))}, alone {_dtypes(result)}", problems)
     return casts
+
+
+def _guesses(
+    plain: dict[fx.Node, FakeTensor], under: list[_Call], setting: torch.dtype
+) -> Iterator[dict[fx.Node, torch.dtype]]:
+    """Which of the first calls may be autocast's casts: an operator may begin with casts of its own."""
+    of = {id(value): source for source, value in plain.items()}
+    leading = {of[call.cast_of]: call.dtype for call in takewhile(lambda call: call.cast_of in of, under)}
+    lower = {source: dtype for source, dtype in leading.items() if dtype is setting}
+    if lower:
+        yield lower
+    if len(leading) > len(lower):
+        yield leading
+    yield {}
+
+
+def _explains(
+    node: fx.Node, plain: dict[fx.Node, FakeTensor], casts: dict[fx.Node, torch.dtype], under: list[_Call]
+) -> bool:
+    """Whether the operator does without autocast, on arguments cast like that, what it did under it."""
+    given = {source: _stand_in(value, casts.get(source)) for source, value in plain.items()}
+    try:
+        _, alone = _run(node, given, None)
+    except RuntimeError:  # types that do not go together
+        return False
+    made = {(id(plain[source]), dtype) for source, dtype in casts.items()}
+    return [call.what for call in alone] == [call.what for call in under if (call.cast_of, call.dtype) not in made]
 
 
 def _refuse(node: fx.Node, reason: str, problems: list[Unsupported]) -> None:

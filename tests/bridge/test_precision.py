@@ -287,3 +287,31 @@ def test_operands_of_mixed_types():
     results = step(ours, x, autocast()), step(eager, x, autocast()), step(exact, x.double(), autocast(enabled=False))
     assert stats(ours).hits == 1, stats(ours)
     assert_close_enough(*results)
+
+
+class Attention(nn.Module):
+    """Fused attention: with a mask or dropout, the operator itself goes from half precision to float32 and back."""
+
+    def __init__(self, mask: str, dropout: float):
+        super().__init__()
+        self.projection = nn.Linear(6, 18)
+        self.mask = mask
+        self.dropout = dropout
+
+    def forward(self, x):
+        q, k, v = self.projection(x).unsqueeze(1).chunk(3, -1)
+        allowed = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        mask = {"none": None, "bool": allowed, "float": torch.zeros_like(allowed, dtype=x.dtype)}[self.mask]
+        return F.scaled_dot_product_attention(q, k, v, mask, self.dropout)
+
+
+@pytest.mark.parametrize(("mask", "dropout"), [("none", 0.0), ("none", 0.5), ("bool", 0.5), ("float", 0.5)])
+def test_fused_attention_under_autocast(mask, dropout):
+    torch.manual_seed(0)
+    eager, x = Attention(mask, dropout), torch.randn(2, 5, 6, requires_grad=True)
+    ours, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
+    with autocast():
+        add_tvm_dispatch(ours, x)
+    results = step(ours, x, autocast()), step(eager, x, autocast()), step(exact, x.double(), autocast(enabled=False))
+    assert stats(ours).hits == 1, stats(ours)
+    assert_close_enough(*results)
