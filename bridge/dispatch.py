@@ -7,7 +7,6 @@ which ``nn.Module.__call__`` asks first and ``nn.Module.__getstate__`` drops, so
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import weakref
 from typing import Any
@@ -21,6 +20,7 @@ from bridge.dynamic_shapes import refuse_dynamic
 from bridge.entry import Entry, compile_entry
 from bridge.errors import DispatchMiss, Unsupported, UnsupportedModule
 from bridge.guards import Mismatch, has_global_hooks, interpreter_state
+from bridge.log import channel
 from bridge.lower import DEFAULT_PARTITION
 from bridge.stats import DispatchStats
 from bridge.tracing import is_capturing, one_capture_at_a_time
@@ -28,7 +28,7 @@ from partition.cut import resolve as resolve_strategy
 
 __all__ = ["add_tvm_dispatch", "remove_tvm_dispatch", "stats"]
 
-log = logging.getLogger("bridge.dispatch")
+log, guards_log = channel("dispatch"), channel("guards")
 
 ON_MISS = ("eager", "compile", "error")
 #: Entries that ``on_miss="compile"`` keeps; the least recently used one leaves.
@@ -105,7 +105,7 @@ class Dispatcher:
             if added is not None:
                 return self._hit(*added)
         self.stats.misses[found.reason] += 1
-        log.debug("%s runs eager: %s", type(module).__name__, found.reason)
+        guards_log.info("%s runs eager: %s", type(module).__name__, found.reason)
         if self.on_miss == "compile":
             with self._adding:  # another thread's capture would put stand-ins into the module under its feet
                 return module.forward(*args, **kwargs)
@@ -179,6 +179,7 @@ class Dispatcher:
         entry = compile_entry(module, args, kwargs, partition=self.partition, target=self.target)
         with self._adding:  # a new list: calls in other threads may be walking through the old one
             self.stats.entries = [*self.stats.entries, entry]
+        log.info("added %r", entry)
         return entry
 
 

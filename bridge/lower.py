@@ -29,6 +29,7 @@ from bridge.aten import import_graph
 from bridge.aten.importer import Imported
 from bridge.autocasting import ambient_autocast
 from bridge.capture import Captured, capture, normalize_sample
+from bridge.log import channel
 from bridge.lowered import Lowered, Sample
 from bridge.module_state import Snapshot
 from bridge.origin import origins
@@ -37,6 +38,8 @@ from bridge.verify.graph import run_graph
 from partition import partition as partition_joint
 
 __all__ = ["Lowered", "Stage", "lower", "lower_captured"]
+
+log = channel("partition")
 
 DEFAULT_PARTITION = "min_cut"
 
@@ -62,9 +65,9 @@ def lower_captured(
     lowered = Lowered(captured, imported, (), differentiable)
     seconds = time.perf_counter() - started
     runner = partial(run_graph, captured, imported)
-    lowered.stages.append(Stage("captured", "bridge.capture", captured.graph, capture_seconds, None, runner))
+    lowered.keep(Stage("captured", "bridge.capture", captured.graph, capture_seconds, None, runner))
     size = lowered.stages[0].size
-    lowered.stages.append(Stage("imported", "bridge.aten.import_graph", imported.function, seconds, size))
+    lowered.keep(Stage("imported", "bridge.aten.import_graph", imported.function, seconds, size))
     lowered.run("masked", "autodiff.mask_dropout", autodiff.mask_dropout)
     lowered.run("spelled", "autodiff.spell_out", autodiff.spell_out)
     lowered.run("forward", "autodiff.clean, unique_names", lambda f: autodiff.unique_names(autodiff.clean(f)))
@@ -84,12 +87,14 @@ def lower_captured(
         strategy=partition,
         module_paths={name: origin.module for name, origin in sources.items()},
     )
+    log.info("%s %s", captured.module_name, lowered.plan.summary())
+    log.debug("%s", lowered.plan)
     joined = autodiff.join_products(lowered.backward)
     lowered.partitioned = dataclasses.replace(lowered.partitioned, backward=joined)
     seconds = time.perf_counter() - started
     made_by = f"partition ({lowered.plan.strategy})"
-    lowered.stages.append(Stage("split forward", made_by, lowered.forward, seconds, size))
-    lowered.stages.append(Stage("split backward", made_by, lowered.backward, 0.0, size))
+    lowered.keep(Stage("split forward", made_by, lowered.forward, seconds, size))
+    lowered.keep(Stage("split backward", made_by, lowered.backward, 0.0, size))
     return lowered
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from autodiff.ir import Function, results
 from bridge.aten.importer import Imported
 from bridge.capture import Captured
 from bridge.errors import CompilationError, Unsupported, UnsupportedModule
+from bridge.log import channel
 from bridge.origin import Origin, origins
 from bridge.show.diff import Diff, diff
 from bridge.stage import Stage
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from bridge.verify.check import Check
 
 __all__ = ["Lowered", "Sample"]
+
+log = channel("passes")
 
 
 @dataclass(frozen=True)
@@ -134,8 +138,16 @@ class Lowered:
             ) from error
         except Exception as error:
             raise CompilationError(name, function.script(), error) from error
-        self.stages.append(Stage(name, made_by, result, time.perf_counter() - started, last.size))
+        self.keep(Stage(name, made_by, result, time.perf_counter() - started, last.size))
         return result
+
+    def keep(self, stage: Stage) -> None:
+        """Appends a stage, and tells the log."""
+        self.stages.append(stage)
+        if log.isEnabledFor(logging.INFO):
+            log.info("%s %s", self.captured.module_name, stage.provenance)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s", stage.script())
 
     def _no_gradient(self, error: UndifferentiableOp) -> Unsupported:
         origin = self.origin(error.binding)

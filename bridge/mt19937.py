@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import math
 import threading
 from collections.abc import Sequence
@@ -24,10 +23,11 @@ import tvm_ffi
 
 from bridge.compile.build import Built, build_kernels, host_target
 from bridge.compile.mt19937 import STATE_WORDS, bernoulli_function, equal_function
+from bridge.log import channel
 
 __all__ = ["Kernels", "Mask", "compiled", "draw", "draw_by_torch"]
 
-log = logging.getLogger("bridge.mt19937")
+log = channel("mt19937")
 
 _LOCK = threading.Lock()  # a generator's state is read, advanced and put back by one thread at a time
 _ATTEMPTS = 8

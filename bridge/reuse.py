@@ -13,7 +13,6 @@ What was lowered is kept as long as an entry uses it.
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from bridge.capture import capture, check_call, explain_error
 from bridge.cumulative import cumulative_averages
 from bridge.errors import UnsupportedModule
 from bridge.fake_run import fake_run
+from bridge.log import channel
 from bridge.lower import lower_captured
 from bridge.lowered import Lowered
 from bridge.module_state import Snapshot, hooks_aside
@@ -38,7 +38,7 @@ from bridge.witness import Output, Witness
 
 __all__ = ["clear_lowered", "lower_once"]
 
-log = logging.getLogger("bridge.reuse")
+log = channel("reuse")
 
 #: By what a call looks like from outside, then by what it does.
 _LOWERED: dict[tuple, WeakValueDictionary[tuple, Lowered]] = {}
@@ -69,7 +69,7 @@ def lower_once(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: 
     if known:
         found = known.get(_seen(module, args, kwargs))
         if found is not None:
-            log.debug("%s runs the operators of a call that is lowered already", type(module).__name__)
+            log.info("%s runs the operators of a call that is lowered already", type(module).__name__)
             return found
     captured = capture(module, args, kwargs)
     seconds = time.perf_counter() - started

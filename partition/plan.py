@@ -95,21 +95,20 @@ class Plan:
                 for column, (cell, width) in enumerate(zip(row, widths, strict=False))
             ]
             lines.append("  ".join([*cells, row[-1]]).rstrip())
+        return "\n".join([*lines, "", self.summary()])
+
+    def summary(self) -> str:
+        """What is saved and computed again in all, beside the extremes, and the notes: a few lines."""
         share = f", {self.bytes / self.save_all_bytes:.2f} of save_all" if self.save_all_bytes else ""
-        lines.append("")
-        lines.append(
+        lines = [
             f"{self.strategy}: {len(self.captures)} captures, {self.bytes:,} bytes{share}; "
-            f"{self.total_bytes:,} bytes with what is free"
-        )
-        lines.append(
-            f"recomputed: {len(self.recomputed)} bindings, {self.price.flops:,} flops, {self.price.bytes:,} bytes moved"
-        )
-        lines.append(
+            f"{self.total_bytes:,} bytes with what is free",
+            f"recomputed: {len(self.recomputed)} bindings, {self.price.flops:,} flops, "
+            f"{self.price.bytes:,} bytes moved",
             f"extremes: save_all {self.save_all_bytes:,} bytes, nothing recomputed; inputs only 0 bytes, "
-            f"{self.inputs_only.flops:,} flops recomputed"
-        )
-        lines.extend(f"note: {note}" for note in self.notes)
-        return "\n".join(lines)
+            f"{self.inputs_only.flops:,} flops recomputed",
+        ]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def __str__(self) -> str:
         return self.table()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 
 import tvm
 from tvm_ffi import structural_equal, structural_hash
@@ -22,11 +23,14 @@ from bridge.compile.build import clear_kernels, host_target
 from bridge.compile.cache import WeakCache
 from bridge.compile.program import KernelStep, LibraryStep, Program, Step, ViewStep
 from bridge.compile.translate import translate
+from bridge.log import channel
 
 __all__ = ["KernelStep", "LibraryStep", "Program", "Step", "ViewStep", "clear_cache", "compile_function"]
 
 _PROGRAMS: WeakCache[Function, Program] = WeakCache(lambda a, b: structural_equal(a, b, map_free_vars=True))
 _LOCK = threading.Lock()
+
+log, fallbacks_log = channel("compile"), channel("fallbacks")
 
 
 def compile_function(
@@ -53,9 +57,21 @@ def compile_function(
     timings = {"translate": time.perf_counter() - started}
     program = assemble(graph, name, target, timings)
     program.variables = tuple(var.name for var in (*func.params, *(var for var, _ in bindings(func))))
+    _tell(program)
     with _LOCK:
         _PROGRAMS.put(key, func, program)
     return program
+
+
+def _tell(program: Program) -> None:
+    """What was compiled, and what is left to torch, as lines in the log."""
+    first, *steps = str(program).splitlines()
+    log.info("%s", first)
+    log.debug("%s", "\n".join(steps))
+    by_torch = Counter(step.name for step in program.steps if isinstance(step, LibraryStep))
+    if by_torch:
+        told = ", ".join(f"{count} x {name}" for name, count in by_torch.most_common())
+        fallbacks_log.info("%s: torch computes %s", program.name, told)
 
 
 def clear_cache() -> None:

@@ -25,8 +25,11 @@ from autodiff.ir import (
 )
 from bridge.compile.graph import Fallback, Operand, Scalar, Value, whole
 from bridge.compile.translate import Builder, register
+from bridge.log import channel
 
 __all__ = ["schedule"]
+
+log = channel("fallbacks")
 
 _PARALLEL = 16384  # iterations; fewer are not worth starting threads for
 
@@ -86,6 +89,7 @@ class _Local:
         types = list(ty.fields) if isinstance(ty, TupleType) else [ty]
         outs = tuple(Value(op.split(".")[-1], tuple(int(n) for n in t.shape), str(t.dtype)) for t in types)
         kernel = schedule(self.module[value.args[0]])
+        log.info("%s -> %s: no kernel of ours, TVM's legalization", op, ", ".join(map(str, types)))
         self.builder.add(Fallback(op, tuple(operands), outs, kernel))
         results = [whole(out) for out in outs]
         return results if isinstance(ty, TupleType) else results[0]

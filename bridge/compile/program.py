@@ -14,6 +14,7 @@ from functools import partial
 from operator import attrgetter
 
 import torch
+from torch.autograd import profiler
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
@@ -156,14 +157,26 @@ class Program:
             inputs.clear()
         for place, make in self._fresh:
             frame[place] = make()
-        for action, dead in self.actions:
-            action(frame)
-            for place in dead:
-                frame[place] = None
+        if profiler._is_profiler_enabled:
+            self._act_recorded(frame)
+        else:
+            for action, dead in self.actions:
+                action(frame)
+                for place in dead:
+                    frame[place] = None
         results = [frame[place] for place in self.layout.results]
         for i, tensor in passed_on:
             results[i] = tensor
         return results
+
+    def _act_recorded(self, frame: list) -> None:
+        """The steps under a profiler: a range for the program, one for each step in it."""
+        with profiler.record_function(f"tvm: {self.name}"):
+            for (action, dead), step in zip(self.actions, self.steps, strict=True):
+                with profiler.record_function(f"tvm: {self.name}/{step.name}"):
+                    action(frame)
+                for place in dead:
+                    frame[place] = None
 
     def _load(self, frame: list, inputs: Sequence[torch.Tensor]) -> None:
         """Puts the inputs into their places. That some require grad is nothing to a step, since none records it."""

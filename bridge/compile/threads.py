@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import tempfile
 from pathlib import Path
 
@@ -22,9 +21,11 @@ from tvm import tirx
 from tvm.ir import StringImm
 from tvm.tirx import PrimFunc
 
+from bridge.log import channel
+
 __all__ = ["CONNECT", "connect_function", "launcher"]
 
-_LOG = logging.getLogger("bridge.compile.threads")
+_LOG = channel("compile")
 
 CONNECT = "bridge_connect_threads"
 """Name of the function, in every module of kernels, that takes the launcher's address."""

@@ -1,0 +1,152 @@
+"""Logs by channel, the environment variable that switches them on, and ranges under torch.profiler."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import bridge
+from bridge import add_tvm_dispatch, stats
+from bridge.compile import KernelStep, clear_cache
+from bridge.log import CHANNELS, channel, set_logs
+from bridge.reuse import clear_lowered
+from tests.bridge.models import MLP
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Equal modules of other tests must not have compiled what a test wants to be told about."""
+    clear_cache()
+    clear_lowered()
+    yield
+    set_logs("")
+
+
+def rows(count: int = 5) -> torch.Tensor:
+    return torch.randn(count, 6)
+
+
+class Sorts(nn.Module):
+    def forward(self, x):
+        return torch.logcumsumexp(x, -1) + x.sort(-1)[0]
+
+
+def lines(caplog, name: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == f"bridge.{name}"]
+
+
+def test_each_pass_is_one_line(caplog):
+    with caplog.at_level(logging.INFO, logger="bridge"):
+        module = add_tvm_dispatch(MLP(), rows())
+    told = lines(caplog, "passes")
+    stages = stats(module).entries[0].lowered.stages
+    assert len(told) == len(stages)
+    for line, stage in zip(told, stages, strict=True):
+        assert re.fullmatch(rf"MLP {stage.name}: .*, \d+\.\d ms, (\d+ -> )?{stage.size} nodes", line), line
+
+
+def test_channels_tell_what_they_promise(caplog):
+    with caplog.at_level(logging.INFO, logger="bridge"):
+        module = add_tvm_dispatch(MLP(), rows())
+        module(rows(3))
+        add_tvm_dispatch(Sorts(), rows().requires_grad_())
+    plan = stats(module).entries[0].plan
+    assert lines(caplog, "partition")[0] == f"MLP {plan.summary()}"
+    assert any("shape of args[0]" in line for line in lines(caplog, "guards"))
+    programs = lines(caplog, "compile")
+    assert any("MLP_forward" in line for line in programs) and any("MLP_backward" in line for line in programs)
+    assert any("logcumsumexp" in line or "operator" in line for line in lines(caplog, "fallbacks"))
+    assert any("added Entry(MLP(" in line for line in lines(caplog, "dispatch"))
+
+
+def test_details_only_on_request(caplog):
+    with caplog.at_level(logging.DEBUG, logger="bridge"):
+        add_tvm_dispatch(MLP(), rows())
+    assert any("@R.function" in line for line in lines(caplog, "passes"))
+    assert any("kernel k0" in line for line in lines(caplog, "compile"))
+
+
+def test_nothing_is_said_by_default(capfd):
+    module = add_tvm_dispatch(MLP(), rows())
+    module(rows(3))
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err == ""
+
+
+def test_levels():
+    set_logs("passes, +guards, -dispatch")
+    assert [channel(name).level for name in ("passes", "guards", "dispatch")] == [
+        logging.INFO,
+        logging.DEBUG,
+        logging.ERROR,
+    ]
+    assert channel("compile").level == logging.NOTSET
+    set_logs("all,+compile")
+    assert channel("compile").level == logging.DEBUG and channel("reuse").level == logging.INFO
+    root = logging.getLogger("bridge")
+    assert len(root.handlers) == 1 and not root.propagate
+    set_logs("")
+    assert not root.handlers and root.propagate
+    assert all(channel(name).level == logging.NOTSET for name in CHANNELS)
+
+
+def test_unknown_channels_are_named():
+    with pytest.raises(ValueError, match=r"no channel 'gards' in 'gards'. There are 'all' and\n  passes"):
+        set_logs("gards")
+    with pytest.raises(KeyError, match="gards"):
+        channel("gards")
+
+
+def test_every_logger_of_the_package_is_a_channel():
+    root = Path(bridge.__file__).parent
+    named = {name for path in root.rglob("*.py") for name in re.findall(r'getLogger\("bridge\.(\w+)', path.read_text())}
+    assert named <= set(CHANNELS)
+    every = {name for path in root.rglob("*.py") for name in re.findall(r'channel\("(\w+)"\)', path.read_text())}
+    assert every | named == set(CHANNELS)
+
+
+def test_environment_variable():
+    """In a process of its own, without torch's threads: only what was asked for, on the standard error stream."""
+    program = (
+        "import torch; from bridge import add_tvm_dispatch\n"
+        "m = add_tvm_dispatch(torch.nn.Linear(3, 2), torch.randn(4, 3)); m(torch.randn(5, 3))"
+    )
+    root = Path(bridge.__file__).parents[1]
+    environment = {**os.environ, "BRIDGE_LOGS": "guards,partition", "PYTHONPATH": str(root)}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert "[bridge.guards] Linear runs eager: shape of args[0]" in run.stderr
+    assert "[bridge.partition] Linear min_cut" in run.stderr and "[bridge.passes]" not in run.stderr
+    assert run.stdout == ""
+
+
+def test_profiler_ranges_name_module_and_kernel():
+    module = add_tvm_dispatch(MLP(dropout=0.5), rows())
+    module(rows()).sum().backward()
+    entry = stats(module).entries[0]
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        module(rows()).sum().backward()
+    names = [event.name for event in profiled.events()]
+    for program in (entry.forward, entry.backward):
+        assert names.count(f"tvm: {program.name}") == 1
+        for step in program.steps:
+            assert f"tvm: {program.name}/{step.name}" in names
+    kernels = [step for step in entry.forward.steps if isinstance(step, KernelStep)]
+    outer = next(event for event in profiled.events() if event.name == f"tvm: {entry.forward.name}")
+    inner = next(e for e in profiled.events() if e.name == f"tvm: {entry.forward.name}/{kernels[0].name}")
+    assert outer.time_range.start <= inner.time_range.start <= inner.time_range.end <= outer.time_range.end
+
+
+def test_profiled_and_plain_results_are_the_same():
+    module = add_tvm_dispatch(MLP(), rows())
+    x = rows()
+    plain = module(x)
+    with profile(activities=[ProfilerActivity.CPU]):
+        profiled = module(x)
+    assert torch.equal(plain, profiled)
