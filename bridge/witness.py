@@ -212,6 +212,13 @@ class _Watch:
         reason = "a custom autograd.Function: its backward is Python code that a graph does not hold"
         self.unsupported.append(Unsupported(op, where, reason))
 
+    def new_leaf(self) -> None:
+        """A result depends on a tensor that requires grad and is no parameter and no argument."""
+        op = "requires_grad_"
+        if not any(known.op == op for known in self.unsupported):
+            reason = "makes a tensor inside forward that requires grad by itself"
+            self.unsupported.append(Unsupported(op, "forward", reason, "make it a parameter or an argument"))
+
     def mutated(self, name: str, tensor: torch.Tensor) -> None:
         storage = _storage(tensor)
         if storage in self._argument_storages:
@@ -418,6 +425,8 @@ def _reachable(leaf: torch.Tensor, inputs: Sequence[torch.Tensor], watch: _Watch
         seen.add(node)
         if hasattr(node, "variable") and id(node.variable) in index_of:
             found.add(index_of[id(node.variable)])
+        elif hasattr(node, "variable"):
+            watch.new_leaf()
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             watch.custom_function(type(node).__name__.removesuffix("Backward"))
         stack.extend(parent for parent, _ in node.next_functions if parent is not None)

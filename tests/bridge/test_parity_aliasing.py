@@ -194,7 +194,12 @@ class BufferOfAnotherType(nn.Module):
         return x * 2
 
 
-@pytest.mark.parametrize("module", [RunsAutograd, BufferOfAnotherType])
+class MakesALeaf(nn.Module):
+    def forward(self, x):
+        return x.detach().requires_grad_() * 2
+
+
+@pytest.mark.parametrize("module", [RunsAutograd, BufferOfAnotherType, MakesALeaf])
 def test_what_a_graph_would_take_for_something_else_is_refused(module):
     with pytest.raises(UnsupportedModule, match=r"inside forward|float32 of shape"):
         add_tvm_dispatch(module(), rows())
