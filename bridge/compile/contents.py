@@ -22,8 +22,9 @@ _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 class Operation:
     """``result: dtype shape = op(operands)``.
 
-    Operands that are not results of the same step are named as the step's inputs; numbers are written out. ``binding``
-    is the variable of the Relax function that the operation was made for.
+    Operands that are not results of the same step are named as the step's inputs; numbers are written out. A mark after
+    a name says how it is read: ``~`` broadcast, ``^`` permuted, ``/`` in part. ``binding`` is the variable of the Relax
+    function that the operation was made for.
     """
 
     op: str
@@ -111,8 +112,10 @@ def _text(operand: Operand | Scalar, name: Callable[[Value], str]) -> str:
         return f"{operand.number:.6g}" if isinstance(operand.number, float) else str(operand.number)
     view, value = operand.view, operand.value
     if 0 in view.strides and view.shape != value.shape:
-        return f"{name(value)}~"  # broadcast
-    return name(value) if is_dense(view) else f"{name(value)}^"  # permuted or sliced
+        return f"{name(value)}~"
+    if view.numel < value.numel:
+        return f"{name(value)}/"
+    return name(value) if is_dense(view) else f"{name(value)}^"
 
 
 def _flops(node: Node) -> int:

@@ -13,6 +13,8 @@ __all__ = ["kernel_picture", "program_picture"]
 
 _PER_ROW = 4  # operators on one line of a kernel's box
 _WEIGHT_LIKE = "p_"
+_HOW = {"~": " broadcast", "^": " ᵀ", "/": " in part"}  # by the marks of :class:`bridge.compile.contents.Operation`
+_MARKS = "".join(_HOW)
 
 
 def program_picture(program: Program) -> Picture:
@@ -103,10 +105,10 @@ def kernel_picture(program: Program, kernel: str) -> Picture:
 
 
 def _operation(picture: Picture, operation: Operation, shapes: dict[str, str]) -> None:
-    numbers = [name for name in operation.operands if name.rstrip("~^") not in picture.boxes]
+    numbers = [name for name in operation.operands if name.rstrip(_MARKS) not in picture.boxes]
     picture.add(Box(operation.result, operation.op, "node", tuple(numbers), operation.binding))
     for name in dict.fromkeys(operation.operands):
-        base = name.rstrip("~^")
+        base = name.rstrip(_MARKS)
         if base in picture.boxes and base != operation.result:
-            how = {"~": " broadcast", "^": " ᵀ"}.get(name[-1], "")
+            how = _HOW.get(name[-1], "")
             picture.arrows.append(Arrow(base, operation.result, shapes.get(base, "") + how))

@@ -140,3 +140,16 @@ def test_svg_for_a_notebook_and_a_file_from_a_script(lowered, program, tmp_path)
     assert "<svg" in visualize(program)._repr_image_svg_xml()
     path = visualize(lowered, "forward").render(tmp_path / "forward", format="svg", cleanup=True)
     assert "attention.self.query.weight" in open(path, encoding="utf-8").read()
+
+
+def test_a_slice_is_no_permutation():
+    class Gate(nn.Module):
+        def forward(self, x):
+            left, right = x.chunk(2, dim=-1)
+            return torch.sigmoid(left) * right
+
+    with torch.no_grad():
+        program = compile_function(lower(Gate(), torch.randn(4, 6)).forward, name="gate")
+    (step,) = [step for step in program.steps if isinstance(step, KernelStep)]
+    source = visualize(program, kernel=step.name).source
+    assert source.count("4x6 in part") == 2 and "ᵀ" not in source
