@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import tempfile
 import time
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def execute(notebook: NotebookNode) -> NotebookNode:
     """
     root = str(HERE.parent)
     paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": paths, "PYDEVD_DISABLE_FILE_VALIDATION": "1", "NO_COLOR": "1"}
+    environment = {**os.environ, "PYTHONPATH": paths, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
     client = NotebookClient(
         notebook,
         kernel_name="python3",
@@ -62,8 +63,10 @@ def execute(notebook: NotebookNode) -> NotebookNode:
         startup_timeout=CELL_LIMIT,
         resources={"metadata": {"path": str(HERE)}},
         record_timing=False,
+        coalesce_streams=True,
     )
-    return client.execute(env=environment)
+    with tempfile.TemporaryDirectory() as cache:  # a cache of earlier runs would make torch.compile's first call free
+        return client.execute(env={**environment, "TORCHINDUCTOR_CACHE_DIR": cache})
 
 
 def tidy(notebook: NotebookNode) -> NotebookNode:
