@@ -136,7 +136,7 @@ def test_losses():
     weight, labels = torch.rand(5, dtype=torch.float64), torch.tensor([0, 4, -100, 2])
     flags = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0]] * 4, dtype=torch.float64)
 
-    def losses(x, y):
+    def losses(x, y, weight, labels, flags):
         return (
             F.cross_entropy(x, labels, weight, label_smoothing=0.1),
             F.cross_entropy(x, labels, reduction="none"),
@@ -157,7 +157,7 @@ def test_losses():
             F.poisson_nll_loss(x, flags),
         )
 
-    check(losses, leaf(4, 5), leaf(4, 5))
+    check(losses, leaf(4, 5), leaf(4, 5), weight, labels, flags)
 
 
 def test_einsum_sorting_and_triangles():
