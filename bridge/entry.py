@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autodiff.ir import Function, TupleGetItem, Var, bindings, op_name, results
+from autodiff.ir import Function
 from bridge.compile import Program, compile_function
 from bridge.draws import Draws
 from bridge.errors import Unsupported, UnsupportedModule
@@ -28,17 +28,6 @@ from bridge.tracing import one_capture_at_a_time
 from bridge.witness import Output
 
 __all__ = ["Entry", "compile_entry"]
-
-_VIEWS = {
-    "relax.reshape",
-    "relax.permute_dims",
-    "relax.expand_dims",
-    "relax.squeeze",
-    "relax.broadcast_to",
-    "relax.strided_slice",
-    "relax.flatten",
-    "relax.split",
-}
 
 
 class Entry:
@@ -68,7 +57,7 @@ class Entry:
             module_name=captured.module_name,
         )
         self.forward = _compiled(lowered.forward, captured.module_name, "forward", target)
-        self._relaid = _result_layouts(lowered)
+        self._relaid = _result_layouts(lowered, self.forward)
         self._wanted = lowered.wanted
         self._num_outputs = imported.num_outputs
         self._num_results = lowered.num_results
@@ -155,8 +144,8 @@ class _Backward:
         full = outputs == lowered.differentiable
         function = lowered.backward if full else lowered.backward_for(outputs)
         self.program = _compiled(function, lowered.captured.module_name, "backward", target)
-        grad_outs = function.params[len(function.params) - len(outputs) :]
-        self._copies = [i for i, copy in enumerate(_must_copy(function, keep=grad_outs)) if copy]
+        count = len(function.params)
+        self._copies = self.program.shared_results(handed_on=range(count - len(outputs), count))
         gradients = lowered.gradients_for(outputs)
         self._absent = [position for position, i in enumerate(lowered.wanted) if i not in gradients]
 
@@ -225,10 +214,17 @@ def _assembly(
         kind, count = spec.type, len(outputs)
         return lambda computed, inputs: kind(computed[:count])
 
+    def depth(leaf: int) -> int:
+        """How many results a result is a view of, one through the other: those come first."""
+        alias = outputs[leaf].alias_of
+        return 1 + depth(alias[1]) if alias and alias[0] == "output" else 0
+
+    order = sorted(range(len(outputs)), key=depth)
+
     def assemble(computed: Sequence[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-        leaves: list[Any] = []
-        for seen, position in zip(outputs, positions, strict=True):
-            leaves.append(_leaf(seen, position, computed, inputs, leaves))
+        leaves: list[Any] = [None] * len(outputs)
+        for leaf in order:
+            leaves[leaf] = _leaf(outputs[leaf], positions[leaf], computed, inputs, leaves)
         return pytree.tree_unflatten(leaves, spec)
 
     return assemble
@@ -249,18 +245,16 @@ def _leaf(seen: Output, position: int | None, computed: Any, inputs: list[torch.
     return base.as_strided(seen.shape, seen.stride, base.storage_offset() + seen.offset)
 
 
-def _result_layouts(lowered: Lowered) -> list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
+def _result_layouts(lowered: Lowered, program: Program) -> list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
     """The results of the forward that do not look like eager's yet, each with what gives it strides or memory."""
     strides = {
         position: seen.stride
         for seen, position in zip(lowered.captured.outputs, lowered.imported.output_of, strict=True)
         if position is not None and _is_dense_permutation(seen)
     }
-    copies = _must_copy(lowered.forward, keep=())
     return [
         (position, partial(_strided_copy, stride=strides[position]) if position in strides else torch.clone)
-        for position, copy in enumerate(copies)
-        if copy or position in strides
+        for position in sorted({*program.shared_results(), *strides})
     ]
 
 
@@ -279,31 +273,6 @@ def _is_dense_permutation(seen: Output) -> bool:
             return False
         expected *= seen.shape[dim]
     return order != sorted(order, reverse=True)
-
-
-def _must_copy(function: Function, keep: Sequence[Var]) -> list[bool]:
-    """Which results share memory with a parameter or an earlier result (views of it included).
-
-    ``keep``: parameters that may be handed on once (a grad_out that is a gradient, as in eager's ``x + y``).
-    """
-    base: dict[Var, Var] = {}
-    for var, value in bindings(function):
-        if isinstance(value, Var):
-            source = value
-        elif isinstance(value, TupleGetItem) or op_name(value) in _VIEWS:
-            source = value.tuple_value if isinstance(value, TupleGetItem) else value.args[0]
-        else:
-            continue
-        if isinstance(source, Var):
-            base[var] = base.get(source, source)
-    taken = set(function.params) - set(keep)
-    copies = []
-    for result in results(function):
-        memory = base.get(result, result)
-        copies.append(memory in taken)
-        if isinstance(memory, Var):
-            taken.add(memory)
-    return copies
 
 
 def compile_entry(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, partition: Any, target: Any) -> Entry:

@@ -373,7 +373,7 @@ def _describe_outputs(leaves: Sequence[Any], inputs: Sequence[torch.Tensor], wit
         elif _storage(leaf) in by_storage and leaf.numel():
             alias = by_storage[_storage(leaf)]
         elif leaf.numel():
-            alias = _spanning_output(leaf, leaves[:index])
+            alias = _spanning_output(leaf, index, leaves)
         seen_outputs.setdefault(id(leaf), index)
         base = (inputs if alias[0] == "input" else leaves)[alias[1]] if alias else leaf
         if leaf.requires_grad and leaf.grad_fn is None and not same:
@@ -399,17 +399,27 @@ def _describe_outputs(leaves: Sequence[Any], inputs: Sequence[torch.Tensor], wit
         )
 
 
-def _spanning_output(leaf: torch.Tensor, earlier: Sequence[Any]) -> tuple[str, int] | None:
-    """The earlier output that owns the same memory and covers all of it, so that ``leaf`` is a view of it."""
-    for index, other in enumerate(earlier):
-        if not isinstance(other, torch.Tensor) or _storage(other) != _storage(leaf) or other.dtype != leaf.dtype:
-            continue
-        if leaf.requires_grad and not other.requires_grad:
-            continue
-        covers = other.numel() * other.element_size() == other.untyped_storage().nbytes()
-        if covers and other.storage_offset() == 0 and is_non_overlapping_and_dense_or_false(other):
+def _spanning_output(leaf: torch.Tensor, position: int, leaves: Sequence[Any]) -> tuple[str, int] | None:
+    """The output that owns the memory and covers all of it, so that ``leaf`` is a view of it.
+
+    Of several, the first of those that require grad, if any does. ``None`` for that one itself.
+    """
+    group = [
+        (index, other)
+        for index, other in enumerate(leaves)
+        if isinstance(other, torch.Tensor) and _storage(other) == _storage(leaf) and _spans(other)
+    ]
+    for index, other in sorted(group, key=lambda pair: (not pair[1].requires_grad, pair[0])):
+        if index == position:
+            return None
+        if other.dtype == leaf.dtype and (other.requires_grad or not leaf.requires_grad):
             return "output", index
     return None
+
+
+def _spans(tensor: torch.Tensor) -> bool:
+    covers = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    return covers and tensor.storage_offset() == 0 and is_non_overlapping_and_dense_or_false(tensor)
 
 
 def _reachable(leaf: torch.Tensor, inputs: Sequence[torch.Tensor], watch: _Watch) -> frozenset[int]:

@@ -231,6 +231,7 @@ class _Frame:
             fresh,
             tuple(self.returned),
             frozenset(kept),
+            tuple(self.place(operand.value) for operand in self.graph.results),
         )
         actions = tuple(zip((_action(by_name, *call) for call in self.calls), self._deaths(kept), strict=True))
         results = tuple(self._name(op.value) for op in self.graph.results)

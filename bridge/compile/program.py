@@ -8,7 +8,7 @@ never share one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -78,7 +78,11 @@ Action = Callable[[list], None]
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of a frame. ``views``: (place, base place, shape, strides, offset) of arena and constant tensors."""
+    """Places of a frame.
+
+    ``views``: (place, base place, shape, strides, offset) of arena and constant tensors. ``memory``: of each result,
+    the place of the tensor whose memory it is, or is a view of.
+    """
 
     size: int
     params: tuple[Value, ...]
@@ -89,6 +93,7 @@ class Layout:
     fresh: tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
     results: tuple[int, ...]
     kept: frozenset[int]
+    memory: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -168,6 +173,20 @@ class Program:
         for i, tensor in passed_on:
             results[i] = tensor
         return results
+
+    def shared_results(self, handed_on: Iterable[int] = ()) -> list[int]:
+        """Results in memory that somebody else can see: a parameter, a constant of the program, an earlier result.
+
+        ``handed_on``: parameters whose memory may become a result's, once (a grad_out that is a gradient, as in
+        eager's ``x + y``).
+        """
+        taken = {place for place, _ in self.layout.constants} | set(range(len(self.layout.params))) - set(handed_on)
+        shared = []
+        for result, place in enumerate(self.layout.memory):
+            if place in taken:
+                shared.append(result)
+            taken.add(place)
+        return shared
 
     def _act_recorded(self, frame: list) -> None:
         """The steps under a profiler: a range for the program, one for each step in it."""

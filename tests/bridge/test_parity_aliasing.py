@@ -150,6 +150,46 @@ def test_results_share_memory_as_in_eager():
     assert not y.any()
 
 
+class PartAndWhole(nn.Module):
+    def forward(self, x):
+        y = torch.tan(x)
+        part = y[:, 0]
+        return part, y.detach(), part, y
+
+
+def test_a_part_is_returned_before_the_whole():
+    x = rows()
+    part, detached, again, y = add_tvm_dispatch(PartAndWhole(), x)(x)
+    assert part is again and part.data_ptr() == detached.data_ptr() == y.data_ptr()
+    assert part.requires_grad and y.requires_grad and not detached.requires_grad
+    (gradient,) = torch.autograd.grad(part.sum() + y.sum(), x)
+    eager = x.detach().requires_grad_()
+    part, _, _, y = PartAndWhole()(eager)
+    torch.testing.assert_close(gradient, torch.autograd.grad(part.sum() + y.sum(), eager)[0])
+
+
+class SumsOfOne(nn.Module):
+    """A sum over an axis of one element is the element: but it must not be the same memory."""
+
+    def forward(self, x):
+        y = torch.cosh(x[:1, :1])
+        return y.sum(0), y, x.sum(1, keepdim=True), torch.zeros(2), torch.ones(2)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1)])
+def test_results_do_not_share_what_eager_does_not_share(shape):
+    x = rows(*shape).detach()
+    module = add_tvm_dispatch(SumsOfOne(), x)
+    for _ in range(2):
+        before = x.clone()
+        results = module(x)
+        eager = SumsOfOne()(x)
+        for result, expected in zip(results, eager, strict=True):
+            torch.testing.assert_close(result, expected)
+            result.fill_(7.0)
+        assert torch.equal(x, before)
+
+
 class Empty(nn.Module):
     def forward(self, x):
         y = x.clone()
