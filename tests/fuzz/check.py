@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+import random
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
+from partition import MinCut
+from tests.fuzz.calls import Call, calls_of, every, nothing
 from tests.fuzz.noise import Noise
+from tests.fuzz.play import Played, play
 from tests.fuzz.program import Arguments, Program, make_arguments, make_module
 
 __all__ = ["Verdict", "check"]
@@ -44,15 +46,6 @@ class Verdict:
         return self.status in ("wrong", "crash")
 
 
-@dataclass(frozen=True)
-class Played:
-    """What one call left behind: a name for everything that can be compared, and what the caller cannot see."""
-
-    values: Mapping[str, Any]
-    form: tuple
-    generator: Tensor
-
-
 class Wrong(AssertionError):
     """A difference from eager."""
 
@@ -72,16 +65,16 @@ def _check(program: Program) -> Verdict:
     names = program.load()
     eager = make_module(names)
     try:
-        play(copy.deepcopy(eager), make_arguments(names, 0), seed=0)
-    except Exception as error:  # noqa: BLE001 - the generator proposes freely: eager may refuse the backward
+        play(copy.deepcopy(eager), Call("eager", lambda: make_arguments(names, 0), nothing, every))
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:  # eager may refuse the backward
         return Verdict("skipped", f"eager: {_one_line(error)}")
     dispatched = make_module(names)
     try:
-        _add(dispatched, make_arguments(names, 0))
-        calls = _calls(program, names)
-        for describe, change, call, outputs in calls:
-            change(eager), change(dispatched)
-            _compare(eager, dispatched, call, outputs, describe)
+        _add(dispatched, make_arguments(names, 0), program.seed)
+        calls = calls_of(program, names)
+        for call in calls:
+            call.change(eager), call.change(dispatched)
+            _compare(eager, dispatched, call)
     except UnsupportedModule as refusal:
         if not refusal.ops or not all(op.op and op.reason and op.where for op in refusal.ops):
             return Verdict("wrong", f"a refusal without a reason: {refusal}")
@@ -98,15 +91,21 @@ def _check(program: Program) -> Verdict:
     return Verdict("same", "; ".join(counted.misses))
 
 
-def _add(module: nn.Module, arguments: Arguments) -> None:
-    """Adds the dispatch and checks that, successful or not, it leaves no trace."""
+PARTITIONS = ("min_cut", "min_cut", "min_cut", "save_all", "recompute_all", MinCut(budget=0.3))
+ON_MISS = ("eager", "eager", "compile")
+
+
+def _add(module: nn.Module, arguments: Arguments, seed: int) -> None:
+    """Adds the dispatch, with options by the seed, and checks that, successful or not, it leaves no trace."""
+    rng = random.Random(seed)
+    options = {"partition": rng.choice(PARTITIONS), "on_miss": rng.choice(ON_MISS)}
     before = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     attributes = {path: _attributes(child) for path, child in module.named_modules()}
     torch.manual_seed(11)
     generator = torch.get_rng_state()
     versions = [leaf._version for leaf in arguments.leaves]
     try:
-        add_tvm_dispatch(module, arguments.args, sample_kwargs=arguments.kwargs)
+        add_tvm_dispatch(module, arguments.args, sample_kwargs=arguments.kwargs, **options)
     finally:
         after = module.state_dict()
         if after.keys() != before.keys() or not all(_identical(after[name], before[name]) for name in before):
@@ -132,154 +131,50 @@ def _key(value: Any) -> Any:
     return (type(value), value) if isinstance(value, bool | int | float | str) else id(value)
 
 
-Call = Callable[[], Arguments]
-Calls = list[tuple[str, Callable[[nn.Module], Any], Call, Callable[[int], list[bool]]]]
-
-
-def _nothing(module: nn.Module) -> None:
-    pass
-
-
-def _every(count: int) -> list[bool]:
-    return [True] * count
-
-
-def _calls(program: Program, names: Mapping[str, Any]) -> Calls:
-    """``(name, change of the module, arguments, which outputs get a grad_out)`` of each call."""
-
-    def arguments(seed: int) -> Call:
-        return lambda: make_arguments(names, seed)
-
-    def step(module: nn.Module) -> None:
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.mul_(0.9).add_(0.01)
-
-    def flip(module: nn.Module) -> None:
-        module.train(not module.training)
-
-    def freeze(module: nn.Module) -> None:
-        for parameter in list(module.parameters())[::2]:
-            parameter.requires_grad_(not parameter.requires_grad)
-
-    def changed(transform: Callable[[Tensor], Tensor]) -> Call:
-        def build() -> Arguments:
-            given = make_arguments(names, 3)
-            args, kwargs = pytree.tree_map_only(Tensor, transform, (given.args, given.kwargs))
-            return Arguments(args, kwargs, given.leaves)
-
-        return build
-
-    special: Calls = [
-        ("grad_outs of every second output", _nothing, arguments(2), lambda count: [i % 2 == 0 for i in range(count)]),
-        ("grad_out of the last output", _nothing, arguments(2), lambda count: [i == count - 1 for i in range(count)]),
-        ("no backward", _nothing, arguments(2), lambda count: [False] * count),
-        ("after a step", step, arguments(2), _every),
-        ("in the other mode", flip, arguments(2), _every),
-        ("with other parameters frozen", freeze, arguments(2), _every),
-        ("with detached arguments", _nothing, changed(lambda t: t.detach()), _every),
-        ("with another batch", _nothing, changed(lambda t: torch.cat([t, t]) if t.dim() else t), _every),
-        (
-            "with other strides",
-            _nothing,
-            changed(lambda t: t.movedim(0, -1).clone().movedim(-1, 0) if t.dim() else t),
-            _every,
-        ),
-        ("with expanded arguments", _nothing, changed(lambda t: t[:1].expand(t.shape) if t.dim() else t), _every),
-        ("in another dtype", _nothing, changed(lambda t: t.float() if t.is_floating_point() else t), _every),
-        ("with non-leaf arguments", _nothing, changed(lambda t: t * 1), _every),
-    ]
-    chosen = special[program.seed % len(special)]
-    return [("first call", _nothing, arguments(0), _every), ("second call", _nothing, arguments(1), _every), chosen]
-
-
-def play(
-    module: nn.Module, arguments: Arguments, *, seed: int, outputs: Callable[[int], list[bool]] = _every
-) -> Played:
-    """One forward and one backward, with grad_outs of the differentiable outputs that ``outputs`` chooses."""
-    for parameter in module.parameters():
-        parameter.grad = None
-    torch.manual_seed(seed)
-    result = module(*arguments.args, **arguments.kwargs)
-    generator = torch.get_rng_state()
-    leaves, spec = pytree.tree_flatten(result)
-    values: dict[str, Any] = {f"output {i}": _copy(leaf) for i, leaf in enumerate(leaves)}
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    needs = tuple(leaf.requires_grad for leaf in tensors)
-    objects = [*pytree.tree_leaves((arguments.args, arguments.kwargs)), *leaves]
-    same = tuple(next(i for i, other in enumerate(objects) if other is leaf) for leaf in leaves)
-    shared = tuple(_shares(leaf, objects) for leaf in tensors if leaf.numel())
-    wanted = [
-        leaf for leaf, chosen in zip(tensors, outputs(len(tensors)), strict=True) if chosen and leaf.requires_grad
-    ]
-    if wanted:
-        torch.autograd.backward(wanted, _cotangents(wanted, seed))
-    values |= {f"gradient of {name}": _copy(p.grad) for name, p in module.named_parameters()}
-    values |= {f"gradient of argument {i}": _copy(leaf.grad) for i, leaf in enumerate(arguments.leaves)}
-    values |= {f"buffer {name}": _copy(buffer) for name, buffer in module.named_buffers()}
-    return Played(values, (spec, needs, same, shared), generator)
-
-
-def _shares(tensor: Tensor, others: list[Any]) -> int:
-    """The first tensor with the same memory: a caller who writes into one sees it in the other."""
-    storage = tensor.untyped_storage()._cdata
-    return next(i for i, t in enumerate(others) if isinstance(t, Tensor) and t.untyped_storage()._cdata == storage)
-
-
-def _cotangents(outputs: list[Tensor], seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed + 1)
-    return [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outputs]
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _attempt(*args: Any, **kwargs: Any) -> Played | Exception:
+def _attempt(module: nn.Module, call: Call) -> Played | Exception:
     try:
-        return play(*args, **kwargs)
+        return play(module, call)
     except Exception as error:  # noqa: BLE001 - what one side raises the other must raise
         return error
 
 
-def _compare(eager: nn.Module, dispatched: nn.Module, call: Call, outputs: Any, where: str) -> None:
+def _compare(eager: nn.Module, dispatched: nn.Module, call: Call) -> None:
     reference = copy.deepcopy(eager)
-    want = _attempt(eager, call(), seed=5, outputs=outputs)
-    got = _attempt(dispatched, call(), seed=5, outputs=outputs)
+    want, got = _attempt(eager, call), _attempt(dispatched, call)
     if isinstance(want, Exception):
         if not isinstance(got, Exception):
             return  # eager refuses its own in-place writes in the backward; a functional graph need not
         if type(got) is not type(want):
-            raise Wrong(f"{where}: raised {_one_line(got)} @ {_place(got)}, eager {_one_line(want)}")
+            raise Wrong(f"{call.name}: raised {_one_line(got)} @ {_place(got)}, eager {_one_line(want)}")
         return
     if isinstance(got, Exception):
         raise got
-    _assert_same(reference, call, outputs, got, want, where)
+    _assert_same(reference, call, got, want)
 
 
-def _assert_same(reference: nn.Module, call: Call, outputs: Any, got: Played, want: Played, where: str) -> None:
-    labels = ("structure", "requires_grad", "same objects", "shared memory")
+def _assert_same(reference: nn.Module, call: Call, got: Played, want: Played) -> None:
+    labels = ("structure", "requires_grad", "same objects")
     for label, one, other in zip(labels, got.form, want.form, strict=True):
         if one != other:
-            raise Wrong(f"{where}: {label}: {one}, eager's is {other}")
+            raise Wrong(f"{call.name}: {label}: {one}, eager's is {other}")
+    if not want.spanned <= got.shared <= want.shared:
+        raise Wrong(f"{call.name}: tensors that share memory: {got.shared}, eager's are {want.shared}")
     if not torch.equal(got.generator, want.generator):
-        raise Wrong(f"{where}: the generator's state is not eager's")
-    far = [name for name in want.values if not _matches(name, got.values[name], want.values[name], where)]
+        raise Wrong(f"{call.name}: the generator's state is not eager's")
+    far = [name for name in want.values if not _matches(name, got.values[name], want.values[name], call.name)]
     if not far:
         return
     moved = dict.fromkeys(far, 0.0)
     for run in range(NOISE_RUNS):
         with Noise(run):
-            noisy = play(copy.deepcopy(reference), call(), seed=5, outputs=outputs)
+            noisy = play(copy.deepcopy(reference), call)
         for name in far:
             moved[name] = max(moved[name], _distance(noisy.values[name], want.values[name]))
     for name in far:
-        distance = _distance(got.values[name], want.values[name])
+        value, distance = want.values[name], _distance(got.values[name], want.values[name])
         if not distance <= NOISE_FACTOR * moved[name]:
-            shape, dtype = tuple(want.values[name].shape), want.values[name].dtype
-            raise Wrong(
-                f"{where}: {name} {shape} {dtype} is off by {distance:.3g}; noise moves eager by {moved[name]:.3g}"
-            )
+            far_off = f"is off by {distance:.3g}; noise moves eager by {moved[name]:.3g}"
+            raise Wrong(f"{call.name}: {name} {tuple(value.shape)} {value.dtype} {far_off}")
 
 
 def _matches(name: str, got: Any, want: Any, where: str) -> bool:

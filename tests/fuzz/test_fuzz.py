@@ -21,6 +21,7 @@ def test_random_modules(first):
     found = {seed: check(generate(seed)) for seed in range(first, first + BATCH)}
     bugs = {seed: verdict for seed, verdict in found.items() if verdict.is_bug}
     assert not bugs, f"{bugs}\npython -m tests.fuzz --show SEED --shrink prints a program"
+    assert any(verdict.status == "same" for verdict in found.values()), found
 
 
 def test_the_generator_is_deterministic_and_leaves_torch_alone():
@@ -34,7 +35,7 @@ def test_the_generator_is_deterministic_and_leaves_torch_alone():
 
 
 def test_the_generator_uses_its_whole_vocabulary():
-    text = "\n".join(generate(seed).source for seed in range(400))
+    text = "\n".join(generate(seed).source for seed in range(250))
     wanted = ["no_grad", "dropout", "register_buffer", "nn.Parameter", "bfloat16", "float32", "float64", ".add_(", "@"]
     wanted += [
         "expand",

@@ -1,0 +1,114 @@
+"""Ways of calling a module: like its sample, and in all the ways in which loops differ from it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from tests.fuzz.program import Arguments, Program, make_arguments
+
+__all__ = ["Call", "calls_of", "every", "nothing"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One way of calling a module.
+
+    Attributes:
+        name: what is special about it.
+        arguments: makes them, new at each call.
+        change: done to the module before it.
+        outputs: which of so many outputs get a grad_out.
+        context: entered around the forward.
+    """
+
+    name: str
+    arguments: Callable[[], Arguments]
+    change: Callable[[nn.Module], Any]
+    outputs: Callable[[int], list[bool]]
+    context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+
+
+def nothing(module: nn.Module) -> None:
+    pass
+
+
+def every(count: int) -> list[bool]:
+    return [True] * count
+
+
+def _every_second(count: int) -> list[bool]:
+    return [i % 2 == 0 for i in range(count)]
+
+
+def _last(count: int) -> list[bool]:
+    return [i == count - 1 for i in range(count)]
+
+
+def _none(count: int) -> list[bool]:
+    return [False] * count
+
+
+def _step(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.9).add_(0.01)
+
+
+def _flip(module: nn.Module) -> None:
+    module.train(not module.training)
+
+
+def _freeze(module: nn.Module) -> None:
+    for parameter in list(module.parameters())[::2]:
+        parameter.requires_grad_(not parameter.requires_grad)
+
+
+def _autocast() -> contextlib.AbstractContextManager:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def calls_of(program: Program, names: Mapping[str, Any]) -> list[Call]:
+    """Two calls like the sample, with other numbers, and one that the seed chooses."""
+
+    def arguments(seed: int) -> Callable[[], Arguments]:
+        return lambda: make_arguments(names, seed)
+
+    def changed(transform: Callable[[Tensor], Tensor]) -> Callable[[], Arguments]:
+        def build() -> Arguments:
+            given = make_arguments(names, 3)
+            args, kwargs = pytree.tree_map_only(Tensor, transform, (given.args, given.kwargs))
+            return Arguments(args, kwargs, given.leaves)
+
+        return build
+
+    def with_rows(transform: Callable[[Tensor], Tensor]) -> Callable[[], Arguments]:
+        return changed(lambda tensor: transform(tensor) if tensor.dim() else tensor)
+
+    same = arguments(2)
+    special = [
+        Call("grad_outs of every second output", same, nothing, _every_second),
+        Call("grad_out of the last output", same, nothing, _last),
+        Call("no backward", same, nothing, _none),
+        Call("after a step", same, _step, every),
+        Call("in the other mode", same, _flip, every),
+        Call("with other parameters frozen", same, _freeze, every),
+        Call("with detached arguments", changed(Tensor.detach), nothing, every),
+        Call("with another batch", with_rows(lambda t: torch.cat([t, t])), nothing, every),
+        Call("with other strides", with_rows(lambda t: t.movedim(0, -1).clone().movedim(-1, 0)), nothing, every),
+        Call("with expanded arguments", with_rows(lambda t: t[:1].expand(t.shape)), nothing, every),
+        Call("in another dtype", changed(lambda t: t.float() if t.is_floating_point() else t), nothing, every),
+        Call("with non-leaf arguments", changed(lambda t: t * 1), nothing, every),
+        Call("without grad", same, nothing, every, torch.no_grad),
+        Call("under autocast", same, nothing, every, _autocast),
+    ]
+    first = Call("first call", arguments(0), nothing, every)
+    second = Call("second call", arguments(1), nothing, every)
+    return [first, second, random.Random(program.seed + 1).choice(special)]
