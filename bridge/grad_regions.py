@@ -42,6 +42,7 @@ def prepare(graph_module: fx.GraphModule, requires_grad: Callable[[fx.Node], boo
     split_layers(graph_module.graph)
     _pass_through(graph_module.graph)
     problems += _stop_gradients(graph_module.graph, requires_grad)
+    problems += _wrong_in_torch(graph_module.graph, requires_grad)
     for node in graph_module.graph.nodes:
         if node.op == "call_function":
             where = user_line(node.meta.get("stack_trace"))
@@ -49,6 +50,29 @@ def prepare(graph_module: fx.GraphModule, requires_grad: Callable[[fx.Node], boo
     graph_module.graph.lint()
     graph_module.recompile()
     return problems
+
+
+def _wrong_in_torch(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
+    """``as_strided_scatter`` of the user's own, where a gradient flows through its input.
+
+    torch's derivative of it passes the gradient on where the source was written. Ours does not (functionalization makes
+    the operator of writes whose derivative is right in eager), so neither the right numbers nor eager's can be given.
+    """
+    found = [node for node in graph.nodes if node.target is aten.as_strided_scatter.default]
+    if not found:
+        return []
+    aliases = Aliases(graph.nodes, requires_grad, cut=lambda node: False)
+    reason = "torch's own derivative of it is wrong where the source is written, and ours would differ from eager's"
+    return [
+        Unsupported(
+            str(node.target),
+            user_line(node.meta.get("stack_trace")) or "forward",
+            reason,
+            "write through x.as_strided(...)",
+        )
+        for node in found
+        if aliases.followed(node.args[0])
+    ]
 
 
 def _pass_through(graph: fx.Graph) -> None:

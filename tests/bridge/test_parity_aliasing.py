@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from bridge import UnsupportedModule, add_tvm_dispatch
+from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from tests.bridge.parity import check_module
 
 
@@ -297,3 +297,18 @@ def test_gradients_of_empty_tensors_by_parts():
     for chosen in (0, 1):
         (gradient,) = torch.autograd.grad(module(x)[chosen].sum(), x)
         assert gradient.shape == x.shape
+
+
+def test_torchs_wrong_derivative_of_as_strided_scatter_is_refused():
+    class Scatter(nn.Module):
+        def forward(self, x, y):
+            return torch.as_strided_scatter(x, y, (2,), (2,), 1)
+
+    x, y = torch.randn(5), torch.randn(2, requires_grad=True)
+    module = Scatter()
+    with pytest.raises(UnsupportedModule, match="torch.s own derivative"):
+        add_tvm_dispatch(module, (x.clone().requires_grad_(), y))
+    add_tvm_dispatch(module, (x, y))
+    (ours,) = torch.autograd.grad(module(x, y).square().sum(), y)
+    torch.testing.assert_close(ours, 2 * y.detach())
+    assert stats(module).hits == 1
