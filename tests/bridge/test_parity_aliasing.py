@@ -306,7 +306,7 @@ def test_torchs_wrong_derivative_of_as_strided_scatter_is_refused():
 
     x, y = torch.randn(5), torch.randn(2, requires_grad=True)
     module = Scatter()
-    with pytest.raises(UnsupportedModule, match="torch.s own derivative"):
+    with pytest.raises(UnsupportedModule, match="torch's own derivative"):
         add_tvm_dispatch(module, (x.clone().requires_grad_(), y))
     add_tvm_dispatch(module, (x, y))
     (ours,) = torch.autograd.grad(module(x, y).square().sum(), y)
