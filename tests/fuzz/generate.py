@@ -81,10 +81,12 @@ def _try(scope: Scope, propose, is_expression: bool) -> None:
 def _add_arguments(scope: Scope) -> None:
     for position in range(scope.integer(1, 3)):
         shape = scope.choice(SHAPES)
-        tensors = [name for name in scope.variables]
         kind = scope.rng.random()
         grad = ".requires_grad_()" if scope.chance(0.6) else ""
         keyword = position > 0 and scope.chance(0.25)
+        # A positional argument is made before those by keyword, so it cannot be made of one of them.
+        behind = {name for name, _, by_keyword in scope.arguments if by_keyword and not keyword}
+        tensors = [name for name in scope.variables if name not in behind]
         if tensors and kind < 0.06:
             scope.argument(scope.choice(tensors), keyword)  # the same tensor twice
         elif tensors and kind < 0.12:
