@@ -33,7 +33,15 @@ from bridge.outside import outside_tensors
 from bridge.tracing import capturing
 from bridge.witness import Draw, Output, Witness
 
-__all__ = ["Captured", "ModuleTensor", "capture", "check_call", "explain_error", "normalize_sample"]
+__all__ = [
+    "Captured",
+    "ModuleTensor",
+    "capture",
+    "check_call",
+    "explain_error",
+    "normalize_sample",
+    "raise_if_eager_raises",
+]
 
 aten = torch.ops.aten
 
@@ -212,11 +220,11 @@ def _export(module: nn.Module, args: tuple, kwargs: dict[str, Any], name: str) -
         except TypeError as mismatch:
             raise TypeError(f"the sample does not fit {name}.forward{signature}: {mismatch}") from None
         problem = explain_error(error)
-        _raise_if_eager_raises(module, args, kwargs)
+        raise_if_eager_raises(module, args, kwargs)
         raise UnsupportedModule(name, [problem]) from error
 
 
-def _raise_if_eager_raises(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def raise_if_eager_raises(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """A sample that PyTorch itself refuses (shapes that do not fit) is reported in PyTorch's words.
 
     Runs the module once, on copies of its tensors and of the sample, with the generator put back.

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from autodiff.ir import Function
 from bridge.compile import Program, compile_function
 from bridge.draws import Draws
-from bridge.errors import Unsupported, UnsupportedModule
+from bridge.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.guards import Guard
 from bridge.lower import Lowered
 from bridge.module_state import Snapshot
@@ -135,6 +135,8 @@ def _compiled(function: Function, module_name: str, direction: str, target: Any)
         words = str(error).replace(":", " ").split()
         op = next((word for word in words if word.startswith(("relax.", "library."))), "a Relax operator")
         raise UnsupportedModule(module_name, [Unsupported(op, f"{module_name}'s {direction}", str(error))]) from error
+    except Exception as error:
+        raise CompilationError(f"compile {direction}", function.script(), error) from error
 
 
 class _Backward:

@@ -28,7 +28,8 @@ import autodiff
 from bridge.aten import import_graph
 from bridge.aten.importer import Imported
 from bridge.autocasting import ambient_autocast
-from bridge.capture import Captured, capture, normalize_sample
+from bridge.capture import Captured, capture, normalize_sample, raise_if_eager_raises
+from bridge.errors import CompilationError
 from bridge.log import channel
 from bridge.lowered import Lowered, Sample
 from bridge.module_state import Snapshot
@@ -137,5 +138,8 @@ def lower(
         lowered.sample = Sample(module, args, kwargs, partition, training, ambient_autocast())
         lowered.seconds = time.perf_counter() - started
         return lowered
+    except CompilationError:
+        raise_if_eager_raises(module, args, kwargs)  # fake tensors let some mistakes pass (mixed types in a product)
+        raise
     finally:
         before.restore()

@@ -23,9 +23,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from bridge.autocasting import ambient_autocast
-from bridge.capture import capture, check_call, explain_error
+from bridge.capture import capture, check_call, explain_error, raise_if_eager_raises
 from bridge.cumulative import cumulative_averages
-from bridge.errors import UnsupportedModule
+from bridge.errors import CompilationError, UnsupportedModule
 from bridge.fake_run import fake_run
 from bridge.log import channel
 from bridge.lower import lower_captured
@@ -73,7 +73,11 @@ def lower_once(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: 
             return found
     captured = capture(module, args, kwargs)
     seconds = time.perf_counter() - started
-    lowered = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)
+    try:
+        lowered = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)
+    except CompilationError:
+        raise_if_eager_raises(module, args, kwargs)  # fake tensors let some mistakes pass (mixed types in a product)
+        raise
     lowered.seconds = time.perf_counter() - started
     inside = _inside(captured.witness)
     owned = all(tensor.kind != "attribute" for tensor in captured.module_tensors)

@@ -29,7 +29,7 @@ from autodiff.ir import (
 from autodiff.library import call as library_call
 from bridge.aten.registry import CONVERSIONS, Refused
 from bridge.capture import Captured
-from bridge.errors import Unsupported, UnsupportedModule
+from bridge.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.grad_regions import where_is
 
 __all__ = ["Imported", "Importer", "import_graph", "relax_dtype"]
@@ -229,6 +229,7 @@ def import_graph(captured: Captured) -> Imported:
 
     Raises:
         UnsupportedModule: lists every operator without a conversion and every use that a conversion refuses.
+        CompilationError: a conversion failed; names the operator and the user's line.
     """
     problems = list(captured.problems)
     importer = Importer(captured)
@@ -246,6 +247,11 @@ def import_graph(captured: Captured) -> Imported:
             if not any(problem.op == str(node.target) for problem in problems):
                 problems.append(_unsupported(captured, node, refusal.reason, refusal.hint))
             env[node] = _stand_in(node.meta.get("val"))
+        except Exception as error:
+            if problems:  # what stands in for a refused value need not suit every operator
+                break
+            where = where_is(node) or node.format_node()
+            raise CompilationError(f"imported ({node.target} at {where})", str(captured.graph), error) from error
     if problems:
         raise UnsupportedModule(captured.module_name, problems)
     return _finish(captured, importer, params, env)

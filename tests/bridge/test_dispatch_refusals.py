@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from bridge import UnsupportedModule, add_tvm_dispatch, stats
+from bridge import CompilationError, UnsupportedModule, add_tvm_dispatch, stats
+from bridge.aten.registry import CONVERSIONS
 from tests.bridge.models import MLP
 
 FILE = pathlib.Path(__file__).name
@@ -321,3 +322,33 @@ def test_a_sample_that_eager_refuses_names_the_shapes():
     with pytest.raises(RuntimeError, match=r"7.{1,3}5.*6.{1,3}10"):
         add_tvm_dispatch(module, torch.randn(7, 5))
     assert list(module.__dict__) == keys
+
+
+def test_mixed_types_are_reported_in_eagers_words():
+    """Fake tensors let a product of two types pass; eager does not."""
+    module = nn.Linear(3, 2).double()
+    with pytest.raises(RuntimeError, match="dtype") as eager:
+        module(torch.randn(4, 3))
+    with pytest.raises(RuntimeError) as raised:
+        add_tvm_dispatch(module, torch.randn(4, 3))
+    assert str(raised.value) == str(eager.value)
+
+
+def test_a_failing_conversion_names_operator_and_line(monkeypatch):
+    def broken(importer, node, x):
+        raise ValueError("broken")
+
+    monkeypatch.setitem(CONVERSIONS, torch.ops.aten.tanh.default, broken)
+    sequence = nn.Sequential(MLP(), nn.Tanh())
+    with pytest.raises(CompilationError, match=r"aten.tanh.default at .*ValueError: broken"):
+        add_tvm_dispatch(sequence, torch.randn(7, 6))
+
+
+def test_a_failing_compiler_names_the_direction(monkeypatch):
+    def broken(*args, **options):
+        raise ValueError("broken")
+
+    monkeypatch.setattr("bridge.entry.compile_function", broken)
+    with pytest.raises(CompilationError, match="compile forward") as raised:
+        add_tvm_dispatch(MLP(), torch.randn(7, 6))
+    assert "R.function" in raised.value.ir

@@ -113,8 +113,6 @@ def _add_arguments(scope: Scope) -> None:
             scope.argument(f"torch.randn({shape}, dtype=torch.complex64)", keyword)
         else:
             scope.argument(f"(torch.randn(3, dtype=D){grad}, {{'k': torch.ones(2, dtype=D)}})", keyword)
-    # positional ones go first; the last keyword ones stay
-    scope.arguments.sort(key=lambda argument: argument[2])
     if scope.pick(is_float) is None:
         scope.arguments.insert(0, ("x0", "torch.randn(3, 4, dtype=D).requires_grad_()", False))
         scope.names["x0"] = eval(scope.arguments[0][1], scope.names)

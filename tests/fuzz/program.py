@@ -37,6 +37,68 @@ class Doubled(torch.autograd.Function):
         return grad_out * 3
 
 
+class Cell(nn.Module):
+    """A gate, a normalization, a residual; counts its calls in a buffer."""
+
+    def __init__(self, width, dtype):
+        super().__init__()
+        self.gate, self.value = nn.Linear(width, width, dtype=dtype), nn.Linear(width, width, dtype=dtype)
+        self.norm, self.drop = nn.LayerNorm(width, dtype=dtype), nn.Dropout(0.1)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.norm(x + self.drop(torch.sigmoid(self.gate(x)) * self.value(x).tanh()))
+
+
+class Stack(nn.Module):
+    """Cells in a list, the first one used twice."""
+
+    def __init__(self, width, dtype):
+        super().__init__()
+        self.cells = nn.ModuleList([Cell(width, dtype) for _ in range(2)])
+        self.cells.append(self.cells[0])
+
+    def forward(self, x):
+        states = []
+        for cell in self.cells:
+            x = cell(x)
+            states.append(x)
+        return torch.stack(states).mean(0)
+
+
+class Heads(nn.Module):
+    """Causal attention of two heads, by hand, with dropped probabilities."""
+
+    def __init__(self, width, dtype):
+        super().__init__()
+        self.project, self.out = nn.Linear(width, 12, bias=False, dtype=dtype), nn.Linear(4, width, dtype=dtype)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (2, 2)).transpose(-2, -3) for t in self.project(x).chunk(3, -1))
+        scores = q @ k.mT / math.sqrt(2)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        weights = F.dropout(scores.masked_fill(future, float("-inf")).softmax(-1), 0.1, self.training)
+        return x + self.out((weights @ v).transpose(-2, -3).flatten(-2))
+
+
+class Recurrent(nn.Module):
+    """An unrolled cell with normalization, its state written into a tensor step by step."""
+
+    def __init__(self, width, dtype):
+        super().__init__()
+        self.input, self.state = nn.Linear(width, 6, dtype=dtype), nn.Linear(3, 6, bias=False, dtype=dtype)
+        self.norm = nn.LayerNorm(6, dtype=dtype)
+
+    def forward(self, x):
+        state, states = x.new_zeros(x.shape[1:-1] + (3,)), x.new_zeros(x.shape[:-1] + (3,))
+        for step in range(len(x)):
+            update, new = self.norm(self.input(x[step]) + self.state(state)).chunk(2, -1)
+            state = torch.lerp(state, new.tanh(), update.sigmoid())
+            states[step] = state
+        return states
+
+
 class Keep:
     """An object that is no tensor, number or string."""
 '''
@@ -86,7 +148,7 @@ class Program:
     @property
     def source(self) -> str:
         """A self-contained script: the class, ``make_module()`` and ``make_arguments()``."""
-        names = [name for name, _, _ in self.arguments]
+        names = [name for name, _, keyword in sorted(self.arguments, key=lambda argument: argument[2])]
         lines = [PREAMBLE, f"\nD = torch.{self.dtype}\n\n", "class Random(nn.Module):", "    def __init__(self):"]
         lines += ["        super().__init__()", *_indented(self.init, 8), ""]
         lines += [f"    def forward({', '.join(['self', *names])}):", *_indented(self.body, 8)]

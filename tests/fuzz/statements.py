@@ -165,6 +165,20 @@ nn.Bilinear({n}, {n}, 2, dtype=D)
 nn.LocalResponseNorm(2)
 nn.Hardtanh(-0.5, 0.5)
 nn.CosineSimilarity(-1)
+Cell({n}, D)
+Stack({n}, D)
+Heads({n}, D)
+Recurrent({n}, D)
+nn.Sequential(Cell({n}, D), nn.ReLU(inplace=True), Heads({n}, D))
+nn.Sequential(nn.BatchNorm1d({c}, dtype=D), nn.Dropout(0.0), nn.ReLU(inplace=True), nn.Dropout(0.5, inplace=True))
+nn.TransformerDecoderLayer({n}, 1, 8, dropout=0.1, batch_first=True, dtype=D)
+nn.LSTM({n}, 3, num_layers=2, bidirectional=True, dropout=0.2, dtype=D)
+nn.SyncBatchNorm({c}, dtype=D)
+nn.Upsample(scale_factor=2)
+nn.Conv3d({c}, 2, 1, dtype=D)
+nn.ConvTranspose2d({c}, 2, 2, dtype=D)
+nn.MultiheadAttention({n}, 1, add_bias_kv=True, dtype=D)
+nn.AdaptiveLogSoftmaxWithLoss({n}, 6, cutoffs=[2, 4], dtype=D)
 """
 
 RARE = r"""
@@ -275,8 +289,8 @@ def submodule(scope: Scope) -> str | None:
         name = scope.define(template.format(**sizes))
     value = f"{x}.clamp(0, 4)" if "Embedding" in template else x
     call = f"{name}({value})"
-    if "Attention" in template:
-        call = f"{name}({x}, {x}, {x})[0]"
+    if "Attention" in template or "Decoder" in template:
+        call = f"{name}({x}, {x}, {x})[0]" if "Attention" in template else f"{name}({x}, {x} * 0.5)"
     elif template.startswith(("nn.GRU(", "nn.LSTM", "nn.RNN(")):
         call = f"{name}({x})[0]"
     elif "ParameterList" in template:
@@ -309,7 +323,7 @@ STATEMENTS = {
     _statements(IN_PLACE): 3.0,
     _statements(CONTROL): 2.0,
     state: 1.0,
-    submodule: 2.5,
+    submodule: 4.0,
     parameter: 2.0,
 }
 """Functions that propose a statement, with their weights."""

@@ -35,7 +35,7 @@ def test_the_generator_is_deterministic_and_leaves_torch_alone():
 
 
 def test_the_generator_uses_its_whole_vocabulary():
-    text = "\n".join(generate(seed).source for seed in range(250))
+    text = "\n".join(generate(seed).source for seed in range(400))
     wanted = ["no_grad", "dropout", "register_buffer", "nn.Parameter", "bfloat16", "float32", "float64", ".add_(", "@"]
     wanted += [
         "expand",
@@ -44,7 +44,6 @@ def test_the_generator_uses_its_whole_vocabulary():
         "nn.LSTM",
         "randint",
         ".item()",
-        "Doubled.apply",
         "gather",
     ]
     assert [word for word in wanted if word not in text] == []
