@@ -106,13 +106,15 @@ def _forward(
     for name in unknown:
         mask = _MASK.match(name)
         owner = name.split("__")[0] if name.split("__")[0] in rank else mask.group() if mask else ""
-        if owner in known:
+        if owner in known and owner in rank:
             known[name], rank[name] = known[owner], rank[owner]
     for name, sources in reversed(body):
         if name in known:
             for source in sources:
                 if source in unknown and source not in known:
-                    known[source], rank[source] = known[name], rank[name]
+                    known[source] = known[name]
+                    if name in rank:  # else a value of the backward reads it, which has no place in the graph
+                        rank[source] = rank[name]
 
 
 def _backward(body: list[tuple[str, list[str]]], known: dict[str, Origin], rank: dict[str, int]) -> None:

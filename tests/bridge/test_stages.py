@@ -128,3 +128,21 @@ def test_every_variable_knows_where_it_comes_from(lowered):
     named = [var.name for var, _ in bindings(lowered["cleaned"].function)]
     unknown = [name for name in named if name not in found]
     assert len(unknown) <= 0.05 * len(named), unknown
+
+
+def test_every_value_of_a_recurrence_beside_an_attention_can_be_placed():
+    """Values that are joined after differentiation are read by the backward alone."""
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.GRU(8, 12, batch_first=True)
+            self.attention = nn.MultiheadAttention(12, 2, dropout=0.1, batch_first=True)
+
+        def forward(self, x):
+            states, _ = self.rnn(x)
+            return states + self.attention(states, states, states, need_weights=False)[0]
+
+    lowered = lower(Own().train(), torch.randn(2, 5, 8))
+    placed = lowered.origins()
+    assert {"rnn", "attention"} <= {origin.module for origin in placed.values()}
