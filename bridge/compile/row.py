@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import platform
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, SeqStmt, Stmt, Var
 
-from bridge.compile.emit import LANES, Emitter, stack_buffer
+from bridge.compile.emit import LANES, Emitter, element_type, stack_buffer
 from bridge.compile.graph import Concat, Operand, Pointwise, Reduction, Scalar, Value
 from bridge.compile.pointwise import EXPENSIVE, RULES, compute_type, different
 from bridge.compile.reduction import combine, fold_lanes, identity, unroll
@@ -394,7 +395,24 @@ def _converted(e: Emitter, value: Expr, node: Pointwise) -> Expr:
     if source == "bool":
         kind = compute_type(target)
         return e.select(value, e.const(1, kind), e.const(0, kind))
+    if "float" in source and "int" in target:
+        return _truncated(e, value, target)
     return _rounded(e, e.cast(value, compute_type(target)), target)
+
+
+def _truncated(e: Emitter, value: Expr, target: str) -> Expr:
+    """A floating point number as an integer; what fits no integer becomes what it becomes in eager.
+
+    C and LLVM leave nan and numbers out of range undefined, so LLVM may make anything of them. On x86 torch's code gets
+    the smallest integer of 32 or 64 bits, and narrower types are the low bits of that; ARM's instruction saturates.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return e.cast(value, target)
+    wide = "int64" if target in ("int64", "uint8") else "int32"
+    smallest, source = -(2 ** (int(wide[3:]) - 1)), element_type(value)
+    value = e.bind(e.llvm("llvm.trunc", value))
+    fits = tirx.And(value >= e.const(smallest, source), value < e.const(-smallest, source))  # both are powers of two
+    return e.cast(e.bind(e.select(fits, e.cast(value, wide), e.const(smallest, wide))), target)
 
 
 def sequence(stmts: list[Stmt]) -> Stmt:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from tvm import relax
@@ -196,6 +198,18 @@ def test_special_values():
     wanted += [x.isinf(), x.isfinite(), x.amax(), x.abs()]
     for our, their in zip(ours, wanted, strict=True):
         assert_same(our, their)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 67)], ids=["one", "many"])
+@pytest.mark.parametrize("source", ["float64", "float32", "float16", "bfloat16"])
+def test_numbers_that_fit_no_integer_become_eagers(source, shape):
+    numbers = [float("nan"), float("inf"), -float("inf"), 1e20, -1e20, 3e9, 2.0**31, 2.0**32 + 512, 300.0, -1.5, 6e4]
+    x = torch.tensor(numbers, dtype=torch.float64).to(getattr(torch, source)).repeat_interleave(math.prod(shape))
+    x = x.reshape(len(numbers), *shape)
+    targets = ["int64", "int32", "int16", "int8", "uint8", "bool"]
+    got = run([x], lambda emit, p: [emit(R.astype(p, target)) for target in targets])
+    for target, result in zip(targets, got, strict=True):
+        assert torch.equal(result, x.to(getattr(torch, target))), target
 
 
 @pytest.mark.parametrize(
