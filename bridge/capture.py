@@ -24,7 +24,7 @@ from bridge import witness as _witness
 from bridge.autocasting import GradModesInRegions, ambient_autocast, spell_out_casts
 from bridge.cumulative import cumulative_averages
 from bridge.decompose import decompose
-from bridge.errors import Unsupported, UnsupportedModule, user_line
+from bridge.errors import Unsupported, UnsupportedModule, refused_by_eager, user_line
 from bridge.fake_run import fake_run
 from bridge.grad_regions import origin_of, prepare
 from bridge.module_state import Snapshot, hooks_aside, hooks_of
@@ -218,7 +218,8 @@ def _export(module: nn.Module, args: tuple, kwargs: dict[str, Any], name: str) -
         try:
             signature.bind(module, *args, **kwargs)
         except TypeError as mismatch:
-            raise TypeError(f"the sample does not fit {name}.forward{signature}: {mismatch}") from None
+            unfit = TypeError(f"the sample does not fit {name}.forward{signature}: {mismatch}")
+            raise refused_by_eager(unfit) from None
         problem = explain_error(error)
         raise_if_eager_raises(module, args, kwargs)
         raise UnsupportedModule(name, [problem]) from error
@@ -233,8 +234,12 @@ def raise_if_eager_raises(module: nn.Module, args: tuple, kwargs: dict[str, Any]
     leaves, spec = pytree.tree_flatten((args, kwargs))
     leaves = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     copied_args, copied_kwargs = pytree.tree_unflatten(leaves, spec)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.func.functional_call(module, copies, copied_args, copied_kwargs)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.func.functional_call(module, copies, copied_args, copied_kwargs)
+    except Exception as error:
+        refused_by_eager(error)
+        raise
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch import nn
 from bridge.capture import normalize_sample
 from bridge.dynamic_shapes import refuse_dynamic
 from bridge.entry import Entry, compile_entry
-from bridge.errors import DispatchMiss, Unsupported, UnsupportedModule
+from bridge.errors import DispatchMiss, Unsupported, UnsupportedModule, is_refused_by_eager
 from bridge.guards import Mismatch, has_global_hooks, interpreter_state
 from bridge.log import channel
 from bridge.lower import DEFAULT_PARTITION
@@ -147,6 +147,10 @@ class Dispatcher:
                 self.stats.entries = self.stats.entries[:-1]
                 self._refuse(type(module).__name__, still, "it would never be dispatched")
                 return None
+            except Exception as error:
+                if not is_refused_by_eager(error):
+                    raise
+                return None  # running it says so in eager's words, and leaves behind what eager leaves
             self._let_one_leave(type(module).__name__, mismatch)
             return entry, inputs
 

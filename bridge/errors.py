@@ -10,7 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["CompilationError", "DispatchMiss", "Unsupported", "UnsupportedModule", "user_line"]
+__all__ = [
+    "CompilationError",
+    "DispatchMiss",
+    "Unsupported",
+    "UnsupportedModule",
+    "is_refused_by_eager",
+    "refused_by_eager",
+    "user_line",
+]
 
 _TORCH_DIR = os.path.dirname(torch.__file__)
 _OWN_DIR = os.path.dirname(__file__)
@@ -66,6 +74,16 @@ class CompilationError(RuntimeError):
 
 class DispatchMiss(RuntimeError):
     """Raised instead of running eager when a call matches no entry and ``on_miss="error"``."""
+
+
+def refused_by_eager(error: Exception) -> Exception:
+    """``error``, known from now on as what PyTorch itself raises for the call, with or without a dispatch."""
+    error._refused_by_eager = True
+    return error
+
+
+def is_refused_by_eager(error: Exception) -> bool:
+    return getattr(error, "_refused_by_eager", False)
 
 
 def _is_user_file(filename: str) -> bool:

@@ -86,6 +86,34 @@ def test_the_warning_comes_once_for_each_thing_that_differs(caplog):
     assert fields[1:] == ["structure of the arguments", "value of argument args[1]"], fields
 
 
+class Counted(Scale):
+    """Counts its calls and draws before it looks at what it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.calls += 1
+        return torch.rand(()) * x * self.weight
+
+
+@pytest.mark.parametrize("bad", [(torch.ones(4, 7),), (), (torch.ones(4, 6), 3)], ids=["shape", "none", "too many"])
+def test_a_call_that_eager_refuses_fails_as_in_eager_and_is_counted(bad):
+    module = Counted()
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, rows(4), on_miss="compile")
+    left = []
+    for each in (eager, module):
+        torch.manual_seed(3)
+        with pytest.raises((RuntimeError, TypeError)) as caught:
+            each(*bad)
+        left.append((type(caught.value), str(caught.value), int(each.calls), torch.rand(())))
+    assert left[0] == left[1]
+    assert stats(module).hits + stats(module).misses.total() == 1
+    check(module, eager, rows(4))
+
+
 def test_modes_become_entries():
     torch.manual_seed(0)
     module = MLP(dropout=0.5)
