@@ -22,6 +22,7 @@ from bridge.errors import DispatchMiss, Unsupported, UnsupportedModule, is_refus
 from bridge.guards import Mismatch, has_global_hooks, interpreter_state
 from bridge.log import channel
 from bridge.lower import DEFAULT_PARTITION
+from bridge.outer_compiler import call_opaque, hide, mark, unmark
 from bridge.stats import DispatchStats
 from bridge.tracing import is_capturing, one_capture_at_a_time
 from partition.cut import resolve as resolve_strategy
@@ -52,11 +53,14 @@ class Dispatcher:
         self._warned: set[str] = set()
         self._clock = itertools.count(1)
 
+    @hide
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         if module is None:
             raise ReferenceError("the dispatched module is gone")
-        if is_capturing() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if torch.compiler.is_compiling() or is_capturing() or torch.jit.is_tracing():
+            if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+                return call_opaque(self, args, kwargs)
             if torch.compiler.is_dynamo_compiling() or is_capturing() or _is_tracing_here():
                 return module._call_impl(*args, **kwargs)
         if (
@@ -263,6 +267,7 @@ def add_tvm_dispatch(
     dispatcher.partition, dispatcher.on_miss, dispatcher.target = partition, on_miss, target
     dispatcher.add(module, args, kwargs)
     module.__dict__[_ATTRIBUTE] = dispatcher
+    mark(module)
     return module
 
 
@@ -275,6 +280,7 @@ def remove_tvm_dispatch(module: nn.Module) -> nn.Module:
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
     if _dispatcher(module) is not None:
         del module.__dict__[_ATTRIBUTE]
+    unmark(module)  # where module.compile() has taken the dispatcher's place, too
     return module
 
 

@@ -12,12 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from bridge import add_tvm_dispatch, stats
 from bridge.compile import KernelStep, Program
 from bridge.dynamo import graphs
+from tests.bridge.dynamo_helpers import CLOSE, compare, made_since, outcome, total, x
 from tests.bridge.models import classifier
-
-CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 
 
 @pytest.fixture(autouse=True)
@@ -26,38 +24,6 @@ def fresh():
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-
-
-def made_since(known):
-    return [graph for graph in graphs() if graph not in known]
-
-
-def compare(function, *args, calls=1):
-    """Compiled and plain function agree on values, gradients, arguments afterwards and generator; the graphs."""
-    known = graphs()
-    compiled = torch.compile(function, backend="tvm_dispatch")
-    for call in range(calls):
-        seen = [outcome(f, args, seed=call) for f in (compiled, function)]
-        for actual, expected in zip(*seen, strict=True):
-            torch.testing.assert_close(actual, expected, **CLOSE)
-    return made_since(known)
-
-
-def outcome(function, args, seed):
-    leaves = [arg.clone().detach().requires_grad_(arg.requires_grad) for arg in args]
-    torch.manual_seed(seed)
-    result = function(*(leaf * 1 if leaf.requires_grad else leaf for leaf in leaves))
-    if result.requires_grad:
-        result.square().sum().backward()
-    return result.detach(), *(leaf.grad if leaf.requires_grad else leaf for leaf in leaves), torch.get_rng_state()
-
-
-def total(found):
-    return sum(graph.stats.hits for graph in found), sum((graph.stats.misses for graph in found), Counter())
-
-
-def x(*shape, grad=True):
-    return torch.randn(*shape, dtype=torch.float64, requires_grad=grad)
 
 
 # training
@@ -360,76 +326,3 @@ def test_the_partition_is_an_option():
     function(x(3, 4)).backward()
     (graph,) = made_since(known)
     assert graph.stats.entries[0].plan.strategy == "recompute_all"
-
-
-# a dispatched layer inside, and a compiled one inside a dispatched one
-
-
-def nested():
-    torch.manual_seed(0)
-    layers = [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 4)), nn.Tanh()]
-    return nn.Sequential(*layers).double()
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "tvm_dispatch"])
-def test_the_outer_compiler_takes_a_dispatched_layer_over(backend):
-    """As it takes over a layer with ``layer.compile()``; outside of it, the layer is dispatched as before."""
-    model, eager, data = nested(), nested(), x(5, 4)
-    add_tvm_dispatch(model[1], data)
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    for seed in (0, 1):
-        for seen, expected in zip(outcome(compiled, [data], seed), outcome(eager, [data], seed), strict=True):
-            torch.testing.assert_close(seen, expected, **CLOSE)
-    for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, **CLOSE)
-    assert stats(model[1]).hits == 0 and not stats(model[1]).misses
-    model(data)
-    assert stats(model[1]).hits == 1
-
-
-def test_a_dispatched_layer_kept_out_of_the_outer_graph_runs_its_own_code():
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nested()
-
-        @torch.compiler.disable
-        def inner(self, a):
-            return self.layers[1](a)
-
-        def forward(self, a):
-            return self.layers[2](self.inner(self.layers[0](a)))
-
-    torch.manual_seed(0)
-    model, data = Outer(), x(5, 4)
-    eager = copy.deepcopy(model)
-    add_tvm_dispatch(model.layers[1], data)
-    for seen, expected in zip(
-        outcome(torch.compile(model, backend="eager"), [data], 0), outcome(eager, [data], 0), strict=True
-    ):
-        torch.testing.assert_close(seen, expected, **CLOSE)
-    assert stats(model.layers[1]).hits == 1
-
-
-@pytest.mark.parametrize("how", ["module.compile", "torch.compile", "itself"])
-def test_dispatch_takes_a_compiled_module_over(how):
-    model, eager, data = nested(), nested(), x(5, 4)
-    if how == "module.compile":
-        model[1].compile(backend="eager")
-    elif how == "torch.compile":
-        model[1] = torch.compile(model[1], backend="eager")
-    else:
-        model = torch.compile(model, backend="eager")
-    add_tvm_dispatch(model, data)
-    for seen, expected in zip(outcome(model, [data], 3), outcome(eager, [data], 3), strict=True):
-        torch.testing.assert_close(seen, expected, **CLOSE)
-    for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, **CLOSE)
-    assert stats(model).hits == 1
-
-
-def test_a_module_whose_own_call_is_compiled_is_refused():
-    model = nested()
-    model.compile(backend="eager")
-    with pytest.raises(ValueError, match=r"module\.compile"):
-        add_tvm_dispatch(model, x(5, 4))

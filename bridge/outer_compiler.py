@@ -1,0 +1,82 @@
+"""A dispatched module inside a model that ``torch.compile`` compiles: it stays opaque, and runs its own code.
+
+Dynamo does not ask ``_compiled_call_impl``: it goes straight to ``forward``, and the outer compiler would take the
+module over without a word. It does make the call as Python makes it where a module has hooks, and it tells so by the
+lengths of the hook dictionaries, those included that only say which hooks want keyword arguments. So a dispatched
+module has one entry in the latter that belongs to no hook. Eager PyTorch never looks it up.
+
+The call then arrives at :func:`call_opaque`, which Dynamo may neither trace nor enter: a graph break on either side
+of the module, and under ``fullgraph=True`` an error that says why.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+from torch._C._dynamo import eval_frame
+
+__all__ = ["call_opaque", "hide", "mark", "unmark"]
+
+_HOOKS = "_forward_hooks_with_kwargs"
+_KEY = "tvm_dispatch"
+_REASON = (
+    "the module is dispatched to TVM and runs its own code, outside of the graph; to let the outer compiler take it "
+    "over instead, call bridge.remove_tvm_dispatch(module)"
+)
+
+
+class _Marked(OrderedDict):
+    """Hook dictionary of a dispatched module; copies and pickles are the ``OrderedDict`` that it was before."""
+
+    def __init__(self, plain: OrderedDict):
+        super().__init__(plain)
+        self[_KEY] = True
+        self._plain = plain
+
+    def unmarked(self) -> OrderedDict:
+        """The dictionary that this one was made of, with the hooks of now."""
+        self._plain.clear()
+        self._plain.update((key, value) for key, value in self.items() if key != _KEY)
+        return self._plain
+
+    def __reduce__(self) -> tuple:
+        return OrderedDict, (), None, None, iter(self.unmarked().items())
+
+
+def mark(module: nn.Module) -> None:
+    """Makes Dynamo call ``module`` as Python does. Code that Dynamo compiled before knows nothing of it."""
+    hooks = module.__dict__[_HOOKS]
+    if type(hooks) is not _Marked:
+        module.__dict__[_HOOKS] = _Marked(hooks)
+
+
+def unmark(module: nn.Module) -> None:
+    """Undoes :func:`mark`."""
+    hooks = module.__dict__.get(_HOOKS)
+    if type(hooks) is _Marked:
+        module.__dict__[_HOOKS] = hooks.unmarked()
+
+
+def hide(function: FunctionType) -> FunctionType:
+    """Dynamo leaves the frames of ``function`` alone, and all that it calls: what ``torch.compiler.disable`` does.
+
+    That one wraps the function, which costs a microsecond at every call, and imports the whole of Dynamo.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
+
+
+@hide
+def call_opaque(dispatcher: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """``dispatcher(*args, **kwargs)``, which Dynamo does not trace."""
+    return dispatcher(*args, **kwargs)
+
+
+call_opaque._torchdynamo_disable = True
+call_opaque._torchdynamo_disable_msg = _REASON
+call_opaque._torchdynamo_disable_recursive = True
