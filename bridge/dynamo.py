@@ -6,7 +6,8 @@ and in-place updates of buffers are eager's. A graph that cannot be had exactly 
 backend would run it; :func:`graphs` tells which do, how often, and why.
 
 Sizes: Dynamo makes a size symbolic when it sees a second value. Compiled code here has static shapes, so such a graph
-is compiled once for each combination of sizes, at most ``MAX_ENTRIES`` of them.
+is compiled once for each combination of sizes, at most ``MAX_ENTRIES`` of them. Python numbers that change:
+:mod:`bridge.dynamo_numbers`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import fx, nn
 
 from bridge.dispatch import MAX_ENTRIES, refuse_state
 from bridge.dynamo_graph import DynamoGraph, inline_checkpoints
+from bridge.dynamo_numbers import numbers_of, read_directly
 from bridge.entry import Entry
 from bridge.errors import Unsupported, UnsupportedModule, user_line
 from bridge.guards import interpreter_state
@@ -37,6 +39,17 @@ __all__ = ["CompiledGraph", "graphs", "tvm_dispatch"]
 log = logging.getLogger("bridge.dynamo")
 
 _OPTIONS = ("partition", "target")
+#: Reasons for one graph, and operators for one reason, that are told in full.
+MAX_REASONS = 3
+_TRANSFORMS = ("torch._C._functorch", "torch._functorch", "torch._C._autograd", "torch.autograd.forward_ad")
+#: What Dynamo makes of torch.vmap, which is traced as what the operators inside do to whole batches.
+_VMAP = (
+    "lazy_load_decompositions",
+    "_vmap_increment_nesting",
+    "_vmap_decrement_nesting",
+    "_add_batch_dim",
+    "_remove_batch_dim",
+)
 _serial = itertools.count()
 _GRAPHS: weakref.WeakValueDictionary[int, CompiledGraph] = weakref.WeakValueDictionary()
 
@@ -97,6 +110,8 @@ class CompiledGraph:
         self._graph_module = graph_module
         self._partition = partition
         self._target = target
+        self._numbers = numbers_of(graph_module.graph)
+        self._varying: frozenset[int] = frozenset()
         self._compiled: dict[tuple, _Compiled | str] = {}
         _GRAPHS[serial] = self
 
@@ -106,26 +121,52 @@ class CompiledGraph:
     def __call__(self, *inputs: Any) -> Any:
         if is_capturing() or torch.compiler.is_compiling():
             return self._graph_module(*inputs)
-        key = (interpreter_state(), *map(_layout, inputs))
+        values = self._values(inputs)
+        key = (*map(_layout, values), interpreter_state())
         compiled = self._compiled.get(key)
+        if compiled is None and (varying := self._changed_numbers(key)):
+            self._varying |= varying
+            return self(*inputs)
         if compiled is None and len(self._compiled) < MAX_ENTRIES:
-            compiled = self._compiled[key] = self._compile(inputs)
+            compiled = self._compiled[key] = self._compile(values)
         if compiled is None:
             compiled = self._give_up()
-        reason = compiled if isinstance(compiled, str) else compiled.objection(inputs)
+        reason = compiled if isinstance(compiled, str) else compiled.objection(values)
         if reason is not None:
             self.stats.misses[reason] += 1
             return self._graph_module(*inputs)
         self.stats.hits += 1
-        return compiled(inputs)
+        return compiled(values)
+
+    def _values(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs, with numbers instead of tensors that hold one, and tensors instead of numbers that vary."""
+        values = list(inputs)
+        for position in self._numbers.read - self._varying:
+            values[position] = values[position].item()
+        for position in self._varying - self._numbers.read:
+            values[position] = torch.tensor(values[position])
+        return values
+
+    def _changed_numbers(self, key: tuple) -> frozenset[int]:
+        """Which numbers differ from an earlier call that differs in nothing else; that entry is given up."""
+        numbers = self._numbers.arithmetic - self._varying
+        for known in list(self._compiled) if numbers else ():
+            differing = frozenset(i for i, (then, now) in enumerate(zip(known, key, strict=True)) if then != now)
+            if differing <= numbers:
+                given_up = self._compiled.pop(known)
+                if isinstance(given_up, _Compiled):
+                    self.stats.entries.remove(given_up.entry)
+                return differing
+        return frozenset()
 
     def _compile(self, inputs: Sequence[Any]) -> _Compiled | str:
         """Compiled for these inputs, or the reason why it cannot be, which is logged."""
         try:
             refuse_state(self.name)
-            compiled = _Compiled(self._graph_module, inputs, self._partition, self._target)
+            graph_module = read_directly(self._graph_module, self._numbers)
+            compiled = _Compiled(graph_module, inputs, self._partition, self._target)
         except UnsupportedModule as refusal:
-            reason = "; ".join(dict.fromkeys(f"{problem.op}: {problem.reason}" for problem in refusal.ops))
+            reason = _brief(refusal)
             log.warning("%s (%s) runs eager: %s", self.name, self.where or "no source line", reason)
             return reason
         self.stats.entries.append(compiled.entry)
@@ -145,7 +186,7 @@ class _Compiled:
         _refuse(graph_module, inputs)
         region = DynamoGraph(graph_module, inputs)
         arguments = tuple(inputs[position] for position in region.arguments)
-        with one_capture_at_a_time:
+        with one_capture_at_a_time():
             lowered = lower_once(region, arguments, {}, grad=torch.is_grad_enabled(), partition=partition)
         captured = lowered.captured
         self.entry = Entry(None, lowered, target)
@@ -174,11 +215,25 @@ class _Compiled:
         return None
 
 
+def _brief(refusal: UnsupportedModule) -> str:
+    """Why a graph is refused, on one line: an optimizer's step may change hundreds of parameters in place."""
+    ops: dict[str, list[str]] = {}
+    for problem in refusal.ops:
+        ops.setdefault(problem.reason, []).append(problem.op)
+    reasons = [f"{_some(list(dict.fromkeys(names)), ', ')}: {reason}" for reason, names in ops.items()]
+    return _some(reasons, "; ")
+
+
+def _some(words: list[str], separator: str) -> str:
+    more = [f"and {len(words) - MAX_REASONS} more"] if len(words) > MAX_REASONS else []
+    return separator.join(words[:MAX_REASONS] + more)
+
+
 def _refuse(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
     problems = [
-        Unsupported(str(node.target), user_line(node.meta.get("stack_trace")) or node.name, "a higher-order operator")
+        Unsupported(_name(node.target), user_line(node.meta.get("stack_trace")) or node.name, reason)
         for node in graph_module.graph.nodes
-        if isinstance(node.target, torch._ops.HigherOrderOperator)
+        if (reason := _objection(node))
     ]
     problems += [
         Unsupported(f"input {position}", "the graph's inputs", "a lazily negated or conjugated tensor")
@@ -189,8 +244,25 @@ def _refuse(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         raise UnsupportedModule("DynamoGraph", problems)
 
 
+def _objection(node: fx.Node) -> str | None:
+    """Why a node cannot even be traced."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return "a higher-order operator"
+    if node.op == "call_method" and node.target in ("item", "tolist"):
+        return "reads numbers from a tensor that the graph computes"
+    if (getattr(node.target, "__module__", None) or "").startswith(_TRANSFORMS) and _name(node.target) not in _VMAP:
+        return "a torch.func transform, or its like: it changes the interpreter's state as it is traced"
+    return None
+
+
+def _name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
 def _layout(value: Any) -> Any:
     """What must be the same for a call to fit an entry: of a tensor its layout, of anything else the value."""
+    if isinstance(value, float):
+        return float, value.hex()  # -0.0 is not 0.0, nan is nan
     if not isinstance(value, torch.Tensor):
         return type(value), value
     strided = value.layout is torch.strided

@@ -4,6 +4,7 @@ import copy
 import gc
 import logging
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from bridge.compile import KernelStep, Program
+from bridge.dispatch import MAX_ENTRIES
 from bridge.dynamo import graphs
 from tests.bridge.dynamo_helpers import CLOSE, compare, made_since, outcome, total, x
 from tests.bridge.models import classifier
@@ -284,6 +286,94 @@ def test_a_checkpointed_region_keeps_its_masks_where_it_runs_eager():
         return F.dropout(torch.linalg.eigvals(a @ a.T).abs().sum() * a)
 
     assert "linalg_eig" in only_miss(compare(lambda a: checkpoint(region, a, use_reentrant=False) * 2, x(3, 3)))
+
+
+# numbers among the arguments
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_number_that_changes_at_every_call_is_compiled_once(dynamic, dtype):
+    def function(a, weight, step):
+        return (1 - weight) * a.sin() / weight + a * (weight / 3) - step * a
+
+    known = graphs()
+    compiled = torch.compile(function, backend="tvm_dispatch", dynamic=dynamic)
+    for step in range(2, 2 + MAX_ENTRIES + 4):
+        data = torch.randn(3, 4, dtype=dtype)
+        actual, expected = (
+            outcome(partial(f, weight=0.3 + 0.1 * step, step=step), [data], 0) for f in (compiled, function)
+        )
+        torch.testing.assert_close(actual[0], expected[0], rtol=2e-6 if dtype is torch.float32 else 1e-12, atol=1e-6)
+    found = made_since(known)
+    assert total(found) == (MAX_ENTRIES + 4, Counter())
+    assert all(len(graph.stats.entries) == 1 for graph in found)
+
+
+def test_a_number_that_is_no_factor_is_a_constant_of_each_entry():
+    def function(a, rate, exponent):
+        return F.dropout(a.abs() ** exponent, rate)
+
+    known = graphs()
+    compiled = torch.compile(function, backend="tvm_dispatch", dynamic=True)
+    for rate, exponent in ((0.1, 2.5), (0.1, 1.5), (0.5, 1.5), (0.1, 2.5), (0.1, float("nan")), (0.1, float("nan"))):
+        data = x(3, 4)
+        calls = [partial(f, rate=rate, exponent=exponent) for f in (compiled, function)]
+        for seen, expected in zip(*(outcome(call, [data], 1) for call in calls), strict=True):
+            torch.testing.assert_close(seen, expected, equal_nan=True, **CLOSE)
+    found = made_since(known)
+    assert total(found) == (6, Counter()) and sum(len(graph.stats.entries) for graph in found) == 4
+
+
+def test_the_numbers_of_a_module_when_everything_is_dynamic():
+    """The momentum and the epsilon of a normalization, too, are then inputs of the graph."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
+    eager, known = copy.deepcopy(model), graphs()
+    compiled = torch.compile(model, backend="tvm_dispatch", dynamic=True)
+    for rows in (3, 5, 3):
+        data = x(rows, 4)
+        for seen, expected in zip(outcome(compiled, [data], 0), outcome(eager, [data], 0), strict=True):
+            torch.testing.assert_close(seen, expected, **CLOSE)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, eager.state_dict()[name], **CLOSE)
+    assert total(made_since(known)) == (3, Counter())
+
+
+def test_a_number_read_from_a_tensor_that_the_graph_computes_runs_eager():
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        found = compare(lambda a: a * a.sum().item(), x(3, 4, grad=False))
+    assert "reads numbers" in only_miss(found)
+
+
+# torch.func inside
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a: torch.func.grad(lambda b: b.sin().sum())(a),
+        lambda a: torch.func.jvp(torch.sin, (a,), (a,))[1],
+        lambda a: torch.func.jacrev(lambda b: b.sin() * b.sum())(a[0]),
+    ],
+)
+def test_a_transform_runs_eager_and_leaves_nothing_behind(function):
+    """Tracing one that fails half-way would leave a level of differentiation, and saved tensors' hooks disabled."""
+    assert "torch.func transform" in only_miss(compare(function, x(3, 4, grad=False)))
+    assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0
+    assert torch._C._autograd._saved_tensors_hooks_is_enabled()
+    assert torch.func.jvp(torch.sin, (torch.zeros(2),), (torch.ones(2),))[1].sum() == 2
+
+
+def test_the_reason_for_many_changed_parameters_is_short():
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(8)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 2)).sum().backward()
+    expected = [p.detach() - 0.1 * p.grad for p in model.parameters()]
+    known = graphs()
+    torch.compile(optimizer.step, backend="tvm_dispatch")()
+    torch.testing.assert_close([p.detach() for p in model.parameters()], expected)
+    reason = only_miss(made_since(known))
+    assert "parameter inside forward" in reason and "and 14 more" in reason and len(reason) < 1000
 
 
 # the backend
