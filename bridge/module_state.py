@@ -6,7 +6,7 @@ call would not change again, so such a module is refused; and the change made by
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -81,7 +81,7 @@ def _same(before: Any, after: Any) -> bool:
         return True
     if isinstance(before, torch.Tensor) or isinstance(after, torch.Tensor) or type(before) is not type(after):
         return False
-    if isinstance(before, list | tuple):
+    if isinstance(before, list | tuple | deque):
         return len(before) == len(after) and all(map(_same, before, after))
     if isinstance(before, dict):
         return list(before) == list(after) and all(_same(before[key], after[key]) for key in before)
@@ -125,11 +125,18 @@ class Snapshot:
         return sorted(set(found))
 
     def restore_caches(self) -> None:
-        """Puts back what recurrent modules keep of their parameters: tracing leaves stand-ins there."""
+        """Puts back what tracing replaced and forward did not change.
+
+        ``torch.export`` leaves copies in the place of lists and dicts, which others may hold as well, and stand-ins
+        in what recurrent modules keep of their parameters.
+        """
         for _, module, before in self._modules:
-            for key in _RECURRENT_CACHES:
-                if key in before and _is_cache(module, key):
-                    module.__dict__[key] = before[key]
+            attributes = module.__dict__
+            for key, value in before.items():
+                if _is_cache(module, key):
+                    attributes[key] = value
+                elif key in attributes and attributes[key] is not value and _same(value, attributes[key]):
+                    attributes[key] = value
         for module, key, value, contents in self._containers:
             if _is_cache(module, key):
                 value[:] = contents

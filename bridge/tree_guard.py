@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.attributes import contents_of, same_plain
+from bridge.attributes import Reached, same_plain
 from bridge.capture import ModuleTensor
 from bridge.code_guard import CodeGuard
 from bridge.mismatch import MODULE, Mismatch
@@ -57,7 +57,6 @@ class TreeGuard:
         self._paths = list(paths.values())
         self._modules = modules[1:]
         self._types = list(map(type, modules))
-        self._code = CodeGuard(dict.fromkeys(self._types))
         self._children = [dict(d["_modules"]) for d in dicts]
         self._ordered = [(i, list(children)) for i, children in enumerate(self._children) if len(children) > 1]
         self._training = [module.training for module in modules]
@@ -76,8 +75,11 @@ class TreeGuard:
             names_of.setdefault(i, []).append(name)
         self._readers = [(i, _reader(names)) for i, names in names_of.items()]
         self._values = [value for *_, value in self._attributes]
-        seen: dict[int, Any] = {}
-        self._contents = [found for i, name, value in self._attributes for found in contents_of((i, name), value, seen)]
+        reached = Reached(registered=frozenset(modules))
+        for i, name, value in self._attributes:
+            reached.add((i, name), value)
+        self._contents = reached.contents
+        self._code = CodeGuard(dict.fromkeys((*self._types, *reached.kinds)), reached.functions)
 
     def _note_tensors(
         self, dicts: Sequence[dict[str, Any]], tensors: Sequence[ModuleTensor], index: Mapping[str, int]
