@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from autodiff.cse import common_subexpression_elimination
 from autodiff.dce import dead_code_elimination
@@ -36,16 +37,20 @@ PASSES: list[Callable[[Function], Function]] = [
 ]
 
 
-def clean(func: Function) -> Function:
+def clean(func: Function, *, merge_casts: bool = True) -> Function:
     """Applies :data:`PASSES` until nothing changes.
+
+    ``merge_casts=False`` is for what is to be differentiated yet, see :func:`common_subexpression_elimination`.
 
     Safe: each pass is. It ends: every pass removes bindings, or replaces one by a simpler operator or by one that reads
     further up, and none adds any but ``zapp_like`` and ``join_pads`` (which remove for good what they replace). A
     parameter or another result may itself become a result, and a result may occur twice.
     """
+    cse = common_subexpression_elimination
+    passes = [partial(cse, merge_casts=merge_casts) if apply is cse else apply for apply in PASSES]
     while True:
         before = func
-        for apply in PASSES:
+        for apply in passes:
             func = apply(func)
         if func is before:
             return func

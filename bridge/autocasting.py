@@ -3,16 +3,18 @@
 ``torch.export`` traces above autocast's dispatch key: its graph holds the operators with the arguments that the module
 gave them. Here each operator runs once more on fake tensors under the autocast setting of its place, which shows the
 casts that autocast puts before it; they become ``_to_copy`` nodes. Then the operator runs on the cast arguments
-without autocast, and must do the very same: an operator inside which autocast goes on casting is refused by name.
+without autocast, and must do the very same. A composite operator inside which autocast goes on casting (a recurrent
+layer, ``einsum``) is taken apart (:mod:`bridge.composites`); any other one is refused by name.
 
-A parameter is cast once for all its uses, as eager's cache of casts does, so that its gradients are added up in the
-lower precision; anything else is cast at each use. Regions (``with torch.autocast(...)`` inside forward) become part
-of the graph around them.
+A float32 parameter is cast once for all its uses, as eager's cache of casts does, so that its gradients are added up in
+the lower precision; anything else, or with ``cache_enabled=False``, is cast at each use. Regions (``with
+torch.autocast(...)`` inside forward) become part of the graph around them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -23,10 +25,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bridge.composites import expand, is_composite
 from bridge.errors import Unsupported, user_line
 from bridge.grad_regions import inline
 
-__all__ = ["GradModesInRegions", "ambient_autocast", "spell_out_casts"]
+__all__ = ["GradModesInRegions", "ambient_autocast", "autocast_setting", "spell_out_casts"]
 
 aten = torch.ops.aten
 _REGION = torch.ops.higher_order.wrap_with_autocast
@@ -39,6 +42,14 @@ _CONVERSIONS = (aten.to, aten._to_copy, aten.type_as)
 def ambient_autocast() -> torch.dtype | None:
     """The element type that the CPU's autocast casts to where this is called; ``None`` if it is off."""
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+def autocast_setting() -> torch.dtype | str | bool:
+    """All that matters of the CPU's autocast: ``False`` or the type that it casts to; in words if it caches no cast."""
+    if not torch.is_autocast_enabled("cpu"):
+        return False
+    dtype = torch.get_autocast_dtype("cpu")
+    return dtype if torch.is_autocast_cache_enabled() else f"{dtype} (cache_enabled=False)"
 
 
 def _regions_entered() -> int:
@@ -77,23 +88,40 @@ def spell_out_casts(
         requires_grad: whether a placeholder's tensor requires grad.
     """
     problems: list[Unsupported] = []
-    _inline_regions(graph_module, ambient)
-    _cast(graph_module, ambient, requires_grad, problems)
+    place = _Place(ambient, torch.is_autocast_cache_enabled())
+    _inline_regions(graph_module, place)
+    _cast(graph_module, place, requires_grad, problems)
     return problems
 
 
-def _inline_regions(graph_module: fx.GraphModule, ambient: torch.dtype | None) -> None:
+@dataclass(frozen=True)
+class _Place:
+    """What autocast does to an operator, by where the operator stands.
+
+    Attributes:
+        dtype: what autocast casts to, ``None`` if it is off.
+        caches: whether it keeps the casts of parameters.
+        region: the node of the region in whose cache they are kept, ``None`` for the one around the graph.
+    """
+
+    dtype: torch.dtype | None
+    caches: bool
+    region: str | None = None
+
+
+def _inline_regions(graph_module: fx.GraphModule, around: _Place) -> None:
     """Every node of a region is tagged with the region's setting, then the region becomes part of the graph."""
     for node in _calls(graph_module.graph, _REGION):
-        device, dtype, enabled, _, region, *arguments = node.args
+        device, dtype, enabled, caches, region, *arguments = node.args
         inner = getattr(graph_module, region.target)
-        setting = ambient if device != "cpu" else dtype if enabled else None
-        _inline_regions(inner, setting)
+        setting = around.dtype if device != "cpu" else dtype if enabled else None
+        place = _Place(setting, caches is not False, node.name)
+        _inline_regions(inner, place)
         for each in inner.graph.nodes:
-            each.meta.setdefault(_TAG, (setting, node.name))
+            each.meta.setdefault(_TAG, place)
         inline(graph_module.graph, node, inner.graph, arguments, stop=False)
     for node in _calls(graph_module.graph, _GRAD_REGION):
-        _inline_regions(getattr(graph_module, node.args[1].target), node.meta.get(_TAG, (ambient,))[0])
+        _inline_regions(getattr(graph_module, node.args[1].target), node.meta.get(_TAG, around))
 
 
 def _calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
@@ -102,30 +130,58 @@ def _calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
 
 def _cast(
     graph_module: fx.GraphModule,
-    ambient: torch.dtype | None,
+    around: _Place,
     requires_grad: Callable[[fx.Node], bool],
     problems: list[Unsupported],
 ) -> None:
+    graph = graph_module.graph
     shared: dict[tuple, fx.Node] = {}
-    for node in list(graph_module.graph.nodes):
-        setting, region = node.meta.get(_TAG, (ambient, None))
+
+    def cast(node: fx.Node, source: fx.Node, dtype: torch.dtype, place: _Place) -> fx.Node:
+        """``source`` in another element type, for ``node``."""
+        value = source.meta["val"]
+        keeps = place.caches and dtype is place.dtype and value.dtype is torch.float32
+        if not (keeps and source.op == "placeholder" and requires_grad(source)):
+            return _insert_cast(node, source, dtype)
+        key = (source, dtype, place.region)
+        if key not in shared:
+            shared[key] = _insert_cast(node, source, dtype)
+        return shared[key]
+
+    for node in list(graph.nodes):
+        place = node.meta.get(_TAG, around)
         if node.op != "call_function":
             continue
         if node.target is _GRAD_REGION:
-            _cast(getattr(graph_module, node.args[1].target), setting, lambda node: False, problems)
-        if setting is None or not isinstance(node.target, torch._ops.OpOverload):
+            _cast(getattr(graph_module, node.args[1].target), place, lambda node: False, problems)
+        if place.dtype is None or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        casts = _casts_of(node, setting, problems)
-        replaced = {}
-        for source, dtype in casts.items():
-            key = (source, dtype, region)
-            cached = source.op == "placeholder" and requires_grad(source) and dtype is setting
-            if key not in shared or not cached:
-                shared[key] = _insert_cast(node, source, dtype)
-            replaced[source] = shared[key]
+        values = _tensors(node)
+        casts = _casts_of(node, values, place.dtype, problems)
+        if casts is None:
+            made = expand(node, values, place.dtype) if is_composite(node) else None
+            if made is None:
+                _refuse(node, "autocast casts inside of this operator", problems)
+            for each in [each for each in made or () if _is_cast(each)]:
+                each.replace_all_uses_with(cast(each, each.args[0], each.kwargs["dtype"], place))
+                graph.erase_node(each)
+            continue
+        replaced = {source: cast(node, source, dtype, place) for source, dtype in casts.items()}
         if replaced:
             node.args = fx.map_arg(node.args, lambda source, to=replaced: to.get(source, source))
             node.kwargs = fx.map_arg(node.kwargs, lambda source, to=replaced: to.get(source, source))
+
+
+def _tensors(node: fx.Node) -> dict[fx.Node, FakeTensor]:
+    """Fake tensors like those among an operator's arguments; none if autocast has nothing to cast."""
+    sources = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), FakeTensor)]
+    if not any(source.meta["val"].is_floating_point() for source in sources):
+        return {}
+    return {source: _stand_in(source.meta["val"]) for source in sources}
+
+
+def _is_cast(node: fx.Node) -> bool:
+    return node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"}
 
 
 def _insert_cast(node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -136,19 +192,16 @@ def _insert_cast(node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
     return cast
 
 
-def _casts_of(node: fx.Node, setting: torch.dtype, problems: list[Unsupported]) -> dict[fx.Node, torch.dtype]:
-    """The element types that autocast gives to arguments of an operator."""
-    sources = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), FakeTensor)]
-    if not any(source.meta["val"].is_floating_point() for source in sources):
+def _casts_of(
+    node: fx.Node, plain: dict[fx.Node, FakeTensor], setting: torch.dtype, problems: list[Unsupported]
+) -> dict[fx.Node, torch.dtype] | None:
+    """The element types that autocast gives to arguments of an operator; ``None`` if it casts inside of it."""
+    if not plain or node.target.overloadpacket in _CONVERSIONS:
         return {}
-    if node.target.overloadpacket in _CONVERSIONS:
-        return {}
-    plain = {source: _stand_in(source.meta["val"]) for source in sources}
     result, under = _run(node, plain, setting)
     casts = next((casts for casts in _guesses(plain, under, setting) if _explains(node, plain, casts, under)), None)
     if casts is None or (casts and node.target._schema.is_mutable):
-        _refuse(node, "autocast casts inside of this operator", problems)
-        return {}
+        return None
     if _dtypes(result) != _dtypes(node.meta.get("val")):
         _refuse(node, f"autocast to {setting} gave {_dtypes(node.meta.get('val'))}, alone {_dtypes(result)}", problems)
     return casts
@@ -222,8 +275,10 @@ def _run(node: fx.Node, values: dict[fx.Node, FakeTensor], setting: torch.dtype 
 
 
 def _stand_in(value: FakeTensor, dtype: torch.dtype | None = None) -> FakeTensor:
-    with value.fake_mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=dtype or value.dtype, device=value.device)
+    """A tensor of this layout; cast to another element type, in the layout that the cast gives it."""
+    with value.fake_mode, torch.no_grad():
+        like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return like if dtype is None else like.to(dtype)
 
 
 def _dtypes(value: Any) -> list[torch.dtype]:

@@ -17,6 +17,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from bridge.attributes import same_plain
+from bridge.autocasting import autocast_setting
 from bridge.capture import Captured
 from bridge.mismatch import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, Mismatch
 from bridge.tensor_checks import LAYOUT, tensor_checks
@@ -44,11 +45,11 @@ def interpreter_state() -> tuple[tuple[str, Any], ...]:
 
 
 def _state() -> tuple[Any, ...]:
-    """The values of ``_STATE`` in its order; autocast is ``False`` or the type that it casts to."""
+    """The values of ``_STATE`` in its order; see ``autocast_setting`` for autocast."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cpu") and autocast_setting(),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
         forward_ad._current_level >= 0,

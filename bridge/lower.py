@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 import autodiff
+from autodiff.ir import Function
 from bridge.aten import import_graph
 from bridge.aten.importer import Imported
 from bridge.autocasting import ambient_autocast
@@ -38,7 +39,7 @@ from bridge.stage import Stage
 from bridge.verify.graph import run_graph
 from partition import partition as partition_joint
 
-__all__ = ["Lowered", "Stage", "lower", "lower_captured"]
+__all__ = ["Lowered", "Stage", "cleaned_and_named", "lower", "lower_captured"]
 
 log = channel("partition")
 
@@ -71,7 +72,7 @@ def lower_captured(
     lowered.keep(Stage("imported", "bridge.aten.import_graph", imported.function, seconds, size))
     lowered.run("masked", "autodiff.mask_dropout", autodiff.mask_dropout)
     lowered.run("spelled", "autodiff.spell_out", autodiff.spell_out)
-    lowered.run("forward", "autodiff.clean, unique_names", lambda f: autodiff.unique_names(autodiff.clean(f)))
+    lowered.run("forward", "autodiff.clean, unique_names", cleaned_and_named, not differentiable)
     if not differentiable:
         return lowered
     lowered.wanted = tuple(index for index, needs in enumerate(requires_grad) if needs)
@@ -97,6 +98,11 @@ def lower_captured(
     lowered.keep(Stage("split forward", made_by, lowered.forward, seconds, size))
     lowered.keep(Stage("split backward", made_by, lowered.backward, 0.0, size))
     return lowered
+
+
+def cleaned_and_named(function: Function, merge_casts: bool) -> Function:
+    """The stage ``forward``; casts are merged where no gradient could tell."""
+    return autodiff.unique_names(autodiff.clean(function, merge_casts=merge_casts))
 
 
 def _differentiable(captured: Captured, imported: Imported) -> tuple[int, ...]:

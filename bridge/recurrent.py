@@ -1,7 +1,9 @@
-"""Recurrent layers stacked with dropout between them, as one layer after the other.
+"""Recurrent layers before they are decomposed.
 
 torch decomposes ``aten.lstm`` and its like into plain operators, but loses the dropout between the layers. So a call
-of several layers with dropout becomes calls of one layer each, with the dropout spelled out, before it is decomposed.
+of several layers with dropout becomes calls of one layer each, with the dropout spelled out. And in bfloat16 it would
+round at every gate of every step, where eager's kernel (oneDNN's) computes a whole layer in float32: such an LSTM
+becomes that kernel.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses import FakeTensor
+
+from bridge.composites import expand
 
 __all__ = ["split_layers"]
 
@@ -20,12 +25,23 @@ _LAYERED = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.
 
 
 def split_layers(graph: fx.Graph) -> None:
-    """Rewrites the recurrent calls of a training-IR graph that draw dropout masks, in place."""
+    """Rewrites the recurrent calls of a training-IR graph that draw dropout masks or are in bfloat16, in place."""
     for node in list(graph.nodes):
+        values = _bfloat16_values(node) if node.target is aten.lstm.input else {}
+        if values and expand(node, values, None):
+            continue
         if node.op == "call_function" and node.target in _LAYERED and len(node.args) == 9:
             *_, layers, rate, train, _, _ = node.args
             if layers > 1 and rate and train:
                 _split(graph, node)
+
+
+def _bfloat16_values(node: fx.Node) -> dict[fx.Node, FakeTensor]:
+    """Stand-ins for the tensors that a call reads; none if one of them is of another element type."""
+    values = {source: source.meta.get("val") for source in node.all_input_nodes}
+    if not all(isinstance(value, FakeTensor) and value.dtype is torch.bfloat16 for value in values.values()):
+        return {}
+    return {source: torch.empty_like(value, requires_grad=False) for source, value in values.items()}
 
 
 def _split(graph: fx.Graph, node: fx.Node) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from bridge.autocasting import ambient_autocast
+from bridge.autocasting import autocast_setting
 from bridge.capture import capture, check_call, explain_error, raise_if_eager_raises
 from bridge.cumulative import cumulative_averages
 from bridge.errors import CompilationError, UnsupportedModule
@@ -105,7 +105,7 @@ def _outside(module: nn.Module, args: tuple, kwargs: dict[str, Any], grad: bool,
     if strategy is None or None in keys:
         return None
     classes = tuple((path, type(child)) for path, child in module.named_modules(remove_duplicate=False))
-    modes = (grad, torch.get_default_dtype(), ambient_autocast())
+    modes = (grad, torch.get_default_dtype(), autocast_setting())
     return classes, tuple(tensors), tuple(places), tuple(keys), spec, modes, strategy
 
 

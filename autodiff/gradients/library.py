@@ -88,6 +88,16 @@ def index(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     return [library_call("index_backward", [g, ShapeExpr(shape(x)), dims, indices], x.ty), None, None]
 
 
+@library_gradient("library.recurrent_layer")
+def recurrent_layer(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+    """dx, the gradients of weights and states: the library's backpropagation through time gives all at once"""
+    options, *tensors = call.args
+    grad_outs = [emit(TupleGetItem(g, index)) for index in range(len(y.ty.fields))]
+    types = TupleType([tensor.ty for tensor in tensors])
+    grads = emit(library_call("recurrent_layer_backward", [options, *tensors, *grad_outs], types))
+    return [None, *(TupleGetItem(grads, index) for index in range(len(tensors)))]
+
+
 @library_gradient("library.log1p", wide=True)
 def log1p(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     """dx = g / (1 + x)"""

@@ -21,6 +21,7 @@ __all__ = ["KERNELS"]
 
 aten = torch.ops.aten
 KERNELS: dict[str, Callable[..., Any]] = {}
+_HAS_BIASES = 5  # among the options of aten.mkldnn_rnn_layer
 
 
 def kernel(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -277,6 +278,26 @@ def upsample(x, mode, output_size, align_corners, *scales):
 def upsample_backward(grad, extents, mode, output_size, align_corners, *scales):
     operator, options = _upsampling(mode, "_backward", align_corners, scales)
     return operator(grad, output_size, extents, *options)
+
+
+@kernel("recurrent_layer")
+def recurrent_layer(options, *tensors):
+    return tuple(aten.mkldnn_rnn_layer(*(tensor.contiguous() for tensor in tensors), *json.loads(options))[:3])
+
+
+@kernel("recurrent_layer_backward")
+def recurrent_layer_backward(options, *tensors_and_grads):
+    tensors, grads = tensors_and_grads[:-3], tensors_and_grads[-3:]
+    options = json.loads(options)
+    leaves = [tensor.detach().contiguous() for tensor in tensors]
+    # without biases, the library's gradients of the zeros in their place do not have those zeros' shape
+    wanted = leaves if options[_HAS_BIASES] else [*leaves[:3], *leaves[5:]]
+    for leaf in wanted:
+        leaf.requires_grad_()
+    with torch.enable_grad():
+        made = aten.mkldnn_rnn_layer(*leaves, *options)[:3]
+        found = iter(torch.autograd.grad(made, wanted, grads))
+    return tuple(next(found) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in leaves)
 
 
 def _operator(name: str, arguments: str, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -14,6 +14,7 @@ import tvm
 import autodiff
 from autodiff.ir import Function
 from bridge.compile import compile_function
+from bridge.lower import cleaned_and_named
 from bridge.verify.compare import deviation, largest
 from bridge.verify.interpret import interpret
 from partition import partition
@@ -88,7 +89,7 @@ def _run(
 _REBUILD = {
     "masked": lambda record, before: autodiff.mask_dropout(before),
     "spelled": lambda record, before: autodiff.spell_out(before),
-    "forward": lambda record, before: autodiff.unique_names(autodiff.clean(before)),
+    "forward": lambda record, before: cleaned_and_named(before, not record["outputs"]),
     "joint": lambda record, before: autodiff.differentiate(before, record["outputs"], record["wanted"]),
     "cleaned": lambda record, before: autodiff.clean(before),
 }

@@ -140,6 +140,18 @@ def test_common_subexpressions_keep_the_first_name():
     assert common_subexpression_elimination(func) is func
 
 
+def test_casts_to_fewer_bits_are_not_merged_before_differentiating():
+    def build(scope, x):
+        low, again = (scope.emit(op.astype(x, "float32")) for _ in range(2))
+        wide, once_more = (scope.emit(op.astype(low, "float64")) for _ in range(2))
+        return [low, again, wide, once_more]
+
+    func = common_subexpression_elimination(function(build, draw(2)), merge_casts=False)
+    assert _ops(func) == ["relax.astype"] * 3
+    assert _ops(clean(func, merge_casts=False)) == ["relax.astype"] * 3
+    assert _ops(clean(func)) == ["relax.astype"] * 2
+
+
 def test_common_subexpressions_differ_in_attributes_constants_and_library_functions():
     from autodiff import library
 

@@ -1,0 +1,23 @@
+"""Recurrent layers that torch computes by oneDNN: what an LSTM is under autocast."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from bridge.aten.registry import converts
+
+__all__ = ["recurrent_layer"]
+
+aten = torch.ops.aten
+_TENSORS = 7  # x, four weights and biases, two states
+
+
+@converts(aten.mkldnn_rnn_layer.default)
+def recurrent_layer(importer, node, *args):
+    """One layer in one direction; eager's result and rounding, so the kernel that eager calls."""
+    *values, workspace = node.meta["val"]
+    options = json.dumps(args[_TENSORS:])
+    made = importer.library("recurrent_layer", [options, *args[:_TENSORS]], values)
+    return *(importer.item(made, index) for index in range(len(values))), importer.filled(workspace, 0)

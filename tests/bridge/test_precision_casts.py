@@ -1,0 +1,132 @@
+"""Where autocast casts: inside composite operators, of tensors in odd layouts, once or at each use."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from bridge import add_tvm_dispatch, stats
+from tests.bridge.parity import Call, assert_same, check_module, run
+from tests.bridge.test_precision import assert_close_enough, autocast, step
+
+
+class Recurrent(nn.Module):
+    """Two layers, both ways, dropout between them."""
+
+    def __init__(self, kind: type[nn.Module], **options):
+        super().__init__()
+        self.layers = kind(4, 5, num_layers=2, dropout=0.3, bidirectional=True, batch_first=True, **options)
+
+    def forward(self, x):
+        return self.layers(x)[0]
+
+
+class Contractions(nn.Module):
+    """Operators that reach autocast through the products that they call."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(3, 6))
+        self.cell = nn.GRUCell(6, 6)
+
+    def forward(self, x):
+        y = torch.linalg.multi_dot([x.flatten(0, 1), self.left, self.right])
+        y = self.cell(y).view(3, 7, 6)
+        return torch.einsum("bik,bjk->bij", y, y) + torch.tensordot(y, y, dims=([0, 2], [0, 2]))
+
+
+class SharedHeads(nn.Module):
+    """Keys that all heads share are expanded; their cast is dense, as the operator sees it then."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(4, 6), nn.Linear(4, 3)
+        self.register_buffer("angle", torch.rand(7, 3))
+
+    def forward(self, x):
+        queries = self.query(x).view(3, 7, 2, 3).transpose(1, 2)
+        keys = (self.key(x) * self.angle.cos())[:, None].expand(3, 2, 7, 3)
+        return queries @ keys.mT
+
+
+MODULES = {
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "lstm without biases": lambda: Recurrent(nn.LSTM, bias=False),
+    "gru": lambda: Recurrent(nn.GRU),
+    "contractions": Contractions,
+    "shared heads": SharedHeads,
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_operators_inside_which_autocast_casts(name):
+    torch.manual_seed(0)
+    eager, x = MODULES[name](), torch.randn(3, 7, 4, requires_grad=True)
+    ours, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
+    with autocast():
+        add_tvm_dispatch(ours, x)
+    results = step(ours, x, autocast()), step(eager, x, autocast()), step(exact, x.double(), autocast(enabled=False))
+    assert stats(ours).hits == 1, stats(ours)
+    assert_close_enough(*results)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_lstm_in_bfloat16_is_eagers_kernel(bias):
+    """Step by step it would round far more often than eager: three times the distance after sixty steps."""
+
+    def inputs():
+        return torch.randn(3, 7, 4, requires_grad=True)
+
+    module = check_module(lambda: Recurrent(nn.LSTM, bias=bias), inputs, dtype=torch.bfloat16)
+    eager = copy.deepcopy(module)
+    x = torch.randn(3, 7, 4, dtype=torch.bfloat16, requires_grad=True)
+    assert_same(run(module, Call((x,))), run(eager, Call((x,))), rtol=0, atol=0)
+
+
+class Decorated(nn.Linear):
+    """Each call is a region of its own: its cast of the weight is gone with it."""
+
+    @torch.autocast("cpu", dtype=torch.bfloat16)
+    def forward(self, x):
+        return super().forward(x)
+
+
+class ManyUses(nn.Module):
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        scales = [1] * 8 + [300] + [1] * 8
+        return sum(scale * self.layer(x + i / 100) for i, scale in enumerate(scales))
+
+
+@pytest.mark.parametrize("kind", ["decorated", "not cached"])
+def test_gradients_of_casts_at_each_use_are_added_in_float32(kind):
+    """In bfloat16 the sum would lose what is small beside it: many times eager's distance."""
+    torch.manual_seed(0)
+    context = torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "not cached", cache_enabled=False)
+    layer = Decorated if kind == "decorated" else nn.Linear
+    eager, x = ManyUses(layer(4, 4)), torch.randn(5, 4)
+    exact = ManyUses(nn.Linear(4, 4)).double()
+    exact.load_state_dict(eager.state_dict())
+    ours = copy.deepcopy(eager)
+    with context:
+        add_tvm_dispatch(ours, x)
+    results = step(ours, x, context), step(eager, x, context), step(exact, x.double(), autocast(enabled=False))
+    assert stats(ours).hits == 1, stats(ours)
+    found = assert_close_enough(*results)
+    mine, own = found["layer.weight"]
+    assert mine < 3 * own
+
+
+def test_a_cache_of_casts_is_part_of_the_state():
+    torch.manual_seed(0)
+    module, x = nn.Linear(4, 3), torch.randn(5, 4)
+    with autocast():
+        add_tvm_dispatch(module, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        module(x)
+    (reason,) = stats(module).misses
+    assert reason == "autocast: compiled for torch.bfloat16, called with torch.bfloat16 (cache_enabled=False)"
