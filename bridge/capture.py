@@ -22,15 +22,15 @@ from torch.utils import _pytree as pytree
 
 from bridge import witness as _witness
 from bridge.autocasting import GradModesInRegions, ambient_autocast, spell_out_casts
-from bridge.cumulative import cumulative_averages
+from bridge.bystanders import capturing
 from bridge.decompose import decompose
 from bridge.errors import Unsupported, UnsupportedModule, refused_by_eager, user_line
 from bridge.fake_run import fake_run
 from bridge.grad_regions import origin_of, prepare
-from bridge.module_state import Snapshot, hooks_aside, hooks_of
+from bridge.module_state import Snapshot, hooks_of
 from bridge.module_tensors import ModuleTensor, module_tensors, tensor_problem
 from bridge.outside import outside_tensors
-from bridge.tracing import capturing
+from bridge.own_draws import OwnDraws
 from bridge.witness import Draw, Output, Witness
 
 __all__ = [
@@ -135,14 +135,13 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     # second run leaves alone (a window size that is clipped once) is a constant from then on; a counter is refused.
     for settled in (False, True):
         before = Snapshot(module)
-        with capturing(), cumulative_averages(module), hooks_aside(module):
-            exported = _export(module, args, kwargs, name)
-            try:
-                seen = _Seen(module, args, kwargs, exported)
-            except UnsupportedModule:
-                raise
-            except Exception as error:  # the witness runs the user's code, whatever that raises on fake tensors
-                raise UnsupportedModule(name, [explain_error(error)]) from error
+        try:
+            with capturing(module):
+                seen = _see(module, args, kwargs, name)
+        except _NotExportedError as failure:
+            with capturing(module, fakes=False):
+                raise_if_eager_raises(module, args, kwargs)
+            raise UnsupportedModule(name, [explain_error(failure.__cause__)]) from failure.__cause__
         before.restore_caches()
         changed = before.changes()
         if not changed or settled or seen.witness.unsupported:
@@ -152,6 +151,16 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
         Unsupported(f"self.{attr}", f"{name}.forward", reason, "make it a buffer") for attr in changed
     ]
     return seen.captured()
+
+
+def _see(module: nn.Module, args: tuple, kwargs: dict[str, Any], name: str) -> _Seen:
+    exported = _export(module, args, kwargs, name)
+    try:
+        return _Seen(module, args, kwargs, exported)
+    except UnsupportedModule:
+        raise
+    except Exception as error:  # the witness runs the user's code, whatever that raises on fake tensors
+        raise UnsupportedModule(name, [explain_error(error)]) from error
 
 
 def check_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -206,6 +215,10 @@ def _refuse_arguments(args: tuple, kwargs: dict[str, Any], name: str) -> None:
             )
 
 
+class _NotExportedError(Exception):
+    """What torch.export raised is the cause."""
+
+
 def _export(module: nn.Module, args: tuple, kwargs: dict[str, Any], name: str) -> torch.export.ExportedProgram:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     # one object per leaf: export would otherwise identify arguments that happen to be the same tensor today
@@ -220,22 +233,20 @@ def _export(module: nn.Module, args: tuple, kwargs: dict[str, Any], name: str) -
         except TypeError as mismatch:
             unfit = TypeError(f"the sample does not fit {name}.forward{signature}: {mismatch}")
             raise refused_by_eager(unfit) from None
-        problem = explain_error(error)
-        raise_if_eager_raises(module, args, kwargs)
-        raise UnsupportedModule(name, [problem]) from error
+        raise _NotExportedError from error
 
 
 def raise_if_eager_raises(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """A sample that PyTorch itself refuses (shapes that do not fit) is reported in PyTorch's words.
 
-    Runs the module once, on copies of its tensors and of the sample, with the generator put back.
+    Runs the module once, on copies of its tensors and of the sample, without moving the generator.
     """
     copies = {name: tensor.detach().clone() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     leaves, spec = pytree.tree_flatten((args, kwargs))
     leaves = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     copied_args, copied_kwargs = pytree.tree_unflatten(leaves, spec)
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with OwnDraws(), torch.no_grad():
             torch.func.functional_call(module, copies, copied_args, copied_kwargs)
     except Exception as error:
         refused_by_eager(error)

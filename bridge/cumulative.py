@@ -6,39 +6,23 @@ module is traced, such layers run a forward that divides in a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import MethodType
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["cumulative_averages"]
+__all__ = ["averages_cumulatively", "cumulative_forward"]
 
 
-@contextmanager
-def cumulative_averages(module: nn.Module) -> Iterator[None]:
-    """While active, layers in ``module`` that average cumulatively run the forward below; then they are as before."""
-    layers = [layer for layer in module.modules() if _averages(layer) and "forward" not in layer.__dict__]
-    for layer in layers:
-        layer.__dict__["forward"] = MethodType(_forward, layer)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.__dict__.pop("forward", None)
-
-
-def _averages(layer: nn.Module) -> bool:
+def averages_cumulatively(layer: nn.Module) -> bool:
+    """Whether :func:`cumulative_forward` has to stand in for the layer's own forward."""
     if not isinstance(layer, _BatchNorm) or type(layer).forward is not _BatchNorm.forward:
         return False
     counts = layer.num_batches_tracked is not None
     return layer.training and layer.track_running_stats and layer.momentum is None and counts
 
 
-def _forward(self: _BatchNorm, x: Tensor) -> Tensor:
+def cumulative_forward(self: _BatchNorm, x: Tensor) -> Tensor:
     """``_BatchNorm.forward`` with the share of the new batch, ``1 / num_batches_tracked``, as a tensor."""
     self._check_input_dim(x)
     self.num_batches_tracked.add_(1)

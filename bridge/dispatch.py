@@ -20,11 +20,12 @@ from bridge.dynamic_shapes import refuse_dynamic
 from bridge.entry import Entry, compile_entry
 from bridge.errors import DispatchMiss, Unsupported, UnsupportedModule, is_refused_by_eager
 from bridge.guards import Mismatch, has_global_hooks, interpreter_state
+from bridge.hooks import call_with_hooks
 from bridge.log import channel
 from bridge.lower import DEFAULT_PARTITION
 from bridge.outer_compiler import call_opaque, hide, mark, unmark
 from bridge.stats import DispatchStats
-from bridge.tracing import is_capturing, one_capture_at_a_time
+from bridge.tracing import is_capturing, is_traced_here
 from partition.cut import resolve as resolve_strategy
 
 __all__ = ["add_tvm_dispatch", "remove_tvm_dispatch", "stats"]
@@ -61,7 +62,7 @@ class Dispatcher:
         if torch.compiler.is_compiling() or is_capturing() or torch.jit.is_tracing():
             if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
                 return call_opaque(self, args, kwargs)
-            if torch.compiler.is_dynamo_compiling() or is_capturing() or _is_tracing_here():
+            if is_traced_here():
                 return module._call_impl(*args, **kwargs)
         if (
             module._forward_hooks
@@ -70,31 +71,16 @@ class Dispatcher:
             or module._backward_pre_hooks
             or has_global_hooks()
         ):
-            return self._call_with_hooks(module, args, kwargs)
+            if has_global_hooks():  # they run for modules inside as well: the call misses
+                return self.dispatch(module, args, kwargs, eager=module._call_impl)
+            return call_with_hooks(module, lambda *args, **kwargs: self.dispatch(module, args, kwargs), args, kwargs)
         return self.dispatch(module, args, kwargs)
 
-    def _call_with_hooks(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Lets torch run the module's own hooks, around a forward that dispatches what the hooks pass on."""
-        attributes = module.__dict__
-        before = {"forward": attributes["forward"]} if "forward" in attributes else {}
+    def dispatch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], eager: Any = None) -> Any:
+        """Runs the call in the entry that fits it; otherwise as ``on_miss`` says.
 
-        def restore() -> None:
-            attributes.pop("forward", None)
-            attributes.update(before)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            restore()
-            return self.dispatch(module, args, kwargs)
-
-        attributes["forward"] = forward
-        try:
-            return module._call_impl(*args, **kwargs)
-        finally:
-            if attributes.get("forward") is forward:
-                restore()
-
-    def dispatch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Runs the call in the entry that fits it; otherwise as ``on_miss`` says."""
+        ``eager``: what to call if it runs eager, the module's forward by default.
+        """
         for entry in self.stats.entries:
             inputs = entry.guard.quick(module, args, kwargs)
             if inputs is not None:
@@ -110,10 +96,11 @@ class Dispatcher:
                 return self._hit(*added)
         self.stats.misses[found.reason] += 1
         guards_log.info("%s runs eager: %s", type(module).__name__, found.reason)
+        eager = eager or module.forward
         if self.on_miss == "compile":
-            with self._adding:  # another thread's capture would put stand-ins into the module under its feet
-                return module.forward(*args, **kwargs)
-        return module.forward(*args, **kwargs)
+            with self._adding:  # what forward keeps on the module (a cache) is not for another thread's capture
+                return eager(*args, **kwargs)
+        return eager(*args, **kwargs)
 
     def _match(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
@@ -189,12 +176,6 @@ class Dispatcher:
             self.stats.entries = [*self.stats.entries, entry]
         log.info("added %r", entry)
         return entry
-
-
-def _is_tracing_here() -> bool:
-    """Whether it is this thread that torch traces or compiles; its flags are the whole process's."""
-    with one_capture_at_a_time:
-        return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def refuse_state(module_name: str) -> None:

@@ -31,7 +31,7 @@ from bridge.guards import interpreter_state
 from bridge.lower import DEFAULT_PARTITION
 from bridge.reuse import lower_once
 from bridge.stats import DispatchStats
-from bridge.tracing import is_capturing, one_capture_at_a_time
+from bridge.tracing import is_traced_here, one_capture_at_a_time
 from partition.cut import resolve as resolve_strategy
 
 __all__ = ["CompiledGraph", "graphs", "tvm_dispatch"]
@@ -119,7 +119,7 @@ class CompiledGraph:
         return f"{self.name} ({self.where or 'no source line'}): {self.stats!r}"
 
     def __call__(self, *inputs: Any) -> Any:
-        if is_capturing() or torch.compiler.is_compiling():
+        if is_traced_here():
             return self._graph_module(*inputs)
         values = self._values(inputs)
         key = (*map(_layout, values), interpreter_state())

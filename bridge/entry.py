@@ -283,7 +283,7 @@ def compile_entry(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, par
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower.lower`.
     """
-    with one_capture_at_a_time:
+    with one_capture_at_a_time():
         return _compile_entry(module, args, kwargs, partition, target)
 
 

@@ -6,15 +6,14 @@ call would not change again, so such a module is refused; and the change made by
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Snapshot", "hooks_aside", "hooks_of", "own_attributes", "written_class"]
+__all__ = ["Snapshot", "hooks_of", "own_attributes", "written_class"]
 
 # What nn.Module keeps in __dict__ for itself; parameters, buffers, submodules and flags are guarded separately.
 # torch.compile(module) notes on the module that it did.
@@ -55,18 +54,6 @@ def hooks_of(module: nn.Module) -> str | None:
         if getattr(module, kind, None):
             return kind[1:]
     return None
-
-
-@contextmanager
-def hooks_aside(module: nn.Module) -> Iterator[None]:
-    """While active, ``module`` (not what is inside it) has no hooks: they run around the compiled call, not in it."""
-    attributes = module.__dict__
-    before = {kind: attributes[kind] for kind in _HOOKS}
-    attributes.update({kind: OrderedDict() for kind in _HOOKS})
-    try:
-        yield
-    finally:
-        attributes.update(before)
 
 
 def _contents(value: Any) -> Any:
@@ -144,9 +131,13 @@ class Snapshot:
     def restore(self) -> None:
         """Puts back every attribute and the contents of every list, dict and set among them."""
         for _, module, before in self._modules:
-            module.__dict__.clear()
-            module.__dict__.update(before)
+            attributes = module.__dict__  # never emptied: another thread may be looking
+            for key in attributes.keys() - before.keys():
+                del attributes[key]
+            attributes.update(before)
         for _, _, value, contents in self._containers:
+            if _same(contents, value):
+                continue
             if isinstance(value, list):
                 value[:] = contents
             else:

@@ -23,17 +23,16 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from bridge.autocasting import autocast_setting
+from bridge.bystanders import capturing
 from bridge.capture import capture, check_call, explain_error, raise_if_eager_raises
-from bridge.cumulative import cumulative_averages
 from bridge.errors import CompilationError, UnsupportedModule
 from bridge.fake_run import fake_run
 from bridge.log import channel
 from bridge.lower import lower_captured
 from bridge.lowered import Lowered
-from bridge.module_state import Snapshot, hooks_aside
+from bridge.module_state import Snapshot
 from bridge.module_tensors import module_tensors
 from bridge.op_trace import constant_key
-from bridge.tracing import capturing
 from bridge.witness import Output, Witness
 
 __all__ = ["clear_lowered", "lower_once"]
@@ -127,7 +126,7 @@ def _seen(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | Non
     """What the call does on fake tensors; ``None`` where only a capture can tell. The module is left as it was."""
     before = Snapshot(module)
     try:
-        with capturing(), cumulative_averages(module), hooks_aside(module):
+        with capturing(module):
             run = fake_run(module, *module_tensors(module), args, kwargs)
     except Exception as error:  # the user's code, whatever that raises on fake tensors
         raise UnsupportedModule(type(module).__name__, [explain_error(error)]) from error

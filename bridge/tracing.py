@@ -2,46 +2,62 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-__all__ = ["capturing", "is_capturing", "one_capture_at_a_time"]
+__all__ = ["HERE", "is_capturing", "is_traced_here", "marked_capturing", "one_capture_at_a_time"]
 
-_state = threading.local()
-#: torch.export sets flags of the whole process and puts stand-ins into the module while it traces.
-one_capture_at_a_time = threading.RLock()
+_thread = threading.local()
 
 
 def is_capturing() -> bool:
-    """Whether the calling thread is inside :func:`capturing`."""
-    return getattr(_state, "depth", 0) > 0
+    """Whether the calling thread is capturing a module for this package."""
+    return getattr(_thread, "depth", 0) > 0
 
 
 @contextmanager
-def capturing() -> Iterator[None]:
-    """While active, dispatched modules called from this thread run eager, uncounted.
-
-    The default generator is left as it was, even if the traced code seeds it. One thread captures at a time.
-    """
-    with one_capture_at_a_time:
-        yield from _capturing()
-
-
-def _capturing() -> Iterator[None]:
-    _state.depth = getattr(_state, "depth", 0) + 1
-    generator = torch.get_rng_state()
+def marked_capturing() -> Iterator[None]:
+    """While active, :func:`is_capturing` in this thread."""
+    _thread.depth = getattr(_thread, "depth", 0) + 1
     try:
-        with warnings.catch_warnings():
-            # torch copies its own pytree specs in a way that it deprecated
-            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-            # what forward does to attributes is found and judged by bridge.module_state
-            warnings.filterwarnings("ignore", message="The tensor attribute", category=UserWarning)
-            yield
+        yield
     finally:
-        _state.depth -= 1
-        if not torch.equal(torch.get_rng_state(), generator):
-            torch.set_rng_state(generator)
+        _thread.depth -= 1
+
+
+class _Here(int):
+    """``True`` in a thread that captures, ``False`` in any other: for flags that torch keeps for the whole process."""
+
+    def __bool__(self) -> bool:
+        return is_capturing()
+
+
+HERE = _Here(1)
+
+
+def is_traced_here() -> bool:
+    """Whether torch traces what the calling thread does: ``torch.compiler.is_compiling`` is the whole process's."""
+    if is_capturing() or torch.jit.is_tracing() or torch.compiler.is_dynamo_compiling():
+        return True
+    if not torch.compiler.is_compiling():
+        return False
+    return torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
+
+
+@functools.cache
+def _lock() -> AbstractContextManager:
+    # Here, since these import the whole of Dynamo, as torch.export does. Before anything is replaced in nn.Module:
+    # they remember what they find there.
+    import torch.export._trace  # noqa: F401
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
+
+
+def one_capture_at_a_time() -> AbstractContextManager:
+    """The lock of those who trace, which a thread may take again: one module is captured, or one of Dynamo's graphs."""
+    return _lock()

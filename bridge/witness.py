@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge.errors import Unsupported, user_line
 from bridge.op_trace import OpTrace
+from bridge.tracing import HERE
 
 __all__ = ["Draw", "Output", "Witness", "observe", "record_draws"]
 
@@ -269,7 +270,7 @@ def _leaves(value: Any) -> list[Any]:
 def _exporting_flag():
     """Libraries branch on ``torch.compiler.is_exporting()``: take the branch that the exported graph took."""
     before = torch.compiler._is_exporting_flag
-    torch.compiler._is_exporting_flag = True
+    torch.compiler._is_exporting_flag = HERE
     try:
         yield
     finally:

@@ -1,0 +1,43 @@
+"""Running eager code on the side without moving the default generator.
+
+Drawing from it and putting its state back would do in a process of one thread. Where another one draws meanwhile, that
+would make its numbers come again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["OwnDraws"]
+
+
+class OwnDraws(TorchDispatchMode):
+    """While active, what this thread draws from the default CPU generator comes from one of its own.
+
+    An operator that takes no generator (``native_dropout`` called by name) moves the default one, which is put back.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generator = torch.Generator()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        if (taker := _taker(func)) is not None:
+            return taker(*args, **kwargs, generator=self._generator)
+        with torch.random.fork_rng(devices=[]):
+            return func(*args, **kwargs)
+
+
+def _taker(func: Any) -> Any:
+    """The operator with an argument for a generator, or its overload that has one."""
+    name = func._overloadname
+    if any(argument.name == "generator" for argument in func._schema.arguments):
+        return func
+    other = "generator" if name == "default" else f"{name}_generator"
+    return getattr(func._overloadpacket, other) if other in func._overloadpacket.overloads() else None

@@ -1,0 +1,333 @@
+"""Adding an entry while other threads work: they see nothing of it, and the entry is right.
+
+The traced forward itself stops in the middle and lets another thread act before it goes on.
+"""
+
+import builtins
+import copy
+import math
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import _symbolic_trace
+
+from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
+from bridge.own_draws import OwnDraws
+from bridge.tracing import is_capturing
+from tests.bridge.models import MLP
+
+PATIENCE = 60
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+
+
+class Stops(nn.Module):
+    """Its forward, while it is traced, waits for others to be done: for ``then`` at each of the runs of a capture."""
+
+    def __init__(self, then: Callable[[], None] = lambda: None):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 5), nn.Tanh()).double()
+        self.norm = nn.BatchNorm1d(5, momentum=None).double()
+        self.__dict__["then"] = then
+
+    def __deepcopy__(self, memo):
+        twin = Stops()
+        twin.load_state_dict(self.state_dict())
+        return twin
+
+    def forward(self, x):
+        if is_capturing():
+            then = self.then
+            then()
+        return self.norm(self.inner(x)) * 2.0
+
+
+def rows(count: int = 7) -> torch.Tensor:
+    return torch.randn(count, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(count))
+
+
+def in_another_thread(action: Callable[[], None]) -> Callable[[], None]:
+    """Runs ``action`` to its end in a thread of its own; what it raises is raised here."""
+
+    def run() -> None:
+        errors: list[BaseException] = []
+
+        def guarded() -> None:
+            try:
+                action()
+            except BaseException as error:  # noqa: BLE001 — whatever it is, the test has to see it
+                errors.append(error)
+
+        thread = threading.Thread(target=guarded, daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), "the other thread waits for the capture"
+        if errors:
+            raise errors[0]
+
+    return run
+
+
+def gradients(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
+
+
+def check(module: nn.Module, eager: nn.Module) -> None:
+    """Two training calls of a dispatched module beside eager, buffers included."""
+    for count in (7, 7):
+        torch.testing.assert_close(gradients(module, rows(count)), gradients(eager, rows(count)), **EXACT)
+    torch.testing.assert_close(module.state_dict(), eager.state_dict(), **EXACT)
+    assert stats(module).hits == 2 and not stats(module).misses
+
+
+@contextmanager
+def process_unchanged() -> Iterator[None]:
+    def state() -> tuple:
+        compiler = torch.compiler
+        return (
+            *(nn.Module.__call__, nn.Module.__getattr__, _symbolic_trace._Patcher, torch._C._get_mkldnn_enabled),
+            *(compiler._is_compiling_flag, compiler._is_exporting_flag, _symbolic_trace._is_fx_tracing_flag),
+            *(builtins.max, builtins.min, math.pow, tuple(warnings.filters), torch.backends.mkldnn.enabled),
+        )
+
+    before = state()
+    yield
+    assert state() == before
+
+
+def train(module: nn.Module, steps: int = 3) -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        loss = module(rows(step + 2)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+class Convolved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.conv(x.float()[None, None])).mean((2, 3)))
+
+
+def test_eager_training_beside_a_capture_is_the_same_to_the_bit():
+    """Optimizers ask ``torch.compiler.is_compiling()``, convolutions whether oneDNN is on."""
+    torch.manual_seed(0)
+    eager = Convolved()
+    expected = train(copy.deepcopy(eager))
+    seen: list[torch.Tensor] = []
+
+    @in_another_thread
+    def other() -> None:
+        assert not torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        assert not _symbolic_trace._is_fx_tracing_flag and torch._C._get_mkldnn_enabled()
+        assert max(3, 1, key=lambda value: -value) == 1 and type(math.pow(2, 3)) is float
+        seen.extend(train(copy.deepcopy(eager)))
+
+    module = Stops(other)
+    twin = copy.deepcopy(module)
+    with process_unchanged():
+        add_tvm_dispatch(module, rows())
+    assert len(seen) >= 2 * len(expected) and all(map(torch.equal, seen, expected * len(seen)))
+    check(module, twin)
+
+
+def test_dispatched_calls_beside_a_capture_are_dispatched():
+    torch.manual_seed(0)
+    hot = MLP().double()
+    eager = copy.deepcopy(hot)
+    add_tvm_dispatch(hot, rows())
+    calls = []
+
+    @in_another_thread
+    def other() -> None:
+        calls.append(None)
+        torch.testing.assert_close(gradients(hot, rows()), gradients(eager, rows()), **EXACT)
+
+    module = Stops(other)
+    twin = copy.deepcopy(module)
+    add_tvm_dispatch(module, rows())
+    assert stats(hot).hits == len(calls) > 0
+    check(module, twin)
+
+
+def test_the_captured_module_keeps_its_tensors_for_others():
+    """Saving, loading, copying and zeroing the module that is being captured; what is loaded is there afterwards."""
+    torch.manual_seed(0)
+    weights = {name: torch.randn_like(value) for name, value in Stops().inner.state_dict().items()}
+
+    @in_another_thread
+    def other() -> None:
+        own = [*module.parameters(), *module.buffers()]
+        assert all(type(tensor) in (nn.Parameter, torch.Tensor) for tensor in own)
+        assert all(type(tensor) is torch.Tensor for tensor in module.state_dict().values())
+        module.inner.load_state_dict(weights)
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        module.zero_grad()
+        assert type(module.inner[0].weight) is nn.Parameter
+        copied = copy.deepcopy(module.inner)
+        assert all(type(layer.__dict__["_parameters"]) is dict for layer in copied.modules())
+        torch.testing.assert_close(copied.state_dict(), weights, rtol=0, atol=0)
+
+    module = Stops(other)
+    add_tvm_dispatch(module, rows())
+    torch.testing.assert_close(dict(module.inner.state_dict()), weights, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    module.__dict__["then"] = lambda: None
+    twin = copy.deepcopy(module)
+    torch.testing.assert_close(gradients(module, rows()), gradients(twin, rows()), **EXACT)
+
+
+@pytest.mark.parametrize("path", ["", "inner"])
+def test_a_call_of_the_captured_module_waits(path):
+    """Made in the middle of the capture, by another thread, it goes on afterwards and is right."""
+    torch.manual_seed(0)
+    results: list[torch.Tensor] = []
+    callers: list[threading.Thread] = []
+
+    def call() -> None:
+        results.append(module.get_submodule(path)(rows()).detach())
+
+    def then() -> None:
+        if not callers:
+            callers.append(threading.Thread(target=call, daemon=True))
+            callers[0].start()
+        assert not results
+
+    module = Stops(then)
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, rows())
+    callers[0].join(PATIENCE)
+    torch.testing.assert_close(results, [eager.get_submodule(path)(rows()).detach()], **EXACT)
+
+
+def test_draws_of_other_threads_do_not_come_again():
+    drawn: list[torch.Tensor] = []
+    module = Stops(in_another_thread(lambda: drawn.append(torch.rand(5))))
+    torch.manual_seed(3)
+    add_tvm_dispatch(module, rows())
+    everything = torch.rand(5 * (len(drawn) + 1), generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close([*drawn, torch.rand(5)], list(everything.split(5)), rtol=0, atol=0)
+
+
+def test_a_seed_set_by_a_refused_forward_is_undone():
+    """With other threads around as well; they may draw, and it is told what is whose."""
+    over = threading.Event()
+    idle = threading.Thread(target=over.wait, args=(PATIENCE,), daemon=True)
+    idle.start()
+    module = Stops(lambda: torch.manual_seed(3) and torch.manual_seed(4))
+    torch.manual_seed(3)
+    with pytest.raises(UnsupportedModule, match="manual_seed"):
+        add_tvm_dispatch(module, rows())
+    over.set()
+    assert torch.equal(torch.rand(5), torch.rand(5, generator=torch.Generator().manual_seed(3)))
+
+
+def test_own_draws_leave_the_default_generator_alone():
+    before = torch.get_rng_state()
+    with OwnDraws():
+        x = torch.randn(4, 5) + torch.rand_like(torch.empty(4, 5)) + torch.randint(0, 5, (4, 5))
+        nn.LSTM(5, 5, 2, dropout=0.5)(nn.functional.dropout(x, 0.5)[None])
+        torch.native_dropout(x, 0.5, True)
+        torch.randperm(4), torch.multinomial(x.exp(), 2), x.normal_()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_errors_inside_forward_leave_the_process_as_it_was():
+    class Wrong(Exception):
+        pass
+
+    def then() -> None:
+        raise Wrong
+
+    module = Stops(then)
+    with process_unchanged(), pytest.raises((UnsupportedModule, Wrong)):
+        add_tvm_dispatch(module, rows())
+    assert all(type(layer.__dict__["_parameters"]) is dict for layer in module.modules())
+    assert "forward" not in module.norm.__dict__
+
+
+def test_a_forward_that_calls_its_parts_in_threads_does_not_hang():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = nn.Linear(6, 5).double()
+
+        def forward(self, x):
+            results = []
+            thread = threading.Thread(target=lambda: results.append(self.one(x)), daemon=True)
+            thread.start()
+            thread.join(PATIENCE)
+            return results[0]
+
+    with pytest.raises(UnsupportedModule):
+        lower(Branches(), rows())
+
+
+def test_recurrent_layers_keep_what_they_note_of_their_weights():
+    """A call that is under way in another thread uses the list that tracing would fill with stand-ins."""
+    torch.manual_seed(0)
+
+    class Recurrent(Stops):
+        def __init__(self, then=lambda: None):
+            super().__init__(then)
+            self.inner = nn.LSTM(6, 5, 2).double()
+            self.norm = nn.Identity()
+
+        def forward(self, x):
+            y = self.inner(x)[0]
+            if is_capturing():
+                self.then()
+            return y
+
+    @in_another_thread
+    def other() -> None:
+        assert all(map(lambda held: type(held) is nn.Parameter, module.inner._flat_weights))
+
+    module = Recurrent(other)
+    add_tvm_dispatch(module, rows())
+    assert all(map(lambda held: type(held) is nn.Parameter, module.inner._flat_weights))
+
+
+def test_hooks_of_a_module_in_two_threads():
+    """Both are inside the pre-hook at once: each goes on with its own arguments, and both are dispatched."""
+    torch.manual_seed(0)
+    module = MLP().double()
+    eager = copy.deepcopy(module)
+    inside = threading.Barrier(2)
+    seen = []
+
+    def pre_hook(hooked: nn.Module, args: tuple) -> tuple:
+        seen.append(hooked)
+        inside.wait(PATIENCE)
+        return (args[0] * 2,)
+
+    add_tvm_dispatch(module, rows())
+    add_tvm_dispatch(module, rows(5))
+    module.register_forward_pre_hook(pre_hook)
+    module.register_forward_hook(lambda hooked, args, result: seen.append(hooked) or result + 1)
+    results = {}
+    calls = [
+        threading.Thread(target=lambda count=count: results.update({count: module(rows(count))}), daemon=True)
+        for count in (7, 5)
+    ]
+    for call in calls:
+        call.start()
+    for call in calls:
+        call.join(PATIENCE)
+    for count in (7, 5):
+        torch.testing.assert_close(results[count], eager(rows(count) * 2) + 1, **EXACT)
+    assert stats(module).hits == 2 and not stats(module).misses and "forward" not in module.__dict__
+    assert len(seen) == 4 and all(hooked is module for hooked in seen)
