@@ -57,6 +57,26 @@ class Contents:
             return view == set(self._values)
         return all(map(is_, self._read(), self._values)) or all(map(same_plain, self._read(), self._values))
 
+    def restore(self) -> None:
+        """Puts back what was there; never empties it first, since another thread may be looking."""
+        view, values = self._view, self._values
+        if self.unchanged():
+            return
+        if isinstance(view, dict):
+            for key in view.keys() - set(self._keys):
+                del view[key]
+            view.update(zip(self._keys, values, strict=True))
+        elif isinstance(view, list):
+            view[:] = values
+        elif isinstance(view, set):
+            view &= set(values)
+            view |= set(values)
+        elif isinstance(view, deque):
+            view.clear()
+            view.extend(values)
+        elif view.write is not None:
+            view.write(values)
+
 
 def _iteration(view: Any) -> Callable[[], Any]:
     """What goes through the values of a container as it is stored, whatever a subclass makes of it."""
@@ -67,10 +87,14 @@ def _iteration(view: Any) -> Callable[[], Any]:
 
 
 class Fields:
-    """The values behind a function of an object, seen as a container: slots, an array's bytes, a module's settings."""
+    """The values behind a function of an object, seen as a container: slots, an array's bytes, a module's settings.
 
-    def __init__(self, read: Callable[[Any], list[Any]], owner: Any):
+    ``write`` puts such values back.
+    """
+
+    def __init__(self, read: Callable[[Any], list[Any]], owner: Any, write: Callable[[list[Any]], None] | None = None):
         self._values_of, self._owner = read, owner
+        self.write = write
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._values_of(self._owner))
@@ -153,7 +177,7 @@ class Reached:
         if isinstance(value, nn.Module):
             return self._open_module(value)
         if type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
-            return [Fields(_array, value)], []
+            return [Fields(_array, value, partial(_write_array, value))], []
         views, parts = [], []
         if isinstance(value, tuple | list | set | deque):
             parts = list(value)
@@ -169,7 +193,7 @@ class Reached:
         slots = _slots(type(value))
         if slots:
             read = partial(_slot_values, slots)
-            views.append(Fields(read, value))
+            views.append(Fields(read, value, partial(_write_slots, slots, value)))
             parts += read(value)
         if (views or parts) and not is_installed(type(value)):
             self.kinds[type(value)] = None
@@ -195,6 +219,14 @@ def _array(array: Any) -> list[Any]:
     return [str(array.dtype), array.shape, numbers]
 
 
+def _write_array(array: Any, values: list[Any]) -> None:
+    _, shape, numbers = values
+    if array.dtype.hasobject:
+        array[...] = numbers
+    else:
+        array[...] = type(array)(shape, array.dtype, bytearray(numbers))
+
+
 def _slots(kind: type) -> list[str]:
     """Names of the slots of the user's classes; libraries keep other things than settings there."""
     if is_installed(kind):
@@ -209,3 +241,8 @@ def _as_tuple(slots: Any) -> tuple[str, ...]:
 
 def _slot_values(names: list[str], value: Any) -> list[Any]:
     return [getattr(value, name, None) for name in names]
+
+
+def _write_slots(names: list[str], owner: Any, values: list[Any]) -> None:
+    for name, value in zip(names, values, strict=True):
+        setattr(owner, name, value)

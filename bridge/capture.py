@@ -27,10 +27,11 @@ from bridge.decompose import decompose
 from bridge.errors import Unsupported, UnsupportedModule, refused_by_eager, user_line
 from bridge.fake_run import fake_run
 from bridge.grad_regions import origin_of, prepare
-from bridge.module_state import Snapshot, hooks_of
+from bridge.module_state import hooks_of
 from bridge.module_tensors import ModuleTensor, module_tensors, tensor_problem
 from bridge.outside import outside_tensors
 from bridge.own_draws import OwnDraws
+from bridge.python_state import PythonState, generators_put_back, modes_put_back
 from bridge.witness import Draw, Output, Witness
 
 __all__ = [
@@ -117,11 +118,12 @@ def normalize_sample(sample_input: Any, sample_kwargs: dict[str, Any] | None) ->
     )
 
 
+@generators_put_back()
 def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     """Captures the call ``module(*args, **kwargs)`` in the module's current mode.
 
     The module is not run on real numbers. Python attributes that its forward sets are left set: callers that need the
-    module as it was take a :class:`bridge.module_state.Snapshot`.
+    module as it was take a :class:`bridge.python_state.PythonState`.
 
     What the graph does not hold exactly (custom autograd functions, mutated arguments or Python state, ...) is listed
     in ``problems``; importing the graph refuses them together with the operators that have no conversion.
@@ -134,7 +136,7 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     # Where forward sets Python attributes, it is captured once more from the state that it left. An attribute that the
     # second run leaves alone (a window size that is clipped once) is a constant from then on; a counter is refused.
     for settled in (False, True):
-        before = Snapshot(module)
+        before = PythonState(module)
         try:
             with capturing(module):
                 seen = _see(module, args, kwargs, name)
@@ -146,10 +148,9 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
         changed = before.changes()
         if not changed or settled or seen.witness.unsupported:
             break
-    reason = "a Python attribute that forward changes at every call"
-    seen.witness.unsupported += [
-        Unsupported(f"self.{attr}", f"{name}.forward", reason, "make it a buffer") for attr in changed
-    ]
+    reason = "Python state that forward changes at every call; a compiled call runs no Python"
+    hint = "keep it in a buffer, or change it outside of forward"
+    seen.witness.unsupported += [Unsupported(what, f"{name}.forward", reason, hint) for what in changed]
     return seen.captured()
 
 
@@ -219,6 +220,7 @@ class _NotExportedError(Exception):
     """What torch.export raised is the cause."""
 
 
+@modes_put_back()
 def _export(module: nn.Module, args: tuple, kwargs: dict[str, Any], name: str) -> torch.export.ExportedProgram:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     # one object per leaf: export would otherwise identify arguments that happen to be the same tensor today

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -66,6 +66,7 @@ class CodeGuard:
         self._read: list[tuple[Callable[[Any], Any], Any]] = []
         self._values: list[Any] = []
         self._reasons: list[str] = []
+        self._places: list[tuple[Any, str]] = []
         self._reached = Reached()
         for kind in kinds:
             self._note_class(kind)
@@ -73,7 +74,10 @@ class CodeGuard:
         self._note_names()
         for function in self._functions:
             if function.__defaults__ or function.__kwdefaults__:
-                self._note(_DEFAULTS, function, [f"default arguments of {function.__qualname__} changed"] * 2)
+                reasons = dict.fromkeys(
+                    ("__defaults__", "__kwdefaults__"), f"default arguments of {function.__qualname__}"
+                )
+                self._note(_DEFAULTS, function, reasons)
         return self.__dict__.pop("_reached")
 
     def _note_class(self, kind: type) -> None:
@@ -86,12 +90,12 @@ class CodeGuard:
             if getattr(kind, name, UNSET) is getattr(kind, name, None)  # a classmethod is bound anew at every look
         ]
         names = list(dict.fromkeys([name for name in ("forward",) if hasattr(kind, name)] + found))
-        reasons = [
-            f"{name} of class {kind.__name__} was replaced"
+        reasons = {
+            name: f"{name} of class {kind.__name__}"
             if name == "forward"
-            else f"attribute '{name}' of class {kind.__name__} changed"
+            else f"attribute '{name}' of class {kind.__name__}"
             for name in names
-        ]
+        }
         if names:
             self._note(_tuple_of(attrgetter, names), kind, reasons)
 
@@ -101,22 +105,30 @@ class CodeGuard:
         for function in self._functions:
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
                 if cell_value(cell) is not UNSET:
-                    cells.setdefault(id(cell), (cell, f"variable '{name}' around {function.__qualname__} changed"))
+                    cells.setdefault(id(cell), (cell, f"variable '{name}' around {function.__qualname__}"))
             for space in spaces_of(function):
                 _, reasons = spaces.setdefault(id(space.owner), (space, {}))
-                reasons.update((name, f"global '{space.prefix}{name}' changed") for name in space.names)
+                reasons.update((name, f"global '{space.prefix}{name}'") for name in space.names)
         for space, reasons in spaces.values():
-            read = _tuple_of(itemgetter, list(reasons))
-            self._note(read, space.namespace, list(reasons.values()), contents=space.is_users)
+            self._note(_tuple_of(itemgetter, list(reasons)), space.namespace, reasons, space.owner, space.is_users)
         for cell, reason in cells.values():
-            self._note(_cell_tuple, cell, [reason])
+            self._note(_cell_tuple, cell, {"cell_contents": reason})
 
-    def _note(self, read: Callable[[Any], tuple], source: Any, reasons: Sequence[str], contents: bool = True) -> None:
+    def _note(
+        self,
+        read: Callable[[Any], tuple],
+        source: Any,
+        reasons: dict[str, str],
+        owner: Any = None,
+        contents: bool = True,
+    ) -> None:
+        """Remembers what ``read(source)`` gives, the values of these names; ``owner`` is where they can be set."""
         values = read(source)
         self._read.append((read, source))
         self._values += values
-        self._reasons += reasons
-        for value, reason in zip(values, reasons, strict=True) if contents else ():
+        self._reasons += reasons.values()
+        self._places += [(source if owner is None else owner, name) for name in reasons]
+        for value, reason in zip(values, reasons.values(), strict=True) if contents else ():
             if _is_users(value):
                 self._reached.add(reason, value)
 
@@ -136,22 +148,43 @@ class CodeGuard:
 
     def match(self) -> None:
         """Raises :class:`Mismatch`, naming the first thing that is not what it was; equal plain values are."""
+        for what in self.differences():
+            raise Mismatch(MODULE, f"{what} changed")
+
+    def differences(self) -> Iterator[str]:
+        """What is not what it was."""
         reasons = iter(self._reasons)
         values = iter(self._values)
         for read, source in self._read:
             try:
                 found = read(source)
             except (KeyError, AttributeError) as missing:
-                raise Mismatch(MODULE, f"a name that the code uses is gone: {missing}") from None
+                yield f"a name that the code uses is gone: {missing}, it"
+                return
             for now, then, reason in zip(found, values, reasons, strict=False):
                 if not same_plain(now, then):
-                    raise Mismatch(MODULE, reason)
+                    yield reason
         for function, code in zip(self._functions, self._codes, strict=True):
             if function.__code__ is not code:
-                raise Mismatch(MODULE, f"code of {function.__qualname__} was replaced")
+                yield f"code of {function.__qualname__}"
         for contents in self._contents:
             if not contents.unchanged():
-                raise Mismatch(MODULE, contents.place)
+                yield contents.place
+
+    def restore(self) -> None:
+        """Puts back globals, variables of enclosing scopes, settings in classes, and contents of what they hold."""
+        now = chain.from_iterable(read(source) for read, source in self._read)
+        for (owner, name), value, then in zip(self._places, now, self._values, strict=False):
+            if same_plain(value, then) or hasattr(
+                then, "__get__"
+            ):  # a method in a class is not what it is looked up as
+                continue
+            if isinstance(owner, dict):
+                owner[name] = then
+            else:
+                setattr(owner, name, then)
+        for contents in self._contents:
+            contents.restore()
 
 
 def _is_users(value: Any) -> bool:
@@ -168,7 +201,7 @@ def _environment(functions: Sequence[FunctionType]) -> list[Contents]:
     names = [constant for code in asking for constant in code.co_consts if isinstance(constant, str)]
     if not names:
         return []
-    return [Contents("an environment variable changed", Fields(_variables, list(map(os.fsencode, names))))]
+    return [Contents("an environment variable", Fields(_variables, list(map(os.fsencode, names))))]
 
 
 def _variables(names: Sequence[bytes]) -> list[bytes | None]:

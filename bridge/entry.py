@@ -22,7 +22,7 @@ from bridge.draws import Draws
 from bridge.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.guards import Guard
 from bridge.lower import Lowered
-from bridge.module_state import Snapshot
+from bridge.python_state import PythonState
 from bridge.reuse import lower_once
 from bridge.tracing import one_capture_at_a_time
 from bridge.witness import Output
@@ -289,7 +289,7 @@ def compile_entry(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, par
 
 def _compile_entry(module: nn.Module, args: tuple, kwargs: dict[str, Any], partition: Any, target: Any) -> Entry:
     started = time.perf_counter()
-    before = Snapshot(module)
+    before = PythonState(module)
     try:
         lowered = lower_once(module, args, kwargs, grad=torch.is_grad_enabled(), partition=partition)
         arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

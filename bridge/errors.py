@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import random
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ __all__ = [
     "Unsupported",
     "UnsupportedModule",
     "is_refused_by_eager",
+    "is_user_file",
+    "line_of",
     "refused_by_eager",
     "user_line",
 ]
@@ -86,12 +89,14 @@ def is_refused_by_eager(error: Exception) -> bool:
     return getattr(error, "_refused_by_eager", False)
 
 
-def _is_user_file(filename: str) -> bool:
+def is_user_file(filename: str) -> bool:
+    """Whether a source file is neither torch's nor this package's."""
     return (
         not filename.startswith((_TORCH_DIR, _OWN_DIR))
         and not filename.startswith("<")
         and os.sep + "importlib" + os.sep not in filename
         and "contextlib.py" not in filename
+        and filename != random.__file__
     )
 
 
@@ -107,10 +112,15 @@ def user_line(source: str | traceback.StackSummary | BaseException | None) -> st
         return _user_line_of_text(source)
     frames = traceback.extract_tb(source.__traceback__) if isinstance(source, BaseException) else source
     for frame in reversed(frames):
-        if _is_user_file(frame.filename):
-            code = frame.line or linecache.getline(frame.filename, frame.lineno or 0).strip()
-            return f"{frame.filename}:{frame.lineno}: {code}"
+        if is_user_file(frame.filename):
+            return line_of((frame.filename, frame.lineno or 0))
     return None
+
+
+def line_of(place: tuple[str, int]) -> str:
+    """``file:line: code`` of a file name and a line number."""
+    filename, number = place
+    return f"{filename}:{number}: {linecache.getline(filename, number).strip()}"
 
 
 def _user_line_of_text(text: str) -> str | None:
@@ -120,7 +130,7 @@ def _user_line_of_text(text: str) -> str | None:
         if not line.startswith('File "'):
             continue
         filename, _, rest = line[len('File "') :].partition('", line ')
-        if _is_user_file(filename):
+        if is_user_file(filename):
             number = rest.split(",")[0]
             code = lines[index + 1].strip() if index + 1 < len(lines) else ""
             return f"{filename}:{number}: {code}"

@@ -13,7 +13,7 @@ from torch import nn
 from bridge.capture import capture, normalize_sample
 from bridge.errors import Unsupported, UnsupportedModule
 from bridge.lower import lower_captured
-from bridge.module_state import Snapshot
+from bridge.python_state import PythonState
 
 __all__ = ["Coverage", "examine"]
 
@@ -73,7 +73,7 @@ def examine(module: nn.Module, sample_input: Any, *, sample_kwargs: dict[str, An
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
     name = type(module).__name__
-    before = Snapshot(module)
+    before = PythonState(module)
     operations: Counter[str] = Counter()
     try:
         captured = capture(module, args, kwargs)

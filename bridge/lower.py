@@ -33,8 +33,8 @@ from bridge.capture import Captured, capture, normalize_sample, raise_if_eager_r
 from bridge.errors import CompilationError
 from bridge.log import channel
 from bridge.lowered import Lowered, Sample
-from bridge.module_state import Snapshot
 from bridge.origin import origins
+from bridge.python_state import PythonState
 from bridge.stage import Stage
 from bridge.verify.graph import run_graph
 from partition import partition as partition_joint
@@ -133,7 +133,7 @@ def lower(
         UnsupportedModule: something in the module is not handled exactly.
     """
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
-    before = Snapshot(module)
+    before = PythonState(module)
     started = time.perf_counter()
     try:
         captured = capture(module, args, kwargs)

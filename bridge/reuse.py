@@ -30,9 +30,9 @@ from bridge.fake_run import fake_run
 from bridge.log import channel
 from bridge.lower import lower_captured
 from bridge.lowered import Lowered
-from bridge.module_state import Snapshot
 from bridge.module_tensors import module_tensors
 from bridge.op_trace import constant_key
+from bridge.python_state import PythonState, generators_put_back
 from bridge.witness import Output, Witness
 
 __all__ = ["clear_lowered", "lower_once"]
@@ -122,9 +122,10 @@ def _strategy_key(partition: Any) -> tuple | None:
     return None if None in values else (type(partition), values)
 
 
+@generators_put_back()
 def _seen(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
     """What the call does on fake tensors; ``None`` where only a capture can tell. The module is left as it was."""
-    before = Snapshot(module)
+    before = PythonState(module)
     try:
         with capturing(module):
             run = fake_run(module, *module_tensors(module), args, kwargs)

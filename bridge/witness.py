@@ -9,6 +9,7 @@ the reference that the compiled module must reproduce; what cannot be reproduced
 
 from __future__ import annotations
 
+import random
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge.errors import Unsupported, user_line
 from bridge.op_trace import OpTrace
+from bridge.python_state import modes_put_back, moved_generators
 from bridge.tracing import HERE
 
 __all__ = ["Draw", "Output", "Witness", "observe", "record_draws"]
@@ -213,6 +215,13 @@ class _Watch:
         reason = "a custom autograd.Function: its backward is Python code that a graph does not hold"
         self.unsupported.append(Unsupported(op, where, reason))
 
+    def foreign_draw(self, name: str, where: str | None = None) -> None:
+        """A draw from Python's or numpy's generator, which is said once."""
+        if not any(known.op == name for known in self.unsupported):
+            reason = "draws from a generator that is not torch's: a compiled call would repeat one number for ever"
+            hint = "draw with torch, or outside of the module and pass the number in"
+            self.unsupported.append(Unsupported(name, where or "forward", reason, hint))
+
     def new_leaf(self) -> None:
         """A result depends on a tensor that requires grad and is no parameter and no argument."""
         op = "requires_grad_"
@@ -242,6 +251,7 @@ class _Watch:
             self._detached.add(_storage(result))
 
 
+_PYTHONS_DRAWS = ("random", "getrandbits", "seed", "setstate")
 _RESEEDING = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
 _APPLY = torch.autograd.Function.apply.__func__.__code__
 
@@ -279,21 +289,30 @@ def _exporting_flag():
 
 @contextmanager
 def _generator_watch(watch: _Watch):
-    """Complains when forward seeds a generator or sets its state: replayed draws would not follow.
+    """Complains when forward seeds a generator or sets its state, or draws from one that is not torch's: replayed draws
+    would not follow.
 
     Nothing of torch's dispatcher passes there, so this listens to the interpreter's calls of C functions: those of
     the user's Python code, not those that torch makes to run an operator on fake tensors (see :func:`_unwatched`).
     """
 
     def listen(frame: FrameType, event: str, called: Any) -> None:
-        if event == "c_call" and isinstance(getattr(called, "__self__", None), torch.Generator):
+        if event != "c_call":
+            return
+        owner = getattr(called, "__self__", None)
+        if isinstance(owner, torch.Generator):
             if called.__name__ in _RESEEDING:
                 watch.complain(f"torch.Generator.{called.__name__}", "changes a random generator inside forward")
+        elif isinstance(owner, random.Random) and called.__name__ in _PYTHONS_DRAWS:
+            watch.foreign_draw("random", user_line(traceback.extract_stack()))
 
     before = sys.getprofile()
     sys.setprofile(listen)
     try:
-        yield
+        with moved_generators() as moved:
+            yield
+        for name in moved:
+            watch.foreign_draw(name)
     finally:
         sys.setprofile(None)
         if hasattr(before, "enable"):  # cProfile's profiler is no function that could be set again
@@ -338,17 +357,25 @@ def observe(
         args, kwargs: the sample with fake tensors in it.
         mode: the fake mode that all of them belong to.
     """
-    argument_leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    argument_leaves, argument_spec = torch.utils._pytree.tree_flatten((args, kwargs))
     watch = _Watch(argument_leaves, parameters)
     witness = Witness(unsupported=watch.unsupported)
     trace = OpTrace(inputs)
     recorders = _InPlaceWatcher(watch), _DrawRecorder(witness.draws, watch.complain, trace)
     geometry = [_geometry(tensor) for tensor in inputs]
-    with mode, _exporting_flag(), _generator_watch(watch), recorders[0], recorders[1]:
-        result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
+    with modes_put_back() as modes:
+        with mode, _exporting_flag(), _generator_watch(watch), recorders[0], recorders[1]:
+            result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
     if geometry != [_geometry(tensor) for tensor in inputs] and not watch.unsupported:
         reason = "gives a tensor of the module's or the caller's another shape, memory or requires_grad"
         watch.complain("detach_, requires_grad_, set_ or a view in place", reason, "work on a view or a clone of it")
+    for changed in modes:
+        reason = "forward leaves it changed for what comes after the call"
+        watch.unsupported.append(Unsupported(changed, "forward", reason, "set it around the call"))
+    leaves_now, spec_now = torch.utils._pytree.tree_flatten((args, kwargs))
+    if spec_now != argument_spec or any(now is not then for now, then in zip(leaves_now, argument_leaves, strict=True)):
+        reason = "changes a list, a dict or an object that was passed to the module"
+        watch.unsupported.append(Unsupported("an argument", "forward", reason, "work on a copy of it"))
     for tensor in set(state.values()) - set(parameters):
         if tensor.requires_grad and tensor.grad_fn is not None:
             watch.complain("buffer", "forward leaves a buffer that requires grad", "update it under torch.no_grad()")

@@ -148,10 +148,10 @@ CHANGES = {
     "function of torch": (lambda m: attribute(F, "relu", torch.tanh), "global 'torch.nn.functional.relu' changed"),
     "default argument": (lambda m: attribute(_plus, "__defaults__", (2.0,)), "default arguments of _plus changed"),
     "keyword default": (lambda m: attribute(_plus, "__kwdefaults__", {"times": 2.0}), "default arguments of _plus"),
-    "code of a helper": (lambda m: attribute(_plus, "__code__", (lambda x: x).__code__), "code of _plus was replaced"),
+    "code of a helper": (lambda m: attribute(_plus, "__code__", (lambda x: x).__code__), "code of _plus changed"),
     "code of forward": (
         lambda m: attribute(Reads.forward, "__code__", (lambda self, x: x).__code__),
-        "code of Reads.forward was replaced",
+        "code of Reads.forward changed",
     ),
     "environment": (lambda m: environment("2"), "an environment variable changed"),
 }

@@ -133,7 +133,7 @@ CHANGES = {
     ),
     "forward of a class": (
         lambda m: set_attribute(nn.Tanh, "forward", lambda self, x: x),
-        "forward of class Tanh was replaced",
+        "forward of class Tanh changed",
     ),
     "nested dict": (lambda m: set_item(m.options["outer"], "inner", 9.0), "attribute 'options' of the module changed"),
     "nested list": (lambda m: set_item(m.options["list"][0], 1, 9.0), "attribute 'options' of the module changed"),

@@ -1,0 +1,222 @@
+"""A compiled call runs no Python: what forward changes outside of tensors is refused by name, and is as it was."""
+
+import collections
+import random
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bridge import UnsupportedModule, add_tvm_dispatch, examine, stats
+from tests.bridge import settings
+
+COUNT = 0
+LOG = []
+CACHE = {}
+
+
+def _counting():
+    calls = 0
+
+    def forward(self, x):
+        nonlocal calls
+        calls += 1
+        return self.linear(x)
+
+    forward.calls = lambda: calls
+    return forward
+
+
+class Holds(nn.Module):
+    total = 0
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.state = types.SimpleNamespace(calls=0, log=[])
+        self.nested = {"log": []}
+        self.array = np.zeros(3)
+        self.recent = collections.deque(maxlen=3)
+        self.generator = random.Random(0)
+
+
+def field(self, x):
+    self.state.calls += 1
+    return self.linear(x)
+
+
+def list_in_an_object(self, x):
+    self.state.log.append(1)
+    return self.linear(x)
+
+
+def list_in_a_dict(self, x):
+    self.nested["log"].append(1)
+    return self.linear(x)
+
+
+def array(self, x):
+    self.array[0] += 1
+    return self.linear(x)
+
+
+def recent(self, x):
+    self.recent.append(1)
+    return self.linear(x)
+
+
+def global_number(self, x):
+    global COUNT
+    COUNT += 1
+    return self.linear(x)
+
+
+def global_list(self, x):
+    LOG.append(1)
+    return self.linear(x)
+
+
+def class_number(self, x):
+    type(self).total += 1
+    return self.linear(x)
+
+
+def other_file(self, x):
+    settings.SCALE += 1
+    return self.linear(x)
+
+
+def activation(self, x):
+    y = self.linear(x)
+    self.state.last = y.detach()
+    return y
+
+
+STATE = {
+    field: "self.state",
+    list_in_an_object: "self.state",
+    list_in_a_dict: "self.nested",
+    array: "self.array",
+    recent: "self.recent",
+    global_number: "global 'COUNT'",
+    global_list: "global 'LOG'",
+    class_number: "attribute 'total' of class",
+    other_file: "global 'tests.bridge.settings.SCALE'",
+    activation: "self.state",
+    _counting(): "variable 'calls' around",
+}
+
+
+def _seen(module):
+    return (
+        (COUNT, list(LOG), type(module).total, settings.SCALE, vars(module.state), module.nested, list(module.recent)),
+        module.array.tolist(),
+    )
+
+
+def refused(forward, name, sample=None):
+    module = type("Changes", (Holds,), {"forward": forward})()
+    before = str(_seen(module))
+    with pytest.raises(UnsupportedModule) as caught:
+        add_tvm_dispatch(module, torch.ones(2, 6) if sample is None else sample)
+    assert [op.op for op in caught.value.ops if op.op.startswith(name)], str(caught.value)
+    assert str(_seen(module)) == before, "tracing left its mark"
+    return caught.value
+
+
+@pytest.mark.parametrize("forward", list(STATE), ids=lambda forward: forward.__name__)
+def test_state_that_every_call_changes_is_refused_and_put_back(forward):
+    refused(forward, STATE[forward])
+    if hasattr(forward, "calls"):
+        assert forward.calls() == 0
+
+
+def test_examine_lists_it():
+    module = type("Changes", (Holds,), {"forward": field})()
+    assert "self.state" in str(examine(module, torch.ones(2, 6)))
+    assert module.state.calls == 0
+
+
+def test_a_cache_that_is_filled_once_is_fine():
+    def forward(self, x):
+        if x.shape not in CACHE:
+            CACHE[x.shape] = 2.0
+        self.nested.setdefault("scale", 3.0)
+        return self.linear(x) * CACHE[x.shape] * self.nested["scale"]
+
+    module = type("Caches", (Holds,), {"forward": forward})()
+    add_tvm_dispatch(module, torch.ones(2, 6))
+    torch.testing.assert_close(module(torch.ones(2, 6)), module.forward(torch.ones(2, 6)))
+    assert stats(module).hits == 1
+
+
+def test_containers_stay_the_objects_that_they_were():
+    """torch.export puts copies of lists and dicts into the module; whoever shares them would be cut off."""
+
+    class Shares(Holds):
+        def forward(self, x):
+            return self.linear(x)
+
+    module = Shares()
+    before = dict(module.__dict__)
+    add_tvm_dispatch(module, torch.ones(2, 6))
+    for name in ("state", "nested", "array", "recent", "generator", "_parameters", "_modules", "_forward_hooks"):
+        assert module.__dict__[name] is before[name], name
+    assert module.nested["log"] is before["nested"]["log"]
+
+
+def python_draw(self, x):
+    return self.linear(x) * random.uniform(0.5, 1.0)
+
+
+def layer_drop(self, x):
+    return self.linear(x) if random.random() < 0.9 else x
+
+
+def own_python_draw(self, x):
+    return self.linear(x) * self.generator.choice([1, 2])
+
+
+def numpy_draw(self, x):
+    return self.linear(x) * float(np.random.rand())
+
+
+DRAWS = {python_draw: "random", layer_drop: "random", own_python_draw: "random", numpy_draw: "numpy.random"}
+
+
+@pytest.mark.parametrize("forward", list(DRAWS), ids=lambda forward: forward.__name__)
+def test_draws_from_other_generators_are_refused_and_undone(forward):
+    random.seed(3)
+    np.random.seed(3)
+    refusal = refused(forward, DRAWS[forward])
+    assert "not torch's" in str(refusal)
+    drawn = random.random(), np.random.rand()
+    random.seed(3)
+    np.random.seed(3)
+    assert drawn == (random.random(), np.random.rand()), "adding moved the program's own generators"
+
+
+def test_an_argument_that_collects_results_is_refused():
+    def into_dict(self, x):
+        x["out"] = self.linear(x["in"])
+        return x["out"]
+
+    def into_list(self, x):
+        x.append(1)
+        return self.linear(x[0])
+
+    sample = {"in": torch.ones(2, 6)}
+    refused(into_dict, "an argument", (sample,))
+    assert list(sample) == ["in"]
+    refused(into_list, "an argument", ([torch.ones(2, 6)],))
+
+
+def test_a_forward_that_leaves_a_mode_changed_is_refused():
+    def forward(self, x):
+        torch.set_grad_enabled(False)
+        return self.linear(x)
+
+    refused(forward, "grad mode")
+    assert torch.is_grad_enabled()
