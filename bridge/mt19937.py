@@ -23,13 +23,14 @@ import tvm_ffi
 
 from bridge.compile.build import Built, build_kernels, host_target
 from bridge.compile.mt19937 import STATE_WORDS, bernoulli_function, equal_function
+from bridge.forks import free_in_children
 from bridge.log import channel
 
 __all__ = ["Kernels", "Mask", "compiled", "draw", "draw_by_torch"]
 
 log = channel("mt19937")
 
-_LOCK = threading.Lock()  # a generator's state is read, advanced and put back by one thread at a time
+_LOCK = free_in_children(threading.Lock())  # a generator's state is read, advanced and put back by one thread at a time
 _ATTEMPTS = 8
 
 

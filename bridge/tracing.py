@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
+
+from bridge.forks import free_in_children
 
 __all__ = ["HERE", "is_capturing", "is_traced_here", "marked_capturing", "one_capture_at_a_time"]
 
@@ -48,16 +49,17 @@ def is_traced_here() -> bool:
     return torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
 
 
-@functools.cache
-def _lock() -> AbstractContextManager:
+#: torch.export keeps what it does in the process and in the module while it traces.
+_capturing = free_in_children(threading.RLock())
+
+
+@contextmanager
+def one_capture_at_a_time() -> Iterator[None]:
+    """The lock of those who trace, which a thread may take again: one module is captured, or one of Dynamo's graphs."""
     # Here, since these import the whole of Dynamo, as torch.export does. Before anything is replaced in nn.Module:
     # they remember what they find there.
     import torch.export._trace  # noqa: F401
     from torch._dynamo.convert_frame import compile_lock
 
-    return compile_lock
-
-
-def one_capture_at_a_time() -> AbstractContextManager:
-    """The lock of those who trace, which a thread may take again: one module is captured, or one of Dynamo's graphs."""
-    return _lock()
+    with _capturing, compile_lock:
+        yield
