@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,11 +27,12 @@ from bridge.decompose import decompose
 from bridge.errors import Unsupported, UnsupportedModule, refused_by_eager, user_line
 from bridge.fake_run import fake_run
 from bridge.grad_regions import origin_of, prepare
-from bridge.module_state import hooks_of
+from bridge.module_state import Snapshot, hooks_of
 from bridge.module_tensors import ModuleTensor, module_tensors, tensor_problem
 from bridge.outside import outside_tensors
 from bridge.own_draws import OwnDraws
 from bridge.python_state import PythonState, generators_put_back, modes_put_back
+from bridge.real_run import as_in_eager, real_run
 from bridge.witness import Draw, Output, Witness
 
 __all__ = [
@@ -65,6 +66,7 @@ class Captured:
         results: for each leaf of the module's result, the graph node that computes it (``None``: not computed).
         mutated: ``(index of a module tensor, node of its new value)`` pairs.
         witness: what eager does, see :mod:`bridge.witness`.
+        seen: the same as fake tensors have it; other strides, at most (:mod:`bridge.real_run`).
         draw_of: name of each node that draws -> index into ``witness.draws``.
         literals: tensor literals of the module's code, by placeholder name.
     """
@@ -82,6 +84,7 @@ class Captured:
     witness: Witness
     draw_of: dict[str, int]
     literals: dict[str, torch.Tensor]
+    seen: Witness
 
     @property
     def problems(self) -> list[Unsupported]:
@@ -122,7 +125,7 @@ def normalize_sample(sample_input: Any, sample_kwargs: dict[str, Any] | None) ->
 def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     """Captures the call ``module(*args, **kwargs)`` in the module's current mode.
 
-    The module is not run on real numbers. Python attributes that its forward sets are left set: callers that need the
+    Python attributes that its forward sets are left set: callers that need the
     module as it was take a :class:`bridge.python_state.PythonState`.
 
     What the graph does not hold exactly (custom autograd functions, mutated arguments or Python state, ...) is listed
@@ -151,7 +154,18 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     reason = "Python state that forward changes at every call; a compiled call runs no Python"
     hint = "keep it in a buffer, or change it outside of forward"
     seen.witness.unsupported += [Unsupported(what, f"{name}.forward", reason, hint) for what in changed]
-    return seen.captured()
+    captured = seen.captured()
+    if captured.problems:
+        return captured
+    before = Snapshot(module)
+    try:
+        with capturing(module, fakes=False):
+            real = real_run(module, seen.tensors, seen.real_tensors, args, kwargs)
+    finally:
+        before.restore()
+    witness, differences = as_in_eager(captured.witness, real)
+    witness.unsupported.extend(differences)
+    return replace(captured, witness=witness, seen=captured.witness)
 
 
 def _see(module: nn.Module, args: tuple, kwargs: dict[str, Any], name: str) -> _Seen:
@@ -284,14 +298,14 @@ class _Seen:
     def __init__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], exported: torch.export.ExportedProgram):
         self.name = type(module).__name__
         self.unsupported: list[Unsupported] = []
-        self.tensors, real_tensors = module_tensors(module, _constants(exported))
+        self.tensors, self.real_tensors = module_tensors(module, _constants(exported))
         self.unsupported += outside_tensors(exported, {name for tensor in self.tensors for name in tensor.names})
         requiring = _requiring_grad(exported, self.tensors, pytree.tree_leaves((args, kwargs)))
         needs_grad = functools.partial(_is_named, requiring)
         self.unsupported += spell_out_casts(exported.graph_module, ambient_autocast(), needs_grad)
         self.unsupported += prepare(exported.graph_module, needs_grad)
         with GradModesInRegions() as grad_modes:
-            self.run = fake_run(module, self.tensors, real_tensors, args, kwargs)
+            self.run = fake_run(module, self.tensors, self.real_tensors, args, kwargs)
         self.unsupported += grad_modes.problems
         self.witness = self.run.witness
         with torch.autocast("cpu", enabled=False):  # its casts are in the graph by now
@@ -400,6 +414,7 @@ class _Seen:
             results=tuple(results),
             mutated=tuple(mutated),
             witness=self.witness,
+            seen=self.witness,
             draw_of=self.draw_of,
             literals=literals,
         )

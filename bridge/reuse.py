@@ -78,7 +78,7 @@ def lower_once(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: 
         raise_if_eager_raises(module, args, kwargs)  # fake tensors let some mistakes pass (mixed types in a product)
         raise
     lowered.seconds = time.perf_counter() - started
-    inside = _inside(captured.witness)
+    inside = _inside(captured.seen)
     owned = all(tensor.kind != "attribute" for tensor in captured.module_tensors)
     if outside is not None and inside is not None and owned:
         for key in [key for key, held in _LOWERED.items() if not held]:

@@ -13,17 +13,17 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import torch
 from torch._prims_common import is_non_overlapping_and_dense_or_false
-from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bridge.call_sequence import CallSequence
 from bridge.errors import Unsupported, user_line
 from bridge.op_trace import OpTrace
 from bridge.python_state import modes_put_back, moved_generators
@@ -82,14 +82,15 @@ class Output:
 class Witness:
     """What one eager call did: its outputs, its draws in order, and whatever stands in the way of compiling it.
 
-    ``trace`` are the operators that it ran (:mod:`bridge.op_trace`), ``None`` where they cannot be compared with those
-    of another call.
+    ``calls`` are the torch functions that forward called, ``trace`` are the operators that ran
+    (:mod:`bridge.op_trace`): ``None`` where they cannot be compared with those of another call.
     """
 
     outputs: list[Output] = field(default_factory=list)
     out_spec: Any = None
     draws: list[Draw] = field(default_factory=list)
     unsupported: list[Unsupported] = field(default_factory=list)
+    calls: CallSequence = field(default_factory=CallSequence)
     trace: tuple | None = None
 
 
@@ -158,25 +159,29 @@ def _draws_nothing(func, args) -> bool:
 class _InPlaceWatcher(TorchFunctionMode):
     """Sees every torch call of the module and reports in-place tricks that a functional graph would get wrong."""
 
-    def __init__(self, watch: _Watch):
+    def __init__(self, watch: _Watch, calls: CallSequence):
         super().__init__()
         self.watch = watch
+        self.calls = calls
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.watch.look_for_custom_function()
         name = getattr(func, "__name__", str(func))
-        tensors = [leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        values = torch.utils._pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor)]
         if name in ("register_hook", "retain_grad", "register_post_accumulate_grad_hook"):
             self.watch.complain(f"Tensor.{name}", "a tensor hook set inside forward")
         versions = [tensor._version for tensor in tensors]
         result = func(*args, **kwargs)
-        for tensor, version in zip(tensors, versions, strict=True):
-            if tensor._version != version:
-                self.watch.mutated(name, tensor)
-        for leaf in _leaves(result):
+        written = [tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version != version]
+        for tensor in written:
+            self.watch.mutated(name, tensor)
+        results = _leaves(result)
+        for leaf in results:
             if isinstance(leaf, torch.Tensor):
                 self.watch.returned(name, tensors, leaf)
+        self.calls.add(name, values, tensors, results, written)
         return result
 
 
@@ -345,9 +350,11 @@ def observe(
     inputs: Sequence[torch.Tensor],
     args: tuple,
     kwargs: dict[str, Any],
-    mode: FakeTensorMode,
+    mode: AbstractContextManager,
+    *,
+    traced: bool = True,
 ) -> Witness:
-    """Runs ``module`` on fake tensors and reports what eager does.
+    """Runs ``module``, on fake tensors unless told otherwise, and reports what eager does.
 
     Args:
         module: the user's module; it is not changed.
@@ -355,13 +362,14 @@ def observe(
         parameters: those of them that are parameters.
         inputs: fake module tensors and argument tensors, in the order that indices in the result refer to.
         args, kwargs: the sample with fake tensors in it.
-        mode: the fake mode that all of them belong to.
+        mode: the fake mode that all of them belong to; of real ones, a context that does nothing.
+        traced: whether the trace is wanted. It keeps every tensor until it is complete.
     """
     argument_leaves, argument_spec = torch.utils._pytree.tree_flatten((args, kwargs))
     watch = _Watch(argument_leaves, parameters)
     witness = Witness(unsupported=watch.unsupported)
-    trace = OpTrace(inputs)
-    recorders = _InPlaceWatcher(watch), _DrawRecorder(witness.draws, watch.complain, trace)
+    trace = OpTrace(inputs) if traced else None
+    recorders = _InPlaceWatcher(watch, witness.calls), _DrawRecorder(witness.draws, watch.complain, trace)
     geometry = [_geometry(tensor) for tensor in inputs]
     with modes_put_back() as modes:
         with mode, _exporting_flag(), _generator_watch(watch), recorders[0], recorders[1]:
@@ -381,7 +389,7 @@ def observe(
             watch.complain("buffer", "forward leaves a buffer that requires grad", "update it under torch.no_grad()")
     leaves, witness.out_spec = torch.utils._pytree.tree_flatten(result)
     _describe_outputs(leaves, inputs, witness, watch)
-    witness.trace = trace.finish(leaves, list(state.items()))
+    witness.trace = trace.finish(leaves, list(state.items())) if trace else None
     return witness
 
 

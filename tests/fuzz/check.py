@@ -91,6 +91,8 @@ def _check(program: Program) -> Verdict:
     return Verdict("same", "; ".join(counted.misses))
 
 
+DISPATCH_STATE = ("_compiled_call_impl", "_forward_hooks_with_kwargs")
+"""Attributes of every module in which a dispatch is noted."""
 PARTITIONS = ("min_cut", "min_cut", "min_cut", "save_all", "recompute_all", MinCut(budget=0.3))
 ON_MISS = ("eager", "eager", "compile")
 
@@ -122,7 +124,7 @@ def _add(module: nn.Module, arguments: Arguments, seed: int) -> None:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """Its attributes: objects by identity, containers and plain values by what they hold (tracing renews them)."""
-    return {name: _key(value) for name, value in module.__dict__.items() if name != "_compiled_call_impl"}
+    return {name: _key(value) for name, value in module.__dict__.items() if name not in DISPATCH_STATE}
 
 
 def _key(value: Any) -> Any:
@@ -155,7 +157,7 @@ def _compare(eager: nn.Module, dispatched: nn.Module, call: Call) -> bool:
 
 
 def _assert_same(reference: nn.Module, call: Call, got: Played, want: Played) -> None:
-    labels = ("structure", "requires_grad", "same objects")
+    labels = ("structure", "requires_grad and strides", "same objects")
     for label, one, other in zip(labels, got.form, want.form, strict=True):
         if one != other:
             raise Wrong(f"{call.name}: {label}: {one}, eager's is {other}")

@@ -41,7 +41,7 @@ def play(module: nn.Module, call: Call) -> Played:
     leaves, spec = pytree.tree_flatten(result)
     values: dict[str, Any] = {f"output {i}": _copy(leaf) for i, leaf in enumerate(leaves)}
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    needs = tuple(leaf.requires_grad for leaf in tensors)
+    needs = tuple((leaf.requires_grad, _strides(leaf)) for leaf in tensors)
     objects = [*pytree.tree_leaves((arguments.args, arguments.kwargs)), *leaves]
     same = tuple(next(i for i, other in enumerate(objects) if other is leaf) for leaf in leaves)
     shared, spanned = _shared_memory(objects, anyhow=True), _shared_memory(objects, anyhow=False)
@@ -54,6 +54,12 @@ def play(module: nn.Module, call: Call) -> Played:
     values |= {f"gradient of argument {i}": _copy(leaf.grad) for i, leaf in enumerate(arguments.leaves)}
     values |= {f"buffer {name}": _copy(buffer) for name, buffer in module.named_buffers()}
     return Played(values, (spec, needs, same), generator, shared, spanned)
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Those of a tensor made like it: they decide the order in which a later draw fills memory."""
+    pairs = zip(tensor.shape, torch.empty_like(tensor).stride(), strict=True) if tensor.numel() else ()
+    return tuple(stride for extent, stride in pairs if extent != 1)
 
 
 def _shared_memory(objects: list[Any], *, anyhow: bool) -> set[tuple[int, int]]:

@@ -1,0 +1,147 @@
+"""Where the shape functions of fake tensors give other strides than eager's kernels, eager's are taken."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from bridge import UnsupportedModule, add_tvm_dispatch, stats
+from bridge.real_run import as_in_eager
+from bridge.witness import Draw, Output, Witness
+
+
+def transposed_input() -> torch.Tensor:
+    return torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).t().requires_grad_()
+
+
+class Normalized(nn.Module):
+    """A normalization of a transposed tensor: contiguous in eager, transposed on fake tensors."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, dtype=torch.float64)
+        self.then = then
+
+    def forward(self, x):
+        return self.then(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda y: y,
+        lambda y: torch.randn_like(y) * y,
+        lambda y: nn.functional.dropout(y, 0.4),
+        lambda y: y * torch.empty_like(y).uniform_(),
+    ],
+    ids=["returned", "randn_like", "dropout", "uniform_"],
+)
+def test_strides_are_eagers(then):
+    x = transposed_input()
+    eager = Normalized(then)
+    module = copy.deepcopy(eager)
+    add_tvm_dispatch(module, x)
+    results = []
+    for each in (eager, module):
+        torch.manual_seed(0)
+        result = each(x)
+        after = nn.functional.dropout(result, 0.5)
+        results.append((result, after, *torch.autograd.grad(after.sum(), [x, *each.parameters()])))
+    assert stats(module).hits == 1
+    assert results[0][0].stride() == results[1][0].stride()
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_copy_that_is_a_view_in_eager_is_refused():
+    """What is written through the view changes the normalized tensor in eager and nothing in the traced graph."""
+
+    def write(y):
+        y.detach_().reshape(-1).add_(1)
+        return y
+
+    module = Normalized(write).eval()
+    x = transposed_input()
+    expected = module(x)
+    with pytest.raises(UnsupportedModule, match="one of the two is written"):
+        add_tvm_dispatch(module, x)
+    torch.testing.assert_close(module(x), expected)
+
+
+def test_the_module_is_as_before_and_its_buffers_are_not_updated():
+    module = Normalized(nn.functional.dropout)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    add_tvm_dispatch(module, transposed_input())
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def draw(**changes) -> Draw:
+    return Draw(
+        **{"op": "aten.randn", "shape": (2, 3), "stride": (3, 1), "dtype": torch.float32, "args": (), **changes}
+    )
+
+
+def output(**changes) -> Output:
+    return Output(**{"is_tensor": True, "shape": (2, 3), "stride": (3, 1), "dtype": torch.float32, **changes})
+
+
+@pytest.mark.parametrize(
+    "real",
+    [
+        Witness([output()], None, [draw(shape=(3, 2))]),
+        Witness([output()], None, []),
+        Witness([output(alias_of=("input", 0))], None, [draw()]),
+        Witness([output(requires_grad=True)], None, [draw()]),
+    ],
+    ids=["draw", "no draw", "alias", "requires_grad"],
+)
+def test_any_other_difference_is_a_problem(real):
+    assert as_in_eager(Witness([output()], None, [draw()]), real)[1]
+
+
+def test_other_strides_alone_are_taken():
+    real = Witness([output(stride=(1, 2))], None, [draw(stride=(1, 2))])
+    witness, problems = as_in_eager(Witness([output()], None, [draw()]), real)
+    assert not problems and witness.outputs == real.outputs and witness.draws == real.draws
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda y: y * y.stride(0),
+        lambda y: y * 2 if y.is_contiguous() else y * 3,
+        lambda y: y.sin() if y.is_contiguous() else y.cos(),
+        lambda y: y.as_strided((3,), (2,)),
+    ],
+    ids=["number", "factor", "branch", "as_strided"],
+)
+def test_code_that_looks_at_strides_is_refused_with_its_line(then):
+    with pytest.raises(UnsupportedModule) as caught:
+        add_tvm_dispatch(Normalized(then).eval(), transposed_input())
+    problem = caught.value.ops[0]
+    assert "test_real_run.py" in problem.where and ("stride" in problem.where or "contiguous" in problem.where)
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda y: y.reshape(-1) * 2,
+        lambda y: y.contiguous().sin(),
+        lambda y: y.reshape(-1).sin().add_(1),
+        lambda y: torch.zeros(3).add_(1).sum() * y.reshape(-1),
+    ],
+)
+def test_a_copy_that_is_a_view_in_eager_is_fine_where_nobody_writes(then):
+    module = Normalized(then)
+    eager = copy.deepcopy(module)
+    x = transposed_input()
+    add_tvm_dispatch(module, x)
+    torch.testing.assert_close(module(x), eager(x))
+    assert stats(module).hits == 1
