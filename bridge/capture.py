@@ -27,7 +27,7 @@ from bridge.decompose import decompose
 from bridge.errors import Unsupported, UnsupportedModule, refused_by_eager, user_line
 from bridge.fake_run import fake_run
 from bridge.grad_regions import origin_of, prepare
-from bridge.module_state import Snapshot, hooks_of
+from bridge.module_state import hooks_of
 from bridge.module_tensors import ModuleTensor, module_tensors, tensor_problem
 from bridge.outside import outside_tensors
 from bridge.own_draws import OwnDraws
@@ -157,7 +157,7 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     captured = seen.captured()
     if captured.problems:
         return captured
-    before = Snapshot(module)
+    before = PythonState(module)
     try:
         with capturing(module, fakes=False):
             real = real_run(module, seen.tensors, seen.real_tensors, args, kwargs)
