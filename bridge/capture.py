@@ -31,6 +31,7 @@ from bridge.module_state import hooks_of
 from bridge.module_tensors import ModuleTensor, module_tensors, tensor_problem
 from bridge.outside import outside_tensors
 from bridge.own_draws import OwnDraws
+from bridge.parallel import refuse_parallel
 from bridge.python_state import PythonState, generators_put_back, modes_put_back
 from bridge.real_run import as_in_eager, real_run
 from bridge.witness import Draw, Output, Witness
@@ -182,7 +183,7 @@ def check_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raises :class:`UnsupportedModule` for what is never captured: lazy parameters, hooks inside, odd arguments."""
     name = type(module).__name__
     _refuse_uninitialized(module, name)
-    _refuse_shards(module, name)
+    refuse_parallel(module)
     _refuse_hooks(module, name)
     _refuse_arguments(args, kwargs, name)
 
@@ -197,14 +198,6 @@ def _refuse_uninitialized(module: nn.Module, name: str) -> None:
         reason = "a parameter of a lazy module that has no shape yet"
         hint = "call the module once on a sample, then dispatch it"
         raise UnsupportedModule(name, [Unsupported(f"uninitialized '{path}'", path, reason, hint) for path in lazy])
-
-
-def _refuse_shards(module: nn.Module, name: str) -> None:
-    """``fully_shard`` leaves this rank's part of each parameter on the module until it is called."""
-    shards = [path for path, parameter in module.named_parameters() if type(parameter.data).__name__ == "DTensor"]
-    if shards:
-        reason, hint = "a parameter that is a shard already (DTensor)", "call add_tvm_dispatch before fully_shard"
-        raise UnsupportedModule(name, [Unsupported(f"shard '{path}'", path, reason, hint) for path in shards])
 
 
 def _refuse_hooks(module: nn.Module, name: str) -> None:

@@ -13,14 +13,22 @@ import json
 import os
 import pathlib
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.dynamo import graphs
@@ -30,6 +38,19 @@ STEPS = 10
 ROWS, WIDTH = 5, 8
 
 Report = dict[str, Any]
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def sharded_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return ZeroRedundancyOptimizer(list(parameters), torch.optim.AdamW, lr=1e-3)
 
 
 class Net(nn.Module):
@@ -40,20 +61,26 @@ class Net(nn.Module):
         self.first = nn.Linear(6, WIDTH)
         self.blocks = nn.ModuleList(Block(normalization) for normalization in (nn.LayerNorm, nn.BatchNorm1d))
         self.last = nn.Linear(WIDTH, 1)
+        self.checkpoints = False
 
     def forward(self, x: Tensor, skip: bool = False) -> Tensor:
         x = self.first(x)
-        x = x + self.blocks[0](x)
+        x = x + (checkpoint(self.blocks[0], x, use_reentrant=False) if self.checkpoints else self.blocks[0](x))
         if not skip:
             x = x + self.blocks[1](x)
         return self.last(x)
 
 
 class Block(nn.Module):
+    """No bias in front of BatchNorm, which subtracts it again.
+
+    Its gradient would be rounding alone, and AdamW scales that to steps as large as any.
+    """
+
     def __init__(self, normalization: type[nn.Module]) -> None:
         super().__init__()
-        layers = nn.Linear(WIDTH, 11), nn.GELU(), nn.Dropout(0.2), nn.Linear(11, WIDTH), normalization(WIDTH)
-        self.layers = nn.Sequential(*layers)
+        last = nn.Linear(11, WIDTH, bias=normalization is nn.LayerNorm)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 11), nn.GELU(), nn.Dropout(0.2), last, normalization(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
@@ -64,9 +91,10 @@ def make_net(dtype: torch.dtype = torch.float64) -> Net:
     return Net().to(dtype).train()
 
 
-def dispatch_blocks(net: Net) -> None:
+def dispatch_blocks(net: Net, **options: Any) -> None:
     for block in net.blocks:
-        add_tvm_dispatch(block, torch.randn(ROWS, WIDTH, dtype=net.first.weight.dtype, requires_grad=True))
+        sample = torch.randn(ROWS, WIDTH, dtype=net.first.weight.dtype, requires_grad=True)
+        add_tvm_dispatch(block, sample, **options)
 
 
 def train(
@@ -76,16 +104,18 @@ def train(
     skip_every: int = 0,
     accumulate: Callable[[bool], Any] = contextlib.nullcontext,
     clip: bool = False,
+    optimizer: Optimizer = momentum,
+    steps: int = STEPS,
 ) -> None:
-    """``STEPS`` optimizer steps of two micro-batches each, on data of this rank's own.
+    """Optimizer steps of two micro-batches each, on data of this rank's own.
 
     ``accumulate(last)`` is entered around each micro-batch; ``last`` says whether an optimizer step follows.
     """
     data = torch.Generator().manual_seed(100 + dist.get_rank())
     torch.manual_seed(7 + dist.get_rank())
     dtype = next(net.parameters()).dtype
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    for step in range(STEPS):
+    optimizer = optimizer(net.parameters())
+    for step in range(steps):
         for last in (False, True):
             x = torch.randn(ROWS, 6, generator=data, dtype=torch.float64).to(dtype)
             with accumulate(last):
@@ -116,10 +146,19 @@ def report(eager: Net, dispatched: Net) -> Report:
     }
 
 
-def ddp(name: str, *, whole: bool = False, **options: Any) -> Report:
+def ddp(
+    name: str,
+    *,
+    whole: bool = False,
+    dtype: torch.dtype = torch.float64,
+    optimizer: Optimizer = momentum,
+    checkpoints: bool = False,
+    **options: Any,
+) -> Report:
     nets = []
     for dispatched in (False, True):
-        net = make_net()
+        net = make_net(dtype)
+        net.checkpoints = checkpoints
         if dispatched and not whole:
             dispatch_blocks(net)
         wrapped = DistributedDataParallel(net, **options)
@@ -131,12 +170,26 @@ def ddp(name: str, *, whole: bool = False, **options: Any) -> Report:
             def accumulate(last: bool, wrapped: DistributedDataParallel = wrapped) -> Any:
                 return contextlib.nullcontext() if last else wrapped.no_sync()
 
-        train(net, wrapped, skip_every=3 if name == "ddp unused" else 0, accumulate=accumulate)
+        if name == "ddp hook":
+            wrapped.register_comm_hook(None, fp16_compress_hook)
+        if name == "ddp join":
+            with wrapped.join():
+                train(net, wrapped, steps=STEPS - 3 * dist.get_rank())
+        else:
+            skip = 3 if name == "ddp unused" else 0
+            train(net, wrapped, skip_every=skip, accumulate=accumulate, optimizer=optimizer)
         nets.append(net)
     return report(*nets)
 
 
-def fsdp(name: str, *, clip: bool = False, dtype: torch.dtype = torch.float64, **options: Any) -> Report:
+def fsdp(
+    name: str,
+    *,
+    clip: bool = False,
+    dtype: torch.dtype = torch.float64,
+    optimizer: Optimizer = momentum,
+    **options: Any,
+) -> Report:
     nets = []
     for dispatched in (False, True):
         net = make_net(dtype)
@@ -153,8 +206,51 @@ def fsdp(name: str, *, clip: bool = False, dtype: torch.dtype = torch.float64, *
                 yield
 
         # batch normalization cannot run on halves beside its buffers in full precision, so that block is skipped
-        train(net, net, clip=clip, accumulate=accumulate, skip_every=1 if name == "fsdp mixed" else 0)
+        skip = 1 if name == "fsdp mixed" else 0
+        train(net, net, clip=clip, accumulate=accumulate, skip_every=skip, optimizer=optimizer)
         nets.append(net)
+    return report(*nets)
+
+
+def mixed_precision() -> Report:
+    """Parameters in bfloat16 while a block runs: entries are compiled as the calls come."""
+    nets = []
+    for kind in ("exact", "eager", "dispatched"):
+        net = make_net(torch.float64 if kind == "exact" else torch.float32)
+        if kind == "dispatched":
+            dispatch_blocks(net, on_miss="compile")
+        policy = MixedPrecisionPolicy(param_dtype=None if kind == "exact" else torch.bfloat16)
+        for part in (*net.blocks, net):
+            fully_shard(part, mp_policy=policy)
+        train(net, net, skip_every=1)
+        nets.append(net)
+    exact, eager, dispatched = ({name: full(p) for name, p in net.named_parameters()} for net in nets)
+
+    def off(values: dict[str, Tensor]) -> float:
+        return sum((values[name].double() - exact[name]).square().sum().item() for name in exact) ** 0.5
+
+    return {"ours": off(dispatched), "eager": off(eager), "hits": stats(nets[2].blocks[0]).hits}
+
+
+def saved_and_loaded() -> Report:
+    """Shards of a dispatched model, saved and loaded by ``torch.distributed.checkpoint``, go on as eager's do."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    nets = []
+    for dispatched in (False, True):
+        first, second = make_net(), make_net()
+        for net in (first, second):
+            if dispatched:
+                dispatch_blocks(net)
+            for part in (*net.blocks, net):
+                fully_shard(part)
+        train(first, first, steps=3)
+        dcp.save(get_model_state_dict(first), checkpoint_id=f"{folder[0]}/{dispatched}")
+        loaded = get_model_state_dict(second)
+        dcp.load(loaded, checkpoint_id=f"{folder[0]}/{dispatched}")
+        set_model_state_dict(second, loaded)
+        train(second, second)
+        nets.append(second)
     return report(*nets)
 
 
@@ -202,16 +298,21 @@ def flat_shards() -> Report:
     }
 
 
-def fsdp_first() -> Report:
-    """Dispatch asked for when the parameters are shards already."""
-    net = make_net()
-    for part in (*net.blocks, net):
+def refusals() -> Report:
+    """Dispatch asked for when it is too late, or of a wrapper."""
+    sharded, parallel = make_net(), make_net()
+    for part in (*sharded.blocks, sharded):
         fully_shard(part)
-    try:
-        dispatch_blocks(net)
-    except UnsupportedModule as refusal:
-        return {"refusal": str(refusal)}
-    return {"refusal": None}
+    parallelize_module(parallel, init_device_mesh("cpu", (WORLD,)), {"blocks.0.layers.0": ColwiseParallel()})
+    flat = FullyShardedDataParallel(make_net(), device_id=torch.device("cpu"))
+    modules = {"sharded": sharded, "parallel": parallel, "flat": flat, "wrapped": DistributedDataParallel(make_net())}
+    found = {}
+    for name, module in modules.items():
+        try:
+            add_tvm_dispatch(module, torch.randn(ROWS, 6, dtype=torch.float64))
+        except UnsupportedModule as refusal:
+            found[name] = str(refusal)
+    return found
 
 
 SCENARIOS: dict[str, Callable[[], Report]] = {
@@ -221,6 +322,12 @@ SCENARIOS: dict[str, Callable[[], Report]] = {
     "ddp static_graph": lambda: ddp("ddp static_graph", static_graph=True),
     "ddp bucket_view": lambda: ddp("ddp bucket_view", gradient_as_bucket_view=True),
     "ddp dispatched last": lambda: ddp("ddp dispatched last", whole=True),
+    "ddp join": lambda: ddp("ddp join"),
+    "ddp hook": lambda: ddp("ddp hook"),
+    "ddp checkpoint": lambda: ddp("ddp checkpoint", checkpoints=True),
+    "ddp sharded optimizer": lambda: ddp("ddp sharded optimizer", optimizer=sharded_adamw),
+    "ddp float32": lambda: ddp("ddp float32", dtype=torch.float32),
+    "ddp float32 adamw": lambda: ddp("ddp float32 adamw", dtype=torch.float32, optimizer=adamw),
     "fsdp": lambda: fsdp("fsdp"),
     "fsdp not resharded": lambda: fsdp("fsdp not resharded", reshard_after_forward=False),
     "fsdp accumulate": lambda: fsdp("fsdp accumulate"),
@@ -228,7 +335,10 @@ SCENARIOS: dict[str, Callable[[], Report]] = {
     "fsdp mixed": lambda: fsdp(
         "fsdp mixed", dtype=torch.float32, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     ),
-    "fsdp first": fsdp_first,
+    "fsdp mixed compiled": mixed_precision,
+    "fsdp float32 adamw": lambda: fsdp("fsdp float32 adamw", dtype=torch.float32, optimizer=adamw),
+    "fsdp saved": saved_and_loaded,
+    "refusals": refusals,
     "fsdp flat": flat_shards,
     "ddp compiled": lambda: compiled(sharded=False),
     "fsdp compiled": lambda: compiled(sharded=True),

@@ -14,7 +14,20 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 
 TOLERANCE = 1e-10  # float64, ten steps
 CALLS = 2 * STEPS
-OTHERS = {"ddp unused", "fsdp mixed", "fsdp first", "fsdp flat", "ddp compiled", "fsdp compiled"}
+FLOAT32 = [name for name in SCENARIOS if "float32" in name]
+OTHERS = {
+    *FLOAT32,
+    "ddp unused",
+    "ddp join",
+    "ddp hook",
+    "ddp checkpoint",
+    "fsdp mixed",
+    "fsdp mixed compiled",
+    "refusals",
+    "fsdp flat",
+    "ddp compiled",
+    "fsdp compiled",
+}
 DISPATCHED = [name for name in SCENARIOS if name not in OTHERS]
 
 
@@ -59,9 +72,45 @@ def test_mixed_precision_shards_run_eager_with_a_reason(reports):
         assert sum(called.values()) == CALLS and all("dtype" in reason for reason in called)
 
 
-def test_shards_are_refused_by_name(reports):
-    for seen in reports["fsdp first"]:
-        assert seen["refusal"] is not None and "fully_shard" in seen["refusal"]
+def test_mixed_precision_shards_are_dispatched_with_entries_of_their_own(reports):
+    for seen in reports["fsdp mixed compiled"]:
+        assert seen["hits"] == CALLS and seen["ours"] < 3 * seen["eager"]
+
+
+@pytest.mark.parametrize("scenario", FLOAT32)
+def test_float32_and_adamw(reports, scenario):
+    for seen in reports[scenario]:
+        assert seen["difference"] < 1e-6 and seen["moved"] > 0.005
+        assert seen["hits"] == [CALLS, CALLS] and seen["misses"] == [{}, {}]
+
+
+def test_uneven_inputs_are_joined(reports):
+    for rank, seen in enumerate(reports["ddp join"]):
+        assert seen["difference"] < TOLERANCE and seen["moved"] > 0.01
+        assert seen["hits"] == [CALLS - 6 * rank] * 2 and seen["misses"] == [{}, {}]
+
+
+def test_a_communication_hook_gets_eagers_gradients(reports):
+    """It rounds them to float16, so that a difference at rounding level may become one of float16."""
+    for seen in reports["ddp hook"]:
+        assert seen["difference"] < 1e-3 and seen["moved"] > 0.01 and seen["hits"] == [CALLS, CALLS]
+
+
+def test_checkpoints_run_the_forward_again(reports):
+    for seen in reports["ddp checkpoint"]:
+        assert seen["difference"] < TOLERANCE and seen["moved"] > 0.01
+        assert seen["hits"] == [2 * CALLS, CALLS] and seen["misses"] == [{}, {}]
+
+
+def test_shards_and_wrappers_are_refused_by_name(reports):
+    words = {
+        "sharded": "call add_tvm_dispatch before fully_shard",
+        "parallel": "leave tensor parallelism",
+        "flat": "or use fully_shard",
+        "wrapped": "add_tvm_dispatch(model.module, ...)",
+    }
+    for seen in reports["refusals"]:
+        assert {name: words[name] for name in seen if words[name] in seen[name]} == words
 
 
 @pytest.mark.parametrize(("scenario", "graphs"), [("ddp compiled", 1), ("fsdp compiled", 2)])
