@@ -132,6 +132,10 @@ class CodeGuard:
             if _is_users(value):
                 self._reached.add(reason, value)
 
+    def mentions(self, *names: str) -> bool:
+        """Whether one of these names occurs in the code."""
+        return any(not set(names).isdisjoint(names_of(function.__code__)) for function in self._functions)
+
     def _now(self) -> list[Any]:
         return [value for read, source in self._read for value in read(source)]
 

@@ -23,6 +23,7 @@ from bridge.guards import Mismatch, has_global_hooks, interpreter_state
 from bridge.hooks import call_with_hooks
 from bridge.log import channel
 from bridge.lower import DEFAULT_PARTITION
+from bridge.mismatch import INTERPRETER
 from bridge.outer_compiler import call_opaque, hide, mark, unmark
 from bridge.stats import DispatchStats
 from bridge.tracing import is_capturing, is_traced_here
@@ -73,6 +74,8 @@ class Dispatcher:
         ):
             if has_global_hooks():  # they run for modules inside as well: the call misses
                 return self.dispatch(module, args, kwargs, eager=module._call_impl)
+            if module._backward_hooks and not module._is_full_backward_hook:
+                return self._miss(module, _OLD_HOOK, module._call_impl, args, kwargs)
             return call_with_hooks(module, lambda *args, **kwargs: self.dispatch(module, args, kwargs), args, kwargs)
         return self.dispatch(module, args, kwargs)
 
@@ -88,15 +91,17 @@ class Dispatcher:
         found = self._match(module, args, kwargs)
         if not isinstance(found, Mismatch):
             return self._hit(*found)
-        if self.on_miss == "error":
-            raise DispatchMiss(f"{type(module).__name__}: {found.reason}")
         if self.on_miss == "compile" and found.reason not in self._refused:
             added = self._compile(module, args, kwargs, found)
             if added is not None:
                 return self._hit(*added)
+        return self._miss(module, found, eager or module.forward, args, kwargs)
+
+    def _miss(self, module: nn.Module, found: Mismatch, eager: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.on_miss == "error":
+            raise DispatchMiss(f"{type(module).__name__}: {found.reason}")
         self.stats.misses[found.reason] += 1
         guards_log.info("%s runs eager: %s", type(module).__name__, found.reason)
-        eager = eager or module.forward
         if self.on_miss == "compile":
             with self._adding:  # what forward keeps on the module (a cache) is not for another thread's capture
                 return eager(*args, **kwargs)
@@ -169,18 +174,42 @@ class Dispatcher:
             )
 
     def add(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry:
-        """Compiles an entry for a call. Raises as :func:`add_tvm_dispatch`."""
+        """Compiles an entry for a call, in the place of those that serve it already with another strategy or target.
+
+        One that serves it in the same way is kept, and returned. Raises as :func:`add_tvm_dispatch`.
+        """
         refuse_state(type(module).__name__)
+        replaced = [entry for entry in self.stats.entries if _serves(entry, module, args, kwargs)]
+        for entry in replaced:
+            if _is_same(entry.partition, self.partition) and str(entry.target) == str(self.target):
+                log.info("%r serves the call already", entry)
+                return entry
         entry = compile_entry(module, args, kwargs, partition=self.partition, target=self.target)
         with self._adding:  # a new list: calls in other threads may be walking through the old one
-            self.stats.entries = [*self.stats.entries, entry]
+            self.stats.entries = [*(each for each in self.stats.entries if each not in replaced), entry]
         log.info("added %r", entry)
         return entry
 
 
+#: A hook of the deprecated kind is handed the gradients of the module's last operator, which is not there any more.
+_OLD_HOOK = Mismatch(INTERPRETER, "backward hook of the deprecated kind", "use register_full_backward_hook")
+
+
+def _serves(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+    try:
+        entry.guard.match(module, args, kwargs)
+    except Mismatch:
+        return False
+    return True
+
+
+def _is_same(strategy: Any, other: Any) -> bool:
+    return strategy is other or (type(strategy) is type(other) and bool(strategy == other))
+
+
 def refuse_state(module_name: str) -> None:
     """Capturing needs plain PyTorch around it: :class:`UnsupportedModule` names what else is active."""
-    anything = ("grad mode", "default dtype", "autocast", "deterministic algorithms")
+    anything = ("grad mode", "inference mode", "default dtype", "autocast", "deterministic algorithms")
     for name, value in interpreter_state():
         if name not in anything and value is not False:
             problem = Unsupported(name, "where add_tvm_dispatch is called", "is active", "add the dispatch outside it")
@@ -208,7 +237,9 @@ def add_tvm_dispatch(
     arguments, training flags, grad mode, autocast, which tensors require grad, the module tree, its plain attributes
     and what its code reads. It is compiled under the grad mode and the autocast state around this call. Any
     other call runs as PyTorch would and is counted with a reason in :func:`stats`. Called again with another sample
-    or in another mode, it adds an entry.
+    or in another mode, it adds an entry; with a call that an entry serves already, it changes ``on_miss``, and
+    compiles anew only for another ``partition`` or ``target``. An entry added under ``torch.no_grad()`` also serves
+    ``torch.inference_mode()``; where nothing requires a gradient, one entry serves with and without gradients.
 
     Dispatched modules may be called from several threads. Adding an entry, by this function or by a call that misses
     under ``on_miss="compile"``, may not run beside calls of modules in other threads: while torch.export traces, it
@@ -245,8 +276,13 @@ def add_tvm_dispatch(
         raise ValueError(f"{type(module).__name__} was compiled with module.compile(); dispatch a module that was not")
     target = tvm.target.Target(target) if target is not None else None
     dispatcher = _dispatcher(module) or Dispatcher(module, partition=partition, on_miss=on_miss, target=target)
+    before = dispatcher.partition, dispatcher.on_miss, dispatcher.target
     dispatcher.partition, dispatcher.on_miss, dispatcher.target = partition, on_miss, target
-    dispatcher.add(module, args, kwargs)
+    try:
+        dispatcher.add(module, args, kwargs)
+    except BaseException:
+        dispatcher.partition, dispatcher.on_miss, dispatcher.target = before
+        raise
     module.__dict__[_ATTRIBUTE] = dispatcher
     mark(module)
     return module

@@ -40,7 +40,11 @@ class Entry:
         plan: what is saved for the backward and why, or ``None``.
         compile_seconds: from capture to the compiled programs.
         hits: calls that this entry ran.
+        partition, target: what it was compiled with, as they were given.
     """
+
+    partition: Any = None
+    target: Any = None
 
     def __init__(self, guard: Guard, lowered: Lowered, target: Any):
         started = time.perf_counter()
@@ -283,8 +287,22 @@ def compile_entry(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, par
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower.lower`.
     """
-    with one_capture_at_a_time():
-        return _compile_entry(module, args, kwargs, partition, target)
+    gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    # to the code that is compiled, inference mode is the same as no_grad
+    with torch.inference_mode(False), torch.set_grad_enabled(gradients), one_capture_at_a_time():
+        if not gradients:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _outside_inference, (args, kwargs))
+        entry = _compile_entry(module, args, kwargs, partition, target)
+    entry.partition, entry.target = partition, target
+    return entry
+
+
+def _outside_inference(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or one of the same layout and numbers that was not made in inference mode."""
+    if not tensor.is_inference():
+        return tensor
+    storage = tensor.untyped_storage().clone()
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _compile_entry(module: nn.Module, args: tuple, kwargs: dict[str, Any], partition: Any, target: Any) -> Entry:

@@ -8,6 +8,7 @@ reason. :meth:`Guard.quick` answers the common case, a call exactly like the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import ne
 from typing import Any
 
 import torch
@@ -60,6 +61,20 @@ def _state() -> tuple[Any, ...]:
     )
 
 
+def _serving(state: tuple[Any, ...], requires_grad: bool) -> tuple[tuple[Any, ...], ...]:
+    """The states in which an entry of this state computes what eager does.
+
+    Without gradients, ``no_grad`` and ``inference_mode`` are the same to the code; where nothing requires a gradient,
+    whether they are enabled is nothing to it either.
+    """
+    grad, inference, *rest = state
+    if grad and requires_grad:
+        return (state,)
+    modes = [(False, False), (False, True)] + ([] if requires_grad else [(True, False), (True, True)])
+    modes.sort(key=lambda mode: mode != (grad, inference))
+    return tuple((*mode, *rest) for mode in modes)
+
+
 def has_global_hooks() -> bool:
     """Whether hooks are registered on all modules (``register_module_forward_hook`` and its kin)."""
     return bool(
@@ -80,7 +95,11 @@ class Guard:
     """
 
     def __init__(self, module: nn.Module, captured: Captured, arguments: Sequence[torch.Tensor]):
-        self._expected_state = _state()
+        self._tree = TreeGuard(module, captured.module_tensors)
+        requires_grad = any(tensor.requires_grad for tensor in (*captured.module_tensors, *arguments))
+        self._expected_state = state = _state()
+        self._states = (state,) if self._tree.reads_grad_mode else _serving(state, requires_grad)
+        self._saves = state[0] and requires_grad
         self._spec = captured.in_spec
         self._num_positional = self._spec.child(0).num_children
         self._keywords = list(self._spec.child(1).context)
@@ -97,14 +116,14 @@ class Guard:
         self._leaf_paths = _leaf_paths(captured)
         self._layouts = [LAYOUT(tensor) for tensor in arguments]
         self._strides = [tensor.stride() for tensor in arguments]
-        self._look_alike = tensor_checks(arguments)
-        self._tree = TreeGuard(module, captured.module_tensors)
+        self._look_alike = {state[1]: tensor_checks(arguments)}  # in inference mode tensors look another way
         self._written = [(index, captured.module_tensors[index].name) for index, _ in captured.mutated]
         self._names = [spec.name for spec in captured.module_tensors] + [self._leaf_paths[i] for i in self._tensors]
 
     def quick(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         """The inputs of the compiled code if the call is exactly like the sample; ``None`` to ask :meth:`match`."""
-        if _state() != self._expected_state:
+        state = _state()
+        if state not in self._states:
             return None
         leaves = self._quick_leaves(args, kwargs)
         if leaves is None:
@@ -113,9 +132,10 @@ class Guard:
             if not same_plain(leaves[i], constant):
                 return None
         tensors = [leaves[i] for i in self._tensors] if self._constants else leaves
-        if not self._look_alike(tensors):
+        look_alike = self._look_alike.get(state[1])
+        if look_alike is None or not look_alike(tensors):
             return None
-        owned = self._tree.quick(module)
+        owned = self._tree.quick(module, state[1])
         if owned is None:
             return None
         inputs = owned + tensors
@@ -140,13 +160,18 @@ class Guard:
         Raises:
             Mismatch: naming the first thing that differs.
         """
-        for name, now, then in zip(_STATE, _state(), self._expected_state, strict=True):
-            if now != then:
-                raise Mismatch(INTERPRETER, name, f"compiled for {then}, called with {now}")
+        state = _state()
+        if state not in self._states:
+            likest = min(self._states, key=lambda each: sum(map(ne, each, state)))
+            for name, now, then in zip(_STATE, state, likest, strict=True):
+                if now != then:
+                    raise Mismatch(INTERPRETER, name, f"compiled for {then}, called with {now}")
         tensors = self._match_arguments(args, kwargs)
-        inputs = self._tree.match(module) + tensors
+        inputs = self._tree.match(module, state[1]) + tensors
         if self._written and (shared := self._shared_memory(inputs)):
             raise Mismatch(MODULE, f"{shared[0]} shares memory with {shared[1]}, which the call changes")
+        if state[1]:
+            self._look_alike[True] = tensor_checks(tensors)
         return inputs
 
     def _match_arguments(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -169,6 +194,8 @@ class Guard:
                 raise Mismatch(STRUCTURE, f"structure of argument {self._leaf_paths[i]}", detail)
         for tensor, i, layout, strides in zip(tensors, self._tensors, self._layouts, self._strides, strict=True):
             _match_tensor(tensor, self._leaf_paths[i], layout, strides)
+            if self._saves and tensor.is_inference():
+                raise Mismatch(ARGUMENTS, f"inference tensor {self._leaf_paths[i]}", "autograd cannot save it")
         return tensors
 
     def _shared_memory(self, inputs: Sequence[torch.Tensor]) -> tuple[str, str] | None:
@@ -226,8 +253,6 @@ def _match_tensor(tensor: torch.Tensor, path: str, layout: tuple, strides: tuple
         raise _differs("layout", path, memory, tensor.layout)
     if tensor.is_neg():
         raise Mismatch(ARGUMENTS, f"layout of {path}", "a tensor with its sign bit set aside (is_neg)")
-    if tensor.is_inference():
-        raise Mismatch(ARGUMENTS, f"inference tensor {path}", "autograd cannot save it")
     now = tensor.stride()
     if now != strides and _meaningful(now, shape) != _meaningful(strides, shape):
         raise _differs("strides", path, strides, now)

@@ -89,11 +89,19 @@ class TreeGuard:
         self._absent = [(i, kind, name) for i, kind, held in registries for name in held if held[name] is None]
         self._slots = [_Slot(spec, index) for spec in tensors]
         self._places = [(slot.registry, slot.owner, slot.name) for slot in self._slots]
-        self._look_alike = tensor_checks([slot.get(dicts) for slot in self._slots])
+        self._look_alike = {torch.is_inference_mode_enabled(): tensor_checks([slot.get(dicts) for slot in self._slots])}
         self._ties = [(i, slot.registry, *other) for i, slot in enumerate(self._slots) for other in slot.others]
 
-    def quick(self, root: nn.Module) -> list[torch.Tensor] | None:
-        """The module's tensors if everything is exactly as it was; ``None`` where :meth:`match` has to look closer."""
+    @property
+    def reads_grad_mode(self) -> bool:
+        """Whether the code asks if gradients are enabled, and so may do different things."""
+        return self._code.mentions("is_grad_enabled", "is_inference_mode_enabled", "is_inference")
+
+    def quick(self, root: nn.Module, inference: bool = False) -> list[torch.Tensor] | None:
+        """The module's tensors if everything is exactly as it was; ``None`` where :meth:`match` has to look closer.
+
+        ``inference``: whether inference mode is on.
+        """
         modules = [root, *self._modules]
         if list(map(type, modules)) != self._types or not self._code.unchanged():
             return None
@@ -130,9 +138,10 @@ class TreeGuard:
         for contents in self._contents:
             if not contents.unchanged():
                 return None
-        return tensors if self._look_alike(tensors) else None
+        look_alike = self._look_alike.get(inference)
+        return tensors if look_alike is not None and look_alike(tensors) else None
 
-    def match(self, root: nn.Module) -> list[torch.Tensor]:
+    def match(self, root: nn.Module, inference: bool = False) -> list[torch.Tensor]:
         """The module's tensors, in the order of the compiled code's inputs.
 
         Raises:
@@ -152,7 +161,10 @@ class TreeGuard:
             if module.training is not training:
                 raise _differs(f"training flag of {_named(path)}", training, module.training)
         self._match_attributes(modules)
-        return self._match_tensors(list(map(_DICT, modules)))
+        tensors = self._match_tensors(list(map(_DICT, modules)))
+        if inference:
+            self._look_alike[True] = tensor_checks(tensors)
+        return tensors
 
     def _match_attributes(self, modules: Sequence[nn.Module]) -> None:
         for module, path, expected in zip(modules, self._paths, self._names, strict=True):

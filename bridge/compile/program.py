@@ -216,6 +216,7 @@ class Program:
                     f" {tensor.dtype} on {tensor.device}, wanted {tuple(form[0])} and {form[1]} on the CPU"
                 )
 
+    @torch.inference_mode(False)  # its tensors serve calls of any mode
     def _new_frame(self) -> list:
         frame: list = [None] * self.layout.size
         tensors = self.layout.arena.allocate()

@@ -247,10 +247,10 @@ def test_grad_outs_of_every_layout(name):
 
 def test_inference_tensor_is_left_to_eager():
     module = Mixes()
-    add_tvm_dispatch(module, (torch.ones(5, 6), torch.ones(5, 6)))
+    add_tvm_dispatch(module, (torch.ones(5, 6), torch.ones(5, 6, requires_grad=True)))
     with torch.inference_mode():
         x = torch.ones(5, 6)
-    module(x, torch.ones(5, 6))
+    module(x, torch.ones(5, 6, requires_grad=True))
     assert list(stats(module).misses) == ["inference tensor args[0]: autograd cannot save it"]
 
 
