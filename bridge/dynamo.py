@@ -15,7 +15,8 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ log = logging.getLogger("bridge.dynamo")
 _OPTIONS = ("partition", "target")
 #: Reasons for one graph, and operators for one reason, that are told in full.
 MAX_REASONS = 3
-_TRANSFORMS = ("torch._C._functorch", "torch._functorch", "torch._C._autograd", "torch.autograd.forward_ad")
+_TRANSFORMS = ("torch._C._functorch", "torch._functorch", "torch.autograd.forward_ad")
 #: What Dynamo makes of torch.vmap, which is traced as what the operators inside do to whole batches.
 _VMAP = (
     "lazy_load_decompositions",
@@ -162,9 +163,10 @@ class CompiledGraph:
     def _compile(self, inputs: Sequence[Any]) -> _Compiled | str:
         """Compiled for these inputs, or the reason why it cannot be, which is logged."""
         try:
-            refuse_state(self.name)
-            graph_module = read_directly(self._graph_module, self._numbers)
-            compiled = _Compiled(graph_module, inputs, self._partition, self._target)
+            with _outside_inference_mode():
+                refuse_state(self.name)
+                graph_module = read_directly(self._graph_module, self._numbers)
+                compiled = _Compiled(graph_module, inputs, self._partition, self._target)
         except UnsupportedModule as refusal:
             reason = _brief(refusal)
             log.warning("%s (%s) runs eager: %s", self.name, self.where or "no source line", reason)
@@ -213,6 +215,16 @@ class _Compiled:
                     if value.untyped_storage()._cdata == memory:
                         return f"input {mutated} is changed in place and shares its memory with input {position}"
         return None
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """For compiling: a call under inference mode is one without grad, whose results are then inference tensors."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _brief(refusal: UnsupportedModule) -> str:

@@ -76,6 +76,8 @@ class _Interpreter(fx.Interpreter):
             return region
         if target is torch.amp.autocast_mode._exit_autocast:
             return args[0].__exit__(None, None, None)
+        if target is torch._C._autograd._get_data_attr:  # tensor.data, which cannot be traced
+            return args[0].detach()
         return super().call_function(target, args, kwargs)
 
 

@@ -79,6 +79,8 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
         return f"layout {tensor.layout}"
     if tensor.dtype.is_complex:
         return "complex numbers are not supported"
+    if tensor.device.type != "cpu":
+        return f"a tensor on device {tensor.device}: compiled code runs on the CPU"
     if tensor.is_inference():
         return "a tensor made under torch.inference_mode(), which autograd cannot follow: make a clone outside of it"
     return None

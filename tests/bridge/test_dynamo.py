@@ -100,6 +100,34 @@ def test_without_grad_only_a_forward():
     assert graph.stats.hits == 1 and graph.stats.entries[0].backward is None
 
 
+def test_inference_mode_between_training_steps():
+    """Results are inference tensors, and so are the arguments of the graph behind the break."""
+
+    class Model(nn.Sequential):
+        def forward(self, a):
+            a = self[1](self[0](a).relu())
+            torch._dynamo.graph_break()
+            return self[2](a), a[0]
+
+    model = Model(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    eager, known, data = copy.deepcopy(model), graphs(), x(6, 4)
+    compiled = torch.compile(model, backend="tvm_dispatch")
+    for training, inference in ((True, False), (False, True), (True, True), (True, False), (False, True)):
+        results = []
+        for call, module in ((compiled, model), (eager, eager)):
+            module.train(training)
+            with torch.inference_mode(inference):
+                result = call(data)
+            assert all(each.is_inference() == inference for each in result)
+            if not inference:
+                sum(each.sum() for each in result).backward()
+            results.append([each.clone() for each in result])
+        torch.testing.assert_close(*results, **CLOSE)
+    torch.testing.assert_close(model.state_dict(), eager.state_dict(), **CLOSE)
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()], **CLOSE)
+    assert total(made_since(known)) == (10, Counter())
+
+
 def test_eval_and_train_of_one_module():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
     eager = copy.deepcopy(model)
@@ -257,6 +285,22 @@ def test_an_in_place_change_of_an_argument_without_grad_is_written_back():
         return a * b
 
     assert total(compare(function, x(3, 4), x(3, 4, grad=False), calls=2)) == (2, Counter())
+
+
+def test_tensor_data_is_the_tensor_without_its_gradient():
+    average = torch.zeros(4, dtype=torch.float64)
+
+    def function(a, average):
+        average.data.mul_(0.9).add_(a.data.mean(0), alpha=0.1)
+        return a * average.data
+
+    assert total(compare(function, x(3, 4), average, calls=2)) == (2, Counter())
+
+
+def test_a_tensor_on_another_device_runs_eager():
+    known = graphs()
+    result = torch.compile(lambda a: a * 2, backend="tvm_dispatch")(torch.ones(3, 4, device="meta"))
+    assert result.device.type == "meta" and "device meta" in only_miss(made_since(known))
 
 
 def test_an_in_place_change_that_another_input_sees_runs_eager():
