@@ -256,7 +256,8 @@ class _Watch:
             self._detached.add(_storage(result))
 
 
-_PYTHONS_DRAWS = ("random", "getrandbits", "seed", "setstate")
+# Without setstate: Dynamo puts the generator back whenever it looks at a frame. A state that moves is seen anyway.
+_PYTHONS_DRAWS = ("random", "getrandbits", "seed")
 _RESEEDING = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
 _APPLY = torch.autograd.Function.apply.__func__.__code__
 
