@@ -100,22 +100,21 @@ class _Place:
 
     Attributes:
         dtype: what autocast casts to, ``None`` if it is off.
-        caches: whether it keeps the casts of parameters.
-        region: the node of the region in whose cache they are kept, ``None`` for the one around the graph.
+        caches: whether it keeps the casts of parameters. Not known of a region, whose setting ``torch.export`` traces
+            with the cache turned off; casts at each use are the more precise ones.
     """
 
     dtype: torch.dtype | None
-    caches: bool
-    region: str | None = None
+    caches: bool = False
 
 
 def _inline_regions(graph_module: fx.GraphModule, around: _Place) -> None:
     """Every node of a region is tagged with the region's setting, then the region becomes part of the graph."""
     for node in _calls(graph_module.graph, _REGION):
-        device, dtype, enabled, caches, region, *arguments = node.args
+        device, dtype, enabled, _, region, *arguments = node.args
         inner = getattr(graph_module, region.target)
         setting = around.dtype if device != "cpu" else dtype if enabled else None
-        place = _Place(setting, caches is not False, node.name)
+        place = _Place(setting)
         _inline_regions(inner, place)
         for each in inner.graph.nodes:
             each.meta.setdefault(_TAG, place)
@@ -135,18 +134,24 @@ def _cast(
     problems: list[Unsupported],
 ) -> None:
     graph = graph_module.graph
-    shared: dict[tuple, fx.Node] = {}
+    shared: dict[fx.Node, fx.Node] = {}
+    lowered: dict[fx.Node, torch.dtype] = {}
 
     def cast(node: fx.Node, source: fx.Node, dtype: torch.dtype, place: _Place) -> fx.Node:
         """``source`` in another element type, for ``node``."""
-        value = source.meta["val"]
-        keeps = place.caches and dtype is place.dtype and value.dtype is torch.float32
-        if not (keeps and source.op == "placeholder" and requires_grad(source)):
+        is_parameter = source.op == "placeholder" and requires_grad(source)
+        if not is_parameter or dtype is not place.dtype or source.meta["val"].dtype is not torch.float32:
             return _insert_cast(node, source, dtype)
-        key = (source, dtype, place.region)
-        if key not in shared:
-            shared[key] = _insert_cast(node, source, dtype)
-        return shared[key]
+        if lowered.setdefault(source, dtype) is not dtype:
+            reason = (
+                f"autocast to {dtype} of what is cast to {lowered[source]} too: torch may take the one for the other"
+            )
+            _refuse(node, reason, problems)
+        if not place.caches:
+            return _insert_cast(node, source, dtype)
+        if source not in shared:
+            shared[source] = _insert_cast(node, source, dtype)
+        return shared[source]
 
     for node in list(graph.nodes):
         place = node.meta.get(_TAG, around)
