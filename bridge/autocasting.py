@@ -143,9 +143,7 @@ def _cast(
         if not is_parameter or dtype is not place.dtype or source.meta["val"].dtype is not torch.float32:
             return _insert_cast(node, source, dtype)
         if lowered.setdefault(source, dtype) is not dtype:
-            reason = (
-                f"autocast to {dtype} of what is cast to {lowered[source]} too: torch may take the one for the other"
-            )
+            reason = f"autocast to {dtype} of what is cast to {lowered[source]} too: torch's cache may mix them up"
             _refuse(node, reason, problems)
         if not place.caches:
             return _insert_cast(node, source, dtype)
@@ -241,7 +239,9 @@ def _explains(
 
 def _refuse(node: fx.Node, reason: str, problems: list[Unsupported]) -> None:
     where = user_line(node.meta.get("stack_trace")) or "a line that torch.export did not keep"
-    problems.append(Unsupported(str(node.target), where, reason, "disable autocast around it"))
+    problem = Unsupported(str(node.target), where, reason, "disable autocast around it")
+    if problem not in problems:
+        problems.append(problem)
 
 
 class _Call:

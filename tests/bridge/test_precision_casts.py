@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bridge import add_tvm_dispatch, stats
+from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from tests.bridge.parity import Call, assert_same, check_module, run
 from tests.bridge.test_precision import assert_close_enough, autocast, step
 
@@ -119,6 +119,19 @@ def test_gradients_of_casts_at_each_use_are_added_in_float32(kind):
     found = assert_close_enough(*results)
     mine, own = found["layer.weight"]
     assert mine < 3 * own
+
+
+class TwoTypes(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        with torch.autocast("cpu", dtype=torch.float16):
+            return y + super().forward(x)
+
+
+def test_casts_to_two_types_are_refused():
+    """Where eager's cache holds a weight in bfloat16, the region gets that instead of float16."""
+    with autocast(), pytest.raises(UnsupportedModule, match=r"float16 of what is cast to torch\.bfloat16"):
+        add_tvm_dispatch(TwoTypes(4, 4), torch.randn(3, 4))
 
 
 def test_a_cache_of_casts_is_part_of_the_state():
