@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -126,20 +127,22 @@ def test_eager_training_beside_a_capture_is_the_same_to_the_bit():
     torch.manual_seed(0)
     eager = Convolved()
     expected = train(copy.deepcopy(eager))
-    seen: list[torch.Tensor] = []
+    seen: SimpleQueue[torch.Tensor] = SimpleQueue()
 
     @in_another_thread
     def other() -> None:
         assert not torch.compiler.is_compiling() and not torch.compiler.is_exporting()
         assert not _symbolic_trace._is_fx_tracing_flag and torch._C._get_mkldnn_enabled()
         assert max(3, 1, key=lambda value: -value) == 1 and type(math.pow(2, 3)) is float
-        seen.extend(train(copy.deepcopy(eager)))
+        for loss in train(copy.deepcopy(eager)):
+            seen.put(loss)
 
     module = Stops(other)
     twin = copy.deepcopy(module)
     with process_unchanged():
         add_tvm_dispatch(module, rows())
-    assert len(seen) >= 2 * len(expected) and all(map(torch.equal, seen, expected * len(seen)))
+    count = seen.qsize()
+    assert count >= 2 * len(expected) and all(torch.equal(seen.get(), loss) for loss in expected * (count // 3))
     check(module, twin)
 
 
@@ -148,17 +151,17 @@ def test_dispatched_calls_beside_a_capture_are_dispatched():
     hot = MLP().double()
     eager = copy.deepcopy(hot)
     add_tvm_dispatch(hot, rows())
-    calls = []
+    calls: SimpleQueue[None] = SimpleQueue()
 
     @in_another_thread
     def other() -> None:
-        calls.append(None)
+        calls.put(None)
         torch.testing.assert_close(gradients(hot, rows()), gradients(eager, rows()), **EXACT)
 
     module = Stops(other)
     twin = copy.deepcopy(module)
     add_tvm_dispatch(module, rows())
-    assert stats(hot).hits == len(calls) > 0
+    assert stats(hot).hits == calls.qsize() > 0
     check(module, twin)
 
 
@@ -194,32 +197,35 @@ def test_the_captured_module_keeps_its_tensors_for_others():
 def test_a_call_of_the_captured_module_waits(path):
     """Made in the middle of the capture, by another thread, it goes on afterwards and is right."""
     torch.manual_seed(0)
-    results: list[torch.Tensor] = []
-    callers: list[threading.Thread] = []
+    results: SimpleQueue[torch.Tensor] = SimpleQueue()
+    callers: SimpleQueue[threading.Thread] = SimpleQueue()
 
     def call() -> None:
-        results.append(module.get_submodule(path)(rows()).detach())
+        results.put(module.get_submodule(path)(rows()).detach())
 
     def then() -> None:
-        if not callers:
-            callers.append(threading.Thread(target=call, daemon=True))
-            callers[0].start()
-        assert not results
+        if callers.empty():
+            caller = threading.Thread(target=call, daemon=True)
+            callers.put(caller)
+            caller.start()
+            caller.join(0.2)
+            assert results.empty()
 
     module = Stops(then)
     eager = copy.deepcopy(module)
     add_tvm_dispatch(module, rows())
-    callers[0].join(PATIENCE)
-    torch.testing.assert_close(results, [eager.get_submodule(path)(rows()).detach()], **EXACT)
+    callers.get().join(PATIENCE)
+    torch.testing.assert_close(results.get(timeout=0), eager.get_submodule(path)(rows()).detach(), **EXACT)
 
 
 def test_draws_of_other_threads_do_not_come_again():
-    drawn: list[torch.Tensor] = []
-    module = Stops(in_another_thread(lambda: drawn.append(torch.rand(5))))
+    drawn: SimpleQueue[torch.Tensor] = SimpleQueue()
+    module = Stops(in_another_thread(lambda: drawn.put(torch.rand(5))))
     torch.manual_seed(3)
     add_tvm_dispatch(module, rows())
-    everything = torch.rand(5 * (len(drawn) + 1), generator=torch.Generator().manual_seed(3))
-    torch.testing.assert_close([*drawn, torch.rand(5)], list(everything.split(5)), rtol=0, atol=0)
+    theirs = [drawn.get() for _ in range(drawn.qsize())]
+    everything = torch.rand(5 * (len(theirs) + 1), generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close([*theirs, torch.rand(5)], list(everything.split(5)), rtol=0, atol=0)
 
 
 def test_a_seed_set_by_a_refused_forward_is_undone():
