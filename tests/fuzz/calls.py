@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,40 @@ def _freeze(module: nn.Module) -> None:
         parameter.requires_grad_(not parameter.requires_grad)
 
 
+def _renew(module: nn.Module) -> None:
+    """Other parameter objects, as ``load_state_dict(assign=True)`` leaves them; tied ones stay tied."""
+    renewed: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for name, parameter in list(child._parameters.items()):
+            if parameter is not None:
+                new = nn.Parameter(parameter.detach() * 0.8, requires_grad=parameter.requires_grad)
+                child._parameters[name] = renewed.setdefault(id(parameter), new)
+
+
+def _hook(module: nn.Module) -> None:
+    module.register_forward_pre_hook(lambda module, args: tuple(_halved(arg) for arg in args))
+    module.register_forward_hook(lambda module, args, result: pytree.tree_map(_halved, result))
+
+
+def _hook_inside(module: nn.Module) -> None:
+    for child in module.children():
+        child.register_forward_hook(lambda module, args, result: pytree.tree_map(_halved, result))
+
+
+def _halved(value: Any) -> Any:
+    return value * 0.5 if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+@contextlib.contextmanager
+def _other_default_dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _autocast() -> contextlib.AbstractContextManager:
     return torch.autocast("cpu", torch.bfloat16)
 
@@ -108,6 +142,12 @@ def calls_of(program: Program, names: Mapping[str, Any]) -> list[Call]:
         Call("with non-leaf arguments", changed(lambda t: t * 1), nothing, every),
         Call("without grad", same, nothing, every, torch.no_grad),
         Call("under autocast", same, nothing, every, _autocast),
+        Call("in inference mode", same, nothing, every, torch.inference_mode),
+        Call("under another default dtype", same, nothing, every, _other_default_dtype),
+        Call("with other parameters", same, _renew, every),
+        Call("with hooks", same, _hook, every),
+        Call("with hooks inside", same, _hook_inside, every),
+        Call("of another dtype", same, nn.Module.double, every),
     ]
     first = Call("first call", arguments(0), nothing, every)
     second = Call("second call", arguments(1), nothing, every)
