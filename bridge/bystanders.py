@@ -213,6 +213,27 @@ def _calls_wait(root: nn.Module) -> Iterator[None]:
         over.set()
 
 
+@contextmanager
+def _called_plainly(root: nn.Module) -> Iterator[None]:
+    """What a ``__call__`` of ``root``'s own class does around ``nn.Module``'s is left out of what is captured.
+
+    It will run around the compiled call, as it runs around ``forward`` now.
+    """
+    kind = next(base for base in type(root).__mro__ if "__call__" in vars(base))
+    if kind.__module__.partition(".")[0] == "torch":
+        yield
+        return
+    written = vars(kind)["__call__"]
+
+    @functools.wraps(written)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plain = module is root and is_capturing()
+        return nn.Module.__call__(module, *args, **kwargs) if plain else written(module, *args, **kwargs)
+
+    with _replaced(kind, __call__=call):
+        yield
+
+
 def _is_traced(args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether the traced forward itself makes this call, in a thread of its own: it would wait for its own end."""
     return any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves((args, kwargs)))
@@ -275,6 +296,7 @@ def capturing(module: nn.Module, *, fakes: bool = True) -> Iterator[None]:
         stack.enter_context(_generator_put_back())
         if fakes:
             stack.enter_context(_calls_wait(module))
+        stack.enter_context(_called_plainly(module))
         stack.enter_context(_registries_here(module))
         stack.enter_context(_forwards_here(module))
         stack.enter_context(_replaced(_symbolic_trace, _Patcher=_Patcher))

@@ -23,15 +23,14 @@ from torch.utils import _pytree as pytree
 from bridge import witness as _witness
 from bridge.autocasting import GradModesInRegions, ambient_autocast, spell_out_casts
 from bridge.bystanders import capturing
+from bridge.call_checks import check_call
 from bridge.decompose import decompose
 from bridge.errors import Unsupported, UnsupportedModule, refused_by_eager, user_line
 from bridge.fake_run import fake_run
 from bridge.grad_regions import origin_of, prepare
-from bridge.module_state import hooks_of
-from bridge.module_tensors import ModuleTensor, module_tensors, tensor_problem
+from bridge.module_tensors import ModuleTensor, module_tensors
 from bridge.outside import outside_tensors
 from bridge.own_draws import OwnDraws
-from bridge.parallel import refuse_parallel
 from bridge.python_state import PythonState, generators_put_back, modes_put_back
 from bridge.real_run import as_in_eager, real_run
 from bridge.witness import Draw, Output, Witness
@@ -40,16 +39,12 @@ __all__ = [
     "Captured",
     "ModuleTensor",
     "capture",
-    "check_call",
     "explain_error",
     "normalize_sample",
     "raise_if_eager_raises",
 ]
 
 aten = torch.ops.aten
-
-_PLAIN_ARGUMENTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.memory_format)
-
 
 @dataclass(frozen=True)
 class Captured:
@@ -177,50 +172,6 @@ def _see(module: nn.Module, args: tuple, kwargs: dict[str, Any], name: str) -> _
         raise
     except Exception as error:  # the witness runs the user's code, whatever that raises on fake tensors
         raise UnsupportedModule(name, [explain_error(error)]) from error
-
-
-def check_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raises :class:`UnsupportedModule` for what is never captured: lazy parameters, hooks inside, odd arguments."""
-    name = type(module).__name__
-    _refuse_uninitialized(module, name)
-    refuse_parallel(module)
-    _refuse_hooks(module, name)
-    _refuse_arguments(args, kwargs, name)
-
-
-def _refuse_uninitialized(module: nn.Module, name: str) -> None:
-    lazy = [
-        path
-        for path, tensor in (*module.named_parameters(), *module.named_buffers())
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin)
-    ]
-    if lazy:
-        reason = "a parameter of a lazy module that has no shape yet"
-        hint = "call the module once on a sample, then dispatch it"
-        raise UnsupportedModule(name, [Unsupported(f"uninitialized '{path}'", path, reason, hint) for path in lazy])
-
-
-def _refuse_hooks(module: nn.Module, name: str) -> None:
-    found = [
-        Unsupported(f"{kind} on '{path}'", f"{name}.{path}", "a hook on an inner module is Python code", "remove it")
-        for path, child in module.named_modules()
-        if path and (kind := hooks_of(child))
-    ]
-    if found:
-        raise UnsupportedModule(name, found)
-
-
-def _refuse_arguments(args: tuple, kwargs: dict[str, Any], name: str) -> None:
-    leaves = pytree.tree_leaves((args, kwargs))
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            problem = tensor_problem(leaf)
-        else:
-            problem = None if isinstance(leaf, _PLAIN_ARGUMENTS) else "not a tensor, number, string, flag or None"
-        if problem:
-            raise UnsupportedModule(
-                name, [Unsupported(f"argument of type {type(leaf).__name__}", f"{name}.forward", problem)]
-            )
 
 
 class _NotExportedError(Exception):

@@ -186,6 +186,12 @@ class _Dispatched(torch.autograd.Function):
                 "create_graph=True through a module dispatched to TVM: its backward is compiled and cannot be "
                 "differentiated again. Call remove_tvm_dispatch(module) first, or leave create_graph off."
             )
+        if any(grad is not None and not torch._C._has_storage(grad) for grad in grad_outs):
+            raise RuntimeError(
+                "batched gradients (is_grads_batched=True, jacobian(vectorize=True), torch.func) through a module "
+                "dispatched to TVM: its backward is compiled for one. Call remove_tvm_dispatch(module) first, or "
+                "compute them one by one."
+            )
         entry = ctx.entry
         present = tuple([i for i in entry.lowered.differentiable if grad_outs[i] is not None])
         if not present:

@@ -21,6 +21,7 @@ from bridge.attributes import same_plain
 from bridge.autocasting import autocast_setting
 from bridge.capture import Captured
 from bridge.mismatch import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, Mismatch
+from bridge.structure import leaf_names, structure_difference
 from bridge.tensor_checks import LAYOUT, tensor_checks
 from bridge.tree_guard import TreeGuard
 
@@ -113,7 +114,7 @@ class Guard:
             if not is_tensor
         ]
         self._tensors = [i for i, is_tensor in enumerate(captured.argument_is_tensor) if is_tensor]
-        self._leaf_paths = _leaf_paths(captured)
+        self._leaf_paths = leaf_names(self._spec)
         self._layouts = [LAYOUT(tensor) for tensor in arguments]
         self._strides = [tensor.stride() for tensor in arguments]
         self._look_alike = {state[1]: tensor_checks(arguments)}  # in inference mode tensors look another way
@@ -181,8 +182,7 @@ class Guard:
         # the order of keywords carries no meaning
         leaves, spec = pytree.tree_flatten((args, {name: kwargs[name] for name in self._keywords}))
         if spec != self._spec:
-            detail = f"compiled for {_brief_spec(self._spec)}, called with {_brief_spec(spec)}"
-            raise Mismatch(STRUCTURE, "structure of the arguments", detail)
+            raise Mismatch(STRUCTURE, *structure_difference(self._spec, spec))
         for i, constant in self._constants:
             if not same_plain(leaves[i], constant):
                 detail = f"compiled for {constant!r}, called with {_brief(leaves[i])}"
@@ -269,17 +269,3 @@ def _meaningful(strides: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]
 
 def _brief(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:80]
-
-
-def _brief_spec(spec: pytree.TreeSpec) -> str:
-    return str(spec).replace("\n", " ")[:300]
-
-
-def _leaf_paths(captured: Captured) -> list[str]:
-    paths = pytree.tree_flatten_with_path(pytree.tree_unflatten(captured.argument_leaves, captured.in_spec))[0]
-    names = []
-    for path, _ in paths:
-        kind, *rest = path  # the first key tells args (0) from kwargs (1)
-        base = "args" if kind.idx == 0 else "kwargs"
-        names.append(base + "".join(str(key) for key in rest))
-    return names

@@ -24,7 +24,8 @@ from torch.utils import _pytree as pytree
 
 from bridge.autocasting import autocast_setting
 from bridge.bystanders import capturing
-from bridge.capture import capture, check_call, explain_error, raise_if_eager_raises
+from bridge.call_checks import check_call
+from bridge.capture import capture, explain_error, raise_if_eager_raises
 from bridge.errors import CompilationError, UnsupportedModule
 from bridge.fake_run import fake_run
 from bridge.log import channel

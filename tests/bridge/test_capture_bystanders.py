@@ -6,6 +6,7 @@ The traced forward itself stops in the middle and lets another thread act before
 import builtins
 import copy
 import math
+import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ class Stops(nn.Module):
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(6, 5), nn.Tanh()).double()
         self.norm = nn.BatchNorm1d(5, momentum=None).double()
-        self.__dict__["then"] = then
+        self.__dict__["then"] = then.__call__  # not a Python function: what it changes is not taken for forward's
 
     def __deepcopy__(self, memo):
         twin = Stops()
@@ -226,6 +227,20 @@ def test_draws_of_other_threads_do_not_come_again():
     theirs = [drawn.get() for _ in range(drawn.qsize())]
     everything = torch.rand(5 * (len(theirs) + 1), generator=torch.Generator().manual_seed(3))
     torch.testing.assert_close([*theirs, torch.rand(5)], list(everything.split(5)), rtol=0, atol=0)
+
+
+def test_pythons_generator_goes_on_in_other_threads():
+    """Their draws are not taken for forward's, and do not come again."""
+    drawn: SimpleQueue[float] = SimpleQueue()
+    module = Stops(in_another_thread(lambda: drawn.put(random.random())))
+    random.seed(3)
+    over = threading.Event()
+    idle = threading.Thread(target=over.wait, args=(PATIENCE,), daemon=True)
+    idle.start()
+    add_tvm_dispatch(module, rows())
+    over.set()
+    expected = random.Random(3)
+    assert all(drawn.get() == expected.random() for _ in range(drawn.qsize())) and random.random() == expected.random()
 
 
 def test_a_seed_set_by_a_refused_forward_is_undone():

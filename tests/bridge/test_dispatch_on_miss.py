@@ -83,7 +83,7 @@ def test_the_warning_comes_once_for_each_thing_that_differs(caplog):
             module(rows(1), power)
     fields = [record.getMessage().partition("differing: ")[2].partition(":")[0] for record in warnings_of(caplog)]
     assert fields[0] == "shape of args[0]"
-    assert fields[1:] == ["structure of the arguments", "value of argument args[1]"], fields
+    assert fields[1:] == ["number of positional arguments", "value of argument args[1]"], fields
 
 
 class Counted(Scale):
