@@ -8,7 +8,7 @@ made to be seen by the capturing thread alone:
     ``torch.compiler.is_compiling`` and its kin            a flag that is true in that thread
     parameters, buffers and hooks of the module            mappings with two sides (:class:`_TwoSided`)
     oneDNN, switched off                                   it stays on: nothing that is captured asks for it
-    the generator, if the traced code seeds it             put back, unless another thread has drawn from it since
+    the generator, if the traced code seeds it             put back, and only then
 
 A call of the module itself, or of one inside it, waits in any other thread until the capture is over, since
 ``forward`` may keep things on the module. Dynamo compiles under the same lock, for its tracers change the same things.
@@ -35,10 +35,11 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 from torch.fx import _symbolic_trace
+from torch.hub import tqdm
 from torch.utils import _pytree as pytree
 
 from bridge.cumulative import averages_cumulatively, cumulative_forward
-from bridge.tracing import HERE, is_capturing, marked_capturing, one_capture_at_a_time
+from bridge.tracing import HERE, changes_of_generators, is_capturing, marked_capturing, one_capture_at_a_time
 
 __all__ = ["capturing"]
 
@@ -243,17 +244,19 @@ def _is_traced(args: tuple, kwargs: dict[str, Any]) -> bool:
 def _generator_put_back() -> Iterator[None]:
     """Undoes what a seed set by the traced code does to the default generator.
 
-    Fake tensors draw nothing. If other threads are there, a generator that has merely moved on was theirs to move: put
-    back, it would give the same numbers again.
+    Fake tensors draw nothing. A generator that has merely moved on was moved by another thread: put back, it would give
+    the same numbers again.
     """
     seed, state = torch.initial_seed(), torch.get_rng_state()
+    changed_before = changes_of_generators()
     try:
         yield
     finally:
         now = torch.get_rng_state()
         if not torch.equal(now, state):
             fresh = torch.Generator().manual_seed(torch.initial_seed()).get_state()
-            if len(sys._current_frames()) == 1 or torch.initial_seed() != seed or torch.equal(now, fresh):
+            seeded = torch.initial_seed() != seed or torch.equal(now, fresh)
+            if seeded or changes_of_generators() != changed_before:
                 torch.set_rng_state(state)
 
 
@@ -300,6 +303,8 @@ def capturing(module: nn.Module, *, fakes: bool = True) -> Iterator[None]:
         stack.enter_context(_registries_here(module))
         stack.enter_context(_forwards_here(module))
         stack.enter_context(_replaced(_symbolic_trace, _Patcher=_Patcher))
+        if hasattr(tqdm, "monitor_interval"):  # torch.fx makes a bar that it does not show; its thread would stay
+            stack.enter_context(_replaced(tqdm, monitor_interval=0))
         stack.enter_context(
             _replaced(torch._C, _get_mkldnn_enabled=_here_only(lambda: False, torch._C._get_mkldnn_enabled))
         )

@@ -20,6 +20,7 @@ from torch import nn
 from bridge.attributes import Contents, Reached
 from bridge.code_guard import CodeGuard
 from bridge.module_state import Snapshot, own_attributes
+from bridge.tracing import is_only_thread
 
 __all__ = ["PythonState", "generators_put_back", "modes_put_back", "moved_generators"]
 
@@ -66,11 +67,14 @@ def _comparable(state: tuple[Any, ...] | None) -> Any:
 
 @contextmanager
 def moved_generators() -> Iterator[list[str]]:
-    """Collects the names of Python's and numpy's global generators that what runs inside draws from or seeds."""
+    """Collects the names of Python's and numpy's global generators that what runs inside draws from or seeds.
+
+    Where there are other threads, one of them may have done it. Of Python's, the caller hears what this thread does.
+    """
     moved: list[str] = []
     python, numpy = random.getstate(), _comparable(_numpy_state())
     yield moved
-    if random.getstate() != python:
+    if random.getstate() != python and is_only_thread():
         moved.append("random")
     if _comparable(_numpy_state()) != numpy:
         moved.append("numpy.random")
@@ -78,14 +82,15 @@ def moved_generators() -> Iterator[list[str]]:
 
 @contextmanager
 def generators_put_back() -> Iterator[None]:
-    """Undoes what runs inside do to Python's and numpy's global generators."""
-    python, numpy = random.getstate(), _numpy_state()
+    """Undoes what runs inside do to Python's and numpy's global generators, which other threads must not draw from."""
+    alone, python, numpy = is_only_thread(), random.getstate(), _numpy_state()
     try:
         yield
     finally:
-        random.setstate(python)
-        if numpy is not None:
-            _numpy_random().set_state(numpy)
+        if alone and is_only_thread():  # else this would make the numbers come again that another one has drawn
+            random.setstate(python)
+            if numpy is not None:
+                _numpy_random().set_state(numpy)
 
 
 @contextmanager

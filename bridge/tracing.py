@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,16 @@ import torch
 
 from bridge.forks import free_in_children
 
-__all__ = ["HERE", "is_capturing", "is_traced_here", "marked_capturing", "one_capture_at_a_time"]
+__all__ = [
+    "HERE",
+    "changes_of_generators",
+    "is_capturing",
+    "is_only_thread",
+    "is_traced_here",
+    "marked_capturing",
+    "note_change_of_generator",
+    "one_capture_at_a_time",
+]
 
 _thread = threading.local()
 
@@ -28,6 +38,21 @@ def marked_capturing() -> Iterator[None]:
         yield
     finally:
         _thread.depth -= 1
+
+
+def note_change_of_generator() -> None:
+    """To be called when the traced code seeds a generator of torch's, or sets its state."""
+    _thread.changes = changes_of_generators() + 1
+
+
+def changes_of_generators() -> int:
+    """How often this thread has called :func:`note_change_of_generator`."""
+    return getattr(_thread, "changes", 0)
+
+
+def is_only_thread() -> bool:
+    """Whether no other thread of this process runs Python: whatever changes meanwhile, this one has changed it."""
+    return len(sys._current_frames()) == 1
 
 
 class _Here(int):

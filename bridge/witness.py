@@ -27,7 +27,7 @@ from bridge.call_sequence import CallSequence
 from bridge.errors import Unsupported, user_line
 from bridge.op_trace import OpTrace
 from bridge.python_state import modes_put_back, moved_generators
-from bridge.tracing import HERE
+from bridge.tracing import HERE, is_only_thread, note_change_of_generator
 
 __all__ = ["Draw", "Output", "Witness", "observe", "record_draws"]
 
@@ -225,6 +225,8 @@ class _Watch:
         if not any(known.op == name for known in self.unsupported):
             reason = "draws from a generator that is not torch's: a compiled call would repeat one number for ever"
             hint = "draw with torch, or outside of the module and pass the number in"
+            if where is None and not is_only_thread():
+                hint += "; if it is another thread that draws, add the dispatch before it does"
             self.unsupported.append(Unsupported(name, where or "forward", reason, hint))
 
     def new_leaf(self) -> None:
@@ -308,6 +310,7 @@ def _generator_watch(watch: _Watch):
         owner = getattr(called, "__self__", None)
         if isinstance(owner, torch.Generator):
             if called.__name__ in _RESEEDING:
+                note_change_of_generator()
                 watch.complain(f"torch.Generator.{called.__name__}", "changes a random generator inside forward")
         elif isinstance(owner, random.Random) and called.__name__ in _PYTHONS_DRAWS:
             watch.foreign_draw("random", user_line(traceback.extract_stack()))

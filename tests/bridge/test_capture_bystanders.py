@@ -6,11 +6,15 @@ The traced forward itself stops in the middle and lets another thread act before
 import builtins
 import copy
 import math
+import os
 import random
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
@@ -18,6 +22,7 @@ import torch
 from torch import nn
 from torch.fx import _symbolic_trace
 
+import bridge
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
 from bridge.own_draws import OwnDraws
 from bridge.tracing import is_capturing
@@ -278,6 +283,18 @@ def test_errors_inside_forward_leave_the_process_as_it_was():
         add_tvm_dispatch(module, rows())
     assert all(type(layer.__dict__["_parameters"]) is dict for layer in module.modules())
     assert "forward" not in module.norm.__dict__
+
+
+def test_no_thread_is_left_behind():
+    """As torch.fx leaves the one of a progress bar: from then on, Python warns of every fork."""
+    program = (
+        "import threading, torch; from bridge import add_tvm_dispatch\n"
+        "module = add_tvm_dispatch(torch.nn.Linear(3, 2), torch.randn(4, 3))\n"
+        "module(torch.randn(4, 3)).sum().backward()\n"
+        "assert threading.active_count() == 1, threading.enumerate()"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(bridge.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=300)
 
 
 def test_a_forward_that_calls_its_parts_in_threads_does_not_hang():
