@@ -270,8 +270,8 @@ def add_tvm_dispatch(
     if on_miss not in ON_MISS:
         raise ValueError(f"on_miss: wanted one of {', '.join(map(repr, ON_MISS))}, got {on_miss!r}")
     resolve_strategy(partition)
-    refuse_dynamic(type(module).__name__, dynamic_shapes)
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
+    refuse_dynamic(module, args, kwargs, dynamic_shapes)
     if module.__dict__.get(_ATTRIBUTE) is not None and _dispatcher(module) is None:
         raise ValueError(f"{type(module).__name__} was compiled with module.compile(); dispatch a module that was not")
     target = tvm.target.Target(target) if target is not None else None
