@@ -43,8 +43,11 @@ _OPTIONS = ("partition", "target")
 #: Reasons for one graph, and operators for one reason, that are told in full.
 MAX_REASONS = 3
 _TRANSFORMS = ("torch._C._functorch", "torch._functorch", "torch.autograd.forward_ad")
-#: What Dynamo makes of torch.vmap, which is traced as what the operators inside do to whole batches.
-_VMAP = (
+#: What Dynamo makes of torch.vmap, which is traced as what the operators inside do to whole batches, and of
+#: Tensor.requires_grad_.
+_TRACEABLE = (
+    "set_inplace_requires_grad_allowed",
+    "_set_tensor_requires_grad",
     "lazy_load_decompositions",
     "_vmap_increment_nesting",
     "_vmap_decrement_nesting",
@@ -262,7 +265,8 @@ def _objection(node: fx.Node) -> str | None:
         return "a higher-order operator"
     if node.op == "call_method" and node.target in ("item", "tolist"):
         return "reads numbers from a tensor that the graph computes"
-    if (getattr(node.target, "__module__", None) or "").startswith(_TRANSFORMS) and _name(node.target) not in _VMAP:
+    home = getattr(node.target, "__module__", None) or ""
+    if home.startswith(_TRANSFORMS) and _name(node.target) not in _TRACEABLE:
         return "a torch.func transform, or its like: it changes the interpreter's state as it is traced"
     return None
 
