@@ -64,9 +64,11 @@ class CallSequence:
             results: the leaves of its result.
             written: the tensors that it wrote.
         """
+        if not all(map(_has_memory, tensors)):
+            return  # inside a transform of torch.func, or of a sparse tensor: its graph is what it is on any strides
         index = len(self.calls)
         memory = [tensor.untyped_storage()._cdata for tensor in tensors]
-        made = [result for result in results if isinstance(result, torch.Tensor)]
+        made = [result for result in results if isinstance(result, torch.Tensor) and _has_memory(result)]
         if not made and not written:
             return
         aliases = tuple(memory.index(key) if (key := t.untyped_storage()._cdata) in memory else None for t in made)
@@ -79,6 +81,10 @@ class CallSequence:
             self._calls_on.setdefault(storage._cdata, (StorageWeakRef(storage), []))[1].append(index)
         for tensor in written:
             self.written.update(self._calls_on[tensor.untyped_storage()._cdata][1])
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _place() -> tuple[str, int]:

@@ -145,3 +145,12 @@ def test_a_copy_that_is_a_view_in_eager_is_fine_where_nobody_writes(then):
     add_tvm_dispatch(module, x)
     torch.testing.assert_close(module(x), eager(x))
     assert stats(module).hits == 1
+
+
+def test_a_batched_function_inside_forward():
+    module = Normalized(lambda y: torch.func.vmap(torch.sin)(y.reshape(-1)))
+    eager = copy.deepcopy(module)
+    x = transposed_input()
+    add_tvm_dispatch(module, x)
+    torch.testing.assert_close(module(x), eager(x))
+    assert stats(module).hits == 1
