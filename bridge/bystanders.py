@@ -28,7 +28,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -54,13 +54,16 @@ def _here_only(here: Callable[..., Any], elsewhere: Callable[..., Any]) -> Calla
     return choose
 
 
+def _with_own_globals(function: FunctionType) -> FunctionType:
+    """The function with a copy of its globals, where it sets its flags: torch.fx's says that somebody is tracing."""
+    own = FunctionType(
+        function.__code__, {**function.__globals__}, function.__name__, function.__defaults__, function.__closure__
+    )
+    return functools.update_wrapper(own, function)
+
+
 class _Patcher(_symbolic_trace._Patcher):
     """torch.fx's, which replaces methods of ``nn.Module`` while it traces; those of this thread, if it captures."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        if is_capturing() and _symbolic_trace._is_fx_tracing_flag:
-            _symbolic_trace._is_fx_tracing_flag = HERE
 
     def patch_method(self, cls: type, name: str, new_fn: Callable[..., Any], deduplicate: bool = True) -> None:
         if is_capturing():
@@ -302,6 +305,8 @@ def capturing(module: nn.Module, *, fakes: bool = True) -> Iterator[None]:
         stack.enter_context(_called_plainly(module))
         stack.enter_context(_registries_here(module))
         stack.enter_context(_forwards_here(module))
+        tracer = _symbolic_trace.Tracer
+        stack.enter_context(_replaced(tracer, trace=_here_only(_with_own_globals(tracer.trace), tracer.trace)))
         stack.enter_context(_replaced(_symbolic_trace, _Patcher=_Patcher))
         if hasattr(tqdm, "monitor_interval"):  # torch.fx makes a bar that it does not show; its thread would stay
             stack.enter_context(_replaced(tqdm, monitor_interval=0))

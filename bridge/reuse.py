@@ -13,6 +13,7 @@ What was lowered is kept as long as an entry uses it.
 
 from __future__ import annotations
 
+import atexit
 import time
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -47,6 +48,10 @@ _LOWERED: dict[tuple, WeakValueDictionary[tuple, Lowered]] = {}
 def clear_lowered() -> None:
     """Forget what was lowered; entries that use it keep it."""
     _LOWERED.clear()
+
+
+# A value that dies is looked up by its key, and a key cannot be hashed any more when the modules are taken down.
+atexit.register(clear_lowered)
 
 
 def lower_once(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: bool, partition: Any) -> Lowered:
