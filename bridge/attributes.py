@@ -48,6 +48,11 @@ class Contents:
         self._keys = list(view) if isinstance(view, dict) else None
         self._values = list(self._read())
 
+    @property
+    def counted(self) -> dict[str, Any] | None:
+        """The dictionary behind it, if the count of writes to that tells whether anything was changed."""
+        return self._view if type(self._view) is dict else None
+
     def unchanged(self) -> bool:
         """Whether the object still holds the same objects, or plain values that are equal."""
         view = self._view

@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 
 from bridge.attributes import Contents, Fields, Reached, same_plain
+from bridge.dict_versions import dict_versions, same_versions
 from bridge.mismatch import MODULE, Mismatch
 from bridge.namespaces import (
     NOT_FORWARD,
@@ -61,6 +62,9 @@ class CodeGuard:
             kinds.update(reached.kinds)
         self._codes = list(map(_CODE, self._functions))
         self._contents = [*reached.contents, *_environment(self._functions)]
+        self._counted = {each: each.counted for each in self._contents if each.counted is not None}
+        self._uncounted = [each for each in self._contents if each.counted is None]
+        self._versions: list[int] | None = None
 
     def _note_all(self, kinds: Iterable[type], functions: Sequence[FunctionType]) -> Reached:
         self._read: list[tuple[Callable[[Any], Any], Any]] = []
@@ -148,7 +152,14 @@ class CodeGuard:
             return False
         if not all(map(is_, map(_CODE, self._functions), self._codes)):
             return False
-        return all(contents.unchanged() for contents in self._contents)
+        if not all(contents.unchanged() for contents in self._uncounted):
+            return False
+        if same_versions(self._counted.values(), self._versions):
+            return True
+        versions = dict_versions(self._counted.values())  # before the look: what is written meanwhile is seen next time
+        unchanged = all(contents.unchanged() for contents in self._counted)
+        self._versions = versions if unchanged else None
+        return unchanged
 
     def match(self) -> None:
         """Raises :class:`Mismatch`, naming the first thing that is not what it was; equal plain values are."""

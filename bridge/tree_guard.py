@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, is_, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from bridge.attributes import Reached, same_plain
 from bridge.capture import ModuleTensor
 from bridge.code_guard import CodeGuard
+from bridge.dict_versions import dict_versions, same_versions
 from bridge.mismatch import MODULE, Mismatch
 from bridge.module_state import hooks_of, own_attributes, written_class
 from bridge.tensor_checks import LAYOUT, tensor_checks
@@ -24,11 +25,11 @@ from bridge.tensor_checks import LAYOUT, tensor_checks
 __all__ = ["TreeGuard"]
 
 _DICT = attrgetter("__dict__")
-_TRAINING = attrgetter("training")
 _STATE = itemgetter(
     "_parameters",
     "_buffers",
     "_modules",
+    "training",
     "_forward_hooks",
     "_forward_pre_hooks",
     "_backward_hooks",
@@ -37,6 +38,22 @@ _STATE = itemgetter(
 _REGISTRY_OF = {"parameter": "_parameters", "buffer": "_buffers", "attribute": ""}
 # The dispatcher sits in this attribute of the module that it serves; it says nothing about what forward does.
 _DISPATCHER = "_compiled_call_impl"
+
+
+class _Seen(NamedTuple):
+    """Dictionaries of a tree that were found as they should be.
+
+    Attributes:
+        versions: of the modules' own dictionaries, then of ``registries``, at that time; ``None`` if there are none.
+        registries: those of parameters, buffers and children that hold something, and settings.
+        empty: the other ones, and hooks on inner modules: they must stay empty.
+        tensors: the registry and the name of each parameter and buffer that the compiled code reads.
+    """
+
+    versions: list[int] | None
+    registries: list[dict[str, Any]]
+    empty: list[dict]
+    tensors: list[tuple[dict[str, torch.Tensor], str]]
 
 
 class TreeGuard:
@@ -62,6 +79,7 @@ class TreeGuard:
         self._training = [module.training for module in modules]
         self._note_attributes(modules, dicts)
         self._note_tensors(dicts, tensors, {path: modules.index(module) for path, module in named})
+        self._seen: _Seen | None = None
 
     def _note_attributes(self, modules: Sequence[nn.Module], dicts: Sequence[dict[str, Any]]) -> None:
         self._lengths = [len(d) - (_DISPATCHER in d) for d in dicts]
@@ -79,6 +97,8 @@ class TreeGuard:
         for i, name, value in self._attributes:
             reached.add((i, name), value)
         self._contents = reached.contents
+        self._counted = {each: each.counted for each in reached.contents if each.counted is not None}
+        self._uncounted = [each for each in reached.contents if each.counted is None]
         self._code = CodeGuard(dict.fromkeys((*self._types, *reached.kinds)), reached.functions)
 
     def _note_tensors(
@@ -90,6 +110,7 @@ class TreeGuard:
         self._slots = [_Slot(spec, index) for spec in tensors]
         self._places = [(slot.registry, slot.owner, slot.name) for slot in self._slots]
         self._look_alike = {torch.is_inference_mode_enabled(): tensor_checks([slot.get(dicts) for slot in self._slots])}
+        self._attribute_places = [(owner, name) for registry, owner, name in self._places if not registry]
         self._ties = [(i, slot.registry, *other) for i, slot in enumerate(self._slots) for other in slot.others]
 
     @property
@@ -106,40 +127,56 @@ class TreeGuard:
         if list(map(type, modules)) != self._types or not self._code.unchanged():
             return None
         dicts = list(map(_DICT, modules))
-        if list(map(len, dicts)) != self._lengths or list(map(_TRAINING, modules)) != self._training:
+        seen = self._seen
+        if seen is None or any(seen.empty) or not same_versions((*dicts, *seen.registries), seen.versions):
+            seen = self._seen = self._look(dicts)
+            if seen is None:
+                return None
+        for contents in self._uncounted:
+            if not contents.unchanged():
+                return None
+        tensors = [registry[name] for registry, name in seen.tensors]
+        tensors += [dicts[owner][name] for owner, name in self._attribute_places]
+        look_alike = self._look_alike.get(inference)
+        return tensors if look_alike is not None and look_alike(tensors) else None
+
+    def _look(self, dicts: Sequence[dict[str, Any]]) -> _Seen | None:
+        """Whether the dictionaries hold exactly what they held; if so, what spares a second look as long as they do."""
+        if list(map(len, dicts)) != self._lengths:
             return None
-        parameters, buffers, children, *hooks = zip(*map(_STATE, dicts), strict=True)
-        if list(children) != self._children or list(map(len, parameters + buffers)) != self._counts:
+        parameters, buffers, children, training, *hooks = zip(*map(_STATE, dicts), strict=True)
+        registries = parameters + buffers
+        written = [*filter(None, registries + children), *self._counted.values()]
+        versions = dict_versions((*dicts, *written))  # before the look: what is written meanwhile is seen next time
+        if list(training) != self._training or list(children) != self._children:
             return None
-        if len(dicts) > 1:
-            for kind in hooks:
-                if any(kind[1:]):
-                    return None
-            for i, names in self._ordered:
-                if list(children[i]) != names:
-                    return None
+        if list(map(len, registries)) != self._counts:
+            return None
+        inner_hooks = [hook for kind in hooks for hook in kind[1:]]  # the root's run around the compiled call
+        if any(inner_hooks) or any(list(children[i]) != names for i, names in self._ordered):
+            return None
         held = {"_parameters": parameters, "_buffers": buffers, "": dicts}
         try:
             values = [value for i, read in self._readers for value in read(dicts[i])]
-            tensors = [held[registry][owner][name] for registry, owner, name in self._places]
             for i, registry, name in self._absent:
                 if held[registry][i][name] is not None:
                     return None
             for i, registry, owner, name in self._ties:
-                if held[registry][owner][name] is not tensors[i]:
+                first, place, slot = self._places[i]
+                if held[registry][owner][name] is not held[first][place][slot]:
                     return None
             for i, name in self._tensor_attributes:
                 if type(dicts[i][name]) is not torch.Tensor:
                     return None
+            tensors = [(held[registry][owner], name) for registry, owner, name in self._places if registry]
+            if not all(name in registry for registry, name in tensors):
+                return None
         except KeyError:
             return None
-        if not all(map(is_, values, self._values)):
+        if not all(map(is_, values, self._values)) or not all(contents.unchanged() for contents in self._counted):
             return None
-        for contents in self._contents:
-            if not contents.unchanged():
-                return None
-        look_alike = self._look_alike.get(inference)
-        return tensors if look_alike is not None and look_alike(tensors) else None
+        empty = [*inner_hooks, *(registry for registry in registries + children if not registry)]
+        return _Seen(versions, written, empty, tensors)
 
     def match(self, root: nn.Module, inference: bool = False) -> list[torch.Tensor]:
         """The module's tensors, in the order of the compiled code's inputs.
