@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Mapping
+from typing import TextIO
 
 __all__ = ["CHANNELS", "channel", "set_logs"]
 
@@ -46,9 +48,11 @@ def set_logs(text: str) -> None:
     """Switches channels on and off; an empty text puts everything back to what the application configured.
 
     Args:
-        text: comma-separated channels, each by itself (INFO), with ``+`` (DEBUG) or with ``-`` (ERROR).
+        text: comma-separated channels, each by itself (INFO), with ``+`` (DEBUG) or with ``-`` (ERROR). Capitals and
+            a leading ``bridge.`` make no difference.
 
-    Messages go to the standard error stream, and no longer to the root logger's handlers.
+    Messages go where the application sends its own, in its format; if it has configured no logging, to the standard
+    error stream. Channels that are not named stay as they are.
 
     Raises:
         ValueError: a channel that does not exist.
@@ -57,20 +61,17 @@ def set_logs(text: str) -> None:
     root = logging.getLogger("bridge")
     for name in CHANNELS:
         channel(name).setLevel(levels.get(name, logging.NOTSET))
-    own = [handler for handler in root.handlers if isinstance(handler, _Handler)]
-    if levels and not own:
+    for handler in [handler for handler in root.handlers if handler.name == _HANDLER]:
+        root.removeHandler(handler)
+    if levels:
         root.addHandler(_Handler())
-    elif not levels:
-        for handler in own:
-            root.removeHandler(handler)
-    root.propagate = not levels
 
 
 def _levels(text: str) -> dict[str, int]:
     levels: dict[str, int] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):
         level = {"+": logging.DEBUG, "-": logging.ERROR}.get(word[0], logging.INFO)
-        name = word.lstrip("+-")
+        name = word.lstrip("+-").strip().lower().removeprefix("bridge.")
         if name != "all" and name not in CHANNELS:
             known = "\n".join(f"  {known:<10} {told}" for known, told in CHANNELS.items())
             raise ValueError(f"{VARIABLE}: no channel {name!r} in {text!r}. There are 'all' and\n{known}")
@@ -78,12 +79,25 @@ def _levels(text: str) -> dict[str, int]:
     return levels
 
 
+_HANDLER = "BRIDGE_LOGS"  # a name, since a module that is loaded again has another class
+
+
 class _Handler(logging.StreamHandler):
-    """Ours, to be told from the application's."""
+    """To the standard error stream of the moment, unless a handler of the application's takes the message."""
 
     def __init__(self) -> None:
-        super().__init__()
+        logging.Handler.__init__(self)
+        self.set_name(_HANDLER)
         self.setFormatter(logging.Formatter(_FORMAT))
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    def filter(self, record: logging.LogRecord) -> bool | logging.LogRecord:
+        handlers = [*logging.getLogger().handlers, *logging.getLogger("bridge").handlers]
+        others = [each for each in handlers if each is not self and not isinstance(each, logging.NullHandler)]
+        return not any(each.level <= record.levelno for each in others) and super().filter(record)
 
 
 if os.environ.get(VARIABLE):

@@ -91,10 +91,47 @@ def test_levels():
     set_logs("all,+compile")
     assert channel("compile").level == logging.DEBUG and channel("reuse").level == logging.INFO
     root = logging.getLogger("bridge")
-    assert len(root.handlers) == 1 and not root.propagate
+    assert len(root.handlers) == 1 and root.propagate
+    set_logs("Bridge.Guards, + passes")
+    assert [channel(name).level for name in ("guards", "passes", "compile")] == [
+        logging.INFO,
+        logging.DEBUG,
+        logging.NOTSET,
+    ]
+    assert len(root.handlers) == 1
     set_logs("")
     assert not root.handlers and root.propagate
     assert all(channel(name).level == logging.NOTSET for name in CHANNELS)
+
+
+def run(program: str, **environment: str) -> subprocess.CompletedProcess:
+    """In a process of its own: pytest has handlers of its own on the root logger."""
+    variables = {**os.environ, "PYTHONPATH": str(Path(bridge.__file__).parents[1]), **environment}
+    return subprocess.run(
+        [sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True, timeout=300
+    )
+
+
+def test_one_handler_however_often_loaded_and_none_beside_the_applications():
+    """A module loaded again, the stream redirected, logging configured afterwards: each message is told once."""
+    program = """
+import importlib, io, logging, sys
+import bridge.log
+importlib.reload(bridge.log)
+tell = bridge.log.channel("guards").info
+sys.stderr = first = io.StringIO()
+tell("one"), bridge.log.channel("passes").info("not asked for")
+sys.stderr = second = io.StringIO()
+logging.getLogger("bridge").addHandler(logging.NullHandler())
+tell("heard")
+logging.basicConfig(level=logging.WARNING, format="mine: %(message)s")
+tell("two"), bridge.log.channel("passes").info("not asked for")
+print([first.getvalue(), second.getvalue(), len(logging.getLogger("bridge").handlers)])
+"""
+    assert (
+        run(program, BRIDGE_LOGS="guards").stdout
+        == "['[bridge.guards] one\\n', '[bridge.guards] heard\\nmine: two\\n', 2]\n"
+    )
 
 
 def test_unknown_channels_are_named():
@@ -118,12 +155,10 @@ def test_environment_variable():
         "import torch; from bridge import add_tvm_dispatch\n"
         "m = add_tvm_dispatch(torch.nn.Linear(3, 2), torch.randn(4, 3)); m(torch.randn(5, 3))"
     )
-    root = Path(bridge.__file__).parents[1]
-    environment = {**os.environ, "BRIDGE_LOGS": "guards,partition", "PYTHONPATH": str(root)}
-    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert "[bridge.guards] Linear runs eager: shape of args[0]" in run.stderr
-    assert "[bridge.partition] Linear min_cut" in run.stderr and "[bridge.passes]" not in run.stderr
-    assert run.stdout == ""
+    told = run(program, BRIDGE_LOGS="guards,partition")
+    assert "[bridge.guards] Linear runs eager: shape of args[0]" in told.stderr
+    assert "[bridge.partition] Linear min_cut" in told.stderr and "[bridge.passes]" not in told.stderr
+    assert told.stdout == ""
 
 
 def test_profiler_ranges_name_module_and_kernel():
