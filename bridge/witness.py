@@ -285,14 +285,17 @@ def _leaves(value: Any) -> list[Any]:
 
 
 @contextmanager
-def _exporting_flag():
-    """Libraries branch on ``torch.compiler.is_exporting()``: take the branch that the exported graph took."""
-    before = torch.compiler._is_exporting_flag
-    torch.compiler._is_exporting_flag = HERE
+def _exporting_flags():
+    """Libraries branch on ``torch.compiler.is_exporting()``, ``is_compiling()``: take the exported graph's branch.
+
+    On real tensors too: transformers looks for packed sequences in numbers, but not while anything is traced.
+    """
+    before = torch.compiler._is_exporting_flag, torch.compiler._is_compiling_flag
+    torch.compiler._is_exporting_flag = torch.compiler._is_compiling_flag = HERE
     try:
         yield
     finally:
-        torch.compiler._is_exporting_flag = before
+        torch.compiler._is_exporting_flag, torch.compiler._is_compiling_flag = before
 
 
 @contextmanager
@@ -376,7 +379,7 @@ def observe(
     recorders = _InPlaceWatcher(watch, witness.calls), _DrawRecorder(witness.draws, watch.complain, trace)
     geometry = [_geometry(tensor) for tensor in inputs]
     with modes_put_back() as modes:
-        with mode, _exporting_flag(), _generator_watch(watch), recorders[0], recorders[1]:
+        with mode, _exporting_flags(), _generator_watch(watch), recorders[0], recorders[1]:
             result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
     if geometry != [_geometry(tensor) for tensor in inputs] and not watch.unsupported:
         reason = "gives a tensor of the module's or the caller's another shape, memory or requires_grad"

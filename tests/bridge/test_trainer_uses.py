@@ -48,7 +48,7 @@ def sentences(count=10):
 
 def texts(count=10):
     ids = torch.randint(3, 50, (count, 9), generator=torch.Generator().manual_seed(1))
-    return [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in ids]
+    return [{"input_ids": row, "labels": row} for row in ids]
 
 
 def pictures(count=10):
