@@ -9,6 +9,12 @@ Ours, eager and, on request, torch.compile take turns in one process; medians. T
     rest       what is left of the whole: finding the entry, building the result, saved tensors, autograd's engine
                adding up gradients
 
+The third table is the decision alone, of modules small and large:
+
+    decision   this call is what was compiled, as every call of a loop is after the first
+    after train()  the same after ``module.train()``, which writes to every submodule
+    closer look  an argument of other strides, without meaning (:meth:`bridge.guards.Guard.match`)
+
     python -m benchmarks.overhead --compile
 """
 
@@ -26,16 +32,22 @@ import torch
 import tvm
 from torch import Tensor, nn
 from transformers import BertConfig
-from transformers.models.bert.modeling_bert import BertLayer
+from transformers.models.bert.modeling_bert import BertEncoder, BertLayer
 
 from bridge import add_tvm_dispatch, stats
+from bridge.capture import capture
 from bridge.entry import Entry
+from bridge.guards import Guard
+
+
+def tiny_bert_config(**options: int) -> BertConfig:
+    config = BertConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8, **options)
+    config._attn_implementation = "eager"
+    return config
 
 
 def tiny_bert_layer() -> nn.Module:
-    config = BertConfig(hidden_size=8, num_attention_heads=2, intermediate_size=8)
-    config._attn_implementation = "eager"
-    return BertLayer(config)
+    return BertLayer(tiny_bert_config())
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -48,6 +60,21 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     ),
     "LayerNorm, Linear": (lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), (4, 4)),
     "BertLayer of width 8": (tiny_bert_layer, (1, 2, 8)),
+}
+
+
+#: What is decided about has a width of 8 everywhere: the decision does not look at numbers.
+DECISIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "Linear": (lambda: nn.Linear(8, 8), (1, 2, 8)),
+    "Linear, GELU, Dropout, Linear": (
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.1), nn.Linear(8, 8)),
+        (1, 2, 8),
+    ),
+    "BertLayer": (tiny_bert_layer, (1, 2, 8)),
+    "50 Linear": (lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(50))), (1, 2, 8)),
+    "100 Linear": (lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(100))), (1, 2, 8)),
+    "BertEncoder of 4 layers": (lambda: BertEncoder(tiny_bert_config(num_hidden_layers=4)), (1, 2, 8)),
+    "BertEncoder of 12 layers": (lambda: BertEncoder(tiny_bert_config(num_hidden_layers=12)), (1, 2, 8)),
 }
 
 
@@ -147,6 +174,32 @@ def measure(name: str, rounds: int, with_compile: bool) -> tuple[dict[str, float
     return whole, times, f"{len(entry.forward.steps)} + {len(entry.backward.steps)}"
 
 
+def decisions(name: str, rounds: int) -> list[str]:
+    """Microseconds of the decision alone."""
+    make, shape = DECISIONS[name]
+    module = make().train()
+    x = torch.randn(shape, requires_grad=True)
+    other = x.detach().as_strided(shape, (7, *x.stride()[1:])).requires_grad_()
+    guard = Guard(module, capture(module, (x,), {}), [x])
+    module.__dict__["_compiled_call_impl"] = None  # where the dispatcher would be
+    assert guard.quick(module, (x,), {}) is not None and guard.quick(module, (other,), {}) is None
+    times: dict[str, list[float]] = {"decision": [], "after train()": [], "closer look": []}
+
+    def timed(kind: str, decide: Callable, argument: Tensor) -> None:
+        started = time.perf_counter()
+        decide(module, (argument,), {})
+        times[kind].append(time.perf_counter() - started)
+
+    for _ in range(rounds):
+        module.train()
+        timed("after train()", guard.quick, x)
+        timed("decision", guard.quick, x)
+        timed("closer look", guard.match, other)
+    medians = [f"{1e6 * statistics.median(values[rounds // 10 :]):.1f}" for values in times.values()]
+    counts = [len(list(module.modules())), len(list(module.parameters())) + len(list(module.buffers()))]
+    return [name, *map(str, counts), *medians]
+
+
 def table(header: list[str], rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|"]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
@@ -160,6 +213,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     wholes, pieces = [], []
+    decided = [decisions(name, options.rounds) for name in DECISIONS if options.only in name]
     for name in MODULES:
         if options.only not in name:
             continue
@@ -174,6 +228,8 @@ def main() -> None:
     print(table(["module", "steps", *peers, "ours - eager"], wholes))
     print()
     print(table(["module", "guard", "draws", "function", "forward steps", "backward steps", "rest"], pieces))
+    print("\nthe decision alone, µs\n")
+    print(table(["module", "modules", "tensors", "decision", "after train()", "closer look"], decided))
 
 
 if __name__ == "__main__":
