@@ -332,6 +332,9 @@ class _Seen:
                 continue
             if spec.kind == OutputKind.TOKEN:  # orders side effects; the operator that has one is refused by name
                 continue
+            if spec.kind == OutputKind.USER_INPUT_MUTATION:
+                if any(known.reason == _witness.CHANGES_ARGUMENT for known in self.witness.unsupported):
+                    continue  # said already, with the line
             if spec.kind != OutputKind.BUFFER_MUTATION:
                 reason = f"changes '{spec.target}' in place ({spec.kind.name.lower()})"
                 self.witness.unsupported.append(Unsupported(spec.kind.name.lower(), f"{self.name}.forward", reason))

@@ -29,7 +29,10 @@ from bridge.op_trace import OpTrace
 from bridge.python_state import modes_put_back, moved_generators
 from bridge.tracing import HERE, is_only_thread, note_change_of_generator
 
-__all__ = ["Draw", "Output", "Witness", "observe", "record_draws"]
+__all__ = ["CHANGES_ARGUMENT", "Draw", "Output", "Witness", "observe", "record_draws"]
+
+
+CHANGES_ARGUMENT = "changes a tensor that was passed to the module"
 
 
 @dataclass(frozen=True)
@@ -239,9 +242,7 @@ class _Watch:
     def mutated(self, name: str, tensor: torch.Tensor) -> None:
         storage = _storage(tensor)
         if storage in self._argument_storages:
-            self.complain(
-                name, "changes a tensor that was passed to the module", "work on a clone: x = x.clone() before it"
-            )
+            self.complain(name, CHANGES_ARGUMENT, "work on a clone: x = x.clone() before it")
         elif storage in self._parameter_storages:
             self.complain(name, "changes a parameter inside forward", "move the update out of forward")
         elif storage in self._detached:

@@ -352,3 +352,15 @@ def test_a_failing_compiler_names_the_direction(monkeypatch):
     with pytest.raises(CompilationError, match="compile forward") as raised:
         add_tvm_dispatch(MLP(), torch.randn(7, 6))
     assert "R.function" in raised.value.ir
+
+
+def test_an_argument_that_is_written_into_is_reported_once():
+    class Overwrites(nn.Module):
+        def forward(self, x):
+            x += 1
+            return x * 2
+
+    with pytest.raises(UnsupportedModule) as caught:
+        add_tvm_dispatch(Overwrites(), torch.ones(3))
+    (problem,) = caught.value.ops
+    assert problem.op == "add_" and "x += 1" in problem.where and "clone" in problem.hint
