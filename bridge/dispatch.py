@@ -190,6 +190,11 @@ class Dispatcher:
         log.info("added %r", entry)
         return entry
 
+    def adopt(self, entries: list[Entry]) -> None:
+        """Adds entries that were compiled for the same module."""
+        with self._adding:
+            self.stats.entries = [*self.stats.entries, *(entry for entry in entries if entry not in self.stats.entries)]
+
 
 #: A hook of the deprecated kind is handed the gradients of the module's last operator, which is not there any more.
 _OLD_HOOK = Mismatch(INTERPRETER, "backward hook of the deprecated kind", "use register_full_backward_hook")
@@ -241,9 +246,11 @@ def add_tvm_dispatch(
     compiles anew only for another ``partition`` or ``target``. An entry added under ``torch.no_grad()`` also serves
     ``torch.inference_mode()``; where nothing requires a gradient, one entry serves with and without gradients.
 
-    Dispatched modules may be called from several threads. Adding an entry, by this function or by a call that misses
-    under ``on_miss="compile"``, may not run beside calls of modules in other threads: while torch.export traces, it
-    replaces ``nn.Module.__call__`` for the whole process.
+    Threads may call dispatched modules, also one and the same, and add entries, by this function or by calls that miss
+    under ``on_miss="compile"``, beside anything that others do (:mod:`bridge.bystanders`). One entry is added at a
+    time, and none while Dynamo compiles. Other threads' calls of the very module that is captured wait for the end of
+    the capture (a second or so). Not safe beside it: traces that others start themselves (``torch.export``,
+    ``torch.fx``, ``torch.jit``), and changes of the module's hooks, submodules, attributes, and globals that it reads.
 
     Args:
         module: any module; it is changed in place only by one attribute that copies and pickles drop.
@@ -283,7 +290,11 @@ def add_tvm_dispatch(
     except BaseException:
         dispatcher.partition, dispatcher.on_miss, dispatcher.target = before
         raise
-    module.__dict__[_ATTRIBUTE] = dispatcher
+    if module.__dict__.get(_ATTRIBUTE) is None:
+        module.__dict__.pop(_ATTRIBUTE, None)
+    installed = module.__dict__.setdefault(_ATTRIBUTE, dispatcher)
+    if installed is not dispatcher:  # another thread's, for another sample
+        installed.adopt(dispatcher.stats.entries)
     mark(module)
     return module
 
@@ -296,7 +307,7 @@ def remove_tvm_dispatch(module: nn.Module) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
     if _dispatcher(module) is not None:
-        del module.__dict__[_ATTRIBUTE]
+        module.__dict__.pop(_ATTRIBUTE, None)
     unmark(module)  # where module.compile() has taken the dispatcher's place, too
     return module
 

@@ -10,6 +10,10 @@ from bridge.entry import Entry
 __all__ = ["DispatchStats"]
 
 
+_REASONS = 20
+"""That are printed: sizes that differ at every call give one each."""
+
+
 @dataclass
 class DispatchStats:
     """Counts of a dispatched module.
@@ -27,5 +31,8 @@ class DispatchStats:
     def __repr__(self) -> str:
         lines = [f"DispatchStats(hits={self.hits}, misses={sum(self.misses.values())})"]
         lines += [f"  {entry!r}" for entry in self.entries]
-        lines += [f"  {count} x {reason}" for reason, count in self.misses.most_common()]
+        lines += [f"  {count} x {reason}" for reason, count in self.misses.most_common(_REASONS)]
+        if len(self.misses) > _REASONS:
+            rest = self.misses.most_common()[_REASONS:]
+            lines.append(f"  {sum(count for _, count in rest)} x {len(rest)} other reasons (.misses has all)")
         return "\n".join(lines)

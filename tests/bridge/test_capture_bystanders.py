@@ -285,6 +285,22 @@ def test_errors_inside_forward_leave_the_process_as_it_was():
     assert "forward" not in module.norm.__dict__
 
 
+def test_two_threads_add_the_first_entries():
+    """Whoever comes second adds to the other's dispatcher."""
+    second: SimpleQueue[None] = SimpleQueue()
+
+    def then() -> None:
+        if second.empty():
+            second.put(None)
+            other.start()
+
+    module = Stops(then)
+    other = threading.Thread(target=lambda: add_tvm_dispatch(module, rows(5)), daemon=True)
+    add_tvm_dispatch(module, rows(7))
+    other.join(PATIENCE)
+    assert sorted(entry.lowered.captured.arguments[0].shape[0] for entry in stats(module).entries) == [5, 7]
+
+
 def test_no_thread_is_left_behind():
     """As torch.fx leaves the one of a progress bar: from then on, Python warns of every fork."""
     program = (

@@ -175,3 +175,11 @@ def test_dynamic_shapes_are_refused_by_name():
     """And the refusal says what to do instead (more in test_dynamic_shapes)."""
     with pytest.raises(UnsupportedModule, match=r"dynamic_shapes\['x'\]\[0\].*batch[^$]*on_miss"):
         add_tvm_dispatch(Scale(), rows(4), dynamic_shapes={"x": {0: Dim("batch")}})
+
+
+def test_stats_print_a_few_of_many_reasons():
+    module = add_tvm_dispatch(MLP(), rows(2))
+    for count in range(3, 33):
+        module(rows(count))
+    printed = repr(stats(module))
+    assert "misses=30" in printed and "10 x 10 other reasons" in printed and len(printed.splitlines()) == 23
