@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ _DTYPES = {
     torch.int64: "int64",
     torch.bool: "bool",
 }
+_HALF = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,28 @@ class Importer:
     def expand(self, value: Expr, target: Sequence[int]) -> Expr:
         """``value`` broadcast to ``target``; itself if it has that shape."""
         return value if shape(value) == tuple(target) else self.emit(relax.op.broadcast_to(value, list(target)))
+
+    def in_float32(self, convert: Callable[..., Any], node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What ``convert`` makes, computed in float32 where it is of a half type, and rounded at the end."""
+        wanted = node.meta["val"]
+        fakes = wanted if isinstance(wanted, tuple | list) else [wanted]
+        if not any(fake.dtype in _HALF for fake in fakes):
+            return convert(self, node, *args, **kwargs)
+
+        def widened(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.dtype in _HALF:
+                return torch.empty_strided(value.shape, value.stride(), dtype=torch.float32, device="meta")
+            if isinstance(value, Expr) and isinstance(value.ty, TensorType) and dtype(value) in _HALF.values():
+                return self.cast(value, "float32")
+            return torch.float32 if isinstance(value, torch.dtype) and value in _HALF else value
+
+        wide = SimpleNamespace(name=node.name, target=node.target, args=node.args, kwargs=node.kwargs)
+        wide.meta = {**node.meta, "val": fx.node.map_aggregate(wanted, widened)}
+        args, kwargs = fx.node.map_aggregate((args, kwargs), widened)
+        made = convert(self, wide, *args, **kwargs)
+        if not isinstance(made, tuple):
+            return self.cast(made, relax_dtype(fakes[0].dtype))
+        return tuple(self.cast(each, relax_dtype(fake.dtype)) for each, fake in zip(made, fakes, strict=True))
 
     def draw(self, node: fx.Node) -> Expr:
         """The input that carries what eager draws at ``node``."""

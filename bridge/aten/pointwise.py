@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from tvm import relax
 
-from autodiff.ir import dtype, is_float
+from autodiff.ir import Expr, dtype, is_float
 from bridge.aten.registry import Refused, converts
 from bridge.aten.whole import whole
 
@@ -128,8 +128,33 @@ def isinf(importer, node, x):
     return importer.emit(op.equal(importer.emit(op.abs(x)), importer.constant(float("inf"), dtype(x))))
 
 
+def _in_float32_if(condition, importer, convert, node, *args, **kwargs):
+    """The conversion, rounded once where a half type does not hold what torch's own kernel computes with."""
+    if condition:
+        return importer.in_float32(convert, node, args, kwargs)
+    return convert(importer, node, *args, **kwargs)
+
+
+def _rounded(importer, node, number):
+    """A number as the result's type holds it."""
+    return torch.tensor(number, dtype=importer.out(node).dtype).item()
+
+
+def _is_wider(importer, node, factor):
+    """Whether a half type does not hold a factor: torch's kernels take a second one in float32, be it a 0-d tensor."""
+    if importer.out(node).dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if isinstance(factor, Expr):
+        return dtype(factor) in ("float32", "float64")
+    return _rounded(importer, node, factor) != factor
+
+
 @converts(aten.add.Tensor, aten.add.Scalar)
 def add(importer, node, x, y, *, alpha=1):
+    return _in_float32_if(alpha != 1, importer, _add, node, x, y, alpha=_rounded(importer, node, alpha))
+
+
+def _add(importer, node, x, y, *, alpha):
     x, y = importer.operands(node, x, y)
     if dtype(x) == "bool":
         return importer.emit(op.logical_or(x, y))
@@ -138,14 +163,17 @@ def add(importer, node, x, y, *, alpha=1):
 
 @converts(aten.sub.Tensor, aten.sub.Scalar)
 def sub(importer, node, x, y, *, alpha=1):
+    return _in_float32_if(alpha != 1, importer, _sub, node, x, y, alpha=_rounded(importer, node, alpha))
+
+
+def _sub(importer, node, x, y, *, alpha):
     x, y = importer.operands(node, x, y)
     return importer.emit(op.subtract(x, _scaled(importer, y, alpha)))
 
 
 @converts(aten.rsub.Scalar, aten.rsub.Tensor)
 def rsub(importer, node, x, y, alpha=1):
-    x, y = importer.operands(node, x, y)
-    return importer.emit(op.subtract(y, _scaled(importer, x, alpha)))
+    return sub(importer, node, y, x, alpha=alpha)
 
 
 def broadcast(importer, node, *operands):
@@ -159,12 +187,24 @@ def _scaled(importer, value, alpha):
 
 @converts(aten.mul.Tensor, aten.mul.Scalar)
 def mul(importer, node, x, y):
+    if _is_wider(importer, node, x):
+        (x,) = importer.operands(node, x)
+    return _in_float32_if(_is_wider(importer, node, y), importer, _mul, node, x, y)
+
+
+def _mul(importer, node, x, y):
     x, y = importer.operands(node, x, y)
     return importer.emit((op.logical_and if dtype(x) == "bool" else op.multiply)(x, y))
 
 
 @converts(aten.div.Tensor, aten.div.Scalar)
 def div(importer, node, x, y):
+    if _is_wider(importer, node, x):
+        (x,) = importer.operands(node, x)
+    return _in_float32_if(_is_wider(importer, node, y), importer, _div, node, x, y)
+
+
+def _div(importer, node, x, y):
     x, y = importer.operands(node, x, y)
     return importer.emit(op.divide(x, y))
 
@@ -173,6 +213,10 @@ def div(importer, node, x, y):
 def div_mode(importer, node, x, y, *, rounding_mode=None):
     if rounding_mode is None:
         return div(importer, node, x, y)
+    return _in_float32_if(_is_wider(importer, node, y), importer, _div_mode, node, x, y, rounding_mode=rounding_mode)
+
+
+def _div_mode(importer, node, x, y, *, rounding_mode):
     x, y = importer.operands(node, x, y)
     name = {"trunc": "divide_trunc", "floor": "divide_floor"}[rounding_mode]
     return importer.library(name, broadcast(importer, node, x, y), importer.out(node))

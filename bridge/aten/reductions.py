@@ -8,7 +8,7 @@ import torch
 from tvm import relax
 
 from autodiff.ir import dtype, shape
-from bridge.aten.registry import Refused, converts
+from bridge.aten.registry import Refused, converts, rounds_once
 from bridge.aten.whole import whole
 
 aten = torch.ops.aten
@@ -72,6 +72,7 @@ def _degenerate(x, dim, correction) -> bool:
 
 
 @converts(aten.var.correction)
+@rounds_once
 def var(importer, node, x, dim=None, *, correction=1, keepdim=False):
     if _degenerate(x, dim, correction):
         return whole(importer, node, x, dim, correction=correction, keepdim=keepdim)
@@ -83,12 +84,14 @@ def var(importer, node, x, dim=None, *, correction=1, keepdim=False):
 
 
 @converts(aten.var_mean.correction)
+@rounds_once
 def var_mean(importer, node, x, dim=None, *, correction=1, keepdim=False):
     variance = var(importer, node, x, dim, correction=correction, keepdim=keepdim)
     return variance if isinstance(variance, tuple) else (variance, reduce(importer, op.mean, x, dim, keepdim))
 
 
 @converts(aten.std.correction)
+@rounds_once
 def std(importer, node, x, dim=None, *, correction=1, keepdim=False):
     """Where the variance is zero the gradient is zero, as torch has it."""
     if _degenerate(x, dim, correction):
@@ -97,6 +100,7 @@ def std(importer, node, x, dim=None, *, correction=1, keepdim=False):
 
 
 @converts(aten.std_mean.correction)
+@rounds_once
 def std_mean(importer, node, x, dim=None, *, correction=1, keepdim=False):
     deviation = std(importer, node, x, dim, correction=correction, keepdim=keepdim)
     return deviation if isinstance(deviation, tuple) else (deviation, reduce(importer, op.mean, x, dim, keepdim))
@@ -142,6 +146,7 @@ def cumsum(importer, node, x, dim, *, dtype=None):
 
 
 @converts(aten.linalg_vector_norm.default)
+@rounds_once
 def vector_norm(importer, node, x, ord=2, dim=None, keepdim=False, *, dtype=None):
     """Where the norm is zero its gradient is zero, as torch has it."""
     if ord == 0:

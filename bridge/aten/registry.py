@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["CONVERSIONS", "Refused", "converts"]
+__all__ = ["CONVERSIONS", "Refused", "converts", "rounds_once"]
 
 #: ATen overload -> ``convert(importer, node, *args, **kwargs)``, which returns a Relax value (or a tuple of them).
 CONVERSIONS: dict[Any, Callable[..., Any]] = {}
@@ -31,3 +32,13 @@ def converts(*overloads: Any) -> Callable[[Callable[..., Any]], Callable[..., An
         return convert
 
     return register
+
+
+def rounds_once(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """A conversion to several operators of what torch, for half types, computes in float32 and rounds at the end."""
+
+    @functools.wraps(convert)
+    def converted(importer: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
+        return importer.in_float32(convert, node, args, kwargs)
+
+    return converted

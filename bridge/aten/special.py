@@ -9,7 +9,7 @@ from tvm import relax
 
 from autodiff.ir import dtype
 from bridge.aten.pointwise import broadcast
-from bridge.aten.registry import converts
+from bridge.aten.registry import converts, rounds_once
 
 aten = torch.ops.aten
 op = relax.op
@@ -31,17 +31,20 @@ def hardtanh(importer, node, x, lower=-1, upper=1):
 
 
 @converts(aten.threshold.default)
+@rounds_once
 def threshold(importer, node, x, bound, value):
     below = op.less_equal(x, importer.constant(bound, dtype(x)))
     return _where(importer, below, importer.constant(value, dtype(x)), x)
 
 
 @converts(aten.leaky_relu.default)
+@rounds_once
 def leaky_relu(importer, node, x, slope=0.01):
     return _where(importer, op.greater(x, importer.constant(0, dtype(x))), x, _scaled(importer, x, slope))
 
 
 @converts(aten.hardswish.default)
+@rounds_once
 def hardswish(importer, node, x):
     zero, three, six = (importer.constant(value, dtype(x)) for value in (0, 3, 6))
     middle = importer.emit(op.less(importer.emit(op.abs(x)), three))
@@ -53,6 +56,7 @@ def hardswish(importer, node, x):
 
 
 @converts(aten.elu.default)
+@rounds_once
 def elu(importer, node, x, alpha=1, scale=1, input_scale=1):
     # the exponential only sees what is selected: its overflow would turn the gradient into nan
     negative = importer.emit(op.clip(x, relax.prim_value(float("-inf")), relax.prim_value(0.0)))
@@ -62,11 +66,13 @@ def elu(importer, node, x, alpha=1, scale=1, input_scale=1):
 
 
 @converts(aten.celu.default)
+@rounds_once
 def celu(importer, node, x, alpha=1.0):
     return elu(importer, node, x, alpha, 1, 1 / alpha)
 
 
 @converts(aten.softplus.default)
+@rounds_once
 def softplus(importer, node, x, beta=1, limit=20):
     scaled = _scaled(importer, x, beta)
     bound = importer.constant(limit, dtype(x))
@@ -77,11 +83,12 @@ def softplus(importer, node, x, beta=1, limit=20):
 
 
 @converts(aten.log_sigmoid_forward.default)
+@rounds_once
 def log_sigmoid(importer, node, x):
     falling = importer.emit(op.exp(importer.emit(op.negative(importer.emit(op.abs(x))))))
-    tail = importer.library("log1p", [falling], node.meta["val"][0])
+    tail = importer.library("log1p", [falling], importer.out(node)[0])
     y = importer.emit(op.subtract(importer.emit(op.minimum(x, importer.constant(0, dtype(x)))), tail))
-    return y, importer.filled(node.meta["val"][1], 0)
+    return y, importer.filled(importer.out(node)[1], 0)
 
 
 @converts(aten.logit.default)
@@ -95,6 +102,7 @@ def logit(importer, node, x, eps=None):
 
 
 @converts(aten.sinc.default)
+@rounds_once
 def sinc(importer, node, x):
     (x,) = importer.operands(node, x)
     zero, one = importer.constant(0, dtype(x)), importer.constant(1, dtype(x))
@@ -123,6 +131,7 @@ def accurate(importer, node, x):
 
 
 @converts(aten.log2.default, aten.log10.default)
+@rounds_once
 def log_base(importer, node, x):
     (x,) = importer.operands(node, x)
     base = 2 if node.target is aten.log2.default else 10
@@ -130,6 +139,7 @@ def log_base(importer, node, x):
 
 
 @converts(aten.exp2.default)
+@rounds_once
 def exp2(importer, node, x):
     (x,) = importer.operands(node, x)
     return importer.emit(op.exp(_scaled(importer, x, math.log(2))))
