@@ -14,8 +14,13 @@ from bridge.module_tensors import tensor_problem
 from bridge.parallel import refuse_parallel
 from bridge.structure import leaf_names
 
-__all__ = ["check_call"]
+__all__ = ["CACHES", "NO_CACHE", "check_call"]
 
+#: Where transformers' caches of keys and values live, and what to do about one.
+CACHES = "transformers.cache_utils"
+NO_CACHE = "set model.config.use_cache = False: training has no use for the keys and values of earlier tokens"
+
+_PASS_CONTENTS = "make it an attribute of the module, or pass what forward takes from it"
 _PLAIN_ARGUMENTS = (type(None), bool, int, float, str)
 
 
@@ -71,7 +76,7 @@ def _refuse_arguments(args: tuple, kwargs: dict[str, Any], name: str) -> None:
             if problem := tensor_problem(leaf):
                 found.append(Unsupported(what, f"{name}.forward", problem, "pass a plain tensor"))
         elif not isinstance(leaf, _PLAIN_ARGUMENTS):
-            hint = "make it an attribute of the module, or pass what forward takes from it"
+            hint = NO_CACHE if type(leaf).__module__ == CACHES else _PASS_CONTENTS
             reason = "not a tensor, number, string, flag or None, nor a tuple, list or dict of them"
             found.append(Unsupported(what, f"{name}.forward", reason, hint))
     if found:

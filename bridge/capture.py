@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +24,7 @@ from torch.utils import _pytree as pytree
 from bridge import witness as _witness
 from bridge.autocasting import GradModesInRegions, ambient_autocast, spell_out_casts
 from bridge.bystanders import capturing
-from bridge.call_checks import check_call
+from bridge.call_checks import CACHES, NO_CACHE, check_call
 from bridge.decompose import decompose
 from bridge.errors import Unsupported, UnsupportedModule, refused_by_eager, user_line
 from bridge.fake_run import fake_run
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -230,6 +232,12 @@ def explain_error(error: BaseException) -> Unsupported:
             where,
             "what happens next depends on the numbers in a tensor",
             "use torch.where, or dispatch the submodules on either side of it",
+        )
+    if unknown := re.match(r"Found <class '([\w.]+)'> in output, which is not a known type", first_line):
+        home, _, name = unknown[1].rpartition(".")
+        hint = NO_CACHE if home == CACHES else "return tensors, or a tuple, a list or a dict of them"
+        return Unsupported(
+            f"a result of type {name}", "the module's result", "not a type that torch.export knows", hint
         )
     if kind == "UnsupportedOperatorException":
         return Unsupported(str(error).splitlines()[0], where, "an operator that torch.export cannot trace")

@@ -8,7 +8,7 @@ import transformers as hf
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from bridge import add_tvm_dispatch, stats
+from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.dynamo import graphs
 from examples.layers import dispatch_layers, make_examples, make_model
 
@@ -116,6 +116,17 @@ def test_a_whole_model_is_dispatched(tmp_path, make, examples, options):
     mine, model = run(tmp_path, make, examples(), whole, **options)
     assert_same_log(mine, eager)
     assert stats(model).hits == 2 * 3 + 2 and not stats(model).misses
+
+
+def test_a_cache_for_generation_is_refused_and_says_what_to_do():
+    model, batch = gpt2().train(), default_collate(texts(2))
+    model.config.use_cache = True
+    with pytest.raises(UnsupportedModule, match=r"(?s)result of type DynamicCache.*config.use_cache = False"):
+        add_tvm_dispatch(model, batch)
+    sample = torch.randn(2, 9, 16), hf.DynamicCache()
+    with pytest.raises(UnsupportedModule, match=r"(?s)a DynamicCache.*config.use_cache = False"):
+        add_tvm_dispatch(model.transformer.h[0], sample)
+    assert model._compiled_call_impl is None and model.transformer.h[0]._compiled_call_impl is None
 
 
 def checkpointed():
