@@ -131,9 +131,10 @@ class _DrawRecorder(TorchDispatchMode):
         # the dispatcher drops arguments that equal their default
         defaults = [a.default_value for a in func._schema.arguments[len(args) :] if not a.kwarg_only]
         args = (*args, *(value for value in defaults if value is not None))
-        name = func._schema.name
-        fills = name.endswith(("_", "_like", "native_dropout"))  # what the first tensor holds has no part in the draw
-        rest = args[1:] if fills else args
+        if str(func) == "aten.bernoulli.p" and args[0].requires_grad:
+            self.complain(str(func), "eager has no derivative of it, and fails in the backward")
+            return
+        rest = args[1:] if _only_filled(func) else args
         values = (*rest, *kwargs.values())
         if any(isinstance(value, torch.Tensor) for value in values) or kwargs.get("generator") is not None:
             self.complain(str(func), "a random draw whose distribution is computed, or from a generator of its own")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bridge import UnsupportedModule, add_tvm_dispatch
 from tests.bridge.parity import check_module
 
 
@@ -186,3 +187,26 @@ class SelfAttention(nn.Module):
 def test_tricky(case):
     make_module, make_inputs = CASES[case]
     check_module(make_module, make_inputs)
+
+
+class Gates(nn.Module):
+    """``torch.bernoulli`` of a number: the tensor only says what to fill, and in which order."""
+
+    def __init__(self, detach: bool):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.detach = detach
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        like = y.detach() if self.detach else y
+        return y * torch.bernoulli(like, 0.6) + torch.bernoulli(x.t(), 0.3).t()
+
+
+def test_bernoulli_of_a_number():
+    check_module(lambda: Gates(detach=True), lambda: torch.randn(5, 6))
+
+
+def test_bernoulli_that_eager_cannot_differentiate_is_refused():
+    with pytest.raises(UnsupportedModule, match=r"aten\.bernoulli\.p: eager has no derivative"):
+        add_tvm_dispatch(Gates(detach=False), torch.randn(5, 6))
