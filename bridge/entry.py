@@ -260,9 +260,9 @@ def _leaf(seen: Output, position: int | None, computed: Any, inputs: list[torch.
 def _result_layouts(lowered: Lowered, program: Program) -> list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
     """The results of the forward that do not look like eager's yet, each with what gives it strides or memory."""
     strides = {
-        position: seen.stride
+        position: stride
         for seen, position in zip(lowered.captured.outputs, lowered.imported.output_of, strict=True)
-        if position is not None and _is_dense_permutation(seen)
+        if position is not None and (stride := _other_order(seen)) is not None
     }
     return [
         (position, partial(_strided_copy, stride=strides[position]) if position in strides else torch.clone)
@@ -274,17 +274,15 @@ def _strided_copy(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
-def _is_dense_permutation(seen: Output) -> bool:
-    """Whether eager returns a tensor that is dense in memory, but not in row-major order."""
-    expected = 1
-    order = sorted((d for d, extent in enumerate(seen.shape) if extent != 1), key=lambda d: seen.stride[d])
-    if 0 in seen.shape:
-        return False
-    for dim in order:
-        if seen.stride[dim] != expected:
-            return False
-        expected *= seen.shape[dim]
-    return order != sorted(order, reverse=True)
+def _other_order(seen: Output) -> tuple[int, ...] | None:
+    """The strides of a dense tensor whose order in memory is that of eager's result; ``None`` if it is row-major.
+
+    The gaps of a slice of something larger are not returned. The order is: draws for a tensor like it follow it.
+    """
+    eagers = torch.empty_strided(seen.shape, seen.stride, dtype=seen.dtype, device="meta")
+    stride, plain = torch.empty_like(eagers).stride(), torch.empty(seen.shape, device="meta").stride()
+    same = all(a == b for a, b, extent in zip(stride, plain, seen.shape, strict=True) if extent != 1)
+    return None if same or 0 in seen.shape else stride
 
 
 def compile_entry(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, partition: Any, target: Any) -> Entry:

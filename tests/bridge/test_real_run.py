@@ -154,3 +154,29 @@ def test_a_batched_function_inside_forward():
     add_tvm_dispatch(module, x)
     torch.testing.assert_close(module(x), eager(x))
     assert stats(module).hits == 1
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda y: y.permute(2, 1, 0).narrow(0, 0, 3),
+        lambda y: y.mT[:, 1:],
+        lambda y: y[..., ::2],
+        lambda y: y.permute(1, 2, 0),
+        lambda y: y[:1].expand(3, -1, -1).mT,
+        lambda y: y[:, :1].expand(-1, 4, -1).permute(2, 0, 1),
+    ],
+)
+def test_a_draw_for_a_result_falls_as_in_eager(view):
+    class Made(nn.Module):
+        def forward(self, x):
+            return view(x * 2)
+
+    module, eager = Made(), Made()
+    x = torch.arange(2.0 * 3 * 5).reshape(2, 3, 5)
+    add_tvm_dispatch(module, x)
+    drawn = []
+    for each in (module, eager):
+        torch.manual_seed(0)
+        drawn.append(torch.rand_like(each(x)))
+    assert stats(module).hits == 1 and torch.equal(*drawn)
