@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from bridge.aliases import Aliases, is_detach, is_view, written
+from bridge.attention import unfuse_learned_masks
 from bridge.errors import Unsupported, user_line
 from bridge.recurrent import split_layers
 
@@ -40,6 +41,7 @@ def prepare(graph_module: fx.GraphModule, requires_grad: Callable[[fx.Node], boo
     """
     problems = _inline_regions(graph_module)
     split_layers(graph_module.graph)
+    unfuse_learned_masks(graph_module.graph, requires_grad)
     _pass_through(graph_module.graph)
     problems += _stop_gradients(graph_module.graph, requires_grad)
     problems += _wrong_in_torch(graph_module.graph, requires_grad)

@@ -50,12 +50,28 @@ class SharedHeads(nn.Module):
         return queries @ keys.mT
 
 
+class LearnedBias(nn.Module):
+    """Eager leaves the fused attention where its mask requires grad, and computes in float32 between casts."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(4, 4)
+        self.positions = nn.Embedding(13, 2)
+
+    def forward(self, x):
+        steps = torch.arange(7)
+        bias = self.positions(steps[:, None] - steps + 6).permute(2, 0, 1)
+        query = self.query(x).view(3, 7, 2, 2).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(query, query, query * 2, bias, dropout_p=0.2)
+
+
 MODULES = {
     "lstm": lambda: Recurrent(nn.LSTM),
     "lstm without biases": lambda: Recurrent(nn.LSTM, bias=False),
     "gru": lambda: Recurrent(nn.GRU),
     "contractions": Contractions,
     "shared heads": SharedHeads,
+    "learned bias": LearnedBias,
 }
 
 
@@ -69,6 +85,10 @@ def test_operators_inside_which_autocast_casts(name):
     results = step(ours, x, autocast()), step(eager, x, autocast()), step(exact, x.double(), autocast(enabled=False))
     assert stats(ours).hits == 1, stats(ours)
     assert_close_enough(*results)
+
+
+def test_attention_with_a_learned_bias():
+    check_module(LearnedBias, lambda: torch.randn(3, 7, 4, requires_grad=True))
 
 
 @pytest.mark.parametrize("bias", [True, False])
