@@ -178,6 +178,26 @@ def test_profiler_ranges_name_module_and_kernel():
     assert outer.time_range.start <= inner.time_range.start <= inner.time_range.end <= outer.time_range.end
 
 
+class SameMLP(MLP):
+    """Another name for the same function."""
+
+
+def test_profiler_ranges_name_the_module_that_was_called(tmp_path):
+    """Forward and backward, in the exported trace, although the code was compiled for an equal module."""
+    first = add_tvm_dispatch(MLP(), rows())
+    module = add_tvm_dispatch(SameMLP(), rows())
+    assert stats(module).entries[0].forward is stats(first).entries[0].forward
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        module(rows()).sum().backward()
+    profiled.export_chrome_trace(str(tmp_path / "trace.json"))
+    told = (tmp_path / "trace.json").read_text()
+    for direction in ("forward", "backward"):
+        kernel = next(
+            step for step in getattr(stats(module).entries[0], direction).steps if isinstance(step, KernelStep)
+        )
+        assert f'"tvm: SameMLP_{direction}"' in told and f'"tvm: MLP_{direction}/{kernel.name}"' in told
+
+
 def test_profiled_and_plain_results_are_the_same():
     module = add_tvm_dispatch(MLP(), rows())
     x = rows()
