@@ -8,8 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import (
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.saved_bytes import saved_for_backward
@@ -182,3 +188,59 @@ def test_a_reentrant_checkpoint_inside_is_refused_by_name():
     model = Loop(blocks(2), reentrant=True)
     with pytest.raises(UnsupportedModule, match=r"CheckpointFunction: a custom autograd\.Function"):
         add_tvm_dispatch(model, example().requires_grad_())
+
+
+def inner_in_outer(each: nn.Sequential, x: Tensor) -> Tensor:
+    def inner(y: Tensor) -> Tensor:
+        return each[0](torch.cos(each[0](y)))
+
+    return checkpoint(lambda y: each[0](checkpoint(inner, y, use_reentrant=False)), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_nested(early_stop):
+    """A checkpoint in a checkpoint, stopped early or not when it is computed again; masks are the same each time."""
+    layers = blocks(1)
+    ours = dispatched(layers, example())
+    with set_checkpoint_early_stop(early_stop):
+        assert_equal(step(ours, inner_in_outer, seed=3), step(layers, inner_in_outer, seed=3))
+    assert stats(ours[0]).hits >= 3
+
+
+def test_selective():
+    """What is kept of a selective checkpoint is chosen by operator: the module inside runs eager, and says why."""
+    layers = blocks(1)
+    ours = copy.deepcopy(layers)
+    add_tvm_dispatch(ours[0], example().requires_grad_())
+
+    def call(each: nn.Sequential, x: Tensor) -> Tensor:
+        def choose():
+            return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
+
+        return checkpoint(lambda y: torch.sin(each[0](y)), x, use_reentrant=False, context_fn=choose)
+
+    assert_equal(step(ours, call, seed=3), step(layers, call, seed=3))
+    assert stats(ours[0]).hits == 0
+    assert list(stats(ours[0]).misses) == ["torch dispatch mode: compiled for False, called with True"]
+
+
+def test_saved_tensors_hooks_that_raise_or_round():
+    """What a hook raises is the caller's; what it changes within reach of a gradient is the caller's, too."""
+
+    class Refused(Exception):
+        pass
+
+    def refuse(_: Tensor) -> Tensor:
+        raise Refused
+
+    layers = blocks(1).eval()
+    ours = dispatched(layers, example())
+    for pack, unpack in ((refuse, torch.clone), (torch.clone, refuse)):
+        with pytest.raises(Refused), saved_tensors_hooks(pack, unpack):
+            ours(example().requires_grad_()).sum().backward()
+    with saved_tensors_hooks(Tensor.float, Tensor.double):
+        rounded = torch.autograd.grad(ours(x := example().requires_grad_()).square().sum(), [x, *ours.parameters()])
+    wanted = torch.autograd.grad(layers(x := example().requires_grad_()).square().sum(), [x, *layers.parameters()])
+    torch.testing.assert_close(rounded, wanted, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(rounded[0], wanted[0])
+    assert torch.autograd.gradcheck(ours, (example().requires_grad_(),))

@@ -1,6 +1,8 @@
 """Dispatched modules called from several threads, and in a process that forks workers."""
 
 import copy
+import os
+import signal
 import threading
 from collections.abc import Callable
 
@@ -134,3 +136,69 @@ def test_dispatched_module_inside_forked_workers():
         for index, result in enumerate(results):
             torch.testing.assert_close(result, eager(rows(7, index)), rtol=1e-5, atol=1e-5)
     assert stats(module).hits == 0, "the workers counted in their own memory"
+
+
+def child_ends_well(action: Callable[[], None]) -> bool:
+    """Forks, runs ``action`` in the child on one thread, as a DataLoader does, and gives up after a while."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            action()
+            code = 0
+        finally:
+            os._exit(code)
+    watch = threading.Timer(60, os.kill, (pid, signal.SIGKILL))
+    watch.start()
+    status = os.waitpid(pid, 0)[1]
+    watch.cancel()
+    return status == 0
+
+
+def test_a_train_step_in_a_forked_child():
+    """The parent has used its OpenMP threads, which the child does not have."""
+    torch.manual_seed(0)
+    eager = MLP(dropout=0.5).double()
+    module = copy.deepcopy(eager)
+    x = rows(7).double()
+    add_tvm_dispatch(module, x)
+    module(x).sum().backward()
+    module.zero_grad()
+
+    def step() -> None:
+        for each in (module, eager):
+            torch.manual_seed(3)
+            optimizer = torch.optim.AdamW(each.parameters())
+            each(x).square().sum().backward()
+            optimizer.step()
+        torch.testing.assert_close(
+            dict(module.named_parameters()), dict(eager.named_parameters()), rtol=1e-9, atol=1e-9
+        )
+        assert stats(module).hits == 2
+
+    assert child_ends_well(step)
+
+
+class Slow(nn.Module):
+    """Lets somebody else in while it is traced."""
+
+    def __init__(self, reached: threading.Event):
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+        self.__dict__["reach"] = reached.set
+
+    def forward(self, x):
+        self.reach()
+        threading.Event().wait(0.2)
+        return self.linear(x)
+
+
+def test_a_fork_in_the_middle_of_another_threads_capture():
+    """It waits for the capture: the child would find the process half changed and the lock held by nobody."""
+    reached = threading.Event()
+    adder = threading.Thread(target=lambda: add_tvm_dispatch(Slow(reached), rows(7)), daemon=True)
+    adder.start()
+    assert reached.wait(60)
+    assert child_ends_well(lambda: add_tvm_dispatch(MLP(), rows(5)))
+    adder.join(60)
