@@ -182,4 +182,4 @@ def test_stats_print_a_few_of_many_reasons():
     for count in range(3, 33):
         module(rows(count))
     printed = repr(stats(module))
-    assert "misses=30" in printed and "10 x 10 other reasons" in printed and len(printed.splitlines()) == 23
+    assert "misses=30" in printed and "10 x 10 other reasons" in printed and 20 < len(printed.splitlines()) < 30
