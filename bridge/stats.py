@@ -14,6 +14,9 @@ _REASONS = 20
 """That are printed: sizes that differ at every call give one each."""
 
 
+_HINT = 'add_tvm_dispatch(module, sample) in the state of such a call adds an entry for it; on_miss="compile" by itself'
+
+
 @dataclass
 class DispatchStats:
     """Counts of a dispatched module.
@@ -35,4 +38,6 @@ class DispatchStats:
         if len(self.misses) > _REASONS:
             rest = self.misses.most_common()[_REASONS:]
             lines.append(f"  {sum(count for _, count in rest)} x {len(rest)} other reasons (.misses has all)")
+        if self.misses:
+            lines.append("  " + _HINT)
         return "\n".join(lines)

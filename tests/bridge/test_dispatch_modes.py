@@ -78,6 +78,7 @@ def test_code_that_asks_for_the_grad_mode_has_an_entry_for_each():
     with torch.no_grad():
         torch.testing.assert_close(module(rows()), rows() * 3)
     assert list(stats(module).misses) == ["grad mode: compiled for True, called with False"]
+    assert "adds an entry" in repr(stats(module)), "what to do about misses is said where they are read"
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
