@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bridge.call_sequence import CallSequence
 from bridge.errors import Unsupported, user_line
 from bridge.op_trace import OpTrace
+from bridge.overlap import overlaps
 from bridge.python_state import modes_put_back, moved_generators
 from bridge.tracing import HERE, is_only_thread, note_change_of_generator
 
@@ -398,6 +399,8 @@ def observe(
             watch.complain("buffer", "forward leaves a buffer that requires grad", "update it under torch.no_grad()")
     leaves, witness.out_spec = torch.utils._pytree.tree_flatten(result)
     _describe_outputs(leaves, inputs, witness, watch)
+    own = [leaf for leaf, seen in zip(leaves, witness.outputs, strict=True) if seen.is_tensor and not seen.alias_of]
+    witness.unsupported += overlaps(own)
     witness.trace = trace.finish(leaves, list(state.items())) if trace else None
     return witness
 

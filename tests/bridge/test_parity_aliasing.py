@@ -1,10 +1,14 @@
 """Memory seen under several names: detach, no_grad regions, views, results that share memory. Found by tests.fuzz."""
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
+from bridge.overlap import share_elements
 from tests.bridge.parity import check_module
 
 
@@ -166,6 +170,47 @@ def test_a_part_is_returned_before_the_whole():
     eager = x.detach().requires_grad_()
     part, _, _, y = PartAndWhole()(eager)
     torch.testing.assert_close(gradient, torch.autograd.grad(part.sum() + y.sum(), eager)[0])
+
+
+class Parts(nn.Module):
+    def __init__(self, *slices):
+        super().__init__()
+        self.slices = slices
+
+    def forward(self, x):
+        y = x * 2
+        return tuple(y[part] for part in self.slices)
+
+
+def test_overlapping_parts_without_the_whole_are_refused():
+    """A write to one of them would be seen in the other."""
+    for slices in (np.s_[:2], np.s_[1:]), (np.s_[:, 1:], np.s_[0, :2]), (np.s_[1:], np.s_[1:]):
+        with pytest.raises(UnsupportedModule, match="overlapping parts"):
+            add_tvm_dispatch(Parts(*slices), rows())
+    for slices in (
+        (np.s_[:1], np.s_[1:]),
+        (np.s_[:, 1:], np.s_[:, :1]),
+        (np.s_[::2], np.s_[1::2]),
+        (np.s_[:2], np.s_[...]),
+    ):
+        module, eager, x = add_tvm_dispatch(Parts(*slices), rows()), Parts(*slices), rows()
+        for result, expected in zip(module(x), eager(x), strict=True):
+            torch.testing.assert_close(result, expected)
+        assert stats(module).hits == 1
+
+
+def test_where_views_of_one_memory_meet():
+    """Every pair of some views of a tensor of numbers: those that share a number share an element."""
+    base = torch.arange(24)
+    tables = [base, base.view(4, 6), base.view(2, 3, 4), base.view(2, 3, 4).permute(2, 0, 1), base.view(4, 6).T[::2]]
+    starts = [(table, dim, start) for table in tables for dim in range(table.dim()) for start in range(2)]
+    views = [table.narrow(dim, start, 1 + (table.shape[dim] - start) // 2) for table, dim, start in starts]
+    views += [base[:0], base[5], base.view(4, 6)[1:, 2:5].expand(2, 3, 3), base.view(4, 6)[:, ::3]]
+    for one, other in itertools.product(views, views):
+        meet = bool(set(one.flatten().tolist()) & set(other.flatten().tolist()))
+        assert share_elements(one, other) or not meet
+    assert not share_elements(base.view(4, 6)[:, :3], base.view(4, 6)[:, 3:])
+    assert not share_elements(base.view(4, 6)[:, :3].T, base[3:6])
 
 
 class SumsOfOne(nn.Module):
