@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
@@ -27,7 +27,7 @@ from bridge.bystanders import capturing
 from bridge.call_checks import CACHES, NO_CACHE, check_call
 from bridge.decompose import decompose
 from bridge.errors import Unsupported, UnsupportedModule, refused_by_eager, user_line
-from bridge.fake_run import fake_run
+from bridge.fake_run import fake_run, forget_real_tensors
 from bridge.grad_regions import origin_of, prepare
 from bridge.module_tensors import ModuleTensor, module_tensors
 from bridge.outside import outside_tensors
@@ -153,6 +153,8 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     hint = "keep it in a buffer, or change it outside of forward"
     seen.witness.unsupported += [Unsupported(what, f"{name}.forward", reason, hint) for what in changed]
     captured = seen.captured()
+    traced = [node.meta["val"] for node in captured.graph.nodes if node.op == "placeholder"]
+    forget_real_tensors([fake for fake in (*traced, *captured.arguments) if isinstance(fake, FakeTensor)])
     if captured.problems:
         return captured
     before = PythonState(module)

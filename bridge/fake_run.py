@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from bridge.module_tensors import ModuleTensor, once_per_owner
 from bridge.witness import Witness, observe
 
-__all__ = ["FakeRun", "fake_run"]
+__all__ = ["FakeRun", "fake_run", "forget_real_tensors"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,19 @@ def fake_run(
         argument_is_tensor=tuple(isinstance(leaf, torch.Tensor) for leaf in leaves),
         in_spec=in_spec,
     )
+
+
+def forget_real_tensors(fakes: Iterable[torch.Tensor]) -> None:
+    """Lets go of the tensors that these fake ones were made for.
+
+    Their mode has weak references to them, which no longer has a use once a call is captured, and because of which
+    ``torch.utils.swap_tensors`` (a module's ``.to()``, if torch is told so) would refuse the module's parameters.
+    """
+    for mode in {id(fake.fake_mode): fake.fake_mode for fake in fakes}.values():
+        converter = mode.fake_tensor_converter.meta_converter
+        describer = converter.describer
+        for memo in (converter.tensor_memo, converter.storage_memo, describer.lookup_tensor, describer.lookup_storage):
+            memo.clear()
 
 
 def _fake_leaf(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:

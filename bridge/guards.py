@@ -8,7 +8,7 @@ reason. :meth:`Guard.quick` answers the common case, a call exactly like the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import ne
+from operator import attrgetter, ne
 from typing import Any
 
 import torch
@@ -60,6 +60,10 @@ def _state() -> tuple[Any, ...]:
         torch._C._functorch.peek_interpreter_stack() is not None,
         has_global_hooks(),
     )
+
+
+#: Asked of a nested tensor, Dynamo's check ends the process: it has no strides.
+_IS_NESTED = attrgetter("is_nested")
 
 
 def _serving(state: tuple[Any, ...], requires_grad: bool) -> tuple[tuple[Any, ...], ...]:
@@ -134,7 +138,10 @@ class Guard:
                 return None
         tensors = [leaves[i] for i in self._tensors] if self._constants else leaves
         look_alike = self._look_alike.get(state[1])
-        if look_alike is None or not look_alike(tensors):
+        try:
+            if look_alike is None or any(map(_IS_NESTED, tensors)) or not look_alike(tensors):
+                return None
+        except AttributeError:  # no tensor
             return None
         owned = self._tree.quick(module, state[1])
         if owned is None:
@@ -241,6 +248,8 @@ def _match_tensor(tensor: torch.Tensor, path: str, layout: tuple, strides: tuple
     shape, dtype, requires_grad, device, memory = layout
     if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
         raise Mismatch(ARGUMENTS, f"type of {path}", f"a tensor subclass, {type(tensor).__name__}")
+    if tensor.is_nested:
+        raise Mismatch(ARGUMENTS, f"layout of {path}", "a nested tensor")
     if tensor.shape != shape:
         raise _differs("shape", path, tuple(shape), tuple(tensor.shape))
     if tensor.dtype is not dtype:

@@ -75,6 +75,8 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
     """Why a tensor cannot be an input of compiled code, or ``None``."""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         return "a tensor subclass"
+    if tensor.is_nested:
+        return "a nested tensor"
     if tensor.layout != torch.strided:
         return f"layout {tensor.layout}"
     if tensor.dtype.is_complex:

@@ -376,3 +376,17 @@ def test_adding_under_a_profiler(module):
     assert stats(module).hits == 1
     seen = {entry.code.co_name for entry in profiler.getstats() if not isinstance(entry.code, str)}
     assert "dispatch" in seen, "the profiler stopped at add_tvm_dispatch"
+
+
+def test_parameters_can_be_swapped(module):
+    """torch swaps the contents of two tensors only if nobody has a weak reference to them."""
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, rows())
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for each in (module, eager):
+            each.double().float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    check_as_eager(module, eager, hits=1)

@@ -270,3 +270,15 @@ def test_to_another_type_is_a_reasoned_miss(pair):
     module.double(), eager.double()
     check(module, eager, rows().detach().double().requires_grad_())
     assert list(stats(module).misses) == ["dtype of args[0]: compiled for torch.float32, called with torch.float64"]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_left_to_eager():
+    """It has neither sizes nor strides; to ask for them ends the process."""
+    module = MLP(6, 10, 4)
+    add_tvm_dispatch(module, rows())
+    nested = torch.nested.nested_tensor([torch.ones(2, 6), torch.ones(3, 6)])
+    assert module(nested).is_nested
+    assert list(stats(module).misses) == ["layout of args[0]: a nested tensor"]
+    with pytest.raises(UnsupportedModule, match="nested tensor"):
+        add_tvm_dispatch(module, nested)
