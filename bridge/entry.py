@@ -202,7 +202,8 @@ class _Dispatched(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "create_graph=True through a module dispatched to TVM: its backward is compiled and cannot be "
-                "differentiated again. Call remove_tvm_dispatch(module) first, or leave create_graph off."
+                "differentiated again. Call remove_tvm_dispatch(module) first (or keep it out of what "
+                "torch.compile(backend='tvm_dispatch') compiles), or leave create_graph off."
             )
         if any(grad is not None and not torch._C._has_storage(grad) for grad in grad_outs):
             raise RuntimeError(
