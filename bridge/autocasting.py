@@ -162,7 +162,7 @@ def _cast(
         values = _tensors(node)
         casts = _casts_of(node, values, place.dtype, problems)
         if casts is None:
-            made = expand(node, values, place.dtype) if is_composite(node) else None
+            made = expand(node, values, place.dtype) if _may_expand(node, values, place.dtype) else None
             if made is None:
                 _refuse(node, "autocast casts inside of this operator", problems)
             for each in [each for each in made or () if _is_cast(each)]:
@@ -173,6 +173,11 @@ def _cast(
         if replaced:
             node.args = fx.map_arg(node.args, lambda source, to=replaced: to.get(source, source))
             node.kwargs = fx.map_arg(node.kwargs, lambda source, to=replaced: to.get(source, source))
+
+
+def _may_expand(node: fx.Node, values: dict[fx.Node, FakeTensor], setting: torch.dtype) -> bool:
+    """Whether an operator is composite, and was traced with the element types that it gives."""
+    return is_composite(node) and _dtypes(_run(node, values, setting)[0]) == _dtypes(node.meta.get("val"))
 
 
 def _tensors(node: fx.Node) -> dict[fx.Node, FakeTensor]:

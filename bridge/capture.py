@@ -34,6 +34,7 @@ from bridge.outside import outside_tensors
 from bridge.own_draws import OwnDraws
 from bridge.python_state import PythonState, generators_put_back, modes_put_back
 from bridge.real_run import as_in_eager, real_run
+from bridge.recurrent import lstm_as_in_eager
 from bridge.witness import Draw, Output, Witness
 
 __all__ = [
@@ -189,7 +190,8 @@ def _export(module: nn.Module, args: tuple, kwargs: dict[str, Any], name: str) -
     leaves = [_stand_in(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     stand_in_args, stand_in_kwargs = pytree.tree_unflatten(leaves, spec)
     try:
-        return torch.export.export(module, stand_in_args, stand_in_kwargs, strict=False)
+        with lstm_as_in_eager():
+            return torch.export.export(module, stand_in_args, stand_in_kwargs, strict=False)
     except Exception as error:
         signature = inspect.signature(type(module).forward)
         try:

@@ -4,11 +4,16 @@ torch decomposes ``aten.lstm`` and its like into plain operators, but loses the 
 of several layers with dropout becomes calls of one layer each, with the dropout spelled out. And in bfloat16 it would
 round at every gate of every step, where eager's kernel (oneDNN's) computes a whole layer in float32: such an LSTM
 becomes that kernel.
+
+Under autocast too eager's kernel is that one, in the lower precision; :func:`lstm_as_in_eager` lets ``torch.export``
+know the element type that comes out of it.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,11 +22,39 @@ from torch._subclasses import FakeTensor
 
 from bridge.composites import expand
 
-__all__ = ["split_layers"]
+__all__ = ["lstm_as_in_eager", "split_layers"]
 
 aten = torch.ops.aten
 
 _LAYERED = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+
+
+@contextmanager
+def lstm_as_in_eager() -> Iterator[None]:
+    """While modules are traced: an LSTM under autocast has the element type of eager's kernel.
+
+    torch's formula of it for tracing, which knows nothing of that kernel, would give float32, and what the user's code
+    does next may depend on it. Where this is mistaken, the module is refused: :mod:`bridge.autocasting` compares.
+    """
+    table, key = aten.lstm.input.py_kernels, torch._C.DispatchKey.CompositeImplicitAutograd
+    formula = table[key]
+
+    def lstm(x: torch.Tensor, states: list, weights: list, *options: Any) -> tuple[torch.Tensor, ...]:
+        made = formula(x, states, weights, *options)
+        projected = states[0].shape[-1] != states[1].shape[-1]
+        known = {each.dtype for each in (x, *states, *weights)} <= {torch.float32, torch.bfloat16}
+        fused = torch.backends.mkldnn.enabled and known and not projected and x.numel()
+        if not torch.is_autocast_enabled("cpu") or not fused:
+            return made
+        return tuple(each.to(torch.get_autocast_dtype("cpu")) for each in made)
+
+    table[key] = lstm
+    aten.lstm.input._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        table[key] = formula
+        aten.lstm.input._dispatch_cache.clear()
 
 
 def split_layers(graph: fx.Graph) -> None:

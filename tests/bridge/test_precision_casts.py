@@ -19,7 +19,8 @@ class Recurrent(nn.Module):
         self.layers = kind(4, 5, num_layers=2, dropout=0.3, bidirectional=True, batch_first=True, **options)
 
     def forward(self, x):
-        return self.layers(x)[0]
+        y = self.layers(x)[0]
+        return torch.relu(y) + torch.ones(1, dtype=y.dtype)
 
 
 class Contractions(nn.Module):
