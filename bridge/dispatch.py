@@ -246,6 +246,10 @@ def add_tvm_dispatch(
     compiles anew only for another ``partition`` or ``target``. An entry added under ``torch.no_grad()`` also serves
     ``torch.inference_mode()``; where nothing requires a gradient, one entry serves with and without gradients.
 
+    Inside a model that ``torch.compile`` compiles, a dispatched module runs its own code, with a graph break on either
+    side (an error under ``fullgraph=True``). Code that was compiled before does not know that: dispatch the module
+    first, or call ``torch.compiler.reset()``.
+
     Threads may call dispatched modules, also one and the same, and add entries, by this function or by calls that miss
     under ``on_miss="compile"``, beside anything that others do (:mod:`bridge.bystanders`). One entry is added at a
     time, and none while Dynamo compiles. Other threads' calls of the very module that is captured wait for the end of

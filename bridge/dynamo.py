@@ -6,7 +6,7 @@ and in-place updates of buffers are eager's. A graph that cannot be had exactly 
 backend would run it; :func:`graphs` tells which do, how often, and why.
 
 Sizes: Dynamo makes a size symbolic when it sees a second value. Compiled code here has static shapes, so such a graph
-is compiled once for each combination of sizes, at most ``MAX_ENTRIES`` of them. Python numbers that change:
+is compiled once for each combination of sizes, at most ``max_entries`` of them. Python numbers that change:
 :mod:`bridge.dynamo_numbers`.
 """
 
@@ -39,7 +39,7 @@ __all__ = ["CompiledGraph", "graphs", "tvm_dispatch"]
 
 log = logging.getLogger("bridge.dynamo")
 
-_OPTIONS = ("partition", "target")
+_OPTIONS = ("partition", "target", "max_entries")
 #: Reasons for one graph, and operators for one reason, that are told in full.
 MAX_REASONS = 3
 _TRANSFORMS = ("torch._C._functorch", "torch._functorch", "torch.autograd.forward_ad")
@@ -71,10 +71,12 @@ def tvm_dispatch(
         graph_module: Dynamo's graph.
         example_inputs: not looked at: the graph is compiled for the inputs of its first call.
         mode: must be ``None`` or ``"default"``.
-        options: ``{"partition": …, "target": …}``, as the arguments of :func:`bridge.add_tvm_dispatch`.
+        options: ``{"partition": …, "target": …}``, as the arguments of :func:`bridge.add_tvm_dispatch`; and
+            ``"max_entries"``: for how many combinations of sizes, layouts and modes each graph is compiled (8); calls
+            of any other combination run eager.
 
     Raises:
-        ValueError: an unknown mode, option or partition.
+        ValueError: an unknown mode, option or partition, or no positive number of entries.
     """
     if mode not in (None, "default"):
         raise ValueError(f"backend 'tvm_dispatch' has no mode {mode!r}; wanted none, or 'default'")
@@ -84,8 +86,11 @@ def tvm_dispatch(
     partition = options.get("partition", DEFAULT_PARTITION)
     resolve_strategy(partition)
     target = tvm.target.Target(options["target"]) if options.get("target") is not None else None
+    max_entries = options.get("max_entries", MAX_ENTRIES)
+    if type(max_entries) is not int or max_entries < 1:
+        raise ValueError(f"backend 'tvm_dispatch': wanted max_entries of 1 or more, got {max_entries!r}")
     inline_checkpoints(graph_module)
-    return CompiledGraph(graph_module, partition=partition, target=target)
+    return CompiledGraph(graph_module, partition=partition, target=target, max_entries=max_entries)
 
 
 def graphs() -> list[CompiledGraph]:
@@ -105,7 +110,7 @@ class CompiledGraph:
         stats: hits; misses with their reasons; entries.
     """
 
-    def __init__(self, graph_module: fx.GraphModule, *, partition: Any, target: Any):
+    def __init__(self, graph_module: fx.GraphModule, *, partition: Any, target: Any, max_entries: int):
         serial = next(_serial)
         lines = (user_line(node.meta.get("stack_trace")) for node in graph_module.graph.nodes)
         self.name = f"graph {serial}"
@@ -114,6 +119,7 @@ class CompiledGraph:
         self._graph_module = graph_module
         self._partition = partition
         self._target = target
+        self._max_entries = max_entries
         self._numbers = numbers_of(graph_module.graph)
         self._varying: frozenset[int] = frozenset()
         self._compiled: dict[tuple, _Compiled | str] = {}
@@ -131,7 +137,7 @@ class CompiledGraph:
         if compiled is None and (varying := self._changed_numbers(key)):
             self._varying |= varying
             return self(*inputs)
-        if compiled is None and len(self._compiled) < MAX_ENTRIES:
+        if compiled is None and len(self._compiled) < self._max_entries:
             compiled = self._compiled[key] = self._compile(values)
         if compiled is None:
             compiled = self._give_up()
@@ -178,9 +184,15 @@ class CompiledGraph:
         return compiled
 
     def _give_up(self) -> str:
-        reason = f"more than {MAX_ENTRIES} combinations of sizes, layouts and modes"
+        reason = f"more than {self._max_entries} combinations of sizes, layouts and modes"
         if reason not in self.stats.misses:
-            log.warning("%s (%s) runs eager where it was not compiled yet: %s", self.name, self.where, reason)
+            log.warning(
+                "%s (%s) runs eager where it was not compiled yet: %s. Pad or bucket the calls, or allow more of them "
+                "with options={'max_entries': ...}.",
+                self.name,
+                self.where or "no source line",
+                reason,
+            )
         return reason
 
 

@@ -35,6 +35,13 @@ _STATE = itemgetter(
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+
+
+def _state_without_flag(attributes: dict[str, Any]) -> tuple:
+    """Of a module that keeps its flag elsewhere: torch.compile's wrapper leaves it to the module inside."""
+    return _STATE({"training": None, **attributes})
+
+
 _REGISTRY_OF = {"parameter": "_parameters", "buffer": "_buffers", "attribute": ""}
 # The dispatcher sits in this attribute of the module that it serves; it says nothing about what forward does.
 _DISPATCHER = "_compiled_call_impl"
@@ -77,6 +84,8 @@ class TreeGuard:
         self._children = [dict(d["_modules"]) for d in dicts]
         self._ordered = [(i, list(children)) for i, children in enumerate(self._children) if len(children) > 1]
         self._training = [module.training for module in modules]
+        self._flags = [d.get("training") for d in dicts]
+        self._state = _state_without_flag if None in self._flags else _STATE
         self._note_attributes(modules, dicts)
         self._note_tensors(dicts, tensors, {path: modules.index(module) for path, module in named})
         self._seen: _Seen | None = None
@@ -144,11 +153,11 @@ class TreeGuard:
         """Whether the dictionaries hold exactly what they held; if so, what spares a second look as long as they do."""
         if list(map(len, dicts)) != self._lengths:
             return None
-        parameters, buffers, children, training, *hooks = zip(*map(_STATE, dicts), strict=True)
+        parameters, buffers, children, training, *hooks = zip(*map(self._state, dicts), strict=True)
         registries = parameters + buffers
         written = [*filter(None, registries + children), *self._counted.values()]
         versions = dict_versions((*dicts, *written))  # before the look: what is written meanwhile is seen next time
-        if list(training) != self._training or list(children) != self._children:
+        if list(training) != self._flags or list(children) != self._children:
             return None
         if list(map(len, registries)) != self._counts:
             return None

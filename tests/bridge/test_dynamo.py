@@ -168,9 +168,8 @@ def test_sizes_that_become_symbolic_are_compiled_one_by_one():
     assert sum(len(graph.stats.entries) for graph in found) == 3
 
 
-def test_more_sizes_than_are_kept_run_eager(monkeypatch, caplog):
-    monkeypatch.setattr("bridge.dynamo.MAX_ENTRIES", 2)
-    compiled = torch.compile(lambda a: a.sin() * 2, backend="tvm_dispatch", dynamic=True)
+def test_more_sizes_than_are_kept_run_eager(caplog):
+    compiled = torch.compile(lambda a: a.sin() * 2, backend="tvm_dispatch", dynamic=True, options={"max_entries": 2})
     known = graphs()
     with caplog.at_level(logging.WARNING, "bridge.dynamo"):
         for rows in (3, 4, 5, 6, 3):
@@ -443,6 +442,7 @@ def test_reset_lets_go_of_the_graphs():
     [
         ({"options": {"partitions": "save_all"}}, "partitions"),
         ({"options": {"partition": "save_some"}}, "save_some"),
+        ({"options": {"max_entries": 0}}, "max_entries"),
         ({"mode": "max-autotune"}, "max-autotune"),
     ],
 )
