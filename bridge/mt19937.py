@@ -13,16 +13,21 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import selectors
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
+from multiprocessing import connection
+from operator import not_
 
 import torch
 import tvm_ffi
 
 from bridge.compile.build import Built, build_kernels, host_target
-from bridge.compile.mt19937 import STATE_WORDS, bernoulli_function, equal_function
+from bridge.compile.mt19937 import STATE_WORDS, bernoulli_function
 from bridge.forks import free_in_children
 from bridge.log import channel
 
@@ -81,7 +86,6 @@ class Kernels:
     """The compiled functions of :mod:`bridge.compile.mt19937`."""
 
     bernoulli: tvm_ffi.Function = field(repr=False)
-    equal: tvm_ffi.Function = field(repr=False)
     code: tuple[Built, ...] = field(default=(), repr=False, compare=False)  # machine code, which lives as long as this
 
     def fill(self, state: torch.Tensor, masks: Sequence[Mask], tensors: Sequence[torch.Tensor]) -> bool:
@@ -107,22 +111,56 @@ def draw(kernels: Kernels, masks: Sequence[Mask], generator: torch.Generator | N
     Returns:
         bool tensors with the masks' shapes and strides, each in memory of its own.
 
-    Another thread may draw meanwhile. PyTorch's lock cannot be taken from here, so the state is looked at again before
-    the advanced one replaces it, and masks that would repeat another thread's numbers are drawn anew. What is left is
-    the microsecond between those two calls, which only a draw that runs without the interpreter's lock could hit.
+    Another thread may draw by PyTorch meanwhile, whose lock cannot be taken from here: then its numbers would come
+    again. So PyTorch draws while any other thread does anything but wait. One that begins to is noticed, for the state
+    is looked at again before the advanced one replaces it; masks are then drawn anew, by PyTorch. What is left is a
+    thread that wakes or is started and draws between those two calls.
     """
     generator = torch.default_generator if generator is None else generator
+    if not _others_wait():
+        return [draw_by_torch(mask, generator) for mask in masks]
     tensors = [mask.empty() for mask in masks]
     with _LOCK:
         for _ in range(_ATTEMPTS):
-            before, state = generator.get_state(), generator.get_state()
+            state = generator.get_state()
+            before = state.numpy().tobytes()
             if state.numel() != 8 * STATE_WORDS or not kernels.fill(state, masks, tensors):
                 break
-            now = generator.get_state()
-            if kernels.equal(_pointer(before), _pointer(now)):
-                generator.set_state(state)
+            if _replace_state(generator, before, state):
                 return tensors
         return [draw_by_torch(mask, generator) for mask in masks]
+
+
+_WAITING = {
+    function.__code__
+    for function in (threading.Condition.wait, threading.Thread.join, selectors.SelectSelector.select, connection.wait)
+} | {
+    getattr(owner, name).__code__
+    for owner, name in (
+        (threading.Thread, "_wait_for_tstate_lock"),
+        (getattr(selectors, "PollSelector", None), "select"),
+        (getattr(selectors, "EpollSelector", None), "select"),
+        (getattr(selectors, "KqueueSelector", None), "select"),
+    )
+    if hasattr(owner, name)
+}
+"""What threads that have nothing to do are in, those of progress bars, loggers and queues: none of it draws."""
+
+
+def _others_wait() -> bool:
+    """Whether no other thread of this process does anything at the moment."""
+    own = threading.get_ident()
+    return all(frame.f_code in _WAITING or ident == own for ident, frame in sys._current_frames().items())
+
+
+def _replace_state(generator: torch.Generator, before: bytes, state: torch.Tensor) -> bool:
+    """Sets the state if it still is what it was, in one go: no bytecode in between, after which another thread might
+    have its turn, and nothing that lets go of the interpreter's lock, as ``ndarray.tobytes`` does, and a tensor that
+    dies."""
+    now: list[torch.Tensor] = []  # keeps it
+    read = map(not_, map(now.append, map(torch.Generator.get_state, [generator])))
+    is_same = map(before.__eq__, map(bytes, map(memoryview, map(torch.Tensor.numpy, now))))
+    return all(chain(read, is_same, map(generator.set_state, [state])))
 
 
 def draw_by_torch(mask: Mask, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -147,16 +185,13 @@ def compiled() -> Kernels | None:
 
     Compiled when first asked for, and compared with PyTorch, bits and states, on generators of their own.
     """
-    functions = [("bridge_bernoulli", bernoulli_function()), ("bridge_equal_states", equal_function())]
-    bernoulli, equal = build_kernels(functions, host_target())
-    return _checked(bernoulli, equal)
+    (bernoulli,) = build_kernels([("bridge_bernoulli", bernoulli_function())], host_target())
+    return _checked(bernoulli)
 
 
 @functools.lru_cache(maxsize=1)
-def _checked(bernoulli: Built, equal: Built) -> Kernels | None:
-    # no Python runs between looking at the generator's state and replacing it
-    equal.function.release_gil = False
-    kernels = Kernels(bernoulli.function, equal.function, (bernoulli, equal))
+def _checked(bernoulli: Built) -> Kernels | None:
+    kernels = Kernels(bernoulli.function, (bernoulli,))
     if _draws_as_torch(kernels):
         return kernels
     log.info(

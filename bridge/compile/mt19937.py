@@ -22,7 +22,6 @@ import functools
 from tvm import tirx
 from tvm.ir import PointerType, PrimType
 from tvm.tirx import (
-    Bind,
     Buffer,
     BufferLoad,
     BufferStore,
@@ -42,7 +41,7 @@ from bridge.compile.build import LOOPS_ATTR
 from bridge.compile.emit import LANES, Emitter, stack_buffer
 from bridge.compile.row import sequence
 
-__all__ = ["STATE_WORDS", "bernoulli_function", "equal_function"]
+__all__ = ["STATE_WORDS", "bernoulli_function"]
 
 STATE_WORDS = 632
 """64-bit words of a generator's state."""
@@ -218,30 +217,6 @@ def bernoulli_function() -> PrimFunc:
         Return(_const(1)),
     ]
     return _function([state_pointer, mask_pointer, count, threshold], body)
-
-
-@functools.cache
-def equal_function() -> PrimFunc:
-    """``(a, b)``: 1 if the two states that the pointers lead to are equal, else 0."""
-    pointers = [_pointer("a_pointer", "int64"), _pointer("b_pointer", "int64")]
-    buffers = [tirx.decl_buffer((STATE_WORDS,), "int64", name, data=p) for name, p in zip("ab", pointers, strict=True)]
-    difference, room = stack_buffer(1, "int64", "difference")
-    start = [_const(0)]
-
-    def step(i: Var, e: Emitter) -> None:
-        a, b = (BufferLoad(buffer, [i]) for buffer in buffers)
-        e.stmts.append(BufferStore(difference, BufferLoad(difference, start) | (a ^ b), start))
-
-    equal = Var("equal", "int64")
-    body = [
-        *(DeclBuffer(buffer, data=pointer) for buffer, pointer in zip(buffers, pointers, strict=True)),
-        room,
-        BufferStore(difference, _const(0), start),
-        _loop(STATE_WORDS, step),
-        Bind(equal, tirx.Cast("int64", BufferLoad(difference, start).equal(_const(0)))),
-        Return(equal),
-    ]
-    return _function(pointers, body)
 
 
 def _function(params: list[Var], body: list[Stmt]) -> PrimFunc:
