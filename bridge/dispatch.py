@@ -7,6 +7,7 @@ which ``nn.Module.__call__`` asks first and ``nn.Module.__getstate__`` drops, so
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import weakref
 from typing import Any
@@ -39,6 +40,8 @@ MAX_ENTRIES = 8
 #: Refused calls that ``on_miss="compile"`` remembers, in order not to try them again.
 MAX_REFUSALS = 64
 _ATTRIBUTE = "_compiled_call_impl"
+#: The one that asks that attribute.
+_CALL = nn.Module._wrapped_call_impl.__code__
 
 
 class Dispatcher:
@@ -58,6 +61,9 @@ class Dispatcher:
     @hide
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
+        caller = sys._getframe(1)
+        if caller.f_code is _CALL and (called := caller.f_locals["self"]) is not module:
+            return called._call_impl(*args, **kwargs)  # a copy that took over __dict__: its weights are its own
         if module is None:
             raise ReferenceError("the dispatched module is gone")
         if torch.compiler.is_compiling() or is_capturing() or torch.jit.is_tracing():

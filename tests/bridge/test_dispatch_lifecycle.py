@@ -390,3 +390,22 @@ def test_parameters_can_be_swapped(module):
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
     check_as_eager(module, eager, hits=1)
+
+
+def test_a_copy_that_takes_over_the_dict_computes_with_its_own_weights(module):
+    """As learn2learn's ``clone_module`` and DataParallel's replicas do: the dispatcher comes along."""
+    module.eval()
+    add_tvm_dispatch(module, rows())
+    cloned = type(module).__new__(type(module))
+    cloned.__dict__ = module.__dict__.copy()
+    cloned._modules = {name: copy.deepcopy(child) for name, child in module._modules.items()}
+    with torch.no_grad():
+        for parameter in cloned.parameters():
+            parameter.mul_(2)
+    expected = cloned.forward(rows())
+    torch.testing.assert_close(cloned(rows()), expected, rtol=0, atol=0)
+    assert stats(module).hits == 0
+    module(rows())
+    assert stats(module).hits == 1
+    del module
+    torch.testing.assert_close(cloned(rows()), expected, rtol=0, atol=0)
