@@ -26,8 +26,8 @@ from torch.utils import _pytree as pytree
 from bridge.autocasting import autocast_setting
 from bridge.bystanders import capturing
 from bridge.call_checks import check_call
-from bridge.capture import capture, explain_error, raise_if_eager_raises
-from bridge.errors import CompilationError, UnsupportedModule
+from bridge.capture import capture, raise_if_eager_raises
+from bridge.errors import CompilationError
 from bridge.fake_run import fake_run
 from bridge.log import channel
 from bridge.lower import lower_captured
@@ -135,8 +135,9 @@ def _seen(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | Non
     try:
         with capturing(module):
             run = fake_run(module, *module_tensors(module), args, kwargs)
-    except Exception as error:  # the user's code, whatever that raises on fake tensors
-        raise UnsupportedModule(type(module).__name__, [explain_error(error)]) from error
+    except Exception:  # noqa: BLE001 - the capture that follows meets it again, and says what it is
+        before.restore()
+        return None
     before.restore_caches()
     if before.changes():
         before.restore()

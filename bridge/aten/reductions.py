@@ -71,6 +71,15 @@ def _degenerate(x, dim, correction) -> bool:
     return not axes or math.prod(shape(x)[axis] for axis in axes) <= (1 if correction is None else correction)
 
 
+def _from_the_first(importer, x, axes):
+    """``x`` less its first element along ``axes``: equal elements have a variance of exactly zero then, as in torch.
+
+    The gradient of a deviation jumps there: from zero to that of what rounding makes of the mean of equal numbers.
+    """
+    first = importer.emit(op.strided_slice(x, axes, [0] * len(axes), [1] * len(axes), [1] * len(axes)))
+    return importer.emit(op.subtract(x, importer.emit(op.grad.no_grad(first))))
+
+
 @converts(aten.var.correction)
 @rounds_once
 def var(importer, node, x, dim=None, *, correction=1, keepdim=False):
@@ -79,7 +88,7 @@ def var(importer, node, x, dim=None, *, correction=1, keepdim=False):
     axes = axes_of(x, dim)
     count = math.prod(shape(x)[axis] for axis in axes)
     correction = 1 if correction is None else correction
-    biased = reduce(importer, op.variance, x, axes, keepdim)
+    biased = reduce(importer, op.variance, _from_the_first(importer, x, axes), axes, keepdim)
     return importer.emit(op.multiply(biased, importer.constant(count / (count - correction), dtype(x))))
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bridge import add_tvm_dispatch, stats
 from tests.bridge.parity import check_module
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 3.0, -3.0, 6.0, 20.0, -20.0, 1e3, -1e3]
@@ -178,3 +179,22 @@ def test_reductions(names):
         module = Functions([REDUCTIONS[name] for name in names])
         inputs = tuple(leaf(rows + extra) for _ in names)
         check_module(lambda module=module: module, lambda inputs=inputs: inputs, calls=1)
+
+
+@pytest.mark.parametrize("dim", [-1, 0, (0, 1)])
+@pytest.mark.parametrize("spread", [torch.std, torch.var, lambda x, dim: torch.std_mean(x, dim)[0]])
+def test_the_spread_of_equal_numbers_is_zero_and_so_is_its_gradient(spread, dim):
+    """The mean of equal numbers is off by a rounding; a deviation computed from it has a gradient of one."""
+
+    class Spread(nn.Module):
+        def forward(self, x):
+            return spread(x, dim)
+
+    module = Spread()
+    for number in (0.1, 0.37, 2.9):
+        x = torch.full((5, 7), number, requires_grad=True)
+        add_tvm_dispatch(module, x)
+        result = module(x)
+        (gradient,) = torch.autograd.grad(result.sum(), x)
+        assert not result.any() and not gradient.any()
+    assert stats(module).hits == 3

@@ -18,14 +18,26 @@ ULPS = 2.0
 """Relative error, in units of the element type, that a result may be off by."""
 
 
+SUMS = frozenset(
+    "sum mean nansum var std var_mean std_mean norm linalg_vector_norm mm bmm addmm baddbmm mv addmv dot vdot"
+    " convolution cumsum trace logcumsumexp logsumexp native_layer_norm native_group_norm _softmax _log_softmax".split()
+)
+"""Operators that add up: the order may differ, which is as if their operands were rounded (cancellation shows it)."""
+
+
 class Noise(TorchDispatchMode):
-    """Multiplies every newly computed float by ``1 + e``, ``|e| <= ULPS * eps``; masks and draws are left alone."""
+    """Multiplies every newly computed float by ``1 + e``, ``|e| <= ULPS * eps``; masks and draws are left alone.
+
+    The operands of sums are disturbed in the same way.
+    """
 
     def __init__(self, seed: int):
         super().__init__()
         self.generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in SUMS:
+            args = pytree.tree_map_only(Tensor, self._disturbed, args)
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags or any(r.alias_info for r in func._schema.returns):
             return result
