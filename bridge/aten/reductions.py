@@ -77,7 +77,9 @@ def _from_the_first(importer, x, axes):
     The gradient of a deviation jumps there: from zero to that of what rounding makes of the mean of equal numbers.
     """
     first = importer.emit(op.strided_slice(x, axes, [0] * len(axes), [1] * len(axes), [1] * len(axes)))
-    return importer.emit(op.subtract(x, importer.emit(op.grad.no_grad(first))))
+    first = importer.emit(op.grad.no_grad(first))
+    finite = importer.emit(op.where(importer.emit(op.isfinite(first)), first, importer.constant(0, dtype(x))))
+    return importer.emit(op.subtract(x, finite))
 
 
 @converts(aten.var.correction)
