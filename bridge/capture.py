@@ -161,11 +161,11 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     before = PythonState(module)
     try:
         with capturing(module, fakes=False):
-            real = real_run(module, seen.tensors, seen.real_tensors, args, kwargs)
+            real, differing = real_run(module, seen.tensors, seen.real_tensors, args, kwargs)
     finally:
         before.restore()
     witness, differences = as_in_eager(captured.witness, real)
-    witness.unsupported.extend(differences)
+    witness.unsupported += [*differing, *differences]
     return replace(captured, witness=witness, seen=captured.witness)
 
 

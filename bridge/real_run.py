@@ -22,6 +22,7 @@ from bridge.call_sequence import differences
 from bridge.errors import Unsupported, refused_by_eager
 from bridge.module_tensors import ModuleTensor, once_per_owner
 from bridge.own_draws import OwnDraws
+from bridge.tracing import times_asked
 from bridge.witness import Witness, observe
 
 __all__ = ["as_in_eager", "real_run"]
@@ -33,31 +34,74 @@ def real_run(
     real_tensors: Sequence[torch.Tensor],
     args: tuple,
     kwargs: dict[str, Any],
-) -> Witness:
+) -> tuple[Witness, list[Unsupported]]:
     """What ``module(*args, **kwargs)`` does in eager. Neither tensors nor the generator are changed.
 
     Parameters and arguments are used as they are: the caller has made sure that forward writes into none of them.
     Python attributes that forward sets are left set.
 
+    The run takes the branches that tracing takes. If forward asked whether it is traced, another run takes those of
+    eager, and what follows from it is a problem if it computes other numbers.
+
     Raises:
         Exception: whatever forward raises, marked by :func:`bridge.errors.refused_by_eager`.
     """
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _own_leaf, (args, kwargs))
+    arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    owned, state = _state(module, tensors, real_tensors)
+    parameters = [tensor for spec, tensor in zip(tensors, owned, strict=True) if spec.kind == "parameter"]
+    asked = times_asked()
+    try:
+        with OwnDraws():
+            run = observe(module, state, parameters, [*owned, *arguments], args, kwargs, nullcontext(), traced=False)
+        if times_asked() == asked:
+            return run, []
+        untraced, state = _state(module, tensors, real_tensors)
+        with OwnDraws():
+            result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
+    except Exception as error:
+        refused_by_eager(error)
+        raise
+    if _all_close([*run.results, *owned], [*pytree.tree_leaves(result), *untraced]):
+        return run, []
+    reason = "eager takes another branch than what is traced, and gets other results"
+    return run, [Unsupported("torch.compiler.is_compiling or is_exporting", "forward", reason, "do not ask in forward")]
+
+
+def _state(
+    module: nn.Module, tensors: Sequence[ModuleTensor], real_tensors: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """The module's tensors, buffers as copies; parameters and buffers once more by their names."""
     owned = [t.detach().clone() if spec.kind == "buffer" else t for spec, t in zip(tensors, real_tensors, strict=True)]
-    state = {
+    return owned, {
         name: tensor
         for spec, tensor in zip(tensors, owned, strict=True)
         if spec.kind != "attribute"
         for name in once_per_owner(module, spec.names)
     }
-    parameters = [tensor for spec, tensor in zip(tensors, owned, strict=True) if spec.kind == "parameter"]
-    args, kwargs = pytree.tree_map_only(torch.Tensor, _own_leaf, (args, kwargs))
-    arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    try:
-        with OwnDraws():
-            return observe(module, state, parameters, [*owned, *arguments], args, kwargs, nullcontext(), traced=False)
-    except Exception as error:
-        refused_by_eager(error)
-        raise
+
+
+def _all_close(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two runs got the same, up to the rounding of computing it in another way."""
+    if len(some) != len(others):
+        return False
+    for one, other in zip(some, others, strict=True):
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+            if type(one) is not type(other):
+                return False
+            continue
+        if (one.shape, one.dtype, one.requires_grad) != (other.shape, other.dtype, other.requires_grad):
+            return False
+        one, other = one.detach(), other.detach()
+        if one.is_floating_point():
+            finite = other[other.isfinite()].abs()
+            scale = finite.max().item() if finite.numel() else 1.0
+            tolerance = min(1e3 * torch.finfo(one.dtype).eps, 0.05)
+            if not torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
+                return False
+        elif not torch.equal(one, other):
+            return False
+    return True
 
 
 def _own_leaf(tensor: torch.Tensor) -> torch.Tensor:

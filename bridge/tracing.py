@@ -20,6 +20,7 @@ __all__ = [
     "marked_capturing",
     "note_change_of_generator",
     "one_capture_at_a_time",
+    "times_asked",
 ]
 
 _thread = threading.local()
@@ -59,10 +60,18 @@ class _Here(int):
     """``True`` in a thread that captures, ``False`` in any other: for flags that torch keeps for the whole process."""
 
     def __bool__(self) -> bool:
-        return is_capturing()
+        if not is_capturing():
+            return False
+        _thread.asked = times_asked() + 1
+        return True
 
 
 HERE = _Here(1)
+
+
+def times_asked() -> int:
+    """How often :data:`HERE` was true in this thread."""
+    return getattr(_thread, "asked", 0)
 
 
 def is_traced_here() -> bool:

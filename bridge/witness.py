@@ -87,7 +87,8 @@ class Witness:
     """What one eager call did: its outputs, its draws in order, and whatever stands in the way of compiling it.
 
     ``calls`` are the torch functions that forward called, ``trace`` are the operators that ran
-    (:mod:`bridge.op_trace`): ``None`` where they cannot be compared with those of another call.
+    (:mod:`bridge.op_trace`): ``None`` where they cannot be compared with those of another call. ``results`` are the
+    leaves of its result if its tensors were real.
     """
 
     outputs: list[Output] = field(default_factory=list)
@@ -96,6 +97,7 @@ class Witness:
     unsupported: list[Unsupported] = field(default_factory=list)
     calls: CallSequence = field(default_factory=CallSequence)
     trace: tuple | None = None
+    results: list[Any] = field(default_factory=list)
 
 
 class _DrawRecorder(TorchDispatchMode):
@@ -398,6 +400,8 @@ def observe(
         if tensor.requires_grad and tensor.grad_fn is not None:
             watch.complain("buffer", "forward leaves a buffer that requires grad", "update it under torch.no_grad()")
     leaves, witness.out_spec = torch.utils._pytree.tree_flatten(result)
+    if not traced:
+        witness.results = leaves
     _describe_outputs(leaves, inputs, witness, watch)
     own = [leaf for leaf, seen in zip(leaves, witness.outputs, strict=True) if seen.is_tensor and not seen.alias_of]
     witness.unsupported += overlaps(own)

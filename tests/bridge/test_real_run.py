@@ -180,3 +180,27 @@ def test_a_draw_for_a_result_falls_as_in_eager(view):
         torch.manual_seed(0)
         drawn.append(torch.rand_like(each(x)))
     assert stats(module).hits == 1 and torch.equal(*drawn)
+
+
+ASKING = (torch.compiler.is_compiling, torch.compiler.is_exporting)
+
+
+@pytest.mark.parametrize("asks", ASKING)
+def test_another_result_where_forward_asks_whether_it_is_traced_is_refused(asks):
+    module = Normalized(lambda y: y.sin() if asks() else y.cos())
+    with pytest.raises(UnsupportedModule, match="another branch"):
+        add_tvm_dispatch(module, transposed_input())
+
+
+@pytest.mark.parametrize("asks", ASKING)
+def test_the_same_result_in_another_way_is_fine(asks):
+    module = Normalized(lambda y: nn.functional.dropout(y * 2 if asks() else y + y, 0.3))
+    eager = copy.deepcopy(module)
+    x = transposed_input()
+    add_tvm_dispatch(module, x)
+    results = []
+    for each in (module, eager):
+        torch.manual_seed(0)
+        results.append(each(x))
+    torch.testing.assert_close(*results)
+    assert stats(module).hits == 1
