@@ -29,8 +29,8 @@ def unfuse_learned_masks(graph: fx.Graph, requires_grad: Callable[[fx.Node], boo
     for node in calls:
         given = dict(zip(_POSITIONAL, node.args[3:], strict=False))
         mask, rate, causal = ({**_POSITIONAL, **given, **node.kwargs}[name] for name in _POSITIONAL)
-        if not isinstance(mask, fx.Node) or not aliases.followed(mask):
-            continue
+        if not isinstance(mask, fx.Node) or not mask.meta["val"].is_floating_point() or not aliases.followed(mask):
+            continue  # a mask of truth values, computed from whatever, requires no grad
         options = {name: node.kwargs[name] for name in ("scale", "enable_gqa") if name in node.kwargs}
         with graph.inserting_before(node):
             args = (*node.args[:3], mask, rate, causal, None)

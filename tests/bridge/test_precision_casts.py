@@ -92,6 +92,17 @@ def test_attention_with_a_learned_bias():
     check_module(LearnedBias, lambda: torch.randn(3, 7, 4, requires_grad=True))
 
 
+class Similar(nn.Module):
+    """Attends to what it is similar to: a mask of truth values, which requires no grad whatever it is computed from."""
+
+    def forward(self, x):
+        return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=(x @ x.mT) > 0)
+
+
+def test_attention_with_a_computed_mask_of_truth_values():
+    check_module(Similar, lambda: torch.randn(3, 7, 4, requires_grad=True))
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_an_lstm_in_bfloat16_is_eagers_kernel(bias):
     """Step by step it would round far more often than eager: three times the distance after sixty steps."""
