@@ -22,6 +22,7 @@ from functools import cached_property
 from itertools import chain
 from multiprocessing import connection
 from operator import not_
+from types import FrameType
 
 import torch
 import tvm_ffi
@@ -145,12 +146,18 @@ _WAITING = {
     if hasattr(owner, name)
 }
 """What threads that have nothing to do are in, those of progress bars, loggers and queues: none of it draws."""
+_SERVANTS = frozenset(["execnet", "ipykernel", "tornado", "zmq"])
+"""Packages whose threads pass messages of notebooks and of test workers, and never draw."""
 
 
 def _others_wait() -> bool:
     """Whether no other thread of this process does anything at the moment."""
     own = threading.get_ident()
-    return all(frame.f_code in _WAITING or ident == own for ident, frame in sys._current_frames().items())
+    return all(ident == own or _waits(frame) for ident, frame in sys._current_frames().items())
+
+
+def _waits(frame: FrameType) -> bool:
+    return frame.f_code in _WAITING or frame.f_globals.get("__name__", "").partition(".")[0] in _SERVANTS
 
 
 def _replace_state(generator: torch.Generator, before: bytes, state: torch.Tensor) -> bool:

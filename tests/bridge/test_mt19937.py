@@ -9,6 +9,7 @@ import logging
 import math
 import random
 import threading
+import time
 
 import pytest
 import torch
@@ -224,7 +225,8 @@ def test_torch_draws_while_another_thread_works(kernels, monkeypatch):
 
     waiter, worker = threading.Thread(target=waiting.wait, daemon=True), threading.Thread(target=work, daemon=True)
     waiter.start()
-    while not mt19937._others_wait():  # it is starting
+    deadline = time.monotonic() + 60
+    while not mt19937._others_wait() and time.monotonic() < deadline:  # it is starting
         pass
     mt19937.draw(kernels, [flat(1000, 0.5)], torch.Generator())
     assert not by_torch
