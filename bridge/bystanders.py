@@ -55,7 +55,11 @@ def _here_only(here: Callable[..., Any], elsewhere: Callable[..., Any]) -> Calla
 
 
 def _with_own_globals(function: FunctionType) -> FunctionType:
-    """The function with a copy of its globals, where it sets its flags: torch.fx's says that somebody is tracing."""
+    """The function with a copy of its globals, where it sets its flags: torch.fx's says that somebody is tracing.
+
+    Of what Dynamo, once it has run, keeps itself out of by a wrapper, it is the function inside.
+    """
+    function = getattr(function, "_torchdynamo_orig_callable", function)
     own = FunctionType(
         function.__code__, {**function.__globals__}, function.__name__, function.__defaults__, function.__closure__
     )

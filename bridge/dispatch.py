@@ -61,9 +61,10 @@ class Dispatcher:
     @hide
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
-        caller = sys._getframe(1)
-        if caller.f_code is _CALL and (called := caller.f_locals["self"]) is not module:
-            return called._call_impl(*args, **kwargs)  # a copy that took over __dict__: its weights are its own
+        if not torch.compiler.is_dynamo_compiling():  # it knows no frames
+            caller = sys._getframe(1)
+            if caller.f_code is _CALL and (called := caller.f_locals["self"]) is not module:
+                return called._call_impl(*args, **kwargs)  # a copy that took over __dict__: its weights are its own
         if module is None:
             raise ReferenceError("the dispatched module is gone")
         if torch.compiler.is_compiling() or is_capturing() or torch.jit.is_tracing():

@@ -13,16 +13,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import selectors
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from multiprocessing import connection
 from operator import not_
-from types import FrameType
 
 import torch
 import tvm_ffi
@@ -31,6 +27,7 @@ from bridge.compile.build import Built, build_kernels, host_target
 from bridge.compile.mt19937 import STATE_WORDS, bernoulli_function
 from bridge.forks import free_in_children
 from bridge.log import channel
+from bridge.other_threads import others_wait
 
 __all__ = ["Kernels", "Mask", "compiled", "draw", "draw_by_torch"]
 
@@ -118,7 +115,7 @@ def draw(kernels: Kernels, masks: Sequence[Mask], generator: torch.Generator | N
     thread that wakes or is started and draws between those two calls.
     """
     generator = torch.default_generator if generator is None else generator
-    if not _others_wait():
+    if not others_wait():
         return [draw_by_torch(mask, generator) for mask in masks]
     tensors = [mask.empty() for mask in masks]
     with _LOCK:
@@ -130,34 +127,6 @@ def draw(kernels: Kernels, masks: Sequence[Mask], generator: torch.Generator | N
             if _replace_state(generator, before, state):
                 return tensors
         return [draw_by_torch(mask, generator) for mask in masks]
-
-
-_WAITING = {
-    function.__code__
-    for function in (threading.Condition.wait, threading.Thread.join, selectors.SelectSelector.select, connection.wait)
-} | {
-    getattr(owner, name).__code__
-    for owner, name in (
-        (threading.Thread, "_wait_for_tstate_lock"),
-        (getattr(selectors, "PollSelector", None), "select"),
-        (getattr(selectors, "EpollSelector", None), "select"),
-        (getattr(selectors, "KqueueSelector", None), "select"),
-    )
-    if hasattr(owner, name)
-}
-"""What threads that have nothing to do are in, those of progress bars, loggers and queues: none of it draws."""
-_SERVANTS = frozenset(["execnet", "ipykernel", "tornado", "zmq"])
-"""Packages whose threads pass messages of notebooks and of test workers, and never draw."""
-
-
-def _others_wait() -> bool:
-    """Whether no other thread of this process does anything at the moment."""
-    own = threading.get_ident()
-    return all(ident == own or _waits(frame) for ident, frame in sys._current_frames().items())
-
-
-def _waits(frame: FrameType) -> bool:
-    return frame.f_code in _WAITING or frame.f_globals.get("__name__", "").partition(".")[0] in _SERVANTS
 
 
 def _replace_state(generator: torch.Generator, before: bytes, state: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch import nn
 from bridge.attributes import Contents, Reached
 from bridge.code_guard import CodeGuard
 from bridge.module_state import Snapshot, own_attributes
-from bridge.tracing import is_only_thread
+from bridge.other_threads import is_alone
 
 __all__ = ["PythonState", "generators_put_back", "modes_put_back", "moved_generators"]
 
@@ -74,7 +74,7 @@ def moved_generators() -> Iterator[list[str]]:
     moved: list[str] = []
     python, numpy = random.getstate(), _comparable(_numpy_state())
     yield moved
-    if random.getstate() != python and is_only_thread():
+    if random.getstate() != python and is_alone():
         moved.append("random")
     if _comparable(_numpy_state()) != numpy:
         moved.append("numpy.random")
@@ -83,11 +83,11 @@ def moved_generators() -> Iterator[list[str]]:
 @contextmanager
 def generators_put_back() -> Iterator[None]:
     """Undoes what runs inside do to Python's and numpy's global generators, which other threads must not draw from."""
-    alone, python, numpy = is_only_thread(), random.getstate(), _numpy_state()
+    alone, python, numpy = is_alone(), random.getstate(), _numpy_state()
     try:
         yield
     finally:
-        if alone and is_only_thread():  # else this would make the numbers come again that another one has drawn
+        if alone and is_alone():  # else this would make the numbers come again that another one has drawn
             random.setstate(python)
             if numpy is not None:
                 _numpy_random().set_state(numpy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ __all__ = [
     "HERE",
     "changes_of_generators",
     "is_capturing",
-    "is_only_thread",
     "is_traced_here",
     "marked_capturing",
     "note_change_of_generator",
@@ -49,11 +47,6 @@ def note_change_of_generator() -> None:
 def changes_of_generators() -> int:
     """How often this thread has called :func:`note_change_of_generator`."""
     return getattr(_thread, "changes", 0)
-
-
-def is_only_thread() -> bool:
-    """Whether no other thread of this process runs Python: whatever changes meanwhile, this one has changed it."""
-    return len(sys._current_frames()) == 1
 
 
 class _Here(int):

@@ -26,9 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bridge.call_sequence import CallSequence
 from bridge.errors import Unsupported, user_line
 from bridge.op_trace import OpTrace
+from bridge.other_threads import is_alone
 from bridge.overlap import overlaps
 from bridge.python_state import modes_put_back, moved_generators
-from bridge.tracing import HERE, is_only_thread, note_change_of_generator
+from bridge.tracing import HERE, note_change_of_generator
 
 __all__ = ["CHANGES_ARGUMENT", "Draw", "Output", "Witness", "observe", "record_draws"]
 
@@ -232,7 +233,7 @@ class _Watch:
         if not any(known.op == name for known in self.unsupported):
             reason = "draws from a generator that is not torch's: a compiled call would repeat one number for ever"
             hint = "draw with torch, or outside of the module and pass the number in"
-            if where is None and not is_only_thread():
+            if where is None and not is_alone():
                 hint += "; if it is another thread that draws, add the dispatch before it does"
             self.unsupported.append(Unsupported(name, where or "forward", reason, hint))
 

@@ -20,6 +20,7 @@ from bridge import add_tvm_dispatch, mt19937, stats
 from bridge.compile import mt19937 as code
 from bridge.compile.build import build_kernels, host_target
 from bridge.mt19937 import Mask
+from bridge.other_threads import others_wait
 
 EDGES = [*range(1, 34), 155, 156, 157, *range(308, 318), *range(620, 630), 935, 936, 937, 4096]
 
@@ -226,7 +227,7 @@ def test_torch_draws_while_another_thread_works(kernels, monkeypatch):
     waiter, worker = threading.Thread(target=waiting.wait, daemon=True), threading.Thread(target=work, daemon=True)
     waiter.start()
     deadline = time.monotonic() + 60
-    while not mt19937._others_wait() and time.monotonic() < deadline:  # it is starting
+    while not others_wait() and time.monotonic() < deadline:  # it is starting
         pass
     mt19937.draw(kernels, [flat(1000, 0.5)], torch.Generator())
     assert not by_torch
