@@ -92,16 +92,22 @@ def _all_close(some: Sequence[Any], others: Sequence[Any]) -> bool:
             continue
         if (one.shape, one.dtype, one.requires_grad) != (other.shape, other.dtype, other.requires_grad):
             return False
-        one, other = one.detach(), other.detach()
-        if one.is_floating_point():
+        if one.is_floating_point() or one.is_complex():
+            tolerance = min(1e3 * torch.finfo(one.dtype).eps, 0.05)
+            one, other = _in_float64(one), _in_float64(other)
             finite = other[other.isfinite()].abs()
             scale = finite.max().item() if finite.numel() else 1.0
-            tolerance = min(1e3 * torch.finfo(one.dtype).eps, 0.05)
             if not torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
                 return False
         elif not torch.equal(one, other):
             return False
     return True
+
+
+def _in_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """Few operators know the smaller types, fewest half complex numbers."""
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
 
 
 def _own_leaf(tensor: torch.Tensor) -> torch.Tensor:

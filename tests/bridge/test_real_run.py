@@ -192,6 +192,19 @@ def test_another_result_where_forward_asks_whether_it_is_traced_is_refused(asks)
         add_tvm_dispatch(module, transposed_input())
 
 
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.float16, torch.bool, torch.int8])
+def test_results_of_every_type_are_compared(dtype):
+    """Whatever is then refused is refused by name."""
+    for scale in (1, 2):
+        module = Normalized(lambda y, scale=scale: (y * (scale if torch.compiler.is_compiling() else 1)).to(dtype))
+        try:
+            add_tvm_dispatch(module.eval(), transposed_input() * 10)
+            refused = False
+        except UnsupportedModule:
+            refused = True
+        assert refused == ((scale == 2 and dtype != torch.bool) or dtype.is_complex)
+
+
 @pytest.mark.parametrize("asks", ASKING)
 def test_the_same_result_in_another_way_is_fine(asks):
     module = Normalized(lambda y: nn.functional.dropout(y * 2 if asks() else y + y, 0.3))
