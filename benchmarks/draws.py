@@ -17,9 +17,9 @@ from collections.abc import Callable
 import torch
 import tvm
 
-from bridge import mt19937
-from bridge.draws import Draws
-from bridge.witness import Draw
+from bridge.capture.fake_observation import Draw
+from bridge.rng import cpu as mt19937
+from bridge.rng.draws import Draws
 
 SIZES = (1, 100, 300, 1000, 3000, 10_000, 100_000, 1_000_000, 3_000_000, 10_000_000)
 KEEP = 0.9

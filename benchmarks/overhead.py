@@ -2,7 +2,7 @@
 
 Ours, eager and, on request, torch.compile take turns in one process; medians. The second table takes our call apart:
 
-    guard      is this call what was compiled (:meth:`bridge.guards.Guard.quick`)
+    guard      is this call what was compiled (:meth:`bridge.dispatch.guards.Guard.quick`)
     draws      random numbers, the arithmetic of which is in here
     function   an ``autograd.Function`` with the same tensors that computes nothing, forward and backward
     steps      the two programs, kernels and library calls included
@@ -13,7 +13,7 @@ The third table is the decision alone, of modules small and large:
 
     decision   this call is what was compiled, as every call of a loop is after the first
     after train()  the same after ``module.train()``, which writes to every submodule
-    closer look  an argument of other strides, without meaning (:meth:`bridge.guards.Guard.match`)
+    closer look  an argument of other strides, without meaning (:meth:`bridge.dispatch.guards.Guard.match`)
 
     python -m benchmarks.overhead --compile
 """
@@ -35,9 +35,9 @@ from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertEncoder, BertLayer
 
 from bridge import add_tvm_dispatch, stats
-from bridge.capture import capture
-from bridge.entry import Entry
-from bridge.guards import Guard
+from bridge.capture.capture import capture
+from bridge.dispatch.entry import Entry
+from bridge.dispatch.guards import Guard
 
 
 def tiny_bert_config(**options: int) -> BertConfig:

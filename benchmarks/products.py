@@ -19,7 +19,8 @@ from tvm.relax import BlockBuilder, TensorType, Var
 from tvm.relax import op as R
 
 from autodiff.ir import build_function
-from bridge.compile import Program, compile_function, products
+from bridge.compile import Program, compile_function
+from bridge.compile.translate import matmul as products
 
 LINEARS = [(14, 768, 768), (14, 768, 3072), (128, 768, 768), (128, 3072, 768), (1024, 768, 3072), (1024, 3072, 768)]
 MERGED = [(14, 768, 768), (128, 768, 768), (1024, 768, 768)]

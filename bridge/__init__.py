@@ -1,13 +1,13 @@
 """A training-time bridge from PyTorch to Apache TVM: forward and backward in TVM, the training loop unchanged."""
 
-from bridge.dispatch import add_tvm_dispatch, remove_tvm_dispatch, stats
-from bridge.errors import CompilationError, DispatchMiss, Unsupported, UnsupportedModule
+from bridge.base.errors import CompilationError, DispatchMiss, Unsupported, UnsupportedModule
+from bridge.dispatch.api import add_tvm_dispatch, remove_tvm_dispatch, stats
+from bridge.dispatch.stats import DispatchStats
 from bridge.examine import Coverage, examine
 from bridge.lower import Lowered, lower
 from bridge.show.explain import explain
 from bridge.show.report import Report
 from bridge.show.visualize import visualize
-from bridge.stats import DispatchStats
 
 __all__ = [
     "CompilationError",

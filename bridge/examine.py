@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.capture import capture, normalize_sample
-from bridge.errors import Unsupported, UnsupportedModule
+from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.capture.capture import capture, normalize_sample
 from bridge.lower import lower_captured
-from bridge.python_state import PythonState
+from bridge.state.snapshot import PythonState
 
 __all__ = ["Coverage", "examine"]
 

@@ -28,15 +28,15 @@ import autodiff
 from autodiff.ir import Function
 from bridge.aten import import_graph
 from bridge.aten.importer import Imported
-from bridge.autocasting import ambient_autocast
-from bridge.capture import Captured, capture, normalize_sample, raise_if_eager_raises
-from bridge.errors import CompilationError
-from bridge.log import channel
-from bridge.lowered import Lowered, Sample
-from bridge.origin import origins
-from bridge.python_state import PythonState
-from bridge.stage import Stage
-from bridge.verify.graph import run_graph
+from bridge.base.errors import CompilationError
+from bridge.base.log import channel
+from bridge.capture.capture import Captured, capture, normalize_sample, raise_if_eager_raises
+from bridge.capture.passes.autocast import ambient_autocast
+from bridge.lowering.lowered import Lowered, Sample
+from bridge.lowering.origin import origins
+from bridge.lowering.stage import Stage
+from bridge.reference.aten_graph import run_graph
+from bridge.state.snapshot import PythonState
 from partition import partition as partition_joint
 
 __all__ = ["Lowered", "Stage", "cleaned_and_named", "lower", "lower_captured"]

@@ -120,7 +120,7 @@ visualize(lowered)
 # %%
 import autodiff
 from autodiff.ir import IRModule, bindings, op_name
-from bridge.show.text import function_lines
+from bridge.lowering.text import function_lines
 
 imported = lowered["imported"].function
 once = autodiff.common_subexpression_elimination(imported)
@@ -247,7 +247,7 @@ explain(model)
 
 # %%
 from bridge.compile import clear_cache
-from bridge.reuse import clear_lowered
+from bridge.lowering.reuse import clear_lowered
 
 clear_lowered()  # this layer was lowered and compiled above; a first call has to do that
 clear_cache()

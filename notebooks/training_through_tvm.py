@@ -78,7 +78,7 @@ print(lowered.diff("masked", "spelled").text(lines=18))
 # %%
 import autodiff
 from autodiff.ir import IRModule, bindings, results
-from bridge.show.text import function_lines
+from bridge.lowering.text import function_lines
 
 small = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh())
 tiny = lower(small, torch.randn(2, 3))["forward"].function
@@ -325,7 +325,7 @@ print(f"forward + backward, dispatched / eager: {median['dispatched'] / median['
 print(f"compiled once, in {stats(twin).entries[0].compile_seconds:.1f} s")
 
 # %%
-from bridge.saved_bytes import saved_bytes
+from bridge.show.memory.saved_bytes import saved_bytes
 
 smaller = lower(layer, x)
 print(saved_bytes(smaller, layer, (x,)))

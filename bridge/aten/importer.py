@@ -29,9 +29,9 @@ from autodiff.ir import (
 )
 from autodiff.library import call as library_call
 from bridge.aten.registry import CONVERSIONS, Refused
-from bridge.capture import Captured
-from bridge.errors import CompilationError, Unsupported, UnsupportedModule
-from bridge.grad_regions import where_is
+from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
+from bridge.capture.capture import Captured
+from bridge.capture.passes.stop_gradient import where_is
 
 __all__ = ["Imported", "Importer", "import_graph", "relax_dtype"]
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from autodiff.ir import Expr, shape
 from bridge.aten.registry import Refused, converts
-from bridge.kept import WHOLE
+from bridge.capture.passes.preserved_ops import WHOLE
 
 __all__ = ["describe", "whole"]
 

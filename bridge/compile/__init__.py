@@ -14,16 +14,16 @@ import tvm
 from tvm_ffi import structural_equal, structural_hash
 
 from autodiff.ir import Function, bindings
+from bridge.base.log import channel
+from bridge.compile.passes.accumulate import accumulate
+from bridge.compile.runtime.build import clear_kernels, host_target
+from bridge.compile.runtime.cache import WeakCache
+from bridge.compile.runtime.link import assemble
+from bridge.compile.runtime.program import KernelStep, LibraryStep, Program, Step, ViewStep
 
 # Importing these registers their translations.
-from bridge.compile import concat, fallback, library, operators, products, shapes, torch_kernels  # noqa: F401
-from bridge.compile.accumulate import accumulate
-from bridge.compile.assemble import assemble
-from bridge.compile.build import clear_kernels, host_target
-from bridge.compile.cache import WeakCache
-from bridge.compile.program import KernelStep, LibraryStep, Program, Step, ViewStep
-from bridge.compile.translate import translate
-from bridge.log import channel
+from bridge.compile.translate import arithmetic, concat, fallback, libcalls, matmul, shapes, torch_kernels  # noqa: F401
+from bridge.compile.translate.builder import translate
 
 __all__ = ["KernelStep", "LibraryStep", "Program", "Step", "ViewStep", "clear_cache", "compile_function"]
 
@@ -41,8 +41,8 @@ def compile_function(
     While a program is in use, equal functions share it; it keeps the ``name`` it was first compiled under. ``target``
     is this machine unless given. Raises ``NotImplementedError`` naming an operator that cannot be compiled.
 
-    No value depends, in any bit, on which other values are results: see :mod:`bridge.compile.fuse`. That is given up
-    with ``sums_in_place``, for :mod:`bridge.compile.accumulate`.
+    No value depends, in any bit, on which other values are results: see :mod:`bridge.compile.schedule.fuse`. That is
+    given up with ``sums_in_place``, for :mod:`bridge.compile.passes.accumulate`.
     """
     target = host_target() if target is None else target
     key = (str(target), sums_in_place, structural_hash(func, map_free_vars=True))

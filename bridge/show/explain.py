@@ -6,11 +6,11 @@ from torch import nn
 
 from autodiff.ir import Function, bindings
 from bridge.compile import KernelStep, LibraryStep, Program, Step
-from bridge.dispatch import stats
-from bridge.entry import Entry
-from bridge.lowered import Lowered
-from bridge.origin import Origin
-from bridge.saved_bytes import kept_bytes
+from bridge.dispatch.api import stats
+from bridge.dispatch.entry import Entry
+from bridge.lowering.lowered import Lowered
+from bridge.lowering.origin import Origin
+from bridge.show.memory.saved_bytes import kept_bytes
 from bridge.show.report import EntryReport, ProgramReport, Report, StepRow
 
 __all__ = ["explain", "program_report"]
@@ -53,7 +53,7 @@ def _entry(entry: Entry, module: nn.Module) -> EntryReport:
 
 
 def _guards(lowered: Lowered, module: nn.Module) -> tuple[str, ...]:
-    """What :class:`bridge.guards.Guard` compares, in words."""
+    """What :class:`bridge.dispatch.guards.Guard` compares, in words."""
     captured = lowered.captured
     names = {index: name for name, index in captured.placeholders.items()}
     first = len(captured.module_tensors)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter
 
 from bridge.compile import KernelStep, LibraryStep, Program
-from bridge.compile.contents import Operation
+from bridge.compile.runtime.contents import Operation
+from bridge.lowering.text import count, megabytes
 from bridge.show.picture import Arrow, Box, Picture
-from bridge.show.text import count, megabytes
 
 __all__ = ["kernel_picture", "program_picture"]
 
 _PER_ROW = 4  # operators on one line of a kernel's box
 _WEIGHT_LIKE = "p_"
-_HOW = {"~": " broadcast", "^": " ᵀ", "/": " in part"}  # by the marks of :class:`bridge.compile.contents.Operation`
+_HOW = {"~": " broadcast", "^": " ᵀ", "/": " in part"}  # by the marks of :class:`.contents.Operation`
 _MARKS = "".join(_HOW)
 
 

@@ -20,8 +20,8 @@ from autodiff.ir import (
     results,
     used_vars,
 )
+from bridge.lowering.text import attributes, short_op, value_text
 from bridge.show.picture import Arrow, Box, Picture
-from bridge.show.text import attributes, short_op, value_text
 
 __all__ = ["Reading", "add_function", "function_picture"]
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from bridge.compile import Program
-from bridge.lowered import Lowered
-from bridge.origin import Origin
-from bridge.show.text import count, megabytes
+from bridge.lowering.lowered import Lowered
+from bridge.lowering.origin import Origin
+from bridge.lowering.text import count, megabytes
 from partition import Plan
 
 __all__ = ["EntryReport", "ProgramReport", "Report", "StepRow"]

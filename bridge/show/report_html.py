@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from typing import TYPE_CHECKING
 
-from bridge.show.text import html_table, megabytes
+from bridge.lowering.text import html_table, megabytes
 
 if TYPE_CHECKING:
     from bridge.show.report import EntryReport, Report

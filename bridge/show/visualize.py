@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from autodiff.ir import Function, bindings
 from bridge.compile import KernelStep, Program, compile_function
-from bridge.lowered import Lowered
+from bridge.lowering.lowered import Lowered
+from bridge.lowering.stage import Stage
 from bridge.show.picture import Picture, draw
 from bridge.show.program_picture import kernel_picture, program_picture
 from bridge.show.relax_picture import Reading, add_function, function_picture
-from bridge.stage import Stage
 
 if TYPE_CHECKING:
     import graphviz

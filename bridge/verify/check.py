@@ -11,10 +11,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autodiff.ir import Function, TensorType, bindings
+from bridge.base.errors import CompilationError, UnsupportedModule
 from bridge.compile import compile_function
-from bridge.errors import CompilationError, UnsupportedModule
-from bridge.lowered import Lowered
-from bridge.show.text import html_table
+from bridge.lowering.lowered import Lowered
+from bridge.lowering.text import html_table
+from bridge.reference.aten_graph import interpret_graph
+from bridge.reference.relax import Run, interpret
 from bridge.verify.compare import deviation, largest, tolerance
 from bridge.verify.culprit import (
     Culprit,
@@ -23,9 +25,7 @@ from bridge.verify.culprit import (
     first_wrong_kernel,
     first_wrong_node,
 )
-from bridge.verify.graph import interpret_graph
 from bridge.verify.inputs import Reference, autocast_of, backward_inputs, copied, eager_reference, sample_of
-from bridge.verify.interpret import Run, interpret
 
 __all__ = ["Check", "StageCheck", "Trace", "check", "trace"]
 

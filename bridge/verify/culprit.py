@@ -3,7 +3,7 @@
 Passes hand variables' names on, so two stages are compared variable by variable; the first that differs although what
 it is computed from agrees is where the error comes in. The gradient has no counterpart before it exists: there every
 operator's rule is held against autograd through that operator alone. A compiled function is compiled once more with
-all of its variables as results (which changes none of them, see :mod:`bridge.compile.fuse`).
+all of its variables as results (which changes none of them, see :mod:`bridge.compile.schedule.fuse`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from autodiff.ir import (
     used_vars,
 )
 from bridge.compile import compile_function
-from bridge.lowered import Lowered
-from bridge.origin import Origin
-from bridge.show.text import binding_line, short_op
+from bridge.lowering.lowered import Lowered
+from bridge.lowering.origin import Origin
+from bridge.lowering.text import binding_line, short_op
+from bridge.reference.relax import Run, interpret
 from bridge.verify.compare import deviation, largest
-from bridge.verify.interpret import Run, interpret
 
 __all__ = ["Culprit", "first_difference", "first_wrong_gradient", "first_wrong_kernel", "first_wrong_node"]
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from bridge.draws import Draws
-from bridge.lowered import Lowered, Sample
-from bridge.verify.interpret import interpret
+from bridge.lowering.lowered import Lowered, Sample
+from bridge.reference.relax import interpret
+from bridge.rng.draws import Draws
 
 __all__ = ["Reference", "eager_reference", "sample_of", "stage_inputs"]
 

@@ -15,8 +15,8 @@ import autodiff
 from autodiff.ir import Function
 from bridge.compile import compile_function
 from bridge.lower import cleaned_and_named
+from bridge.reference.relax import interpret
 from bridge.verify.compare import deviation, largest
-from bridge.verify.interpret import interpret
 from partition import partition
 
 __all__ = ["Replay", "replay"]

@@ -9,7 +9,7 @@ import torch
 import tvm
 
 from autodiff.ir import Function
-from bridge.lowered import Lowered
+from bridge.lowering.lowered import Lowered
 from bridge.verify.check import Check, Trace, check, in_dtype, trace
 from partition import STRATEGIES
 

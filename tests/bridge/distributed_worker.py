@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
-from bridge.dynamo import graphs
+from bridge.dynamo.backend import graphs
 
 WORLD = 2
 STEPS = 10

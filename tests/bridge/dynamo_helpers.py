@@ -4,7 +4,7 @@ from collections import Counter
 
 import torch
 
-from bridge.dynamo import graphs
+from bridge.dynamo.backend import graphs
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 

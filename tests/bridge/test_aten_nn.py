@@ -7,7 +7,7 @@ from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch
 from bridge.compile import clear_cache
-from bridge.compile.translate import _TRANSLATIONS
+from bridge.compile.translate.builder import _TRANSLATIONS
 from tests.bridge.parity import Call, check_module
 
 

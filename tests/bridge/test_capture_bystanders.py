@@ -24,8 +24,8 @@ from torch.fx import _symbolic_trace
 
 import bridge
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
-from bridge.own_draws import OwnDraws
-from bridge.tracing import is_capturing
+from bridge.capture.isolated_rng import OwnDraws
+from bridge.capture.tracing import is_capturing
 from tests.bridge.models import MLP
 
 PATIENCE = 60

@@ -19,7 +19,7 @@ from autodiff.ir import bindings, build_function, dtype, op_name, results
 from bridge import lower
 from bridge.aten.registry import CONVERSIONS
 from bridge.compile import clear_cache
-from bridge.compile.translate import _TRANSLATIONS
+from bridge.compile.translate.builder import _TRANSLATIONS
 from bridge.verify.compare import deviation, tolerance
 from bridge.verify.replay import replay
 from tests.bridge.models import NoGradBlock, bert_layer

@@ -7,8 +7,8 @@ import torch
 from tvm.relax import op as R
 
 from autodiff.library import call
-from bridge.compile.emit import Emitter
-from bridge.compile.pointwise import RULES
+from bridge.compile.codegen.emit import Emitter
+from bridge.compile.codegen.pointwise import RULES
 from tests.bridge.compile_helpers import run
 
 STEP = 2039  # prime: every exponent and well mixed mantissas, two million numbers

@@ -11,7 +11,7 @@ import torch
 from tvm.relax import op as R
 
 from bridge.compile import compile_function
-from bridge.compile.threads import launcher
+from bridge.compile.cpu.threads import launcher
 from tests.bridge.compile_helpers import assert_same, function
 
 

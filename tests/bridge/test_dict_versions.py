@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from bridge import add_tvm_dispatch, dict_versions, stats
-from bridge.dict_versions import same_versions
+from bridge import add_tvm_dispatch, stats
+from bridge.state import dict_versions
+from bridge.state.dict_versions import same_versions
 
 
 @pytest.fixture(params=["counted", "not counted"])

@@ -14,8 +14,8 @@ from torch import nn
 from benchmarks.flat_memory import ALLOWED, WORKLOADS, measure
 from bridge import add_tvm_dispatch, remove_tvm_dispatch, stats
 from bridge.compile import _PROGRAMS, clear_cache
-from bridge.compile.build import _KERNELS
-from bridge.compile.cache import WeakCache
+from bridge.compile.runtime.build import _KERNELS
+from bridge.compile.runtime.cache import WeakCache
 from tests.bridge.models import MLP, TwoOutputs
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -120,7 +120,7 @@ def test_compiled_code_dies_with_the_last_module_that_uses_it():
 
 
 def test_an_evicted_entry_frees_its_programs(monkeypatch):
-    monkeypatch.setattr("bridge.dispatch.MAX_ENTRIES", 2)
+    monkeypatch.setattr("bridge.dispatch.api.MAX_ENTRIES", 2)
     clear_cache()
     module = add_tvm_dispatch(MLP(6, 12), rows(3), on_miss="compile")
     for count in (4, 5, 6):

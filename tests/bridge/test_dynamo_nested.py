@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, remove_tvm_dispatch, stats
-from bridge.dynamo import graphs
+from bridge.dynamo.backend import graphs
 from tests.bridge.dynamo_helpers import CLOSE, made_since, outcome, total, x
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bridge import add_tvm_dispatch, stats
-from bridge.mismatch import MODULE, Mismatch
+from bridge.base.mismatch import MODULE, Mismatch
 from tests.bridge import settings
 from tests.bridge.settings import shifted
 

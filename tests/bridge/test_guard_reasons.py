@@ -14,8 +14,8 @@ from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations, parametrize
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
-from bridge.guards import Guard, interpreter_state
-from bridge.mismatch import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, Mismatch
+from bridge.base.mismatch import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, Mismatch
+from bridge.dispatch.guards import Guard, interpreter_state
 from tests.bridge.models import MLP, Tied
 
 FLAGS = {"double": False}

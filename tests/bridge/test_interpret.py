@@ -6,8 +6,8 @@ from tvm import relax
 
 from autodiff.ir import build_function
 from autodiff.library import call as library_call
-from bridge.verify.interpret import interpret
-from bridge.verify.operators import OPERATORS
+from bridge.reference.relax import interpret
+from bridge.reference.relax_operators import OPERATORS
 from tests.autodiff.evaluate import evaluate, tensor_type
 from tests.autodiff.evaluate import function as flat
 

@@ -14,9 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import bridge
 from bridge import add_tvm_dispatch, stats
+from bridge.base.log import CHANNELS, channel, set_logs
 from bridge.compile import KernelStep, clear_cache
-from bridge.log import CHANNELS, channel, set_logs
-from bridge.reuse import clear_lowered
+from bridge.lowering.reuse import clear_lowered
 from tests.bridge.models import MLP
 
 
@@ -116,16 +116,16 @@ def test_one_handler_however_often_loaded_and_none_beside_the_applications():
     """A module loaded again, the stream redirected, logging configured afterwards: each message is told once."""
     program = """
 import importlib, io, logging, sys
-import bridge.log
-importlib.reload(bridge.log)
-tell = bridge.log.channel("guards").info
+import bridge.base.log
+importlib.reload(bridge.base.log)
+tell = bridge.base.log.channel("guards").info
 sys.stderr = first = io.StringIO()
-tell("one"), bridge.log.channel("passes").info("not asked for")
+tell("one"), bridge.base.log.channel("passes").info("not asked for")
 sys.stderr = second = io.StringIO()
 logging.getLogger("bridge").addHandler(logging.NullHandler())
 tell("heard")
 logging.basicConfig(level=logging.WARNING, format="mine: %(message)s")
-tell("two"), bridge.log.channel("passes").info("not asked for")
+tell("two"), bridge.base.log.channel("passes").info("not asked for")
 print([first.getvalue(), second.getvalue(), len(logging.getLogger("bridge").handlers)])
 """
     assert (

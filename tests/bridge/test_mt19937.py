@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bridge import add_tvm_dispatch, mt19937, stats
-from bridge.compile import mt19937 as code
-from bridge.compile.build import build_kernels, host_target
-from bridge.mt19937 import Mask
-from bridge.other_threads import others_wait
+from bridge import add_tvm_dispatch, stats
+from bridge.base.threads import others_wait
+from bridge.compile.cpu import mt19937 as code
+from bridge.compile.runtime.build import build_kernels, host_target
+from bridge.rng import cpu as mt19937
+from bridge.rng.cpu import Mask
 
 EDGES = [*range(1, 34), 155, 156, 157, *range(308, 318), *range(620, 630), 935, 936, 937, 4096]
 

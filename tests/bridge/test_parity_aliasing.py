@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
-from bridge.overlap import share_elements
+from bridge.capture.overlap import share_elements
 from tests.bridge.parity import check_module
 
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from bridge import add_tvm_dispatch, lower, stats
-from bridge.draws import Draws
-from bridge.saved_bytes import saved_for_backward
+from bridge.rng.draws import Draws
+from bridge.show.memory.saved_bytes import saved_for_backward
 from partition import MinCut
 from tests.bridge.models import bert_layer
 from tests.bridge.parity import Call, assert_same, clone_tree, run

@@ -11,7 +11,8 @@ from tvm import relax
 from tvm.relax import op as R
 
 from bridge import add_tvm_dispatch, stats
-from bridge.compile import KernelStep, ViewStep, compile_function, products
+from bridge.compile import KernelStep, ViewStep, compile_function
+from bridge.compile.translate import matmul as products
 from tests.bridge.compile_helpers import function, program
 from tests.bridge.parity import check_module
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
-from bridge.real_run import as_in_eager
-from bridge.witness import Draw, Output, Witness
+from bridge.capture.eager_run import as_in_eager
+from bridge.capture.fake_observation import Draw, Output, Witness
 
 
 def transposed_input() -> torch.Tensor:

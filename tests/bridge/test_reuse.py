@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bridge import UnsupportedModule, add_tvm_dispatch, remove_tvm_dispatch, stats
-from bridge.op_trace import OpTrace, constant_key
+from bridge.capture.op_trace import OpTrace, constant_key
 from tests.bridge.parity import as_call, assert_same, run
 
-reuse = sys.modules["bridge.reuse"]
+reuse = sys.modules["bridge.lowering.reuse"]
 SETTING = 1.0
 
 

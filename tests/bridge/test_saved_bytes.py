@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from benchmarks import memory_curve
 from bridge import add_tvm_dispatch, lower, stats
 from bridge.compile import compile_function
-from bridge.saved_bytes import SavedBytes, eager_saved_bytes, kept_bytes, plan_with, saved_bytes
+from bridge.show.memory.saved_bytes import SavedBytes, eager_saved_bytes, kept_bytes, plan_with, saved_bytes
 from partition import MinCut
 from partition import split as split_file
 from tests.bridge.models import bert_layer
@@ -79,7 +79,7 @@ def test_keyword_arguments():
 
 
 def test_torch_min_cut_may_not_apply():
-    from bridge.torch_min_cut import torch_min_cut_or_reason
+    from bridge.show.memory.torch_min_cut import torch_min_cut_or_reason
 
     class Untraceable(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

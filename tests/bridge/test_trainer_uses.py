@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
-from bridge.dynamo import graphs
+from bridge.dynamo.backend import graphs
 from examples.layers import dispatch_layers, make_examples, make_model
 
 accelerate = pytest.importorskip("accelerate")

@@ -1,0 +1,137 @@
+"""What can go wrong, said in the user's terms."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import random
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = [
+    "CompilationError",
+    "DispatchMiss",
+    "Unsupported",
+    "UnsupportedModule",
+    "is_refused_by_eager",
+    "is_user_file",
+    "line_of",
+    "refused_by_eager",
+    "user_line",
+]
+
+_TORCH_DIR = os.path.dirname(torch.__file__)
+_OWN_DIR = os.path.dirname(os.path.dirname(__file__))
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """One thing in a module that cannot be dispatched exactly.
+
+    Attributes:
+        op: the operator or construct, as in ``"aten.linalg_eigh.default"``.
+        where: the user's source line (``file:line: code``), or the module path when no line is known.
+        reason: what is not handled.
+        hint: what the user can do about it.
+    """
+
+    op: str
+    where: str
+    reason: str
+    hint: str = "dispatch a submodule that does not contain it, or leave this module to PyTorch"
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.reason}\n    at {self.where}\n    {self.hint}"
+
+
+class UnsupportedModule(RuntimeError):
+    """A module that cannot be dispatched exactly; the module is as it was.
+
+    Attributes:
+        ops: each :class:`Unsupported` thing that stood in the way, in program order.
+    """
+
+    def __init__(self, module_name: str, ops: Sequence[Unsupported]):
+        self.module_name = module_name
+        self.ops = tuple(ops)
+        lines = "\n".join(f"  {op}" for op in self.ops)
+        super().__init__(f"{module_name} cannot be dispatched to TVM; it was left as it was.\n{lines}")
+
+
+class CompilationError(RuntimeError):
+    """A failure inside the compiler (a bug of this package, not of the module).
+
+    Attributes:
+        stage: the stage that failed.
+        ir: that stage's input, as text.
+    """
+
+    def __init__(self, stage: str, ir: str, cause: BaseException):
+        self.stage = stage
+        self.ir = ir
+        super().__init__(f"stage '{stage}' failed: {type(cause).__name__}: {cause}\n(the stage's input is in .ir)")
+
+
+class DispatchMiss(RuntimeError):
+    """Raised instead of running eager when a call matches no entry and ``on_miss="error"``."""
+
+
+def refused_by_eager(error: Exception) -> Exception:
+    """``error``, known from now on as what PyTorch itself raises for the call, with or without a dispatch."""
+    error._refused_by_eager = True
+    return error
+
+
+def is_refused_by_eager(error: Exception) -> bool:
+    return getattr(error, "_refused_by_eager", False)
+
+
+def is_user_file(filename: str) -> bool:
+    """Whether a source file is neither torch's nor this package's."""
+    return (
+        not filename.startswith((_TORCH_DIR, _OWN_DIR))
+        and not filename.startswith("<")
+        and os.sep + "importlib" + os.sep not in filename
+        and "contextlib.py" not in filename
+        and filename != random.__file__
+    )
+
+
+def user_line(source: str | traceback.StackSummary | BaseException | None) -> str | None:
+    """``file:line: code`` of the innermost frame that is neither torch's nor ours, or ``None``.
+
+    Args:
+        source: a formatted stack trace (``node.meta["stack_trace"]``), a stack, or an exception.
+    """
+    if source is None:
+        return None
+    if isinstance(source, str):
+        return _user_line_of_text(source)
+    frames = traceback.extract_tb(source.__traceback__) if isinstance(source, BaseException) else source
+    for frame in reversed(frames):
+        if is_user_file(frame.filename):
+            return line_of((frame.filename, frame.lineno or 0))
+    return None
+
+
+def line_of(place: tuple[str, int]) -> str:
+    """``file:line: code`` of a file name and a line number."""
+    filename, number = place
+    return f"{filename}:{number}: {linecache.getline(filename, number).strip()}"
+
+
+def _user_line_of_text(text: str) -> str | None:
+    lines = text.splitlines()
+    for index in range(len(lines) - 1, -1, -1):
+        line = lines[index].strip()
+        if not line.startswith('File "'):
+            continue
+        filename, _, rest = line[len('File "') :].partition('", line ')
+        if is_user_file(filename):
+            number = rest.split(",")[0]
+            code = lines[index + 1].strip() if index + 1 < len(lines) else ""
+            return f"{filename}:{number}: {code}"
+    return None

@@ -1,0 +1,133 @@
+"""The sample call once more on real numbers, to see what fake tensors get wrong.
+
+The shape functions behind fake tensors give some results other strides than the kernels do (a normalization of a
+transposed tensor, say). Strides decide the order in which a draw fills memory, and the caller sees those of the
+results; so both are taken from a run of eager itself. Where the two runs differ in anything else, the graph is not
+what eager computes, and the module is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from bridge.base.errors import Unsupported, refused_by_eager
+from bridge.capture.call_log import differences
+from bridge.capture.fake_observation import Witness, observe
+from bridge.capture.isolated_rng import OwnDraws
+from bridge.capture.tracing import times_asked
+from bridge.state.tensors import ModuleTensor, once_per_owner
+
+__all__ = ["as_in_eager", "real_run"]
+
+
+def real_run(
+    module: nn.Module,
+    tensors: Sequence[ModuleTensor],
+    real_tensors: Sequence[torch.Tensor],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> tuple[Witness, list[Unsupported]]:
+    """What ``module(*args, **kwargs)`` does in eager. Neither tensors nor the generator are changed.
+
+    Parameters and arguments are used as they are: the caller has made sure that forward writes into none of them.
+    Python attributes that forward sets are left set.
+
+    The run takes the branches that tracing takes. If forward asked whether it is traced, another run takes those of
+    eager, and what follows from it is a problem if it computes other numbers.
+
+    Raises:
+        Exception: whatever forward raises, marked by :func:`bridge.base.errors.refused_by_eager`.
+    """
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _own_leaf, (args, kwargs))
+    arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    owned, state = _state(module, tensors, real_tensors)
+    parameters = [tensor for spec, tensor in zip(tensors, owned, strict=True) if spec.kind == "parameter"]
+    asked = times_asked()
+    try:
+        with OwnDraws():
+            run = observe(module, state, parameters, [*owned, *arguments], args, kwargs, nullcontext(), traced=False)
+        if times_asked() == asked:
+            return run, []
+        untraced, state = _state(module, tensors, real_tensors)
+        with OwnDraws():
+            result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
+    except Exception as error:
+        refused_by_eager(error)
+        raise
+    if _all_close([*run.results, *owned], [*pytree.tree_leaves(result), *untraced]):
+        return run, []
+    reason = "eager takes another branch than what is traced, and gets other results"
+    return run, [Unsupported("torch.compiler.is_compiling or is_exporting", "forward", reason, "do not ask in forward")]
+
+
+def _state(
+    module: nn.Module, tensors: Sequence[ModuleTensor], real_tensors: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """The module's tensors, buffers as copies; parameters and buffers once more by their names."""
+    owned = [t.detach().clone() if spec.kind == "buffer" else t for spec, t in zip(tensors, real_tensors, strict=True)]
+    return owned, {
+        name: tensor
+        for spec, tensor in zip(tensors, owned, strict=True)
+        if spec.kind != "attribute"
+        for name in once_per_owner(module, spec.names)
+    }
+
+
+def _all_close(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two runs got the same, up to the rounding of computing it in another way."""
+    if len(some) != len(others):
+        return False
+    for one, other in zip(some, others, strict=True):
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+            if type(one) is not type(other):
+                return False
+            continue
+        if (one.shape, one.dtype, one.requires_grad) != (other.shape, other.dtype, other.requires_grad):
+            return False
+        if one.is_floating_point() or one.is_complex():
+            tolerance = min(1e3 * torch.finfo(one.dtype).eps, 0.05)
+            one, other = _in_float64(one), _in_float64(other)
+            finite = other[other.isfinite()].abs()
+            scale = finite.max().item() if finite.numel() else 1.0
+            if not torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
+                return False
+        elif not torch.equal(one, other):
+            return False
+    return True
+
+
+def _in_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """Few operators know the smaller types, fewest half complex numbers."""
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+
+
+def _own_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def as_in_eager(fake: Witness, real: Witness) -> tuple[Witness, list[Unsupported]]:
+    """The witness of the fake run with the real one's strides, and what else differs between the two."""
+    problems = list(differences(fake.calls, real.calls))
+    if problems:  # the others follow from it
+        return fake, problems
+    for ours, eagers in zip_longest(fake.draws, real.draws):
+        if ours is None or eagers is None or replace(ours, stride=eagers.stride) != eagers:
+            problems.append(_problem(f"draws {eagers}", f"draws {ours}", "a random draw"))
+            break
+    for index, (ours, eagers) in enumerate(zip(fake.outputs, real.outputs, strict=False)):
+        if ours.is_tensor and replace(ours, stride=eagers.stride) != eagers:
+            problems.append(_problem(f"gives {eagers}", f"gives {ours}", f"result {index}"))
+    return replace(fake, draws=real.draws, outputs=real.outputs), problems
+
+
+def _problem(eager: str, traced: str, op: str) -> Unsupported:
+    return Unsupported(op, "forward", f"on the sample eager {eager} where its trace {traced}")

@@ -1,0 +1,94 @@
+"""A call of a module on fake tensors of the same layout as its own and its arguments', watched by the witness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from bridge.capture.fake_observation import Witness, observe
+from bridge.state.tensors import ModuleTensor, once_per_owner
+
+__all__ = ["FakeRun", "fake_run", "forget_real_tensors"]
+
+
+@dataclass(frozen=True)
+class FakeRun:
+    """What was seen, and the call as it was made.
+
+    Attributes:
+        witness: see :mod:`bridge.capture.fake_observation`.
+        mode: the fake mode of all tensors.
+        arguments: the argument leaves that are tensors (fake), in pytree order.
+        argument_leaves: all leaves of the arguments, tensors replaced by ``None``.
+        argument_is_tensor: which of them are tensors.
+        in_spec: pytree structure of ``(args, kwargs)``.
+    """
+
+    witness: Witness
+    mode: FakeTensorMode
+    arguments: tuple[torch.Tensor, ...]
+    argument_leaves: tuple[Any, ...]
+    argument_is_tensor: tuple[bool, ...]
+    in_spec: pytree.TreeSpec
+
+
+def fake_run(
+    module: nn.Module,
+    tensors: Sequence[ModuleTensor],
+    real_tensors: Sequence[torch.Tensor],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> FakeRun:
+    """Runs ``module(*args, **kwargs)`` on fake tensors.
+
+    Args:
+        tensors, real_tensors: what the module owns, see :func:`bridge.state.tensors.module_tensors`.
+
+    Raises:
+        Exception: whatever the module's forward raises.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(tensor) for tensor in real_tensors]
+    state = {
+        name: fake
+        for spec, fake in zip(tensors, fakes, strict=True)
+        if spec.kind != "attribute"
+        for name in once_per_owner(module, spec.names)
+    }
+    leaves, in_spec = pytree.tree_flatten((args, kwargs))
+    fake_leaves = [_fake_leaf(mode, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    arguments = tuple(leaf for leaf in fake_leaves if isinstance(leaf, torch.Tensor))
+    fake_args, fake_kwargs = pytree.tree_unflatten(fake_leaves, in_spec)
+    parameters = [fake for spec, fake in zip(tensors, fakes, strict=True) if spec.kind == "parameter"]
+    return FakeRun(
+        witness=observe(module, state, parameters, [*fakes, *arguments], fake_args, fake_kwargs, mode),
+        mode=mode,
+        arguments=arguments,
+        argument_leaves=tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
+        argument_is_tensor=tuple(isinstance(leaf, torch.Tensor) for leaf in leaves),
+        in_spec=in_spec,
+    )
+
+
+def forget_real_tensors(fakes: Iterable[torch.Tensor]) -> None:
+    """Lets go of the tensors that these fake ones were made for.
+
+    Their mode has weak references to them, which no longer has a use once a call is captured, and because of which
+    ``torch.utils.swap_tensors`` (a module's ``.to()``, if torch is told so) would refuse the module's parameters.
+    """
+    for mode in {id(fake.fake_mode): fake.fake_mode for fake in fakes}.values():
+        converter = mode.fake_tensor_converter.meta_converter
+        describer = converter.describer
+        for memo in (converter.tensor_memo, converter.storage_memo, describer.lookup_tensor, describer.lookup_storage):
+            memo.clear()
+
+
+def _fake_leaf(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake leaf of the tensor's layout: the module's own graph starts at its arguments."""
+    return mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)

@@ -1,0 +1,1 @@
+"""Passes over the traced graph (torch.fx), before it is converted to Relax."""

@@ -1,0 +1,295 @@
+"""Autocast spelled out: every cast that eager makes under ``torch.autocast`` becomes a node of the training-IR graph.
+
+``torch.export`` traces above autocast's dispatch key: its graph holds the operators with the arguments that the module
+gave them. Here each operator runs once more on fake tensors under the autocast setting of its place, which shows the
+casts that autocast puts before it; they become ``_to_copy`` nodes. Then the operator runs on the cast arguments
+without autocast, and must do the very same. A composite operator inside which autocast goes on casting (a recurrent
+layer, ``einsum``) is taken apart (:mod:`bridge.capture.passes.composites`); any other one is refused by name.
+
+A float32 parameter is cast once for all its uses, as eager's cache of casts does, so that its gradients are added up in
+the lower precision; anything else, or with ``cache_enabled=False``, is cast at each use. Regions (``with
+torch.autocast(...)`` inside forward) become part of the graph around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bridge.base.errors import Unsupported, user_line
+from bridge.capture.passes.composites import expand, is_composite
+from bridge.capture.passes.stop_gradient import inline
+
+__all__ = ["GradModesInRegions", "ambient_autocast", "autocast_setting", "spell_out_casts"]
+
+aten = torch.ops.aten
+_REGION = torch.ops.higher_order.wrap_with_autocast
+_GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+_TAG = "autocast"
+#: The user's own casts: autocast leaves them alone.
+_CONVERSIONS = (aten.to, aten._to_copy, aten.type_as)
+
+
+def ambient_autocast() -> torch.dtype | None:
+    """The element type that the CPU's autocast casts to where this is called; ``None`` if it is off."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+def autocast_setting() -> torch.dtype | str | bool:
+    """All that matters of the CPU's autocast: ``False`` or the type that it casts to; in words if it caches no cast."""
+    if not torch.is_autocast_enabled("cpu"):
+        return False
+    dtype = torch.get_autocast_dtype("cpu")
+    return dtype if torch.is_autocast_cache_enabled() else f"{dtype} (cache_enabled=False)"
+
+
+def _regions_entered() -> int:
+    """How many autocast contexts this place is in: torch tells only where one is left."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+class GradModesInRegions(TorchFunctionMode):
+    """Sees ``no_grad`` and its kin inside autocast regions, which torch.export 2.13 drops from its graph.
+
+    Attributes:
+        problems: one where that happened.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.problems: list[Unsupported] = []
+        self._depth = _regions_entered()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        changes = func is torch._C._set_grad_enabled and args[0] != torch.is_grad_enabled()
+        if changes and _regions_entered() > self._depth and not self.problems:
+            reason = "a grad mode set inside an autocast region: torch.export forgets it"
+            self.problems.append(Unsupported("no_grad inside autocast", "forward", reason, "swap the two contexts"))
+        return func(*args, **(kwargs or {}))
+
+
+def spell_out_casts(
+    graph_module: fx.GraphModule, ambient: torch.dtype | None, requires_grad: Callable[[fx.Node], bool]
+) -> list[Unsupported]:
+    """Rewrites a training-IR graph in place as described above; returns what it cannot express.
+
+    Args:
+        ambient: what autocast casted to while the graph was traced, ``None`` if it was off.
+        requires_grad: whether a placeholder's tensor requires grad.
+    """
+    problems: list[Unsupported] = []
+    place = _Place(ambient, torch.is_autocast_cache_enabled())
+    _inline_regions(graph_module, place)
+    _cast(graph_module, place, requires_grad, problems)
+    return problems
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What autocast does to an operator, by where the operator stands.
+
+    Attributes:
+        dtype: what autocast casts to, ``None`` if it is off.
+        caches: whether it keeps the casts of parameters. Not known of a region, whose setting ``torch.export`` traces
+            with the cache turned off; casts at each use are the more precise ones.
+    """
+
+    dtype: torch.dtype | None
+    caches: bool = False
+
+
+def _inline_regions(graph_module: fx.GraphModule, around: _Place) -> None:
+    """Every node of a region is tagged with the region's setting, then the region becomes part of the graph."""
+    for node in _calls(graph_module.graph, _REGION):
+        device, dtype, enabled, _, region, *arguments = node.args
+        inner = getattr(graph_module, region.target)
+        setting = around.dtype if device != "cpu" else dtype if enabled else None
+        place = _Place(setting)
+        _inline_regions(inner, place)
+        for each in inner.graph.nodes:
+            each.meta.setdefault(_TAG, place)
+        inline(graph_module.graph, node, inner.graph, arguments, stop=False)
+    for node in _calls(graph_module.graph, _GRAD_REGION):
+        _inline_regions(getattr(graph_module, node.args[1].target), node.meta.get(_TAG, around))
+
+
+def _calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_function" and node.target is target]
+
+
+def _cast(
+    graph_module: fx.GraphModule,
+    around: _Place,
+    requires_grad: Callable[[fx.Node], bool],
+    problems: list[Unsupported],
+) -> None:
+    graph = graph_module.graph
+    shared: dict[fx.Node, fx.Node] = {}
+    lowered: dict[fx.Node, torch.dtype] = {}
+
+    def cast(node: fx.Node, source: fx.Node, dtype: torch.dtype, place: _Place) -> fx.Node:
+        """``source`` in another element type, for ``node``."""
+        is_parameter = source.op == "placeholder" and requires_grad(source)
+        if not is_parameter or dtype is not place.dtype or source.meta["val"].dtype is not torch.float32:
+            return _insert_cast(node, source, dtype)
+        if lowered.setdefault(source, dtype) is not dtype:
+            reason = f"autocast to {dtype} of what is cast to {lowered[source]} too: torch's cache may mix them up"
+            _refuse(node, reason, problems)
+        if not place.caches:
+            return _insert_cast(node, source, dtype)
+        if source not in shared:
+            shared[source] = _insert_cast(node, source, dtype)
+        return shared[source]
+
+    for node in list(graph.nodes):
+        place = node.meta.get(_TAG, around)
+        if node.op != "call_function":
+            continue
+        if node.target is _GRAD_REGION:
+            _cast(getattr(graph_module, node.args[1].target), place, lambda node: False, problems)
+        if place.dtype is None or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        values = _tensors(node)
+        casts = _casts_of(node, values, place.dtype, problems)
+        if casts is None:
+            made = expand(node, values, place.dtype) if _may_expand(node, values, place.dtype) else None
+            if made is None:
+                _refuse(node, "autocast casts inside of this operator", problems)
+            for each in [each for each in made or () if _is_cast(each)]:
+                each.replace_all_uses_with(cast(each, each.args[0], each.kwargs["dtype"], place))
+                graph.erase_node(each)
+            continue
+        replaced = {source: cast(node, source, dtype, place) for source, dtype in casts.items()}
+        if replaced:
+            node.args = fx.map_arg(node.args, lambda source, to=replaced: to.get(source, source))
+            node.kwargs = fx.map_arg(node.kwargs, lambda source, to=replaced: to.get(source, source))
+
+
+def _may_expand(node: fx.Node, values: dict[fx.Node, FakeTensor], setting: torch.dtype) -> bool:
+    """Whether an operator is composite, and was traced with the element types that it gives."""
+    return is_composite(node) and _dtypes(_run(node, values, setting)[0]) == _dtypes(node.meta.get("val"))
+
+
+def _tensors(node: fx.Node) -> dict[fx.Node, FakeTensor]:
+    """Fake tensors like those among an operator's arguments; none if autocast has nothing to cast."""
+    sources = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), FakeTensor)]
+    if not any(source.meta["val"].is_floating_point() for source in sources):
+        return {}
+    return {source: _stand_in(source.meta["val"]) for source in sources}
+
+
+def _is_cast(node: fx.Node) -> bool:
+    return node.target is aten._to_copy.default and set(node.kwargs) == {"dtype"}
+
+
+def _insert_cast(node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
+    with node.graph.inserting_before(node):
+        cast = node.graph.call_function(aten._to_copy.default, (source,), {"dtype": dtype})
+    cast.meta = {key: value for key, value in node.meta.items() if key in ("stack_trace", "nn_module_stack")}
+    cast.meta["val"] = _stand_in(source.meta["val"], dtype)
+    return cast
+
+
+def _casts_of(
+    node: fx.Node, plain: dict[fx.Node, FakeTensor], setting: torch.dtype, problems: list[Unsupported]
+) -> dict[fx.Node, torch.dtype] | None:
+    """The element types that autocast gives to arguments of an operator; ``None`` if it casts inside of it."""
+    if not plain or node.target.overloadpacket in _CONVERSIONS:
+        return {}
+    result, under = _run(node, plain, setting)
+    casts = next((casts for casts in _guesses(plain, under, setting) if _explains(node, plain, casts, under)), None)
+    if casts is None or (casts and node.target._schema.is_mutable):
+        return None
+    if _dtypes(result) != _dtypes(node.meta.get("val")):
+        _refuse(node, f"autocast to {setting} gave {_dtypes(node.meta.get('val'))}, alone {_dtypes(result)}", problems)
+    return casts
+
+
+def _guesses(
+    plain: dict[fx.Node, FakeTensor], under: list[_Call], setting: torch.dtype
+) -> Iterator[dict[fx.Node, torch.dtype]]:
+    """Which of the first calls may be autocast's casts: an operator may begin with casts of its own."""
+    of = {id(value): source for source, value in plain.items()}
+    leading = {of[call.cast_of]: call.dtype for call in takewhile(lambda call: call.cast_of in of, under)}
+    lower = {source: dtype for source, dtype in leading.items() if dtype is setting}
+    if lower:
+        yield lower
+    if len(leading) > len(lower):
+        yield leading
+    yield {}
+
+
+def _explains(
+    node: fx.Node, plain: dict[fx.Node, FakeTensor], casts: dict[fx.Node, torch.dtype], under: list[_Call]
+) -> bool:
+    """Whether the operator does without autocast, on arguments cast like that, what it did under it."""
+    given = {source: _stand_in(value, casts.get(source)) for source, value in plain.items()}
+    try:
+        _, alone = _run(node, given, None)
+    except RuntimeError:  # types that do not go together
+        return False
+    made = {(id(plain[source]), dtype) for source, dtype in casts.items()}
+    return [call.what for call in alone] == [call.what for call in under if (call.cast_of, call.dtype) not in made]
+
+
+def _refuse(node: fx.Node, reason: str, problems: list[Unsupported]) -> None:
+    where = user_line(node.meta.get("stack_trace")) or "a line that torch.export did not keep"
+    problem = Unsupported(str(node.target), where, reason, "disable autocast around it")
+    if problem not in problems:
+        problems.append(problem)
+
+
+class _Call:
+    """An operator as the dispatcher saw it: what was computed, and, of a cast, which tensor it casts to what."""
+
+    def __init__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any):
+        leaves = pytree.tree_leaves((args, kwargs))
+        forms = [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
+        self.what = (str(func), forms, _dtypes(result))
+        is_cast = func is aten._to_copy.default and set(kwargs) <= {"dtype"}
+        self.cast_of = id(args[0]) if is_cast else None
+        self.dtype = kwargs.get("dtype")
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.namespace != "prim":  # questions about a tensor's device
+            self.calls.append(_Call(func, args, kwargs or {}, result))
+        return result
+
+
+def _run(node: fx.Node, values: dict[fx.Node, FakeTensor], setting: torch.dtype | None) -> tuple[Any, list[_Call]]:
+    """Runs one operator on fake tensors; casts made by autocast show among the calls."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values.get(source, source.meta.get("val")))
+    mode = next(iter(values.values())).fake_mode
+    recorder = _Recorder()
+    autocast = torch.autocast("cpu", dtype=setting or torch.bfloat16, enabled=setting is not None, cache_enabled=False)
+    with mode, recorder, torch.no_grad(), autocast:
+        result = node.target(*args, **kwargs)
+    return result, recorder.calls
+
+
+def _stand_in(value: FakeTensor, dtype: torch.dtype | None = None) -> FakeTensor:
+    """A tensor of this layout; cast to another element type, in the layout that the cast gives it."""
+    with value.fake_mode, torch.no_grad():
+        like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return like if dtype is None else like.to(dtype)
+
+
+def _dtypes(value: Any) -> list[torch.dtype]:
+    return [leaf.dtype for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

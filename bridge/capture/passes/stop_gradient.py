@@ -1,0 +1,188 @@
+"""Keeps ``detach`` and ``no_grad`` through decomposition, and every node's origin.
+
+A functional graph has no grad modes. So before it is made, each ``no_grad`` region is inlined with what it reads
+passed through ``tvm_dispatch::stop_gradient``, an operator of ours that decompositions leave alone, and ``detach``
+becomes that operator too. ``stop_gradient`` is a copy, ``detach`` is an alias: where autograd follows nothing there is
+nothing to stop and the alias stays an alias, and where a write would tell the two apart, the module is refused.
+
+``meta["custom"]``, which decomposition hands on, says which node of the training IR a node came from and where that
+stands in the user's code.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from bridge.base.errors import Unsupported, user_line
+from bridge.capture.passes.alias_analysis import Aliases, is_detach, is_view, written
+from bridge.capture.passes.attention import unfuse_learned_masks
+from bridge.capture.passes.recurrent import split_layers
+
+__all__ = ["inline", "origin_of", "prepare", "where_is"]
+
+aten = torch.ops.aten
+
+_library = torch.library.Library("tvm_dispatch", "DEF")
+_library.define("stop_gradient(Tensor x) -> Tensor")
+_library.impl("stop_gradient", torch.clone, "CompositeExplicitAutograd")
+_library.impl("stop_gradient", torch.empty_like, "Meta")
+
+
+def prepare(graph_module: fx.GraphModule, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
+    """Rewrites a training-IR graph in place as described above; returns what it cannot express.
+
+    Args:
+        requires_grad: whether a placeholder's tensor requires grad.
+    """
+    problems = _inline_regions(graph_module)
+    split_layers(graph_module.graph)
+    unfuse_learned_masks(graph_module.graph, requires_grad)
+    _pass_through(graph_module.graph)
+    problems += _stop_gradients(graph_module.graph, requires_grad)
+    problems += _wrong_in_torch(graph_module.graph, requires_grad)
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function":
+            where = user_line(node.meta.get("stack_trace"))
+            node.meta["custom"] = {"origin": node.name, **({"where": where} if where else {})}
+    graph_module.graph.lint()
+    graph_module.recompile()
+    return problems
+
+
+def _wrong_in_torch(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
+    """``as_strided_scatter`` of the user's own, where a gradient flows through its input.
+
+    torch's derivative of it passes the gradient on where the source was written. Ours does not (functionalization makes
+    the operator of writes whose derivative is right in eager), so neither the right numbers nor eager's can be given.
+    """
+    found = [node for node in graph.nodes if node.target is aten.as_strided_scatter.default]
+    if not found:
+        return []
+    aliases = Aliases(graph.nodes, requires_grad, cut=lambda node: False)
+    reason = "torch's own derivative of it is wrong where the source is written, and ours would differ from eager's"
+    return [
+        Unsupported(
+            str(node.target),
+            user_line(node.meta.get("stack_trace")) or "forward",
+            reason,
+            "write through x.as_strided(...)",
+        )
+        for node in found
+        if aliases.followed(node.args[0])
+    ]
+
+
+def _pass_through(graph: fx.Graph) -> None:
+    """A dropout that drops nothing returns its argument itself, so a write to the one is seen in the other.
+
+    torch's decomposition makes a copy of it.
+    """
+    for node in list(graph.nodes):
+        if node.target is aten.dropout.default and (not node.args[2] or node.args[1] == 0):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _stop_gradients(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
+    """``detach`` of what autograd follows becomes ``stop_gradient``; of anything else, its argument."""
+    aliases = Aliases(graph.nodes, requires_grad, cut=lambda node: False)
+    stopped = Aliases(graph.nodes, requires_grad, cut=lambda node: is_detach(node) and aliases.followed(node))
+    problems = []
+    for node in [node for node in graph.nodes if is_detach(node)]:
+        source = node.args[0]
+        if not aliases.followed(node):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            continue
+        node.target = torch.ops.tvm_dispatch.stop_gradient.default
+        sides = (node, source), (source, node)
+        if any(
+            stopped.used_after(one, node, writes=True) and stopped.used_after(other, node, writes=False)
+            for one, other in sides
+        ):
+            where = user_line(node.meta.get("stack_trace")) or "a line that torch.export did not keep"
+            reason = "memory that is written in place is seen by autograd and, detached, under another name"
+            problems.append(Unsupported("detach", where, reason, "clone first"))
+    return problems
+
+
+def origin_of(node: fx.Node) -> str:
+    """The name of the training-IR node that ``node`` came from."""
+    return (node.meta.get("custom") or {}).get("origin", node.name)
+
+
+def where_is(node: fx.Node) -> str | None:
+    """The user's source line of a node, if known."""
+    return (node.meta.get("custom") or {}).get("where") or user_line(node.meta.get("stack_trace"))
+
+
+def _inline_regions(graph_module: fx.GraphModule) -> list[Unsupported]:
+    graph = graph_module.graph
+    problems = []
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        where = user_line(node.meta.get("stack_trace")) or "a line that torch.export did not keep"
+        if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
+            problems.append(Unsupported(str(node.target), where, "a higher-order operator"))
+            continue
+        enabled, region, *arguments = node.args
+        inner = getattr(graph_module, region.target).graph
+        if any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in inner.nodes):
+            problems.append(Unsupported("no_grad and enable_grad", where, "grad modes inside each other"))
+            continue
+        inline(graph, node, inner, arguments, stop=not enabled)
+    return problems
+
+
+def inline(graph: fx.Graph, call: fx.Node, inner: fx.Graph, args: Sequence[fx.Node], *, stop: bool) -> None:
+    """Replaces a region's call by what is inside; with ``stop``, autograd follows nothing of it."""
+    values: dict[fx.Node, Any] = {}
+    arguments = iter(args)
+    outputs: list[Any] = []
+    with graph.inserting_before(call):
+        for node in inner.nodes:
+            if node.op == "placeholder":
+                values[node] = next(arguments)
+            elif node.op == "output":
+                outputs = [values[value] if isinstance(value, fx.Node) else value for value in node.args[0]]
+            else:
+                values[node] = copied = graph.node_copy(node, values.__getitem__)
+                if user_line(node.meta.get("stack_trace")) is None:  # regions keep generated code's lines
+                    copied.meta["stack_trace"] = call.meta.get("stack_trace")
+                if stop and not is_view(copied):
+                    _detach_reads(graph, copied)
+        if stop:  # views of what came in; anything else is followed by nobody, and its detach will go again
+            outputs = [_detached(graph, output) for output in outputs]
+    for user in list(call.users):
+        if user.target is not operator.getitem:
+            raise AssertionError(f"a region's result is used by {user.format_node()}")
+        user.replace_all_uses_with(outputs[user.args[1]])
+        graph.erase_node(user)
+    graph.erase_node(call)
+
+
+def _detach_reads(graph: fx.Graph, node: fx.Node) -> None:
+    """Passes what an operator reads through ``detach``; what it writes stays the memory that it is."""
+    targets = written(node)
+    with graph.inserting_before(node):
+        seen = {source: source if source in targets else _detached(graph, source) for source in node.all_input_nodes}
+    node.args = fx.map_arg(node.args, seen.__getitem__)
+    node.kwargs = fx.map_arg(node.kwargs, seen.__getitem__)
+
+
+def _detached(graph: fx.Graph, value: Any) -> Any:
+    if not isinstance(value, fx.Node) or not _is_float(value.meta.get("val")):
+        return value
+    detached = graph.call_function(aten.detach.default, (value,))
+    detached.meta = dict(value.meta)
+    return detached
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -1,0 +1,92 @@
+"""Whether this thread is tracing a module right now: a dispatched module inside must then run as plain PyTorch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from bridge.base.locks import free_in_children
+
+__all__ = [
+    "HERE",
+    "changes_of_generators",
+    "is_capturing",
+    "is_traced_here",
+    "marked_capturing",
+    "note_change_of_generator",
+    "one_capture_at_a_time",
+    "times_asked",
+]
+
+_thread = threading.local()
+
+
+def is_capturing() -> bool:
+    """Whether the calling thread is capturing a module for this package."""
+    return getattr(_thread, "depth", 0) > 0
+
+
+@contextmanager
+def marked_capturing() -> Iterator[None]:
+    """While active, :func:`is_capturing` in this thread."""
+    _thread.depth = getattr(_thread, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _thread.depth -= 1
+
+
+def note_change_of_generator() -> None:
+    """To be called when the traced code seeds a generator of torch's, or sets its state."""
+    _thread.changes = changes_of_generators() + 1
+
+
+def changes_of_generators() -> int:
+    """How often this thread has called :func:`note_change_of_generator`."""
+    return getattr(_thread, "changes", 0)
+
+
+class _Here(int):
+    """``True`` in a thread that captures, ``False`` in any other: for flags that torch keeps for the whole process."""
+
+    def __bool__(self) -> bool:
+        if not is_capturing():
+            return False
+        _thread.asked = times_asked() + 1
+        return True
+
+
+HERE = _Here(1)
+
+
+def times_asked() -> int:
+    """How often :data:`HERE` was true in this thread."""
+    return getattr(_thread, "asked", 0)
+
+
+def is_traced_here() -> bool:
+    """Whether torch traces what the calling thread does: ``torch.compiler.is_compiling`` is the whole process's."""
+    if is_capturing() or torch.jit.is_tracing() or torch.compiler.is_dynamo_compiling():
+        return True
+    if not torch.compiler.is_compiling():
+        return False
+    return torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
+
+
+#: torch.export keeps what it does in the process and in the module while it traces.
+_capturing = free_in_children(threading.RLock())
+
+
+@contextmanager
+def one_capture_at_a_time() -> Iterator[None]:
+    """The lock of those who trace, which a thread may take again: one module is captured, or one of Dynamo's graphs."""
+    # Here, since these import the whole of Dynamo, as torch.export does. Before anything is replaced in nn.Module:
+    # they remember what they find there.
+    import torch.export._trace  # noqa: F401
+    from torch._dynamo.convert_frame import compile_lock
+
+    with _capturing, compile_lock:
+        yield

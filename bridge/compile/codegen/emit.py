@@ -1,0 +1,146 @@
+"""Emitting TIR: statements in order, expressions of a fixed number of lanes.
+
+Scalars and vectors are written by the same rules: an :class:`Emitter` knows how many lanes it emits, and its
+``const`` gives constants of that width. Values used more than once are bound to variables (``bind``), so the
+generated text grows with the number of operations and not with the number of paths through them.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tvm import tirx
+from tvm.ir.expr import TensorLoad
+from tvm.tirx import AllocBuffer, Bind, Broadcast, Buffer, BufferLoad, BufferStore, Expr, Ramp, Stmt, Var
+
+__all__ = ["LANES", "Emitter", "element_type", "stack_buffer"]
+
+LANES = 16
+"""Vector width of every generated loop, whatever the element type or the processor: 16 float32 fill one AVX-512
+register, and the compiler splits wider vectors into several registers. It is fixed because the order of a
+reduction follows from it: results must not depend on the machine's vector width."""
+
+
+def element_type(expr: Expr) -> str:
+    """The element type of an expression, without its lanes."""
+    return str(expr.ty).split("x")[0].removeprefix("T.")
+
+
+def stack_buffer(size: int, dtype: str, name: str) -> tuple[Buffer, Stmt]:
+    """A buffer on the stack and the statement that allocates it.
+
+    Scope ``global`` and the annotation are what keeps TVM from calling its allocator; LLVM turns small ones into
+    registers.
+    """
+    buffer = tirx.decl_buffer((size,), dtype, name, scope="global")
+    return buffer, AllocBuffer(buffer, annotations={"disable_lower_builtin": tirx.const(1, "bool")})
+
+
+class Emitter:
+    """Collects statements; all vector expressions it makes have ``lanes`` lanes."""
+
+    def __init__(self, lanes: int) -> None:
+        self.lanes = lanes
+        self.stmts: list[Stmt] = []
+        self._names = 0
+
+    def type(self, dtype: str) -> str:
+        """The TIR type of ``lanes`` elements."""
+        return dtype if self.lanes == 1 else f"{dtype}x{self.lanes}"
+
+    def const(self, number: float, dtype: str) -> Expr:
+        """A number in every lane."""
+        return self.broadcast(_scalar(number, dtype))
+
+    def broadcast(self, scalar: Expr) -> Expr:
+        """A scalar expression in every lane."""
+        return scalar if self.lanes == 1 else Broadcast(scalar, self.lanes)
+
+    def bind(self, value: Expr, hint: str = "v") -> Expr:
+        """A variable that holds ``value``.
+
+        The value goes through a one-element local buffer (which LLVM turns into a register): TVM's analyzers
+        substitute variables by what they are bound to, in the code generator too, and a chain of computed values
+        would grow exponentially. A load ends the chain.
+
+        A floating point product is fenced: TVM lets LLVM contract ``a * b + c`` into one rounding on every target, and
+        LLVM does so only where it sees no other use of the product, which depends on what shares the kernel.
+        """
+        if isinstance(value, Var):
+            return value
+        if isinstance(value, tirx.Mul) and "float" in element_type(value):
+            value = self.llvm("llvm.arithmetic.fence", value)
+        self._names += 1
+        if element_type(value) == "bool":
+            return value  # one comparison, not worth a buffer of eight-bit lanes
+        if not isinstance(value, TensorLoad):
+            cell, allocation = stack_buffer(1, str(value.ty), f"{hint}{self._names}_cell")
+            self.stmts += [allocation, BufferStore(cell, value, [tirx.const(0, "int32")])]
+            value = BufferLoad(cell, [tirx.const(0, "int32")])
+        var = Var(f"{hint}{self._names}", str(value.ty))
+        self.stmts.append(Bind(var, value))
+        return var
+
+    def name_index(self, value: Expr, hint: str) -> Expr:
+        """A variable for an index, which analyzers should see through."""
+        self._names += 1
+        var = Var(f"{hint}{self._names}", str(value.ty))
+        self.stmts.append(Bind(var, value))
+        return var
+
+    def cast(self, value: Expr, dtype: str) -> Expr:
+        return value if element_type(value) == dtype else tirx.Cast(self.type(dtype), value)
+
+    def reinterpret(self, value: Expr, dtype: str) -> Expr:
+        return tirx.reinterpret(self.type(dtype), value)
+
+    def select(self, condition: Expr, then: Expr, otherwise: Expr) -> Expr:
+        return tirx.Select(condition, then, otherwise)
+
+    def llvm(self, name: str, *args: Expr) -> Expr:
+        """An LLVM intrinsic that exists for vectors, as in ``"llvm.sqrt"``.
+
+        The ``tirx`` operators of these names would need a lowering pass that substitutes bound variables: see
+        :mod:`bridge.compile.runtime.build`.
+        """
+        return tirx.call_llvm_pure_intrin(str(args[0].ty), name, *args)
+
+    def libm(self, name: str, *args: Expr) -> Expr:
+        """A function of the C library on float32 or float64, lane by lane: it has no vector form."""
+        dtype = element_type(args[0])
+        symbol = name + "f" if dtype == "float32" else name
+        return self.lanewise(lambda *lanes: tirx.call_pure_extern(dtype, symbol, *lanes), *args)
+
+    def fma(self, a: Expr, b: Expr, c: Expr) -> Expr:
+        """``a * b + c`` with one rounding."""
+        return self.llvm("llvm.fma", a, b, c)
+
+    def polynomial(self, x: Expr, coefficients: list[float]) -> Expr:
+        """``coefficients[0] + coefficients[1]*x + …`` by Horner's rule in fused multiply-adds."""
+        dtype = element_type(x)
+        result = self.const(coefficients[-1], dtype)
+        for coefficient in reversed(coefficients[:-1]):
+            result = self.fma(result, x, self.const(coefficient, dtype))
+        return self.bind(result)
+
+    def lanewise(self, function, *args: Expr) -> Expr:
+        """Apply a scalar function lane by lane: for calls into libm, which have no vector form."""
+        if self.lanes == 1:
+            return function(*args)
+        args = [self.bind(arg) for arg in args]
+        lanes = [
+            self.bind(function(*(tirx.Shuffle([arg], [lane]) for arg in args)), "lane") for lane in range(self.lanes)
+        ]
+        return tirx.Shuffle(lanes, list(range(self.lanes)))
+
+    def index(self, base: Expr, stride: int) -> Expr:
+        """The indices ``base, base + stride, …``."""
+        return base if self.lanes == 1 else Ramp(base, stride, self.lanes)
+
+
+def _scalar(number: float, dtype: str) -> Expr:
+    if dtype == "bool":
+        return tirx.const(bool(number), "bool")
+    if "float" not in dtype and isinstance(number, float) and math.isfinite(number):
+        number = int(number)
+    return tirx.const(number, dtype)

@@ -1,0 +1,22 @@
+"""A generated kernel: a PrimFunc in destination-passing style and the values its arguments stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tvm.tirx import PrimFunc
+
+from bridge.compile.loop_ir.graph import Value
+
+__all__ = ["Kernel"]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """``func(inputs…, outputs…, scratch…)``; ``ops`` are the operators it computes, in order."""
+
+    func: PrimFunc = field(repr=False)
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    scratch: tuple[Value, ...] = ()
+    ops: tuple[str, ...] = ()

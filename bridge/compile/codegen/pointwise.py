@@ -1,0 +1,212 @@
+"""Scalar meaning of the point-wise operators: one rule per operator, from TIR expressions to a TIR expression.
+
+A rule gets its arguments in their *compute type* (half types are float32 inside kernels) and returns the result in
+the compute type of the result; the loops round to the stored type after every operator, as eager torch does. Where
+torch and TVM differ (nan in ``maximum``, half-way cases of ``round``), torch's meaning is taken. Products and sums are
+made as nodes, because TVM's operators fold ``x * 0.0`` to ``0.0``, which is wrong for nan, inf and negative numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.tirx import Expr
+
+from bridge.compile.codegen.emit import Emitter, element_type
+from bridge.compile.cpu import fastmath
+
+__all__ = ["EXPENSIVE", "RULES", "compute_type", "different", "maximum", "minimum"]
+
+Rule = Callable[..., Expr]
+
+_HALF = ("float16", "bfloat16")
+
+EXPENSIVE = frozenset(
+    "exp log tanh erf sigmoid log1p expm1 power sin cos tan asin acos atan sinh cosh asinh acosh atanh divide sqrt"
+    " rsqrt floor_divide floor_mod".split()
+)
+"""Operators whose result is kept rather than computed twice in one kernel."""
+
+
+def compute_type(dtype: str) -> str:
+    """The type in which a kernel computes values stored as ``dtype``."""
+    return "float32" if dtype in _HALF else dtype
+
+
+def different(a: Expr, b: Expr) -> Expr:
+    """``a != b``, true where either is nan: TVM's own node compiles to a comparison that is false there."""
+    return tirx.Not(tirx.EQ(a, b))
+
+
+def maximum(e: Emitter, a: Expr, b: Expr) -> Expr:
+    """The larger one; nan if either is nan (torch)."""
+    a, b = e.bind(a), e.bind(b)
+    if "float" not in element_type(a):
+        return tirx.Select(tirx.GT(a, b), a, b)
+    return e.select(tirx.Or(a > b, different(a, a)), a, b)
+
+
+def minimum(e: Emitter, a: Expr, b: Expr) -> Expr:
+    """The smaller one; nan if either is nan (torch)."""
+    a, b = e.bind(a), e.bind(b)
+    if "float" not in element_type(a):
+        return tirx.Select(tirx.LT(a, b), a, b)
+    return e.select(tirx.Or(a < b, different(a, a)), a, b)
+
+
+def _divide(e: Emitter, a: Expr, b: Expr) -> Expr:
+    return tirx.Div(a, b) if "float" in element_type(a) else tirx.truncdiv(a, b)
+
+
+def _floor_divide(e: Emitter, a: Expr, b: Expr) -> Expr:
+    if "float" in element_type(a):
+        return e.llvm("llvm.floor", tirx.Div(a, b))
+    a, b = e.bind(a), e.bind(b)
+    quotient, zero = e.bind(tirx.truncdiv(a, b)), e.const(0, element_type(a))
+    inexact = different(quotient * b, a)
+    negative = _xor(a < zero, b < zero)
+    return e.select(tirx.And(inexact, negative), quotient - e.const(1, element_type(a)), quotient)
+
+
+def _floor_mod(e: Emitter, a: Expr, b: Expr) -> Expr:
+    a, b = e.bind(a), e.bind(b)
+    if "float" not in element_type(a):
+        return a - e.bind(_floor_divide(e, a, b)) * b
+    remainder = e.bind(e.libm("fmod", a, b))
+    zero = e.const(0, element_type(a))
+    wrong_sign = tirx.And(different(remainder, zero), _xor(b < zero, remainder < zero))
+    return e.select(wrong_sign, remainder + b, remainder)
+
+
+def _abs(e: Emitter, x: Expr) -> Expr:
+    x, dtype = e.bind(x), element_type(x)
+    if dtype == "float32":
+        return e.reinterpret(tirx.bitwise_and(e.reinterpret(x, "int32"), e.const(2**31 - 1, "int32")), dtype)
+    if dtype == "float64":
+        return e.reinterpret(tirx.bitwise_and(e.reinterpret(x, "int64"), e.const(2**63 - 1, "int64")), dtype)
+    zero = e.const(0, dtype)
+    return x if dtype.startswith("uint") else e.select(x < zero, zero - x, x)
+
+
+def _negative(e: Emitter, x: Expr) -> Expr:
+    dtype = element_type(x)
+    return x * e.const(-1, dtype) if "float" in dtype else e.const(0, dtype) - x
+
+
+def _sign(e: Emitter, x: Expr) -> Expr:
+    x, dtype = e.bind(x), element_type(x)
+    zero, one = e.const(0, dtype), e.const(1, dtype)
+    return e.select(x > zero, one, zero) - e.select(x < zero, one, zero)
+
+
+def _power(e: Emitter, x: Expr, y: Expr) -> Expr:
+    return e.libm("pow", x, y)
+
+
+def _libm(name: str) -> Rule:
+    """A libm function, lane by lane: float32's has an ``f`` at its end."""
+
+    return lambda e, *args: e.libm(name, *args)
+
+
+def _compare(node: type) -> Rule:
+    return lambda e, a, b: node(a, b)
+
+
+def _bits(boolean: Rule, other: Rule) -> Rule:
+    """One rule for truth values, which are one bit each inside kernels, another for numbers."""
+    return lambda e, *args: (boolean if element_type(args[0]) == "bool" else other)(e, *args)
+
+
+def _plain(function: Callable[..., Expr]) -> Rule:
+    return lambda e, *args: function(*args)
+
+
+def _xor(a: Expr, b: Expr) -> Expr:
+    return tirx.Or(tirx.And(a, tirx.Not(b)), tirx.And(tirx.Not(a), b))
+
+
+def _add(e: Emitter, a: Expr, b: Expr) -> Expr:
+    return tirx.Or(a, b) if element_type(a) == "bool" else tirx.Add(a, b)
+
+
+def _multiply(e: Emitter, a: Expr, b: Expr) -> Expr:
+    return tirx.And(a, b) if element_type(a) == "bool" else tirx.Mul(a, b)
+
+
+def _is_inf(e: Emitter, x: Expr) -> Expr:
+    return tirx.EQ(_abs(e, x), e.const(float("inf"), element_type(x)))
+
+
+def _is_finite(e: Emitter, x: Expr) -> Expr:
+    return _abs(e, x) < e.const(float("inf"), element_type(x))
+
+
+def _is_nan(e: Emitter, x: Expr) -> Expr:
+    x = e.bind(x)
+    return different(x, x)
+
+
+RULES: dict[str, Rule] = {
+    "add": _add,
+    "subtract": lambda e, a, b: tirx.Sub(a, b),
+    "multiply": _multiply,
+    "divide": _divide,
+    "floor_divide": _floor_divide,
+    "floor_mod": _floor_mod,
+    "power": _power,
+    "maximum": maximum,
+    "minimum": minimum,
+    "negative": _negative,
+    "abs": _abs,
+    "sign": _sign,
+    "square": lambda e, x: (lambda v: v * v)(e.bind(x)),
+    "exp": fastmath.exp,
+    "log": fastmath.log,
+    "log1p": fastmath.log1p,
+    "expm1": fastmath.expm1,
+    "tanh": fastmath.tanh,
+    "erf": fastmath.erf,
+    "sigmoid": fastmath.sigmoid,
+    "sqrt": lambda e, x: e.llvm("llvm.sqrt", x),
+    "rsqrt": lambda e, x: e.const(1, element_type(x)) / e.llvm("llvm.sqrt", x),
+    "floor": lambda e, x: e.llvm("llvm.floor", x),
+    "ceil": lambda e, x: e.llvm("llvm.ceil", x),
+    "trunc": lambda e, x: e.llvm("llvm.trunc", x),
+    "round": lambda e, x: e.llvm("llvm.roundeven", x),
+    "sin": _libm("sin"),
+    "cos": _libm("cos"),
+    "tan": _libm("tan"),
+    "asin": _libm("asin"),
+    "acos": _libm("acos"),
+    "atan": _libm("atan"),
+    "atan2": _libm("atan2"),
+    "sinh": _libm("sinh"),
+    "cosh": _libm("cosh"),
+    "asinh": _libm("asinh"),
+    "acosh": _libm("acosh"),
+    "atanh": _libm("atanh"),
+    "equal": _bits(lambda e, a, b: tirx.Not(_xor(a, b)), _compare(tirx.EQ)),
+    "not_equal": _bits(lambda e, a, b: _xor(a, b), lambda e, a, b: different(a, b)),
+    "less": _compare(tirx.LT),
+    "less_equal": _compare(tirx.LE),
+    "greater": _compare(tirx.GT),
+    "greater_equal": _compare(tirx.GE),
+    "isnan": _is_nan,
+    "isinf": _is_inf,
+    "isfinite": _is_finite,
+    "logical_and": lambda e, a, b: tirx.And(a, b),
+    "logical_or": lambda e, a, b: tirx.Or(a, b),
+    "logical_xor": lambda e, a, b: _xor(a, b),
+    "logical_not": lambda e, a: tirx.Not(a),
+    "bitwise_and": _bits(_plain(tirx.And), _plain(tirx.bitwise_and)),
+    "bitwise_or": _bits(_plain(tirx.Or), _plain(tirx.bitwise_or)),
+    "bitwise_xor": _bits(_plain(_xor), _plain(tirx.bitwise_xor)),
+    "bitwise_not": _bits(_plain(tirx.Not), _plain(tirx.bitwise_not)),
+    "left_shift": lambda e, a, b: tirx.shift_left(a, b),
+    "right_shift": lambda e, a, b: tirx.shift_right(a, b),
+    "where": lambda e, c, a, b: e.select(c, a, b),
+    "copy": lambda e, x: x,
+    "concat": lambda e, x: x,  # of the section's operand
+}

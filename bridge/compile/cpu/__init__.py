@@ -1,0 +1,1 @@
+"""The CPU backend: row kernels, column sums, matrix products, random masks, threads."""

@@ -1,0 +1,126 @@
+"""One pool of threads: kernels run on torch's own OpenMP threads.
+
+TVM starts a pool of its own, whose workers spin for a while after every kernel, as torch's do after every product: on a
+machine that both fill they steal each other's processors. A compiled module calls the pool through a pointer
+(``TVMBackendParallelLaunch``: ``lambda(task, environment, data)`` once per thread), so a few lines of LLVM that hand
+the same call to ``GOMP_parallel`` are enough, and the number of threads is what ``torch.set_num_threads`` said when the
+kernel is called. GNU's and LLVM's OpenMP run times both have that entry, and one of them is loaded wherever torch is
+built with OpenMP. Elsewhere TVM's pool stays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import tempfile
+from pathlib import Path
+
+import torch
+import tvm
+from tvm import tirx
+from tvm.ir import StringImm
+from tvm.tirx import PrimFunc
+
+from bridge.base.log import channel
+
+__all__ = ["CONNECT", "connect_function", "launcher"]
+
+_LOG = channel("compile")
+
+CONNECT = "bridge_connect_threads"
+"""Name of the function, in every module of kernels, that takes the launcher's address."""
+
+_LAUNCHER = """
+%environment = type { ptr, i32 }  ; TVMParallelGroupEnv: synchronization, number of tasks
+%work = type { ptr, ptr, i32 }  ; lambda, its data, status of a task that failed
+
+declare void @GOMP_parallel(ptr, ptr, i32, i32)
+declare i32 @omp_get_num_threads()
+declare i32 @omp_get_thread_num()
+
+define internal void @run_task(ptr %work) {
+  %environment = alloca %environment
+  %count = call i32 @omp_get_num_threads()
+  %task = call i32 @omp_get_thread_num()
+  store ptr null, ptr %environment
+  %count.at = getelementptr %environment, ptr %environment, i32 0, i32 1
+  store i32 %count, ptr %count.at
+  %lambda = load ptr, ptr %work
+  %data.at = getelementptr %work, ptr %work, i32 0, i32 1
+  %data = load ptr, ptr %data.at
+  %status = call i32 %lambda(i32 %task, ptr %environment, ptr %data)
+  %failed = icmp ne i32 %status, 0
+  br i1 %failed, label %report, label %end
+report:
+  %status.at = getelementptr %work, ptr %work, i32 0, i32 2
+  store atomic i32 %status, ptr %status.at monotonic, align 4
+  br label %end
+end:
+  ret void
+}
+
+define internal i32 @launch(ptr %lambda, ptr %data, i32 %tasks) {
+  %work = alloca %work
+  store ptr %lambda, ptr %work
+  %data.at = getelementptr %work, ptr %work, i32 0, i32 1
+  store ptr %data, ptr %data.at
+  %status.at = getelementptr %work, ptr %work, i32 0, i32 2
+  store i32 0, ptr %status.at
+  ; 0 tasks, which is what compiled loops ask for: as many as the calling thread's setting says
+  call void @GOMP_parallel(ptr @run_task, ptr %work, i32 %tasks, i32 0)
+  %status = load i32, ptr %status.at
+  ret i32 %status
+}
+
+define i32 @__tvm_ffi_launcher(ptr %self, ptr %arguments, i32 %count, ptr %result) {
+  store i32 1, ptr %result  ; kTVMFFIInt
+  %value = getelementptr i8, ptr %result, i64 8
+  store i64 ptrtoint (ptr @launch to i64), ptr %value
+  ret i32 0
+}
+"""
+
+_CONNECT = """
+@__TVMBackendParallelLaunch = external global ptr
+
+define i32 @bridge_set_launcher(i64 %address) {
+  %launcher = inttoptr i64 %address to ptr
+  store ptr %launcher, ptr @__TVMBackendParallelLaunch
+  ret i32 0
+}
+"""
+
+
+@functools.cache
+def _launcher_module() -> tvm.runtime.Module | None:
+    symbols = ctypes.CDLL(None)
+    if not all(hasattr(symbols, name) for name in ("GOMP_parallel", "omp_get_num_threads", "omp_get_thread_num")):
+        _LOG.info("torch's process has no OpenMP run time with GOMP_parallel: kernels run on TVM's own threads")
+        return None
+    # An empty module's text starts with the data layout and the target that the loader wants.
+    head = tvm.get_global_func("codegen.LLVMModuleCreate")("llvm", "threads").inspect_source("ll")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "threads.ll"
+        path.write_text(head + _LAUNCHER)
+        return tvm.runtime.load_module(str(path))
+
+
+def launcher() -> int | None:
+    """Address of an ``int(lambda, data, tasks)`` that runs on torch's threads; ``None`` where there is no OpenMP.
+
+    It stays valid as long as the process lives. The number of threads is the calling thread's setting, which torch
+    makes when it is first asked.
+    """
+    module = _launcher_module()
+    if module is None:
+        return None
+    torch.get_num_threads()
+    return module["launcher"]()
+
+
+def connect_function() -> PrimFunc:
+    """``CONNECT(address: int64)``: from then on, the module that holds this function launches through ``address``."""
+    address = tirx.Var("address", "int64")
+    store = tirx.Evaluate(tirx.call_extern("int32", "bridge_set_launcher", address))
+    body = tirx.AttrStmt(tirx.const(0, "int32"), "pragma_import_llvm", StringImm(_CONNECT), store)
+    return PrimFunc([address], body).with_attr({"tirx.noalias": True, "tirx.is_scheduled": True})

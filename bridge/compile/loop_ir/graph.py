@@ -1,0 +1,187 @@
+"""The loop graph: what a Relax function becomes before it is cut into kernels.
+
+Five kinds of node, each with *dense* results:
+
+* :class:`Pointwise` — element ``i`` of the result from elements of the operands' views at ``i``;
+* :class:`Reduction` — over the middle of ``(outer, reduced, inner)``: a row reduction where ``inner == 1``, a column
+  reduction otherwise;
+* :class:`LibraryCall` — a numerical library computes it (:mod:`bridge.compile.translate.libcalls`);
+* :class:`Product` — a matrix product in generated code (:mod:`bridge.compile.translate.matmul`);
+* :class:`Fallback` — TVM's own legalization of one Relax operator (:mod:`bridge.compile.translate.fallback`).
+
+Shape operations are no nodes: they are the :class:`~bridge.compile.loop_ir.views.View` of an :class:`Operand`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import tvm
+
+from autodiff.ir import itemsize
+from bridge.compile.loop_ir.views import View, dense
+
+__all__ = [
+    "Concat",
+    "Fallback",
+    "Graph",
+    "LibraryCall",
+    "Node",
+    "Operand",
+    "Pointwise",
+    "Product",
+    "Reduction",
+    "Scalar",
+    "Value",
+    "whole",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A dense tensor: a parameter, a constant, or a node's result. Identity is the object's."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    source: str = "node"  # or "param", "constant"
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * itemsize(self.dtype)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A value read through a view."""
+
+    value: Value
+    view: View
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.view.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.value.dtype
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number known at compile time, broadcast to ``shape``."""
+
+    number: float | int | bool
+    dtype: str
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Pointwise:
+    """``out[i] = op(operands[i]…)``; every operand's view has the shape of ``out``."""
+
+    op: str
+    operands: tuple[Operand | Scalar, ...]
+    out: Value
+
+    @property
+    def outs(self) -> tuple[Value, ...]:
+        return (self.out,)
+
+
+@dataclass(frozen=True, eq=False)
+class Concat(Pointwise):
+    """``out[o, s, i] = operands[s][o, s, i]``: section ``s``, of ``inner`` elements, comes from operand ``s`` alone.
+
+    Every operand's view has as many elements as ``out`` and is constant along ``s``.
+    """
+
+    inner: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """``out[o, i] = op over r of operand[o, r, i]``, the extents being ``outer * reduced * inner``.
+
+    The operand's view enumerates its elements in that order. ``op``: sum, prod, max, min, any, all.
+    """
+
+    op: str
+    operand: Operand
+    outer: int
+    reduced: int
+    inner: int
+    out: Value
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (self.operand,)
+
+    @property
+    def outs(self) -> tuple[Value, ...]:
+        return (self.out,)
+
+
+@dataclass(frozen=True, eq=False)
+class LibraryCall:
+    """``run(outs, args)``: torch computes into ``outs`` (all dense), or returns its own tensors if ``allocates``."""
+
+    name: str
+    operands: tuple[Operand, ...]
+    outs: tuple[Value, ...]
+    run: Callable
+    allocates: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Fallback:
+    """One legalized PrimFunc in destination-passing style: ``kernel(operands…, outs…)``, all dense."""
+
+    op: str
+    operands: tuple[Operand, ...]
+    outs: tuple[Value, ...]
+    kernel: tvm.tirx.PrimFunc = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    """``out = a @ b`` by the one generated function of all matrix products (:mod:`bridge.compile.cpu.gemm`).
+
+    The operands' values are read as they lie in memory: ``descriptor`` holds the geometry, ``offsets`` the elements
+    before the first one read of each. With ``onto``, the product is added to that value, in its memory.
+    """
+
+    operands: tuple[Operand, ...]
+    out: Value
+    descriptor: tuple[int, ...]
+    offsets: tuple[int, int]
+    kernel: tvm.tirx.PrimFunc = field(repr=False)
+    onto: Value | None = None
+
+    @property
+    def outs(self) -> tuple[Value, ...]:
+        return (self.out,)
+
+
+Node = Pointwise | Reduction | LibraryCall | Fallback | Product
+
+
+@dataclass(eq=False)
+class Graph:
+    """Nodes in an order of execution, with the operands that are the results."""
+
+    params: list[Value]
+    constants: dict[Value, object]  # torch tensors
+    nodes: list[Node]
+    results: list[Operand]
+
+
+def whole(value: Value) -> Operand:
+    """The operand that reads all of a value as it lies."""
+    return Operand(value, dense(value.shape))

@@ -1,0 +1,58 @@
+"""Where intermediate values live: one block of memory per run, slots shared by values that are never alive together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from bridge.compile.loop_ir.graph import Value
+
+__all__ = ["ArenaPlan", "plan_arena"]
+
+_ALIGNMENT = 64  # a cache line, and the widest vector
+
+
+@dataclass(frozen=True)
+class ArenaPlan:
+    """Byte offsets of values in a block of ``size`` bytes; offsets are multiples of 64."""
+
+    offsets: Mapping[Value, int]
+    size: int
+
+    def allocate(self) -> dict[Value, torch.Tensor]:
+        """A new block from torch's allocator and the values as tensors in it."""
+        block = torch.empty(self.size + _ALIGNMENT, dtype=torch.uint8)
+        shift = -block.data_ptr() % _ALIGNMENT
+        tensors = {}
+        for value, offset in self.offsets.items():
+            kind = getattr(torch, value.dtype)
+            if value.numel == 0:
+                tensors[value] = torch.empty(value.shape, dtype=kind)
+                continue
+            raw = block[shift + offset : shift + offset + value.nbytes]
+            tensors[value] = raw.view(kind).view(value.shape)
+        return tensors
+
+
+def plan_arena(lifetimes: Mapping[Value, tuple[int, int]]) -> ArenaPlan:
+    """Offsets for values alive from their first to their last step, both included.
+
+    Largest first, each at the lowest offset that is free during its life: within a few per cent of the lower bound on
+    training graphs, and deterministic.
+    """
+    placed: list[tuple[int, int, int, int]] = []  # begin, end, first, last
+    offsets: dict[Value, int] = {}
+    for value in sorted(lifetimes, key=lambda value: -value.nbytes):
+        first, last = lifetimes[value]
+        size = -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
+        taken = sorted((begin, end) for begin, end, start, stop in placed if start <= last and first <= stop)
+        offset = 0
+        for begin, end in taken:
+            if offset + size <= begin:
+                break
+            offset = max(offset, end)
+        offsets[value] = offset
+        placed.append((offset, offset + size, first, last))
+    return ArenaPlan(offsets, max((end for _, end, _, _ in placed), default=0))

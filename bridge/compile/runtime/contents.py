@@ -1,0 +1,130 @@
+"""What a step is made of, for people: its operations by name, what it reads and writes, what that costs.
+
+Nothing here takes part in running a program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bridge.compile.loop_ir.graph import LibraryCall, Node, Operand, Pointwise, Product, Reduction, Scalar, Value
+from bridge.compile.loop_ir.views import is_dense, merged
+
+__all__ = ["Contents", "Operation", "contents"]
+
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """``result: dtype shape = op(operands)``.
+
+    Operands that are not results of the same step are named as the step's inputs; numbers are written out. A mark after
+    a name says how it is read: ``~`` broadcast, ``^`` permuted, ``/`` in part. ``binding`` is the variable of the Relax
+    function that the operation was made for.
+    """
+
+    op: str
+    operands: tuple[str, ...]
+    result: str
+    shape: tuple[int, ...]
+    dtype: str
+    binding: str
+
+    def __str__(self) -> str:
+        extents = ", ".join(map(str, self.shape))
+        return f"{self.result}: {self.dtype}[{extents}] = {self.op}({', '.join(self.operands)})"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A step's inside.
+
+    Attributes:
+        operations: in order.
+        reads: names of the tensors it reads (parameters of the program or results of other steps), without views.
+        flops: arithmetic operations; a transcendental function counts as one. 0 where it is not known (library calls
+            other than products).
+        bytes: read and written, each tensor once.
+    """
+
+    operations: tuple[Operation, ...] = ()
+    reads: tuple[str, ...] = ()
+    flops: int = 0
+    bytes: int = 0
+
+    @property
+    def bindings(self) -> tuple[str, ...]:
+        """The Relax variables that the step computes, each once."""
+        return tuple(dict.fromkeys(operation.binding for operation in self.operations))
+
+
+def contents(nodes: Sequence[Node], stored: Sequence[Value], name_of: Callable[[Value], str]) -> Contents:
+    """Describes the nodes of one step.
+
+    Args:
+        stored: the results that leave the step.
+        name_of: the name of a value that the step reads or stores.
+    """
+    kept = set(stored)
+    names: dict[Value, str] = {}
+    used: Counter[str] = Counter()
+
+    def name(value: Value) -> str:
+        if value not in names:
+            inside = value in made and value not in kept
+            names[value] = _inner(value.name, used) if inside else name_of(value)
+        return names[value]
+
+    made = {out for node in nodes for out in node.outs}
+    operations = []
+    outside: dict[Value, int] = {}
+    for node in nodes:
+        operands = []
+        for operand in node.operands:
+            operands.append(_text(operand, name))
+            if isinstance(operand, Operand) and operand.value not in made:
+                touched = _touched(operand)
+                outside[operand.value] = min(operand.value.nbytes, outside.get(operand.value, 0) + touched)
+        op = node.name if isinstance(node, LibraryCall) else "matmul" if isinstance(node, Product) else node.op
+        for out in node.outs:
+            operations.append(Operation(op, tuple(operands), name(out), out.shape, out.dtype, out.name))
+    moved = sum(outside.values()) + sum(value.nbytes for value in kept)
+    return Contents(tuple(operations), tuple(name(value) for value in outside), sum(map(_flops, nodes)), moved)
+
+
+def _inner(name: str, used: Counter[str]) -> str:
+    used[name] += 1
+    return f"{name}'{used[name]}"
+
+
+def _touched(operand: Operand) -> int:
+    """Bytes of a tensor that a view of it reads."""
+    elements = math.prod(extent for extent, stride in merged(operand.view) if stride)
+    return min(operand.value.nbytes, elements * (operand.value.nbytes // max(operand.value.numel, 1)))
+
+
+def _text(operand: Operand | Scalar, name: Callable[[Value], str]) -> str:
+    if isinstance(operand, Scalar):
+        return f"{operand.number:.6g}" if isinstance(operand.number, float) else str(operand.number)
+    view, value = operand.view, operand.value
+    if 0 in view.strides and view.shape != value.shape:
+        return f"{name(value)}~"
+    if view.numel < value.numel:
+        return f"{name(value)}/"
+    return name(value) if is_dense(view) else f"{name(value)}^"
+
+
+def _flops(node: Node) -> int:
+    if isinstance(node, Pointwise):
+        return 0 if node.op in ("copy", "astype") else node.out.numel
+    if isinstance(node, Reduction):
+        return node.operand.view.numel
+    if isinstance(node, Product):
+        return 2 * node.out.numel * node.operands[0].shape[-1]
+    if isinstance(node, LibraryCall) and node.name in _PRODUCTS:
+        return 2 * node.outs[0].numel * node.operands[-1].shape[-2]
+    return 0

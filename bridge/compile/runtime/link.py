@@ -1,0 +1,292 @@
+"""Linking: groups to a :class:`~bridge.compile.runtime.program.Program` of kernels, slots, lifetimes, bound steps."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import Counter
+from collections.abc import Callable
+from operator import itemgetter
+
+import torch
+from tvm.target import Target
+from tvm.tirx import PrimFunc
+
+from autodiff.ir import itemsize
+from bridge.compile.codegen.kernel import Kernel
+from bridge.compile.cpu.columns import generate_column_reduction
+from bridge.compile.cpu.loops import generate
+from bridge.compile.loop_ir.graph import Fallback, Graph, LibraryCall, Operand, Product, Reduction, Value
+from bridge.compile.loop_ir.views import dense
+from bridge.compile.runtime.arena import plan_arena
+from bridge.compile.runtime.build import build_kernels
+from bridge.compile.runtime.contents import contents
+from bridge.compile.runtime.program import Action, KernelStep, Layout, LibraryStep, Program, Step, ViewStep
+from bridge.compile.schedule.fuse import Group, fuse
+
+__all__ = ["assemble"]
+
+
+def assemble(graph: Graph, name: str, target: Target, timings: dict[str, float]) -> Program:
+    """Group, generate, build and plan. ``timings`` is extended by the seconds of each stage."""
+    clock = _Clock(timings)
+    groups = fuse(graph)
+    clock.stop("fuse")
+    stored = _stored(graph, groups)
+    groups = [group for group in groups if any(value in stored for value in group.made)]
+    kernels = [_kernel(group, stored) for group in groups]
+    clock.stop("generate")
+    frame = _Frame(graph, groups, kernels, name)
+    built = build_kernels(list(frame.functions.items()), target)
+    clock.stop("build")
+    program = frame.finish([kernel.function for kernel in built], timings, target)
+    program.code = tuple(built)
+    clock.stop("plan")
+    return program
+
+
+class _Clock:
+    def __init__(self, timings: dict[str, float]) -> None:
+        self.timings = timings
+        self.started = time.perf_counter()
+
+    def stop(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.timings[stage] = now - self.started
+        self.started = now
+
+
+def _stored(graph: Graph, groups: list[Group]) -> set[Value]:
+    """Values that are results or cross from one step to another; dead groups count for nothing."""
+    stored = {operand.value for operand in graph.results}
+    for group in reversed(groups):
+        if any(value in stored for value in group.made):
+            stored.update(operand.value for _, operand in group.reads())
+    return stored
+
+
+def _kernel(group: Group, stored: set[Value]) -> Kernel | LibraryCall | Product | None:
+    """How a group is computed; ``None`` if all it makes are tensors without elements."""
+    node = group.nodes[0]
+    if all(value.numel == 0 for value in group.made):
+        return None
+    if isinstance(node, LibraryCall | Product):
+        return node
+    if isinstance(node, Fallback):
+        return Kernel(node.kernel, tuple(op.value for op in node.operands), node.outs, (), (node.op,))
+    if isinstance(node, Reduction) and not group.fusable:
+        return generate_column_reduction(node)
+    return generate(group, stored)
+
+
+class _Frame:
+    """Places and steps under construction."""
+
+    def __init__(
+        self, graph: Graph, groups: list[Group], kernels: list[Kernel | LibraryCall | None], name: str
+    ) -> None:
+        self.graph = graph
+        self.name = name
+        self.places: dict[tuple, int] = {}
+        self.names: Counter[str] = Counter()
+        self.label: dict[int, str] = {}
+        self.lifetimes: dict[Value, tuple[int, int]] = {}
+        self.steps: list[Step] = []
+        self.calls: list[tuple] = []  # (kernel name or library node, places of arguments, places of results)
+        self.functions: dict[str, PrimFunc] = {}
+        self.static_views: list[tuple] = []
+        # What a product is added onto lives where the sum will: in the place of the last sum of the chain.
+        self.merged: dict[Value, Value] = {}
+        for node in reversed(graph.nodes):
+            if isinstance(node, Product) and node.onto is not None:
+                self.merged[node.onto] = self.merged.get(node.out, node.out)
+        self.results = {op.value for op in graph.results if op.value.source == "node"}
+        self.allocated = {
+            out for node in kernels if isinstance(node, LibraryCall) and node.allocates for out in node.outs
+        }
+        for value in graph.params:
+            self.place(value)
+        for group, kernel in zip(groups, kernels, strict=True):
+            if kernel is None:
+                for out in group.made:
+                    self.place(out)
+            elif isinstance(kernel, LibraryCall):
+                self._library(kernel)
+            elif isinstance(kernel, Product):
+                self._product(kernel)
+            else:
+                self._kernel(group, kernel)
+        self.returned = [self.operand(op) for op in graph.results]
+
+    def place(self, value: Value) -> int:
+        value = self.merged.get(value, value)
+        key = (value, None)
+        if key not in self.places:
+            self._new_place(key, value.name)
+        if value.source == "node" and value not in self.results and value not in self.allocated:
+            now = len(self.calls)
+            first, _ = self.lifetimes.get(value, (now, now))
+            self.lifetimes[value] = (first, now)
+        return self.places[key]
+
+    def _new_place(self, key: tuple, name: str) -> int:
+        place = self.places[key] = len(self.places)
+        self.names[name] += 1
+        self.label[place] = name if self.names[name] == 1 else f"{name}_{self.names[name]}"
+        return place
+
+    def operand(self, operand: Operand) -> int:
+        """The place of a value under a view; views of what changes from call to call become steps."""
+        value, view = operand.value, operand.view
+        base = self.place(value)
+        if view == dense(value.shape):
+            return base
+        key = (value, view)
+        if key not in self.places:
+            place = self._new_place(key, value.name + "_view")
+            geometry = (view.shape, view.strides, view.offset)
+            if value in self.lifetimes or value.source == "constant":
+                self.static_views.append((place, base, *geometry))
+            else:
+                step = ViewStep("as_strided", (self.label[base],), (self.label[place],), *geometry)
+                self._step(step, step, (base,), (place,))
+        return self.places[key]
+
+    def _step(self, step: Step, what: object, arguments: tuple[int, ...], results: tuple[int, ...]) -> None:
+        self.steps.append(step)
+        self.calls.append((what, arguments, results))
+
+    def _names(self, places: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(self.label[place] for place in places)
+
+    def _name(self, value: Value) -> str:
+        return self.label[self.places[self.merged.get(value, value), None]]
+
+    def _library(self, node: LibraryCall) -> None:
+        # Views first: they may be steps of their own. Then all places again, so that everything is alive now.
+        for operand in node.operands:
+            self.operand(operand)
+        arguments = tuple(self.operand(operand) for operand in node.operands)
+        results = tuple(self.place(out) for out in node.outs)
+        inside = contents([node], node.outs, self._name)
+        self._step(
+            LibraryStep(node.name, self._names(arguments), self._names(results), inside), node, arguments, results
+        )
+
+    def _product(self, node: Product) -> None:
+        arguments = tuple(self.place(operand.value) for operand in node.operands[:2])
+        result = self.place(node.out)
+        name = f"product_{node.out.dtype}"
+        self.functions[name] = node.kernel
+        ops = ("matmul",) if node.onto is None else ("matmul", "add")
+        inside = contents([node], node.outs, self._name)
+        step = KernelStep(name, self._names(arguments), self._names((result,)), ops, inside)
+        self._step(step, node, arguments, (result,))
+
+    def _kernel(self, group: Group, kernel: Kernel) -> None:
+        fallback = isinstance(group.nodes[0], Fallback)
+        operands = group.nodes[0].operands if fallback else ()
+        for operand in operands:
+            self.operand(operand)
+        arguments = tuple(self.operand(op) for op in operands) or tuple(self.place(v) for v in kernel.inputs)
+        results = tuple(self.place(value) for value in (*kernel.outputs, *kernel.scratch))
+        name = self._kernel_name(kernel)
+        self.functions[name] = kernel.func
+        outputs = self._names(results[: len(kernel.outputs)])
+        inside = contents(group.nodes, kernel.outputs, self._name)
+        self._step(KernelStep(name, self._names(arguments), outputs, kernel.ops, inside), name, arguments, results)
+
+    def _kernel_name(self, kernel: Kernel) -> str:
+        words = list(dict.fromkeys(op.removeprefix("relax.").replace(".", "_") for op in kernel.ops))
+        return f"k{len(self.functions)}_" + "_".join(words)[:60]
+
+    def _deaths(self, kept: set[int]) -> list[tuple[int, ...]]:
+        """After each step, the places that no later step reads and that the frame does not keep for the next call."""
+        needed = kept | set(self.returned)
+        deaths = []
+        for _, arguments, results in reversed(self.calls):
+            dying = {*arguments, *results} - needed
+            needed |= dying
+            deaths.append(tuple(sorted(dying)))
+        return deaths[::-1]
+
+    def finish(self, functions: list, timings: dict[str, float], target: Target) -> Program:
+        by_name = dict(zip(self.functions, functions, strict=True))
+        constants = tuple((self.place(value), tensor) for value, tensor in self.graph.constants.items())
+        arena = plan_arena(self.lifetimes)
+        arena_places = tuple((self.places[value, None], value) for value in self.lifetimes)
+        fresh = tuple(
+            (self.places[value, None], value.shape, getattr(torch, value.dtype))
+            for value in self.results
+            if value not in self.allocated
+        )
+        kept = {place for place, *_ in (*constants, *arena_places, *self.static_views)}
+        layout = Layout(
+            len(self.places),
+            tuple(self.graph.params),
+            constants,
+            arena,
+            arena_places,
+            tuple(self.static_views),
+            fresh,
+            tuple(self.returned),
+            frozenset(kept),
+            tuple(self.place(operand.value) for operand in self.graph.results),
+        )
+        actions = tuple(zip((_action(by_name, *call) for call in self.calls), self._deaths(kept), strict=True))
+        results = tuple(self._name(op.value) for op in self.graph.results)
+        return Program(self.name, tuple(self.steps), timings, actions, layout, self.functions, target, results)
+
+
+def _action(functions: dict, what: object, arguments: tuple[int, ...], results: tuple[int, ...]) -> Action:
+    """A step as a function of the frame, with everything else bound."""
+    if isinstance(what, ViewStep):
+        (base,), (place,) = arguments, results
+        shape, strides, offset = what.shape, what.strides, what.offset
+
+        def make_view(frame: list) -> None:
+            tensor = frame[base]
+            frame[place] = tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
+
+        return make_view
+    if isinstance(what, LibraryCall):
+        return _library_action(what, arguments, results)
+    if isinstance(what, Product):
+        return _product_action(functions[f"product_{what.out.dtype}"], what, (*arguments, *results))
+    kernel = functions[what]
+    pick = itemgetter(*arguments, *results)
+    if len(arguments) + len(results) == 1:
+        return lambda frame: kernel(pick(frame))
+    return lambda frame: kernel(*pick(frame))
+
+
+def _library_action(node: LibraryCall, arguments: tuple[int, ...], results: tuple[int, ...]) -> Action:
+    run = node.run
+    if not node.allocates:
+        return lambda frame: run([frame[place] for place in results], [frame[place] for place in arguments])
+
+    def allocate(frame: list) -> None:
+        made = run([frame[place] for place in arguments])
+        for place, tensor in zip(results, made, strict=True):
+            frame[place] = tensor
+
+    return allocate
+
+
+def _product_action(multiply: Callable, node: Product, places: tuple[int, ...]) -> Action:
+    """The kernel takes addresses: the geometry of views is in the descriptor, so none of them is made at a call."""
+    descriptor = torch.tensor(node.descriptor, dtype=torch.int64)
+    where = ctypes.c_void_p(descriptor.data_ptr())
+    a, b, c = places
+    a_bytes, b_bytes = (offset * itemsize(node.out.dtype) for offset in node.offsets)
+    address = ctypes.c_void_p
+
+    def run(frame: list, _kept: torch.Tensor = descriptor) -> None:
+        multiply(
+            address(frame[a].data_ptr() + a_bytes),
+            address(frame[b].data_ptr() + b_bytes),
+            address(frame[c].data_ptr()),
+            where,
+        )
+
+    return run

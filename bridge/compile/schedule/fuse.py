@@ -1,0 +1,291 @@
+"""Grouping: which nodes of the loop graph share a kernel.
+
+A group walks one iteration space of ``rows * columns`` elements. Its members are
+
+* *full* nodes: point-wise nodes of that many elements, and reductions over them;
+* *row* nodes: point-wise nodes with one element per row (the results of row reductions, and arithmetic on them).
+
+Two groups merge if one feeds the other (or both read the same large tensor), if every element crosses from one to the
+other at the same place of the iteration space, and if no path leaves the merged group and comes back. So softmax,
+LayerNorm, their backwards and the point-wise work around them become one kernel, with any number of results.
+
+**Grouping never changes a bit of any value.** Every node is computed by one rule of its own: point-wise nodes in
+strict IEEE arithmetic, rounded to the type of their result, and reductions in an order that follows from their extents
+alone (:mod:`bridge.compile.schedule.reduction`). Which results are stored, which values are recomputed and which
+nodes share a kernel is therefore free: asking for one more result adds a store, and can regroup, without changing the
+others.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from bridge.compile.codegen.emit import LANES
+from bridge.compile.loop_ir.graph import (
+    Concat,
+    Fallback,
+    Graph,
+    LibraryCall,
+    Node,
+    Operand,
+    Pointwise,
+    Product,
+    Reduction,
+    Value,
+)
+from bridge.compile.loop_ir.views import View, is_dense, merged
+from bridge.compile.schedule.reduction import column_chunks
+from bridge.compile.schedule.space import Space, make_space
+
+__all__ = ["Group", "fuse"]
+
+_MAX_NODES = 80  # bounds compile time and register pressure of one kernel
+_MAX_BUFFERS = 48
+_SMALL = 32768  # elements; below, a kernel is not worth running in parallel
+_MAX_SECTIONS = 16  # of the concatenations of one kernel: its code is repeated for each
+_SHARED = 4096  # elements; reading a tensor of this size once instead of twice is worth a merge
+
+
+@dataclass(eq=False)
+class Group:
+    """Nodes that run as one step, in order.
+
+    ``elements``: size of the iteration space; ``columns``: its trailing extent, ``None`` while nothing fixes it;
+    ``batch``: leading extent kept by column reductions. ``nodes`` of a library call or a fallback: just that node.
+    """
+
+    index: int
+    nodes: list[Node]
+    elements: int
+    columns: int | None = None
+    batch: int | None = None
+    rows_of: set[Node] = field(default_factory=set)  # members with one element per row
+    made: dict[Value, Node] = field(default_factory=dict)
+    sources: set[Group] = field(default_factory=set)  # groups whose values this one reads
+    fusable: bool = True
+
+    def reads(self) -> list[tuple[Node, Operand]]:
+        """Operands that come from outside the group."""
+        return [
+            (node, operand)
+            for node in self.nodes
+            for operand in node.operands
+            if isinstance(operand, Operand) and operand.value not in self.made
+        ]
+
+
+def _single(index: int, node: Node) -> Group:
+    match node:
+        case Concat():
+            group = Group(index, [node], node.out.numel, node.inner * len(node.operands))
+        case Pointwise():
+            group = Group(index, [node], node.out.numel)
+        case Reduction(inner=1):
+            group = Group(index, [node], node.operand.view.numel, node.reduced)
+        case Reduction():
+            group = Group(index, [node], node.operand.view.numel, node.inner, node.outer)
+            chunks = column_chunks(node.reduced, node.inner)
+            group.fusable = chunks > 1 or (node.outer == 1 and group.elements <= _SMALL // 2)
+        case LibraryCall() | Fallback() | Product():
+            group = Group(index, [node], 0, fusable=False)
+    group.made = {out: node for out in node.outs}
+    group.fusable = group.fusable and group.elements > 0
+    return group
+
+
+def is_row_read(operand: Operand, rows: int, columns: int) -> bool:
+    """Whether a full node reads one dense value per row: constant along each row, one step per row."""
+    wanted = [(extent, stride) for extent, stride in ((rows, 1), (columns, 0)) if extent != 1]
+    return operand.view.offset == 0 and operand.value.numel == rows and merged(operand.view) == wanted
+
+
+def _aligned(operand: Operand) -> bool:
+    return operand.view.offset == 0 and operand.view.numel == operand.value.numel and is_dense(operand.view)
+
+
+class _Fuser:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.position = {node: index for index, node in enumerate(graph.nodes)}
+        self.group_of: dict[Value, Group] = {}
+        self.readers: dict[Value, set[Group]] = defaultdict(set)
+        self.groups: set[Group] = set()
+
+    def run(self) -> list[Group]:
+        for index, node in enumerate(self.graph.nodes):
+            group = _single(index, node)
+            group.sources = {self.group_of[op.value] for _, op in group.reads() if op.value in self.group_of}
+            self._own(group)
+            if group.fusable:
+                for candidate in self._candidates(group):
+                    if candidate in self.groups and group in self.groups:
+                        group = self._merge(candidate, group) or group
+        return self._ordered()
+
+    def _own(self, group: Group) -> None:
+        self.groups.add(group)
+        for value in group.made:
+            self.group_of[value] = group
+        for _, operand in group.reads():
+            self.readers[operand.value].add(group)
+
+    def _candidates(self, group: Group) -> list[Group]:
+        feeding = sorted((g for g in group.sources if g.fusable), key=lambda g: -g.index)
+        sharing = {
+            other
+            for _, operand in group.reads()
+            if operand.value.numel >= _SHARED
+            for other in self.readers[operand.value]
+            if other is not group and other.fusable and other not in group.sources
+        }
+        return feeding + sorted(sharing, key=lambda g: -g.index)
+
+    def _merge(self, first: Group, second: Group) -> Group | None:
+        """The union of two groups where ``second`` may read ``first``, or ``None`` if they cannot share a kernel."""
+        if len(first.nodes) + len(second.nodes) > _MAX_NODES:
+            return None
+        union = _union(first, second, self.position)
+        if union is None or self._cycle(first, second):
+            return None
+        if len({operand.value for _, operand in union.reads()}) + len(union.made) > _MAX_BUFFERS:
+            outside = {operand.value for _, operand in union.reads()}
+            if len(outside) > _MAX_BUFFERS // 2:
+                return None
+        if space_of(union) is None:
+            return None
+        union.sources = (first.sources | second.sources) - {first, second}
+        for old in (first, second):
+            self.groups.discard(old)
+            for _, operand in old.reads():
+                self.readers[operand.value].discard(old)
+        for group in self.groups:
+            if first in group.sources or second in group.sources:
+                group.sources = (group.sources - {first, second}) | {union}
+        self._own(union)
+        return union
+
+    def _cycle(self, first: Group, second: Group) -> bool:
+        """Whether a path between the two runs through a third group."""
+        return _reaches(second, first) or _reaches(first, second)
+
+    def _ordered(self) -> list[Group]:
+        """Groups in an order of execution; ties by the place of their first node."""
+        done: dict[Group, None] = {}
+        stack = sorted(self.groups, key=lambda g: -g.index)
+        while stack:
+            group = stack[-1]
+            missing = [source for source in group.sources if source not in done]
+            if missing:
+                stack.extend(sorted(missing, key=lambda g: -g.index))
+            else:
+                stack.pop()
+                done.setdefault(group)
+        return list(done)
+
+
+def _reaches(start: Group, goal: Group) -> bool:
+    """Whether ``start`` depends on ``goal`` through a third group."""
+    stack = [source for source in start.sources if source is not goal]
+    seen: set[Group] = set()
+    while stack:
+        group = stack.pop()
+        if group in seen:
+            continue
+        seen.add(group)
+        if goal in group.sources:
+            return True
+        stack.extend(group.sources)
+    return False
+
+
+def _union(first: Group, second: Group, position: dict[Node, int]) -> Group | None:
+    shape = _common_space(first, second)
+    if shape is None:
+        return None
+    elements, columns = shape
+    batches = {group.batch for group in (first, second)} - {None}
+    if len(batches) > 1:
+        return None
+    nodes = sorted(first.nodes + second.nodes, key=position.__getitem__)
+    union = Group(min(first.index, second.index), nodes, elements, columns, min(batches, default=None))
+    union.made = {**first.made, **second.made}
+    for group in (first, second):
+        union.rows_of |= group.rows_of if group.elements == elements else set(group.nodes)
+    if union.batch is not None and columns is not None and (elements // columns) % union.batch:
+        return None
+    for node in nodes:
+        for operand in node.operands:
+            if not isinstance(operand, Operand) or operand.value not in union.made:
+                continue
+            if not _crosses(union, node, operand):
+                return None
+    return union
+
+
+def _common_space(first: Group, second: Group) -> tuple[int, int | None] | None:
+    """``(elements, columns)`` of the iteration space both can walk."""
+    if first.elements == second.elements:
+        if first.columns is None or second.columns is None or first.columns == second.columns:
+            return first.elements, first.columns or second.columns
+        return None
+    small, large = sorted((first, second), key=lambda group: group.elements)
+    if small.columns is not None or small.elements == 0 or large.elements % small.elements:
+        return None
+    columns = large.elements // small.elements
+    if large.columns not in (None, columns):
+        return None
+    # Rows that nothing but this asks for should be worth a loop of vectors.
+    if large.columns is None and columns < LANES:
+        return None
+    # One long row would leave nothing to run in parallel.
+    if small.elements < 8 and large.elements > _SMALL:
+        return None
+    return large.elements, columns
+
+
+def _crosses(group: Group, node: Node, operand: Operand) -> bool:
+    """Whether ``node`` reads a member's value at its own place of the iteration space."""
+    producer = group.made[operand.value]
+    if isinstance(producer, Reduction) and producer.inner != 1:
+        return False  # complete only when every row is done
+    row_value = producer in group.rows_of or isinstance(producer, Reduction)
+    if not row_value:
+        return node not in group.rows_of and _aligned(operand)
+    rows = group.elements // group.columns
+    if node in group.rows_of:
+        return _aligned(operand)
+    return is_row_read(operand, rows, group.columns)
+
+
+def space_of(group: Group) -> Space | None:
+    """The loop extents of a group, or ``None`` if its accesses have no common ones."""
+    accesses = []
+    for node in group.nodes:
+        scale = group.columns if node in group.rows_of else 1
+        accesses += [(operand.view, scale) for operand in node.operands if isinstance(operand, Operand)]
+        if isinstance(node, Concat):
+            accesses.append((sections_of(node), 1))
+    if _unrolled(group) > _MAX_SECTIONS:
+        return None
+    reduces = any(isinstance(node, Reduction) and node.inner == 1 for node in group.nodes)
+    return make_space(group.elements, group.columns, accesses, reduces=reduces)
+
+
+def sections_of(node: Concat) -> View:
+    """A view that cuts an iteration space where a concatenation's sections begin and end."""
+    sections = len(node.operands)
+    return View((node.out.numel // (sections * node.inner), sections, node.inner), (0, 1, 0))
+
+
+def _unrolled(group: Group) -> int:
+    """How often the code of a row is repeated for the sections of its concatenations."""
+    concats = [node for node in group.nodes if isinstance(node, Concat)]
+    if not concats:
+        return 1
+    return max(node.inner * len(node.operands) for node in concats) // min(node.inner for node in concats)
+
+
+def fuse(graph: Graph) -> list[Group]:
+    """The groups of a graph in an order of execution."""
+    return _Fuser(graph).run()

@@ -1,0 +1,98 @@
+"""Iteration spaces: the loop extents at which every operand of a kernel is a plain strided access.
+
+The elements of the space are numbered row-major. A view cuts that numbering at the suffix products of its merged
+extents; if the cuts of all views divide one another, the quotients are loop extents on which each view has one stride
+per loop, and a kernel needs no division anywhere inside its rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from bridge.compile.codegen.emit import LANES
+from bridge.compile.loop_ir.views import View, merged
+from bridge.compile.schedule.reduction import unroll
+
+__all__ = ["Space", "make_space"]
+
+_FLAT_BLOCK = 4096  # elements of one row of a space that nothing divides into rows
+_MIN_COLUMNS = 256  # a row shorter than this is dominated by its address arithmetic
+_MAX_DIMS = 8
+
+
+@dataclass(frozen=True)
+class Space:
+    """Loops of a kernel: ``rows`` extents outside (parallel), ``columns`` extents inside, vectors along the last.
+
+    ``remainder``: elements behind ``rows * columns`` (flat spaces only), walked as one more, shorter row.
+    """
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    remainder: int = 0
+
+    @property
+    def row_count(self) -> int:
+        return math.prod(self.rows)
+
+    @property
+    def column_count(self) -> int:
+        return math.prod(self.columns)
+
+    def strides(self, view: View, scale: int = 1) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Strides of a view per row loop and per column loop. ``scale``: elements of the space per element of the
+        view (the row length, for views with one element per row)."""
+        dims = merged(view)
+        ends = []  # (elements of the space below this dimension, elements up to and with it, stride)
+        below = scale
+        for extent, stride in reversed(dims):
+            ends.append((below, below * extent, stride))
+            below *= extent
+        strides = []
+        position = 1
+        for extent in reversed(self.rows + self.columns):
+            stride = 0
+            for low, high, step in ends:
+                if (extent != 1 or self.remainder) and low <= position < high:
+                    stride = step * (position // low)
+            strides.append(stride)
+            position *= extent
+        strides.reverse()
+        return tuple(strides[: len(self.rows)]), tuple(strides[len(self.rows) :])
+
+
+def make_space(
+    elements: int, columns: int | None, accesses: Sequence[tuple[View, int]], *, reduces: bool
+) -> Space | None:
+    """The space of ``elements`` with rows of ``columns`` (chosen here if ``None``) on which all ``accesses``
+    ``(view, scale)`` are strided; ``None`` if there is none.
+
+    ``reduces``: rows are reduced, so the vectors of a row must be walked in the order of
+    :mod:`bridge.compile.schedule.reduction` whatever the column loops are.
+    """
+    cuts = {1, elements}
+    if columns is not None:
+        cuts.add(columns)
+    for view, scale in accesses:
+        below = scale
+        for extent, _ in reversed(merged(view)):
+            cuts.add(below)
+            below *= extent
+    ordered = sorted(cuts)
+    if any(high % low for low, high in pairwise(ordered)) or len(ordered) > _MAX_DIMS:
+        return None
+    if columns is None:
+        if ordered[-2:] == [1, elements] and elements > _FLAT_BLOCK:
+            return Space((elements // _FLAT_BLOCK,), (_FLAT_BLOCK,), elements % _FLAT_BLOCK)
+        columns = next(cut for cut in ordered if cut >= min(_MIN_COLUMNS, elements))
+        if columns == elements and elements > _FLAT_BLOCK and len(ordered) > 2:
+            columns = ordered[-2]
+    extents = [high // low for low, high in pairwise(ordered)]
+    inside = ordered.index(columns)
+    inner = tuple(reversed(extents[:inside])) or (1,)
+    if reduces and len(inner) > 1 and inner[-1] % (LANES * unroll(columns)):
+        return None
+    return Space(tuple(reversed(extents[inside:])) or (1,), inner)

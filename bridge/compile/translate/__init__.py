@@ -1,0 +1,1 @@
+"""Translation: Relax to loop IR, one function per Relax operator."""

@@ -1,0 +1,320 @@
+"""Arithmetic operators: translations to point-wise nodes and reductions, composites spelled out.
+
+A composite (softmax, LayerNorm, GELU, …) on a half type is computed in float32 and rounded once, as eager torch does.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from autodiff.ir import Call, dtype, shape
+from bridge.compile.codegen.pointwise import RULES, compute_type
+from bridge.compile.loop_ir.graph import Operand, Scalar
+from bridge.compile.translate.builder import Builder, number, register
+
+__all__: list[str] = []
+
+_DIRECT = [
+    name
+    for name in RULES
+    if name not in ("copy", "concat", "where", "log1p", "expm1", "floor_mod", "floor_divide", "power", "right_shift")
+]
+
+
+@register(*(f"relax.{name}" for name in _DIRECT))
+def _direct(builder: Builder, call: Call) -> Operand:
+    name = str(call.op.name).removeprefix("relax.")
+    operands = [builder.get(arg) for arg in call.args]
+    if len({operand.dtype for operand in operands}) > 1:
+        return NotImplemented
+    if "float" not in operands[0].dtype and name in _FLOAT_ONLY:
+        return NotImplemented
+    if name.startswith("logical_"):
+        operands = [builder.cast(operand, "bool") for operand in operands]
+    if operands[0].dtype == "bool" and name in (
+        "maximum",
+        "minimum",
+        "negative",
+        "abs",
+        "sign",
+        "subtract",
+        "divide",
+        "less",
+    ):
+        return NotImplemented
+    return builder.pointwise(name, operands, dtype(call))
+
+
+_NO_TRUTH_VALUES = frozenset("maximum minimum negative abs sign subtract divide less".split())
+_FLOAT_ONLY = frozenset(
+    "exp log tanh erf sigmoid sqrt rsqrt floor ceil trunc round sin cos tan asin acos atan atan2 sinh cosh asinh acosh"
+    " atanh isnan isinf isfinite".split()
+)
+
+
+@register("relax.floor_divide", "relax.floor_mod")
+def _floor(builder: Builder, call: Call) -> Operand:
+    return builder.pointwise(
+        str(call.op.name).removeprefix("relax."), [builder.get(arg) for arg in call.args], dtype(call)
+    )
+
+
+@register("relax.power")
+def _power(builder: Builder, call: Call) -> Operand:
+    x, y = (builder.get(arg) for arg in call.args)
+    if "float" not in x.dtype:
+        return NotImplemented
+    exponent = y.number if isinstance(y, Scalar) else None
+    extents = torch.broadcast_shapes(x.shape, y.shape)
+    c = Composite(builder, call)
+    base = c.widen(builder.expand(x, extents))
+    # The same exponents that torch spells out.
+    if exponent == 2:
+        return c.narrow(c("multiply", base, base))
+    if exponent == 3:
+        return c.narrow(c("multiply", c("multiply", base, base), base))
+    if exponent == -1:
+        return c.narrow(c("divide", c.const(1), base))
+    if exponent == -2:
+        return c.narrow(c("divide", c.const(1), c("multiply", base, base)))
+    if exponent == 0.5:
+        return c.narrow(c("sqrt", base))
+    if exponent == -0.5:
+        return c.narrow(c("divide", c.const(1), c("sqrt", base)))
+    return builder.pointwise("power", [x, y], dtype(call))
+
+
+@register("relax.where")
+def _where(builder: Builder, call: Call) -> Operand:
+    condition, then, otherwise = (builder.get(arg) for arg in call.args)
+    condition = builder.cast(condition, "bool")
+    return builder.pointwise("where", [condition, then, otherwise], dtype(call))
+
+
+@register("relax.astype", "relax.wrap_param")
+def _astype(builder: Builder, call: Call) -> Operand | Scalar:
+    return builder.cast(builder.get(call.args[0]), dtype(call))
+
+
+class Composite:
+    """Emits the steps of a composite operator in the compute type of its result."""
+
+    def __init__(self, builder: Builder, call: Call) -> None:
+        self.builder = builder
+        self.result = dtype(call)
+        self.type = compute_type(self.result)
+
+    def __call__(self, op: str, *operands: Operand | Scalar) -> Operand:
+        return self.builder.pointwise(op, operands, self.type)
+
+    def compare(self, op: str, *operands: Operand | Scalar) -> Operand:
+        return self.builder.pointwise(op, operands, "bool")
+
+    def const(self, value: float) -> Scalar:
+        return Scalar(value, self.type)
+
+    def widen(self, operand: Operand | Scalar) -> Operand | Scalar:
+        return self.builder.cast(operand, self.type)
+
+    def narrow(self, operand: Operand | Scalar) -> Operand | Scalar:
+        return self.builder.cast(operand, self.result)
+
+    def reduce(self, op: str, operand: Operand, axes: list[int]) -> Operand:
+        """Reduced with the axes kept as extent 1."""
+        axes = [axis % len(operand.shape) for axis in axes]
+        kept = [1 if axis in axes else extent for axis, extent in enumerate(operand.shape)]
+        return self.builder.reshape(self.builder.reduce(op, operand, axes, self.type), kept)
+
+    def mean(self, operand: Operand, axes: list[int]) -> Operand:
+        count = math.prod(operand.shape[axis] for axis in axes)
+        return self("divide", self.reduce("sum", operand, axes), self.const(count))
+
+
+def _axes(call: Call, operand: Operand | Scalar) -> list[int]:
+    axis = call.attrs.axis
+    rank = len(operand.shape)
+    return list(range(rank)) if axis is None else [int(a) % rank for a in axis]
+
+
+@register("relax.sum", "relax.prod", "relax.max", "relax.min")
+def _reduction(builder: Builder, call: Call) -> Operand | Scalar:
+    operand = builder.get(call.args[0])
+    if operand.dtype == "bool":
+        return NotImplemented
+    name = str(call.op.name).removeprefix("relax.")
+    reduced = builder.reduce(name, operand, _axes(call, operand), dtype(call))
+    return builder.reshape(reduced, shape(call))
+
+
+@register("relax.mean", "relax.variance", "relax.std")
+def _moment(builder: Builder, call: Call) -> Operand | Scalar:
+    c = Composite(builder, call)
+    operand = builder.get(call.args[0])
+    if "float" not in operand.dtype:
+        return NotImplemented
+    axes = _axes(call, operand)
+    operand = c.widen(operand)
+    result = c.mean(operand, axes)
+    if call.op.name != "relax.mean":
+        centred = c("subtract", operand, result)
+        result = c.mean(c("multiply", centred, centred), axes)
+    if call.op.name == "relax.std":
+        result = c("sqrt", result)
+    return builder.reshape(c.narrow(result), shape(call))
+
+
+@register("relax.collapse_sum_to", "relax.collapse_sum_like")
+def _collapse_sum_to(builder: Builder, call: Call) -> Operand | Scalar:
+    operand, extents = builder.get(call.args[0]), shape(call)
+    missing = len(operand.shape) - len(extents)
+    axes = [
+        axis
+        for axis, extent in enumerate(operand.shape)
+        if axis < missing or (extent != 1 and extents[axis - missing] == 1)
+    ]
+    return builder.reshape(builder.reduce("sum", operand, axes, dtype(call)), extents)
+
+
+@register("relax.nn.softmax", "relax.nn.log_softmax")
+def _softmax(builder: Builder, call: Call) -> Operand | Scalar:
+    c = Composite(builder, call)
+    x = c.widen(builder.get(call.args[0]))
+    axes = [int(call.attrs.axis) % len(x.shape)]
+    shifted = c("subtract", x, c.reduce("max", x, axes))
+    powers = c("exp", shifted)
+    total = c.reduce("sum", powers, axes)
+    if call.op.name == "relax.nn.softmax":
+        return c.narrow(c("multiply", powers, c("divide", c.const(1), total)))
+    return c.narrow(c("subtract", shifted, c("log", total)))
+
+
+@register("relax.nn.layer_norm")
+def _layer_norm(builder: Builder, call: Call) -> Operand | Scalar:
+    c = Composite(builder, call)
+    x, weight, bias = (c.widen(builder.get(arg)) for arg in call.args)
+    axes = [int(axis) % len(x.shape) for axis in call.attrs.axes]
+    centred = c("subtract", x, c.mean(x, axes))
+    variance = c.mean(c("multiply", centred, centred), axes)
+    result = c("multiply", centred, c("rsqrt", c("add", variance, c.const(float(call.attrs.epsilon)))))
+    if call.attrs.scale:
+        result = c("multiply", result, weight)
+    if call.attrs.center:
+        result = c("add", result, bias)
+    return c.narrow(result)
+
+
+@register("relax.nn.rms_norm")
+def _rms_norm(builder: Builder, call: Call) -> Operand | Scalar:
+    c = Composite(builder, call)
+    x, weight = (c.widen(builder.get(arg)) for arg in call.args)
+    axes = [int(axis) % len(x.shape) for axis in call.attrs.axes]
+    square = c.mean(c("multiply", x, x), axes)
+    scale = c("rsqrt", c("add", square, c.const(float(call.attrs.epsilon))))
+    return c.narrow(c("multiply", c("multiply", x, scale), weight))
+
+
+@register("relax.nn.relu")
+def _relu(builder: Builder, call: Call) -> Operand:
+    x = builder.get(call.args[0])
+    return builder.pointwise("maximum", [x, Scalar(0, x.dtype)], dtype(call))
+
+
+@register("relax.clip")
+def _clip(builder: Builder, call: Call) -> Operand:
+    x = builder.get(call.args[0])
+    low, high = (number(arg) for arg in call.args[1:])
+    if "float" not in x.dtype and not (float(low).is_integer() and float(high).is_integer()):
+        return NotImplemented
+    x = builder.pointwise("maximum", [x, Scalar(low, x.dtype)], x.dtype)
+    return builder.pointwise("minimum", [x, Scalar(high, x.dtype)], dtype(call))
+
+
+@register("relax.nn.leakyrelu")
+def _leakyrelu(builder: Builder, call: Call) -> Operand | Scalar:
+    c = Composite(builder, call)
+    x = c.widen(builder.get(call.args[0]))
+    scaled = c("multiply", x, c.const(float(call.attrs.alpha)))
+    return c.narrow(c("where", c.compare("greater", x, c.const(0)), x, scaled))
+
+
+@register("relax.nn.gelu")
+def _gelu(builder: Builder, call: Call) -> Operand | Scalar:
+    c = Composite(builder, call)
+    x = c.widen(builder.get(call.args[0]))
+    cdf = c("add", c("erf", c("multiply", x, c.const(math.sqrt(0.5)))), c.const(1))
+    return c.narrow(c("multiply", c("multiply", x, c.const(0.5)), cdf))
+
+
+@register("relax.nn.gelu_tanh")
+def _gelu_tanh(builder: Builder, call: Call) -> Operand | Scalar:
+    c = Composite(builder, call)
+    x = c.widen(builder.get(call.args[0]))
+    cube = c("multiply", c("multiply", x, x), x)
+    inner = c("multiply", c("add", x, c("multiply", cube, c.const(0.044715))), c.const(math.sqrt(2 / math.pi)))
+    return c.narrow(c("multiply", c("multiply", x, c.const(0.5)), c("add", c("tanh", inner), c.const(1))))
+
+
+@register("relax.nn.silu")
+def _silu(builder: Builder, call: Call) -> Operand | Scalar:
+    c = Composite(builder, call)
+    x = c.widen(builder.get(call.args[0]))
+    return c.narrow(c("multiply", x, c("sigmoid", x)))
+
+
+@register("relax.nn.softplus")
+def _softplus(builder: Builder, call: Call) -> Operand | Scalar:
+    c = Composite(builder, call)
+    x = c.widen(builder.get(call.args[0]))
+    beta = float(call.attrs.beta)
+    scaled = c("multiply", x, c.const(beta))
+    soft = c("divide", c("log1p", c("exp", scaled)), c.const(beta))
+    linear = c.compare("greater", scaled, c.const(float(call.attrs.threshold)))
+    return c.narrow(c("where", linear, x, soft))
+
+
+@register("library.log1p", "library.expm1")
+def _elementary(builder: Builder, call: Call) -> Operand | Scalar:
+    c = Composite(builder, call)
+    name = str(call.args[0].global_symbol).removeprefix("library.")
+    return c.narrow(c(name, c.widen(builder.get(call.args[1]))))
+
+
+@register("relax.ewise_fma")
+def _ewise_fma(builder: Builder, call: Call) -> Operand:
+    a, b, d = (builder.get(arg) for arg in call.args)
+    product = builder.pointwise("multiply", [a, b], dtype(call))
+    return builder.pointwise("add", [product, d], dtype(call))
+
+
+@register("relax.tril", "relax.triu")
+def _triangle(builder: Builder, call: Call) -> Operand:
+    x, k = builder.get(call.args[0]), int(number(call.args[1]))
+    rows, columns = x.shape[-2:]
+    column_minus_k = builder.constant(torch.arange(columns, dtype=torch.int32) - k)
+    row = builder.reshape(builder.constant(torch.arange(rows, dtype=torch.int32)), (rows, 1))
+    compare = "less_equal" if call.op.name == "relax.tril" else "greater_equal"
+    inside = builder.pointwise(compare, [column_minus_k, row], "bool")
+    return builder.pointwise("where", [inside, x, Scalar(0, x.dtype)], dtype(call))
+
+
+@register("relax.arange")
+def _arange(builder: Builder, call: Call) -> Operand:
+    start, stop, step = (number(arg) for arg in call.args)
+    return builder.constant(torch.arange(start, stop, step, dtype=getattr(torch, dtype(call))))
+
+
+@register("relax.one_hot")
+def _one_hot(builder: Builder, call: Call) -> Operand:
+    indices = builder.get(call.args[0])
+    if len(call.args) != 3 or any(not isinstance(number(arg), int | float) for arg in call.args[1:]):
+        return NotImplemented
+    on, off = (Scalar(number(arg), dtype(call)) for arg in call.args[1:])
+    rank = len(indices.shape) + 1
+    axis = int(call.attrs.axis) % rank
+    spread = builder.reshape(indices, (*indices.shape[:axis], 1, *indices.shape[axis:]))
+    classes = torch.arange(int(call.attrs.depth), dtype=getattr(torch, indices.dtype))
+    classes = builder.reshape(builder.constant(classes), (len(classes),) + (1,) * (rank - 1 - axis))
+    hit = builder.pointwise("equal", [spread, classes], "bool")
+    return builder.pointwise("where", [hit, on, off], dtype(call))

@@ -1,0 +1,128 @@
+"""Concatenations and zero paddings inside kernels: sections of the columns that are computed in different ways.
+
+A concatenation along ``axis`` walks ``(rows, sections, inner)``: the loop over the sections is unrolled, and each reads
+its own operand. So the gradient of a chunked tensor (the gates of an LSTM, query, key and value) is put together where
+it is summed up and normalized, and a rotary embedding is one kernel. What the operands are made of by cheap arithmetic
+is computed again in its section.
+
+Where there is little to gain (few rows, short or many sections) torch concatenates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from autodiff.ir import Call, Tuple, TupleType, dtype, shape
+from bridge.compile.codegen.emit import LANES
+from bridge.compile.loop_ir import views
+from bridge.compile.loop_ir.graph import Concat, LibraryCall, Operand, Pointwise, Scalar, whole
+from bridge.compile.schedule.fuse import sections_of
+from bridge.compile.schedule.space import make_space
+from bridge.compile.translate.builder import Builder, register
+
+__all__: list[str] = []
+
+_MAX_SECTIONS = 8  # the code of a row is repeated for each
+_MIN_ROWS = 8  # fewer rows than that are copied by columns
+_DEPTH = 4  # operators under an operand that are computed again
+
+
+@register("relax.concat")
+def _concat(builder: Builder, call: Call) -> Operand:
+    field = call.args[0]
+    many = isinstance(field, Tuple) or isinstance(field.ty, TupleType)
+    operands = builder.get(field) if many else [builder.get(field)]
+    if len({operand.dtype for operand in operands}) > 1:
+        return NotImplemented
+    axis = 0 if call.attrs.axis is None else int(call.attrs.axis) % len(shape(call))
+    joined = _joined(builder, operands, axis, call)
+    return _library(builder, operands, axis, call) if joined is None else joined
+
+
+@register("relax.nn.pad")
+def _pad(builder: Builder, call: Call) -> Operand:
+    x = builder.get(call.args[0])
+    widths = [int(width) for width in call.attrs.pad_width]
+    axes = [axis for axis in range(len(x.shape)) if any(widths[2 * axis : 2 * axis + 2])]
+    if str(call.attrs.pad_mode) != "constant" or len(axes) != 1 or min(widths) < 0:
+        return NotImplemented
+    (axis,) = axes
+    fill = float(call.attrs.pad_value)
+    number = fill if "float" in x.dtype else int(fill)
+    operands: list[Operand | Scalar] = [x]
+    for width, place in ((widths[2 * axis], 0), (widths[2 * axis + 1], 2)):
+        if width:
+            extents = (*x.shape[:axis], width, *x.shape[axis + 1 :])
+            operands.insert(place, Scalar(number, x.dtype, extents))
+    joined = _joined(builder, operands, axis, call)
+    return NotImplemented if joined is None else joined
+
+
+def _joined(builder: Builder, operands: Sequence[Operand | Scalar], axis: int, call: Call) -> Operand | None:
+    """The concatenation as a node of a kernel, or ``None`` where that is not worth while or not possible."""
+    extents = shape(call)
+    lengths = [operand.shape[axis] for operand in operands if operand.shape[axis]]
+    if math.prod(extents) == 0 or all(isinstance(operand, Scalar) for operand in operands):
+        return None
+    step = math.gcd(*lengths)
+    inner = step * math.prod(extents[axis + 1 :])
+    sections = extents[axis] // step
+    rows = math.prod(extents[:axis])
+    if not 2 <= sections <= _MAX_SECTIONS or inner < LANES or rows < _MIN_ROWS:
+        return None
+    places = [(operand, begin) for operand in operands for begin in range(0, operand.shape[axis], step)]
+    spread = (*extents[:axis], sections, step, *extents[axis + 1 :])
+    cut = _Cut(builder, axis, spread)
+    out = builder.fresh(extents, dtype(call))
+    plain = [cut.place(operand, begin, depth=0) for operand, begin in places]
+    node = Concat("concat", tuple(plain), out, inner)
+    accesses = [(operand.view, 1) for operand in plain if isinstance(operand, Operand)]
+    if make_space(out.numel, sections * inner, [*accesses, (sections_of(node), 1)], reduces=False) is None:
+        return None
+    computed = tuple(cut.place(operand, begin, depth=_DEPTH) for operand, begin in places)
+    builder.add(Concat("concat", computed, out, inner))
+    return whole(out)
+
+
+class _Cut:
+    """Operands of a concatenation as seen by all of its sections: ``spread`` is the result's shape with the axis cut
+    into ``(sections, step)``."""
+
+    def __init__(self, builder: Builder, axis: int, spread: tuple[int, ...]) -> None:
+        self.builder = builder
+        self.axis = axis
+        self.spread = spread
+
+    def place(self, operand: Operand | Scalar, begin: int, depth: int) -> Operand | Scalar:
+        """``step`` elements from ``begin`` on along the axis, the same in every section.
+
+        With a ``depth``, cheap arithmetic that made the operand is done here instead of being read.
+        """
+        if isinstance(operand, Scalar):
+            return Scalar(operand.number, operand.dtype, self.spread)
+        inside = self._computed(operand, begin, depth) if depth else None
+        return Operand(operand.value, self._seen(operand.view, begin)) if inside is None else inside
+
+    def _seen(self, view: views.View, begin: int) -> views.View:
+        strides = (*view.strides[: self.axis], 0, *view.strides[self.axis :])
+        return views.View(self.spread, strides, view.offset + begin * view.strides[self.axis])
+
+    def _computed(self, operand: Operand, begin: int, depth: int) -> Operand | None:
+        found = self.builder.box_of_arithmetic(operand)
+        if found is None:
+            return None
+        op, reads = found
+        placed = tuple(self.place(read, begin, depth - 1) for read in reads)
+        out = self.builder.fresh(self.spread, operand.dtype)
+        self.builder.add(Pointwise(op, placed, out))
+        return whole(out)
+
+
+def _library(builder: Builder, operands: Sequence[Operand | Scalar], axis: int, call: Call) -> Operand:
+    tensors = [builder.dense(operand) if isinstance(operand, Scalar) else operand for operand in operands]
+    out = builder.fresh(shape(call), dtype(call))
+    builder.add(LibraryCall("cat", tuple(tensors), (out,), lambda outs, args: torch.cat(args, axis, out=outs[0])))
+    return whole(out)

@@ -1,0 +1,121 @@
+"""Operators that this package does not generate itself: TVM's own legalization, one operator at a time."""
+
+from __future__ import annotations
+
+import math
+
+import tvm
+from tvm import relax, s_tir, tirx
+from tvm.ir import GlobalVar, IRModule
+
+from autodiff.ir import (
+    Call,
+    Constant,
+    Expr,
+    TensorType,
+    Tuple,
+    TupleGetItem,
+    TupleType,
+    Var,
+    bindings,
+    build_function,
+    dtype,
+    op_name,
+    shape,
+)
+from bridge.base.log import channel
+from bridge.compile.loop_ir.graph import Fallback, Operand, Scalar, Value, whole
+from bridge.compile.translate.builder import Builder, register
+
+__all__ = ["schedule"]
+
+log = channel("fallbacks")
+
+_PARALLEL = 16384  # iterations; fewer are not worth starting threads for
+
+
+@register("fallback")
+def _fallback(builder: Builder, call: Call) -> Operand | list[Operand]:
+    """Legalize one call and add a node per PrimFunc. ``NotImplementedError`` if TVM cannot legalize it."""
+    if isinstance(call.ty, TensorType) and 0 in shape(call):  # nothing to compute, and TVM's index arithmetic divides
+        return builder.dense(Scalar(0, dtype(call), shape(call)))
+    params: dict[Expr, Var] = {}
+
+    def parameter(arg: Expr) -> Expr:
+        if isinstance(arg, Tuple):
+            return Tuple([parameter(field) for field in arg.fields])
+        if isinstance(arg, Var):
+            return params.setdefault(arg, Var(f"x{len(params)}", arg.ty))
+        return arg
+
+    inner = Call(call.op, [parameter(arg) for arg in call.args], call.attrs, call.ty_args, ret_ty=call.ty)
+    result = Var("y", call.ty)
+    func = build_function(list(params.values()), [(result, inner)], [result])
+    module = relax.transform.LegalizeOps()(IRModule({"main": func}))
+    env = {var: builder.get(arg) for arg, var in params.items()}
+    local = _Local(builder, module, env)
+    for var, value in bindings(module["main"]):
+        local.env[var] = local.bind(value, op_name(call))
+    (field,) = module["main"].body.body.fields
+    return local.get(field)
+
+
+class _Local:
+    """The bindings of a legalized call, with its variables mapped to the caller's operands."""
+
+    def __init__(self, builder: Builder, module: IRModule, env: dict) -> None:
+        self.builder = builder
+        self.module = module
+        self.env = env
+
+    def get(self, expr: Expr) -> Operand | list:
+        if isinstance(expr, Var):
+            return self.env[expr]
+        return self.builder.get(expr)
+
+    def bind(self, value: Expr, op: str) -> Operand | list:
+        if isinstance(value, Var | Constant):
+            return self.get(value)
+        if isinstance(value, Tuple):
+            return [self.get(field) for field in value.fields]
+        if isinstance(value, TupleGetItem):
+            return self.get(value.tuple_value)[value.index]
+        if op_name(value) != "relax.call_tir" or not isinstance(value.args[0], GlobalVar) or len(value.args) > 2:
+            raise NotImplementedError(
+                f"no kernel for the operator {op}: this package does not generate it and TVM's LegalizeOps left {value}"
+            )
+        operands = [self.builder.dense(self.get(arg)) for arg in value.args[1].fields]
+        (ty,) = value.ty_args
+        types = list(ty.fields) if isinstance(ty, TupleType) else [ty]
+        outs = tuple(Value(op.split(".")[-1], tuple(int(n) for n in t.shape), str(t.dtype)) for t in types)
+        kernel = schedule(self.module[value.args[0]])
+        log.info("%s -> %s: no kernel of ours, TVM's legalization", op, ", ".join(map(str, types)))
+        self.builder.add(Fallback(op, tuple(operands), outs, kernel))
+        results = [whole(out) for out in outs]
+        return results if isinstance(ty, TupleType) else results[0]
+
+
+def schedule(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Spatial loops of each block that is large enough: fused and parallel.
+
+    Functions that are not made of schedulable blocks (sorts, scans, scatters) are left as they are.
+    """
+    sch = s_tir.Schedule(func)
+    try:
+        blocks = sch.get_child_blocks(sch.get_sblock("root"))
+    except tvm.error.InternalError:
+        return func
+    for block in blocks:
+        loops = sch.get_loops(block)
+        iterators = sch.get(block).iter_vars
+        if len(loops) != len(iterators) or not loops or sch.get_child_blocks(block):
+            continue
+        data_parallel = tirx.IterVar.DataPar
+        spatial = 0
+        while spatial < len(loops) and iterators[spatial].iter_type == data_parallel:
+            spatial += 1
+        if spatial == 0:
+            continue
+        if math.prod(int(sch.get(loop).extent) for loop in loops) >= _PARALLEL:
+            sch.parallel(sch.fuse(*loops[:spatial]) if spatial > 1 else loops[0])
+    return sch.mod["main"]

@@ -1,0 +1,80 @@
+"""Shape operators: translations that change a view and compute nothing."""
+
+from __future__ import annotations
+
+from autodiff.ir import Call, Constant, dtype, numpy_value, shape
+from bridge.compile.loop_ir import views
+from bridge.compile.loop_ir.graph import Operand, Scalar
+from bridge.compile.translate.builder import Builder, numbers, register
+
+__all__: list[str] = []
+
+
+@register("relax.reshape", "relax.flatten", "relax.squeeze", "relax.expand_dims", "relax.nn.batch_flatten")
+def _reshape(builder: Builder, call: Call) -> Operand | Scalar:
+    return builder.reshape(builder.get(call.args[0]), shape(call))
+
+
+@register("relax.permute_dims")
+def _permute_dims(builder: Builder, call: Call) -> Operand | Scalar:
+    axes = None if call.attrs.axes is None else [int(axis) for axis in call.attrs.axes]
+    return builder.view(builder.get(call.args[0]), lambda view: views.permute(view, axes))
+
+
+@register("relax.broadcast_to")
+def _broadcast_to(builder: Builder, call: Call) -> Operand | Scalar:
+    return builder.expand(builder.get(call.args[0]), shape(call))
+
+
+@register("relax.strided_slice")
+def _strided_slice(builder: Builder, call: Call) -> Operand | Scalar:
+    axes, begin, end = (numbers(arg) for arg in call.args[1:4])
+    steps = numbers(call.args[4]) if len(call.args) > 4 else [1] * len(axes)
+    if min(steps, default=1) < 1:
+        return NotImplemented
+    result = builder.get(call.args[0])
+    for axis, first, last, step in zip(axes, begin, end, steps, strict=True):
+        extent = result.shape[axis]
+        first, last = (min(max(at + extent if at < 0 else at, 0), extent) for at in (first, last))
+        result = builder.view(result, lambda view, a=axis, b=first, e=last, s=step: views.slice_view(view, a, b, e, s))
+    return result
+
+
+@register("relax.split")
+def _split(builder: Builder, call: Call) -> list:
+    operand = builder.get(call.args[0])
+    axis = int(call.attrs.axis)
+    results, begin = [], 0
+    for field in call.ty.fields:
+        end = begin + int(field.shape[axis])
+        results.append(builder.view(operand, lambda view, b=begin, e=end: views.slice_view(view, axis, b, e, 1)))
+        begin = end
+    return results
+
+
+@register("relax.zeros", "relax.zeros_like")
+def _zeros(builder: Builder, call: Call) -> Scalar:
+    return Scalar(0, dtype(call), shape(call))
+
+
+@register("relax.ones", "relax.ones_like")
+def _ones(builder: Builder, call: Call) -> Scalar:
+    return Scalar(1, dtype(call), shape(call))
+
+
+@register("relax.full", "relax.full_like")
+def _full(builder: Builder, call: Call) -> Operand | Scalar:
+    fill = call.args[1]
+    if isinstance(fill, Constant) and numpy_value(fill).size == 1:
+        return builder.cast(builder.expand(builder.get(fill), shape(call)), dtype(call))
+    return builder.expand(builder.cast(builder.get(fill), dtype(call)), shape(call))
+
+
+@register("relax.stop_lift_params", "relax.builtin.stop_lift_params")
+def _identity(builder: Builder, call: Call) -> Operand | Scalar:
+    return builder.get(call.args[0])
+
+
+@register("relax.grad.no_grad", "relax.grad.start_checkpoint", "relax.grad.end_checkpoint")
+def _marker(builder: Builder, call: Call) -> Operand | Scalar:
+    return builder.get(call.args[0])

@@ -1,0 +1,1 @@
+"""Dispatch: entries, guards and the autograd Function behind a module's call."""

@@ -1,0 +1,312 @@
+"""``torch.compile(model, backend="tvm_dispatch")``: every graph that Dynamo finds, forward and backward, in TVM.
+
+Dynamo calls a backend with a graph of torch calls whose inputs are everything from outside: arguments, parameters,
+buffers. That graph is captured as a module would be (:mod:`bridge.capture.capture`), when it is first called, so
+random draws and in-place updates of buffers are eager's. A graph that cannot be had exactly runs as Dynamo's own
+``"eager"`` backend would run it; :func:`graphs` tells which do, how often, and why.
+
+Sizes: Dynamo makes a size symbolic when it sees a second value. Compiled code here has static shapes, so such a graph
+is compiled once for each combination of sizes, at most ``max_entries`` of them. Python numbers that change:
+:mod:`bridge.dynamo.numbers`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import tvm
+from torch import fx, nn
+
+from bridge.base.errors import Unsupported, UnsupportedModule, user_line
+from bridge.capture.tracing import is_traced_here, one_capture_at_a_time
+from bridge.dispatch.api import MAX_ENTRIES, refuse_state
+from bridge.dispatch.entry import Entry
+from bridge.dispatch.guards import interpreter_state
+from bridge.dispatch.stats import DispatchStats
+from bridge.dynamo.graph import DynamoGraph, inline_checkpoints
+from bridge.dynamo.numbers import numbers_of, read_directly
+from bridge.lower import DEFAULT_PARTITION
+from bridge.lowering.reuse import lower_once
+from partition.cut import resolve as resolve_strategy
+
+__all__ = ["CompiledGraph", "graphs", "tvm_dispatch"]
+
+log = logging.getLogger("bridge.dynamo")
+
+_OPTIONS = ("partition", "target", "max_entries")
+#: Reasons for one graph, and operators for one reason, that are told in full.
+MAX_REASONS = 3
+_TRANSFORMS = ("torch._C._functorch", "torch._functorch", "torch.autograd.forward_ad")
+#: What Dynamo makes of torch.vmap, which is traced as what the operators inside do to whole batches, and of
+#: Tensor.requires_grad_.
+_TRACEABLE = (
+    "set_inplace_requires_grad_allowed",
+    "_set_tensor_requires_grad",
+    "lazy_load_decompositions",
+    "_vmap_increment_nesting",
+    "_vmap_decrement_nesting",
+    "_add_batch_dim",
+    "_remove_batch_dim",
+)
+_serial = itertools.count()
+_GRAPHS: weakref.WeakValueDictionary[int, CompiledGraph] = weakref.WeakValueDictionary()
+
+
+def tvm_dispatch(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The backend, as Dynamo calls it; users write ``torch.compile(model, backend="tvm_dispatch")``.
+
+    Args:
+        graph_module: Dynamo's graph.
+        example_inputs: not looked at: the graph is compiled for the inputs of its first call.
+        mode: must be ``None`` or ``"default"``.
+        options: ``{"partition": …, "target": …}``, as the arguments of :func:`bridge.add_tvm_dispatch`; and
+            ``"max_entries"``: for how many combinations of sizes, layouts and modes each graph is compiled (8); calls
+            of any other combination run eager.
+
+    Raises:
+        ValueError: an unknown mode, option or partition, or no positive number of entries.
+    """
+    if mode not in (None, "default"):
+        raise ValueError(f"backend 'tvm_dispatch' has no mode {mode!r}; wanted none, or 'default'")
+    options = dict(options or {})
+    if unknown := sorted(set(options) - set(_OPTIONS)):
+        raise ValueError(f"backend 'tvm_dispatch': unknown options {unknown}; wanted some of {list(_OPTIONS)}")
+    partition = options.get("partition", DEFAULT_PARTITION)
+    resolve_strategy(partition)
+    target = tvm.target.Target(options["target"]) if options.get("target") is not None else None
+    max_entries = options.get("max_entries", MAX_ENTRIES)
+    if type(max_entries) is not int or max_entries < 1:
+        raise ValueError(f"backend 'tvm_dispatch': wanted max_entries of 1 or more, got {max_entries!r}")
+    inline_checkpoints(graph_module)
+    return CompiledGraph(graph_module, partition=partition, target=target, max_entries=max_entries)
+
+
+def graphs() -> list[CompiledGraph]:
+    """Every graph of this process that the backend was given and that Dynamo still holds, oldest first.
+
+    ``torch.compiler.reset()`` lets go of all of them.
+    """
+    return [graph for _, graph in sorted(_GRAPHS.items())]
+
+
+class CompiledGraph:
+    """One of Dynamo's graphs. Called with its inputs, it finds the entry that fits, or runs the graph eager.
+
+    Attributes:
+        name: ``"graph 3"``, in the order in which Dynamo found them.
+        where: the user's first source line in it, or ``None``.
+        stats: hits; misses with their reasons; entries.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, *, partition: Any, target: Any, max_entries: int):
+        serial = next(_serial)
+        lines = (user_line(node.meta.get("stack_trace")) for node in graph_module.graph.nodes)
+        self.name = f"graph {serial}"
+        self.where = next((line for line in lines if line), None)
+        self.stats = DispatchStats()
+        self._graph_module = graph_module
+        self._partition = partition
+        self._target = target
+        self._max_entries = max_entries
+        self._numbers = numbers_of(graph_module.graph)
+        self._varying: frozenset[int] = frozenset()
+        self._compiled: dict[tuple, _Compiled | str] = {}
+        _GRAPHS[serial] = self
+
+    def __repr__(self) -> str:
+        return f"{self.name} ({self.where or 'no source line'}): {self.stats!r}"
+
+    def __call__(self, *inputs: Any) -> Any:
+        if is_traced_here():
+            return self._graph_module(*inputs)
+        values = self._values(inputs)
+        key = (*map(_layout, values), interpreter_state())
+        compiled = self._compiled.get(key)
+        if compiled is None and (varying := self._changed_numbers(key)):
+            self._varying |= varying
+            return self(*inputs)
+        if compiled is None and len(self._compiled) < self._max_entries:
+            compiled = self._compiled[key] = self._compile(values)
+        if compiled is None:
+            compiled = self._give_up()
+        reason = compiled if isinstance(compiled, str) else compiled.objection(values)
+        if reason is not None:
+            self.stats.misses[reason] += 1
+            return self._graph_module(*inputs)
+        self.stats.hits += 1
+        return compiled(values)
+
+    def _values(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs, with numbers instead of tensors that hold one, and tensors instead of numbers that vary."""
+        values = list(inputs)
+        for position in self._numbers.read - self._varying:
+            values[position] = values[position].item()
+        for position in self._varying - self._numbers.read:
+            values[position] = torch.tensor(values[position])
+        return values
+
+    def _changed_numbers(self, key: tuple) -> frozenset[int]:
+        """Which numbers differ from an earlier call that differs in nothing else; that entry is given up."""
+        numbers = self._numbers.arithmetic - self._varying
+        for known in list(self._compiled) if numbers else ():
+            differing = frozenset(i for i, (then, now) in enumerate(zip(known, key, strict=True)) if then != now)
+            if differing <= numbers:
+                given_up = self._compiled.pop(known)
+                if isinstance(given_up, _Compiled):
+                    self.stats.entries.remove(given_up.entry)
+                return differing
+        return frozenset()
+
+    def _compile(self, inputs: Sequence[Any]) -> _Compiled | str:
+        """Compiled for these inputs, or the reason why it cannot be, which is logged."""
+        try:
+            with _outside_inference_mode():
+                refuse_state(self.name)
+                graph_module = read_directly(self._graph_module, self._numbers)
+                compiled = _Compiled(graph_module, inputs, self._partition, self._target)
+        except UnsupportedModule as refusal:
+            reason = _brief(refusal)
+            log.warning("%s (%s) runs eager: %s", self.name, self.where or "no source line", reason)
+            return reason
+        self.stats.entries.append(compiled.entry)
+        return compiled
+
+    def _give_up(self) -> str:
+        reason = f"more than {self._max_entries} combinations of sizes, layouts and modes"
+        if reason not in self.stats.misses:
+            log.warning(
+                "%s (%s) runs eager where it was not compiled yet: %s. Pad or bucket the calls, or allow more of them "
+                "with options={'max_entries': ...}.",
+                self.name,
+                self.where or "no source line",
+                reason,
+            )
+        return reason
+
+
+class _Compiled:
+    """A graph compiled for inputs of one layout."""
+
+    def __init__(self, graph_module: fx.GraphModule, inputs: Sequence[Any], partition: Any, target: Any):
+        _refuse(graph_module, inputs)
+        region = DynamoGraph(graph_module, inputs)
+        arguments = tuple(inputs[position] for position in region.arguments)
+        with one_capture_at_a_time():
+            lowered = lower_once(region, arguments, {}, grad=torch.is_grad_enabled(), partition=partition)
+        captured = lowered.captured
+        self.entry = Entry(None, lowered, target)
+        self._owned = [
+            (None, region.input_of[spec.name])
+            if spec.name in region.input_of
+            else (graph_module, spec.name.removeprefix("graph_module."))
+            for spec in captured.module_tensors
+        ]
+        tensors = [position for position in region.arguments if isinstance(inputs[position], torch.Tensor)]
+        self._places = tensors
+        self._mutated = [self._owned[index][1] for index, _ in captured.mutated if self._owned[index][0] is None]
+
+    def __call__(self, inputs: Sequence[Any]) -> Any:
+        owned = [inputs[where] if owner is None else _attribute(owner, where) for owner, where in self._owned]
+        return self.entry(owned + [inputs[place] for place in self._places])
+
+    def objection(self, inputs: Sequence[Any]) -> str | None:
+        """Why these inputs cannot be run although their layout fits: an in-place change that others would see."""
+        for mutated in self._mutated:
+            memory = inputs[mutated].untyped_storage()._cdata
+            for position, value in enumerate(inputs):
+                if position != mutated and isinstance(value, torch.Tensor):
+                    if value.untyped_storage()._cdata == memory:
+                        return f"input {mutated} is changed in place and shares its memory with input {position}"
+        return None
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """For compiling: a call under inference mode is one without grad, whose results are then inference tensors."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _brief(refusal: UnsupportedModule) -> str:
+    """Why a graph is refused, on one line: an optimizer's step may change hundreds of parameters in place."""
+    ops: dict[str, list[str]] = {}
+    for problem in refusal.ops:
+        ops.setdefault(problem.reason, []).append(problem.op)
+    reasons = [f"{_some(list(dict.fromkeys(names)), ', ')}: {reason}" for reason, names in ops.items()]
+    return _some(reasons, "; ")
+
+
+def _some(words: list[str], separator: str) -> str:
+    more = [f"and {len(words) - MAX_REASONS} more"] if len(words) > MAX_REASONS else []
+    return separator.join(words[:MAX_REASONS] + more)
+
+
+def _refuse(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    problems = [
+        Unsupported(_name(node.target), user_line(node.meta.get("stack_trace")) or node.name, reason)
+        for node in graph_module.graph.nodes
+        if (reason := _objection(node))
+    ]
+    problems += [
+        Unsupported(f"input {position}", "the graph's inputs", "a lazily negated or conjugated tensor")
+        for position, value in enumerate(inputs)
+        if isinstance(value, torch.Tensor) and (value.is_neg() or value.is_conj())
+    ]
+    if problems:
+        raise UnsupportedModule("DynamoGraph", problems)
+
+
+def _objection(node: fx.Node) -> str | None:
+    """Why a node cannot even be traced."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return "a higher-order operator"
+    if node.op == "call_method" and node.target in ("item", "tolist"):
+        return "reads numbers from a tensor that the graph computes"
+    home = getattr(node.target, "__module__", None) or ""
+    if home.startswith(_TRANSFORMS) and _name(node.target) not in _TRACEABLE:
+        return "a torch.func transform, or its like: it changes the interpreter's state as it is traced"
+    return None
+
+
+def _name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def _layout(value: Any) -> Any:
+    """What must be the same for a call to fit an entry: of a tensor its layout, of anything else the value."""
+    if isinstance(value, float):
+        return float, value.hex()  # -0.0 is not 0.0, nan is nan
+    if not isinstance(value, torch.Tensor):
+        return type(value), value
+    strided = value.layout is torch.strided
+    return (
+        type(value),
+        value.shape,
+        value.stride() if strided else value.layout,
+        value.dtype,
+        value.device,
+        value.requires_grad,
+        value.is_neg() or value.is_conj(),
+    )
+
+
+def _attribute(owner: nn.Module, path: str) -> torch.Tensor:
+    value: Any = owner
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value

@@ -1,0 +1,199 @@
+"""What a module's call became: every stage, and the questions one can ask of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+import autodiff
+from autodiff.errors import UndifferentiableOp
+from autodiff.ir import Function, results
+from bridge.aten.importer import Imported
+from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
+from bridge.base.log import channel
+from bridge.capture.capture import Captured
+from bridge.lowering.diff import Diff, diff
+from bridge.lowering.origin import Origin, origins
+from bridge.lowering.stage import Stage
+from partition import Partitioned, Plan, rebuild_backward
+
+if TYPE_CHECKING:
+    from bridge.verify.check import Check
+
+__all__ = ["Lowered", "Sample"]
+
+log = channel("passes")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The call that was lowered.
+
+    Attributes:
+        module: the module itself.
+        args, kwargs: its arguments.
+        partition: the strategy.
+        training: which of its submodules were in training mode, by path.
+        autocast: what autocast casted to, ``None`` if it was off.
+    """
+
+    module: nn.Module
+    args: tuple
+    kwargs: dict[str, Any]
+    partition: Any
+    training: dict[str, bool]
+    autocast: torch.dtype | None
+
+
+@dataclass
+class Lowered:
+    """A module's call, lowered: every stage, the forward and, when something requires grad, the backward.
+
+    Attributes:
+        captured, imported: where it came from.
+        stages: in order; index by name.
+        forward: outputs, new buffer values, captures; parameters as in :class:`bridge.aten.importer.Imported`,
+            then the dropout masks.
+        partitioned: ``None`` when nothing requires grad.
+        wanted: the inputs (module tensors, then arguments) whose gradient exists for some output.
+        differentiable: indices of the forward's outputs that take a grad_out.
+        seconds: capture and lowering.
+        sample: the call, to run stages on; ``None`` for a dispatched module, which keeps no sample.
+    """
+
+    captured: Captured
+    imported: Imported
+    wanted: tuple[int, ...]
+    differentiable: tuple[int, ...]
+    stages: list[Stage] = field(default_factory=list)
+    partitioned: Partitioned | None = None
+    seconds: float = 0.0
+    sample: Sample | None = None
+
+    @property
+    def forward(self) -> Function:
+        return self.partitioned.forward if self.partitioned else self["forward"].function
+
+    @property
+    def backward(self) -> Function | None:
+        return self.partitioned.backward if self.partitioned else None
+
+    @property
+    def plan(self) -> Plan | None:
+        return self.partitioned.plan if self.partitioned else None
+
+    @cached_property
+    def num_primals(self) -> int:
+        """Parameters of the forward: module tensors, arguments, draws, masks."""
+        return len(self["forward"].function.params)
+
+    @cached_property
+    def num_results(self) -> int:
+        """Outputs and new buffer values, without captures."""
+        return len(results(self["forward"].function))
+
+    def __getitem__(self, name: str) -> Stage:
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise KeyError(f"no stage {name!r}; there are {', '.join(stage.name for stage in self.stages)}")
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self.stages)
+
+    def __str__(self) -> str:
+        head = f"{self.captured.module_name}: {len(self.stages)} stages, {1e3 * self.seconds:.0f} ms"
+        rows = [
+            f"  {stage.name:<15} {'' if stage.before is None else stage.before:>6} -> {stage.size:<6} nodes "
+            f"{1e3 * stage.seconds:8.1f} ms  {stage.made_by}"
+            for stage in self.stages
+        ]
+        return "\n".join([head, *rows])
+
+    __repr__ = __str__
+
+    def run(self, name: str, made_by: str, transform: Callable[..., Function], *args: Any) -> Function:
+        """Applies one pass to the latest stage's function and keeps its result as a stage.
+
+        Raises:
+            CompilationError: names the stage and holds its input when the pass fails.
+            UnsupportedModule: an operator on the way to a wanted gradient has none.
+        """
+        last = self.stages[-1]
+        function = last.function
+        started = time.perf_counter()
+        try:
+            result = transform(function, *args)
+        except UndifferentiableOp as error:
+            raise UnsupportedModule(
+                self.captured.module_name, [self._no_gradient(e) for e in (error, *error.others)]
+            ) from error
+        except Exception as error:
+            raise CompilationError(name, function.script(), error) from error
+        self.keep(Stage(name, made_by, result, time.perf_counter() - started, last.size))
+        return result
+
+    def keep(self, stage: Stage) -> None:
+        """Appends a stage, and tells the log."""
+        self.stages.append(stage)
+        if log.isEnabledFor(logging.INFO):
+            log.info("%s %s", self.captured.module_name, stage.provenance)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s", stage.script())
+
+    def _no_gradient(self, error: UndifferentiableOp) -> Unsupported:
+        origin = self.origin(error.binding)
+        where = origin.line or f"inside {self.captured.module_name} ({error.binding})"
+        return Unsupported(origin.aten or error.op, where, f"{error.op}: {error.why}")
+
+    def origin(self, name: str) -> Origin:
+        """Where a variable of any stage comes from (:mod:`bridge.lowering.origin`); empty for an unknown name."""
+        return self.origins().get(name, Origin())
+
+    def origins(self) -> dict[str, Origin]:
+        """The origins of all variables of all stages, by name."""
+        functions = [stage.ir for stage in self.stages if isinstance(stage.ir, Function)]
+        return origins(self.captured, self.imported, functions)
+
+    def diff(self, before: str, after: str) -> Diff:
+        """What differs between two stages, as operator counts and bindings; ``print`` it."""
+        return diff(self[before], self[after])
+
+    def inputs(self, stage: str = "forward", *, seed: int = 0) -> list[torch.Tensor]:
+        """The sample as what ``self[stage].run`` takes: see :func:`bridge.verify.inputs.stage_inputs`."""
+        from bridge.verify.inputs import stage_inputs
+
+        return stage_inputs(self, stage, seed=seed)
+
+    def check(self, dtype: torch.dtype | None = None, *, seed: int = 0) -> Check:
+        """Runs every stage against autograd, names the first that deviates: see :func:`bridge.verify.check.check`."""
+        from bridge.verify.check import check
+
+        return check(self, dtype=dtype, seed=seed)
+
+    def save_repro(self, directory: str | Path, *, stage: str | None = None, seed: int = 0) -> Path:
+        """Writes a script that rebuilds a deviating stage: see :func:`bridge.verify.repro.save_repro`."""
+        from bridge.verify.repro import save_repro
+
+        return save_repro(self, directory, stage=stage, seed=seed)
+
+    def gradients_for(self, outputs: Sequence[int]) -> tuple[int, ...]:
+        """The wanted inputs that eager's autograd reaches from these outputs; the others get ``None``."""
+        leaf_of = {position: leaf for leaf, position in enumerate(self.imported.output_of) if position is not None}
+        reached = set().union(*(self.captured.outputs[leaf_of[output]].reaches for output in outputs))
+        return tuple(index for index in self.wanted if index in reached)
+
+    def backward_for(self, outputs: Sequence[int]) -> Function:
+        """The backward for a call in which only these outputs got a grad_out, from the same saved tensors."""
+        gradients = self.gradients_for(outputs)
+        joint = autodiff.clean(autodiff.differentiate(self["forward"].function, outputs, gradients))
+        backward = rebuild_backward(joint, self.plan, num_primals=self.num_primals, num_outputs=self.num_results)
+        return autodiff.join_products(backward)

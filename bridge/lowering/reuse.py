@@ -1,0 +1,159 @@
+"""Equal calls are lowered once: of twelve equal layers, one is captured.
+
+Capturing a layer (``torch.export``, decomposition) and lowering it takes a few hundred milliseconds; running it on
+fake tensors under the witness takes ten. So a call whose outside is known (module classes, names and layouts of
+tensors, arguments) is first only run on fake tensors. If it runs the very operators that the known call ran, in the
+same order, with the same constants, on the same tensors, and returns the same of them, it *is* the same function of
+its inputs, and what was lowered for the known call serves. That is what was seen to happen in this very module, not
+what its attributes promise: a layer whose ``forward`` reads a global, or one of another dropout rate, runs other
+operators and is captured by itself.
+
+What was lowered is kept as long as an entry uses it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from dataclasses import fields, is_dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from bridge.base.errors import CompilationError
+from bridge.base.log import channel
+from bridge.capture.capture import capture, raise_if_eager_raises
+from bridge.capture.fake_observation import Output, Witness
+from bridge.capture.fake_run import fake_run
+from bridge.capture.op_trace import constant_key
+from bridge.capture.passes.autocast import autocast_setting
+from bridge.capture.preconditions import check_call
+from bridge.capture.thread_isolation import capturing
+from bridge.lower import lower_captured
+from bridge.lowering.lowered import Lowered
+from bridge.state.snapshot import PythonState, generators_put_back
+from bridge.state.tensors import module_tensors
+
+__all__ = ["clear_lowered", "lower_once"]
+
+log = channel("reuse")
+
+#: By what a call looks like from outside, then by what it does.
+_LOWERED: dict[tuple, WeakValueDictionary[tuple, Lowered]] = {}
+
+
+def clear_lowered() -> None:
+    """Forget what was lowered; entries that use it keep it."""
+    _LOWERED.clear()
+
+
+# A value that dies is looked up by its key, and a key cannot be hashed any more when the modules are taken down.
+atexit.register(clear_lowered)
+
+
+def lower_once(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: bool, partition: Any) -> Lowered:
+    """The lowered call ``module(*args, **kwargs)``, shared with equal calls of other modules.
+
+    The module is left as :func:`bridge.capture.capture` leaves it.
+
+    Args:
+        grad: whether gradients are wanted (grad mode is on).
+        partition: a strategy of :func:`partition.partition`. What was lowered with a strategy object that could
+            change is not shared.
+
+    Raises:
+        UnsupportedModule, CompilationError: as :func:`bridge.lower.lower`.
+    """
+    started = time.perf_counter()
+    check_call(module, args, kwargs)
+    outside = _outside(module, args, kwargs, grad, partition)
+    known = _LOWERED.get(outside) if outside is not None else None
+    if known:
+        found = known.get(_seen(module, args, kwargs))
+        if found is not None:
+            log.info("%s runs the operators of a call that is lowered already", type(module).__name__)
+            return found
+    captured = capture(module, args, kwargs)
+    seconds = time.perf_counter() - started
+    try:
+        lowered = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)
+    except CompilationError:
+        raise_if_eager_raises(module, args, kwargs)  # fake tensors let some mistakes pass (mixed types in a product)
+        raise
+    lowered.seconds = time.perf_counter() - started
+    inside = _inside(captured.seen)
+    owned = all(tensor.kind != "attribute" for tensor in captured.module_tensors)
+    if outside is not None and inside is not None and owned:
+        for key in [key for key, held in _LOWERED.items() if not held]:
+            del _LOWERED[key]
+        _LOWERED.setdefault(outside, WeakValueDictionary())[inside] = lowered
+    return lowered
+
+
+def _outside(module: nn.Module, args: tuple, kwargs: dict[str, Any], grad: bool, partition: Any) -> tuple | None:
+    """What a call looks like before it is made; ``None`` where that cannot be compared.
+
+    How tensors share memory is part of it: what is written through one of them is seen through the other.
+    """
+    strategy = _strategy_key(partition)
+    tensors, real_tensors = module_tensors(module)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    memory: dict[int, int] = {}
+    places = []
+    for tensor in (*real_tensors, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))):
+        storage = memory.setdefault(tensor.untyped_storage()._cdata, len(memory))
+        places.append((storage, tensor.storage_offset(), str(tensor.device), tensor.is_neg()))
+    keys = [_tensor_key(leaf) if isinstance(leaf, torch.Tensor) else constant_key(leaf) for leaf in leaves]
+    if strategy is None or None in keys:
+        return None
+    classes = tuple((path, type(child)) for path, child in module.named_modules(remove_duplicate=False))
+    modes = (grad, torch.get_default_dtype(), autocast_setting())
+    return classes, tuple(tensors), tuple(places), tuple(keys), spec, modes, strategy
+
+
+def _tensor_key(tensor: torch.Tensor) -> tuple:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
+def _strategy_key(partition: Any) -> tuple | None:
+    """A strategy by name or by value; ``None`` for an object that is not known to stay as it is."""
+    if isinstance(partition, str):
+        return (partition,)
+    if not (is_dataclass(partition) and partition.__dataclass_params__.frozen):
+        return None
+    values = tuple(constant_key(getattr(partition, field.name)) for field in fields(partition))
+    return None if None in values else (type(partition), values)
+
+
+@generators_put_back()
+def _seen(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
+    """What the call does on fake tensors; ``None`` where only a capture can tell. The module is left as it was."""
+    before = PythonState(module)
+    try:
+        with capturing(module):
+            run = fake_run(module, *module_tensors(module), args, kwargs)
+    except Exception:  # noqa: BLE001 - the capture that follows meets it again, and says what it is
+        before.restore()
+        return None
+    before.restore_caches()
+    if before.changes():
+        before.restore()
+        return None
+    return _inside(run.witness)
+
+
+def _inside(witness: Witness) -> tuple | None:
+    """What a call did; ``None`` where that cannot be compared with another one."""
+    outputs = [_output_key(output) for output in witness.outputs]
+    if witness.trace is None or witness.unsupported or None in outputs:
+        return None
+    return witness.trace, tuple(outputs), witness.out_spec
+
+
+def _output_key(output: Output) -> tuple | None:
+    value = constant_key(output.value)
+    rest = tuple(getattr(output, field.name) for field in fields(output) if field.name != "value")
+    return None if value is None else (value, rest)

@@ -1,0 +1,1 @@
+"""Reference interpreters: Relax functions and ATen graphs on torch, operator by operator."""

@@ -1,0 +1,184 @@
+"""Running Relax functions operator by operator, with nothing fused and nothing planned.
+
+An operator that :mod:`bridge.reference.relax_operators` does not spell out is run by TVM: its default legalization of
+that one operator, in the Relax VM. Library functions are torch's kernels, as in compiled programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import tvm
+from tvm import relax
+from tvm.tirx import FloatImm, IntImm
+
+from autodiff.dropout import keep_scale
+from autodiff.ir import (
+    Call,
+    Constant,
+    Expr,
+    Function,
+    IRModule,
+    ShapeExpr,
+    StringImm,
+    TensorType,
+    Tuple,
+    TupleGetItem,
+    TupleType,
+    Var,
+    bindings,
+    build_function,
+    dtype,
+    library_name,
+    op_name,
+    results,
+    shape,
+)
+from bridge.compile.translate.torch_kernels import KERNELS
+from bridge.reference.relax_operators import LIBRARY, OPERATORS
+
+__all__ = ["Run", "evaluate_binding", "interpret"]
+
+_DROPOUT = "relax.nn.dropout"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a function computed: its results, and every variable's value by name (a tuple's as a tuple)."""
+
+    results: list[torch.Tensor]
+    values: Mapping[str, Any]
+
+
+def interpret(function: Function, inputs: Sequence[torch.Tensor]) -> Run:
+    """Runs a function in flat form on one tensor per parameter.
+
+    A function with dropouts takes their masks, in the order of its bindings, behind the parameters. Autograd records
+    what happens if it is enabled and inputs require grad.
+
+    Raises:
+        ValueError: the number, a shape or an element type of the inputs is not what the function takes.
+        NotImplementedError: an operator that neither torch's definition nor TVM's legalization computes.
+    """
+    params = list(function.params)
+    dropouts = sum(op_name(value) == _DROPOUT and 0 < float(value.attrs.rate) < 1 for _, value in bindings(function))
+    if len(inputs) not in (len(params), len(params) + dropouts):
+        wanted = f"{len(params)} inputs" + (f" and {dropouts} dropout masks" if dropouts else "")
+        raise ValueError(f"wanted {wanted}, got {len(inputs)} tensors")
+    env: dict[Var, Any] = {}
+    for param, tensor in zip(params, inputs, strict=False):
+        _check_input(param, tensor)
+        env[param] = tensor
+    masks = iter(inputs[len(params) :])
+    for var, value in bindings(function):
+        env[var] = _typed(var, _compute(value, env, masks))
+    outputs = [_read(result, env) for result in results(function)]
+    return Run(outputs, {var.name: value for var, value in env.items()})
+
+
+def evaluate_binding(value: Expr, env: Mapping[Var, Any]) -> Any:
+    """The value of one right-hand side whose variables have these values."""
+    return _compute(value, env, iter(()))
+
+
+def _check_input(param: Var, tensor: torch.Tensor) -> None:
+    have = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    if have != (shape(param), dtype(param)):
+        raise ValueError(
+            f"parameter {param.name}: wanted {dtype(param)} of shape {shape(param)}, got {have[1]} {have[0]}"
+        )
+
+
+def _typed(var: Var, value: Any) -> Any:
+    """The value in its declared type: torch sums integers in int64, Relax in their own type."""
+    types = list(var.ty.fields) if isinstance(var.ty, TupleType) else [var.ty]
+    fields = list(value) if isinstance(value, tuple | list) else [value]
+    made = []
+    for ty, field in zip(types, fields, strict=True):
+        if isinstance(ty, TensorType):
+            extents = tuple(int(extent) for extent in ty.shape)
+            if tuple(field.shape) != extents:
+                raise AssertionError(f"{var.name} is declared {ty}, its value has shape {tuple(field.shape)}")
+            field = field.to(getattr(torch, str(ty.dtype)))
+        made.append(field)
+    return tuple(made) if isinstance(var.ty, TupleType) else made[0]
+
+
+def _read(expr: Expr, env: Mapping[Var, Any]) -> Any:
+    if isinstance(expr, Var):
+        return env[expr]
+    if isinstance(expr, Constant):
+        return torch.from_dlpack(expr.value).clone()
+    if isinstance(expr, Tuple):
+        return tuple(_read(field, env) for field in expr.fields)
+    if isinstance(expr, TupleGetItem):
+        return _read(expr.tuple_value, env)[expr.index]
+    if isinstance(expr, ShapeExpr):
+        return [int(extent) for extent in expr.values]
+    if isinstance(expr, IntImm | FloatImm | StringImm):
+        return expr.value
+    if isinstance(expr, Call):
+        return _compute(expr, env, iter(()))
+    raise NotImplementedError(f"cannot interpret the expression {expr}")
+
+
+def _compute(value: Expr, env: Mapping[Var, Any], masks: Iterator[torch.Tensor]) -> Any:
+    name = op_name(value)
+    if name is None:
+        return _read(value, env)
+    library = library_name(value)
+    if library is not None:
+        kernel = KERNELS.get(library.removeprefix("library.")) or LIBRARY.get(library)
+        if kernel is None:
+            raise NotImplementedError(f"no kernel is bound to {library}")
+        return kernel(*[_listed(_read(arg, env)) for arg in value.args[1:]])
+    arguments = [_read(arg, env) for arg in value.args]
+    if name == _DROPOUT:
+        return _dropout(value, arguments[0], masks)
+    meaning = OPERATORS.get(name)
+    if meaning is None:
+        return _legalized(value, env)
+    declared = shape(value) if isinstance(value.ty, TensorType) else None
+    return meaning(value, declared, *arguments)
+
+
+def _listed(argument: Any) -> Any:
+    return list(argument) if isinstance(argument, tuple) else argument
+
+
+def _dropout(call: Call, x: torch.Tensor, masks: Iterator[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    rate = float(call.attrs.rate)
+    if rate in (0.0, 1.0):
+        return (x if rate == 0.0 else torch.zeros_like(x)), torch.full(x.shape, rate == 0.0)
+    mask = next(masks, None)
+    if mask is None:
+        raise ValueError("a dropout without a mask: give the masks behind the function's parameters")
+    noise = mask.to(x.dtype) * keep_scale(rate, str(x.dtype).removeprefix("torch."))
+    return x * noise.to(x.dtype), mask
+
+
+def _legalized(call: Call, env: Mapping[Var, Any]) -> Any:
+    """One operator by TVM alone."""
+    params: dict[Var, Var] = {}
+
+    def parameter(arg: Expr) -> Expr:
+        if isinstance(arg, Tuple):
+            return Tuple([parameter(field) for field in arg.fields])
+        return params.setdefault(arg, Var(f"x{len(params)}", arg.ty)) if isinstance(arg, Var) else arg
+
+    inner = Call(call.op, [parameter(arg) for arg in call.args], call.attrs, call.ty_args, ret_ty=call.ty)
+    result = Var("y", call.ty)
+    function = build_function(list(params.values()), [(result, inner)], [result])
+    module = IRModule({"main": function.with_attr("global_symbol", "main")})
+    try:
+        machine = relax.VirtualMachine(tvm.compile(module, "llvm"), tvm.cpu())
+    except tvm.error.TVMError as error:
+        raise NotImplementedError(f"{call.op.name}: neither spelled out in torch nor legalized by TVM") from error
+    tensors = [env[var].detach().contiguous() for var in params]
+    (made,) = machine["main"](*tensors)
+    fields = list(made) if isinstance(call.ty, TupleType) else [made]
+    converted = tuple(torch.from_dlpack(field).clone() for field in fields)
+    return converted if isinstance(call.ty, TupleType) else converted[0]

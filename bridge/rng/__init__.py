@@ -1,0 +1,1 @@
+"""Random draws at call time: eager's generator, order and state."""

@@ -1,0 +1,107 @@
+"""Random draws at call time: from torch's generator, in eager's order and in eager's memory layout.
+
+Bernoulli draws that follow each other, dropout masks first of all, are made by compiled code (:mod:`bridge.rng.cpu`)
+where that is faster and gives torch's bits, everything else by torch.
+
+A draw is an object of its own (:class:`bridge.capture.fake_observation.Draw`), so that another device can later
+recompute the same bits from the generator's recorded state instead of storing them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import groupby
+
+import torch
+
+from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.capture.fake_observation import Draw
+from bridge.rng import cpu as mt19937
+
+__all__ = ["Draws"]
+
+_WORTH = 1000
+"""Elements of consecutive Bernoulli draws from which compiled code is faster: it reads and replaces the generator's
+state (4 us), torch takes 5 ns for an element."""
+
+_BERNOULLI = "aten.bernoulli_.float"
+
+_Maker = Callable[[], list[torch.Tensor]]
+"""Makes one draw, or several that follow each other."""
+
+
+class Draws:
+    """All draws of one call of a module.
+
+    Args:
+        draws: what eager draws, in order; all of them are made, used or not, to leave the generator in eager's state.
+        masks: indices of those that are dropout masks (drawn as ``bool``).
+        used: indices of the draws that the compiled code takes, in the order of its parameters.
+
+    Raises:
+        UnsupportedModule: for an operator that cannot be replayed.
+    """
+
+    def __init__(self, draws: Sequence[Draw], masks: Sequence[int], used: Sequence[int], module_name: str):
+        self._makers: list[_Maker] = []
+        self._used = tuple(used)
+        self._count = len(draws)
+        for index in masks:
+            if draws[index].op != _BERNOULLI:
+                raise UnsupportedModule(
+                    module_name, [Unsupported(draws[index].op, module_name, "not a dropout's draw")]
+                )
+        values = set(used).difference(masks)  # those that have to be of the draw's dtype
+        for op, group in groupby(enumerate(draws), key=lambda item: item[1].op):
+            if op == _BERNOULLI:
+                self._makers += _bernoullis([(draw, index in values) for index, draw in group])
+            else:
+                self._makers += [_replay(draw, module_name) for _, draw in group]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def make(self) -> list[torch.Tensor]:
+        """Makes every draw in order and returns the used ones."""
+        made = [tensor for maker in self._makers for tensor in maker()]
+        return [made[index] for index in self._used]
+
+
+def _bernoullis(run: list[tuple[Draw, bool]]) -> list[_Maker]:
+    """What makes a run of draws, each a mask or, if wanted so, a tensor of the draw's dtype."""
+    masks = [mt19937.Mask(draw.shape, draw.stride, draw.args[0], draw.dtype) for draw, _ in run]
+    dtypes = [draw.dtype if wanted else torch.bool for draw, wanted in run]
+    if sum(mask.count for mask in masks) >= _WORTH and all(mask.dense for mask in masks):
+        kernels = mt19937.compiled()
+        if kernels is not None:
+            make = partial(mt19937.draw, kernels, masks)
+            return [make if set(dtypes) == {torch.bool} else partial(_converted, make, dtypes)]
+    return [partial(_by_torch, mask, dtype) for mask, dtype in zip(masks, dtypes, strict=True)]
+
+
+def _by_torch(mask: mt19937.Mask, dtype: torch.dtype) -> list[torch.Tensor]:
+    if dtype is torch.bool:
+        return [mt19937.draw_by_torch(mask)]
+    return [torch.empty_strided(mask.shape, mask.stride, dtype=dtype).bernoulli_(mask.probability)]
+
+
+def _converted(make: _Maker, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
+    return [mask.to(dtype) for mask, dtype in zip(make(), dtypes, strict=True)]
+
+
+def _value(draw: Draw, operator: Callable[..., torch.Tensor], takes_tensor: bool) -> list[torch.Tensor]:
+    kwargs = dict(draw.kwargs)
+    if not takes_tensor:
+        return [operator(*draw.args, **kwargs)]
+    return [operator(torch.empty_strided(draw.shape, draw.stride, dtype=draw.dtype), *draw.args, **kwargs)]
+
+
+def _replay(draw: Draw, module_name: str) -> _Maker:
+    _, name, overload = draw.op.split(".")
+    operator = getattr(getattr(torch.ops.aten, name), overload)
+    first = operator._schema.arguments[0]
+    takes_tensor = str(first.type) == "Tensor"
+    if len(operator._schema.returns) != 1:
+        raise UnsupportedModule(module_name, [Unsupported(draw.op, module_name, "a draw that cannot be replayed")])
+    return partial(_value, draw, operator, takes_tensor)

@@ -1,0 +1,1 @@
+"""Saved bytes, ours and torch's, side by side."""

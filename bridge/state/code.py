@@ -1,0 +1,235 @@
+"""What a module's code refers to outside of the module: attributes of its classes, global names, enclosing scopes.
+
+``forward`` may read ``self.scale`` from the class, a flag of its file, ``settings.scale`` of another one, a variable of
+the function that defines it, or call a helper; any of them may be changed between calls, the code itself included (a
+notebook's autoreload puts new code into old functions). Noted are the class attributes that a module in the tree sees
+(of classes below ``nn.Module``), the names that the functions among them reach (:mod:`bridge.state.names`), their code
+and their default arguments. They are compared by identity, and what is mutable by contents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from types import CellType, FunctionType, SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from bridge.base.mismatch import MODULE, Mismatch
+from bridge.state.dict_versions import dict_versions, same_versions
+from bridge.state.names import (
+    NOT_FORWARD,
+    UNSET,
+    Space,
+    cell_value,
+    functions_of,
+    is_torchs,
+    names_of,
+    spaces_of,
+    with_helpers,
+    written_bases,
+)
+from bridge.state.reachable import Contents, Fields, Reached, same_plain
+
+__all__ = ["CodeGuard"]
+
+_CODE = attrgetter("__code__")
+_DEFAULTS = attrgetter("__defaults__", "__kwdefaults__")
+
+
+class CodeGuard:
+    """The conditions of one entry on code.
+
+    Args:
+        classes: of the modules in the tree, and of objects that they hold.
+        functions: further functions that a call may run: attributes, forwards set on an instance.
+    """
+
+    def __init__(self, classes: Iterable[type], functions: Iterable[FunctionType] = ()):
+        kinds, functions = dict.fromkeys(classes), list(functions)
+        while True:  # what is found may be functions and classes again: a table of activations, a settings object
+            reached = self._note_all(kinds, functions)
+            found = [function for function in reached.functions if function not in functions]
+            if not found and reached.kinds.keys() <= kinds.keys():
+                break
+            functions += found
+            kinds.update(reached.kinds)
+        self._codes = list(map(_CODE, self._functions))
+        self._contents = [*reached.contents, *_environment(self._functions)]
+        self._counted = {each: each.counted for each in self._contents if each.counted is not None}
+        self._uncounted = [each for each in self._contents if each.counted is None]
+        self._versions: list[int] | None = None
+
+    def _note_all(self, kinds: Iterable[type], functions: Sequence[FunctionType]) -> Reached:
+        self._read: list[tuple[Callable[[Any], Any], Any]] = []
+        self._values: list[Any] = []
+        self._reasons: list[str] = []
+        self._places: list[tuple[Any, str]] = []
+        self._reached = Reached()
+        for kind in kinds:
+            self._note_class(kind)
+        self._functions = with_helpers((*chain.from_iterable(map(functions_of, kinds)), *functions))
+        self._note_names()
+        for function in self._functions:
+            if function.__defaults__ or function.__kwdefaults__:
+                reasons = dict.fromkeys(
+                    ("__defaults__", "__kwdefaults__"), f"default arguments of {function.__qualname__}"
+                )
+                self._note(_DEFAULTS, function, reasons)
+        return self.__dict__.pop("_reached")
+
+    def _note_class(self, kind: type) -> None:
+        found = [
+            name
+            for base in written_bases(kind)
+            if not is_torchs(base)
+            for name in vars(base)
+            if name not in NOT_FORWARD and not (name.startswith("__") and name.endswith("__"))
+            if getattr(kind, name, UNSET) is getattr(kind, name, None)  # a classmethod is bound anew at every look
+        ]
+        names = list(dict.fromkeys([name for name in ("forward",) if hasattr(kind, name)] + found))
+        reasons = {
+            name: f"{name} of class {kind.__name__}"
+            if name == "forward"
+            else f"attribute '{name}' of class {kind.__name__}"
+            for name in names
+        }
+        if names:
+            self._note(_tuple_of(attrgetter, names), kind, reasons)
+
+    def _note_names(self) -> None:
+        cells: dict[int, tuple[CellType, str]] = {}
+        spaces: dict[int, tuple[Space, dict[str, str]]] = {}
+        for function in self._functions:
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                if cell_value(cell) is not UNSET:
+                    cells.setdefault(id(cell), (cell, f"variable '{name}' around {function.__qualname__}"))
+            for space in spaces_of(function):
+                _, reasons = spaces.setdefault(id(space.owner), (space, {}))
+                reasons.update((name, f"global '{space.prefix}{name}'") for name in space.names)
+        for space, reasons in spaces.values():
+            self._note(_tuple_of(itemgetter, list(reasons)), space.namespace, reasons, space.owner, space.is_users)
+        for cell, reason in cells.values():
+            self._note(_cell_tuple, cell, {"cell_contents": reason})
+
+    def _note(
+        self,
+        read: Callable[[Any], tuple],
+        source: Any,
+        reasons: dict[str, str],
+        owner: Any = None,
+        contents: bool = True,
+    ) -> None:
+        """Remembers what ``read(source)`` gives, the values of these names; ``owner`` is where they can be set."""
+        values = read(source)
+        self._read.append((read, source))
+        self._values += values
+        self._reasons += reasons.values()
+        self._places += [(source if owner is None else owner, name) for name in reasons]
+        for value, reason in zip(values, reasons.values(), strict=True) if contents else ():
+            if _is_users(value):
+                self._reached.add(reason, value)
+
+    def mentions(self, *names: str) -> bool:
+        """Whether one of these names occurs in the code."""
+        return any(not set(names).isdisjoint(names_of(function.__code__)) for function in self._functions)
+
+    def _now(self) -> list[Any]:
+        return [value for read, source in self._read for value in read(source)]
+
+    def unchanged(self) -> bool:
+        """Whether all of it is the very same."""
+        try:
+            if not all(map(is_, self._now(), self._values)):
+                return False
+        except (KeyError, AttributeError):
+            return False
+        if not all(map(is_, map(_CODE, self._functions), self._codes)):
+            return False
+        if not all(contents.unchanged() for contents in self._uncounted):
+            return False
+        if same_versions(self._counted.values(), self._versions):
+            return True
+        versions = dict_versions(self._counted.values())  # before the look: what is written meanwhile is seen next time
+        unchanged = all(contents.unchanged() for contents in self._counted)
+        self._versions = versions if unchanged else None
+        return unchanged
+
+    def match(self) -> None:
+        """Raises :class:`Mismatch`, naming the first thing that is not what it was; equal plain values are."""
+        for what in self.differences():
+            raise Mismatch(MODULE, f"{what} changed")
+
+    def differences(self) -> Iterator[str]:
+        """What is not what it was."""
+        reasons = iter(self._reasons)
+        values = iter(self._values)
+        for read, source in self._read:
+            try:
+                found = read(source)
+            except (KeyError, AttributeError) as missing:
+                yield f"a name that the code uses is gone: {missing}, it"
+                return
+            for now, then, reason in zip(found, values, reasons, strict=False):
+                if not same_plain(now, then):
+                    yield reason
+        for function, code in zip(self._functions, self._codes, strict=True):
+            if function.__code__ is not code:
+                yield f"code of {function.__qualname__}"
+        for contents in self._contents:
+            if not contents.unchanged():
+                yield contents.place
+
+    def restore(self) -> None:
+        """Puts back globals, variables of enclosing scopes, settings in classes, and contents of what they hold."""
+        now = chain.from_iterable(read(source) for read, source in self._read)
+        for (owner, name), value, then in zip(self._places, now, self._values, strict=False):
+            if same_plain(value, then) or hasattr(
+                then, "__get__"
+            ):  # a method in a class is not what it is looked up as
+                continue
+            if isinstance(owner, dict):
+                owner[name] = then
+            else:
+                setattr(owner, name, then)
+        for contents in self._contents:
+            contents.restore()
+
+
+def _is_users(value: Any) -> bool:
+    """Whether an object's fields are settings of the user's, not the state of some library's machinery."""
+    if isinstance(value, list | dict | set | tuple | argparse.Namespace | SimpleNamespace | partial | nn.Module):
+        return True
+    library = type(value).__module__.partition(".")[0]
+    return library != "torch" and library not in sys.stdlib_module_names
+
+
+def _environment(functions: Sequence[FunctionType]) -> list[Contents]:
+    """The environment's variables that the code may ask for: those whose names are written in it."""
+    asking = [f.__code__ for f in functions if not {"environ", "getenv"}.isdisjoint(names_of(f.__code__))]
+    names = [constant for code in asking for constant in code.co_consts if isinstance(constant, str)]
+    if not names:
+        return []
+    return [Contents("an environment variable", Fields(_variables, list(map(os.fsencode, names))))]
+
+
+def _variables(names: Sequence[bytes]) -> list[bytes | None]:
+    return list(map(os.environ._data.get, names))
+
+
+def _tuple_of(getter: Callable[..., Callable[[Any], Any]], names: Sequence[str]) -> Callable[[Any], tuple]:
+    """``itemgetter`` or ``attrgetter`` of these names; a tuple also for a single one."""
+    if len(names) > 1:
+        return getter(*names)
+    single = getter(*names)
+    return lambda source: (single(source),)
+
+
+def _cell_tuple(cell: CellType) -> tuple[Any]:
+    return (cell_value(cell),)
