@@ -17,7 +17,7 @@ def named_tests() -> list[str]:
     found = []
     for line in section.splitlines():
         file = ""
-        for name in re.findall(r"`(test_\w+(?:::test_\w+)?)`", line.rpartition(" | ")[2]):
+        for name in re.findall(r"`((?:\w+/)?test_\w+(?:::test_\w+)?)`", line.rpartition(" | ")[2]):
             is_file = "::" in name or (ROOT / "tests" / "bridge" / f"{name}.py").exists()
             file = name.partition("::")[0] if is_file else file
             found.append(name if is_file else f"{file}::{name}")
@@ -36,4 +36,4 @@ def test_every_row_names_a_test():
     section = (ROOT / "README.md").read_text().partition("## What composes with what")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ") and not line.startswith(("| with", "| **"))]
     assert len(rows) > 30
-    assert all("`test_" in row.rpartition(" | ")[2] for row in rows)
+    assert all("test_" in row.rpartition(" | ")[2] for row in rows)

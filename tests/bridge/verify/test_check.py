@@ -25,7 +25,7 @@ from bridge.verify.replay import replay
 from tests.bridge.models import NoGradBlock, bert_layer
 
 LEVELS = itertools.count(20)  # TVM takes a rule only at a level above the last one's
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Net(nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from tests.bridge.parity import Call, assert_same, check_module, run
-from tests.bridge.test_precision import assert_close_enough, autocast, step
+from tests.bridge.parity.test_precision import assert_close_enough, autocast, step
 
 
 class Recurrent(nn.Module):

@@ -126,7 +126,7 @@ def test_code_that_looks_at_strides_is_refused_with_its_line(then):
     with pytest.raises(UnsupportedModule) as caught:
         add_tvm_dispatch(Normalized(then).eval(), transposed_input())
     problem = caught.value.ops[0]
-    assert "test_real_run.py" in problem.where and ("stride" in problem.where or "contiguous" in problem.where)
+    assert "test_eager_run.py" in problem.where and ("stride" in problem.where or "contiguous" in problem.where)
 
 
 @pytest.mark.parametrize(
