@@ -1,0 +1,147 @@
+"""Rooms of the tree: their files, their sizes and the import edges between them; ``python -m tests.rooms`` prints them.
+
+Reads source text only. Every import statement counts, also those inside functions and under ``TYPE_CHECKING``.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import networkx as nx
+
+__all__ = ["BRIDGE", "COMPILE", "MOST_LINES", "Tree", "main", "tree"]
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("bridge", "autodiff", "partition")
+MOST_LINES = 400
+
+BRIDGE = (
+    "base",
+    "state",
+    "capture",
+    "aten",
+    "library",
+    "compile",
+    "reference",
+    "lowering",
+    "rng",
+    "dispatch",
+    "dynamo",
+    "verify",
+    "show",
+    "lower",
+    "examine",
+    "__init__",
+)
+"""Rooms and loose files of ``bridge/``; each imports only from those before it."""
+
+COMPILE = ("loop_ir", "codegen", "schedule", "passes", "translate", "cpu", "runtime", "__init__")
+"""Rooms of ``bridge/compile/``, likewise."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Modules by dotted name, with their line counts and what each imports.
+
+    Attributes:
+        lines: number of lines of each module's file.
+        imports: ``(importing module, imported module)`` pairs inside the three packages.
+    """
+
+    lines: dict[str, int]
+    imports: tuple[tuple[str, str], ...]
+
+    def room(self, module: str) -> str:
+        """``bridge.capture.passes.autocast`` → ``capture``; a package of its own stands for itself."""
+        first, *rest = module.split(".")
+        return (rest[0] if rest else "__init__") if first == "bridge" else first
+
+    def backward(self, prefix: str, order: Sequence[str]) -> list[str]:
+        """Imports that run against ``order``, of the rooms directly below ``prefix``, as ``"a imports b"``."""
+        found = []
+        for importer, imported in self.imports:
+            if importer.startswith(prefix) and imported.startswith(prefix):
+                ranks = [order.index(_part(name, prefix)) for name in (importer, imported)]
+                if ranks[1] > ranks[0]:
+                    found.append(f"{importer} imports {imported}")
+        return found
+
+    def circles(self) -> list[list[str]]:
+        """Groups of modules that import one another."""
+        graph = nx.DiGraph(self.imports)
+        return [sorted(group) for group in nx.strongly_connected_components(graph) if len(group) > 1]
+
+
+def _part(module: str, prefix: str) -> str:
+    return module.removeprefix(prefix).lstrip(".").split(".")[0] or "__init__"
+
+
+@cache
+def tree() -> Tree:
+    """The packages of this checkout."""
+    files = {_dotted(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
+    lines = {name: len(path.read_text().splitlines()) for name, path in files.items()}
+    pairs = {
+        (name, other)
+        for name, path in files.items()
+        for other in _imported(name, path, files)
+        if other != name
+    }
+    return Tree(lines, tuple(sorted(pairs)))
+
+
+def _dotted(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imported(importer: str, path: Path, files: dict[str, Path]) -> Iterator[str]:
+    package = importer if path.name == "__init__.py" else importer.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in files)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                base = package.split(".")[: len(package.split(".")) - node.level + 1]
+                module = ".".join([*base, *([module] if module else [])])
+            for alias in node.names:
+                name = f"{module}.{alias.name}"
+                if name in files:
+                    yield name
+                elif module in files:
+                    yield module
+
+
+def main() -> int:
+    """Prints rooms, sizes and edges; what is wrong goes last. Returns 1 if anything is."""
+    found = tree()
+    by_room: dict[str, list[str]] = {}
+    for module in found.lines:
+        by_room.setdefault(found.room(module), []).append(module)
+    edges = {(found.room(a), found.room(b)) for a, b in found.imports if found.room(a) != found.room(b)}
+    order = ["autodiff", "partition", *BRIDGE]
+    for room in order:
+        modules = by_room.get(room, [])
+        if not modules:
+            continue
+        lines = [found.lines[module] for module in modules]
+        needs = " ".join(other for other in order if (room, other) in edges)
+        print(f"{room:<10} {len(modules):>3} files {sum(lines):>6} lines, longest {max(lines):>4}  imports {needs or '-'}")
+    problems = [
+        *found.backward("bridge", BRIDGE),
+        *found.backward("bridge.compile", COMPILE),
+        *(f"a circle: {' '.join(circle)}" for circle in found.circles()),
+        *(f"{module} has {n} lines" for module, n in found.lines.items() if n > MOST_LINES),
+    ]
+    for problem in problems:
+        print(f"! {problem}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
