@@ -131,7 +131,8 @@ def main() -> int:
             continue
         lines = [found.lines[module] for module in modules]
         needs = " ".join(other for other in order if (room, other) in edges)
-        print(f"{room:<10} {len(modules):>3} files {sum(lines):>6} lines, longest {max(lines):>4}  imports {needs or '-'}")
+        sizes = f"{len(modules):>3} files {sum(lines):>6} lines, longest {max(lines):>4}"
+        print(f"{room:<10} {sizes}  imports {needs or '-'}")
     problems = [
         *found.backward("bridge", BRIDGE),
         *found.backward("bridge.compile", COMPILE),
