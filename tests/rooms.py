@@ -85,12 +85,7 @@ def tree() -> Tree:
     """The packages of this checkout."""
     files = {_dotted(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
     lines = {name: len(path.read_text().splitlines()) for name, path in files.items()}
-    pairs = {
-        (name, other)
-        for name, path in files.items()
-        for other in _imported(name, path, files)
-        if other != name
-    }
+    pairs = {(name, other) for name, path in files.items() for other in _imported(name, path, files) if other != name}
     return Tree(lines, tuple(sorted(pairs)))
 
 

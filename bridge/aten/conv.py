@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from tvm import relax
 
 from autodiff.ir import dtype, shape
 from bridge.aten.registry import Refused, converts
+from bridge.base.torch_internals import aten
 
-aten = torch.ops.aten
 op = relax.op
 
 

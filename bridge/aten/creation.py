@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from tvm import relax
 
 from bridge.aten.registry import converts
-
-aten = torch.ops.aten
+from bridge.base.torch_internals import aten
 
 
 @converts(aten.full.default, aten.full_like.default)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
-from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 from tvm import relax
 
 from autodiff.ir import (
@@ -30,6 +29,7 @@ from autodiff.ir import (
 from autodiff.library import call as library_call
 from bridge.aten.registry import CONVERSIONS, Refused
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
+from bridge.base.torch_internals import ELEMENTWISE_TYPE_PROMOTION_KIND, HigherOrderOperator, elementwise_dtypes
 from bridge.capture.capture import Captured
 from bridge.capture.passes.stop_gradient import where_is
 
@@ -262,7 +262,7 @@ def import_graph(captured: Captured) -> Imported:
         if node.op != "call_function":
             continue
         try:
-            if isinstance(node.target, torch._ops.HigherOrderOperator):
+            if isinstance(node.target, HigherOrderOperator):
                 raise Refused("a higher-order operator")
             if node.target is not operator.getitem and node.target not in CONVERSIONS:
                 raise Refused("no conversion with training semantics")

@@ -9,8 +9,8 @@ from tvm import relax
 from autodiff.ir import dtype, numel, shape
 from bridge.aten.registry import Refused, converts
 from bridge.aten.whole import whole
+from bridge.base.torch_internals import aten
 
-aten = torch.ops.aten
 op = relax.op
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 
-import torch
 from tvm import relax
 
 from autodiff.ir import dtype, numel, shape
 from bridge.aten.registry import Refused, converts
+from bridge.base.torch_internals import aten
 
-aten = torch.ops.aten
 op = relax.op
 
 

@@ -8,8 +8,8 @@ from tvm import relax
 from autodiff.ir import Expr, dtype, is_float
 from bridge.aten.registry import Refused, converts
 from bridge.aten.whole import whole
+from bridge.base.torch_internals import aten
 
-aten = torch.ops.aten
 op = relax.op
 
 _UNARY_FLOAT = {

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 
-import torch
-
 from bridge.aten.registry import converts
+from bridge.base.torch_internals import aten
 
 __all__ = ["recurrent_layer"]
 
-aten = torch.ops.aten
 _TENSORS = 7  # x, four weights and biases, two states
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 
-import torch
 from tvm import relax
 
 from autodiff.ir import dtype, shape
 from bridge.aten.registry import Refused, converts, rounds_once
 from bridge.aten.whole import whole
+from bridge.base.torch_internals import aten
 
-aten = torch.ops.aten
 op = relax.op
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from autodiff.ir import shape
 from bridge.aten.registry import converts
-
-aten = torch.ops.aten
+from bridge.base.torch_internals import aten, schema
 
 
 def _pair(importer, node, name, args):
@@ -45,7 +42,7 @@ def topk(importer, node, x, k, dim=-1, largest=True, sorted=True):
 def along(importer, node, x, dim=-1, keepdim=False):
     if not shape(x):
         return _of_scalar(importer, node, x)
-    name = node.target._schema.name.removeprefix("aten::") + "_dim"
+    name = schema(node.target).name.removeprefix("aten::") + "_dim"
     dim %= len(shape(x))
     kept = [fake if keepdim else fake.unsqueeze(dim) for fake in node.meta["val"]]
     pair = importer.library(name, [x, dim], kept)
@@ -66,4 +63,4 @@ def kthvalue(importer, node, x, k, dim=-1, keepdim=False):
 def cummax(importer, node, x, dim):
     if not shape(x):
         return _of_scalar(importer, node, x)
-    return _pair(importer, node, node.target._schema.name.removeprefix("aten::"), [x, dim % len(shape(x))])
+    return _pair(importer, node, schema(node.target).name.removeprefix("aten::"), [x, dim % len(shape(x))])

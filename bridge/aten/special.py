@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 
-import torch
 from tvm import relax
 
 from autodiff.ir import dtype
 from bridge.aten.pointwise import broadcast
 from bridge.aten.registry import converts, rounds_once
+from bridge.base.torch_internals import aten, schema
 
-aten = torch.ops.aten
 op = relax.op
 
 
@@ -127,7 +126,7 @@ def binary_cross_entropy(importer, node, x, target, weight=None, reduction=1):
 def accurate(importer, node, x):
     """Functions whose textbook form loses digits: the library's."""
     (x,) = importer.operands(node, x)
-    return importer.library(node.target._schema.name.removeprefix("aten::"), [x], importer.out(node))
+    return importer.library(schema(node.target).name.removeprefix("aten::"), [x], importer.out(node))
 
 
 @converts(aten.log2.default, aten.log10.default)

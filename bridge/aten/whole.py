@@ -11,15 +11,13 @@ import json
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autodiff.ir import Expr, shape
 from bridge.aten.registry import Refused, converts
+from bridge.base.torch_internals import aten, pytree
 from bridge.capture.passes.preserved_ops import WHOLE
 
 __all__ = ["describe", "whole"]
-
-aten = torch.ops.aten
 
 
 def describe(args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Expr]]:

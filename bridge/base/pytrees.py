@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils import _pytree as pytree
+from bridge.base.torch_internals import pytree
 
 __all__ = ["leaf_names", "structure_difference"]
 

@@ -16,6 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bridge.base.errors import Unsupported, is_user_file, line_of
+from bridge.base.torch_internals import is_tracked_by_functorch, storage_id
 from bridge.capture.op_trace import constant_key
 
 __all__ = ["CallSequence", "differences"]
@@ -67,11 +68,11 @@ class CallSequence:
         if not all(map(_has_memory, tensors)):
             return  # inside a transform of torch.func, or of a sparse tensor: its graph is what it is on any strides
         index = len(self.calls)
-        memory = [tensor.untyped_storage()._cdata for tensor in tensors]
+        memory = [storage_id(tensor) for tensor in tensors]
         made = [result for result in results if isinstance(result, torch.Tensor) and _has_memory(result)]
         if not made and not written:
             return
-        aliases = tuple(memory.index(key) if (key := t.untyped_storage()._cdata) in memory else None for t in made)
+        aliases = tuple(memory.index(key) if (key := storage_id(t)) in memory else None for t in made)
         constants = [constant_key(value) for value in values if not isinstance(value, torch.Tensor)]
         if name == "as_strided":
             constants.append(tensors[0].stride())
@@ -80,11 +81,11 @@ class CallSequence:
             storage = tensor.untyped_storage()
             self._calls_on.setdefault(storage._cdata, (StorageWeakRef(storage), []))[1].append(index)
         for tensor in written:
-            self.written.update(self._calls_on[tensor.untyped_storage()._cdata][1])
+            self.written.update(self._calls_on[storage_id(tensor)][1])
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.layout == torch.strided and not is_tracked_by_functorch(tensor)
 
 
 def _place() -> tuple[str, int]:

@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
-from torch.utils import _pytree as pytree
 
 from bridge.base.errors import Unsupported, UnsupportedModule, refused_by_eager, user_line
+from bridge.base.torch_internals import FakeTensor, FakeTensorMode, OpOverload, aten, pytree
 from bridge.capture import fake_observation as _witness
 from bridge.capture.eager_run import as_in_eager, real_run
 from bridge.capture.fake_observation import Draw, Output, Witness
@@ -45,8 +44,6 @@ __all__ = [
     "normalize_sample",
     "raise_if_eager_raises",
 ]
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -398,7 +395,7 @@ def _requiring_grad(
 
 
 def _is_random(node: fx.Node) -> bool:
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import AdditionalInputs, Dim, ShapesCollection
-from torch.utils import _pytree as pytree
 
 from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.base.torch_internals import pytree
 
 __all__ = ["refuse_dynamic"]
 

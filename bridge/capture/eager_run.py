@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from bridge.base.errors import Unsupported, refused_by_eager
+from bridge.base.torch_internals import pytree
 from bridge.capture.call_log import differences
 from bridge.capture.fake_observation import Witness, observe
 from bridge.capture.isolated_rng import OwnDraws

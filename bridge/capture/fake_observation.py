@@ -19,12 +19,20 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge.base.errors import Unsupported, user_line
 from bridge.base.threads import is_alone
+from bridge.base.torch_internals import (
+    TorchDispatchMode,
+    applied_function,
+    compiling_flags,
+    current_graph_task_id,
+    is_dense,
+    pytree,
+    schema,
+    storage_id,
+)
 from bridge.capture.call_log import CallSequence
 from bridge.capture.op_trace import OpTrace
 from bridge.capture.overlap import overlaps
@@ -122,7 +130,7 @@ class _DrawRecorder(TorchDispatchMode):
             with _unwatched():
                 result = func(*args, **(kwargs or {}))
             self.trace.add(func, arguments, result)
-        if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled() and not self.in_backward:
+        if current_graph_task_id() != -1 and not torch.is_grad_enabled() and not self.in_backward:
             self.in_backward = True  # said once
             self.complain("torch.autograd.grad or backward", "runs autograd inside forward: its result is a constant")
         if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args):
@@ -133,7 +141,7 @@ class _DrawRecorder(TorchDispatchMode):
         if isinstance(result, tuple):  # native_dropout called by name: the mask is what was drawn
             result = result[1] if str(func) == "aten.native_dropout.default" else result[0]
         # the dispatcher drops arguments that equal their default
-        defaults = [a.default_value for a in func._schema.arguments[len(args) :] if not a.kwarg_only]
+        defaults = [a.default_value for a in schema(func).arguments[len(args) :] if not a.kwarg_only]
         args = (*args, *(value for value in defaults if value is not None))
         if str(func) == "aten.bernoulli.p" and args[0].requires_grad:
             self.complain(str(func), "eager has no derivative of it, and fails in the backward")
@@ -176,7 +184,7 @@ class _InPlaceWatcher(TorchFunctionMode):
         kwargs = kwargs or {}
         self.watch.look_for_custom_function()
         name = getattr(func, "__name__", str(func))
-        values = torch.utils._pytree.tree_leaves((args, kwargs))
+        values = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor)]
         if name in ("register_hook", "retain_grad", "register_post_accumulate_grad_hook"):
             self.watch.complain(f"Tensor.{name}", "a tensor hook set inside forward")
@@ -198,22 +206,17 @@ class _Watch:
 
     def __init__(self, arguments: Sequence[Any], parameters: Sequence[torch.Tensor]):
         self.unsupported: list[Unsupported] = []
-        self._argument_storages = {_storage(a) for a in arguments if isinstance(a, torch.Tensor)}
-        self._parameter_storages = {_storage(p) for p in parameters}
+        self._argument_storages = {storage_id(a) for a in arguments if isinstance(a, torch.Tensor)}
+        self._parameter_storages = {storage_id(p) for p in parameters}
         self._detached: set[int] = set()
         self.custom_functions: dict[str, str] = {}
 
     def look_for_custom_function(self) -> None:
         """Inside the forward of a custom autograd.Function: remembers where the user applied it."""
-        frame = sys._getframe(2)
-        while frame is not None:
-            if frame.f_code is _APPLY and frame.f_back is not None:
-                name = getattr(frame.f_locals.get("cls"), "__name__", "?")
-                if name not in self.custom_functions:
-                    line = user_line(traceback.extract_stack(frame.f_back))
-                    self.custom_functions[name] = line or name
-                return
-            frame = frame.f_back
+        applied = applied_function(sys._getframe(2))
+        if applied is not None and applied[0] not in self.custom_functions:
+            name, caller = applied
+            self.custom_functions[name] = user_line(traceback.extract_stack(caller)) or name
 
     def complain(self, op: str, reason: str, hint: str | None = None) -> None:
         where = user_line(traceback.extract_stack()) or "a line outside the module's own code"
@@ -245,7 +248,7 @@ class _Watch:
             self.unsupported.append(Unsupported(op, "forward", reason, "make it a parameter or an argument"))
 
     def mutated(self, name: str, tensor: torch.Tensor) -> None:
-        storage = _storage(tensor)
+        storage = storage_id(tensor)
         if storage in self._argument_storages:
             self.complain(name, CHANGES_ARGUMENT, "work on a clone: x = x.clone() before it")
         elif storage in self._parameter_storages:
@@ -260,24 +263,19 @@ class _Watch:
     def returned(self, name: str, sources: Sequence[torch.Tensor], result: torch.Tensor) -> None:
         if result.requires_grad:
             return
-        if any(source.requires_grad and _storage(source) == _storage(result) for source in sources):
-            self._detached.add(_storage(result))
+        if any(source.requires_grad and storage_id(source) == storage_id(result) for source in sources):
+            self._detached.add(storage_id(result))
 
 
 # Without setstate: Dynamo puts the generator back whenever it looks at a frame. A state that moves is seen anyway.
 _PYTHONS_DRAWS = ("random", "getrandbits", "seed")
 _RESEEDING = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
-_APPLY = torch.autograd.Function.apply.__func__.__code__
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _geometry(tensor: torch.Tensor) -> tuple:
     """What an in-place change of a tensor's own description alters; a write of numbers has its own rules."""
     is_leaf_with_grad = tensor.grad_fn is None and tensor.requires_grad
-    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), _storage(tensor), is_leaf_with_grad
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), storage_id(tensor), is_leaf_with_grad
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -290,18 +288,12 @@ def _leaves(value: Any) -> list[Any]:
     return []
 
 
-@contextmanager
-def _exporting_flags():
+def _exporting_flags() -> AbstractContextManager:
     """Libraries branch on ``torch.compiler.is_exporting()``, ``is_compiling()``: take the exported graph's branch.
 
     On real tensors too: transformers looks for packed sequences in numbers, but not while anything is traced.
     """
-    before = torch.compiler._is_exporting_flag, torch.compiler._is_compiling_flag
-    torch.compiler._is_exporting_flag = torch.compiler._is_compiling_flag = HERE
-    try:
-        yield
-    finally:
-        torch.compiler._is_exporting_flag, torch.compiler._is_compiling_flag = before
+    return compiling_flags(HERE)
 
 
 @contextmanager
@@ -378,7 +370,7 @@ def observe(
         mode: the fake mode that all of them belong to; of real ones, a context that does nothing.
         traced: whether the trace is wanted. It keeps every tensor until it is complete.
     """
-    argument_leaves, argument_spec = torch.utils._pytree.tree_flatten((args, kwargs))
+    argument_leaves, argument_spec = pytree.tree_flatten((args, kwargs))
     watch = _Watch(argument_leaves, parameters)
     witness = Witness(unsupported=watch.unsupported)
     trace = OpTrace(inputs) if traced else None
@@ -393,14 +385,14 @@ def observe(
     for changed in modes:
         reason = "forward leaves it changed for what comes after the call"
         watch.unsupported.append(Unsupported(changed, "forward", reason, "set it around the call"))
-    leaves_now, spec_now = torch.utils._pytree.tree_flatten((args, kwargs))
+    leaves_now, spec_now = pytree.tree_flatten((args, kwargs))
     if spec_now != argument_spec or any(now is not then for now, then in zip(leaves_now, argument_leaves, strict=True)):
         reason = "changes a list, a dict or an object that was passed to the module"
         watch.unsupported.append(Unsupported("an argument", "forward", reason, "work on a copy of it"))
     for tensor in set(state.values()) - set(parameters):
         if tensor.requires_grad and tensor.grad_fn is not None:
             watch.complain("buffer", "forward leaves a buffer that requires grad", "update it under torch.no_grad()")
-    leaves, witness.out_spec = torch.utils._pytree.tree_flatten(result)
+    leaves, witness.out_spec = pytree.tree_flatten(result)
     if not traced:
         witness.results = leaves
     _describe_outputs(leaves, inputs, witness, watch)
@@ -411,7 +403,7 @@ def observe(
 
 
 def _describe_outputs(leaves: Sequence[Any], inputs: Sequence[torch.Tensor], witness: Witness, watch: _Watch) -> None:
-    by_storage = {_storage(tensor): ("input", index) for index, tensor in reversed(list(enumerate(inputs)))}
+    by_storage = {storage_id(tensor): ("input", index) for index, tensor in reversed(list(enumerate(inputs)))}
     index_of = {id(tensor): index for index, tensor in enumerate(inputs)}
     seen_outputs: dict[int, int] = {}
     for index, leaf in enumerate(leaves):
@@ -423,8 +415,8 @@ def _describe_outputs(leaves: Sequence[Any], inputs: Sequence[torch.Tensor], wit
             alias, same = ("input", index_of[id(leaf)]), True
         elif id(leaf) in seen_outputs:
             alias, same = ("output", seen_outputs[id(leaf)]), True
-        elif _storage(leaf) in by_storage and leaf.numel():
-            alias = by_storage[_storage(leaf)]
+        elif storage_id(leaf) in by_storage and leaf.numel():
+            alias = by_storage[storage_id(leaf)]
         elif leaf.numel():
             alias = _spanning_output(leaf, index, leaves)
         seen_outputs.setdefault(id(leaf), index)
@@ -460,7 +452,7 @@ def _spanning_output(leaf: torch.Tensor, position: int, leaves: Sequence[Any]) -
     group = [
         (index, other)
         for index, other in enumerate(leaves)
-        if isinstance(other, torch.Tensor) and _storage(other) == _storage(leaf) and _spans(other)
+        if isinstance(other, torch.Tensor) and storage_id(other) == storage_id(leaf) and _spans(other)
     ]
     for index, other in sorted(group, key=lambda pair: (not pair[1].requires_grad, pair[0])):
         if index == position:
@@ -472,7 +464,7 @@ def _spanning_output(leaf: torch.Tensor, position: int, leaves: Sequence[Any]) -
 
 def _spans(tensor: torch.Tensor) -> bool:
     covers = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-    return covers and tensor.storage_offset() == 0 and is_non_overlapping_and_dense_or_false(tensor)
+    return covers and tensor.storage_offset() == 0 and is_dense(tensor)
 
 
 def _reachable(leaf: torch.Tensor, inputs: Sequence[torch.Tensor], watch: _Watch) -> frozenset[int]:

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
-from torch.utils import _pytree as pytree
 
+from bridge.base.torch_internals import FakeTensorMode, clear_fake_memo, pytree
 from bridge.capture.fake_observation import Witness, observe
 from bridge.state.tensors import ModuleTensor, once_per_owner
 
@@ -83,10 +82,7 @@ def forget_real_tensors(fakes: Iterable[torch.Tensor]) -> None:
     ``torch.utils.swap_tensors`` (a module's ``.to()``, if torch is told so) would refuse the module's parameters.
     """
     for mode in {id(fake.fake_mode): fake.fake_mode for fake in fakes}.values():
-        converter = mode.fake_tensor_converter.meta_converter
-        describer = converter.describer
-        for memo in (converter.tensor_memo, converter.storage_memo, describer.lookup_tensor, describer.lookup_storage):
-            memo.clear()
+        clear_fake_memo(mode)
 
 
 def _fake_leaf(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:

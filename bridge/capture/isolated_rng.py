@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from bridge.base.torch_internals import TorchDispatchMode, overload_name, overload_packet, schema
 
 __all__ = ["OwnDraws"]
 
@@ -36,8 +37,9 @@ class OwnDraws(TorchDispatchMode):
 
 def _taker(func: Any) -> Any:
     """The operator with an argument for a generator, or its overload that has one."""
-    name = func._overloadname
-    if any(argument.name == "generator" for argument in func._schema.arguments):
+    name = overload_name(func)
+    if any(argument.name == "generator" for argument in schema(func).arguments):
         return func
+    packet = overload_packet(func)
     other = "generator" if name == "default" else f"{name}_generator"
-    return getattr(func._overloadpacket, other) if other in func._overloadpacket.overloads() else None
+    return getattr(packet, other) if other in packet.overloads() else None

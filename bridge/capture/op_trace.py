@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from bridge.base.torch_internals import unset_fake_temporarily
 
 __all__ = ["OpTrace", "constant_key"]
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from bridge.base.errors import Unsupported
+from bridge.base.torch_internals import storage_id
 
 __all__ = ["overlaps", "share_elements"]
 
@@ -17,7 +18,7 @@ def overlaps(results: Sequence[torch.Tensor]) -> list[Unsupported]:
     """Why results that a compiled call returns in memory of their own cannot be had so; empty where they can."""
     by_storage: dict[int, list[torch.Tensor]] = {}
     for result in results:
-        by_storage.setdefault(result.untyped_storage()._cdata, []).append(result)
+        by_storage.setdefault(storage_id(result), []).append(result)
     for group in by_storage.values():
         if any(share_elements(a, b) for position, a in enumerate(group) for b in group[:position]):
             reason = "returns overlapping parts of one tensor: what is written to one is seen in the other"

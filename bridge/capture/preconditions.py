@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.pytrees import leaf_names
+from bridge.base.torch_internals import pytree
 from bridge.capture.parallel import refuse_parallel
 from bridge.state.module import hooks_of
 from bridge.state.tensors import tensor_problem

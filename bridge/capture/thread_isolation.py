@@ -22,7 +22,6 @@ import builtins
 import copy
 import functools
 import math
-import sys
 import threading
 import warnings
 from collections import OrderedDict
@@ -33,11 +32,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
-from torch.fx import _symbolic_trace
 from torch.hub import tqdm
-from torch.utils import _pytree as pytree
 
+from bridge.base.torch_internals import (
+    MODULE_HOOKS,
+    FakeTensor,
+    compiling_flags,
+    export_tracer,
+    mkldnn_switch,
+    pytree,
+    symbolic_trace,
+)
 from bridge.capture.passes.cumulative import averages_cumulatively, cumulative_forward
 from bridge.capture.tracing import HERE, changes_of_generators, is_capturing, marked_capturing, one_capture_at_a_time
 
@@ -66,7 +71,7 @@ def _with_own_globals(function: FunctionType) -> FunctionType:
     return functools.update_wrapper(own, function)
 
 
-class _Patcher(_symbolic_trace._Patcher):
+class _Patcher(symbolic_trace._Patcher):
     """torch.fx's, which replaces methods of ``nn.Module`` while it traces; those of this thread, if it captures."""
 
     def patch_method(self, cls: type, name: str, new_fn: Callable[..., Any], deduplicate: bool = True) -> None:
@@ -82,7 +87,7 @@ def _unless_capturing(original: Callable[[], Any], ours: Callable[..., Any]) -> 
 
 @contextmanager
 def _compiling_here(original: Callable[[], Any]) -> Iterator[None]:
-    with _replaced(torch.compiler, _is_compiling_flag=HERE, _is_exporting_flag=HERE):
+    with compiling_flags(HERE):
         yield
 
 
@@ -142,7 +147,6 @@ for _name in (
     setattr(_TwoSided, _name, _of_side(_name))
 
 _REGISTRIES = ("_parameters", "_buffers")
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @contextmanager
@@ -157,7 +161,7 @@ def _registries_here(root: nn.Module) -> Iterator[None]:
         for kind in _REGISTRIES
     ]
     before = [here.copy() for _, _, _, here in sides]
-    hooks = [(root.__dict__, kind, root.__dict__[kind], OrderedDict()) for kind in _HOOKS]
+    hooks = [(root.__dict__, kind, root.__dict__[kind], OrderedDict()) for kind in MODULE_HOOKS]
     for attributes, kind, real, here in sides + hooks:
         attributes[kind] = _TwoSided(real, here)
     try:
@@ -301,7 +305,7 @@ def capturing(module: nn.Module, *, fakes: bool = True) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(one_capture_at_a_time())
-        export = sys.modules["torch.export._trace"]
+        export = export_tracer()
         stack.enter_context(_without_warnings())
         stack.enter_context(_generator_put_back())
         if fakes:
@@ -309,14 +313,13 @@ def capturing(module: nn.Module, *, fakes: bool = True) -> Iterator[None]:
         stack.enter_context(_called_plainly(module))
         stack.enter_context(_registries_here(module))
         stack.enter_context(_forwards_here(module))
-        tracer = _symbolic_trace.Tracer
+        tracer = symbolic_trace.Tracer
         stack.enter_context(_replaced(tracer, trace=_here_only(_with_own_globals(tracer.trace), tracer.trace)))
-        stack.enter_context(_replaced(_symbolic_trace, _Patcher=_Patcher))
+        stack.enter_context(_replaced(symbolic_trace, _Patcher=_Patcher))
         if hasattr(tqdm, "monitor_interval"):  # torch.fx makes a bar that it does not show; its thread would stay
             stack.enter_context(_replaced(tqdm, monitor_interval=0))
-        stack.enter_context(
-            _replaced(torch._C, _get_mkldnn_enabled=_here_only(lambda: False, torch._C._get_mkldnn_enabled))
-        )
+        owner, name = mkldnn_switch
+        stack.enter_context(_replaced(owner, **{name: _here_only(lambda: False, getattr(owner, name))}))
         stack.enter_context(
             _replaced(
                 export,

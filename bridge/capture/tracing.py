@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from bridge.base.locks import free_in_children
+from bridge.base.torch_internals import compile_lock, export_tracer, len_dispatch_stack, len_function_stack
 
 __all__ = [
     "HERE",
@@ -73,7 +74,7 @@ def is_traced_here() -> bool:
         return True
     if not torch.compiler.is_compiling():
         return False
-    return torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
+    return len_function_stack() > 0 or len_dispatch_stack() > 0
 
 
 #: torch.export keeps what it does in the process and in the module while it traces.
@@ -85,8 +86,6 @@ def one_capture_at_a_time() -> Iterator[None]:
     """The lock of those who trace, which a thread may take again: one module is captured, or one of Dynamo's graphs."""
     # Here, since these import the whole of Dynamo, as torch.export does. Before anything is replaced in nn.Module:
     # they remember what they find there.
-    import torch.export._trace  # noqa: F401
-    from torch._dynamo.convert_frame import compile_lock
-
-    with _capturing, compile_lock:
+    export_tracer()
+    with _capturing, compile_lock():
         yield

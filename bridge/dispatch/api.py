@@ -19,11 +19,12 @@ from torch import nn
 from bridge.base.errors import DispatchMiss, Unsupported, UnsupportedModule, is_refused_by_eager
 from bridge.base.log import channel
 from bridge.base.mismatch import INTERPRETER
+from bridge.base.torch_internals import MODULE_CALL, has_global_hooks
 from bridge.capture.capture import normalize_sample
 from bridge.capture.dynamic_shapes import refuse_dynamic
 from bridge.capture.tracing import is_capturing, is_traced_here
 from bridge.dispatch.entry import Entry, compile_entry
-from bridge.dispatch.guards import Mismatch, has_global_hooks, interpreter_state
+from bridge.dispatch.guards import Mismatch, interpreter_state
 from bridge.dispatch.hooks import call_with_hooks
 from bridge.dispatch.outer_compiler import call_opaque, hide, mark, unmark
 from bridge.dispatch.stats import DispatchStats
@@ -40,8 +41,6 @@ MAX_ENTRIES = 8
 #: Refused calls that ``on_miss="compile"`` remembers, in order not to try them again.
 MAX_REFUSALS = 64
 _ATTRIBUTE = "_compiled_call_impl"
-#: The one that asks that attribute.
-_CALL = nn.Module._wrapped_call_impl.__code__
 
 
 class Dispatcher:
@@ -63,7 +62,7 @@ class Dispatcher:
         module = self._module()
         if not torch.compiler.is_dynamo_compiling():  # it knows no frames
             caller = sys._getframe(1)
-            if caller.f_code is _CALL and (called := caller.f_locals["self"]) is not module:
+            if caller.f_code is MODULE_CALL and (called := caller.f_locals["self"]) is not module:
                 return called._call_impl(*args, **kwargs)  # a copy that took over __dict__: its weights are its own
         if module is None:
             raise ReferenceError("the dispatched module is gone")

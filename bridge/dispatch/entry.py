@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import profiler
-from torch.utils import _pytree as pytree
 
 from autodiff.ir import Function
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
+from bridge.base.torch_internals import has_storage, pytree
 from bridge.capture.fake_observation import Output
 from bridge.capture.tracing import one_capture_at_a_time
 from bridge.compile import Program, compile_function
@@ -205,7 +205,7 @@ class _Dispatched(torch.autograd.Function):
                 "differentiated again. Call remove_tvm_dispatch(module) first (or keep it out of what "
                 "torch.compile(backend='tvm_dispatch') compiles), or leave create_graph off."
             )
-        if any(grad is not None and not torch._C._has_storage(grad) for grad in grad_outs):
+        if any(grad is not None and not has_storage(grad) for grad in grad_outs):
             raise RuntimeError(
                 "batched gradients (is_grads_batched=True, jacobian(vectorize=True), torch.func) through a module "
                 "dispatched to TVM: its backward is compiled for one. Call remove_tvm_dispatch(module) first, or "

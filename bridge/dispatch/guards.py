@@ -13,19 +13,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
-from torch.nn.modules import module as torch_module
-from torch.utils import _pytree as pytree
 
 from bridge.base.mismatch import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, Mismatch
 from bridge.base.pytrees import leaf_names, structure_difference
+from bridge.base.torch_internals import (
+    forward_ad_is_on,
+    has_global_hooks,
+    len_dispatch_stack,
+    len_function_stack,
+    pytree,
+    storage_id,
+    transforms_are_on,
+)
 from bridge.capture.capture import Captured
 from bridge.capture.passes.autocast import autocast_setting
 from bridge.dispatch.tensor_checks import LAYOUT, tensor_checks
 from bridge.dispatch.tree_guard import TreeGuard
 from bridge.state.reachable import same_plain
 
-__all__ = ["Guard", "Mismatch", "has_global_hooks", "interpreter_state"]
+__all__ = ["Guard", "Mismatch", "interpreter_state"]
 
 _STATE = (
     "grad mode",
@@ -54,10 +60,10 @@ def _state() -> tuple[Any, ...]:
         torch.is_autocast_enabled("cpu") and autocast_setting(),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
-        forward_ad._current_level >= 0,
-        torch._C._len_torch_dispatch_stack() > 0,
-        torch._C._len_torch_function_stack() > 0,
-        torch._C._functorch.peek_interpreter_stack() is not None,
+        forward_ad_is_on(),
+        len_dispatch_stack() > 0,
+        len_function_stack() > 0,
+        transforms_are_on(),
         has_global_hooks(),
     )
 
@@ -78,16 +84,6 @@ def _serving(state: tuple[Any, ...], requires_grad: bool) -> tuple[tuple[Any, ..
     modes = [(False, False), (False, True)] + ([] if requires_grad else [(True, False), (True, True)])
     modes.sort(key=lambda mode: mode != (grad, inference))
     return tuple((*mode, *rest) for mode in modes)
-
-
-def has_global_hooks() -> bool:
-    """Whether hooks are registered on all modules (``register_module_forward_hook`` and its kin)."""
-    return bool(
-        torch_module._global_forward_pre_hooks
-        or torch_module._global_forward_hooks
-        or torch_module._global_backward_pre_hooks
-        or torch_module._global_backward_hooks
-    )
 
 
 class Guard:
@@ -207,7 +203,7 @@ class Guard:
 
     def _shared_memory(self, inputs: Sequence[torch.Tensor]) -> tuple[str, str] | None:
         """Two inputs in one storage, the second of which the call changes: eager reads the new values in both."""
-        storages = [tensor.untyped_storage()._cdata for tensor in inputs]
+        storages = [storage_id(tensor) for tensor in inputs]
         for index, name in self._written:
             if storages.count(storages[index]) > 1 and inputs[index].numel():
                 other = next(i for i, each in enumerate(storages) if each == storages[index] and i != index)

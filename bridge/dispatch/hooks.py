@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["call_with_hooks"]
+from bridge.base.torch_internals import MODULE_HOOKS
 
-_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+__all__ = ["call_with_hooks"]
 
 
 class _HooksOf(Mapping):
@@ -39,7 +39,7 @@ class _Shell(nn.Module):
     def __init__(self, module: nn.Module, forward: Callable[..., Any]):
         attributes = self.__dict__
         attributes.update(module.__dict__)
-        for kind in _KINDS:
+        for kind in MODULE_HOOKS:
             attributes[kind] = _HooksOf(module, attributes[kind])
         attributes["forward"] = forward
 

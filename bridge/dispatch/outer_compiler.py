@@ -16,8 +16,10 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import nn
-from torch._C._dynamo import eval_frame
+
+from bridge.base.torch_internals import leave_frames_alone
 
 __all__ = ["call_opaque", "hide", "mark", "unmark"]
 
@@ -66,9 +68,7 @@ def hide(function: FunctionType) -> FunctionType:
 
     That one wraps the function, which costs a microsecond at every call, and imports the whole of Dynamo.
     """
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
-    return function
+    return function if leave_frames_alone(function.__code__) else torch.compiler.disable(function)
 
 
 @hide

@@ -14,6 +14,8 @@ from operator import attrgetter
 import torch
 from torch import nn
 
+from bridge.base.torch_internals import neg_view, tensor_guards
+
 __all__ = ["LAYOUT", "tensor_checks"]
 
 #: What a tensor must look like, besides its type and strides.
@@ -33,9 +35,7 @@ def tensor_checks(tensors: Sequence[torch.Tensor]) -> Checks:
 
 
 def _by_dynamo(tensors: Sequence[torch.Tensor]) -> Checks:
-    from torch._C._dynamo.guards import TensorGuards
-
-    check = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    check = tensor_guards()(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return lambda now: check(*now)
 
 
@@ -79,7 +79,7 @@ def _dynamo_is_exact() -> bool:
         torch.zeros(2, 3, requires_grad=True),
         torch.zeros(2, 3, device="meta"),
         torch.zeros(2, 3).to_sparse(),
-        torch._neg_view(torch.zeros(2, 3)),
+        neg_view(torch.zeros(2, 3)),
         nn.Parameter(torch.zeros(2, 3), requires_grad=False),
         torch.zeros(2, 3).as_subclass(_Subclass),
         inference,

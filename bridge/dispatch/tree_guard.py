@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from bridge.base.mismatch import MODULE, Mismatch
+from bridge.base.torch_internals import MODULE_HOOKS
 from bridge.capture.capture import ModuleTensor
 from bridge.dispatch.tensor_checks import LAYOUT, tensor_checks
 from bridge.state.code import CodeGuard
@@ -30,10 +31,7 @@ _STATE = itemgetter(
     "_buffers",
     "_modules",
     "training",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
+    *MODULE_HOOKS,
 )
 
 

@@ -1,1 +1,5 @@
-"""The torch.compile backend "tvm_dispatch"."""
+"""The torch.compile backend ``"tvm_dispatch"``: Dynamo's graphs → entries, as modules have them."""
+
+from bridge.dynamo.backend import graphs, tvm_dispatch
+
+__all__ = ["graphs", "tvm_dispatch"]

@@ -24,6 +24,7 @@ import tvm
 from torch import fx, nn
 
 from bridge.base.errors import Unsupported, UnsupportedModule, user_line
+from bridge.base.torch_internals import HigherOrderOperator, storage_id
 from bridge.capture.tracing import is_traced_here, one_capture_at_a_time
 from bridge.dispatch.api import MAX_ENTRIES, refuse_state
 from bridge.dispatch.entry import Entry
@@ -224,10 +225,10 @@ class _Compiled:
     def objection(self, inputs: Sequence[Any]) -> str | None:
         """Why these inputs cannot be run although their layout fits: an in-place change that others would see."""
         for mutated in self._mutated:
-            memory = inputs[mutated].untyped_storage()._cdata
+            memory = storage_id(inputs[mutated])
             for position, value in enumerate(inputs):
                 if position != mutated and isinstance(value, torch.Tensor):
-                    if value.untyped_storage()._cdata == memory:
+                    if storage_id(value) == memory:
                         return f"input {mutated} is changed in place and shares its memory with input {position}"
         return None
 
@@ -273,7 +274,7 @@ def _refuse(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 def _objection(node: fx.Node) -> str | None:
     """Why a node cannot even be traced."""
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator):
         return "a higher-order operator"
     if node.op == "call_method" and node.target in ("item", "tolist"):
         return "reads numbers from a tensor that the graph computes"

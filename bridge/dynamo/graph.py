@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from bridge.base.torch_internals import enter_autocast, exit_autocast, get_data_attribute
+
 __all__ = ["DynamoGraph", "inline_checkpoints"]
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
@@ -70,13 +72,13 @@ class _Interpreter(fx.Interpreter):
     """
 
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if target is torch.amp.autocast_mode._enter_autocast:
+        if target is enter_autocast:
             region = torch.autocast(*args, **kwargs)
             region.__enter__()
             return region
-        if target is torch.amp.autocast_mode._exit_autocast:
+        if target is exit_autocast:
             return args[0].__exit__(None, None, None)
-        if target is torch._C._autograd._get_data_attr:  # tensor.data, which cannot be traced
+        if target is get_data_attribute:  # tensor.data, which cannot be traced
             return args[0].detach()
         return super().call_function(target, args, kwargs)
 

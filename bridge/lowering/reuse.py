@@ -21,10 +21,10 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from bridge.base.errors import CompilationError
 from bridge.base.log import channel
+from bridge.base.torch_internals import pytree, storage_id
 from bridge.capture.capture import capture, raise_if_eager_raises
 from bridge.capture.fake_observation import Output, Witness
 from bridge.capture.fake_run import fake_run
@@ -104,7 +104,7 @@ def _outside(module: nn.Module, args: tuple, kwargs: dict[str, Any], grad: bool,
     memory: dict[int, int] = {}
     places = []
     for tensor in (*real_tensors, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))):
-        storage = memory.setdefault(tensor.untyped_storage()._cdata, len(memory))
+        storage = memory.setdefault(storage_id(tensor), len(memory))
         places.append((storage, tensor.storage_offset(), str(tensor.device), tensor.is_neg()))
     keys = [_tensor_key(leaf) if isinstance(leaf, torch.Tensor) else constant_key(leaf) for leaf in leaves]
     if strategy is None or None in keys:

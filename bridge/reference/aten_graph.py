@@ -11,12 +11,11 @@ from torch import fx
 
 from autodiff.dropout import keep_scale
 from bridge.aten.importer import Imported
+from bridge.base.torch_internals import aten
 from bridge.capture.capture import Captured
 from bridge.reference.relax import Run
 
 __all__ = ["interpret_graph", "run_graph"]
-
-aten = torch.ops.aten
 
 
 def interpret_graph(captured: Captured, imported: Imported, primals: Sequence[torch.Tensor]) -> Run:

@@ -16,6 +16,7 @@ from itertools import groupby
 import torch
 
 from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.base.torch_internals import schema
 from bridge.capture.fake_observation import Draw
 from bridge.rng import cpu as mt19937
 
@@ -100,8 +101,8 @@ def _value(draw: Draw, operator: Callable[..., torch.Tensor], takes_tensor: bool
 def _replay(draw: Draw, module_name: str) -> _Maker:
     _, name, overload = draw.op.split(".")
     operator = getattr(getattr(torch.ops.aten, name), overload)
-    first = operator._schema.arguments[0]
+    first = schema(operator).arguments[0]
     takes_tensor = str(first.type) == "Tensor"
-    if len(operator._schema.returns) != 1:
+    if len(schema(operator).returns) != 1:
         raise UnsupportedModule(module_name, [Unsupported(draw.op, module_name, "a draw that cannot be replayed")])
     return partial(_value, draw, operator, takes_tensor)

@@ -11,6 +11,8 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from bridge.base.torch_internals import dict_version
+
 __all__ = ["dict_versions", "same_versions"]
 
 
@@ -27,11 +29,8 @@ def same_versions(dicts: Iterable[dict[str, Any]], then: list[int] | None) -> bo
 
 @functools.cache
 def _version() -> Callable[[dict[str, Any]], int] | None:
-    try:
-        from torch._C._dynamo.guards import dict_version
-    except ImportError:
-        return None
-    return dict_version if _is_exact(dict_version) else None
+    version = dict_version()
+    return version if version is not None and _is_exact(version) else None
 
 
 class _Owner:

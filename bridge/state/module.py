@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.base.torch_internals import MODULE_HOOKS
+
 __all__ = ["Snapshot", "hooks_of", "own_attributes", "written_class"]
 
 # What nn.Module keeps in __dict__ for itself; parameters, buffers, submodules and flags are guarded separately.
@@ -22,12 +24,6 @@ _INTERNAL = frozenset(nn.Module().__dict__) | {"_compiled_call_impl", "_is_hf_in
 _RECURRENT_CACHES = ("_flat_weights", "_flat_weight_refs")
 # How attributes begin in which fully_shard and replicate note on a module what they did to it.
 _SHARDING_NOTES = ("__composable_api_state", "_fsdp_use_orig_params", "_is_fsdp_managed_module")
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
 
 
 def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -50,7 +46,7 @@ def _is_cache(module: nn.Module, name: str) -> bool:
 
 def hooks_of(module: nn.Module) -> str | None:
     """The kind of hook registered on ``module``, as in ``"forward_hooks"``, or ``None``."""
-    for kind in _HOOKS:
+    for kind in MODULE_HOOKS:
         if getattr(module, kind, None):
             return kind[1:]
     return None

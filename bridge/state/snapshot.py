@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from bridge.base.threads import is_alone
+from bridge.base.torch_internals import set_grad_enabled
 from bridge.state.code import CodeGuard
 from bridge.state.module import Snapshot, own_attributes
 from bridge.state.reachable import Contents, Reached
@@ -107,7 +108,7 @@ def modes_put_back() -> Iterator[list[str]]:
 
 
 _MODES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "grad mode": (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    "grad mode": (torch.is_grad_enabled, set_grad_enabled),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     "autocast": (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from autodiff.ir import Function, TensorType, bindings
 from bridge.base.errors import CompilationError, UnsupportedModule
+from bridge.base.torch_internals import pytree
 from bridge.compile import compile_function
 from bridge.lowering.lowered import Lowered
 from bridge.lowering.text import html_table

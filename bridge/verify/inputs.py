@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from bridge.base.torch_internals import pytree
 from bridge.lowering.lowered import Lowered, Sample
 from bridge.reference.relax import interpret
 from bridge.rng.draws import Draws

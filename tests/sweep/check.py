@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge import UnsupportedModule
-from tests.bridge.parity import Call, Run, assert_same, check_module, clone_tree, run
+from tests.bridge.compare import Call, Run, assert_same, check_module, clone_tree, run
 
 __all__ = ["Outcome", "Verdict", "check", "combine", "one_line"]
 

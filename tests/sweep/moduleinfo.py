@@ -10,7 +10,7 @@ import torch
 from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.common_utils import set_rng_seed
 
-from tests.bridge.parity import Call
+from tests.bridge.compare import Call
 from tests.sweep.check import Outcome, check, combine
 
 __all__ = ["names", "run_case"]

@@ -13,7 +13,7 @@ from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.common_utils import set_rng_seed
 from torch.utils import _pytree as pytree
 
-from tests.bridge.parity import Call
+from tests.bridge.compare import Call
 from tests.sweep.check import Outcome, check, combine
 
 __all__ = ["OperatorModule", "names", "run_case", "samples"]

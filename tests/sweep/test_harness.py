@@ -12,7 +12,7 @@ from torch import nn
 
 from bridge import UnsupportedModule
 from tests.bridge import parity
-from tests.bridge.parity import Call
+from tests.bridge.compare import Call
 from tests.sweep import __main__ as program
 from tests.sweep import moduleinfo, opinfo, zoo
 from tests.sweep.check import Verdict, check, combine

@@ -13,7 +13,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from tests.bridge.parity import Call
+from tests.bridge.compare import Call
 from tests.sweep.check import Outcome, check, combine
 
 __all__ = ["MODELS", "names", "run_case"]

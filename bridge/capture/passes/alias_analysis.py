@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import fx
 
+from bridge.base.torch_internals import OpOverload, schema
+
 __all__ = ["Aliases", "is_detach", "is_view", "written"]
 
 
 def _schema_arguments(node: fx.Node) -> list[tuple[torch.Argument, fx.Node]]:
     """The tensor arguments of an operator call, each with its declaration."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return []
-    declared = node.target._schema.arguments
+    declared = schema(node.target).arguments
     pairs = list(zip(declared, node.args, strict=False))
     pairs += [(argument, node.kwargs[argument.name]) for argument in declared if argument.name in node.kwargs]
     return [
@@ -40,9 +42,9 @@ def _aliased(node: fx.Node) -> fx.Node | None:
     """The argument whose memory a node's result may share, if any."""
     if node.op == "call_function" and node.target is operator.getitem:
         return node.args[0]
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
-    if not any(returned.alias_info for returned in node.target._schema.returns):
+    if not any(returned.alias_info for returned in schema(node.target).returns):
         return None
     return next((value for argument, value in _schema_arguments(node) if argument.alias_info), None)
 

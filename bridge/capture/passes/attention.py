@@ -9,14 +9,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 
-import torch
 from torch import fx
 
+from bridge.base.torch_internals import aten
 from bridge.capture.passes.alias_analysis import Aliases
 
 __all__ = ["unfuse_learned_masks"]
 
-aten = torch.ops.aten
 _POSITIONAL = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False}
 
 

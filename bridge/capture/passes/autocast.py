@@ -20,18 +20,23 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge.base.errors import Unsupported, user_line
+from bridge.base.torch_internals import (
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    aten,
+    pytree,
+    schema,
+    set_grad_enabled,
+)
 from bridge.capture.passes.composites import expand, is_composite
 from bridge.capture.passes.stop_gradient import inline
 
 __all__ = ["GradModesInRegions", "ambient_autocast", "autocast_setting", "spell_out_casts"]
 
-aten = torch.ops.aten
 _REGION = torch.ops.higher_order.wrap_with_autocast
 _GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _TAG = "autocast"
@@ -71,7 +76,7 @@ class GradModesInRegions(TorchFunctionMode):
         self._depth = _regions_entered()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        changes = func is torch._C._set_grad_enabled and args[0] != torch.is_grad_enabled()
+        changes = func is set_grad_enabled and args[0] != torch.is_grad_enabled()
         if changes and _regions_entered() > self._depth and not self.problems:
             reason = "a grad mode set inside an autocast region: torch.export forgets it"
             self.problems.append(Unsupported("no_grad inside autocast", "forward", reason, "swap the two contexts"))
@@ -157,7 +162,7 @@ def _cast(
             continue
         if node.target is _GRAD_REGION:
             _cast(getattr(graph_module, node.args[1].target), place, lambda node: False, problems)
-        if place.dtype is None or not isinstance(node.target, torch._ops.OpOverload):
+        if place.dtype is None or not isinstance(node.target, OpOverload):
             continue
         values = _tensors(node)
         casts = _casts_of(node, values, place.dtype, problems)
@@ -208,7 +213,7 @@ def _casts_of(
         return {}
     result, under = _run(node, plain, setting)
     casts = next((casts for casts in _guesses(plain, under, setting) if _explains(node, plain, casts, under)), None)
-    if casts is None or (casts and node.target._schema.is_mutable):
+    if casts is None or (casts and schema(node.target).is_mutable):
         return None
     if _dtypes(result) != _dtypes(node.meta.get("val")):
         _refuse(node, f"autocast to {setting} gave {_dtypes(node.meta.get('val'))}, alone {_dtypes(result)}", problems)

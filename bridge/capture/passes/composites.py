@@ -12,19 +12,15 @@ import operator
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
+
+from bridge.base.torch_internals import aten, implements_composite, pytree
 
 __all__ = ["expand", "is_composite"]
-
-aten = torch.ops.aten
 
 
 def is_composite(node: fx.Node) -> bool:
     """Whether an operator is defined, derivative included, by the operators that it calls."""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(
-        target.name(), "CompositeImplicitAutograd"
-    )
+    return implements_composite(node.target)
 
 
 def expand(node: fx.Node, values: dict[fx.Node, torch.Tensor], setting: torch.dtype | None) -> list[fx.Node] | None:

@@ -9,20 +9,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from bridge.base.torch_internals import BatchNormBase
 
 __all__ = ["averages_cumulatively", "cumulative_forward"]
 
 
 def averages_cumulatively(layer: nn.Module) -> bool:
     """Whether :func:`cumulative_forward` has to stand in for the layer's own forward."""
-    if not isinstance(layer, _BatchNorm) or type(layer).forward is not _BatchNorm.forward:
+    if not isinstance(layer, BatchNormBase) or type(layer).forward is not BatchNormBase.forward:
         return False
     counts = layer.num_batches_tracked is not None
     return layer.training and layer.track_running_stats and layer.momentum is None and counts
 
 
-def cumulative_forward(self: _BatchNorm, x: Tensor) -> Tensor:
+def cumulative_forward(self: BatchNormBase, x: Tensor) -> Tensor:
     """``_BatchNorm.forward`` with the share of the new batch, ``1 / num_batches_tracked``, as a tensor."""
     self._check_input_dim(x)
     self.num_batches_tracked.add_(1)

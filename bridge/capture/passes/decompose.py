@@ -12,14 +12,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch._decomp import _core_aten_decompositions_post_autograd
-from torch._export.utils import _get_decomp_for_cia, _is_preservable_cia_op, _special_op_to_preserve_cia
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.export import ExportedProgram
 from torch.export.decomp_utils import PRESERVED_ATEN_CIA_OPS
-from torch.export.exported_program import _decompose_exported_program
 
+from bridge.base.torch_internals import (
+    OpOverload,
+    core_decompositions,
+    decompose_exported_program,
+    decomposition_of,
+    is_preservable,
+    preserve_composite,
+    unset_fake_temporarily,
+)
 from bridge.capture.passes.preserved_ops import KEPT
 
 __all__ = ["decompose"]
@@ -30,10 +34,10 @@ Table = dict[Any, Callable]
 def decompose(exported: ExportedProgram) -> ExportedProgram:
     """What ``exported.run_decompositions`` gives for the default table without ``KEPT``: a functional graph."""
     composite, others = _tables()
-    targets = {node.target for node in exported.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
-    met = {op: _get_decomp_for_cia(op) for op in targets - composite.keys() if _is_preservable_cia_op(op)}
+    targets = {node.target for node in exported.graph.nodes if isinstance(node.target, OpOverload)}
+    met = {op: decomposition_of(op) for op in targets - composite.keys() if is_preservable(op)}
     with unset_fake_temporarily():
-        return _decompose_exported_program(
+        return decompose_exported_program(
             exported,
             cia_to_decomp={**composite, **met},
             python_decomp_table=others,
@@ -45,8 +49,8 @@ def decompose(exported: ExportedProgram) -> ExportedProgram:
 @functools.cache
 def _tables() -> tuple[Table, Table]:
     """What composite operators do instead of their own kernel, and the decompositions of all other operators."""
-    others = {op: formula for op, formula in _core_aten_decompositions_post_autograd().items() if op not in KEPT}
-    composite = {op: others.pop(op) for op in list(others) if _is_preservable_cia_op(op)}
+    others = {op: formula for op, formula in core_decompositions().items() if op not in KEPT}
+    composite = {op: others.pop(op) for op in list(others) if is_preservable(op)}
     whole = {*PRESERVED_ATEN_CIA_OPS, *KEPT} - composite.keys()
-    composite.update((op, _special_op_to_preserve_cia) for op in whole if _is_preservable_cia_op(op))
+    composite.update((op, preserve_composite) for op in whole if is_preservable(op))
     return composite, others

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
+from bridge.base.torch_internals import aten
 
 __all__ = ["KEPT", "UPSAMPLES", "WHOLE"]
 
-aten = torch.ops.aten
 
 #: Computed by torch's own kernel, with torch's own derivative: see :mod:`bridge.aten.whole`. They are deterministic,
 #: functional (no views, no writes), their shapes do not depend on numbers, and a formula of ours would only be another

@@ -12,34 +12,33 @@ know the element type that comes out of it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensor
 
+from bridge.base.torch_internals import FakeTensor, aten, replaced_formula
 from bridge.capture.passes.composites import expand
 
 __all__ = ["lstm_as_in_eager", "split_layers"]
 
-aten = torch.ops.aten
 
 _LAYERED = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 
 
-@contextmanager
-def lstm_as_in_eager() -> Iterator[None]:
+def lstm_as_in_eager() -> AbstractContextManager[None]:
     """While modules are traced: an LSTM under autocast has the element type of eager's kernel.
 
     torch's formula of it for tracing, which knows nothing of that kernel, would give float32, and what the user's code
     does next may depend on it. Where this is mistaken, the module is refused: :mod:`bridge.capture.passes.autocast`
     compares.
     """
-    table, key = aten.lstm.input.py_kernels, torch._C.DispatchKey.CompositeImplicitAutograd
-    formula = table[key]
+    return replaced_formula(aten.lstm.input, _with_eagers_type)
 
+
+def _with_eagers_type(formula: Callable[..., Any]) -> Callable[..., Any]:
     def lstm(x: torch.Tensor, states: list, weights: list, *options: Any) -> tuple[torch.Tensor, ...]:
         made = formula(x, states, weights, *options)
         projected = states[0].shape[-1] != states[1].shape[-1]
@@ -49,13 +48,7 @@ def lstm_as_in_eager() -> Iterator[None]:
             return made
         return tuple(each.to(torch.get_autocast_dtype("cpu")) for each in made)
 
-    table[key] = lstm
-    aten.lstm.input._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        table[key] = formula
-        aten.lstm.input._dispatch_cache.clear()
+    return lstm
 
 
 def split_layers(graph: fx.Graph) -> None:

@@ -19,13 +19,13 @@ import torch
 from torch import fx
 
 from bridge.base.errors import Unsupported, user_line
+from bridge.base.torch_internals import HigherOrderOperator, aten
 from bridge.capture.passes.alias_analysis import Aliases, is_detach, is_view, written
 from bridge.capture.passes.attention import unfuse_learned_masks
 from bridge.capture.passes.recurrent import split_layers
 
 __all__ = ["inline", "origin_of", "prepare", "where_is"]
 
-aten = torch.ops.aten
 
 _library = torch.library.Library("tvm_dispatch", "DEF")
 _library.define("stop_gradient(Tensor x) -> Tensor")
@@ -125,7 +125,7 @@ def _inline_regions(graph_module: fx.GraphModule) -> list[Unsupported]:
     graph = graph_module.graph
     problems = []
     for node in list(graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+        if node.op != "call_function" or not isinstance(node.target, HigherOrderOperator):
             continue
         where = user_line(node.meta.get("stack_trace")) or "a line that torch.export did not keep"
         if node.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
@@ -133,7 +133,7 @@ def _inline_regions(graph_module: fx.GraphModule) -> list[Unsupported]:
             continue
         enabled, region, *arguments = node.args
         inner = getattr(graph_module, region.target).graph
-        if any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in inner.nodes):
+        if any(isinstance(n.target, HigherOrderOperator) for n in inner.nodes):
             problems.append(Unsupported("no_grad and enable_grad", where, "grad modes inside each other"))
             continue
         inline(graph, node, inner, arguments, stop=not enabled)

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from autodiff.ir import Call, Expr, ShapeExpr, TensorType, Tuple, TupleType, Var
+from bridge.base.torch_internals import aten
 from bridge.compile.loop_ir.graph import LibraryCall, Operand, Scalar, whole
 from bridge.compile.translate.builder import Builder, number, register
 from bridge.compile.translate.libcalls import tensor
 
 __all__ = ["KERNELS"]
 
-aten = torch.ops.aten
 KERNELS: dict[str, Callable[..., Any]] = {}
 _HAS_BIASES = 5  # among the options of aten.mkldnn_rnn_layer
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from bridge.base.torch_internals import pytree
 from bridge.lowering.lowered import Lowered
 from partition import Plan, Strategy, partition
 

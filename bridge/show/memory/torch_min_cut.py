@@ -8,13 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._decomp import core_aten_decompositions
-from torch._functorch.aot_autograd import aot_module
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor import config as inductor_config
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
+from bridge.base.torch_internals import torch_partitioner
 from bridge.show.memory.saved_bytes import saved_for_backward
 
 __all__ = ["PREPARATIONS", "torch_min_cut", "torch_min_cut_or_reason"]
@@ -22,8 +17,8 @@ __all__ = ["PREPARATIONS", "torch_min_cut", "torch_min_cut_or_reason"]
 #: How the joint graph is made before it is cut: its decompositions, and whether Inductor's passes clean it.
 PREPARATIONS: dict[str, tuple[Callable[[], dict | None], bool]] = {
     "as traced": (lambda: None, False),
-    "core ATen": (core_aten_decompositions, False),
-    "Inductor": (select_decomp_table, True),
+    "core ATen": (lambda: torch_partitioner().decompositions(), False),
+    "Inductor": (lambda: torch_partitioner().inductor_decompositions(), True),
 }
 
 #: What AOTAutograd raises for modules that it cannot trace (it has no error class of its own).
@@ -60,16 +55,16 @@ def torch_min_cut_or_reason(
 def _measure(
     module: nn.Module, args: tuple, kwargs: dict[str, Any], table: Callable[[], dict | None], clean: bool
 ) -> int:
-    module = copy.deepcopy(module)
+    module, torchs = copy.deepcopy(module), torch_partitioner()
 
     def partition(joint: torch.fx.GraphModule, inputs: Any, **options: Any):
         if clean:
-            joint_graph_passes(joint)
-        return min_cut_rematerialization_partition(joint, inputs, **options)
+            torchs.inductor_passes(joint)
+        return torchs.min_cut(joint, inputs, **options)
 
     def keep(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
         return graph
 
-    with inductor_config.patch(fallback_random=True), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        cut = aot_module(module, keep, keep, partition_fn=partition, decompositions=table())
+    with torchs.inductor_config.patch(fallback_random=True), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        cut = torchs.aot_module(module, keep, keep, partition_fn=partition, decompositions=table())
         return saved_for_backward(module, lambda: cut(*args, **kwargs), (args, kwargs), outputs_free=True)

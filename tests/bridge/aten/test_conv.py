@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.bridge.parity import check_module
+from tests.bridge.compare import check_module
 
 EXTENTS = {1: (9,), 2: (9, 8), 3: (6, 7, 5)}
 

@@ -8,7 +8,7 @@ from torch import nn
 from bridge import UnsupportedModule, add_tvm_dispatch
 from bridge.compile import clear_cache
 from bridge.compile.translate.builder import _TRANSLATIONS
-from tests.bridge.parity import Call, check_module
+from tests.bridge.compare import Call, check_module
 
 
 def leaf(*shape):

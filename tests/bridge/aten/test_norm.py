@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from tests.bridge.parity import check_module
+from tests.bridge.compare import check_module
 
 SHAPES = {1: (5, 4, 6), 2: (3, 4, 5, 6), 3: (2, 4, 3, 2, 5)}
 BATCH_NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bridge import add_tvm_dispatch, stats
-from tests.bridge.parity import check_module
+from tests.bridge.compare import check_module
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 3.0, -3.0, 6.0, 20.0, -20.0, 1e3, -1e3]
 EXTREME = [float("inf"), float("-inf"), float("nan")]

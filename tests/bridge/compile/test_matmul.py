@@ -13,8 +13,8 @@ from tvm.relax import op as R
 from bridge import add_tvm_dispatch, stats
 from bridge.compile import KernelStep, ViewStep, compile_function
 from bridge.compile.translate import matmul as products
+from tests.bridge.compare import check_module
 from tests.bridge.compile_helpers import function, program
-from tests.bridge.parity import check_module
 
 SIZES = [(1, 1, 1), (3, 5, 7), (14, 16, 32), (15, 33, 17), (29, 600, 70), (13, 40, 40), (100, 257, 193), (64, 512, 96)]
 LAYOUTS = list(itertools.product((False, True), repeat=2))

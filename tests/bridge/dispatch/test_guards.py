@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, stats
+from tests.bridge.compare import Call, as_call, assert_same, run
 from tests.bridge.models import MLP
-from tests.bridge.parity import Call, as_call, assert_same, run
 
 
 def rows(count: int = 7, **options) -> torch.Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, remove_tvm_dispatch, stats
+from tests.bridge.compare import Call, assert_same, run
 from tests.bridge.models import MLP, Counting, Tied, bert_layer
-from tests.bridge.parity import Call, assert_same, run
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 

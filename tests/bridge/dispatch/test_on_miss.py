@@ -10,8 +10,8 @@ from torch.export import Dim
 
 from bridge import DispatchMiss, UnsupportedModule, add_tvm_dispatch, stats
 from bridge.dispatch.api import MAX_ENTRIES
+from tests.bridge.compare import Call, assert_same, run
 from tests.bridge.models import MLP
-from tests.bridge.parity import Call, assert_same, run
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from bridge import UnsupportedModule, add_tvm_dispatch, remove_tvm_dispatch, stats
 from bridge.capture.op_trace import OpTrace, constant_key
-from tests.bridge.parity import as_call, assert_same, run
+from tests.bridge.compare import as_call, assert_same, run
 
 reuse = sys.modules["bridge.lowering.reuse"]
 SETTING = 1.0

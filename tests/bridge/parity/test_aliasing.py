@@ -9,7 +9,7 @@ from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.capture.overlap import share_elements
-from tests.bridge.parity import check_module
+from tests.bridge.compare import check_module
 
 
 def rows(*shape: int) -> torch.Tensor:

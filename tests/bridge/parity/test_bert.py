@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.bridge.compare import check_module
 from tests.bridge.models import (
     bert_layer,
     bert_model,
@@ -12,7 +13,6 @@ from tests.bridge.models import (
     padding,
     tokens,
 )
-from tests.bridge.parity import check_module
 
 SHAPES = [(3, 17), (1, 5), (2, 32)]
 DTYPES = [torch.float64, torch.float32]

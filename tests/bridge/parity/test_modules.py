@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from tests.bridge import models
-from tests.bridge.parity import Call, check_module
+from tests.bridge.compare import Call, check_module
 
 
 def rows(requires_grad: bool = True) -> torch.Tensor:

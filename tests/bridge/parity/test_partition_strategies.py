@@ -16,8 +16,8 @@ from bridge import add_tvm_dispatch, lower, stats
 from bridge.rng.draws import Draws
 from bridge.show.memory.saved_bytes import saved_for_backward
 from partition import MinCut
+from tests.bridge.compare import Call, assert_same, clone_tree, run
 from tests.bridge.models import bert_layer
-from tests.bridge.parity import Call, assert_same, clone_tree, run
 
 BUDGETS = [MinCut(budget=budget, allow_matmul_recompute=True) for budget in (0.8, 0.5, 0.3, 0.1, 0.0)]
 STRATEGIES = ["save_all", "min_cut", "recompute_all", *BUDGETS, MinCut(budget=0.2)]

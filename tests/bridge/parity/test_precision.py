@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
+from tests.bridge.compare import check_module
 from tests.bridge.models import MLP, bert_layer
-from tests.bridge.parity import check_module
 
 RATIO = 3.0
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
-from tests.bridge.parity import Call, assert_same, check_module, run
+from tests.bridge.compare import Call, assert_same, check_module, run
 from tests.bridge.parity.test_precision import assert_close_enough, autocast, step
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bridge import UnsupportedModule, add_tvm_dispatch
-from tests.bridge.parity import check_module
+from tests.bridge.compare import check_module
 
 
 class InPlaceInside(nn.Module):

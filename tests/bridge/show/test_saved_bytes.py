@@ -16,8 +16,8 @@ from bridge.compile import compile_function
 from bridge.show.memory.saved_bytes import SavedBytes, eager_saved_bytes, kept_bytes, plan_with, saved_bytes
 from partition import MinCut
 from partition import split as split_file
+from tests.bridge.compare import Call, assert_same, clone_tree, run
 from tests.bridge.models import bert_layer
-from tests.bridge.parity import Call, assert_same, clone_tree, run
 
 FLOAT = 4
 

@@ -1,0 +1,403 @@
+"""Torch internals: every private name of torch that this package uses → the object behind it, or a named error.
+
+No other file of ``bridge`` names anything of torch that begins with an underscore (a lint test holds that). A name is
+looked up when this module is imported; where a version lacks one there is a fallback beside it, or the import fails and
+says which name is missing. What takes long to import (Dynamo, Inductor, AOTAutograd) is looked up at first use.
+
+:data:`PROBES` says what was found, so that a new version of torch can be held against this file in one look.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import attrgetter
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+import torch
+
+__all__ = [
+    "ELEMENTWISE_TYPE_PROMOTION_KIND",
+    "MODULE_CALL",
+    "MODULE_HOOKS",
+    "PROBES",
+    "RUN_WITH",
+    "AbsentOperator",
+    "BatchNormBase",
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "MissingInternalError",
+    "OpOverload",
+    "Partitioner",
+    "TorchDispatchMode",
+    "applied_function",
+    "aten",
+    "clear_fake_memo",
+    "compile_lock",
+    "compiling_flags",
+    "core_decompositions",
+    "current_graph_task_id",
+    "decompose_exported_program",
+    "decomposition_of",
+    "dict_version",
+    "elementwise_dtypes",
+    "enter_autocast",
+    "exit_autocast",
+    "export_tracer",
+    "forward_ad_is_on",
+    "get_data_attribute",
+    "has_global_hooks",
+    "has_storage",
+    "implements_composite",
+    "is_dense",
+    "is_preservable",
+    "is_tracked_by_functorch",
+    "leave_frames_alone",
+    "len_dispatch_stack",
+    "len_function_stack",
+    "mkldnn_switch",
+    "neg_view",
+    "overload_name",
+    "overload_packet",
+    "preserve_composite",
+    "pytree",
+    "replaced_formula",
+    "schema",
+    "set_grad_enabled",
+    "storage_id",
+    "symbolic_trace",
+    "tensor_guards",
+    "torch_partitioner",
+    "transforms_are_on",
+    "unset_fake_temporarily",
+]
+
+RUN_WITH = "2.11 to 2.15"
+"""Versions of torch whose internals this file was held against."""
+
+PROBES: dict[str, bool] = {}
+"""Dotted name of each internal that was looked up → whether this torch has it."""
+
+_REQUIRED = object()
+
+
+class MissingInternalError(ImportError):
+    """This version of torch lacks an internal name for which nothing stands in."""
+
+    def __init__(self, path: str):
+        super().__init__(f"torch {torch.__version__} has no {path}; tvm-dispatch was run with torch {RUN_WITH}")
+
+
+def _find(path: str, fallback: Any = _REQUIRED) -> Any:
+    """The object at a dotted path below ``torch``, or the fallback.
+
+    Raises:
+        MissingInternalError: there is neither.
+    """
+    parts = path.split(".")
+    found: Any = torch
+    for end, part in enumerate(parts[1:], start=2):
+        if hasattr(found, part):
+            found = getattr(found, part)
+            continue
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ImportError:
+            PROBES[path] = False
+            if fallback is _REQUIRED:
+                raise MissingInternalError(path) from None
+            return fallback
+    PROBES[path] = True
+    return found
+
+
+pytree: ModuleType = _find("torch.utils._pytree")
+TorchDispatchMode: type = _find("torch.utils._python_dispatch.TorchDispatchMode")
+
+
+# Operators
+
+OpOverload: type = _find("torch._ops.OpOverload")
+HigherOrderOperator: type = _find("torch._ops.HigherOrderOperator")
+_has_kernel = _find("torch._C._dispatch_has_kernel_for_dispatch_key")
+_COMPOSITE = "CompositeImplicitAutograd"
+
+schema: Callable[[Any], Any] = attrgetter("_schema")
+"""An operator's overload → its schema: name, arguments, returns, aliasing."""
+overload_name: Callable[[Any], str] = attrgetter("_overloadname")
+"""An operator's overload → that overload's name, as in ``"default"``."""
+overload_packet: Callable[[Any], Any] = attrgetter("_overloadpacket")
+"""An operator's overload → the packet of all of its overloads."""
+
+
+class AbsentOperator:
+    """Stands for an ATen operator, and each of its overloads, that this version of torch lacks: equal to no other."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __getattr__(self, overload: str) -> AbsentOperator:
+        if overload.startswith("__"):
+            raise AttributeError(overload)
+        made = AbsentOperator(f"{self.name}.{overload}")
+        setattr(self, overload, made)
+        return made
+
+    def __repr__(self) -> str:
+        return f"<{self.name}, which torch {torch.__version__} lacks>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise MissingInternalError(self.name)
+
+
+class _Aten:
+    """``torch.ops.aten``, in which tables may name operators that only some versions of torch have."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        operator = getattr(torch.ops.aten, name, None)
+        PROBES[f"torch.ops.aten.{name}"] = operator is not None
+        if operator is None:
+            operator = AbsentOperator(f"torch.ops.aten.{name}")
+        setattr(self, name, operator)  # the next look finds it without coming here
+        return operator
+
+
+aten = _Aten()
+
+
+def implements_composite(op: Any) -> bool:
+    """Whether an overload is defined, derivative included, by the operators that it calls."""
+    return isinstance(op, OpOverload) and _has_kernel(op.name(), _COMPOSITE)
+
+
+@contextmanager
+def replaced_formula(op: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """While active, tracing takes ``make(formula)`` for a composite overload's own Python formula."""
+    table, key = op.py_kernels, _find("torch._C.DispatchKey.CompositeImplicitAutograd")
+    formula = table[key]
+    table[key] = make(formula)
+    op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        table[key] = formula
+        op._dispatch_cache.clear()
+
+
+# Tensors
+
+storage_id: Callable[[torch.Tensor], int]
+has_storage: Callable[[torch.Tensor], bool] = _find("torch._C._has_storage")
+neg_view: Callable[[torch.Tensor], torch.Tensor] = _find("torch._neg_view")
+is_dense: Callable[[torch.Tensor], bool] = _find("torch._prims_common.is_non_overlapping_and_dense_or_false")
+elementwise_dtypes = _find("torch._prims_common.elementwise_dtypes")
+ELEMENTWISE_TYPE_PROMOTION_KIND = _find("torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND")
+get_data_attribute = _find("torch._C._autograd._get_data_attr", None)
+"""What Dynamo writes for ``tensor.data``; ``None`` where it writes something else."""
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number that two tensors have in common if, and only if, they share their storage, fake ones included."""
+    return tensor.untyped_storage()._cdata
+
+
+# Fake tensors
+
+FakeTensor: type = _find("torch._subclasses.FakeTensor")
+FakeTensorMode: type = _find("torch._subclasses.FakeTensorMode")
+unset_fake_temporarily = _find("torch._subclasses.fake_tensor.unset_fake_temporarily")
+
+
+def clear_fake_memo(mode: Any) -> None:
+    """Lets a fake mode forget the real tensors that its fake ones were made for (weak references to them)."""
+    converter = mode.fake_tensor_converter.meta_converter
+    describer = converter.describer
+    for memo in (converter.tensor_memo, converter.storage_memo, describer.lookup_tensor, describer.lookup_storage):
+        memo.clear()
+
+
+# Modes of the interpreter
+
+set_grad_enabled: Callable[[bool], None] = _find("torch._C._set_grad_enabled")
+len_function_stack: Callable[[], int] = _find("torch._C._len_torch_function_stack")
+len_dispatch_stack: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack")
+current_graph_task_id: Callable[[], int] = _find("torch._C._current_graph_task_id")
+"""Number of the backward that the calling thread is in, -1 outside of one."""
+enter_autocast = _find("torch.amp.autocast_mode._enter_autocast")
+exit_autocast = _find("torch.amp.autocast_mode._exit_autocast")
+is_tracked_by_functorch: Callable[[torch.Tensor], bool] = _find("torch._C._functorch.is_functorch_wrapped_tensor")
+_interpreter_stack = _find("torch._C._functorch.peek_interpreter_stack")
+_forward_ad = _find("torch.autograd.forward_ad")
+mkldnn_switch: tuple[ModuleType, str] = (_find("torch._C"), "_get_mkldnn_enabled")
+"""Owner and name of the function that says whether oneDNN is on."""
+_find("torch._C._get_mkldnn_enabled")
+
+
+def transforms_are_on() -> bool:
+    """Whether a ``torch.func`` transform is active."""
+    return _interpreter_stack() is not None
+
+
+def forward_ad_is_on() -> bool:
+    """Whether forward-mode differentiation is active."""
+    return _forward_ad._current_level >= 0
+
+
+@contextmanager
+def compiling_flags(value: Any) -> Iterator[None]:
+    """While active, ``torch.compiler.is_compiling()`` and ``is_exporting()`` answer ``value``."""
+    owner = torch.compiler
+    before = owner._is_compiling_flag, owner._is_exporting_flag
+    owner._is_compiling_flag = owner._is_exporting_flag = value
+    try:
+        yield
+    finally:
+        owner._is_compiling_flag, owner._is_exporting_flag = before
+
+
+# Modules and their hooks
+
+BatchNormBase: type[nn.Module] = _find("torch.nn.modules.batchnorm._BatchNorm")
+"""What all batch normalizations are subclasses of."""
+MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Attributes of a module that hold its hooks."""
+MODULE_CALL: CodeType = _find("torch.nn.Module._wrapped_call_impl").__code__
+"""Code of the method that asks for a compiled call (attribute ``_compiled_call_impl``)."""
+_GLOBAL_HOOKS = [
+    _find(f"torch.nn.modules.module._global_{kind}")
+    for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+]
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks are registered on all modules (``register_module_forward_hook`` and its kin)."""
+    return any(_GLOBAL_HOOKS)
+
+
+# autograd.Function
+
+_APPLY: CodeType | None = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+PROBES["torch.autograd.Function.apply.__func__.__code__"] = _APPLY is not None
+
+
+def applied_function(frame: FrameType | None) -> tuple[str, FrameType] | None:
+    """Inside the forward of a custom ``autograd.Function``: its name, and the user's frame that applied it.
+
+    Up to torch 2.13 ``apply`` is a Python function with a frame of its own; later it is C code, which enters the
+    ``forward`` of a class whose name the frame's qualified name begins with.
+    """
+    while frame is not None:
+        if _APPLY is not None:
+            if frame.f_code is _APPLY and frame.f_back is not None:
+                return getattr(frame.f_locals.get("cls"), "__name__", "?"), frame.f_back
+        elif frame.f_code.co_name == "forward" and frame.f_back is not None:
+            for kind in _function_classes():
+                written = getattr(kind, "forward", None)
+                if getattr(written, "__code__", None) is frame.f_code:
+                    return kind.__name__, frame.f_back
+        frame = frame.f_back
+    return None
+
+
+def _function_classes() -> Iterable[type]:
+    todo, seen = [torch.autograd.Function], set()
+    while todo:
+        kind = todo.pop()
+        if kind not in seen:
+            seen.add(kind)
+            todo += kind.__subclasses__()
+            yield kind
+
+
+# torch.export and torch.fx
+
+symbolic_trace: ModuleType = _find("torch.fx._symbolic_trace")
+decompose_exported_program = _find("torch.export.exported_program._decompose_exported_program")
+_PRESERVED: Iterable[Any] = _find("torch.export.decomp_utils.PRESERVED_ATEN_CIA_OPS")
+core_decompositions: Callable[[], dict] = _find("torch._decomp._core_aten_decompositions_post_autograd")
+"""() → the decompositions to core ATen: overload → formula."""
+decomposition_of: Callable[[Any], Callable[..., Any]] = _find("torch._export.utils._get_decomp_for_cia")
+"""A composite overload → its formula."""
+is_preservable: Callable[[Any], bool] = _find("torch._export.utils._is_preservable_cia_op")
+"""Whether a composite overload may stand in an exported graph as it is."""
+preserve_composite = _find("torch._export.utils._special_op_to_preserve_cia")
+"""Stands in a table of decompositions for "leave this one whole"."""
+
+
+def export_tracer() -> ModuleType:
+    """The module of torch.export that traces; it imports Dynamo."""
+    return importlib.import_module("torch.export._trace")
+
+
+# Inductor and AOTAutograd: imported at first use
+
+
+@dataclass(frozen=True)
+class Partitioner:
+    """What AOTAutograd's and Inductor's partition of a joint graph is made of.
+
+    Attributes:
+        aot_module: a module, compilers and a partition function → the module differentiated ahead of time.
+        min_cut: a joint graph → forward and backward, by minimum cut.
+        decompositions: () → core ATen's; ``inductor_decompositions`` likewise.
+        inductor_passes: cleans a joint graph in place, as Inductor does before it partitions.
+        inductor_config: Inductor's settings.
+    """
+
+    aot_module: Callable[..., Any]
+    min_cut: Callable[..., Any]
+    decompositions: Callable[[], dict]
+    inductor_decompositions: Callable[[], dict]
+    inductor_passes: Callable[[torch.fx.GraphModule], Any]
+    inductor_config: Any
+
+
+@functools.cache
+def torch_partitioner() -> Partitioner:
+    """torch's own partition; importing it takes a second."""
+    return Partitioner(
+        aot_module=_find("torch._functorch.aot_autograd.aot_module"),
+        min_cut=_find("torch._functorch.partitioners.min_cut_rematerialization_partition"),
+        decompositions=_find("torch._decomp.core_aten_decompositions"),
+        inductor_decompositions=_find("torch._inductor.decomposition.select_decomp_table"),
+        inductor_passes=_find("torch._inductor.fx_passes.joint_graph.joint_graph_passes"),
+        inductor_config=_find("torch._inductor.config"),
+    )
+
+
+# Dynamo: imported at first use
+
+
+def compile_lock() -> Any:
+    """The lock under which Dynamo compiles."""
+    return importlib.import_module("torch._dynamo.convert_frame").compile_lock
+
+
+def tensor_guards() -> Any:
+    """Dynamo's class of checks of a list of tensors, or ``None``."""
+    return _find("torch._C._dynamo.guards.TensorGuards", None)
+
+
+def dict_version() -> Callable[[dict[str, Any]], int] | None:
+    """Dynamo's function for a number that changes with each write to a dictionary, or ``None``."""
+    return _find("torch._C._dynamo.guards.dict_version", None)
+
+
+def leave_frames_alone(code: CodeType) -> bool:
+    """Makes Dynamo leave the frames of ``code`` alone, and all that they call; returns whether that could be done.
+
+    It is what ``torch.compiler.disable`` does, without the wrapper that costs a microsecond at every call.
+    """
+    eval_frame = _find("torch._C._dynamo.eval_frame", None)
+    if eval_frame is None or not hasattr(eval_frame, "set_code_exec_strategy"):
+        return False
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+    return True
