@@ -193,7 +193,6 @@ def replaced_formula(op: Any, make: Callable[[Callable[..., Any]], Callable[...,
 
 # Tensors
 
-storage_id: Callable[[torch.Tensor], int]
 has_storage: Callable[[torch.Tensor], bool] = _find("torch._C._has_storage")
 neg_view: Callable[[torch.Tensor], torch.Tensor] = _find("torch._neg_view")
 is_dense: Callable[[torch.Tensor], bool] = _find("torch._prims_common.is_non_overlapping_and_dense_or_false")
@@ -264,7 +263,7 @@ def compiling_flags(value: Any) -> Iterator[None]:
 
 # Modules and their hooks
 
-BatchNormBase: type[nn.Module] = _find("torch.nn.modules.batchnorm._BatchNorm")
+BatchNormBase: type[torch.nn.Module] = _find("torch.nn.modules.batchnorm._BatchNorm")
 """What all batch normalizations are subclasses of."""
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of a module that hold its hooks."""
