@@ -324,10 +324,14 @@ core_decompositions: Callable[[], dict] = _find("torch._decomp._core_aten_decomp
 """() → the decompositions to core ATen: overload → formula."""
 decomposition_of: Callable[[Any], Callable[..., Any]] = _find("torch._export.utils._get_decomp_for_cia")
 """A composite overload → its formula."""
-is_preservable: Callable[[Any], bool] = _find("torch._export.utils._is_preservable_cia_op")
-"""Whether a composite overload may stand in an exported graph as it is."""
+_is_preservable = _find("torch._export.utils._is_preservable_cia_op")
 preserve_composite = _find("torch._export.utils._special_op_to_preserve_cia")
 """Stands in a table of decompositions for "leave this one whole"."""
+
+
+def is_preservable(op: Any) -> bool:
+    """Whether an operator is a composite overload that may stand in an exported graph as it is."""
+    return isinstance(op, OpOverload) and _is_preservable(op)
 
 
 def export_tracer() -> ModuleType:
