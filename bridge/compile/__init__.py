@@ -15,8 +15,9 @@ from tvm_ffi import structural_equal, structural_hash
 
 from autodiff.ir import Function, bindings
 from bridge.base.log import channel
+from bridge.compile.cpu.backend import CpuProducts, host_target
 from bridge.compile.passes.accumulate import accumulate
-from bridge.compile.runtime.build import clear_kernels, host_target
+from bridge.compile.runtime.build import clear_kernels
 from bridge.compile.runtime.cache import WeakCache
 from bridge.compile.runtime.link import assemble
 from bridge.compile.runtime.program import KernelStep, LibraryStep, Program, Step, ViewStep
@@ -51,7 +52,7 @@ def compile_function(
         if program is not None:
             return program
     started = time.perf_counter()
-    graph = translate(func)
+    graph = translate(func, CpuProducts())
     if sums_in_place:
         graph = accumulate(graph)
     timings = {"translate": time.perf_counter() - started}

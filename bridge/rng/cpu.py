@@ -26,8 +26,9 @@ import tvm_ffi
 from bridge.base.locks import free_in_children
 from bridge.base.log import channel
 from bridge.base.threads import others_wait
+from bridge.compile.cpu.backend import host_target
 from bridge.compile.cpu.mt19937 import STATE_WORDS, bernoulli_function
-from bridge.compile.runtime.build import Built, build_kernels, host_target
+from bridge.compile.runtime.build import Built, build_kernels
 
 __all__ = ["Kernels", "Mask", "compiled", "draw", "draw_by_torch"]
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.tirx import Expr
 
+from bridge.compile.codegen import fastmath
 from bridge.compile.codegen.emit import Emitter, element_type
-from bridge.compile.cpu import fastmath
 
 __all__ = ["EXPENSIVE", "RULES", "compute_type", "different", "maximum", "minimum"]
 

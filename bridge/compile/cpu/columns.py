@@ -6,15 +6,15 @@ The order of the additions is that of :mod:`bridge.compile.schedule.reduction` w
 from __future__ import annotations
 
 from tvm import tirx
-from tvm.tirx import BufferLoad, BufferStore, Expr, For, ForKind, PrimFunc, SeqStmt, Stmt, Var
+from tvm.tirx import BufferLoad, BufferStore, Expr, For, ForKind, SeqStmt, Stmt, Var
 
 from autodiff.ir import itemsize
 from bridge.compile.codegen.emit import LANES, Emitter, stack_buffer
 from bridge.compile.codegen.kernel import Kernel
 from bridge.compile.codegen.pointwise import compute_type
+from bridge.compile.codegen.tir import loop_function
 from bridge.compile.loop_ir.graph import Reduction
 from bridge.compile.loop_ir.views import View
-from bridge.compile.runtime.build import LOOPS_ATTR
 from bridge.compile.schedule.reduction import combine, identity
 from bridge.compile.schedule.space import make_space
 
@@ -95,7 +95,4 @@ def generate_column_reduction(node: Reduction) -> Kernel:
     ]
     stmts: list[Stmt] = [tirx.DeclBuffer(flat, data=buffer.data) for flat, buffer in zip(flats, buffers, strict=True)]
     stmts += [section(*parts) for parts in sections if parts[-1]]
-    func = PrimFunc(buffers, SeqStmt(stmts)).with_attr(
-        {"tirx.noalias": True, "tirx.is_scheduled": True, LOOPS_ATTR: True}
-    )
-    return Kernel(func, (source,), (target,), (), (node.op,))
+    return Kernel(loop_function(buffers, SeqStmt(stmts)), (source,), (target,), (), (node.op,))

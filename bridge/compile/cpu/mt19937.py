@@ -27,8 +27,6 @@ from tvm.tirx import (
     BufferStore,
     DeclBuffer,
     Expr,
-    For,
-    ForKind,
     IfThenElse,
     PrimFunc,
     Ramp,
@@ -38,8 +36,7 @@ from tvm.tirx import (
 )
 
 from bridge.compile.codegen.emit import LANES, Emitter, stack_buffer
-from bridge.compile.cpu.row import sequence
-from bridge.compile.runtime.build import LOOPS_ATTR
+from bridge.compile.codegen.tir import const, loop, loop_function, sequence
 
 __all__ = ["STATE_WORDS", "bernoulli_function"]
 
@@ -59,17 +56,8 @@ _FIRST = LANES
 """Where the block starts in the working buffer. The word before it is the last one of the block before, which is the
 first half of an element if blocks and elements do not start together; behind it is room for a copy of its head."""
 
-
-def _const(number: int) -> Expr:
-    return tirx.const(number, "int64")
-
-
-def _loop(extent: Expr | int, body) -> Stmt:
-    """``body(i, emitter)`` says what one turn emits."""
-    i, e = Var("i", "int64"), Emitter(1)
-    body(i, e)
-    extent = _const(extent) if isinstance(extent, int) else extent
-    return For(i, _const(0), extent, ForKind.SERIAL, sequence(e.stmts))
+_emit_loop = functools.partial(loop, scope=functools.partial(Emitter, 1))
+"""A loop whose body emits by a scalar emitter."""
 
 
 def _pointer(name: str, dtype: str) -> Var:
@@ -84,7 +72,7 @@ def _next_words(scalars: Emitter, words: Buffer, at: Expr, operand: Expr) -> Exp
     """Replaces a vector of words at index ``at``; ``operand`` is where those of the recurrence's far end are."""
     e = Emitter(LANES)
     zero, one = e.const(0, "uint32"), e.const(1, "uint32")
-    low = _load(e, words, at + _const(1))
+    low = _load(e, words, at + const(1))
     mixed = (_load(e, words, at) & e.const(_UPPER, "uint32")) | (low & e.const(_LOWER, "uint32"))
     # (0 - (low & 1)) & matrix would not do: to TVM, unsigned numbers never wrap
     matrix = e.select((low & one).equal(zero), zero, e.const(_MATRIX, "uint32"))
@@ -103,16 +91,16 @@ def _twist(words: Buffer) -> list[Stmt]:
     """
     crossing = _HEAD // LANES
 
-    def old(i: Var, e: Emitter) -> None:
-        at = e.name_index(i * _const(LANES) + _const(_FIRST), "at")
-        word = _next_words(e, words, at, at + _const(_SHIFT))
-        e.stmts.append(BufferStore(words, word, [Ramp(at + _const(_SIZE), 1, LANES)]))
+    def old(e: Emitter, i: Var) -> None:
+        at = e.name_index(i * const(LANES) + const(_FIRST), "at")
+        word = _next_words(e, words, at, at + const(_SHIFT))
+        e.stmts.append(BufferStore(words, word, [Ramp(at + const(_SIZE), 1, LANES)]))
 
-    def new(i: Var, e: Emitter) -> None:
-        at = e.name_index((i + _const(crossing)) * _const(LANES) + _const(_FIRST), "at")
-        _next_words(e, words, at, at - _const(_REACH))
+    def new(e: Emitter, i: Var) -> None:
+        at = e.name_index((i + const(crossing)) * const(LANES) + const(_FIRST), "at")
+        _next_words(e, words, at, at - const(_REACH))
 
-    return [_loop(crossing, old), _loop(_SIZE // LANES - crossing, new)]
+    return [_emit_loop(crossing, old), _emit_loop(_SIZE // LANES - crossing, new)]
 
 
 def _temper(e: Emitter, word: Expr) -> Expr:
@@ -141,17 +129,17 @@ def _compare(words: Buffer, at: Expr, mask: Buffer, to: Expr, threshold: Expr, l
 
 def _elements(words: Buffer, at: Expr, mask: Buffer, to: Expr, count: Expr, threshold: Expr) -> list[Stmt]:
     """``count`` elements: vectors, then one by one."""
-    whole = tirx.truncdiv(count, _const(_PAIRS))
+    whole = tirx.truncdiv(count, const(_PAIRS))
 
-    def vector(i: Var, e: Emitter) -> None:
-        step = i * _const(_PAIRS)
-        e.stmts += _compare(words, at + step * _const(2), mask, to + step, threshold, _PAIRS)
+    def vector(e: Emitter, i: Var) -> None:
+        step = i * const(_PAIRS)
+        e.stmts += _compare(words, at + step * const(2), mask, to + step, threshold, _PAIRS)
 
-    def single(i: Var, e: Emitter) -> None:
-        step = whole * _const(_PAIRS) + i
-        e.stmts += _compare(words, at + step * _const(2), mask, to + step, threshold, 1)
+    def single(e: Emitter, i: Var) -> None:
+        step = whole * const(_PAIRS) + i
+        e.stmts += _compare(words, at + step * const(2), mask, to + step, threshold, 1)
 
-    return [_loop(whole, vector), _loop(count - whole * _const(_PAIRS), single)]
+    return [_emit_loop(whole, vector), _emit_loop(count - whole * const(_PAIRS), single)]
 
 
 @functools.cache
@@ -172,54 +160,48 @@ def bernoulli_function() -> PrimFunc:
     used, used_room = stack_buffer(1, "int64", "used")
     head = Emitter(1)
 
-    def read(i: Var, e: Emitter) -> None:
-        word = tirx.Cast("uint32", BufferLoad(state, [i + _const(_BLOCK)]))
-        e.stmts.append(BufferStore(words, word, [i + _const(_FIRST)]))
+    def read(e: Emitter, i: Var) -> None:
+        word = tirx.Cast("uint32", BufferLoad(state, [i + const(_BLOCK)]))
+        e.stmts.append(BufferStore(words, word, [i + const(_FIRST)]))
 
-    def write(i: Var, e: Emitter) -> None:
-        word = tirx.Cast("int64", BufferLoad(words, [i + _const(_FIRST)]))
-        e.stmts.append(BufferStore(state, word, [i + _const(_BLOCK)]))
+    def write(e: Emitter, i: Var) -> None:
+        word = tirx.Cast("int64", BufferLoad(words, [i + const(_FIRST)]))
+        e.stmts.append(BufferStore(state, word, [i + const(_BLOCK)]))
 
-    seeded = head.bind(BufferLoad(state, [_const(_LEFT)]) & _const(~0xFFFFFFFF))
-    left = head.bind(BufferLoad(state, [_const(_LEFT)]) & _const(0xFFFFFFFF))
-    begin = head.bind(BufferLoad(state, [_const(_NEXT)]))
-    odd = head.bind(tirx.truncmod(left - _const(1), _const(2)))
-    early = head.bind(tirx.min(tirx.truncdiv(left - _const(1), _const(2)), count))  # elements of the block at hand
-    blocks = head.bind(tirx.truncdiv(count - early + _const(_PER_BLOCK - 1), _const(_PER_BLOCK)))
+    seeded = head.bind(BufferLoad(state, [const(_LEFT)]) & const(~0xFFFFFFFF))
+    left = head.bind(BufferLoad(state, [const(_LEFT)]) & const(0xFFFFFFFF))
+    begin = head.bind(BufferLoad(state, [const(_NEXT)]))
+    odd = head.bind(tirx.truncmod(left - const(1), const(2)))
+    early = head.bind(tirx.min(tirx.truncdiv(left - const(1), const(2)), count))  # elements of the block at hand
+    blocks = head.bind(tirx.truncdiv(count - early + const(_PER_BLOCK - 1), const(_PER_BLOCK)))
 
-    def block(i: Var, e: Emitter) -> None:
+    def block(e: Emitter, i: Var) -> None:
         """What the block at hand still has (turn 0), what the i-th block after it has."""
-        fresh = i > _const(0)
-        last = BufferLoad(words, [_const(_FIRST + _SIZE - 1)])
-        twist = [BufferStore(words, last, [_const(_FIRST - 1)]), *_twist(words)]
+        fresh = i > const(0)
+        last = BufferLoad(words, [const(_FIRST + _SIZE - 1)])
+        twist = [BufferStore(words, last, [const(_FIRST - 1)]), *_twist(words)]
         e.stmts.append(IfThenElse(fresh, sequence(twist), None))
-        done = e.bind(tirx.Select(fresh, early + (i - _const(1)) * _const(_PER_BLOCK), _const(0)))
-        now = e.bind(tirx.Select(fresh, tirx.min(count - done, _const(_PER_BLOCK)), early))
-        at = e.bind(tirx.Select(fresh, _const(0) - odd, begin))
-        e.stmts += _elements(words, at + _const(_FIRST), mask, done, now, threshold)
-        e.stmts.append(BufferStore(used, at + now * _const(2), [_const(0)]))
+        done = e.bind(tirx.Select(fresh, early + (i - const(1)) * const(_PER_BLOCK), const(0)))
+        now = e.bind(tirx.Select(fresh, tirx.min(count - done, const(_PER_BLOCK)), early))
+        at = e.bind(tirx.Select(fresh, const(0) - odd, begin))
+        e.stmts += _elements(words, at + const(_FIRST), mask, done, now, threshold)
+        e.stmts.append(BufferStore(used, at + now * const(2), [const(0)]))
 
-    new_next = BufferLoad(used, [_const(0)])
-    new_left = tirx.Select(blocks > _const(0), _const(_SIZE + 1) - new_next, left - early * _const(2))
-    valid = tirx.all(left >= _const(1), begin >= _const(0), begin + left - _const(1) <= _const(_SIZE))
+    new_next = BufferLoad(used, [const(0)])
+    new_left = tirx.Select(blocks > const(0), const(_SIZE + 1) - new_next, left - early * const(2))
+    valid = tirx.all(left >= const(1), begin >= const(0), begin + left - const(1) <= const(_SIZE))
     body = [
         DeclBuffer(state, data=state_pointer),
         DeclBuffer(mask, data=mask_pointer),
         room,
         used_room,
         *head.stmts,
-        IfThenElse(tirx.Not(valid), Return(_const(0)), None),
-        _loop(_SIZE, read),
-        _loop(blocks + _const(1), block),
-        _loop(_SIZE, write),
-        BufferStore(state, seeded | new_left, [_const(_LEFT)]),
-        BufferStore(state, new_next, [_const(_NEXT)]),
-        Return(_const(1)),
+        IfThenElse(tirx.Not(valid), Return(const(0)), None),
+        _emit_loop(_SIZE, read),
+        _emit_loop(blocks + const(1), block),
+        _emit_loop(_SIZE, write),
+        BufferStore(state, seeded | new_left, [const(_LEFT)]),
+        BufferStore(state, new_next, [const(_NEXT)]),
+        Return(const(1)),
     ]
-    return _function([state_pointer, mask_pointer, count, threshold], body)
-
-
-def _function(params: list[Var], body: list[Stmt]) -> PrimFunc:
-    return PrimFunc(params, sequence(body)).with_attr(
-        {"tirx.noalias": True, "tirx.is_scheduled": True, LOOPS_ATTR: True}
-    )
+    return loop_function([state_pointer, mask_pointer, count, threshold], sequence(body))

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from bridge.compile.cpu.gemm import FIELDS
 from bridge.compile.loop_ir.graph import Graph, Node, Operand, Pointwise, Product, Value, whole
+from bridge.compile.loop_ir.product import FIELDS
 from bridge.compile.loop_ir.views import is_dense
 
 __all__ = ["accumulate"]

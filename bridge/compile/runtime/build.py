@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,10 +14,11 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 from tvm_ffi import structural_equal, structural_hash
 
+from bridge.compile.codegen.tir import LOOPS_ATTR, SHARED_ATTR
 from bridge.compile.cpu.threads import CONNECT, connect_function, launcher
 from bridge.compile.runtime.cache import WeakCache
 
-__all__ = ["LOOPS_ATTR", "SHARED_ATTR", "Built", "build_kernels", "clear_kernels", "host_cpu", "host_target"]
+__all__ = ["Built", "build_kernels", "clear_kernels"]
 
 
 @dataclass(eq=False)
@@ -30,12 +30,6 @@ class Built:
 
 _KERNELS: WeakCache[PrimFunc, Built] = WeakCache(structural_equal)
 _LOCK = threading.Lock()
-
-LOOPS_ATTR = "bridge.loops"
-"""Marks PrimFuncs of :mod:`bridge.compile.cpu.loops`, which need fewer passes than those with schedulable blocks."""
-
-SHARED_ATTR = "bridge.shared"
-"""Marks PrimFuncs that serve every shape: built by themselves, and kept for the next program when no one uses them."""
 
 _SHARED: list[Built] = []
 
@@ -65,28 +59,6 @@ def _loop_pipeline() -> tuple[tvm.transform.Pass, Callable, Callable]:
 
 
 tirx.register_tir_pipeline("bridge_loops", _loop_pipeline)
-
-
-@functools.cache
-def host_cpu() -> str:
-    """LLVM's name of this processor."""
-    return str(tvm.get_global_func("target.llvm_get_system_cpu")())
-
-
-#: LLVM unrolls a loop completely if less than this many instructions come out, then the loop around it likewise. With
-#: its own limit, 300, a short column sum (6 chunks of rows of 48 vectors) grows to 14,000 instructions, half a second
-#: of compilation, and is no faster. At 270 nearly every other kernel's machine code is what it is at 300; at 220 a
-#: softmax over 128 columns, which gains from unrolling, is a tenth slower.
-UNROLLED_INSTRUCTIONS = 270
-
-
-def host_target() -> Target:
-    """LLVM for this processor. The number of threads is torch's, at every call: :mod:`bridge.compile.cpu.threads`.
-
-    No fast-math flag is set: values must not depend on what a kernel is fused with.
-    """
-    options = [f"-unroll-threshold-aggressive:uint={UNROLLED_INSTRUCTIONS}"]
-    return Target({"kind": "llvm", "mcpu": host_cpu(), "cl-opt": options})
 
 
 def clear_kernels() -> None:

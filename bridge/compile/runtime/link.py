@@ -23,6 +23,7 @@ from bridge.compile.runtime.build import build_kernels
 from bridge.compile.runtime.contents import contents
 from bridge.compile.runtime.program import Action, KernelStep, Layout, LibraryStep, Program, Step, ViewStep
 from bridge.compile.schedule.fuse import Group, fuse
+from bridge.compile.schedule.row_plan import plan_rows
 
 __all__ = ["assemble"]
 
@@ -76,7 +77,7 @@ def _kernel(group: Group, stored: set[Value]) -> Kernel | LibraryCall | Product 
         return Kernel(node.kernel, tuple(op.value for op in node.operands), node.outs, (), (node.op,))
     if isinstance(node, Reduction) and not group.fusable:
         return generate_column_reduction(node)
-    return generate(group, stored)
+    return generate(plan_rows(group, stored))
 
 
 class _Frame:

@@ -7,7 +7,7 @@ from tvm.ir import IRModule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
-from bridge.compile.runtime.build import LOOPS_ATTR
+from bridge.compile.codegen.tir import LOOPS_ATTR
 
 __all__ = ["FORMS", "kernel_source"]
 

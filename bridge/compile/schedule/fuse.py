@@ -1,9 +1,9 @@
-"""Grouping: which nodes of the loop graph share a kernel.
+"""Fusion: the loop graph → groups of nodes that share a kernel, in an order of execution.
 
 A group walks one iteration space of ``rows * columns`` elements. Its members are
 
-* *full* nodes: point-wise nodes of that many elements, and reductions over them;
-* *row* nodes: point-wise nodes with one element per row (the results of row reductions, and arithmetic on them).
+* *elementwise* nodes: point-wise nodes of that many elements, and reductions over them;
+* *per-row* nodes: point-wise nodes with one element per row (arithmetic on the results of row reductions).
 
 Two groups merge if one feeds the other (or both read the same large tensor), if every element crosses from one to the
 other at the same place of the iteration space, and if no path leaves the merged group and comes back. So softmax,
@@ -52,7 +52,8 @@ class Group:
     """Nodes that run as one step, in order.
 
     ``elements``: size of the iteration space; ``columns``: its trailing extent, ``None`` while nothing fixes it;
-    ``batch``: leading extent kept by column reductions. ``nodes`` of a library call or a fallback: just that node.
+    ``batch``: leading extent that column reductions do not reduce. A library call or a fallback is
+    alone in its group.
     """
 
     index: int
@@ -64,6 +65,11 @@ class Group:
     made: dict[Value, Node] = field(default_factory=dict)
     sources: set[Group] = field(default_factory=set)  # groups whose values this one reads
     fusable: bool = True
+
+    def is_per_row(self, value: Value) -> bool:
+        """Whether a value is a member's with one element per row."""
+        node = self.made.get(value)
+        return node in self.rows_of or (isinstance(node, Reduction) and node.inner == 1)
 
     def reads(self) -> list[tuple[Node, Operand]]:
         """Operands that come from outside the group."""
@@ -95,7 +101,7 @@ def _single(index: int, node: Node) -> Group:
 
 
 def is_row_read(operand: Operand, rows: int, columns: int) -> bool:
-    """Whether a full node reads one dense value per row: constant along each row, one step per row."""
+    """Whether an elementwise node reads one dense value per row: constant along each row, one step per row."""
     wanted = [(extent, stride) for extent, stride in ((rows, 1), (columns, 0)) if extent != 1]
     return operand.view.offset == 0 and operand.value.numel == rows and merged(operand.view) == wanted
 
@@ -149,8 +155,8 @@ class _Fuser:
         if union is None or self._cycle(first, second):
             return None
         if len({operand.value for _, operand in union.reads()}) + len(union.made) > _MAX_BUFFERS:
-            outside = {operand.value for _, operand in union.reads()}
-            if len(outside) > _MAX_BUFFERS // 2:
+            free = {operand.value for _, operand in union.reads()}
+            if len(free) > _MAX_BUFFERS // 2:
                 return None
         if space_of(union) is None:
             return None
@@ -187,12 +193,12 @@ class _Fuser:
 def _reaches(start: Group, goal: Group) -> bool:
     """Whether ``start`` depends on ``goal`` through a third group."""
     stack = [source for source in start.sources if source is not goal]
-    seen: set[Group] = set()
+    visited: set[Group] = set()
     while stack:
         group = stack.pop()
-        if group in seen:
+        if group in visited:
             continue
-        seen.add(group)
+        visited.add(group)
         if goal in group.sources:
             return True
         stack.extend(group.sources)

@@ -37,6 +37,7 @@ from autodiff.ir import (
 from bridge.compile.codegen.pointwise import EXPENSIVE, compute_type
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Concat, Graph, Node, Operand, Pointwise, Reduction, Scalar, Value, whole
+from bridge.compile.schedule.products import ProductPolicy
 from bridge.compile.schedule.reduction import identity
 from bridge.compile.schedule.space import make_space
 
@@ -81,12 +82,14 @@ class Builder:
     """Collects the nodes of one function.
 
     Attributes:
+        products: the backend's choices for matrix products.
         env: Relax variables to operands (lists for tuples).
         variable: the one being bound.
         readers: of each variable, the expressions that read it; the function itself if it is a result.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, products: ProductPolicy) -> None:
+        self.products = products
         self.env: dict[Var, Operand | Scalar | list] = {}
         self.nodes: list[Node] = []
         self.constants: dict[Value, torch.Tensor] = {}
@@ -349,13 +352,13 @@ def _check(var: Var, result: Operand | Scalar | list, value: Expr) -> None:
             raise AssertionError(f"{value} has type {wanted}, its translation has {(field.shape, field.dtype)}")
 
 
-def translate(func: Function) -> Graph:
+def translate(func: Function, products: ProductPolicy) -> Graph:
     """The loop graph of a function in flat form.
 
     Results are values of their own (or parameters themselves). ``NotImplementedError`` names an operator that
     neither this package nor TVM's legalization can compile.
     """
-    builder = Builder()
+    builder = Builder(products)
     params = [Value(param.name, shape(param), dtype(param), "param") for param in func.params]
     builder.env.update((var, whole(value)) for var, value in zip(func.params, params, strict=True))
     for _, value in bindings(func):

@@ -12,9 +12,8 @@ from tvm.relax import op as R
 
 from bridge import add_tvm_dispatch, stats
 from bridge.compile import KernelStep, ViewStep, compile_function
-from bridge.compile.translate import matmul as products
+from bridge.compile.cpu.backend import CpuProducts
 from tests.bridge.compare import check_module
-from tests.bridge.compile_helpers import function, program
 
 SIZES = [(1, 1, 1), (3, 5, 7), (14, 16, 32), (15, 33, 17), (29, 600, 70), (13, 40, 40), (100, 257, 193), (64, 512, 96)]
 LAYOUTS = list(itertools.product((False, True), repeat=2))
@@ -23,7 +22,7 @@ LAYOUTS = list(itertools.product((False, True), repeat=2))
 @pytest.fixture(autouse=True)
 def generated_everywhere(monkeypatch):
     """Every product of these tests is generated code, whatever the processor and the size."""
-    monkeypatch.setattr(products, "generated", lambda dtype, *_: dtype in ("float32", "float64"))
+    monkeypatch.setattr(CpuProducts, "generated", lambda policy, dtype, *_: dtype in ("float32", "float64"))
 
 
 def operand(shape, transposed, dtype):

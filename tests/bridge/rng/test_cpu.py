@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from bridge import add_tvm_dispatch, stats
 from bridge.base.threads import others_wait
 from bridge.compile.cpu import mt19937 as code
-from bridge.compile.runtime.build import build_kernels, host_target
+from bridge.compile.cpu.backend import host_target
+from bridge.compile.runtime.build import build_kernels
 from bridge.rng import cpu as mt19937
 from bridge.rng.cpu import Mask
 

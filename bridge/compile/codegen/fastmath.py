@@ -3,7 +3,7 @@
 An extern call inside a vector loop turns the whole loop scalar, so these are what makes GELU, softmax and friends
 run at memory speed. The polynomials are Chebyshev interpolations made for this file (degree chosen so that their own
 error stays below half a unit in the last place); evaluated in fused multiply-adds. Errors, in units in the last
-place against the float64 function over the whole float32 range, are asserted by ``tests/bridge/test_compile_fastmath``:
+place against the float64 function over the whole float32 range (``tests/bridge/compile/test_fastmath.py``):
 
 =========== ====== =============================================================================================
 function    ulp    notes

@@ -1,0 +1,75 @@
+"""Matrix products as data: operands' views → extents and strides → the descriptor that the generated kernel reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bridge.compile.loop_ir.views import View
+
+__all__ = ["FIELDS", "Geometry"]
+
+FIELDS = (
+    *("outer", "inner", "m", "n", "k"),
+    *("a_outer", "a_inner", "a_row", "a_column"),
+    *("b_outer", "b_inner", "b_row", "b_column"),
+    *("c_outer", "c_inner", "c_row"),
+    *("block_rows", "block_columns", "accumulate"),
+)
+"""The descriptor, int64: ``c[o, i] = a[o, i] @ b[o, i]`` for two batch extents, strides in elements (a result's row is
+dense), the block of one task, whether ``c`` is added to."""
+
+Strides = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Extents ``(outer, inner, m, n, k)``, and of each operand the strides ``(outer, inner, row, column)``.
+
+    Offsets and strides count elements; the result has no offset.
+    """
+
+    extents: tuple[int, ...]
+    a: Strides
+    b: Strides
+    c: Strides
+    a_offset: int
+    b_offset: int
+
+    @classmethod
+    def of(cls, a: View, b: View, c: View) -> Geometry | None:
+        """The geometry of ``c = a @ b``, all batches expanded; ``None`` if the batch needs more than two extents."""
+        batch: list[list[int]] = []  # extent and the three strides, neighbours that run through merged
+        for extent, *steps in zip(c.shape[:-2], a.strides, b.strides, c.strides, strict=False):
+            if extent == 1:
+                continue
+            if batch and batch[-1][1:] == [step * extent for step in steps]:
+                batch[-1] = [batch[-1][0] * extent, *steps]
+            else:
+                batch.append([extent, *steps])
+        if len(batch) > 2:
+            return None
+        outer, inner = ([[1, 0, 0, 0]] * 2 + batch)[-2:]
+        extents = (outer[0], inner[0], *c.shape[-2:], a.shape[-1])
+        strides = [(outer[i], inner[i], *view.strides[-2:]) for i, view in enumerate((a, b, c), start=1)]
+        # A dimension of extent 1 has no stride to speak of; 1 is the one that is read in vectors.
+        strides = [
+            (*step[:2], *_unit(view.shape[-2:], step[2:])) for step, view in zip(strides, (a, b, c), strict=True)
+        ]
+        return cls(extents, *strides, a.offset, b.offset)
+
+    def transposed(self) -> Geometry:
+        """That of the transposes, in the other order, whose product is the transposed result."""
+        outer, inner, m, n, k = self.extents
+        a, b, c = ((*strides[:2], strides[3], strides[2]) for strides in (self.a, self.b, self.c))
+        return Geometry((outer, inner, n, m, k), b, a, c, self.b_offset, self.a_offset)
+
+    def descriptor(self, block: tuple[int, int]) -> tuple[int, ...]:
+        """Values of :data:`FIELDS` for tasks of ``block`` rows and columns, not added to what is there."""
+        fields = (*self.extents, *self.a, *self.b, *self.c[:3], *block, 0)
+        assert len(fields) == len(FIELDS)
+        return fields
+
+
+def _unit(extents: Sequence[int], strides: Sequence[int]) -> Strides:
+    return tuple(1 if extent == 1 else stride for extent, stride in zip(extents, strides, strict=True))
