@@ -3,7 +3,7 @@
 A *library call* is a pure Relax call ``R.call_pure_packed("library.<name>", *args, ty_args=...)``. Its
 arguments are tensors, ``R.prim_value`` / ``R.str`` / ``R.shape`` constants, or tuples of tensors, and its
 result type is spelled out. Nothing here computes: whoever runs the compiled program binds the names
-(``bridge.compile.translate.libcalls`` binds them to PyTorch's kernels). Gradient rules for library functions are in
+(``bridge.library`` binds them to PyTorch's kernels). Gradient rules for library functions are in
 ``autodiff.gradients.library``.
 
 Calling conventions. ``(..)`` is a shape constant, ``:int`` an integer (truth values are 0 or 1), ``:float`` a float;

@@ -39,7 +39,7 @@ BRIDGE = (
 )
 """Rooms and loose files of ``bridge/``; each imports only from those before it."""
 
-COMPILE = ("loop_ir", "codegen", "schedule", "passes", "translate", "cpu", "runtime", "__init__")
+COMPILE = ("loop_ir", "codegen", "schedule", "passes", "translate", "cpu", "runtime", "pipeline", "__init__")
 """Rooms of ``bridge/compile/``, likewise."""
 
 

@@ -37,7 +37,7 @@ from autodiff.ir import (
     results,
     shape,
 )
-from bridge.compile.translate.torch_kernels import KERNELS
+from bridge.library import FUNCTIONS
 from bridge.reference.relax_operators import LIBRARY, OPERATORS
 
 __all__ = ["Run", "evaluate_binding", "interpret"]
@@ -131,7 +131,7 @@ def _compute(value: Expr, env: Mapping[Var, Any], masks: Iterator[torch.Tensor])
         return _read(value, env)
     library = library_name(value)
     if library is not None:
-        kernel = KERNELS.get(library.removeprefix("library.")) or LIBRARY.get(library)
+        kernel = FUNCTIONS.get(library.removeprefix("library.")) or LIBRARY.get(library)
         if kernel is None:
             raise NotImplementedError(f"no kernel is bound to {library}")
         return kernel(*[_listed(_read(arg, env)) for arg in value.args[1:]])

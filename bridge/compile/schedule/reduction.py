@@ -1,4 +1,6 @@
-"""The order of every reduction. It follows from the extents alone, never from the kernel the reduction ends up in.
+"""Reduction order: extents → stages, accumulators and the order in which they are combined.
+
+It follows from the extents alone, never from the kernel the reduction ends up in.
 
 * A *row* of ``n`` elements: ``unroll(n)`` vector accumulators of 16 lanes take the vectors in turn, are combined
   pairwise, then the halves of the one vector are combined until one lane is left; the last ``n % 16`` elements go into
@@ -10,6 +12,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 
 from tvm import tirx
 from tvm.tirx import Expr
@@ -17,11 +20,15 @@ from tvm.tirx import Expr
 from bridge.compile.codegen.emit import LANES, Emitter, element_type
 from bridge.compile.codegen.pointwise import maximum, minimum
 
-__all__ = ["chunk_rows", "column_chunks", "combine", "fold_lanes", "identity", "unroll"]
+__all__ = ["chunk_rows", "column_chunks", "combine", "fold_lanes", "identity", "reduction_stages", "unroll"]
 
 _CHUNK_ELEMENTS = 16384  # work of a chunk: microseconds, so that starting threads is worth it
 _MAX_CHUNKS = 32  # enough for the threads of one socket; the chunks are combined serially
 _MIN_ROWS = 8
+
+_SPLIT_REDUCTION = 8192
+"""A reduction of twice this many elements or more with few results is done in two stages, so that it can run in
+parallel."""
 
 
 def unroll(length: int) -> int:
@@ -39,6 +46,43 @@ def column_chunks(rows: int, columns: int) -> int:
 def chunk_rows(rows: int, chunks: int) -> int:
     """Rows per chunk; the last chunk may have fewer."""
     return -(-rows // chunks)
+
+
+def reduction_stages(extents: Sequence[int], axes: Collection[int]) -> list[tuple[int, int, int]]:
+    """A reduction over ``axes`` → ``(outer, reduced, inner)`` of the reductions that make it, one after another.
+
+    The innermost axes go first. Neighbouring axes of one kind are one axis; a long reduction with few results is done
+    in two stages, so that it can run in parallel. Empty where all reduced axes have extent 1.
+    """
+    runs: list[tuple[bool, int]] = []  # alternating: remaining, reduced, remaining, …
+    for axis, extent in enumerate(extents):
+        if extent == 1:
+            continue
+        if runs and runs[-1][0] == (axis in axes):
+            runs[-1] = (runs[-1][0], runs[-1][1] * extent)
+        else:
+            runs.append((axis in axes, extent))
+    stages = []
+    while any(reduced for reduced, _ in runs):
+        position = max(i for i, (reduced, _) in enumerate(runs) if reduced)
+        outer = math.prod(extent for _, extent in runs[:position])
+        length = runs[position][1]
+        inner = math.prod(extent for _, extent in runs[position + 1 :])
+        part = _first_stage(outer, length, inner)
+        if part:
+            runs[position : position + 1] = [(True, length // part), (True, part)]
+            continue
+        stages.append((outer, length, inner))
+        del runs[position]
+    return stages
+
+
+def _first_stage(outer: int, length: int, inner: int) -> int:
+    """Elements that the first of two stages reduces; 0 for one stage."""
+    if inner != 1 or outer >= 16 or length < 2 * _SPLIT_REDUCTION:
+        return 0
+    divisors = (part for part in range(_SPLIT_REDUCTION, 255, -1) if length % part == 0)
+    return next(divisors, 0)
 
 
 def identity(op: str, dtype: str) -> float:

@@ -1,4 +1,4 @@
-"""Iteration spaces: the loop extents at which every operand of a kernel is a plain strided access.
+"""Iteration spaces: views → the loop extents at which every operand of a kernel is a plain strided access.
 
 The elements of the space are numbered row-major. A view cuts that numbering at the suffix products of its merged
 extents; if the cuts of all views divide one another, the quotients are loop extents on which each view has one stride
@@ -16,7 +16,7 @@ from bridge.compile.codegen.emit import LANES
 from bridge.compile.loop_ir.views import View, merged
 from bridge.compile.schedule.reduction import unroll
 
-__all__ = ["Space", "make_space"]
+__all__ = ["Space", "make_space", "share_loops"]
 
 _FLAT_BLOCK = 4096  # elements of one row of a space that nothing divides into rows
 _MIN_COLUMNS = 256  # a row shorter than this is dominated by its address arithmetic
@@ -96,3 +96,19 @@ def make_space(
     if reduces and len(inner) > 1 and inner[-1] % (LANES * unroll(columns)):
         return None
     return Space(tuple(reversed(extents[inside:])) or (1,), inner)
+
+
+def share_loops(views: Sequence[View], elements: int, inside: tuple[int, int] | None = None) -> bool:
+    """Whether one loop nest over ``elements`` can read all the views.
+
+    ``inside``: ``(reduced, inner)`` extents of a reduction, whose view enumerates ``(outer, reduced, inner)``.
+    """
+    accesses = [(view, 1) for view in views]
+    columns = None
+    if inside:
+        reduced, inner = inside
+        columns = reduced if inner == 1 else inner
+        # A broadcast view that forces a cut between the remaining and the reduced rows.
+        accesses.append((View((elements // (reduced * inner), reduced, inner), (0, 1, 0)), 1))
+    reduces = inside is not None and inside[1] == 1
+    return make_space(elements, columns, accesses, reduces=reduces) is not None

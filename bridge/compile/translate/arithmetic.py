@@ -12,7 +12,8 @@ import torch
 from autodiff.ir import Call, dtype, shape
 from bridge.compile.codegen.pointwise import RULES, compute_type
 from bridge.compile.loop_ir.graph import Operand, Scalar
-from bridge.compile.translate.builder import Builder, number, register
+from bridge.compile.translate.builder import Builder
+from bridge.compile.translate.registry import number, register
 
 __all__: list[str] = []
 

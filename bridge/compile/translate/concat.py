@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-import torch
+from functools import partial
 
 from autodiff.ir import Call, Tuple, TupleType, dtype, shape
 from bridge.compile.codegen.emit import LANES
-from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Concat, LibraryCall, Operand, Pointwise, Scalar, whole
+from bridge.compile.passes.recompute import Sections
 from bridge.compile.schedule.fuse import sections_of
 from bridge.compile.schedule.space import make_space
-from bridge.compile.translate.builder import Builder, register
+from bridge.compile.translate.builder import Builder
+from bridge.compile.translate.registry import register
+from bridge.library import outputs
 
 __all__: list[str] = []
 
@@ -75,7 +76,13 @@ def _joined(builder: Builder, operands: Sequence[Operand | Scalar], axis: int, c
         return None
     places = [(operand, begin) for operand in operands for begin in range(0, operand.shape[axis], step)]
     spread = (*extents[:axis], sections, step, *extents[axis + 1 :])
-    cut = _Cut(builder, axis, spread)
+
+    def emit(op: str, reads: Sequence[Operand | Scalar], shape: Sequence[int], element_type: str) -> Operand:
+        made = builder.fresh(shape, element_type)
+        builder.add(Pointwise(op, tuple(reads), made))
+        return whole(made)
+
+    cut = Sections(axis, spread, builder.producer, emit)
     out = builder.fresh(extents, dtype(call))
     plain = [cut.place(operand, begin, depth=0) for operand, begin in places]
     node = Concat("concat", tuple(plain), out, inner)
@@ -87,42 +94,8 @@ def _joined(builder: Builder, operands: Sequence[Operand | Scalar], axis: int, c
     return whole(out)
 
 
-class _Cut:
-    """Operands of a concatenation as seen by all of its sections: ``spread`` is the result's shape with the axis cut
-    into ``(sections, step)``."""
-
-    def __init__(self, builder: Builder, axis: int, spread: tuple[int, ...]) -> None:
-        self.builder = builder
-        self.axis = axis
-        self.spread = spread
-
-    def place(self, operand: Operand | Scalar, begin: int, depth: int) -> Operand | Scalar:
-        """``step`` elements from ``begin`` on along the axis, the same in every section.
-
-        With a ``depth``, cheap arithmetic that made the operand is done here instead of being read.
-        """
-        if isinstance(operand, Scalar):
-            return Scalar(operand.number, operand.dtype, self.spread)
-        inside = self._computed(operand, begin, depth) if depth else None
-        return Operand(operand.value, self._seen(operand.view, begin)) if inside is None else inside
-
-    def _seen(self, view: views.View, begin: int) -> views.View:
-        strides = (*view.strides[: self.axis], 0, *view.strides[self.axis :])
-        return views.View(self.spread, strides, view.offset + begin * view.strides[self.axis])
-
-    def _computed(self, operand: Operand, begin: int, depth: int) -> Operand | None:
-        found = self.builder.box_of_arithmetic(operand)
-        if found is None:
-            return None
-        op, reads = found
-        placed = tuple(self.place(read, begin, depth - 1) for read in reads)
-        out = self.builder.fresh(self.spread, operand.dtype)
-        self.builder.add(Pointwise(op, placed, out))
-        return whole(out)
-
-
 def _library(builder: Builder, operands: Sequence[Operand | Scalar], axis: int, call: Call) -> Operand:
     tensors = [builder.dense(operand) if isinstance(operand, Scalar) else operand for operand in operands]
     out = builder.fresh(shape(call), dtype(call))
-    builder.add(LibraryCall("cat", tuple(tensors), (out,), lambda outs, args: torch.cat(args, axis, out=outs[0])))
+    builder.add(LibraryCall("cat", tuple(tensors), (out,), partial(outputs.concat, axis=axis)))
     return whole(out)

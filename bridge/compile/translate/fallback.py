@@ -25,7 +25,8 @@ from autodiff.ir import (
 )
 from bridge.base.log import channel
 from bridge.compile.loop_ir.graph import Fallback, Operand, Scalar, Value, whole
-from bridge.compile.translate.builder import Builder, register
+from bridge.compile.translate.builder import Builder
+from bridge.compile.translate.registry import register
 
 __all__ = ["schedule"]
 

@@ -1,18 +1,22 @@
-"""Library steps: operators that torch's own kernels compute, most of them into a given tensor (``out=``).
+"""Library calls: operators that torch's kernels compute → nodes that name a function of :mod:`bridge.library`.
 
-Each function here translates a Relax operator or a library function (see :mod:`autodiff.library`) to
-:class:`~bridge.compile.loop_ir.graph.LibraryCall` nodes. Transposed and sliced operands are passed as strided views.
+Relax operators become kernels that write into given tensors; library functions (see :mod:`autodiff.library`) return
+tensors of their own. Transposed and sliced operands are passed as strided views.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from autodiff.ir import Call, Expr, TensorType, Tuple, dtype, shape
+from autodiff.ir import Call, Expr, ShapeExpr, TensorType, Tuple, TupleType, Var, dtype, shape
 from bridge.compile.loop_ir.graph import LibraryCall, Operand, Scalar, Value, whole
-from bridge.compile.translate.builder import Builder, register
+from bridge.compile.translate.builder import Builder
+from bridge.compile.translate.registry import number, register
+from bridge.library import FUNCTIONS, TensorAt, TensorsAt, invoke, outputs
 
-__all__: list[str] = []
+__all__ = ["emit", "tensor"]
 
 
 def tensor(builder: Builder, expr: Expr) -> Operand:
@@ -21,8 +25,9 @@ def tensor(builder: Builder, expr: Expr) -> Operand:
     return builder.dense(operand) if isinstance(operand, Scalar) else operand
 
 
-def emit(builder: Builder, name: str, operands: list[Operand], outs: list[Value], run, **options) -> list[Operand]:
-    builder.add(LibraryCall(name, tuple(operands), tuple(outs), run, **options))
+def emit(builder: Builder, name: str, operands: list[Operand], outs: list[Value], run: Callable) -> list[Operand]:
+    """Adds a call of a kernel that writes into ``outs``, and returns those."""
+    builder.add(LibraryCall(name, tuple(operands), tuple(outs), run))
     return [whole(out) for out in outs]
 
 
@@ -31,31 +36,18 @@ def _stack(builder: Builder, call: Call) -> Operand:
     operands = [tensor(builder, field) for field in _fields(builder, call.args[0])]
     axis = 0 if call.attrs.axis is None else int(call.attrs.axis)
     out = builder.fresh(shape(call), dtype(call))
-    return emit(builder, "stack", operands, [out], lambda outs, args: torch.stack(args, axis, out=outs[0]))[0]
+    return emit(builder, "stack", operands, [out], partial(outputs.stack, axis=axis))[0]
 
 
 @register("relax.cumsum", "relax.cumprod")
 def _scan(builder: Builder, call: Call) -> Operand:
-    """An exclusive scan starts with the neutral element and leaves the last one out."""
     if call.attrs.axis is None:
         return NotImplemented
-    function, neutral = (torch.cumsum, 0) if call.op.name == "relax.cumsum" else (torch.cumprod, 1)
-    axis, kind = int(call.attrs.axis), getattr(torch, dtype(call))
+    name = str(call.op.name).removeprefix("relax.")
     out = builder.fresh(shape(call), dtype(call))
-    operands = [tensor(builder, call.args[0])]
-
-    def inclusive(outs: list[torch.Tensor], args: list[torch.Tensor]) -> None:
-        function(args[0], axis, dtype=kind, out=outs[0])
-
-    def exclusive(outs: list[torch.Tensor], args: list[torch.Tensor]) -> None:
-        count = args[0].shape[axis]
-        if count:
-            outs[0].narrow(axis, 0, 1).fill_(neutral)
-            rest = function(args[0].narrow(axis, 0, count - 1), axis, dtype=kind)
-            outs[0].narrow(axis, 1, count - 1).copy_(rest)
-
-    run = exclusive if call.attrs.exclusive else inclusive
-    return emit(builder, function.__name__, operands, [out], run)[0]
+    exclusive = bool(call.attrs.exclusive)
+    run = partial(outputs.scan, product=name == "cumprod", axis=int(call.attrs.axis), exclusive=exclusive)
+    return emit(builder, name, [tensor(builder, call.args[0])], [out], run)[0]
 
 
 @register("relax.gather_elements")
@@ -63,9 +55,7 @@ def _gather_elements(builder: Builder, call: Call) -> Operand:
     axis = int(call.attrs.axis)
     x, index = tensor(builder, call.args[0]), builder.cast(tensor(builder, call.args[1]), "int64")
     out = builder.fresh(shape(call), dtype(call))
-    return emit(
-        builder, "gather", [x, index], [out], lambda outs, args: torch.gather(args[0], axis, args[1], out=outs[0])
-    )[0]
+    return emit(builder, "gather", [x, index], [out], partial(outputs.gather, axis=axis))[0]
 
 
 @register("relax.scatter_elements")
@@ -76,14 +66,9 @@ def _scatter_elements(builder: Builder, call: Call) -> Operand:
     x, index, source = (tensor(builder, arg) for arg in call.args)
     index = builder.cast(index, "int64")
     out = builder.fresh(shape(call), dtype(call))
-    function = torch.scatter if reduction == "update" else torch.scatter_add
-    return emit(
-        builder,
-        function.__name__,
-        [x, index, source],
-        [out],
-        lambda outs, args: function(args[0], axis, args[1], args[2], out=outs[0]),
-    )[0]
+    add = reduction == "add"
+    run = partial(outputs.scatter, axis=axis, add=add)
+    return emit(builder, "scatter_add" if add else "scatter", [x, index, source], [out], run)[0]
 
 
 @register("relax.take")
@@ -100,13 +85,7 @@ def _take(builder: Builder, call: Call) -> Operand:
     out = builder.fresh((*x.shape[:axis], index.view.numel, *x.shape[axis + 1 :]), x.dtype)
     if index.dtype not in ("int32", "int64"):
         flat = builder.cast(flat, "int64")
-    emit(
-        builder,
-        "index_select",
-        [x, flat],
-        [out],
-        lambda outs, args: torch.index_select(args[0], axis, args[1], out=outs[0]),
-    )
+    emit(builder, "index_select", [x, flat], [out], partial(outputs.index_select, axis=axis))
     return builder.reshape(whole(out), shape(call))
 
 
@@ -114,3 +93,35 @@ def _fields(builder: Builder, expr: Expr) -> list[Expr]:
     if isinstance(expr, Tuple):
         return list(expr.fields)
     raise NotImplementedError(f"wanted a literal tuple of tensors, got {expr}")
+
+
+def _library_function(builder: Builder, call: Call, name: str) -> Operand | list[Operand]:
+    """A call of ``library.<name>``: its tensors are the node's operands, its other arguments attributes."""
+    operands: list[Operand] = []
+    arguments = [_argument(builder, arg, operands) for arg in call.args[1:]]
+    types = call.ty.fields if isinstance(call.ty, TupleType) else [call.ty]
+    outs = [builder.fresh(tuple(int(extent) for extent in ty.shape), str(ty.dtype)) for ty in types]
+    run = partial(invoke, FUNCTIONS[name], arguments)
+    builder.add(LibraryCall(name, tuple(operands), tuple(outs), run, allocates=True))
+    results = [whole(out) for out in outs]
+    return results if isinstance(call.ty, TupleType) else results[0]
+
+
+def _argument(builder: Builder, arg: Expr, operands: list[Operand]) -> Any:
+    """One argument as :func:`bridge.library.invoke` takes it; tensors are appended to ``operands``."""
+    if (isinstance(arg, Var) and isinstance(arg.ty, TupleType)) or isinstance(arg, Tuple):
+        fields = [builder.dense(field) if isinstance(field, Scalar) else field for field in builder.get(arg)]
+        operands.extend(fields)
+        return TensorsAt(len(operands) - len(fields), len(fields))
+    if isinstance(arg.ty, TensorType):
+        operands.append(tensor(builder, arg))
+        return TensorAt(len(operands) - 1)
+    if isinstance(arg, ShapeExpr):
+        return [int(extent) for extent in arg.values]
+    if hasattr(arg, "value") and isinstance(arg.value, str):
+        return arg.value
+    return number(arg)
+
+
+for _name in FUNCTIONS:
+    register(f"library.{_name}")(partial(_library_function, name=_name))

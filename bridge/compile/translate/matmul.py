@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
-from autodiff.ir import Call, dtype, op_name, shape
+from autodiff.ir import Call, dtype, shape
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Operand, Product, whole
 from bridge.compile.loop_ir.product import Geometry
-from bridge.compile.translate.builder import Builder, register
+from bridge.compile.passes.layout import order_of_readers
+from bridge.compile.translate.builder import Builder
 from bridge.compile.translate.libcalls import emit, tensor
+from bridge.compile.translate.registry import register
+from bridge.library import outputs
 
 __all__: list[str] = []
 
@@ -36,7 +40,8 @@ def _matmul(builder: Builder, call: Call) -> Operand:
         b = builder.reshape(b, (*b.shape, 1))
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
-    order = _order_of_readers(builder, (*batch, m, n)) if len(batch) + 2 == len(extents) else None
+    readers = builder.readers.get(builder.variable, ())
+    order = order_of_readers(readers, len(extents)) if len(batch) + 2 == len(extents) else None
     if order is None and math.prod(b.shape[:-2]) == 1:
         # Every row of every batch meets the same matrix: one product, if the rows lie so that they are one dimension.
         rows = views.reshape(a.view, (math.prod(a.shape[:-1]), k))
@@ -55,27 +60,14 @@ def _library(builder: Builder, a: Operand, b: Operand, batch: Sequence[int]) -> 
         rows = math.prod(batch) * m
         a, b = builder.reshape(a, (rows, k)), builder.reshape(b, (k, n))
         out = builder.fresh((rows, n), a.dtype)
-        emit(builder, "mm", [a, b], [out], lambda outs, args: torch.mm(args[0], args[1], out=outs[0]))
+        emit(builder, "mm", [a, b], [out], partial(outputs.matmul, batched=False))
         return whole(out)
     count = math.prod(batch)
     a = builder.reshape(builder.expand(a, (*batch, m, k)), (count, m, k))
     b = builder.reshape(builder.expand(b, (*batch, k, n)), (count, k, n))
     out = builder.fresh((count, m, n), a.dtype)
-    emit(builder, "bmm", [a, b], [out], lambda outs, args: torch.bmm(args[0], args[1], out=outs[0]))
+    emit(builder, "bmm", [a, b], [out], partial(outputs.matmul, batched=True))
     return whole(out)
-
-
-def _order_of_readers(builder: Builder, extents: Sequence[int]) -> list[int] | None:
-    """The order of dimensions that all readers of the product being translated permute it to; ``None``: its own."""
-    orders = set()
-    for reader in builder.readers.get(builder.variable, ()):
-        if op_name(reader) != "relax.permute_dims" or reader.attrs.axes is None:
-            return None
-        orders.add(tuple(int(axis) % len(extents) for axis in reader.attrs.axes))
-    if len(orders) != 1:
-        return None
-    (order,) = orders
-    return None if list(order) == sorted(order) else list(order)
 
 
 def _generated(

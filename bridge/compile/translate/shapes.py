@@ -5,7 +5,8 @@ from __future__ import annotations
 from autodiff.ir import Call, Constant, dtype, numpy_value, shape
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Operand, Scalar
-from bridge.compile.translate.builder import Builder, numbers, register
+from bridge.compile.translate.builder import Builder
+from bridge.compile.translate.registry import numbers, register
 
 __all__: list[str] = []
 

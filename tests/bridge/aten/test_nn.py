@@ -7,7 +7,7 @@ from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch
 from bridge.compile import clear_cache
-from bridge.compile.translate.builder import _TRANSLATIONS
+from bridge.compile.translate import TRANSLATIONS
 from tests.bridge.compare import Call, check_module
 
 
@@ -207,7 +207,7 @@ def test_an_operator_without_a_kernel_is_refused_by_name(monkeypatch):
     def nothing(builder, call):
         raise NotImplementedError("no kernel for the operator relax.erf: none")
 
-    monkeypatch.setitem(_TRANSLATIONS, "relax.erf", nothing)
+    monkeypatch.setitem(TRANSLATIONS, "relax.erf", nothing)
     clear_cache()
     with pytest.raises(UnsupportedModule, match=r"relax\.erf"):
         add_tvm_dispatch(Function(torch.erf), leaf(7))

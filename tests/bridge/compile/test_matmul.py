@@ -14,6 +14,7 @@ from bridge import add_tvm_dispatch, stats
 from bridge.compile import KernelStep, ViewStep, compile_function
 from bridge.compile.cpu.backend import CpuProducts
 from tests.bridge.compare import check_module
+from tests.bridge.compile_helpers import function, program
 
 SIZES = [(1, 1, 1), (3, 5, 7), (14, 16, 32), (15, 33, 17), (29, 600, 70), (13, 40, 40), (100, 257, 193), (64, 512, 96)]
 LAYOUTS = list(itertools.product((False, True), repeat=2))

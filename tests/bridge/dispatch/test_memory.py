@@ -13,7 +13,8 @@ from torch import nn
 
 from benchmarks.flat_memory import ALLOWED, WORKLOADS, measure
 from bridge import add_tvm_dispatch, remove_tvm_dispatch, stats
-from bridge.compile import _PROGRAMS, clear_cache
+from bridge.compile import clear_cache
+from bridge.compile.pipeline import _PROGRAMS
 from bridge.compile.runtime.build import _KERNELS
 from bridge.compile.runtime.cache import WeakCache
 from tests.bridge.models import MLP, TwoOutputs

@@ -19,7 +19,7 @@ from autodiff.ir import bindings, build_function, dtype, op_name, results
 from bridge import lower
 from bridge.aten.registry import CONVERSIONS
 from bridge.compile import clear_cache
-from bridge.compile.translate.builder import _TRANSLATIONS
+from bridge.compile.translate import TRANSLATIONS
 from bridge.verify.compare import deviation, tolerance
 from bridge.verify.replay import replay
 from tests.bridge.models import NoGradBlock, bert_layer
@@ -140,7 +140,7 @@ def test_a_wrong_kernel_is_found(monkeypatch):
         return builder.pointwise("sigmoid", [builder.get(call.args[0])], dtype(call))
 
     clear_cache()
-    monkeypatch.setitem(_TRANSLATIONS, "relax.tanh", planted)
+    monkeypatch.setitem(TRANSLATIONS, "relax.tanh", planted)
     try:
         found = net(torch.float64).check()
     finally:

@@ -1,0 +1,83 @@
+"""The compiler's pipeline: a Relax function in flat form → a :class:`~bridge.compile.runtime.program.Program`.
+
+translate     Relax → loop graph                                  bridge.compile.translate
+accumulate    sums of products in place, where that is allowed    bridge.compile.passes.accumulate
+fuse          loop graph → groups                                 bridge.compile.schedule.fuse
+generate      groups → row plans → PrimFuncs                      bridge.compile.schedule.row_plan, bridge.compile.cpu
+build         PrimFuncs → machine code                            bridge.compile.runtime.build
+plan          steps over torch-owned memory                       bridge.compile.runtime.link
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+
+import tvm
+from tvm_ffi import structural_equal, structural_hash
+
+from autodiff.ir import Function, bindings
+from bridge.base.log import channel
+from bridge.compile.cpu.backend import CpuProducts, host_target
+from bridge.compile.passes.accumulate import accumulate
+from bridge.compile.runtime.build import clear_kernels
+from bridge.compile.runtime.cache import WeakCache
+from bridge.compile.runtime.link import assemble
+from bridge.compile.runtime.program import LibraryStep, Program
+from bridge.compile.translate import translate
+
+__all__ = ["clear_cache", "compile_function"]
+
+_PROGRAMS: WeakCache[Function, Program] = WeakCache(lambda a, b: structural_equal(a, b, map_free_vars=True))
+_LOCK = threading.Lock()
+
+log, fallbacks_log = channel("compile"), channel("fallbacks")
+
+
+def compile_function(
+    func: Function, *, name: str, target: tvm.target.Target | None = None, sums_in_place: bool = False
+) -> Program:
+    """Compile a function in flat form (see :mod:`autodiff.ir`) with static shapes.
+
+    While a program is in use, equal functions share it; it keeps the ``name`` it was first compiled under. ``target``
+    is this machine unless given. Raises ``NotImplementedError`` naming an operator that cannot be compiled.
+
+    No value depends, in any bit, on which other values are results: see :mod:`bridge.compile.schedule.fuse`. That is
+    given up with ``sums_in_place``, for :mod:`bridge.compile.passes.accumulate`.
+    """
+    target = host_target() if target is None else target
+    key = (str(target), sums_in_place, structural_hash(func, map_free_vars=True))
+    with _LOCK:
+        program = _PROGRAMS.get(key, func)
+        if program is not None:
+            return program
+    started = time.perf_counter()
+    graph = translate(func, CpuProducts())
+    if sums_in_place:
+        graph = accumulate(graph)
+    timings = {"translate": time.perf_counter() - started}
+    program = assemble(graph, name, target, timings)
+    program.variables = tuple(var.name for var in (*func.params, *(var for var, _ in bindings(func))))
+    _tell(program)
+    with _LOCK:
+        _PROGRAMS.put(key, func, program)
+    return program
+
+
+def _tell(program: Program) -> None:
+    """What was compiled, and what is left to torch, as lines in the log."""
+    first, *steps = str(program).splitlines()
+    log.info("%s", first)
+    log.debug("%s", "\n".join(steps))
+    by_torch = Counter(step.name for step in program.steps if isinstance(step, LibraryStep))
+    if by_torch:
+        told = ", ".join(f"{count} x {name}" for name, count in by_torch.most_common())
+        fallbacks_log.info("%s: torch computes %s", program.name, told)
+
+
+def clear_cache() -> None:
+    """Forget all programs and kernels compiled in this process."""
+    with _LOCK:
+        _PROGRAMS.clear()
+    clear_kernels()

@@ -1,0 +1,111 @@
+"""Translation: a Relax function in flat form → the loop graph.
+
+Every Relax operator has a *translation*, registered by name: a function ``(builder, call) -> operand`` (a list of
+operands for a tuple-typed call). View operators only change a view (:mod:`bridge.compile.translate.shapes`),
+arithmetic becomes point-wise nodes and reductions (:mod:`bridge.compile.translate.arithmetic`), products and the like
+become library calls (:mod:`bridge.compile.translate.libcalls`); every other operator is legalized by TVM
+(:mod:`bridge.compile.translate.fallback`).
+"""
+
+from __future__ import annotations
+
+from autodiff.ir import (
+    Constant,
+    Expr,
+    Function,
+    TensorType,
+    Tuple,
+    TupleGetItem,
+    TupleType,
+    Var,
+    bindings,
+    dtype,
+    library_name,
+    op_name,
+    results,
+    shape,
+    used_vars,
+)
+from bridge.compile.loop_ir import views
+from bridge.compile.loop_ir.graph import Graph, Operand, Scalar, Value, whole
+from bridge.compile.passes.dead_code import live_nodes
+from bridge.compile.schedule.products import ProductPolicy
+from bridge.compile.translate.builder import Builder
+from bridge.compile.translate.registry import TRANSLATIONS
+
+__all__ = ["translate"]
+
+
+def translate(func: Function, products: ProductPolicy) -> Graph:
+    """The loop graph of a function in flat form.
+
+    Results are values of their own (or parameters themselves). ``NotImplementedError`` names an operator that
+    neither this package nor TVM's legalization can compile.
+    """
+    builder = Builder(products)
+    params = [Value(param.name, shape(param), dtype(param), "param") for param in func.params]
+    builder.env.update((var, whole(value)) for var, value in zip(func.params, params, strict=True))
+    for _, value in bindings(func):
+        for argument in used_vars(value):
+            builder.readers.setdefault(argument, []).append(value)
+    for output in results(func):
+        if isinstance(output, Var):
+            builder.readers.setdefault(output, []).append(func)
+    for var, value in bindings(func):
+        if var not in builder.env:
+            _bind(builder, var, value)
+    outputs = [_result(builder, builder.get(output), output) for output in results(func)]
+    return Graph(params, builder.constants, live_nodes(builder.nodes, outputs), outputs)
+
+
+def _bind(builder: Builder, var: Var, value: Expr) -> None:
+    """Translates one binding."""
+    builder.hint, builder.variable = var.name, var
+    builder.env[var] = _translated(builder, value)
+    _check(var, builder.env[var], value)
+
+
+def _translated(builder: Builder, value: Expr) -> Operand | Scalar | list:
+    if isinstance(value, Var | Constant | Tuple):
+        return builder.get(value)
+    if isinstance(value, TupleGetItem):
+        return builder.get(value.tuple_value)[value.index]
+    name = op_name(value)
+    if name is None:
+        raise NotImplementedError(f"cannot compile the binding {value}: wanted a call of a Relax operator")
+    library = library_name(value)
+    translation = TRANSLATIONS.get(library or name)
+    if translation is not None:
+        result = translation(builder, value)
+        if result is not NotImplemented:
+            return result
+    if library is not None or name == "relax.call_pure_packed":
+        known = ", ".join(sorted(n for n in TRANSLATIONS if n.startswith("library.")))
+        raise NotImplementedError(f"no library function {library or value.args[0]} is bound; bound are: {known}")
+    return TRANSLATIONS["fallback"](builder, value)
+
+
+def _check(var: Var, result: Operand | Scalar | list, value: Expr) -> None:
+    """A translation's result must have the type that Relax inferred."""
+    if isinstance(var.ty, TupleType):
+        if not isinstance(result, list) or len(result) != len(var.ty.fields):
+            raise AssertionError(f"{value} gives a tuple of {len(var.ty.fields)}, its translation gave {result}")
+        types, fields = list(var.ty.fields), result
+    else:
+        types, fields = [var.ty], [result]
+    for ty, field in zip(types, fields, strict=True):
+        if not isinstance(ty, TensorType) or ty.shape is None:
+            continue
+        wanted = (tuple(int(extent) for extent in ty.shape), str(ty.dtype))
+        if (field.shape, field.dtype) != wanted:
+            raise AssertionError(f"{value} has type {wanted}, its translation has {(field.shape, field.dtype)}")
+
+
+def _result(builder: Builder, operand: Operand | Scalar, output: Expr) -> Operand:
+    if isinstance(output, Var):
+        builder.hint = output.name
+    if isinstance(operand, Scalar) or not views.is_dense(operand.view) or operand.view.numel != operand.value.numel:
+        return builder.pointwise("copy", [operand], operand.dtype)
+    if operand.value.source == "node" or (operand.value.source == "param" and operand.shape == operand.value.shape):
+        return operand
+    return builder.pointwise("copy", [operand], operand.dtype)

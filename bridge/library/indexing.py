@@ -1,0 +1,44 @@
+"""Indexing by tensors: embeddings, ``x[indices]``, ``index_put``, and their VJPs."""
+
+from __future__ import annotations
+
+import torch
+
+from bridge.base.torch_internals import aten
+from bridge.library.registry import library_function
+
+__all__: list[str] = []
+
+
+@library_function("embedding", aten.embedding)
+def embedding(weight, indices, padding_idx, scale_grad_by_freq):
+    return aten.embedding(weight, indices, padding_idx, bool(scale_grad_by_freq))
+
+
+@library_function("embedding_backward", aten.embedding_dense_backward)
+def embedding_backward(grad, indices, num_weights, padding_idx, scale_grad_by_freq):
+    return aten.embedding_dense_backward(grad, indices, num_weights, padding_idx, bool(scale_grad_by_freq))
+
+
+def _at(rank: int, dims: list[int], indices: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """One entry per dimension: its index tensor, or ``None`` for all of it."""
+    places: list[torch.Tensor | None] = [None] * rank
+    for dim, index in zip(dims, indices, strict=True):
+        places[dim] = index
+    return places
+
+
+@library_function("index", aten.index)
+def index(x, dims, indices):
+    return aten.index.Tensor(x, _at(x.dim(), dims, indices))
+
+
+@library_function("index_backward", aten.index_put_)
+def index_backward(grad, extents, dims, indices):
+    zeros = grad.new_zeros(extents)
+    return aten.index_put_(zeros, _at(len(extents), dims, indices), grad, True)
+
+
+@library_function("index_put", aten.index_put)
+def index_put(x, values, dims, indices, accumulate):
+    return aten.index_put(x, _at(x.dim(), dims, indices), values, bool(accumulate))

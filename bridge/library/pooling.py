@@ -1,0 +1,59 @@
+"""Pooling and its VJPs: maximum, average, adaptive; 2-D where there are two window extents, else 3-D."""
+
+from __future__ import annotations
+
+from bridge.base.torch_internals import aten
+from bridge.library.registry import library_function
+
+__all__: list[str] = []
+
+
+@library_function("max_pool", aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)
+def max_pool(x, kernel_size, stride, padding, dilation, ceil_mode):
+    pool = aten.max_pool2d_with_indices if len(kernel_size) == 2 else aten.max_pool3d_with_indices
+    return pool(x, kernel_size, stride, padding, dilation, bool(ceil_mode))
+
+
+@library_function("max_pool_backward", aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices_backward)
+def max_pool_backward(grad, positions, extents, kernel_size, stride, padding, dilation, ceil_mode):
+    rank = len(kernel_size)
+    pool = aten.max_pool2d_with_indices_backward if rank == 2 else aten.max_pool3d_with_indices_backward
+    x = grad.new_empty(1).expand(extents)
+    return pool(grad, x, kernel_size, stride, padding, dilation, bool(ceil_mode), positions)
+
+
+@library_function("adaptive_max_pool", aten.adaptive_max_pool2d, aten.adaptive_max_pool3d)
+def adaptive_max_pool(x, output_size):
+    return (aten.adaptive_max_pool2d if len(output_size) == 2 else aten.adaptive_max_pool3d)(x, output_size)
+
+
+@library_function("adaptive_max_pool_backward", aten.adaptive_max_pool2d_backward, aten.adaptive_max_pool3d_backward)
+def adaptive_max_pool_backward(grad, positions, extents, output_size):
+    rank = len(output_size)
+    pool = aten.adaptive_max_pool2d_backward if rank == 2 else aten.adaptive_max_pool3d_backward
+    return pool(grad, grad.new_empty(1).expand(extents), positions)
+
+
+@library_function("avg_pool", aten.avg_pool2d, aten.avg_pool3d)
+def avg_pool(x, kernel_size, stride, padding, ceil_mode, include_pad, divisor):
+    pool = aten.avg_pool2d if len(kernel_size) == 2 else aten.avg_pool3d
+    return pool(x, kernel_size, stride, padding, bool(ceil_mode), bool(include_pad), divisor or None)
+
+
+@library_function("avg_pool_backward", aten.avg_pool2d_backward, aten.avg_pool3d_backward)
+def avg_pool_backward(grad, extents, kernel_size, stride, padding, ceil_mode, include_pad, divisor):
+    pool = aten.avg_pool2d_backward if len(kernel_size) == 2 else aten.avg_pool3d_backward
+    x = grad.new_empty(1).expand(extents)
+    return pool(grad, x, kernel_size, stride, padding, bool(ceil_mode), bool(include_pad), divisor or None)
+
+
+@library_function("adaptive_avg_pool", aten._adaptive_avg_pool2d, aten._adaptive_avg_pool3d)
+def adaptive_avg_pool(x, output_size):
+    return (aten._adaptive_avg_pool2d if len(output_size) == 2 else aten._adaptive_avg_pool3d)(x, output_size)
+
+
+@library_function("adaptive_avg_pool_backward", aten._adaptive_avg_pool2d_backward, aten._adaptive_avg_pool3d_backward)
+def adaptive_avg_pool_backward(grad, extents, output_size):
+    rank = len(output_size)
+    pool = aten._adaptive_avg_pool2d_backward if rank == 2 else aten._adaptive_avg_pool3d_backward
+    return pool(grad, grad.new_empty(1).expand(extents))

@@ -1,0 +1,77 @@
+"""Library functions: names → functions of decoded arguments that torch's kernels compute.
+
+The calling conventions are those of :mod:`autodiff.library`. A function takes tensors, Python numbers and strings,
+lists of integers (shapes) and lists of tensors (tuples); what is no tensor is an attribute of the call. It returns the
+result, or a tuple of results; :func:`invoke` puts them in memory of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bridge.base.torch_internals import AbsentOperator
+
+__all__ = ["FUNCTIONS", "TensorAt", "TensorsAt", "invoke", "library_function"]
+
+Function = Callable[..., Any]
+
+FUNCTIONS: dict[str, Function] = {}
+"""``library.<name>`` by name."""
+
+
+def library_function(name: str, *operators: object) -> Callable[[Function], Function]:
+    """Registers the function of ``library.<name>``, unless this version of torch lacks one of the ``operators``."""
+
+    def register(function: Function) -> Function:
+        if not any(isinstance(operator, AbsentOperator) for operator in operators):
+            FUNCTIONS[name] = function
+        return function
+
+    return register
+
+
+@dataclass(frozen=True)
+class TensorAt:
+    """An argument: one of the call's tensors."""
+
+    position: int
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The argument."""
+        return tensors[self.position]
+
+
+@dataclass(frozen=True)
+class TensorsAt:
+    """An argument: a list of the call's tensors."""
+
+    first: int
+    count: int
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The argument."""
+        return list(tensors[self.first : self.first + self.count])
+
+
+def invoke(function: Function, arguments: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Runs a library function on tensors.
+
+    Args:
+        arguments: in order; :class:`TensorAt` and :class:`TensorsAt` stand for tensors, anything else for itself.
+
+    Returns:
+        its results, dense, none of them one of the inputs.
+    """
+    made = function(*[arg.of(tensors) if isinstance(arg, TensorAt | TensorsAt) else arg for arg in arguments])
+    return [_own(value, tensors) for value in (made if isinstance(made, tuple) else (made,))]
+
+
+def _own(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Dense memory that is no input's."""
+    if any(value is given for given in inputs):
+        return value.clone(memory_format=torch.contiguous_format)
+    return value.contiguous()
