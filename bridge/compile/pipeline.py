@@ -1,11 +1,13 @@
 """The compiler's pipeline: a Relax function in flat form → a :class:`~bridge.compile.runtime.program.Program`.
 
-translate     Relax → loop graph                                  bridge.compile.translate
-accumulate    sums of products in place, where that is allowed    bridge.compile.passes.accumulate
-fuse          loop graph → groups                                 bridge.compile.schedule.fuse
-generate      groups → row plans → PrimFuncs                      bridge.compile.schedule.row_plan, bridge.compile.cpu
-build         PrimFuncs → machine code                            bridge.compile.runtime.build
-plan          steps over torch-owned memory                       bridge.compile.runtime.link
+    translate     Relax → loop graph                                  bridge.compile.translate
+    accumulate    sums of products in place, where that is allowed    bridge.compile.passes.accumulate
+    fuse          loop graph → groups                                 bridge.compile.schedule.fuse
+    generate      groups → row plans → PrimFuncs                      bridge.compile.schedule.row_plan, .cpu
+    build         PrimFuncs → machine code                            bridge.compile.runtime.build
+    plan          steps over torch-owned memory                       bridge.compile.runtime.link
+
+:func:`compile_function` runs them all; equal functions share one program while it is in use.
 """
 
 from __future__ import annotations

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from tvm import relax
 
+from autodiff import spell_out
 from autodiff.ir import Function
 from bridge.compile import Program, compile_function
 
 
 def function(params: Sequence[tuple[Sequence[int], str]], body: Callable) -> Function:
-    """``body(emit, *params) -> results``; ``emit`` binds an expression to a variable."""
+    """``body(emit, *params) -> results``; ``emit`` binds an expression to a variable. Norms are spelled out."""
     builder = relax.BlockBuilder()
     variables = [relax.Var(f"p{i}", relax.TensorType(list(shape), dtype)) for i, (shape, dtype) in enumerate(params)]
     with builder.function("main", variables):
@@ -22,7 +23,7 @@ def function(params: Sequence[tuple[Sequence[int], str]], body: Callable) -> Fun
                 for result in body(builder.emit, *variables)
             ]
         builder.emit_func_output(relax.Tuple(results))
-    return builder.get()["main"]
+    return spell_out(builder.get()["main"])
 
 
 def program(params: Sequence[tuple[Sequence[int], str]], body: Callable) -> Program:

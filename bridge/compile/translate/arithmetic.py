@@ -1,4 +1,4 @@
-"""Arithmetic operators: translations to point-wise nodes and reductions, composites spelled out.
+"""Arithmetic operators → point-wise nodes and reductions, composites spelled out.
 
 A composite (softmax, LayerNorm, GELU, …) on a half type is computed in float32 and rounded once, as eager torch does.
 """
@@ -24,6 +24,14 @@ _DIRECT = [
 ]
 
 
+_FLOAT_ONLY = frozenset(
+    "exp log tanh erf sigmoid sqrt rsqrt floor ceil trunc round sin cos tan asin acos atan atan2 sinh cosh asinh acosh"
+    " atanh isnan isinf isfinite".split()
+)
+
+_NOT_FOR_BOOL = frozenset("maximum minimum negative abs sign subtract divide less".split())
+
+
 @register(*(f"relax.{name}" for name in _DIRECT))
 def _direct(builder: Builder, call: Call) -> Operand:
     name = str(call.op.name).removeprefix("relax.")
@@ -34,25 +42,9 @@ def _direct(builder: Builder, call: Call) -> Operand:
         return NotImplemented
     if name.startswith("logical_"):
         operands = [builder.cast(operand, "bool") for operand in operands]
-    if operands[0].dtype == "bool" and name in (
-        "maximum",
-        "minimum",
-        "negative",
-        "abs",
-        "sign",
-        "subtract",
-        "divide",
-        "less",
-    ):
+    if operands[0].dtype == "bool" and name in _NOT_FOR_BOOL:
         return NotImplemented
     return builder.pointwise(name, operands, dtype(call))
-
-
-_NO_TRUTH_VALUES = frozenset("maximum minimum negative abs sign subtract divide less".split())
-_FLOAT_ONLY = frozenset(
-    "exp log tanh erf sigmoid sqrt rsqrt floor ceil trunc round sin cos tan asin acos atan atan2 sinh cosh asinh acosh"
-    " atanh isnan isinf isfinite".split()
-)
 
 
 @register("relax.floor_divide", "relax.floor_mod")
@@ -123,10 +115,10 @@ class Composite:
         return self.builder.cast(operand, self.result)
 
     def reduce(self, op: str, operand: Operand, axes: list[int]) -> Operand:
-        """Reduced with the axes kept as extent 1."""
+        """Reduced, the axes with extent 1."""
         axes = [axis % len(operand.shape) for axis in axes]
-        kept = [1 if axis in axes else extent for axis, extent in enumerate(operand.shape)]
-        return self.builder.reshape(self.builder.reduce(op, operand, axes, self.type), kept)
+        extents = [1 if axis in axes else extent for axis, extent in enumerate(operand.shape)]
+        return self.builder.reshape(self.builder.reduce(op, operand, axes, self.type), extents)
 
     def mean(self, operand: Operand, axes: list[int]) -> Operand:
         count = math.prod(operand.shape[axis] for axis in axes)
@@ -189,31 +181,6 @@ def _softmax(builder: Builder, call: Call) -> Operand | Scalar:
     if call.op.name == "relax.nn.softmax":
         return c.narrow(c("multiply", powers, c("divide", c.const(1), total)))
     return c.narrow(c("subtract", shifted, c("log", total)))
-
-
-@register("relax.nn.layer_norm")
-def _layer_norm(builder: Builder, call: Call) -> Operand | Scalar:
-    c = Composite(builder, call)
-    x, weight, bias = (c.widen(builder.get(arg)) for arg in call.args)
-    axes = [int(axis) % len(x.shape) for axis in call.attrs.axes]
-    centred = c("subtract", x, c.mean(x, axes))
-    variance = c.mean(c("multiply", centred, centred), axes)
-    result = c("multiply", centred, c("rsqrt", c("add", variance, c.const(float(call.attrs.epsilon)))))
-    if call.attrs.scale:
-        result = c("multiply", result, weight)
-    if call.attrs.center:
-        result = c("add", result, bias)
-    return c.narrow(result)
-
-
-@register("relax.nn.rms_norm")
-def _rms_norm(builder: Builder, call: Call) -> Operand | Scalar:
-    c = Composite(builder, call)
-    x, weight = (c.widen(builder.get(arg)) for arg in call.args)
-    axes = [int(axis) % len(x.shape) for axis in call.attrs.axes]
-    square = c.mean(c("multiply", x, x), axes)
-    scale = c("rsqrt", c("add", square, c.const(float(call.attrs.epsilon))))
-    return c.narrow(c("multiply", c("multiply", x, scale), weight))
 
 
 @register("relax.nn.relu")
