@@ -1,4 +1,4 @@
-"""ATen to Relax with training semantics: one file per family of operators, one function per operator."""
+"""ATen → Relax with training semantics: one file per family of operators, one function per operator."""
 
 from bridge.aten import (
     conv,
@@ -17,12 +17,12 @@ from bridge.aten import (
     whole,
 )
 from bridge.aten.importer import Imported, import_graph
-from bridge.aten.registry import CONVERSIONS, Refused
+from bridge.aten.registry import CONVERSIONS, UnsupportedUse
 
 __all__ = [
     "CONVERSIONS",
     "Imported",
-    "Refused",
+    "UnsupportedUse",
     "conv",
     "creation",
     "import_graph",

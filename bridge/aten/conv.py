@@ -1,11 +1,11 @@
-"""Convolutions of any rank and pooling: library kernels, forward and backward."""
+"""Convolutions of any rank and pooling → library functions."""
 
 from __future__ import annotations
 
 from tvm import relax
 
 from autodiff.ir import dtype, shape
-from bridge.aten.registry import Refused, converts
+from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import aten
 
 op = relax.op
@@ -19,7 +19,7 @@ def _per_axis(value, rank: int) -> list[int]:
 @converts(aten.convolution.default)
 def convolution(importer, node, x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
     if "float" not in dtype(x):
-        raise Refused(f"a convolution of {dtype(x)}")
+        raise UnsupportedUse(f"a convolution of {dtype(x)}")
     rank = len(shape(weight)) - 2
     geometry = [_per_axis(value, rank) for value in (stride, padding, dilation, output_padding)]
     args = [x, weight, *geometry, bool(transposed), groups]

@@ -1,4 +1,4 @@
-"""Operators that make tensors from nothing."""
+"""Creation operators (full, arange, …) → Relax constants and fills."""
 
 from __future__ import annotations
 

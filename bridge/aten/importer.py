@@ -1,4 +1,4 @@
-"""The walk over a captured graph that emits Relax, one conversion per ATen operator."""
+"""Importer: a traced ATen graph → a Relax function with training semantics, one conversion per operator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autodiff.ir import (
     shape,
 )
 from autodiff.library import call as library_call
-from bridge.aten.registry import CONVERSIONS, Refused
+from bridge.aten.registry import CONVERSIONS, UnsupportedUse
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.torch_internals import ELEMENTWISE_TYPE_PROMOTION_KIND, HigherOrderOperator, elementwise_dtypes
 from bridge.capture.capture import Captured
@@ -72,9 +72,9 @@ class Imported:
 
 
 def relax_dtype(torch_dtype: torch.dtype) -> str:
-    """The Relax name of a torch dtype. :class:`Refused` for those that Relax does not compute with."""
+    """The Relax name of a torch dtype. :class:`UnsupportedUse` for those that Relax does not compute with."""
     if torch_dtype not in _DTYPES:
-        raise Refused(f"values of type {torch_dtype}")
+        raise UnsupportedUse(f"values of type {torch_dtype}")
     return _DTYPES[torch_dtype]
 
 
@@ -213,11 +213,11 @@ class Importer:
     def draw(self, node: fx.Node) -> Expr:
         """The input that carries what eager draws at ``node``."""
         if node.name not in self.captured.draw_of:
-            raise Refused("a random draw that eager was not seen to make")
+            raise UnsupportedUse("a random draw that was not observed in eager")
         index = self.captured.draw_of[node.name]
         draw = self.captured.draws[index]
         if draw.shape != tuple(self.out(node).shape):
-            raise Refused(f"eager draws a tensor of shape {draw.shape}, the graph {tuple(self.out(node).shape)}")
+            raise UnsupportedUse(f"eager draws a tensor of shape {draw.shape}, the graph {tuple(self.out(node).shape)}")
         self.draw_params[index] = Var(f"draw_{index}", TensorType(draw.shape, relax_dtype(draw.dtype)))
         return self.cast(self.draw_params[index], self.out_dtype(node))
 
@@ -249,10 +249,10 @@ def _unsupported(captured: Captured, node: fx.Node, reason: str, hint: str | Non
 
 
 def import_graph(captured: Captured) -> Imported:
-    """Converts a captured graph to a Relax function in flat form.
+    """Converts a traced graph to a Relax function in flat form.
 
     Raises:
-        UnsupportedModule: lists every operator without a conversion and every use that a conversion refuses.
+        UnsupportedModule: lists every operator without a conversion and every use that a conversion does not support.
         CompilationError: a conversion failed; names the operator and the user's line.
     """
     problems = list(captured.problems)
@@ -263,16 +263,16 @@ def import_graph(captured: Captured) -> Imported:
             continue
         try:
             if isinstance(node.target, HigherOrderOperator):
-                raise Refused("a higher-order operator")
+                raise UnsupportedUse("a higher-order operator")
             if node.target is not operator.getitem and node.target not in CONVERSIONS:
-                raise Refused("no conversion with training semantics")
+                raise UnsupportedUse("no conversion with training semantics")
             env[node] = importer.convert(node, env)
-        except Refused as refusal:
+        except UnsupportedUse as unsupported:
             if not any(problem.op == str(node.target) for problem in problems):
-                problems.append(_unsupported(captured, node, refusal.reason, refusal.hint))
+                problems.append(_unsupported(captured, node, unsupported.reason, unsupported.hint))
             env[node] = _stand_in(node.meta.get("val"))
         except Exception as error:
-            if problems:  # what stands in for a refused value need not suit every operator
+            if problems:  # what stands in for an unsupported value need not suit every operator
                 break
             where = where_is(node) or node.format_node()
             raise CompilationError(f"imported ({node.target} at {where})", str(captured.graph), error) from error
@@ -282,13 +282,13 @@ def import_graph(captured: Captured) -> Imported:
 
 
 def _stand_in(value: Any) -> Any:
-    """A variable for what a refused node would compute, so that everything else that is refused is found too."""
+    """A variable for what an unsupported node would compute, so that all others that are unsupported are found too."""
     if isinstance(value, tuple | list):
         return tuple(_stand_in(field) for field in value)
     if not isinstance(value, torch.Tensor):
         return value
     known = value.dtype if value.dtype in _DTYPES else torch.float32
-    return Var("refused", TensorType(tuple(int(extent) for extent in value.shape), _DTYPES[known]))
+    return Var("unsupported", TensorType(tuple(int(extent) for extent in value.shape), _DTYPES[known]))
 
 
 def _parameters(captured: Captured) -> tuple[list[Var], dict[fx.Node, Any]]:
@@ -328,8 +328,8 @@ def _lifted_constant(captured: Captured, node: fx.Node) -> Expr:
 def _finish(captured: Captured, importer: Importer, params: list[Var], env: dict[fx.Node, Any]) -> Imported:
     results: list[Expr] = []
     output_of: list[int | None] = []
-    for node, seen in zip(captured.results, captured.outputs, strict=True):
-        if not seen.is_tensor or seen.alias_of is not None or node is None:
+    for node, output in zip(captured.results, captured.outputs, strict=True):
+        if not output.is_tensor or output.alias_of is not None or node is None:
             output_of.append(None)
             continue
         output_of.append(len(results))

@@ -1,4 +1,4 @@
-"""Reads and writes at computed positions."""
+"""Indexing → Relax: gathers, scatters, reads and writes at computed positions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from tvm import relax
 
 from autodiff.ir import dtype, numel, shape
-from bridge.aten.registry import Refused, converts
+from bridge.aten.registry import UnsupportedUse, converts
 from bridge.aten.whole import whole
 from bridge.base.torch_internals import aten
 
@@ -17,7 +17,7 @@ op = relax.op
 @converts(aten.gather.default)
 def gather(importer, node, x, dim, index, *, sparse_grad=False):
     if sparse_grad:
-        raise Refused("sparse gradients", "set sparse_grad=False")
+        raise UnsupportedUse("sparse gradients", "set sparse_grad=False")
     if not shape(x):
         return importer.reshape(x, importer.out(node).shape)
     if 0 in shape(index):
@@ -49,11 +49,12 @@ def scatter(importer, node, x, dim, index, source):
 
 
 def _positions(indices):
-    """Which axes are indexed, and by what. Boolean indices are refused: what they select depends on the numbers."""
+    """Which axes are indexed, and by what. Boolean indices are unsupported: what they select depends on the numbers."""
     dims = [dim for dim, index in enumerate(indices) if index is not None]
     given = [indices[dim] for dim in dims]
     if any(dtype(index) in ("bool", "uint8") for index in given):
-        raise Refused("indexing with a boolean mask: the result's shape depends on its numbers", "use torch.where")
+        reason = "indexing with a boolean mask: the result's shape depends on its numbers"
+        raise UnsupportedUse(reason, "use torch.where")
     return dims, given
 
 
@@ -95,7 +96,7 @@ def as_strided_scatter(importer, node, x, source, size, stride, storage_offset=N
     # torch's own derivative of it passes the gradient on where the source was written
     positions = _strided_positions(node, size, stride, storage_offset)
     if len(np.unique(positions)) != positions.size:
-        raise Refused("as_strided_scatter into positions that overlap")
+        raise UnsupportedUse("as_strided_scatter into positions that overlap")
     (source,) = importer.operands(node, source)
     flat = torch.empty(numel(x), dtype=importer.out(node).dtype, device="meta")
     where = relax.const(positions.reshape(-1), "int64")
@@ -166,7 +167,7 @@ def _strided_positions(node, size, stride, storage_offset):
     """Positions, in row-major order, of the elements that a geometry in memory names."""
     fake = node.args[0].meta["val"]
     if not fake.is_contiguous() or fake.untyped_storage().nbytes() != fake.numel() * fake.element_size():
-        raise Refused("as_strided of a tensor that is a view itself", "use slices, permute, expand or unfold")
+        raise UnsupportedUse("as_strided of a tensor that is a view itself", "use slices, permute, expand or unfold")
     positions = np.full(tuple(size), storage_offset or 0, dtype="int64")
     for axis, (extent, step) in enumerate(zip(size, stride, strict=True)):
         steps = np.arange(extent, dtype="int64") * step

@@ -1,4 +1,4 @@
-"""Matrix products: they stay ``relax.matmul`` down to the program, where the library computes them."""
+"""Matrix products → ``relax.matmul``, which the compiler gives to generated code or to torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Neural-network operators: normalization, dropout, embedding, attention, draws."""
+"""Neural-network operators → Relax: normalization, dropout, embedding, attention, draws."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tvm import relax
 
 from autodiff.ir import dtype, shape
 from bridge.aten.norm import moments, rstd_of
-from bridge.aten.registry import Refused, converts
+from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import aten
 
 op = relax.op
@@ -22,10 +22,10 @@ def native_dropout(importer, node, x, rate, train):
         )
     draw = importer.captured.draw_of.get(node.name)
     if draw is None:
-        raise Refused("a dropout that eager was not seen to draw")
+        raise UnsupportedUse("a dropout whose draw was not observed in eager")
     keep = importer.captured.draws[draw].args[0]
     if abs(keep - (1 - rate)) > 1e-12 or importer.captured.draws[draw].shape != shape(x):
-        raise Refused(f"dropout of rate {rate} where eager keeps with probability {keep}")
+        raise UnsupportedUse(f"dropout of rate {rate} where eager keeps with probability {keep}")
     importer.dropout_draws.append(draw)
     pair = importer.emit(op.nn.dropout(x, rate))
     return importer.item(pair, 0), importer.item(pair, 1)
@@ -72,7 +72,7 @@ def native_layer_norm(importer, node, x, normalized_shape, weight, bias, eps):
 @converts(aten.embedding.default)
 def embedding(importer, node, weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
     if sparse:
-        raise Refused("sparse gradients", "set sparse=False")
+        raise UnsupportedUse("sparse gradients", "set sparse=False")
     args = [weight, indices, padding_idx, bool(scale_grad_by_freq)]
     return importer.library("embedding", args, importer.out(node))
 
@@ -80,7 +80,7 @@ def embedding(importer, node, weight, indices, padding_idx=-1, scale_grad_by_fre
 @converts(aten._scaled_dot_product_flash_attention_for_cpu.default)
 def flash_attention(importer, node, q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
     if dropout_p:
-        raise Refused("flash attention with dropout")
+        raise UnsupportedUse("flash attention with dropout")
     mask = [] if attn_mask is None else [attn_mask]
     scale = shape(q)[-1] ** -0.5 if scale is None else scale
     args = [q, k, v, bool(mask), *mask, float(dropout_p), bool(is_causal), float(scale)]

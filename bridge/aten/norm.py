@@ -1,4 +1,4 @@
-"""Batch and group normalization, with training's statistics and buffer updates, in plain arithmetic."""
+"""Batch and group normalization → plain arithmetic, with training's statistics and buffer updates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from tvm import relax
 
 from autodiff.ir import dtype, numel, shape
-from bridge.aten.registry import Refused, converts
+from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import aten
 
 op = relax.op
@@ -45,7 +45,7 @@ def batch_norm_training(importer, node, x, weight, bias, *rest):
     element_type = dtype(x)
     x, weight, bias = _widen(importer, x, weight, bias)
     if not training:
-        raise Refused("batch normalization with running statistics in its training form")
+        raise UnsupportedUse("batch normalization with running statistics in its training form")
     channels = shape(x)[1]
     per_channel = (1, channels, *[1] * (len(shape(x)) - 2))
     axes = [axis for axis in range(len(shape(x))) if axis != 1]
@@ -58,7 +58,7 @@ def batch_norm_training(importer, node, x, weight, bias, *rest):
     if not running:
         return y, *saved
     if count < 2:
-        raise Refused("batch normalization over one value per channel")
+        raise UnsupportedUse("batch normalization over one value per channel")
     unbiased = importer.emit(op.multiply(variance, importer.constant(count / (count - 1), dtype(x))))
     moved = [
         _moved(importer, old, importer.reshape(new, (channels,)), momentum)

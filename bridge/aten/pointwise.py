@@ -1,4 +1,4 @@
-"""Element-wise operators: arithmetic, comparisons, selections, casts, activations."""
+"""Elementwise operators → Relax: arithmetic, comparisons, selections, casts, activations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from tvm import relax
 
 from autodiff.ir import Expr, dtype, is_float
-from bridge.aten.registry import Refused, converts
+from bridge.aten.registry import UnsupportedUse, converts
 from bridge.aten.whole import whole
 from bridge.base.torch_internals import aten
 
@@ -292,7 +292,7 @@ def where(importer, node, condition, x, y):
 @converts(aten._to_copy.default)
 def to_copy(importer, node, x, *, dtype=None, device=None, **layout):
     if device is not None and torch.device(device).type != "cpu":
-        raise Refused(f"a copy to device {device}")
+        raise UnsupportedUse(f"a copy to device {device}")
     return importer.cast(x, importer.out_dtype(node))
 
 

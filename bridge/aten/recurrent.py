@@ -1,4 +1,4 @@
-"""Recurrent layers that torch computes by oneDNN: what an LSTM is under autocast."""
+"""Recurrent layers by oneDNN (an LSTM under autocast) → a library function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reductions and softmax."""
+"""Reductions and softmax → Relax, in eager's accumulation types."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from tvm import relax
 
 from autodiff.ir import dtype, shape
-from bridge.aten.registry import Refused, converts, rounds_once
+from bridge.aten.registry import UnsupportedUse, converts, rounds_once
 from bridge.aten.whole import whole
 from bridge.base.torch_internals import aten
 
@@ -160,7 +160,7 @@ def cumsum(importer, node, x, dim, *, dtype=None):
 def vector_norm(importer, node, x, ord=2, dim=None, keepdim=False, *, dtype=None):
     """Where the norm is zero its gradient is zero, as torch has it."""
     if ord == 0:
-        raise Refused("a norm of order 0: eager has no gradient there, not even zeros", "write (x != 0).sum()")
+        raise UnsupportedUse("a norm of order 0: eager has no gradient there, not even zeros", "write (x != 0).sum()")
     if abs(ord) == float("inf") or ord < 1:
         return whole(importer, node, x, ord, dim, keepdim, dtype=dtype)
     (x,) = importer.operands(node, x)

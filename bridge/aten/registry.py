@@ -1,4 +1,5 @@
-"""The table of ATen operators that are converted, filled by the modules beside this one."""
+"""Registry of conversions: ATen overload → the function that emits its Relax form; the modules beside this one fill it.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +7,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["CONVERSIONS", "Refused", "converts", "rounds_once"]
+__all__ = ["CONVERSIONS", "UnsupportedUse", "converts", "rounds_once"]
 
 #: ATen overload -> ``convert(importer, node, *args, **kwargs)``, which returns a Relax value (or a tuple of them).
 CONVERSIONS: dict[Any, Callable[..., Any]] = {}
 
 
-class Refused(Exception):
+class UnsupportedUse(Exception):
     """Raised by a conversion for arguments that it does not handle exactly; says what and, if it can, what to do."""
 
     def __init__(self, reason: str, hint: str | None = None):

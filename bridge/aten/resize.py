@@ -1,4 +1,4 @@
-"""Interpolation to another size: the library's kernels, forward and backward."""
+"""Interpolation to another size → library functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators that move or rearrange elements: views, slices, concatenations, scatters of slices."""
+"""Shape operators → Relax: views, slices, concatenations, scatters of slices."""
 
 from __future__ import annotations
 

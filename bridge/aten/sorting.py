@@ -1,4 +1,4 @@
-"""Operators that return values and where they stood: the library's, with the gradient sent back to where."""
+"""Order statistics (sort, top-k, max along an axis) → library functions that return values and indices."""
 
 from __future__ import annotations
 

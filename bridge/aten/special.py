@@ -1,4 +1,4 @@
-"""Functions that need care at singular points: there the gradient must be the one of torch's backward formula."""
+"""Functions with singular points → Relax forms whose gradients there are those of torch's backward formulas."""
 
 from __future__ import annotations
 

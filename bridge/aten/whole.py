@@ -1,4 +1,4 @@
-"""Operators that torch computes whole: a kernel of its own forward, its own derivative backward.
+"""Preserved operators → a library call: torch's own kernel forward, its own derivative backward.
 
 The library call carries the operator's name and its arguments as text, with the tensors' places marked; see
 ``operator`` in :mod:`autodiff.library`. The backward computes the operator again, so this is for operators that are
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autodiff.ir import Expr, shape
-from bridge.aten.registry import Refused, converts
+from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import aten, pytree
 from bridge.capture.passes.preserved_ops import WHOLE
 
@@ -48,5 +48,5 @@ def whole(importer, node, *args, **kwargs):
 @converts(aten.linalg_householder_product.default, aten.ormqr.default)
 def householder_product(importer, node, factors, scales, *rest):
     if any(0 in shape(arg) for arg in (factors, scales, *rest) if isinstance(arg, Expr)):
-        raise Refused("Householder reflections of nothing: eager has no gradient there, not even zeros")
+        raise UnsupportedUse("Householder reflections of nothing: eager has no gradient there, not even zeros")
     return whole(importer, node, factors, scales, *rest)

@@ -1,4 +1,4 @@
-"""Running the captured ATen graph on real tensors, with torch's own kernels and torch's own autograd."""
+"""ATen interpreter: a traced graph and tensors → results and values, by torch's own kernels and autograd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running Relax functions operator by operator, with nothing fused and nothing planned.
+"""Relax interpreter: a function and tensors → results and values, operator by operator on torch.
 
 An operator that :mod:`bridge.reference.relax_operators` does not spell out is run by TVM: its default legalization of
 that one operator, in the Relax VM. Library functions are torch's kernels, as in compiled programs.

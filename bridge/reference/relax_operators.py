@@ -1,4 +1,4 @@
-"""What Relax operators mean, one by one, in torch: the reference that compiled code and passes are held against.
+"""Reference semantics: each Relax operator in torch, which compiled code and passes are held against.
 
 Each entry is a function ``(call, shape, *arguments)`` where ``shape`` is the result's declared shape and arguments are
 tensors, numbers, strings, lists of integers (shapes) and tuples. It is written from the operator's definition and

@@ -1,4 +1,4 @@
-"""Dropout masks by compiled code, bit for bit those of PyTorch's CPU generator, at the speed of memory.
+"""Compiled Bernoulli draws: masks and a CPU generator → PyTorch's bits and PyTorch's state afterwards.
 
 PyTorch draws Bernoulli masks one element after another. Here a vectorized Mersenne Twister
 (:mod:`bridge.compile.cpu.mt19937`) starts from the generator's state, fills the masks and puts the advanced state

@@ -1,4 +1,4 @@
-"""Random draws at call time: from torch's generator, in eager's order and in eager's memory layout.
+"""Random draws at call time: observed draws → tensors from torch's generator, in eager's order and memory layout.
 
 Bernoulli draws that follow each other, dropout masks first of all, are made by compiled code (:mod:`bridge.rng.cpu`)
 where that is faster and gives torch's bits, everything else by torch.

@@ -1,4 +1,4 @@
-"""Emitting TIR: statements in order, expressions of a fixed number of lanes.
+"""Emitter: TIR statements in order, expressions of a fixed number of lanes.
 
 Scalars and vectors are written by the same rules: an :class:`Emitter` knows how many lanes it emits, and its
 ``const`` gives constants of that width. Values used more than once are bound to variables (``bind``), so the

@@ -1,4 +1,4 @@
-"""Transcendental functions of float32 on vectors: range reduction and polynomials, no calls into libm.
+"""Polynomial approximations of transcendental functions of float32 on vectors, after range reduction; no libm calls.
 
 An extern call inside a vector loop turns the whole loop scalar, so these are what makes GELU, softmax and friends
 run at memory speed. The polynomials are Chebyshev interpolations made for this file (degree chosen so that their own

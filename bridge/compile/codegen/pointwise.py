@@ -1,4 +1,4 @@
-"""Scalar meaning of the point-wise operators: one rule per operator, from TIR expressions to a TIR expression.
+"""Point-wise rules: one per operator, TIR expressions of the operands → a TIR expression of the result.
 
 A rule gets its arguments in their *compute type* (half types are float32 inside kernels) and returns the result in
 the compute type of the result; the loops round to the stored type after every operator, as eager torch does. Where
@@ -26,7 +26,7 @@ EXPENSIVE = frozenset(
     "exp log tanh erf sigmoid log1p expm1 power sin cos tan asin acos atan sinh cosh asinh acosh atanh divide sqrt"
     " rsqrt floor_divide floor_mod".split()
 )
-"""Operators whose result is kept rather than computed twice in one kernel."""
+"""Operators whose result is cached in a row buffer rather than recomputed within one kernel."""
 
 
 def compute_type(dtype: str) -> str:

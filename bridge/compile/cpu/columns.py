@@ -1,4 +1,4 @@
-"""Code for a column reduction that is a kernel of its own: few rows, so the columns are what runs in parallel.
+"""Column reduction kernels: a reduction over few rows → one PrimFunc whose columns run in parallel.
 
 The order of the additions is that of :mod:`bridge.compile.schedule.reduction` with one chunk: row after row.
 """

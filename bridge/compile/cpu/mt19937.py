@@ -1,4 +1,4 @@
-"""The Mersenne Twister as vector code: Bernoulli masks from a generator's state, as PyTorch's CPU generator draws them.
+"""The Mersenne Twister as vector code: a CPU generator's state → Bernoulli masks as PyTorch draws them.
 
 A generator's state is what ``torch.Generator.get_state`` gives: 632 words of 64 bits, of which this code knows
 
@@ -6,7 +6,7 @@ A generator's state is what ``torch.Generator.get_state`` gives: 632 words of 64
     word 2       ``next``, the index of the next output in the block
     words 3-626  the block, 32 bits in each word
 
-and carries the others (the seed, the normal numbers kept for later) over as they are. A block is *twisted* into the
+and carries the others (the seed, normal numbers drawn ahead) over as they are. A block is *twisted* into the
 next one; an output is a *tempered* word of the block. The recurrence (Matsumoto and Nishimura, "Mersenne Twister",
 ACM TOMACS 8, 1998)
 
@@ -122,8 +122,8 @@ def _compare(words: Buffer, at: Expr, mask: Buffer, to: Expr, threshold: Expr, l
     half = pairs.const(32, "uint64")
     bits = pairs.bind(pairs.reinterpret(outputs, "uint64"))  # the first output is the low half: it has to be the high
     bits = ((bits << half) | (bits >> half)) & pairs.const(_MANTISSA, "uint64")
-    kept = pairs.cast(bits, "int64") < pairs.broadcast(threshold)
-    pairs.stmts.append(BufferStore(mask, kept, [pairs.index(to, 1)]))
+    drawn = pairs.cast(bits, "int64") < pairs.broadcast(threshold)
+    pairs.stmts.append(BufferStore(mask, drawn, [pairs.index(to, 1)]))
     return pairs.stmts
 
 

@@ -1,4 +1,4 @@
-"""One pool of threads: kernels run on torch's own OpenMP threads.
+"""Thread pool: compiled kernels launch their parallel loops on torch's own OpenMP threads.
 
 TVM starts a pool of its own, whose workers spin for a while after every kernel, as torch's do after every product: on a
 machine that both fill they steal each other's processors. A compiled module calls the pool through a pointer

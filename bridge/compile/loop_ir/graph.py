@@ -1,13 +1,13 @@
-"""The loop graph: what a Relax function becomes before it is cut into kernels.
+"""Loop IR: a graph of nodes over strided views, between a Relax function and its kernels.
 
 Five kinds of node, each with *dense* results:
 
 * :class:`Pointwise` — element ``i`` of the result from elements of the operands' views at ``i``;
 * :class:`Reduction` — over the middle of ``(outer, reduced, inner)``: a row reduction where ``inner == 1``, a column
   reduction otherwise;
-* :class:`LibraryCall` — a numerical library computes it (:mod:`bridge.compile.translate.libcalls`);
-* :class:`Product` — a matrix product in generated code (:mod:`bridge.compile.translate.matmul`);
-* :class:`Fallback` — TVM's own legalization of one Relax operator (:mod:`bridge.compile.translate.fallback`).
+* :class:`LibraryCall` — torch computes it (:mod:`bridge.library`);
+* :class:`Product` — a matrix product in generated code (:mod:`bridge.compile.loop_ir.product`);
+* :class:`Fallback` — TVM's own legalization of one Relax operator.
 
 Shape operations are no nodes: they are the :class:`~bridge.compile.loop_ir.views.View` of an :class:`Operand`.
 """
@@ -151,9 +151,10 @@ class Fallback:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """``out = a @ b`` by the one generated function of all matrix products (:mod:`bridge.compile.cpu.gemm`).
+    """``out = a @ b`` by the backend's one generated function of all matrix products.
 
-    The operands' values are read as they lie in memory: ``descriptor`` holds the geometry, ``offsets`` the elements
+    The operands' values are read as they lie in memory: ``descriptor`` holds the geometry
+    (:data:`bridge.compile.loop_ir.product.FIELDS`), ``offsets`` the elements
     before the first one read of each. With ``onto``, the product is added to that value, in its memory.
     """
 

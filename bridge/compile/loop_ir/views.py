@@ -1,4 +1,4 @@
-"""Strided views: how an operand reads a dense tensor.
+"""Strided views: shape operations as functions from view to view, over a dense tensor.
 
 A :class:`View` is what ``torch.as_strided`` takes (shape, strides, offset, in elements), always over a dense
 row-major base. Every shape operation of Relax is a function from a view to a view, so a chain of them costs

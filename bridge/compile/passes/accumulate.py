@@ -1,4 +1,4 @@
-"""Sums of products: the later product is added onto the earlier one in its memory, and the addition is gone.
+"""Accumulation: a sum of two products → the later product, added onto the earlier one in its memory.
 
 Where an input feeds several products (the query, key and value of an attention), its gradient is a sum of products. A
 product that starts from what is there saves writing its own result and reading both.

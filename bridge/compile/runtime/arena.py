@@ -1,4 +1,4 @@
-"""Where intermediate values live: one block of memory per run, slots shared by values that are never alive together."""
+"""Arena plan: lifetimes of intermediate values → byte offsets in one block, shared by values never alive together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Building kernels: one call of the compiler for all that a function needs and the process has not built before."""
+"""Building: PrimFuncs → machine code, in one call of the compiler for all that the process has not built before."""
 
 from __future__ import annotations
 

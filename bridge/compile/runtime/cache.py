@@ -1,4 +1,4 @@
-"""Equal things are made once per process and kept for as long as somebody uses them.
+"""Weak cache: source → what was made from an equal source and is still in use.
 
 Two functions are the same if they are structurally equal, so a cache is a table of hashes with a few candidates each.
 It holds what was made weakly: when the last module that uses a program is gone, so are its kernels' machine code and

@@ -1,4 +1,4 @@
-"""What a step is made of, for people: its operations by name, what it reads and writes, what that costs.
+"""Step contents, for people: nodes → operations by name, what they read and write, what that costs.
 
 Nothing here takes part in running a program.
 """
@@ -41,7 +41,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Contents:
-    """A step's inside.
+    """What a step is made of.
 
     Attributes:
         operations: in order.
@@ -69,31 +69,31 @@ def contents(nodes: Sequence[Node], stored: Sequence[Value], name_of: Callable[[
         stored: the results that leave the step.
         name_of: the name of a value that the step reads or stores.
     """
-    kept = set(stored)
+    leaving = set(stored)
     names: dict[Value, str] = {}
     used: Counter[str] = Counter()
 
     def name(value: Value) -> str:
         if value not in names:
-            inside = value in made and value not in kept
+            inside = value in made and value not in leaving
             names[value] = _inner(value.name, used) if inside else name_of(value)
         return names[value]
 
     made = {out for node in nodes for out in node.outs}
     operations = []
-    outside: dict[Value, int] = {}
+    read: dict[Value, int] = {}
     for node in nodes:
         operands = []
         for operand in node.operands:
             operands.append(_text(operand, name))
             if isinstance(operand, Operand) and operand.value not in made:
                 touched = _touched(operand)
-                outside[operand.value] = min(operand.value.nbytes, outside.get(operand.value, 0) + touched)
+                read[operand.value] = min(operand.value.nbytes, read.get(operand.value, 0) + touched)
         op = node.name if isinstance(node, LibraryCall) else "matmul" if isinstance(node, Product) else node.op
         for out in node.outs:
             operations.append(Operation(op, tuple(operands), name(out), out.shape, out.dtype, out.name))
-    moved = sum(outside.values()) + sum(value.nbytes for value in kept)
-    return Contents(tuple(operations), tuple(name(value) for value in outside), sum(map(_flops, nodes)), moved)
+    moved = sum(read.values()) + sum(value.nbytes for value in leaving)
+    return Contents(tuple(operations), tuple(name(value) for value in read), sum(map(_flops, nodes)), moved)
 
 
 def _inner(name: str, used: Counter[str]) -> str:

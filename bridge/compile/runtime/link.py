@@ -1,4 +1,4 @@
-"""Linking: groups to a :class:`~bridge.compile.runtime.program.Program` of kernels, slots, lifetimes, bound steps."""
+"""Linking: a loop graph → groups, kernels, slots, lifetimes, bound steps: a program."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def assemble(graph: Graph, name: str, target: Target, timings: dict[str, float])
     groups = [group for group in groups if any(value in stored for value in group.made)]
     kernels = [_kernel(group, stored) for group in groups]
     clock.stop("generate")
-    frame = _Frame(graph, groups, kernels, name)
-    built = build_kernels(list(frame.functions.items()), target)
+    linker = _Linker(graph, groups, kernels, name)
+    built = build_kernels(list(linker.functions.items()), target)
     clock.stop("build")
-    program = frame.finish([kernel.function for kernel in built], timings, target)
+    program = linker.finish([kernel.function for kernel in built], timings, target)
     program.code = tuple(built)
     clock.stop("plan")
     return program
@@ -80,23 +80,23 @@ def _kernel(group: Group, stored: set[Value]) -> Kernel | LibraryCall | Product 
     return generate(plan_rows(group, stored))
 
 
-class _Frame:
-    """Places and steps under construction."""
+class _Linker:
+    """Slots and steps under construction."""
 
     def __init__(
         self, graph: Graph, groups: list[Group], kernels: list[Kernel | LibraryCall | None], name: str
     ) -> None:
         self.graph = graph
         self.name = name
-        self.places: dict[tuple, int] = {}
+        self.slots: dict[tuple, int] = {}
         self.names: Counter[str] = Counter()
         self.label: dict[int, str] = {}
         self.lifetimes: dict[Value, tuple[int, int]] = {}
         self.steps: list[Step] = []
-        self.calls: list[tuple] = []  # (kernel name or library node, places of arguments, places of results)
+        self.calls: list[tuple] = []  # (kernel name or library node, slots of arguments, slots of results)
         self.functions: dict[str, PrimFunc] = {}
         self.static_views: list[tuple] = []
-        # What a product is added onto lives where the sum will: in the place of the last sum of the chain.
+        # What a product is added onto lives where the sum will: in the slot of the last sum of the chain.
         self.merged: dict[Value, Value] = {}
         for node in reversed(graph.nodes):
             if isinstance(node, Product) and node.onto is not None:
@@ -106,11 +106,11 @@ class _Frame:
             out for node in kernels if isinstance(node, LibraryCall) and node.allocates for out in node.outs
         }
         for value in graph.params:
-            self.place(value)
+            self.slot(value)
         for group, kernel in zip(groups, kernels, strict=True):
             if kernel is None:
                 for out in group.made:
-                    self.place(out)
+                    self.slot(out)
             elif isinstance(kernel, LibraryCall):
                 self._library(kernel)
             elif isinstance(kernel, Product):
@@ -119,64 +119,64 @@ class _Frame:
                 self._kernel(group, kernel)
         self.returned = [self.operand(op) for op in graph.results]
 
-    def place(self, value: Value) -> int:
+    def slot(self, value: Value) -> int:
         value = self.merged.get(value, value)
         key = (value, None)
-        if key not in self.places:
-            self._new_place(key, value.name)
+        if key not in self.slots:
+            self._new_slot(key, value.name)
         if value.source == "node" and value not in self.results and value not in self.allocated:
             now = len(self.calls)
             first, _ = self.lifetimes.get(value, (now, now))
             self.lifetimes[value] = (first, now)
-        return self.places[key]
+        return self.slots[key]
 
-    def _new_place(self, key: tuple, name: str) -> int:
-        place = self.places[key] = len(self.places)
+    def _new_slot(self, key: tuple, name: str) -> int:
+        slot = self.slots[key] = len(self.slots)
         self.names[name] += 1
-        self.label[place] = name if self.names[name] == 1 else f"{name}_{self.names[name]}"
-        return place
+        self.label[slot] = name if self.names[name] == 1 else f"{name}_{self.names[name]}"
+        return slot
 
     def operand(self, operand: Operand) -> int:
-        """The place of a value under a view; views of what changes from call to call become steps."""
+        """The slot of a value under a view; views of what changes from call to call become steps."""
         value, view = operand.value, operand.view
-        base = self.place(value)
+        base = self.slot(value)
         if view == dense(value.shape):
             return base
         key = (value, view)
-        if key not in self.places:
-            place = self._new_place(key, value.name + "_view")
+        if key not in self.slots:
+            slot = self._new_slot(key, value.name + "_view")
             geometry = (view.shape, view.strides, view.offset)
             if value in self.lifetimes or value.source == "constant":
-                self.static_views.append((place, base, *geometry))
+                self.static_views.append((slot, base, *geometry))
             else:
-                step = ViewStep("as_strided", (self.label[base],), (self.label[place],), *geometry)
-                self._step(step, step, (base,), (place,))
-        return self.places[key]
+                step = ViewStep("as_strided", (self.label[base],), (self.label[slot],), *geometry)
+                self._step(step, step, (base,), (slot,))
+        return self.slots[key]
 
     def _step(self, step: Step, what: object, arguments: tuple[int, ...], results: tuple[int, ...]) -> None:
         self.steps.append(step)
         self.calls.append((what, arguments, results))
 
-    def _names(self, places: tuple[int, ...]) -> tuple[str, ...]:
-        return tuple(self.label[place] for place in places)
+    def _names(self, slots: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(self.label[slot] for slot in slots)
 
     def _name(self, value: Value) -> str:
-        return self.label[self.places[self.merged.get(value, value), None]]
+        return self.label[self.slots[self.merged.get(value, value), None]]
 
     def _library(self, node: LibraryCall) -> None:
-        # Views first: they may be steps of their own. Then all places again, so that everything is alive now.
+        # Views first: they may be steps of their own. Then all slots again, so that everything is alive now.
         for operand in node.operands:
             self.operand(operand)
         arguments = tuple(self.operand(operand) for operand in node.operands)
-        results = tuple(self.place(out) for out in node.outs)
+        results = tuple(self.slot(out) for out in node.outs)
         inside = contents([node], node.outs, self._name)
         self._step(
             LibraryStep(node.name, self._names(arguments), self._names(results), inside), node, arguments, results
         )
 
     def _product(self, node: Product) -> None:
-        arguments = tuple(self.place(operand.value) for operand in node.operands[:2])
-        result = self.place(node.out)
+        arguments = tuple(self.slot(operand.value) for operand in node.operands[:2])
+        result = self.slot(node.out)
         name = f"product_{node.out.dtype}"
         self.functions[name] = node.kernel
         ops = ("matmul",) if node.onto is None else ("matmul", "add")
@@ -189,8 +189,8 @@ class _Frame:
         operands = group.nodes[0].operands if fallback else ()
         for operand in operands:
             self.operand(operand)
-        arguments = tuple(self.operand(op) for op in operands) or tuple(self.place(v) for v in kernel.inputs)
-        results = tuple(self.place(value) for value in (*kernel.outputs, *kernel.scratch))
+        arguments = tuple(self.operand(op) for op in operands) or tuple(self.slot(v) for v in kernel.inputs)
+        results = tuple(self.slot(value) for value in (*kernel.outputs, *kernel.scratch))
         name = self._kernel_name(kernel)
         self.functions[name] = kernel.func
         outputs = self._names(results[: len(kernel.outputs)])
@@ -201,53 +201,52 @@ class _Frame:
         words = list(dict.fromkeys(op.removeprefix("relax.").replace(".", "_") for op in kernel.ops))
         return f"k{len(self.functions)}_" + "_".join(words)[:60]
 
-    def _deaths(self, kept: set[int]) -> list[tuple[int, ...]]:
-        """After each step, the places that no later step reads and that the frame does not keep for the next call."""
-        needed = kept | set(self.returned)
-        deaths = []
+    def _last_uses(self, persistent: set[int]) -> list[tuple[int, ...]]:
+        """After each step, the slots that no later step reads and that are not persistent, filled for every call."""
+        needed = persistent | set(self.returned)
+        last_uses = []
         for _, arguments, results in reversed(self.calls):
-            dying = {*arguments, *results} - needed
-            needed |= dying
-            deaths.append(tuple(sorted(dying)))
-        return deaths[::-1]
+            last = {*arguments, *results} - needed
+            needed |= last
+            last_uses.append(tuple(sorted(last)))
+        return last_uses[::-1]
 
     def finish(self, functions: list, timings: dict[str, float], target: Target) -> Program:
         by_name = dict(zip(self.functions, functions, strict=True))
-        constants = tuple((self.place(value), tensor) for value, tensor in self.graph.constants.items())
+        constants = tuple((self.slot(value), tensor) for value, tensor in self.graph.constants.items())
         arena = plan_arena(self.lifetimes)
-        arena_places = tuple((self.places[value, None], value) for value in self.lifetimes)
+        arena_slots = tuple((self.slots[value, None], value) for value in self.lifetimes)
         fresh = tuple(
-            (self.places[value, None], value.shape, getattr(torch, value.dtype))
+            (self.slots[value, None], value.shape, getattr(torch, value.dtype))
             for value in self.results
             if value not in self.allocated
         )
-        kept = {place for place, *_ in (*constants, *arena_places, *self.static_views)}
+        persistent = {slot for slot, *_ in (*constants, *arena_slots, *self.static_views)}
         layout = Layout(
-            len(self.places),
+            len(self.slots),
             tuple(self.graph.params),
             constants,
             arena,
-            arena_places,
+            arena_slots,
             tuple(self.static_views),
             fresh,
             tuple(self.returned),
-            frozenset(kept),
-            tuple(self.place(operand.value) for operand in self.graph.results),
+            tuple(self.slot(operand.value) for operand in self.graph.results),
         )
-        actions = tuple(zip((_action(by_name, *call) for call in self.calls), self._deaths(kept), strict=True))
+        actions = tuple(zip((_action(by_name, *call) for call in self.calls), self._last_uses(persistent), strict=True))
         results = tuple(self._name(op.value) for op in self.graph.results)
         return Program(self.name, tuple(self.steps), timings, actions, layout, self.functions, target, results)
 
 
 def _action(functions: dict, what: object, arguments: tuple[int, ...], results: tuple[int, ...]) -> Action:
-    """A step as a function of the frame, with everything else bound."""
+    """A step as a function of the registers, everything else bound."""
     if isinstance(what, ViewStep):
-        (base,), (place,) = arguments, results
+        (base,), (slot,) = arguments, results
         shape, strides, offset = what.shape, what.strides, what.offset
 
-        def make_view(frame: list) -> None:
-            tensor = frame[base]
-            frame[place] = tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
+        def make_view(registers: list) -> None:
+            tensor = registers[base]
+            registers[slot] = tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
         return make_view
     if isinstance(what, LibraryCall):
@@ -257,36 +256,36 @@ def _action(functions: dict, what: object, arguments: tuple[int, ...], results: 
     kernel = functions[what]
     pick = itemgetter(*arguments, *results)
     if len(arguments) + len(results) == 1:
-        return lambda frame: kernel(pick(frame))
-    return lambda frame: kernel(*pick(frame))
+        return lambda registers: kernel(pick(registers))
+    return lambda registers: kernel(*pick(registers))
 
 
 def _library_action(node: LibraryCall, arguments: tuple[int, ...], results: tuple[int, ...]) -> Action:
     run = node.run
     if not node.allocates:
-        return lambda frame: run([frame[place] for place in results], [frame[place] for place in arguments])
+        return lambda registers: run([registers[slot] for slot in results], [registers[slot] for slot in arguments])
 
-    def allocate(frame: list) -> None:
-        made = run([frame[place] for place in arguments])
-        for place, tensor in zip(results, made, strict=True):
-            frame[place] = tensor
+    def allocate(registers: list) -> None:
+        made = run([registers[slot] for slot in arguments])
+        for slot, tensor in zip(results, made, strict=True):
+            registers[slot] = tensor
 
     return allocate
 
 
-def _product_action(multiply: Callable, node: Product, places: tuple[int, ...]) -> Action:
+def _product_action(multiply: Callable, node: Product, slots: tuple[int, ...]) -> Action:
     """The kernel takes addresses: the geometry of views is in the descriptor, so none of them is made at a call."""
     descriptor = torch.tensor(node.descriptor, dtype=torch.int64)
     where = ctypes.c_void_p(descriptor.data_ptr())
-    a, b, c = places
+    a, b, c = slots
     a_bytes, b_bytes = (offset * itemsize(node.out.dtype) for offset in node.offsets)
     address = ctypes.c_void_p
 
-    def run(frame: list, _kept: torch.Tensor = descriptor) -> None:
+    def run(registers: list, _alive: torch.Tensor = descriptor) -> None:
         multiply(
-            address(frame[a].data_ptr() + a_bytes),
-            address(frame[b].data_ptr() + b_bytes),
-            address(frame[c].data_ptr()),
+            address(registers[a].data_ptr() + a_bytes),
+            address(registers[b].data_ptr() + b_bytes),
+            address(registers[c].data_ptr()),
             where,
         )
 

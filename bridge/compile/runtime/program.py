@@ -1,9 +1,9 @@
-"""The compiled product: a flat list of steps over torch tensors.
+"""Programs: a flat list of steps over torch tensors, bound and callable: ``program(inputs) -> results``.
 
-A run works on a *frame*: one list with a place for every tensor the steps touch. Places of intermediates and constants
-are filled once, when the frame is made, with tensors in the frame's own arena; places of inputs, results and views of
-those are filled during a call and emptied after it. Frames are kept in a free-list, so concurrent and re-entrant calls
-never share one.
+A run works on *registers*: a list with a slot for every tensor the steps touch. Slots of intermediates and constants
+are filled once, when the registers are made, with tensors in an arena of their own; slots of inputs, results and views
+of those are filled during a call and emptied after it. Registers wait in a free-list between calls, so concurrent and
+re-entrant calls never share them.
 """
 
 from __future__ import annotations
@@ -73,26 +73,25 @@ class ViewStep:
 _FORM = attrgetter("shape", "dtype", "is_cpu")
 Step = KernelStep | LibraryStep | ViewStep
 Action = Callable[[list], None]
-"""A step as a function of the frame."""
+"""A step as a function of the registers."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of a frame.
+    """Slots of the registers.
 
-    ``views``: (place, base place, shape, strides, offset) of arena and constant tensors. ``memory``: of each result,
-    the place of the tensor whose memory it is, or is a view of.
+    ``views``: (slot, base slot, shape, strides, offset) of arena and constant tensors. ``memory``: of each result,
+    the slot of the tensor whose memory it is, or is a view of.
     """
 
     size: int
     params: tuple[Value, ...]
     constants: tuple[tuple[int, torch.Tensor], ...]
     arena: ArenaPlan
-    arena_places: tuple[tuple[int, Value], ...]
+    arena_slots: tuple[tuple[int, Value], ...]
     views: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...], int], ...]
     fresh: tuple[tuple[int, tuple[int, ...], torch.dtype], ...]
     results: tuple[int, ...]
-    kept: frozenset[int]
     memory: tuple[int, ...]
 
 
@@ -107,23 +106,23 @@ class Program:
     name: str
     steps: tuple[Step, ...]
     timings: Mapping[str, float]
-    actions: tuple[tuple[Action, tuple[int, ...]], ...] = field(repr=False)  # with the places that die after each
+    actions: tuple[tuple[Action, tuple[int, ...]], ...] = field(repr=False)  # with the slots last used by each
     layout: Layout = field(repr=False)
     kernels: Mapping[str, PrimFunc] = field(repr=False)
     target: Target | None = field(default=None, repr=False)
     results: tuple[str, ...] = field(default=(), repr=False)
     variables: tuple[str, ...] = field(default=(), repr=False)
     code: tuple[object, ...] = field(default=(), repr=False)  # the kernels' machine code, which lives as long as this
-    _frames: list[tuple[list, list]] = field(default_factory=list, repr=False)
+    _idle: list[tuple[list, list]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         layout = self.layout
         self._forms = [(torch.Size(v.shape), getattr(torch, v.dtype), True) for v in layout.params]
         self._fresh = [
-            (place, partial(torch.empty_strided, shape, dense_strides(shape), dtype=dtype))
-            for place, shape, dtype in layout.fresh
+            (slot, partial(torch.empty_strided, shape, dense_strides(shape), dtype=dtype))
+            for slot, shape, dtype in layout.fresh
         ]
-        self._passed_on = [(i, place) for i, place in enumerate(layout.results) if place < len(layout.params)]
+        self._passed_on = [(i, slot) for i, slot in enumerate(layout.results) if slot < len(layout.params)]
 
     @property
     def arena_bytes(self) -> int:
@@ -141,35 +140,35 @@ class Program:
         an element type or the device of the inputs is not what the program was compiled for.
         """
         try:
-            frame, between_calls = self._frames.pop()
+            registers, between_calls = self._idle.pop()
         except IndexError:
-            frame = self._new_frame()
-            between_calls = frame.copy()
+            registers = self._new_registers()
+            between_calls = registers.copy()
         try:
             if not torch.is_grad_enabled():
-                return self._run(frame, inputs, consume)
+                return self._run(registers, inputs, consume)
             with torch.no_grad():
-                return self._run(frame, inputs, consume)
+                return self._run(registers, inputs, consume)
         finally:
-            frame[:] = between_calls
-            self._frames.append((frame, between_calls))
+            registers[:] = between_calls
+            self._idle.append((registers, between_calls))
 
-    def _run(self, frame: list, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
+    def _run(self, registers: list, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
         torch.get_num_threads()  # a new thread's OpenMP setting becomes torch's when torch is first asked in it
-        self._load(frame, inputs)
-        passed_on = [(i, inputs[place]) for i, place in self._passed_on]
+        self._load(registers, inputs)
+        passed_on = [(i, inputs[slot]) for i, slot in self._passed_on]
         if consume:
             inputs.clear()
-        for place, make in self._fresh:
-            frame[place] = make()
+        for slot, make in self._fresh:
+            registers[slot] = make()
         if profiler._is_profiler_enabled:
-            self._act_recorded(frame)
+            self._act_recorded(registers)
         else:
-            for action, dead in self.actions:
-                action(frame)
-                for place in dead:
-                    frame[place] = None
-        results = [frame[place] for place in self.layout.results]
+            for action, last_used in self.actions:
+                action(registers)
+                for slot in last_used:
+                    registers[slot] = None
+        results = [registers[slot] for slot in self.layout.results]
         for i, tensor in passed_on:
             results[i] = tensor
         return results
@@ -180,53 +179,53 @@ class Program:
         ``handed_on``: parameters whose memory may become a result's, once (a grad_out that is a gradient, as in
         eager's ``x + y``).
         """
-        taken = {place for place, _ in self.layout.constants} | set(range(len(self.layout.params))) - set(handed_on)
+        taken = {slot for slot, _ in self.layout.constants} | set(range(len(self.layout.params))) - set(handed_on)
         shared = []
-        for result, place in enumerate(self.layout.memory):
-            if place in taken:
+        for result, slot in enumerate(self.layout.memory):
+            if slot in taken:
                 shared.append(result)
-            taken.add(place)
+            taken.add(slot)
         return shared
 
-    def _act_recorded(self, frame: list) -> None:
+    def _act_recorded(self, registers: list) -> None:
         """The steps under a profiler: a range for the program, one for each step in it."""
         with profiler.record_function(f"tvm: {self.name}"):
-            for (action, dead), step in zip(self.actions, self.steps, strict=True):
+            for (action, last_used), step in zip(self.actions, self.steps, strict=True):
                 with profiler.record_function(f"tvm: {self.name}/{step.name}"):
-                    action(frame)
-                for place in dead:
-                    frame[place] = None
+                    action(registers)
+                for slot in last_used:
+                    registers[slot] = None
 
-    def _load(self, frame: list, inputs: Sequence[torch.Tensor]) -> None:
-        """Puts the inputs into their places. That some require grad is nothing to a step, since none records it."""
+    def _load(self, registers: list, inputs: Sequence[torch.Tensor]) -> None:
+        """Puts the inputs into their slots, dense. That some require grad does not matter: no step records it."""
         if list(map(_FORM, inputs)) != self._forms:
-            self._refuse(inputs)
-        frame[: len(inputs)] = inputs
+            self._reject(inputs)
+        registers[: len(inputs)] = inputs
         if not all(map(torch.Tensor.is_contiguous, inputs)):
-            for place, tensor in enumerate(inputs):
-                frame[place] = tensor.contiguous()
+            for slot, tensor in enumerate(inputs):
+                registers[slot] = tensor.contiguous()
 
-    def _refuse(self, inputs: Sequence[torch.Tensor]) -> None:
+    def _reject(self, inputs: Sequence[torch.Tensor]) -> None:
         if len(inputs) != len(self._forms):
             raise ValueError(f"{self.name}: wanted {len(self._forms)} inputs, got {len(inputs)}")
-        for place, (tensor, form) in enumerate(zip(inputs, self._forms, strict=True)):
+        for slot, (tensor, form) in enumerate(zip(inputs, self._forms, strict=True)):
             if _FORM(tensor) != form:
                 raise ValueError(
-                    f"{self.name}: input {place} ({self.layout.params[place].name}) has shape {tuple(tensor.shape)} and"
+                    f"{self.name}: input {slot} ({self.layout.params[slot].name}) has shape {tuple(tensor.shape)} and"
                     f" {tensor.dtype} on {tensor.device}, wanted {tuple(form[0])} and {form[1]} on the CPU"
                 )
 
     @torch.inference_mode(False)  # its tensors serve calls of any mode
-    def _new_frame(self) -> list:
-        frame: list = [None] * self.layout.size
+    def _new_registers(self) -> list:
+        registers: list = [None] * self.layout.size
         tensors = self.layout.arena.allocate()
-        for place, value in self.layout.arena_places:
-            frame[place] = tensors[value]
-        for place, tensor in self.layout.constants:
-            frame[place] = tensor
-        for place, base, shape, strides, offset in self.layout.views:
-            frame[place] = frame[base].as_strided(shape, strides, frame[base].storage_offset() + offset)
-        return frame
+        for slot, value in self.layout.arena_slots:
+            registers[slot] = tensors[value]
+        for slot, tensor in self.layout.constants:
+            registers[slot] = tensor
+        for slot, base, shape, strides, offset in self.layout.views:
+            registers[slot] = registers[base].as_strided(shape, strides, registers[base].storage_offset() + offset)
+        return registers
 
     def source(self, kernel: str, form: str = "tvmscript") -> str:
         """A kernel named in ``steps`` as ``"tvmscript"``, ``"llvm"`` or ``"asm"``.

@@ -1,4 +1,4 @@
-"""The source of a kernel in the forms that it passes through: TVMScript, LLVM IR, assembly."""
+"""Kernel source: a PrimFunc → its text as TVMScript, LLVM IR or assembly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Concatenations and zero paddings inside kernels: sections of the columns that are computed in different ways.
+"""Concatenation and padding → a node whose sections of the columns are computed in different ways; or torch's ``cat``.
 
 A concatenation along ``axis`` walks ``(rows, sections, inner)``: the loop over the sections is unrolled, and each reads
 its own operand. So the gradient of a chunked tensor (the gates of an LSTM, query, key and value) is put together where

@@ -1,4 +1,4 @@
-"""Operators that this package does not generate itself: TVM's own legalization, one operator at a time."""
+"""Fallback: a Relax operator without a translation → TVM's own legalization of that one operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shape operators: translations that change a view and compute nothing."""
+"""Shape operators → another view of the same value; nothing is computed."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def fail(*_):
 
 
 def frames(module: nn.Module) -> list[int]:
-    return [len(program._frames) for entry in stats(module).entries for program in (entry.forward, entry.backward)]
+    return [len(program._idle) for entry in stats(module).entries for program in (entry.forward, entry.backward)]
 
 
 @pytest.mark.parametrize("where", ["after", "before"])
