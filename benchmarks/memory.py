@@ -24,7 +24,7 @@ from benchmarks.memory_blocks import BLOCKS, TRANSFORMERS, make
 from bridge import add_tvm_dispatch, lower
 from bridge.show.memory.saved_bytes import SavedBytes, kept_bytes, saved_bytes, saved_for_backward
 from partition import MinCut, build_graph, fewest_bytes
-from partition.cost import flops, keep_cost, product
+from partition.cost import flops, product, save_cost
 
 #: What a transformer's min_cut may save, as a share of what eager saves.
 GOAL = 0.6
@@ -73,9 +73,9 @@ def beyond(row: Row) -> str:
     lowered = lower(module, x)
     draws = kept_bytes(lowered) - lowered.plan.bytes
     graph = build_graph(lowered["cleaned"].function, lowered.num_primals, lowered.num_results)
-    keepable = {name for name in graph.candidates if keep_cost(graph, name) is not None}
+    savable = {name for name in graph.candidates if save_cost(graph, name) is not None}
     eager = row.saved.eager
-    bound = sum(graph.nodes[name].bytes for name in fewest_bytes(graph, keepable)) + draws
+    bound = sum(graph.nodes[name].bytes for name in fewest_bytes(graph, savable)) + draws
     limit = int(GOAL * eager) - draws
     cut = MinCut(budget=limit, allow_matmul_recompute=True)
     lowered = lower(module, x, partition=cut)
@@ -86,7 +86,7 @@ def beyond(row: Row) -> str:
         f"{row.name}: out of reach for the default, which never computes a matrix product again: no such choice keeps "
         f"less than {bound:,} bytes, {bound / eager:.4f} of eager (a minimum cut over bytes alone, hence exact; "
         f"min_cut: {row.min_cut:,}, {row.share:.4f}). {cut.name} with allow_matmul_recompute: {kept:,} bytes, "
-        f"{kept / eager:.4f}, for products computed again ({', '.join(again) or 'none'}) of {share:.1%} of the "
+        f"{kept / eager:.4f}, for products recomputed ({', '.join(again) or 'none'}) of {share:.1%} of the "
         "forward's flops."
     )
 

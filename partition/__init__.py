@@ -1,11 +1,11 @@
-"""Cut a joint forward-and-backward Relax function in two, and say what crosses and why.
+"""Partitioning: a joint function -> a forward, a backward, and a plan of what is saved between them, and why.
 
 Imports TVM and networkx only. The functions exchanged are in the flat form of :mod:`autodiff.ir`.
 """
 
 from .budget import fewest_bytes
 from .coloring import RecomputeAll, SaveAll, coloring
-from .cost import Price
+from .cost import Cost
 from .curve import BUDGETS, Point, curve
 from .cut import STRATEGIES, Partitioned, partition
 from .graph import Graph, Node, build_graph
@@ -18,13 +18,13 @@ __all__ = [
     "BUDGETS",
     "STRATEGIES",
     "Choice",
+    "Cost",
     "Graph",
     "MinCut",
     "Node",
     "Partitioned",
     "Plan",
     "Point",
-    "Price",
     "RecomputeAll",
     "SaveAll",
     "Saved",

@@ -1,14 +1,14 @@
-"""Saving less than the minimum cut: compute more again until the captures fit a budget.
+"""Memory budget: a choice of captures and a limit in bytes -> a choice that fits, by recomputing more.
 
-The cut bans matrix products and reductions from recomputation. A budget lifts the ban on reductions, and the one on
-products if the user allows it. Captures are then given up one at a time, always the one that frees the most bytes per
-flop of new work, until the rest fits; bytes beyond what the budget asks for count for nothing. What was given up in
-excess is taken back, the dearest first.
+For the minimum cut, matrix products and reductions must be saved. A budget allows recomputing reductions, and products
+if the user allows it. Captures are then given up one at a time, always the one that frees the most bytes per flop of
+new work, until the rest fits; bytes beyond what the budget asks for count for nothing. What was given up in excess is
+taken back, the most expensive first.
 
-Where that gets stuck (no single capture can be given up without a ban), the minimum cut over bytes alone is taken: no
-choice within the bans keeps less, so that it either fits or is the best there is, and the note says so. If it neither
-fits nor keeps noticeably less than what was reached one by one, that is left: the last bytes are row statistics, and
-doing without them means computing wide tensors again.
+Where that gets stuck (every single capture left must be saved), the minimum cut over bytes alone is taken: no allowed
+choice saves fewer bytes, so that it either fits or is the best there is, and the note says so. If it neither fits nor
+saves noticeably less than what was reached one by one, that is left: the last bytes are row statistics, and doing
+without them means recomputing wide tensors.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Collection
 from dataclasses import replace
 from fractions import Fraction
 
+from .captured_set import captured_set
 from .coloring import reader
 from .cost import flops, product, recompute_cost
-from .crossing import crossing
 from .graph import Graph
 from .network import minimum_cut
 from .strategy import Choice
@@ -31,28 +31,28 @@ NOTICEABLE = Fraction(1, 100)
 
 
 def fewest_bytes(
-    graph: Graph, keepable: Collection[str], *, forced: Collection[str] = (), allow_products: bool = False
+    graph: Graph, savable: Collection[str], *, forced: Collection[str] = (), allow_products: bool = False
 ) -> tuple[str, ...] | None:
-    """The captures that hold the fewest bytes of all choices within the bans, and of those the cheapest to complete.
+    """The captures that hold the fewest bytes of all allowed choices, and of those the cheapest to recompute from.
 
-    Exact: a minimum cut over bytes, the price of computing again only breaks ties. ``None`` if there is no finite cut.
+    Exact: a minimum cut over bytes, the cost of recomputation only breaks ties. ``None`` if there is no finite cut.
 
     Args:
-        keepable: what may be captured at all.
+        savable: what may be captured at all.
         forced: what must be.
-        allow_products: whether matrix products, convolutions and library calls may be computed again.
+        allow_products: whether matrix products, convolutions and library calls may be recomputed.
     """
-    price = {name: recompute_cost(graph, name) for name in graph.candidates}
-    unit = 1 + sum(price.values())
-    keep: dict[str, int | None] = {}
-    again: dict[str, int | None] = {}
+    cost = {name: recompute_cost(graph, name) for name in graph.candidates}
+    unit = 1 + sum(cost.values())
+    save: dict[str, int | None] = {}
+    recompute: dict[str, int | None] = {}
     for name in graph.candidates:
-        banned = name in graph.forward and not allow_products and product(graph.nodes[name]) is not None
-        keep[name] = (0 if name in forced else unit * graph.nodes[name].bytes) if name in keepable else None
-        again[name] = None if banned or name in forced else price[name]
+        must_save = name in graph.forward and not allow_products and product(graph.nodes[name]) is not None
+        save[name] = (0 if name in forced else unit * graph.nodes[name].bytes) if name in savable else None
+        recompute[name] = None if must_save or name in forced else cost[name]
     free = {name for name in graph.output_index if graph.nodes[name].is_tensor}
-    cut = minimum_cut(graph, keep, again, free)
-    return None if cut.blocked else cut.kept
+    cut = minimum_cut(graph, save, recompute, free)
+    return None if cut.blocked else cut.saved
 
 
 def fit(
@@ -60,21 +60,21 @@ def fit(
     choice: Choice,
     limit: int,
     *,
-    keepable: Collection[str],
+    savable: Collection[str],
     forced: Collection[str] = (),
     allow_products: bool,
 ) -> Choice:
     """A choice whose captures hold at most ``limit`` bytes if that can be reached, with a note if it cannot.
 
     Args:
-        keepable: what may be captured at all.
+        savable: what may be captured at all.
         forced: captures that must stay.
-        allow_products: whether matrix products, convolutions and library calls may be computed again.
+        allow_products: whether matrix products, convolutions and library calls may be recomputed.
     """
     saved, given_up, obstacles = _give_up(graph, choice, limit, forced, allow_products)
     total, room, bound = _captured(graph, saved), limit, 0
     if total > limit:
-        least = fewest_bytes(graph, keepable, forced=forced, allow_products=allow_products)
+        least = fewest_bytes(graph, savable, forced=forced, allow_products=allow_products)
         bound = total if least is None else min(total, _captured(graph, least))
         if bound <= limit or total - bound >= NOTICEABLE * bound:
             saved = {name: choice.saved.get(name, f"fewest bytes: needed by {reader(graph, name)}") for name in least}
@@ -96,10 +96,10 @@ def _give_up(
 ) -> tuple[dict[str, str], list[tuple[int, str]], dict[str, str]]:
     """Captures given up one at a time until the rest fits, or none can be: the rest, those with their flops, and what
     stands in the way of the others."""
-    crossed = crossing(graph, choice)
-    saved = {name: choice.saved[name] for name in crossed.captures}
-    stops = set(crossed.outputs) | set(graph.primals)
-    computed = set(crossed.computed)
+    captured = captured_set(graph, choice)
+    saved = {name: choice.saved[name] for name in captured.captures}
+    stops = set(captured.outputs) | set(graph.primals)
+    computed = set(captured.computed)
     total = sum(graph.nodes[name].bytes for name in saved)
     given_up: list[tuple[int, str]] = []
     obstacles: dict[str, str] = {}
@@ -115,22 +115,22 @@ def _give_up(
             if stop is not None:
                 obstacles[name] = f"{stop}; allow_matmul_recompute is off"
                 continue
-            price = 1 + sum(flops(graph, done) for done in work if done in graph.forward)
-            worth = Fraction(min(graph.nodes[name].bytes, total - limit), price)
+            cost = 1 + sum(flops(graph, done) for done in work if done in graph.forward)
+            worth = Fraction(min(graph.nodes[name].bytes, total - limit), cost)
             if best is None or worth > best[0]:
-                best = (worth, price, name, work)
+                best = (worth, cost, name, work)
         if best is None:
             break
-        _, price, name, work = best
+        _, cost, name, work = best
         del saved[name]
         computed.update(work)
         total -= graph.nodes[name].bytes
-        given_up.append((price, name))
+        given_up.append((cost, name))
     return saved, given_up, obstacles
 
 
 def _captured(graph: Graph, names: Collection[str]) -> int:
-    return sum(graph.nodes[name].bytes for name in crossing(graph, Choice(dict.fromkeys(names, ""))).captures)
+    return sum(graph.nodes[name].bytes for name in captured_set(graph, Choice(dict.fromkeys(names, ""))).captures)
 
 
 def _obstacle(graph: Graph, name: str, forced: Collection[str]) -> str:
@@ -166,8 +166,8 @@ def _out_of_reach(graph: Graph, limit: int, total: int, bound: int, obstacles: d
     size = {name: graph.nodes[name].bytes for name in obstacles}
     worst = sorted(obstacles, key=lambda name: -size[name])[:3]
     listed = "; ".join(f"{name}, {size[name]:,} bytes ({obstacles[name]})" for name in worst)
-    kept = f", and {total:,} are kept (the rest is less than {float(NOTICEABLE):.0%})" if total > bound else ""
+    rest = f", and {total:,} are saved (the rest is less than {float(NOTICEABLE):.0%})" if total > bound else ""
     return (
-        f"a budget of {limit:,} bytes is out of reach: {bound:,} bytes is the least{kept}. "
+        f"a budget of {limit:,} bytes is out of reach: {bound:,} bytes is the least{rest}. "
         f"In the way of {len(obstacles)} captures, the largest first: {listed}"
     )

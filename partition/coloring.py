@@ -1,4 +1,4 @@
-"""The colouring of the literature: save every forward value that the gradient reads; and its opposite.
+"""Graph colouring: a graph -> the strategies ``save_all`` and ``recompute_all``, and a colour per node.
 
 Forward bindings are red. Those that the gradient reads turn blue and are captured. Parameters and forward outputs are
 green: they are there anyway. Constants are duplicated; a view is saved as its base; a tuple as its items; a mask in
@@ -7,8 +7,8 @@ wider numbers as the mask.
 
 from __future__ import annotations
 
-from .cost import is_item, is_slice, is_view, keep_cost
-from .crossing import crossing
+from .captured_set import captured_set
+from .cost import is_item, is_slice, is_view, save_cost
 from .graph import Graph
 from .strategy import Choice
 
@@ -24,13 +24,13 @@ class SaveAll:
         """Every capturable forward value; the walk from the gradients then reads only those it meets first."""
         saved = {}
         for name in graph.candidates:
-            if _is_red(graph, name) and not is_slice(graph, graph.nodes[name]) and keep_cost(graph, name) is not None:
+            if _is_red(graph, name) and not is_slice(graph, graph.nodes[name]) and save_cost(graph, name) is not None:
                 saved[name] = f"needed by {reader(graph, name)}"
         return Choice(saved)
 
 
 class RecomputeAll:
-    """Save nothing: the backward starts again from the inputs and parameters."""
+    """Save nothing: the backward recomputes everything from the inputs and parameters."""
 
     name = "recompute_all"
 
@@ -45,14 +45,14 @@ def coloring(graph: Graph) -> dict[str, str]:
     ``"red"``: forward. ``"blue"``: forward, and captured. ``"green"``: parameters and outputs that the backward reads
     for free. ``"white"``: other parameters. ``"black"``: backward.
     """
-    crossed = crossing(graph, SaveAll().choose(graph))
+    captured = captured_set(graph, SaveAll().choose(graph))
     colors = {}
     for name, node in graph.nodes.items():
-        if name in crossed.primals or name in crossed.outputs:
+        if name in captured.primals or name in captured.outputs:
             colors[name] = "green"
         elif node.value is None:
             colors[name] = "white"
-        elif name in crossed.captures:
+        elif name in captured.captures:
             colors[name] = "blue"
         else:
             colors[name] = "red" if name in graph.forward else "black"

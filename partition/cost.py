@@ -1,9 +1,9 @@
-"""What a value costs to keep and what it costs to compute again, with a reason for every ban.
+"""Cost model: a value of the graph -> the cost of saving it, of recomputing it, and why it must be saved.
 
 Costs are integers, so that cuts are exact and ties are real. The unit is a quarter of the traffic of one float32
 element; only ratios matter. They know about fusion: a point-wise chain recomputed inside a kernel that exists anyway
 costs its arithmetic and the reads of its further operands, not a kernel of its own; a value that fusion would have
-kept in registers costs one more write when it is saved.
+held in registers costs one more write when it is saved.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = [
     "HOLD",
     "MOVE",
     "TRANSCENDENTAL_ARITHMETIC",
-    "Price",
-    "ban",
+    "Cost",
     "flops",
     "is_creation",
     "is_slice",
     "is_view",
     "is_widened",
-    "keep_cost",
     "moved_bytes",
+    "must_save_reason",
     "recompute_cost",
+    "save_cost",
     "view_base",
 ]
 
@@ -46,8 +46,8 @@ _FLOPS_CHEAP, _FLOPS_TRANSCENDENTAL, _FLOPS_ROW = 1, 10, 8
 
 
 @dataclass(frozen=True)
-class Price:
-    """Work done again: floating point operations, and bytes moved if nothing were fused."""
+class Cost:
+    """Recomputed work: ``flops`` floating point operations, and ``bytes`` moved if nothing were fused."""
 
     flops: int
     bytes: int
@@ -83,7 +83,7 @@ def is_creation(node: Node) -> bool:
 def is_widened(graph: Graph, name: str) -> bool:
     """Whether a value only spells a bool in wider numbers: made from it and constants, element by element.
 
-    A dropout mask as ``0`` and ``1 / (1 - p)``, for instance. It is made again from the byte mask, never saved.
+    A dropout mask as ``0`` and ``1 / (1 - p)``, for instance. It is recomputed from the byte mask, never saved.
     """
     node = graph.nodes[name]
     if node.value is None or node.dtype == "bool" or len(node.inputs) != 1:
@@ -102,10 +102,10 @@ def view_base(graph: Graph, name: str) -> str:
     return node.name
 
 
-def ban(graph: Graph, name: str) -> str | None:
-    """Why a value must not be computed again, as a phrase, or ``None`` if it may.
+def must_save_reason(graph: Graph, name: str) -> str | None:
+    """Must-save: why a value must not be recomputed, as a phrase, or ``None`` if it may be.
 
-    Side values are never banned: either half computes them for the first time.
+    A side value never has to be saved: either half computes them for the first time.
     """
     node = graph.nodes[name]
     if name in graph.side or is_view(node) or is_creation(node):
@@ -123,20 +123,20 @@ def ban(graph: Graph, name: str) -> str | None:
 
 
 def product(node: Node) -> str | None:
-    """Why a value is as dear as a matrix product, or ``None``: only the user may allow computing those again."""
+    """Why a value is as expensive as a matrix product, or ``None``: only the user may allow recomputing those."""
     if node.op in PRODUCTS:
         return f"{_short(node.op)} is a matrix product or convolution"
     if node.op.startswith("library.") and node.op not in CHEAP_LIBRARY:
         return f"{node.op} is a library call"
     if node.op in ("relax.call_pure_packed", "relax.call_tir", "relax.call_dps_packed"):
-        return f"{_short(node.op)} calls code whose price is unknown"
+        return f"{_short(node.op)} calls code whose cost is unknown"
     return None
 
 
-def keep_cost(graph: Graph, name: str) -> int | None:
-    """The cost of keeping a value until the backward, or ``None`` if it is never captured as such.
+def save_cost(graph: Graph, name: str) -> int | None:
+    """The cost of saving a value until the backward, or ``None`` if it is never captured as such.
 
-    Views are kept as their base, tuples as their items, bools as bools, and what is made from nothing is made again.
+    Views are saved as their base, tuples as their items, bools as bools; what is made from nothing is recomputed.
     """
     node = graph.nodes[name]
     if not node.is_tensor or is_creation(node) or is_widened(graph, name):
@@ -149,7 +149,7 @@ def keep_cost(graph: Graph, name: str) -> int | None:
 
 
 def recompute_cost(graph: Graph, name: str) -> int:
-    """The cost of computing a value in the backward, given its operands; bans are not looked at.
+    """The cost of computing a value in the backward, given its operands, whether or not it must be saved.
 
     Side values cost only the reads of their further operands: their arithmetic is paid once on either side.
     """

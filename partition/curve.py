@@ -1,4 +1,4 @@
-"""Bytes saved against work done again: what each budget buys, as data for a table or a picture."""
+"""Memory-compute curve: a joint function -> bytes captured and work recomputed per budget, as data."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def curve(
     Args:
         joint, num_primals, num_outputs: as for :func:`partition.partition`.
         budgets: fractions of what ``save_all`` captures.
-        strategy: the minimum cut with its policy and permissions; by default one that may compute matrix products
-            again, so that every budget can be reached.
+        strategy: the minimum cut with its policy and permissions; by default one that may recompute matrix
+            products, so that every budget can be reached.
     """
     base = replace(strategy or MinCut(allow_matmul_recompute=True), budget=None)
     graph = build_graph(joint, num_primals, num_outputs)
     save_all = SaveAll().choose(graph)
     whole = make_plan(graph, "save_all", save_all, save_all=save_all)[0]
-    priced = base.prices(graph)
-    cut = base.unbounded(graph, priced)
+    costs = base.costs(graph)
+    cut = base.unbounded(graph, costs)
     plans: list[tuple[Plan, float | None]] = [(whole, None)]
     plans.append((make_plan(graph, base.name, cut, save_all=save_all)[0], None))
     for budget in budgets:
         limited = replace(base, budget=float(budget))
-        choice = limited.fit(graph, priced, cut)
+        choice = limited.fit(graph, costs, cut)
         plans.append((make_plan(graph, limited.name, choice, save_all=save_all)[0], float(budget)))
     nothing = RecomputeAll()
     plans.append((make_plan(graph, nothing.name, nothing.choose(graph), save_all=save_all)[0], None))
@@ -68,8 +68,8 @@ def curve(
             plan.strategy,
             budget,
             plan.bytes,
-            plan.price.flops,
-            plan.price.bytes,
+            plan.cost.flops,
+            plan.cost.bytes,
             reached=budget is None or plan.bytes <= int(budget * whole.bytes),
         )
         for plan, budget in plans

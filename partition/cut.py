@@ -1,4 +1,4 @@
-"""The one call: a joint function in, a plan and two functions out."""
+"""Partitioning: a joint function and a strategy -> a plan, a forward function and a backward function."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def partition(
     """
     chosen = resolve(strategy)
     graph = build_graph(joint, num_primals, num_outputs, module_paths)
-    plan, crossed = make_plan(graph, chosen.name, chosen.choose(graph), save_all=SaveAll().choose(graph))
-    forward, backward = split(graph, crossed)
+    plan, captured = make_plan(graph, chosen.name, chosen.choose(graph), save_all=SaveAll().choose(graph))
+    forward, backward = split(graph, captured)
     return Partitioned(plan, forward, backward)
 
 

@@ -1,4 +1,4 @@
-"""The joint function as a plain graph: nodes by name, who reads whom, and which side of the cut each belongs to.
+"""Dataflow graph: a joint function -> nodes by name, who reads whom, and on which side of the cut each stands.
 
 Sides of a binding::
 
@@ -180,9 +180,9 @@ def build_graph(
             required.update((read, None) for read in nodes[name].inputs if read not in tangled)
     required.update((name, None) for name in gradient_names if name is not None and name not in tangled)
     bound = {name for name, node in nodes.items() if node.value is not None}
-    keep = forward | side | adjoint
+    live_names = forward | side | adjoint
     return Graph(
-        nodes={name: node for name, node in nodes.items() if name in keep or node.value is None},
+        nodes={name: node for name, node in nodes.items() if name in live_names or node.value is None},
         primals=primals,
         grad_outs=grad_outs,
         outputs=output_names,

@@ -1,6 +1,6 @@
-"""The minimum cut: keep the cheapest set of values from which the backward can compute the rest.
+"""Minimum cut: a graph -> the cheapest set of values to save, from which the backward recomputes the rest.
 
-Costs and bans are in :mod:`partition.cost`, the network in :mod:`partition.network`.
+Costs and what must be saved are in :mod:`partition.cost`, the network in :mod:`partition.network`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .budget import fit
+from .captured_set import captured_set
 from .coloring import SaveAll, reader
-from .cost import ban, keep_cost, product, recompute_cost
-from .crossing import crossing
+from .cost import must_save_reason, product, recompute_cost, save_cost
 from .graph import Graph, Node
 from .network import minimum_cut
 from .strategy import Choice
 
-__all__ = ["MinCut", "Prices", "prices"]
+__all__ = ["Costs", "MinCut", "candidate_costs"]
 
 Policy = Callable[[Node], str | None]
 
@@ -32,7 +32,7 @@ class MinCut:
             ``module_path``, ``shape``, ``dtype``, ``bytes``); answers ``"save"``, ``"recompute"`` or ``None``. A
             recomputation that is not allowed (see below) is refused, with a note in the plan.
         allow_matmul_recompute: whether budget and policy may have matrix products, convolutions and other library
-            calls computed again. Without either nothing changes: no product is worth it on bytes alone.
+            calls recomputed. Without either nothing changes: no product is worth it on bytes alone.
 
     Raises:
         TypeError: a budget that is no number, a policy that cannot be called.
@@ -59,100 +59,100 @@ class MinCut:
 
     def choose(self, graph: Graph) -> Choice:
         """The values on the cut, fewer if the budget asks; the colouring's if there is no finite cut."""
-        priced = self.prices(graph)
-        return self.fit(graph, priced, self.unbounded(graph, priced))
+        costs = self.costs(graph)
+        return self.fit(graph, costs, self.unbounded(graph, costs))
 
-    def prices(self, graph: Graph) -> Prices:
-        """The stated costs after bans and policy; the policy is asked here."""
-        return prices(graph, self.policy, self.allow_matmul_recompute)
+    def costs(self, graph: Graph) -> Costs:
+        """The stated costs after must-save and policy; the policy is asked here."""
+        return candidate_costs(graph, self.policy, self.allow_matmul_recompute)
 
-    def unbounded(self, graph: Graph, priced: Prices) -> Choice:
+    def unbounded(self, graph: Graph, costs: Costs) -> Choice:
         """The choice without the budget."""
         free = {name for name in graph.output_index if graph.nodes[name].is_tensor}
-        cut = minimum_cut(graph, priced.keep, priced.again, free)
+        cut = minimum_cut(graph, costs.save, costs.recompute, free)
         if cut.blocked:
-            path = " -> ".join(f"{name} ({_obstacle(graph, priced, name)})" for name in cut.blocked)
+            path = " -> ".join(f"{name} ({_obstacle(graph, costs, name)})" for name in cut.blocked)
             note = f"fell back to the colouring because no finite cut exists; in the way: {path}"
-            return replace(SaveAll().choose(graph), notes=(*priced.notes, note))
-        return Choice({name: _reason(graph, priced, name) for name in cut.kept}, notes=priced.notes)
+            return replace(SaveAll().choose(graph), notes=(*costs.notes, note))
+        return Choice({name: _reason(graph, costs, name) for name in cut.saved}, notes=costs.notes)
 
-    def fit(self, graph: Graph, priced: Prices, choice: Choice) -> Choice:
+    def fit(self, graph: Graph, costs: Costs, choice: Choice) -> Choice:
         """A choice of :meth:`unbounded`, made to fit the budget."""
         if self.budget is None:
             return choice
         limit = self.budget
         if isinstance(limit, float):
-            whole = crossing(graph, SaveAll().choose(graph)).captures
+            whole = captured_set(graph, SaveAll().choose(graph)).captures
             limit = int(limit * sum(graph.nodes[name].bytes for name in whole))
-        forced = {name for name, reason in priced.bans.items() if reason == _FORCED}
-        keepable = {name for name, cost in priced.keep.items() if cost is not None}
+        forced = {name for name, reason in costs.must_save.items() if reason == _FORCED}
+        savable = {name for name, cost in costs.save.items() if cost is not None}
         allowed = self.allow_matmul_recompute
-        return fit(graph, choice, limit, keepable=keepable, forced=forced, allow_products=allowed)
+        return fit(graph, choice, limit, savable=savable, forced=forced, allow_products=allowed)
 
 
 @dataclass(frozen=True)
-class Prices:
-    """Per candidate: the cost of keeping it (``None``: cannot be), the cost of computing it again (``None``: must not
-    be), why not, and what could not be done as the policy asked."""
+class Costs:
+    """Per candidate: the cost of saving it (``None``: cannot be), the cost of recomputing it (``None``: must not be),
+    why it must be saved, and what could not be done as the policy asked."""
 
-    keep: dict[str, int | None]
-    again: dict[str, int | None]
-    bans: dict[str, str]
+    save: dict[str, int | None]
+    recompute: dict[str, int | None]
+    must_save: dict[str, str]
     notes: tuple[str, ...] = ()
 
 
 _FORCED = "forced: the policy saves it"
 
 
-def prices(graph: Graph, policy: Policy | None = None, allow_products: bool = False) -> Prices:
-    """The stated costs of every candidate, after the bans and the policy."""
-    keep: dict[str, int | None] = {}
-    again: dict[str, int | None] = {}
-    bans: dict[str, str] = {}
+def candidate_costs(graph: Graph, policy: Policy | None = None, allow_products: bool = False) -> Costs:
+    """The stated costs of every candidate, after must-save and the policy."""
+    save: dict[str, int | None] = {}
+    recompute: dict[str, int | None] = {}
+    must_save: dict[str, str] = {}
     notes = []
     for name in graph.candidates:
         node = graph.nodes[name]
-        keep[name], again[name] = keep_cost(graph, name), recompute_cost(graph, name)
-        reason = ban(graph, name)
-        if policy is not None and keep[name] is not None and name not in graph.output_index:
+        save[name], recompute[name] = save_cost(graph, name), recompute_cost(graph, name)
+        reason = must_save_reason(graph, name)
+        if policy is not None and save[name] is not None and name not in graph.output_index:
             wish = policy(node)
             if wish not in (None, "save", "recompute"):
                 raise ValueError(f'the policy answered {wish!r} for {name}; it may answer "save", "recompute" or None')
             if wish == "save":
-                keep[name], reason = 0, _FORCED
+                save[name], reason = 0, _FORCED
             elif wish == "recompute":
-                dear = product(node) if name in graph.forward else None
-                if dear is None or allow_products:
-                    keep[name], reason = None, None
+                expensive = product(node) if name in graph.forward else None
+                if expensive is None or allow_products:
+                    save[name], reason = None, None
                 else:
-                    notes.append(f"the policy wants {name} recomputed, but {dear}; allow_matmul_recompute is off")
+                    notes.append(f"the policy wants {name} recomputed, but {expensive}; allow_matmul_recompute is off")
         if reason is not None:
-            bans[name] = reason
-            again[name] = None
-    return Prices(keep, again, bans, tuple(notes))
+            must_save[name] = reason
+            recompute[name] = None
+    return Costs(save, recompute, must_save, tuple(notes))
 
 
-def _obstacle(graph: Graph, priced: Prices, name: str) -> str:
-    """Why a value on an infinite path can be neither kept nor made again."""
+def _obstacle(graph: Graph, costs: Costs, name: str) -> str:
+    """Why a value on an infinite path can be neither saved nor recomputed."""
     found = []
-    if priced.keep[name] is None:
+    if costs.save[name] is None:
         found.append("not captured as such" if graph.nodes[name].is_tensor else f"a {graph.nodes[name].dtype}")
-    if priced.again[name] is None:
-        found.append(priced.bans[name])
+    if costs.recompute[name] is None:
+        found.append(costs.must_save[name])
     return ", ".join(found)
 
 
-def _reason(graph: Graph, priced: Prices, name: str) -> str:
-    """Why the cut keeps a value."""
-    banned = priced.bans.get(name)
-    if banned == _FORCED:
+def _reason(graph: Graph, costs: Costs, name: str) -> str:
+    """Why the cut saves a value."""
+    reason = costs.must_save.get(name)
+    if reason == _FORCED:
         return _FORCED
     source = graph.nodes[name].inputs[0]
-    if banned is None and graph.nodes[name].op == "TupleGetItem" and source in priced.bans:
-        banned = priced.bans[source]
+    if reason is None and graph.nodes[name].op == "TupleGetItem" and source in costs.must_save:
+        reason = costs.must_save[source]
     needed = f"needed by {reader(graph, name)}"
-    if banned is not None:
-        return f"cut edge: {banned}, not computed again; {needed}"
+    if reason is not None:
+        return f"cut edge: {reason}, not recomputed; {needed}"
     if name in graph.side:
         return f"cut edge: only the gradient needs it, and it is smaller than what it is made from; {needed}"
     return f"cut edge: no larger than what it is computed from, and nearer to its reader; {needed}"

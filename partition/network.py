@@ -1,15 +1,15 @@
-"""The flow network of a partition and its minimum cut.
+"""Flow network: the costs of a graph's values -> its minimum cut, the values to save.
 
-Every value is split into an *in* and an *out* node; the edge between them carries the cost of keeping the value. The
+Every value is split into an *in* and an *out* node; the edge between them carries the cost of saving the value. The
 source side of the cut is what the forward computes, the sink side is what the backward computes::
 
-    source ──again──► in(v) ──keep──► out(v) ──∞──► in(w)   for every w that reads v
-    source ──∞──► in(v)     where v must not be computed again
+    source ──recompute──► in(v) ──save──► out(v) ──∞──► in(w)   for every w that reads v
+    source ──∞──► in(v)     where v must not be recomputed
     out(v) ──∞──► sink      where the backward requires v
 
-Cutting ``in(v) -> out(v)`` keeps v; cutting ``source -> in(v)`` pays for computing v again. Values that are free
+Cutting ``in(v) -> out(v)`` saves v; cutting ``source -> in(v)`` pays for recomputing v. Values that are free
 (parameters, forward outputs) are not in the network. Of all minimum cuts this takes the one nearest to the sink (the
-unique one with the fewest values computed again), so the result does not depend on the flow algorithm.
+unique one with the fewest values recomputed), so the result does not depend on the flow algorithm.
 
 Infinite edges at the source and at the sink are contracted before any flow is pushed. That takes the network apart at
 every matrix product; the pieces are solved one by one, in joint order.
@@ -31,28 +31,28 @@ _SOURCE, _SINK = "source", "sink"
 
 @dataclass(frozen=True)
 class Cut:
-    """A minimum cut: the values kept, in joint order, and the integer cost; or, if there is no finite cut,
+    """A minimum cut: the values saved, in joint order, and the integer cost; or, if there is no finite cut,
     ``blocked``: the values along an infinite path."""
 
-    kept: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
     cost: int = 0
     blocked: tuple[str, ...] = ()
 
 
 def minimum_cut(
-    graph: Graph, keep: Mapping[str, int | None], again: Mapping[str, int | None], free: Collection[str]
+    graph: Graph, save: Mapping[str, int | None], recompute: Mapping[str, int | None], free: Collection[str]
 ) -> Cut:
-    """The cheapest set of values to keep.
+    """The cheapest set of values to save.
 
     Args:
-        keep: per candidate, the cost of keeping it, or ``None`` if it cannot be kept.
-        again: per candidate, the cost of computing it in the backward, or ``None`` if it must not be.
+        save: per candidate, the cost of saving it, or ``None`` if it cannot be saved.
+        recompute: per candidate, the cost of computing it in the backward, or ``None`` if it must not be.
         free: candidates that the backward can read at no cost.
     """
     inner = [name for name in graph.candidates if name not in free]
     required = set(graph.required)
-    ends = {name: _ends(name, keep[name], again[name], name in required) for name in inner}
-    infinite = 1 + sum(cost for name in inner for cost in (keep[name], again[name]) if cost is not None)
+    ends = {name: _ends(name, save[name], recompute[name], name in required) for name in inner}
+    infinite = 1 + sum(cost for name in inner for cost in (save[name], recompute[name]) if cost is not None)
     edges: dict[tuple[str, str], int] = {}
 
     def edge(tail: str, head: str, capacity: int) -> None:
@@ -61,8 +61,8 @@ def minimum_cut(
 
     for name in inner:
         entry, exit_ = ends[name]
-        edge(entry, exit_, infinite if keep[name] is None else keep[name])
-        edge(_SOURCE, entry, infinite if again[name] is None else again[name])
+        edge(entry, exit_, infinite if save[name] is None else save[name])
+        edge(_SOURCE, entry, infinite if recompute[name] is None else recompute[name])
         for read in graph.nodes[name].inputs:
             if read in ends:
                 edge(ends[read][1], entry, infinite)
@@ -74,18 +74,18 @@ def minimum_cut(
         cost += value
         sink_side |= side
     if cost >= infinite:
-        return Cut(blocked=_infinite_path(graph, keep, again, inner))
-    kept = tuple(name for name in inner if ends[name][0] not in sink_side and ends[name][1] in sink_side)
-    return Cut(kept, cost)
+        return Cut(blocked=_infinite_path(graph, save, recompute, inner))
+    saved = tuple(name for name in inner if ends[name][0] not in sink_side and ends[name][1] in sink_side)
+    return Cut(saved, cost)
 
 
-def _ends(name: str, keep: int | None, again: int | None, required: bool) -> tuple[str, str]:
+def _ends(name: str, save: int | None, recompute: int | None, required: bool) -> tuple[str, str]:
     """The in and the out node of a value, contracted with source, sink, or each other across infinite edges."""
-    entry = _SOURCE if again is None else f"in {name}"
+    entry = _SOURCE if recompute is None else f"in {name}"
     exit_ = _SINK if required else f"out {name}"
-    if keep is None and entry == _SOURCE:
+    if save is None and entry == _SOURCE:
         exit_ = _SINK if required else _SOURCE
-    elif keep is None:
+    elif save is None:
         entry = exit_ = _SINK if required else entry
     return entry, exit_
 
@@ -115,17 +115,17 @@ def _solve(piece: nx.DiGraph) -> tuple[int, set[str]]:
 
 
 def _infinite_path(
-    graph: Graph, keep: Mapping[str, int | None], again: Mapping[str, int | None], inner: list[str]
+    graph: Graph, save: Mapping[str, int | None], recompute: Mapping[str, int | None], inner: list[str]
 ) -> tuple[str, ...]:
     """The values along a shortest path of infinite edges from source to sink, nothing contracted."""
     network = nx.DiGraph()
     for name in inner:
         entry, exit_ = f"in {name}", f"out {name}"
-        if again[name] is None:
+        if recompute[name] is None:
             network.add_edge(_SOURCE, entry)
-        if keep[name] is None:
+        if save[name] is None:
             network.add_edge(entry, exit_)
-        network.add_edges_from((f"out {read}", entry) for read in graph.nodes[name].inputs if read in again)
-    network.add_edges_from((f"out {name}", _SINK) for name in graph.required if name in keep)
+        network.add_edges_from((f"out {read}", entry) for read in graph.nodes[name].inputs if read in recompute)
+    network.add_edges_from((f"out {name}", _SINK) for name in graph.required if name in save)
     path = nx.shortest_path(network, _SOURCE, _SINK)
     return tuple(dict.fromkeys(node.split(" ", 1)[1] for node in path[1:-1]))

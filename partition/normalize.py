@@ -1,6 +1,6 @@
-"""Two small rewrites that make a joint function easier to cut in two.
+"""Normalization of a joint function's bindings before it is cut: bindings -> bindings that read less.
 
-They touch only bindings that no forward output depends on, so the forward keeps its bindings bit for bit.
+Only bindings that no forward output depends on are rewritten, so the forward stays bit for bit.
 
 * A value read only for its shape (``zeros_like(x)``) is not read at all: shapes are static, so ``x`` need not be saved.
 * A tuple that a later call reads as a whole is rebuilt from its items, because only items are ever captured.
@@ -67,7 +67,7 @@ def ancestors(body: Sequence[Binding], outputs: Iterable[Expr]) -> set[Var]:
 
 
 def _take_apart(source: Var, items: dict[tuple[Var, int], Var], taken: set[str]) -> Iterator[Binding]:
-    """Bindings that take a tuple apart, where ``items`` lacks some, and put it together again in the last one."""
+    """Bindings that take a tuple apart, where ``items`` lacks some, and rebuild it in the last one."""
     fields = []
     for index, field in enumerate(source.ty.fields):
         item = items.get((source, index))
@@ -80,7 +80,7 @@ def _take_apart(source: Var, items: dict[tuple[Var, int], Var], taken: set[str])
             item = last[0]
         fields.append(item)
     value = relax.BlockBuilder().normalize(Tuple(fields))
-    yield DataflowVar(_fresh(f"{source.name}_again", taken), source.ty), value
+    yield DataflowVar(_fresh(f"{source.name}_rebuilt", taken), source.ty), value
 
 
 def _fresh(name: str, taken: set[str]) -> str:

@@ -1,4 +1,4 @@
-"""The order of the backward: recomputation as late as possible, buffers dying early.
+"""Scheduling: the backward's bindings -> their order, recomputation as late and last uses as early as possible.
 
 Two orders are tried, both deterministic, and the one with the lower peak of live bytes wins (the first on a tie):
 

@@ -1,12 +1,12 @@
-"""The plan: what is saved for the backward, why, how many bytes, and what is computed again."""
+"""The plan: a graph and a choice -> what is saved for the backward, why, how many bytes, and what is recomputed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .cost import Price, flops, is_view, moved_bytes
-from .crossing import Crossing, crossing, fingerprints
+from .captured_set import CapturedSet, captured_set, fingerprints
+from .cost import Cost, flops, is_view, moved_bytes
 from .graph import Graph
 from .strategy import Choice
 
@@ -37,7 +37,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Plan:
-    """What crosses from forward to backward.
+    """What the backward reads from the forward, and what it recomputes.
 
     Args:
         strategy: who chose.
@@ -45,10 +45,10 @@ class Plan:
         saved_outputs: indices of the forward outputs that it reads.
         captures: the extra results of the forward, in their order.
         free: the primals and outputs above, described like captures; nobody copies them.
-        recomputed: the forward's bindings that the backward computes again.
-        price: what computing them again costs.
+        recomputed: the forward's bindings that the backward recomputes.
+        cost: what recomputing them costs.
         save_all_bytes: what the colouring would have captured, for comparison.
-        inputs_only: what computing everything again from the inputs would cost, with no captures at all.
+        inputs_only: what recomputing everything from the inputs would cost, with no captures at all.
         notes: what did not go as asked, in sentences.
         fingerprints: a hash of the computation behind each saved value, for :func:`partition.rebuild_backward`.
     """
@@ -59,15 +59,15 @@ class Plan:
     captures: tuple[Saved, ...]
     free: tuple[Saved, ...]
     recomputed: tuple[str, ...]
-    price: Price
+    cost: Cost
     save_all_bytes: int
-    inputs_only: Price
+    inputs_only: Cost
     notes: tuple[str, ...]
     fingerprints: Mapping[str, int] = field(repr=False, hash=False)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the captures: what the partition itself keeps alive."""
+        """Bytes of the captures: what the partition itself holds until the backward."""
         return sum(saved.bytes for saved in self.captures)
 
     @property
@@ -98,13 +98,12 @@ class Plan:
         return "\n".join([*lines, "", self.summary()])
 
     def summary(self) -> str:
-        """What is saved and computed again in all, beside the extremes, and the notes: a few lines."""
+        """What is saved and recomputed in all, beside the extremes, and the notes: a few lines."""
         share = f", {self.bytes / self.save_all_bytes:.2f} of save_all" if self.save_all_bytes else ""
         lines = [
             f"{self.strategy}: {len(self.captures)} captures, {self.bytes:,} bytes{share}; "
             f"{self.total_bytes:,} bytes with what is free",
-            f"recomputed: {len(self.recomputed)} bindings, {self.price.flops:,} flops, "
-            f"{self.price.bytes:,} bytes moved",
+            f"recomputed: {len(self.recomputed)} bindings, {self.cost.flops:,} flops, {self.cost.bytes:,} bytes moved",
             f"extremes: save_all {self.save_all_bytes:,} bytes, nothing recomputed; inputs only 0 bytes, "
             f"{self.inputs_only.flops:,} flops recomputed",
         ]
@@ -114,8 +113,8 @@ class Plan:
         return self.table()
 
 
-def make_plan(graph: Graph, strategy: str, choice: Choice, *, save_all: Choice) -> tuple[Plan, Crossing]:
-    """The plan of a choice, and the crossing that it describes.
+def make_plan(graph: Graph, strategy: str, choice: Choice, *, save_all: Choice) -> tuple[Plan, CapturedSet]:
+    """The plan of a choice, and the captured set that it describes.
 
     Raises:
         ValueError: the choice saves what does not exist, is not a tensor, or is only there in the backward.
@@ -125,7 +124,7 @@ def make_plan(graph: Graph, strategy: str, choice: Choice, *, save_all: Choice) 
             raise ValueError(f"{strategy} saves {name}, which is no binding that the forward could compute")
         if not graph.nodes[name].is_tensor:
             raise ValueError(f"{strategy} saves {name}, a {graph.nodes[name].dtype}; only tensors can be captured")
-    crossed = crossing(graph, choice)
+    captured = captured_set(graph, choice)
     known = fingerprints(graph)
 
     def saved(name: str, kind: str, reason: str) -> Saved:
@@ -136,31 +135,31 @@ def make_plan(graph: Graph, strategy: str, choice: Choice, *, save_all: Choice) 
         saved(name, "mask", "free: a mask, drawn before the forward and never drawn twice")
         if name.startswith(MASK_PREFIX)
         else saved(name, "primal", "free: a parameter of the forward")
-        for name in crossed.primals
+        for name in captured.primals
     ]
-    free += [saved(name, "output", "free: the forward returns it anyway") for name in crossed.outputs]
-    again = _computed_again(graph, crossed)
+    free += [saved(name, "output", "free: the forward returns it anyway") for name in captured.outputs]
+    recomputed = _recomputed(graph, captured)
     plan = Plan(
         strategy=strategy,
-        saved_primals=tuple(graph.primal_index[name] for name in crossed.primals),
-        saved_outputs=tuple(graph.output_index[name] for name in crossed.outputs),
-        captures=tuple(saved(name, "capture", choice.saved[name]) for name in crossed.captures),
+        saved_primals=tuple(graph.primal_index[name] for name in captured.primals),
+        saved_outputs=tuple(graph.output_index[name] for name in captured.outputs),
+        captures=tuple(saved(name, "capture", choice.saved[name]) for name in captured.captures),
         free=tuple(free),
-        recomputed=tuple(again),
-        price=_price(graph, again),
-        save_all_bytes=sum(graph.nodes[name].bytes for name in crossing(graph, save_all).captures),
-        inputs_only=_price(graph, _computed_again(graph, crossing(graph, Choice(use_outputs=False)))),
+        recomputed=tuple(recomputed),
+        cost=_cost(graph, recomputed),
+        save_all_bytes=sum(graph.nodes[name].bytes for name in captured_set(graph, save_all).captures),
+        inputs_only=_cost(graph, _recomputed(graph, captured_set(graph, Choice(use_outputs=False)))),
         notes=choice.notes,
-        fingerprints={name: known[name] for name in (*crossed.primals, *crossed.outputs, *crossed.captures)},
+        fingerprints={name: known[name] for name in (*captured.primals, *captured.outputs, *captured.captures)},
     )
-    return plan, crossed
+    return plan, captured
 
 
-def _computed_again(graph: Graph, crossed: Crossing) -> list[str]:
+def _recomputed(graph: Graph, captured: CapturedSet) -> list[str]:
     """The forward's bindings that the backward computes too."""
-    return [name for name in crossed.computed if name in graph.forward or name in crossed.extra]
+    return [name for name in captured.computed if name in graph.forward or name in captured.extra]
 
 
-def _price(graph: Graph, names: list[str]) -> Price:
+def _cost(graph: Graph, names: list[str]) -> Cost:
     work = [name for name in names if not is_view(graph.nodes[name])]
-    return Price(flops=sum(flops(graph, name) for name in work), bytes=sum(moved_bytes(graph, name) for name in work))
+    return Cost(flops=sum(flops(graph, name) for name in work), bytes=sum(moved_bytes(graph, name) for name in work))

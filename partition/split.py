@@ -1,6 +1,6 @@
-"""The two functions: the joint function cut in two along a crossing.
+"""Splitting: a graph and its captured set -> the forward and the backward function.
 
-Every variable is made anew (names kept), so that forward, backward and joint can live in one module.
+Every variable is made anew (under its name), so that forward, backward and joint can live in one module.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from tvm.relax import op
 
 from autodiff.ir import DataflowVar, Expr, Function, TensorType, Var, build_function, shape, substitute
 
-from .crossing import Crossing, crossing, fingerprints
+from .captured_set import CapturedSet, captured_set, fingerprints
 from .graph import Graph, build_graph
 from .order import backward_order
 from .plan import Plan
@@ -20,7 +20,7 @@ from .strategy import Choice
 __all__ = ["rebuild_backward", "split"]
 
 
-def split(graph: Graph, crossed: Crossing) -> tuple[Function, Function]:
+def split(graph: Graph, captured: CapturedSet) -> tuple[Function, Function]:
     """The forward and the backward function.
 
     Returns:
@@ -28,14 +28,14 @@ def split(graph: Graph, crossed: Crossing) -> tuple[Function, Function]:
             whatever is captured.
         backward: saved primals, saved outputs, captures, all grad_outs -> gradients.
     """
-    body = [name for name in graph.nodes if name in graph.forward] + list(crossed.extra)
-    results = (*graph.outputs, *crossed.captures)
-    constants = (*graph.output_values, *(None for _ in crossed.captures))
+    body = [name for name in graph.nodes if name in graph.forward] + list(captured.extra)
+    results = (*graph.outputs, *captured.captures)
+    constants = (*graph.output_values, *(None for _ in captured.captures))
     forward = _function(graph, [], {}, graph.primals, body, results, constants)
     params = {
-        name: Var(name, graph.nodes[name].var.ty) for name in (*crossed.primals, *crossed.outputs, *crossed.captures)
+        name: Var(name, graph.nodes[name].var.ty) for name in (*captured.primals, *captured.outputs, *captured.captures)
     }
-    return forward, _backward(graph, list(params.values()), params, crossed.computed)
+    return forward, _backward(graph, list(params.values()), params, captured.computed)
 
 
 def rebuild_backward(joint: Function, plan: Plan, *, num_primals: int, num_outputs: int) -> Function:
@@ -53,7 +53,7 @@ def rebuild_backward(joint: Function, plan: Plan, *, num_primals: int, num_outpu
     """
     graph = build_graph(joint, num_primals, num_outputs)
     known = fingerprints(graph)
-    kept = plan.free + plan.captures
+    held = plan.free + plan.captures
     for saved in plan.captures:
         if saved.name in graph.forward and known[saved.name] != plan.fingerprints[saved.name]:
             raise ValueError(f"the plan saves {saved.name}, which this joint function computes in another way")
@@ -63,11 +63,11 @@ def rebuild_backward(joint: Function, plan: Plan, *, num_primals: int, num_outpu
         if name is None or known[name] != plan.fingerprints[saved.name]:
             raise ValueError(f"the plan saves output {index} ({saved.name}), which this joint function does not return")
 
-    params = [Var(saved.name, TensorType(saved.shape, saved.dtype)) for saved in kept]
-    by_fingerprint = {plan.fingerprints[saved.name]: param for saved, param in zip(kept, params, strict=True)}
+    params = [Var(saved.name, TensorType(saved.shape, saved.dtype)) for saved in held]
+    by_fingerprint = {plan.fingerprints[saved.name]: param for saved, param in zip(held, params, strict=True)}
     by_name = {
         saved.name: param
-        for saved, param in zip(kept, params, strict=True)
+        for saved, param in zip(held, params, strict=True)
         if known.get(saved.name) == plan.fingerprints[saved.name]
     }
     provided = {
@@ -75,7 +75,7 @@ def rebuild_backward(joint: Function, plan: Plan, *, num_primals: int, num_outpu
         for name, fingerprint in known.items()
         if fingerprint in by_fingerprint
     }
-    reads = crossing(graph, Choice(dict.fromkeys(provided, "saved by the plan"), use_outputs=False))
+    reads = captured_set(graph, Choice(dict.fromkeys(provided, "saved by the plan"), use_outputs=False))
     empty = {name for name in reads.primals if name not in provided and 0 in shape(graph.nodes[name].var)}
     missing = [name for name in reads.primals if name not in provided and name not in empty]
     if missing:

@@ -1,4 +1,4 @@
-"""What a strategy is: from a graph, choose the values to save."""
+"""Partition strategy: a graph -> the choice of values to save."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["Choice", "Strategy"]
 
 @dataclass(frozen=True)
 class Choice:
-    """The values that a strategy wants kept for the backward.
+    """The values that a strategy wants saved for the backward.
 
-    ``saved`` maps a node's name to the reason it is kept. Parameters need not be named: they are free, and are read
+    ``saved`` maps a node's name to the reason it is saved. Parameters need not be named: they are free, and are read
     wherever the walk from the gradients meets one. What is named but never read is not saved. ``use_outputs`` says
     whether forward outputs are free too.
     """

@@ -123,6 +123,6 @@ def run_both_halves(parts, num_primals: int, num_outputs: int, args: list[np.nda
 
 
 def run_backward(plan, backward, primals, found, num_outputs, grad_outs):
-    """The gradients, from what the plan says crosses."""
+    """The gradients, from what the plan says the backward reads."""
     saved = [primals[i] for i in plan.saved_primals] + [found[i] for i in plan.saved_outputs] + found[num_outputs:]
     return evaluate(backward, saved + list(grad_outs))

@@ -32,7 +32,7 @@ def test_a_fraction_is_kept_to(layer, budget):
 def test_bytes_are_kept_to(layer):
     free = plan_of(layer, "min_cut")
     plan = plan_of(layer, MinCut(budget=free.bytes - 1, allow_matmul_recompute=True))
-    assert 0 < plan.bytes < free.bytes and plan.price.flops > free.price.flops
+    assert 0 < plan.bytes < free.bytes and plan.cost.flops > free.cost.flops
 
 
 def test_no_more_is_given_up_than_the_budget_asks_for(layer):
@@ -78,7 +78,7 @@ def test_out_of_reach_because_of_the_policy():
 
 
 def two_scans_of_a_product():
-    """Two scans of one product, each as large as it: the cut, which computes no scan again, keeps both."""
+    """Two scans of one product, each as large as it: the cut, which recomputes no scan, saves both."""
     b = Builder()
     x, g = b.param("x", (4, 4)), b.param("grad_out", (4, 4))
     p = b.let("p", op.matmul(x, x))
@@ -115,14 +115,14 @@ def test_row_statistics_are_not_given_up_for_nothing():
     reached = plan_of(made, MinCut(budget=wide))
     assert reached.bytes == wide and reached.notes == ()
     missed = plan_of(made, MinCut(budget=wide - 1))
-    assert missed.captures == free.captures and missed.price == free.price
-    assert f"{wide:,} bytes is the least, and {wide + row:,} are kept" in missed.notes[0]
+    assert missed.captures == free.captures and missed.cost == free.cost
+    assert f"{wide:,} bytes is the least, and {wide + row:,} are saved" in missed.notes[0]
 
 
 def test_the_extremes_are_in_the_plan(layer):
     plan, nothing = plan_of(layer, "min_cut"), plan_of(layer, "recompute_all")
-    assert plan.inputs_only == nothing.price and plan.inputs_only.flops > plan.price.flops
-    assert f"inputs only 0 bytes, {nothing.price.flops:,} flops" in plan.table()
+    assert plan.inputs_only == nothing.cost and plan.inputs_only.flops > plan.cost.flops
+    assert f"inputs only 0 bytes, {nothing.cost.flops:,} flops" in plan.table()
     assert f"save_all {plan_of(layer, 'save_all').bytes:,} bytes" in plan.table()
 
 

@@ -1,4 +1,4 @@
-"""What the minimum cut keeps, on joint functions small enough to know."""
+"""What the minimum cut saves, on joint functions small enough to know."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_row_statistics_instead_of_rows():
 
 
 def test_a_byte_mask_beats_the_floats_it_is_made_from():
-    """ReLU after a product that nothing else in the backward reads: keep ``h > 0`` in bytes, not ``h``."""
+    """ReLU after a product that nothing else in the backward reads: save ``h > 0`` in bytes, not ``h``."""
     b = Builder()
     x, w = b.param("x", (8, 16)), b.param("w", (16, 64))
     h = b.let("h", op.matmul(x, w))
@@ -59,7 +59,7 @@ def test_transformer_layer():
 
 
 def test_recomputation_stays_within_a_layer():
-    """Keeping a residual sum costs as much as keeping the product that goes into it, and cuts the chain of sums."""
+    """Saving a residual sum costs as much as saving the product that goes into it, and cuts the chain of sums."""
     joint, num_primals, num_outputs = bert(3, 2, 16, 32, 4)
     graph = build_graph(joint, num_primals, num_outputs)
     plan = plan_of((joint, num_primals, num_outputs))
@@ -135,7 +135,7 @@ def test_policy_with_a_wrong_answer():
 
 
 def test_no_finite_cut_falls_back_to_the_colouring_and_says_so():
-    """A library call whose result is no tensor, read by the backward: it can be neither kept nor called again."""
+    """A library call whose result is no tensor, read by the backward: it can be neither saved nor called again."""
     b = Builder()
     x, g = b.param("x", (4, 4)), b.param("grad_out", (4, 4))
     state = b.let("state", library_call("prepare", [b.let("e", op.exp(x))], relax.AnyType()))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from partition import STRATEGIES, MinCut, build_graph, fewest_bytes, partition, rebuild_backward
-from partition.cost import keep_cost, product
-from partition.min_cut import Prices, prices
+from partition.cost import product, save_cost
+from partition.min_cut import Costs, candidate_costs
 from partition.network import minimum_cut
 from tests.partition.evaluate import evaluate, random_args, run_backward, run_both_halves
 from tests.partition.random_joints import KINDS, random_joint
@@ -18,69 +18,69 @@ from tests.partition.random_joints import KINDS, random_joint
 SMALL = tuple(kind for kind in KINDS if kind != "gelu")  # whose derivative alone has eight nodes
 
 
-def cost_of(graph, priced, free, kept) -> int | None:
-    """The stated cost of keeping exactly ``kept``, ``None`` if something banned would be computed again."""
-    total = sum(priced.keep[name] for name in kept)
+def cost_of(graph, costs, free, saved) -> int | None:
+    """The stated cost of saving exactly ``saved``, ``None`` if what must be saved would be recomputed."""
+    total = sum(costs.save[name] for name in saved)
     seen, stack = set(), [name for name in graph.required]
     while stack:
         name = stack.pop()
-        if name in seen or name in free or name in kept or graph.nodes[name].value is None:
+        if name in seen or name in free or name in saved or graph.nodes[name].value is None:
             continue
         seen.add(name)
-        if priced.again[name] is None:
+        if costs.recompute[name] is None:
             return None
-        total += priced.again[name]
+        total += costs.recompute[name]
         stack.extend(graph.nodes[name].inputs)
     return total
 
 
-def cheapest(graph, priced, free) -> int | None:
+def cheapest(graph, costs, free) -> int | None:
     """The cost of the best of all subsets."""
-    choices = [name for name in graph.candidates if name not in free and priced.keep[name] is not None]
+    choices = [name for name in graph.candidates if name not in free and costs.save[name] is not None]
     assert len(choices) <= 12
     subsets = itertools.chain.from_iterable(itertools.combinations(choices, k) for k in range(len(choices) + 1))
-    costs = [cost_of(graph, priced, free, set(kept)) for kept in subsets]
-    return min((cost for cost in costs if cost is not None), default=None)
+    totals = [cost_of(graph, costs, free, set(saved)) for saved in subsets]
+    return min((cost for cost in totals if cost is not None), default=None)
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_cut_is_minimal_for_the_stated_costs(seed):
     graph = build_graph(*random_joint(seed, nodes=3 + seed % 4, outputs=1, kinds=SMALL))
-    priced, free = prices(graph), set(graph.output_index)
-    cut = minimum_cut(graph, priced.keep, priced.again, free)
+    costs, free = candidate_costs(graph), set(graph.output_index)
+    cut = minimum_cut(graph, costs.save, costs.recompute, free)
     assert not cut.blocked
-    assert cut.cost == cheapest(graph, priced, free)
-    assert cost_of(graph, priced, free, set(cut.kept)) == cut.cost
+    assert cut.cost == cheapest(graph, costs, free)
+    assert cost_of(graph, costs, free, set(cut.saved)) == cut.cost
 
 
 @pytest.mark.parametrize("seed", range(150))
 def test_cut_is_minimal_for_any_costs(seed):
-    """Costs, bans and free values drawn at random: also the cases that no operator produces today."""
+    """Costs, must-save and free values drawn at random: also the cases that no operator produces today."""
     rng = random.Random(seed)
     graph = build_graph(*random_joint(seed, nodes=3 + seed % 4, outputs=1, kinds=SMALL))
-    keep = {name: None if rng.random() < 0.3 else rng.randrange(9) for name in graph.candidates}
-    again = {name: None if rng.random() < 0.3 else rng.randrange(4) for name in graph.candidates}
-    priced = Prices(keep, again, {})
+    save = {name: None if rng.random() < 0.3 else rng.randrange(9) for name in graph.candidates}
+    recompute = {name: None if rng.random() < 0.3 else rng.randrange(4) for name in graph.candidates}
+    costs = Costs(save, recompute, {})
     free = {name for name in graph.candidates if rng.random() < 0.1}
-    cut = minimum_cut(graph, keep, again, free)
-    best = cheapest(graph, priced, free)
+    cut = minimum_cut(graph, save, recompute, free)
+    best = cheapest(graph, costs, free)
     if best is None:
         assert cut.blocked
-        assert all(keep[name] is None or again[name] is None for name in cut.blocked)
+        assert all(save[name] is None or recompute[name] is None for name in cut.blocked)
     else:
         assert not cut.blocked
-        assert cut.cost == best == cost_of(graph, priced, free, set(cut.kept))
+        assert cut.cost == best == cost_of(graph, costs, free, set(cut.saved))
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_fewest_bytes_is_the_least_within_the_bans(seed):
+def test_fewest_bytes_is_the_least_allowed(seed):
     graph = build_graph(*random_joint(seed, nodes=3 + seed % 4, outputs=1, kinds=SMALL))
-    keepable = {name for name in graph.candidates if keep_cost(graph, name) is not None}
-    sizes = {name: graph.nodes[name].bytes if name in keepable else None for name in graph.candidates}
-    banned = {name for name in graph.forward if product(graph.nodes[name]) is not None}
-    priced = Prices(sizes, {name: None if name in banned else 0 for name in graph.candidates}, {})
-    kept = fewest_bytes(graph, keepable)
-    assert sum(sizes[name] for name in kept) == cheapest(graph, priced, set(graph.output_index))
+    savable = {name for name in graph.candidates if save_cost(graph, name) is not None}
+    sizes = {name: graph.nodes[name].bytes if name in savable else None for name in graph.candidates}
+    must_save = {name for name in graph.forward if product(graph.nodes[name]) is not None}
+    costs = Costs(sizes, {name: None if name in must_save else 0 for name in graph.candidates}, {})
+    saved = fewest_bytes(graph, savable)
+    assert sum(sizes[name] for name in saved) == cheapest(graph, costs, set(graph.output_index))
 
 
 STRATEGY_OBJECTS = [
@@ -109,8 +109,8 @@ def test_large_graphs_are_valid_deterministic_and_never_worse_than_save_all(seed
     arguments = dict(seed=1000 + seed, nodes=150)
     joint, num_primals, num_outputs = random_joint(**arguments)
     first = partition(joint, num_primals=num_primals, num_outputs=num_outputs)
-    again, *_ = random_joint(**arguments)
-    second = partition(again, num_primals=num_primals, num_outputs=num_outputs)
+    repeated, *_ = random_joint(**arguments)
+    second = partition(repeated, num_primals=num_primals, num_outputs=num_outputs)
     assert first.plan == second.plan
     assert str(first.forward) == str(second.forward) and str(first.backward) == str(second.backward)
     assert first.plan.bytes <= first.plan.save_all_bytes

@@ -93,7 +93,7 @@ def test_halves_run_in_tvm():
 def test_save_all_saves_what_the_gradient_reads():
     joint, num_primals, num_outputs = joints.mlp()
     plan = partition(joint, num_primals=num_primals, num_outputs=num_outputs, strategy="save_all").plan
-    assert [saved.name for saved in plan.captures] == ["a", "r"]  # not keep, which the backward computes from a
+    assert [saved.name for saved in plan.captures] == ["a", "r"]  # not positive, which the backward computes from a
     assert plan.captures[1].reason == "needed by matmul of dw2"
     assert plan.recomputed == ()
     assert plan.bytes == plan.save_all_bytes == 2 * 8 * 64 * 4

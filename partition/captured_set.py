@@ -1,4 +1,4 @@
-"""What crosses from forward to backward once a strategy has chosen: one walk from the gradients."""
+"""The captured set: a graph and a strategy's choice -> what the backward reads and what it computes itself."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import tvm_ffi
 from .graph import Graph
 from .strategy import Choice
 
-__all__ = ["Crossing", "crossing", "fingerprints"]
+__all__ = ["CapturedSet", "captured_set", "fingerprints"]
 
 
 @dataclass(frozen=True)
-class Crossing:
+class CapturedSet:
     """The values that the backward reads (``primals``, ``outputs``, ``captures``) and those it computes itself.
 
     ``computed`` are the bindings that do not depend on a grad_out and are still computed in the backward; ``extra``
@@ -27,7 +27,7 @@ class Crossing:
     extra: tuple[str, ...]
 
 
-def crossing(graph: Graph, choice: Choice) -> Crossing:
+def captured_set(graph: Graph, choice: Choice) -> CapturedSet:
     """Walk from what the backward requires until every path ends at a saved value, a parameter or a constant."""
     free = {name for name in graph.output_index if choice.use_outputs and graph.nodes[name].is_tensor}
     seen: set[str] = set()
@@ -45,7 +45,7 @@ def crossing(graph: Graph, choice: Choice) -> Crossing:
     captures = tuple(
         name for name in graph.nodes if name in read and name not in free and graph.nodes[name].value is not None
     )
-    return Crossing(
+    return CapturedSet(
         primals=tuple(name for name in graph.primals if name in read),
         outputs=tuple(name for name in graph.output_index if name in read and name in free),
         captures=captures,
