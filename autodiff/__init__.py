@@ -1,4 +1,4 @@
-"""Reverse-mode differentiation of Relax functions, a pure Relax to Relax library.
+"""Reverse-mode differentiation: a Relax function -> its joint function, pure Relax to Relax.
 
 Every pass is a function ``Function -> Function`` in flat form (see :mod:`autodiff.ir`) and returns the same object if
 it changed nothing. The usual line: ``clean(differentiate(mask_dropout(spell_out(func)), outputs, require_grads))``.
@@ -14,7 +14,7 @@ from autodiff.errors import NoGradient, UndifferentiableOp
 from autodiff.names import unique_names
 from autodiff.pads import join_pads
 from autodiff.products import join_products
-from autodiff.root import amend
+from autodiff.seed import seed_vjp
 from autodiff.spell_out import spell_out
 from autodiff.views import deduplicate_views
 from autodiff.zapp import one_zapp, zapp_like, zero_zapp
@@ -22,7 +22,6 @@ from autodiff.zapp import one_zapp, zapp_like, zero_zapp
 __all__ = [
     "NoGradient",
     "UndifferentiableOp",
-    "amend",
     "clean",
     "common_subexpression_elimination",
     "dead_code_elimination",
@@ -32,6 +31,7 @@ __all__ = [
     "join_products",
     "mask_dropout",
     "one_zapp",
+    "seed_vjp",
     "spell_out",
     "unique_names",
     "zapp_like",

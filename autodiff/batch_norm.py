@@ -1,4 +1,4 @@
-"""BatchNorm, spelled out."""
+"""BatchNorm decomposition: a call -> mean, centred variance, rstd, multiply, add, and the running averages."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def running_average(
     ``correction`` is ``n / (n - 1)`` to average the unbiased variance of ``n`` elements per channel (as PyTorch does).
     """
     wide = cast(running, dtype(batch), scope, f"{name}_wide")
-    kept = scope.emit(op.multiply(wide, const(1 - momentum, batch)), f"{name}_kept")
+    remaining = scope.emit(op.multiply(wide, const(1 - momentum, batch)), f"{name}_remaining")
     if correction != 1.0:
         batch = scope.emit(op.multiply(batch, const(correction, batch)), f"{name}_unbiased")
     new = scope.emit(op.multiply(batch, const(momentum, batch)), f"{name}_new")
-    average = scope.emit(op.add(kept, new), f"{name}_average")
+    average = scope.emit(op.add(remaining, new), f"{name}_average")
     return cast(average, dtype(running), scope, f"{name}_output")

@@ -1,4 +1,4 @@
-"""Cleaning a joint graph: small passes to a fixed point."""
+"""Simplification: a function -> the same after small passes to a fixed point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scalar constants, and recognizing tensors that hold one number everywhere."""
+"""Constants and splats: a number -> a 0-d constant; a tensor -> the one number it holds everywhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autodiff.rewrite import Scope
 __all__ = ["const", "splat"]
 
 _FILLS = {"relax.zeros": 0, "relax.zeros_like": 0, "relax.ones": 1, "relax.ones_like": 1}
-_KEEP_A_SPLAT = {
+_PRESERVE_SPLAT = {
     "relax.broadcast_to",
     "relax.reshape",
     "relax.expand_dims",
@@ -42,6 +42,6 @@ def splat(value: Expr, scope: Scope) -> float | int | None:
         return _FILLS[name]
     if name in ("relax.full", "relax.full_like"):
         return splat(value.args[1], scope)
-    if name in _KEEP_A_SPLAT:
+    if name in _PRESERVE_SPLAT:
         return splat(value.args[0], scope)
     return None

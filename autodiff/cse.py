@@ -1,4 +1,4 @@
-"""Common subexpression elimination."""
+"""Common subexpression elimination: a function -> the same with equal values computed once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The joint graph: a function together with its vector-Jacobian product."""
+"""The joint function: a function -> the same with its vector-Jacobian product."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tvm import relax
 from autodiff.dce import live_bindings
 from autodiff.errors import NoGradient, UndifferentiableOp
 from autodiff.fold_normalization import fold_normalizations
-from autodiff.gradients import differentiable, refusal
+from autodiff.gradients import differentiable, unsupported
 from autodiff.ir import (
     Call,
     Constant,
@@ -34,7 +34,7 @@ from autodiff.ir import (
 )
 from autodiff.names import unique_names
 from autodiff.rewrite import NameSupply, names
-from autodiff.root import amend
+from autodiff.seed import seed_vjp
 
 __all__ = ["differentiate"]
 
@@ -58,16 +58,16 @@ def differentiate(func: Function, outputs: Sequence[int], require_grads: Sequenc
     """
     func = unique_names(func)
     _check_required(func, require_grads)
-    rooted = amend(func, outputs)
-    required = [rooted.params[index] for index in require_grads]
-    body = fold_normalizations(_live_and_active(rooted, required), results(rooted)[0])
-    partials = _gradient(rooted, body, required) if body else ([], {})
+    seeded = seed_vjp(func, outputs)
+    required = [seeded.params[index] for index in require_grads]
+    body = fold_normalizations(_live_and_active(seeded, required), results(seeded)[0])
+    partials = _gradient(seeded, body, required) if body else ([], {})
     backward, gradients = partials
-    forward, stopped = _remove_stops(list(bindings(rooted)))
+    forward, stopped = _remove_stops(list(bindings(seeded)))
     backward = [(var, substitute(value, stopped)) for var, value in backward]
-    primal = [stopped.get(output, output) if isinstance(output, Var) else output for output in results(rooted)[1:]]
+    primal = [stopped.get(output, output) if isinstance(output, Var) else output for output in results(seeded)[1:]]
 
-    supply = NameSupply(names(rooted))
+    supply = NameSupply(names(seeded))
     wanted = []
     for param in required:
         gradient = gradients.get(param)
@@ -82,7 +82,7 @@ def differentiate(func: Function, outputs: Sequence[int], require_grads: Sequenc
     backward, renamed = _rename(backward, dict(zip(wanted, required, strict=True)), supply)
     wanted = [renamed.get(gradient, gradient) for gradient in wanted]
     outputs = [*primal, *wanted]
-    return with_outputs(rooted, live_bindings(forward + backward, outputs), outputs)
+    return with_outputs(seeded, live_bindings(forward + backward, outputs), outputs)
 
 
 def _check_required(func: Function, require_grads: Sequence[int]) -> None:
@@ -96,20 +96,20 @@ def _check_required(func: Function, require_grads: Sequence[int]) -> None:
             raise ValueError(f"differentiate: wanted a floating point parameter, got {param.name!r} of type {param.ty}")
 
 
-def _live_and_active(rooted: Function, required: Sequence[Var]) -> Body:
-    """The bindings on a way from a required parameter to the root: what there is to differentiate.
+def _live_and_active(seeded: Function, required: Sequence[Var]) -> Body:
+    """The bindings on a way from a required parameter to the seeded scalar: what there is to differentiate.
 
     Nothing else is shown to TVM's pass, so that an operator without a gradient matters only where one is needed.
     """
     active = set(required)
     body = []
-    for var, value in live_bindings(list(bindings(rooted)), results(rooted)[:1]):
+    for var, value in live_bindings(list(bindings(seeded)), results(seeded)[:1]):
         if op_name(value) == _STOP or not _has_float(var.ty):
             continue
         if any(used in active for used in used_vars(value)):
             active.add(var)
             body.append((var, value))
-    body = live_bindings(body, results(rooted)[:1])
+    body = live_bindings(body, results(seeded)[:1])
     problems = [problem for var, value in body if (problem := _undifferentiable(var, value, active))]
     if problems:
         first, *others = problems
@@ -130,17 +130,17 @@ def _undifferentiable(var: Var, value: Expr, active: set[Var]) -> Undifferentiab
     name = library_name(value) or op_name(value) or str(value.op)
     if not differentiable(value):
         return UndifferentiableOp(name, var.name, "no gradient rule is registered for it")
-    reason = refusal(value, active)
+    reason = unsupported(value, active)
     return None if reason is None else UndifferentiableOp(name, var.name, reason)
 
 
-def _gradient(rooted: Function, body: Body, required: Sequence[Var]) -> tuple[Body, dict[Var, Expr]]:
-    """The backward bindings of TVM's ``Gradient`` for the active ``body``, in terms of the variables of ``rooted``.
+def _gradient(seeded: Function, body: Body, required: Sequence[Var]) -> tuple[Body, dict[Var, Expr]]:
+    """The backward bindings of TVM's ``Gradient`` for the active ``body``, in terms of the variables of ``seeded``.
 
     The function it sees has the active bindings only, under names by which its forward part can be told from the
     backward part: TVM rewrites transposed products in both, and ours must stay as it is.
     """
-    root = results(rooted)[0]
+    scalar = results(seeded)[0]
     defined = {var for var, _ in body}
     free: dict[Var, None] = dict.fromkeys(required)
     for _, value in body:
@@ -151,10 +151,10 @@ def _gradient(rooted: Function, body: Body, required: Sequence[Var]) -> tuple[Bo
     small = build_function(
         [inner[var] for var in free],
         [(inner[var], substitute(value, inner)) for var, value in body],
-        [inner[root]],
+        [inner[scalar]],
     )
     # One scalar result, not a tuple of one; the target is required to be a variable.
-    small = relax.Function(small.params, relax.SeqExpr(small.body.blocks, results(small)[0]), root.ty)
+    small = relax.Function(small.params, relax.SeqExpr(small.body.blocks, results(small)[0]), scalar.ty)
     module = relax.transform.Normalize()(IRModule({"main": small}))
     gradient = relax.transform.Gradient("main", require_grads=_targets(module["main"], required, inner))
     joint = gradient(module)
@@ -198,15 +198,15 @@ def _backward_of(
 
 def _remove_stops(body: Body) -> tuple[Body, dict[Var, Expr]]:
     """``no_grad(x)`` becomes ``x``: its work is done."""
-    kept: Body = []
+    remaining: Body = []
     stopped: dict[Var, Expr] = {}
     for var, value in body:
         value = substitute(value, stopped)
         if op_name(value) == _STOP:
             stopped[var] = value.args[0]
         else:
-            kept.append((var, value))
-    return kept, stopped
+            remaining.append((var, value))
+    return remaining, stopped
 
 
 def _rename(backward: Body, gradients: dict[Expr, Var], supply: NameSupply) -> tuple[Body, dict[Expr, Var]]:

@@ -1,4 +1,4 @@
-"""Dropout becomes a multiplication by a mask that the caller draws."""
+"""Dropout masks as parameters: a function -> the same, multiplying by masks that the caller draws."""
 
 from __future__ import annotations
 

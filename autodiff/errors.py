@@ -1,4 +1,4 @@
-"""What goes wrong when a function is differentiated, by name."""
+"""Errors of differentiation, each naming the operator and the binding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Normalizations seen as one step, for as long as it takes to differentiate them.
+"""Folding of normalizations before differentiation: bindings -> bindings with one call per normalization.
 
 Spelled out, ``y = (x - mean) * rstd`` has a chain-rule gradient that reads the centred values *and* ``y``. Seen as one
 function of ``x`` it has a gradient that reads ``y`` and ``rstd`` alone (see
@@ -23,22 +23,22 @@ FOLDED = "normalize"
 Body = list[tuple[Var, Expr]]
 
 
-def fold_normalizations(body: Body, root: Expr) -> Body:
+def fold_normalizations(body: Body, result: Expr) -> Body:
     """``y = c * rstd`` with ``rstd = rsqrt(mean(c * c) + epsilon)`` becomes one call on what is normalized.
 
     That is ``x`` where ``c = x - mean(x)`` over the same axes (LayerNorm, GroupNorm, BatchNorm), else ``c`` itself
     (RMSNorm). Statistics that something else reads stay, and keep the gradient they have through that.
 
-    Safe: variables keep what they are; the call has the derivative of what it stands for. What only ``y`` read is
+    Safe: variables hold the same values; the call has the derivative of what it stands for. What only ``y`` read is
     dropped.
 
     Args:
         body: bindings in flat form.
-        root: the result they are for.
+        result: what they are for.
     """
     definitions = dict(body)
     calls = {var: call for var, value in body if (call := _fold(var, value, definitions)) is not None}
-    return live_bindings([(var, calls.get(var, value)) for var, value in body], [root]) if calls else body
+    return live_bindings([(var, calls.get(var, value)) for var, value in body], [result]) if calls else body
 
 
 def _fold(var: Var, value: Expr, definitions: dict[Var, Expr]) -> Call | None:

@@ -1,4 +1,4 @@
-"""GroupNorm and InstanceNorm, spelled out."""
+"""GroupNorm and InstanceNorm decomposition: a call -> mean, centred variance, rstd, multiply and add."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The names of TVM's Relax that upstream keeps renaming, and the few helpers every pass here needs.
+"""Relax IR: TVM's classes under stable names, and helpers on functions in flat form.
 
-All of ``autodiff``, ``partition`` and ``bridge`` import Relax types from this file, so that the next
-renaming (``struct_info`` became ``ty`` in 0.27) is one edit.
+All of ``autodiff``, ``partition`` and ``bridge`` import Relax types from this file: upstream renames
+them (``struct_info`` became ``ty`` in 0.27), and so the next renaming is one edit.
 
 The functions these packages exchange have one shape (*flat form*): a single dataflow block of
 ``var = value`` bindings in ANF, static shapes, and a flat tuple of variables (or constants) as result.

@@ -1,4 +1,4 @@
-"""LayerNorm, spelled out."""
+"""LayerNorm decomposition: a call -> mean, centred variance, rstd, multiply and add."""
 
 from __future__ import annotations
 

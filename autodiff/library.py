@@ -1,4 +1,4 @@
-"""Library functions: operators that a numerical library computes, as seen by the compiler.
+"""Library calls: a library function's name and arguments -> a pure Relax call of it, and the table of conventions.
 
 A *library call* is a pure Relax call ``R.call_pure_packed("library.<name>", *args, ty_args=...)``. Its
 arguments are tensors, ``R.prim_value`` / ``R.str`` / ``R.shape`` constants, or tuples of tensors, and its

@@ -1,4 +1,4 @@
-"""Unique names: a variable can be found by its name."""
+"""Unique names: a function -> the same with every variable findable by its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What LayerNorm, BatchNorm, GroupNorm, InstanceNorm and RMSNorm share, in operators that TVM can differentiate."""
+"""Normalization primitives: ``x`` and axes -> the bindings that Layer-, Batch-, Group-, Instance- and RMSNorm share."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Sums of zero-padded tensors that do not overlap: the gradient of a tensor of which slices were read.
+"""Joining of pads: a sum of zero-padded tensors that do not overlap -> one concatenation.
 
-The rule of a slice is a padding, and the chain rule adds the paddings up: ``n`` slices that partition a tensor (the
-gates of an LSTM, its time steps, query, key and value) cost ``n`` full tensors of mostly zeros and ``n - 1`` sums of
-them, where one concatenation says the same.
+It is the gradient of a tensor of which slices were read. The rule of a slice is a padding, and the chain rule adds the
+paddings up: ``n`` slices that partition a tensor (the gates of an LSTM, its time steps, query, key and value) cost
+``n`` full tensors of mostly zeros and ``n - 1`` sums of them, where one concatenation has the same elements.
 """
 
 from __future__ import annotations

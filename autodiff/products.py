@@ -1,8 +1,9 @@
-"""Sums of matrix products: the gradient of a weight that is used several times, in every step of a recurrence.
+"""Joining of matrix products: a sum of products -> one product along a longer inner axis.
 
-``A_1 @ B_1 + … + A_n @ B_n`` writes and adds up ``n`` matrices as large as the weight. It is one product along a longer
-inner axis, ``[A_1 … A_n] @ [B_1; …; B_n]``: what is copied instead are the activations and their gradients, which are
-small wherever a batch is smaller than the weight.
+The sum is the gradient of a weight that is used several times, in every step of a recurrence.
+``A_1 @ B_1 + … + A_n @ B_n`` writes and adds up ``n`` matrices as large as the weight. One product along a longer inner
+axis, ``[A_1 … A_n] @ [B_1; …; B_n]``, copies the activations and their gradients instead, which are small wherever a
+batch is smaller than the weight.
 """
 
 from __future__ import annotations
@@ -91,11 +92,11 @@ def _joined(terms: Sequence[Expr], uses: Counter[Var], definitions: dict[Var, Ex
     if not groups:
         return None
     gone = {term for group in groups for term in group}
-    kept = [term for term in terms if not (isinstance(term, Var) and term in gone)]
-    values = [*kept, *(_product([definitions[term] for term in group], dtype(group[0]), scope) for group in groups)]
+    others = [term for term in terms if not (isinstance(term, Var) and term in gone)]
+    values = [*others, *(_product([definitions[term] for term in group], dtype(group[0]), scope) for group in groups)]
     while len(values) > 1:
-        left, right, *others = (value if isinstance(value, Var) else scope.emit(value, "sum") for value in values)
-        values = [op.add(left, right), *others]
+        left, right, *rest = (value if isinstance(value, Var) else scope.emit(value, "sum") for value in values)
+        values = [op.add(left, right), *rest]
     return values[0]
 
 

@@ -1,4 +1,4 @@
-"""One walk over a function in flat form, in which rules replace values: what most passes here are made of."""
+"""Rewriting: a function and rules per operator -> the function after one walk in which rules replace values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMSNorm, spelled out."""
+"""RMSNorm decomposition: a call -> mean of squares, rstd and multiply."""
 
 from __future__ import annotations
 

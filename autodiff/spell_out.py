@@ -1,4 +1,4 @@
-"""Normalizations become the operators they are made of."""
+"""Decomposition of normalizations: a function -> the same in the operators that normalizations are made of."""
 
 from __future__ import annotations
 

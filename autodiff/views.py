@@ -1,4 +1,4 @@
-"""Reshapes, transposes, casts and broadcasts that undo or repeat one another."""
+"""View simplification: a function -> the same without views and casts that undo or repeat one another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Zapping: what reverse-mode differentiation leaves behind and nobody needs to compute.
+"""Zapping (algebraic simplification): a function -> the same without what reverse mode leaves behind.
 
 The names are those of the literature: ZappLike replaces ``..._like`` operations of known shape, ZeroZapp removes
 additions of zero, OneZapp removes multiplications by one, the seed of the chain rule. There is no rule that makes

@@ -72,7 +72,7 @@ print(lowered.diff("masked", "spelled").text(lines=18))
 #
 # TVM's `Gradient` differentiates a *scalar*. A layer returns a tensor $y$, and what autograd asks for is the
 # vector-Jacobian product with the gradient $\bar y$ that comes from above. Both meet in $\operatorname{root} = \sum_i
-# y_i \bar y_i$: its gradient with respect to any input *is* that product. So the function is *amended* by a parameter
+# y_i \bar y_i$: its gradient with respect to any input *is* that product. So the function is *seeded* with a parameter
 # `grad_out_0` and a first result. On something small enough to read:
 
 # %%
@@ -82,8 +82,8 @@ from bridge.lowering.text import function_lines
 
 small = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh())
 tiny = lower(small, torch.randn(2, 3))["forward"].function
-amended = autodiff.amend(tiny, outputs=[0])
-print(*function_lines(amended), sep="\n")
+seeded = autodiff.seed_vjp(tiny, outputs=[0])
+print(*function_lines(seeded), sep="\n")
 
 # %% [markdown]
 # TVM's own pass, run on it as it comes. It is correct, and it computes more than anybody needs: ones that are the
@@ -93,7 +93,7 @@ print(*function_lines(amended), sep="\n")
 from tvm import relax
 
 scalar = relax.Function(
-    amended.params, relax.SeqExpr(amended.body.blocks, results(amended)[0]), relax.TensorType((), "float32")
+    seeded.params, relax.SeqExpr(seeded.body.blocks, results(seeded)[0]), relax.TensorType((), "float32")
 )
 module = relax.transform.Normalize()(IRModule({"main": scalar}))
 adjoint = relax.transform.Gradient("main")(module)["main_adjoint"]
@@ -102,7 +102,7 @@ print(*function_lines(adjoint), sep="\n")
 # %% [markdown]
 # **Zapping** removes that. `zapp_like` turns `ones_like`, `broadcast_to`, `collapse_sum_to` of known shapes into
 # plain operations or nothing, `one_zapp` drops products with one, `zero_zapp` sums with zero. There is no rule for $x
-# \cdot 0$: it is not zero for infinities and NaN. `differentiate` is amend, `Gradient`, and forgetting the scalar;
+# \cdot 0$: it is not zero for infinities and NaN. `differentiate` is `seed_vjp`, `Gradient`, and forgetting the scalar;
 # here it is on the same function, before and after `clean`, which runs all the small passes to a fixed point.
 
 # %%

@@ -1,4 +1,4 @@
-"""Gradient rules for Relax operators: those TVM lacks, and those it has wrong or inexact."""
+"""Gradient rules for Relax operators that TVM lacks or has wrong or inexact: a call -> its partial gradients."""
 
 from autodiff.gradients import (
     binary,
@@ -14,7 +14,7 @@ from autodiff.gradients import (
     reductions,
     shapes,
 )
-from autodiff.gradients.registry import differentiable, gradient, library_gradient, refusal, register
+from autodiff.gradients.registry import differentiable, gradient, library_gradient, register, unsupported
 
 __all__ = [
     "binary",
@@ -31,7 +31,7 @@ __all__ = [
     "normalization",
     "operators",
     "reductions",
-    "refusal",
     "register",
     "shapes",
+    "unsupported",
 ]

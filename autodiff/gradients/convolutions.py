@@ -1,4 +1,4 @@
-"""Gradients of convolutions, as library calls (see the table in :mod:`autodiff.library`)."""
+"""Gradients of convolutions: a call -> library calls (see the table in :mod:`autodiff.library`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from tvm import relax
 
-from autodiff.gradients.registry import Emit, gradient, refuses
+from autodiff.gradients.registry import Emit, checks, gradient
 from autodiff.ir import Call, Expr, ShapeExpr, Var, shape
 from autodiff.library import call as library_call
 
@@ -29,8 +29,8 @@ def convolution(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     ]
 
 
-@refuses(*_CONVOLUTIONS)
-def refuse_convolution(call: Call, active: Collection[Var]) -> str | None:
+@checks(*_CONVOLUTIONS)
+def check_convolution(call: Call, active: Collection[Var]) -> str | None:
     """The library wants channels first and symmetric padding."""
     attrs = call.attrs
     rank = len(attrs.strides)

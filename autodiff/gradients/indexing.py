@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from tvm.relax import op
 
-from autodiff.gradients.registry import Emit, gradient, refuses
+from autodiff.gradients.registry import Emit, checks, gradient
 from autodiff.gradients.tools import const, fit, zeros_like
 from autodiff.ir import Call, Expr, Tuple, TupleGetItem, Var, dtype, shape
 
@@ -108,15 +108,15 @@ def from_integers(call: Call, y: Var, g: Var, emit: Emit) -> list[None]:
     return [None] * len(call.args)
 
 
-@refuses("relax.scatter_elements", "relax.scatter_nd")
-def refuse_scatter(call: Call, active: Collection[Var]) -> str | None:
+@checks("relax.scatter_elements", "relax.scatter_nd")
+def check_scatter(call: Call, active: Collection[Var]) -> str | None:
     """Products and extrema of colliding updates have no rule."""
     reduction = str(call.attrs.reduction)
     return None if reduction in ("add", "update") else f"wanted the reduction 'add' or 'update', got {reduction!r}"
 
 
-@refuses("relax.gather_nd")
-def refuse_gather_nd(call: Call, active: Collection[Var]) -> str | None:
+@checks("relax.gather_nd")
+def check_gather_nd(call: Call, active: Collection[Var]) -> str | None:
     """TVM has no batched scatter."""
     dims = int(call.attrs.batch_dims)
     return f"wanted batch_dims 0, got {dims}" if dims else None

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from tvm import relax
 from tvm.relax import op
 
-from autodiff.gradients.registry import Emit, library_gradient, refuses
+from autodiff.gradients.registry import Emit, checks, library_gradient
 from autodiff.gradients.tools import const
 from autodiff.ir import Call, Expr, ShapeExpr, TupleGetItem, TupleType, Var, shape
 from autodiff.library import call as library_call
@@ -39,8 +39,8 @@ def scaled_dot_product_flash_attention(call: Call, y: Var, g: Var, emit: Emit) -
     return [TupleGetItem(grads, 0), TupleGetItem(grads, 1), TupleGetItem(grads, 2)] + [None] * len(rest)
 
 
-@refuses("library.scaled_dot_product_flash_attention")
-def attention_mask(call: Call, active: Collection[Var]) -> str | None:
+@checks("library.scaled_dot_product_flash_attention")
+def check_attention_mask(call: Call, active: Collection[Var]) -> str | None:
     """The fused kernel computes no gradient for an additive mask."""
     if any(arg in active for arg in call.args[4:] if isinstance(arg, Var)):
         return "the fused kernel has no gradient with respect to attn_mask"

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from tvm.relax import op
 
-from autodiff.gradients.registry import Emit, gradient, refuses
+from autodiff.gradients.registry import Emit, checks, gradient
 from autodiff.gradients.tools import fit
 from autodiff.ir import Call, Expr, Tuple, TupleGetItem, Var, dtype, shape
 
@@ -68,8 +68,8 @@ def einsum(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
         others = [*values[:index], *values[index + 1 :]]
         other_letters = [*inputs[:index], *inputs[index + 1 :]]
         known = set(output).union(*other_letters)
-        kept = "".join(letter for letter in letters if letter in known)
-        part = emit(op.einsum([g, *others], f"{','.join([output, *other_letters])}->{kept}"))
+        common = "".join(letter for letter in letters if letter in known)
+        part = emit(op.einsum([g, *others], f"{','.join([output, *other_letters])}->{common}"))
         spread = [extent if letter in known else 1 for letter, extent in zip(letters, shape(value), strict=True)]
         partials.append(emit(op.broadcast_to(op.reshape(part, spread), shape(value))))
     return [Tuple(partials)]
@@ -86,8 +86,8 @@ def _subscripts(text: str) -> tuple[list[str], str]:
     return inputs, output
 
 
-@refuses("relax.einsum")
-def refuse_einsum(call: Call, active: Collection[Var]) -> str | None:
+@checks("relax.einsum")
+def check_einsum(call: Call, active: Collection[Var]) -> str | None:
     """An ellipsis or a diagonal has no rule."""
     text = str(call.attrs.subscripts)
     inputs, _ = _subscripts(text)

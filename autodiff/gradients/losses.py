@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from tvm.relax import op
 
-from autodiff.gradients.registry import Emit, gradient, refuses
+from autodiff.gradients.registry import Emit, checks, gradient
 from autodiff.gradients.tools import const, sum_over
 from autodiff.ir import Call, Expr, Var, dtype, shape
 
@@ -40,8 +40,8 @@ def nll_loss(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     return [op.where(hit, op.reshape(scaled, spread), const(0, x)), None] + [None] * len(weights)
 
 
-@refuses("relax.nn.nll_loss")
-def nll_loss_arguments(call: Call, active: Collection[Var]) -> str | None:
+@checks("relax.nn.nll_loss")
+def check_nll_loss(call: Call, active: Collection[Var]) -> str | None:
     """Class weights are constants of the loss."""
     if any(arg in active for arg in call.args[2:] if isinstance(arg, Var)):
         return "the loss has no gradient with respect to its class weights"
@@ -64,8 +64,8 @@ def adaptive_avg_pool(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     return [op.reshape(spread, shape(x))]
 
 
-@refuses(*_ADAPTIVE)
-def refuse_adaptive_avg_pool(call: Call, active: Collection[Var]) -> str | None:
+@checks(*_ADAPTIVE)
+def check_adaptive_avg_pool(call: Call, active: Collection[Var]) -> str | None:
     """Overlapping windows have no rule."""
     layout = str(call.attrs.layout)
     if layout not in ("NCW", "NCHW", "NCDHW"):
@@ -77,8 +77,8 @@ def refuse_adaptive_avg_pool(call: Call, active: Collection[Var]) -> str | None:
     return None
 
 
-@refuses("relax.nn.max_pool2d", "relax.nn.avg_pool2d")
-def refuse_pool(call: Call, active: Collection[Var]) -> str | None:
+@checks("relax.nn.max_pool2d", "relax.nn.avg_pool2d")
+def check_pool(call: Call, active: Collection[Var]) -> str | None:
     """TVM's backward operators know no dilation."""
     dilation = [int(step) for step in call.attrs.dilation]
     return None if set(dilation) == {1} else f"wanted dilation 1, got {dilation}"

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from tvm.relax import op
 
-from autodiff.gradients.registry import Emit, gradient, refuses
+from autodiff.gradients.registry import Emit, checks, gradient
 from autodiff.gradients.tools import axes_of, const, keep_axes, zeros_like
 from autodiff.ir import Call, Expr, TupleGetItem, Var, dtype, is_float, shape
 
@@ -139,8 +139,8 @@ def topk(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     return [op.scatter_elements(zeros_like(x), found, values, int(call.attrs.axis), "update")]
 
 
-@refuses("relax.topk")
-def refuse_topk(call: Call, active: Collection[Var]) -> str | None:
+@checks("relax.topk")
+def check_topk(call: Call, active: Collection[Var]) -> str | None:
     """The gradient needs the positions."""
     kind = str(call.attrs.ret_type)
     return None if kind == "both" else f"wanted ret_type 'both' (the positions are needed), got {kind!r}"

@@ -1,4 +1,4 @@
-"""The table of gradient rules, and handing it to TVM.
+"""The registry of gradient rules: an operator's name -> its rule, handed to TVM on import.
 
 A rule is a function ``rule(call, y, grad, emit) -> partials``: the forward call (``call.args``, ``call.attrs``), the
 variable it defines, the gradient of that variable, and ``emit(expr) -> Var`` to share a subexpression. It returns one
@@ -20,12 +20,12 @@ from autodiff.ir import Call, Expr, Op, TensorType, Var, dtype, library_name, op
 __all__ = [
     "Emit",
     "GradientRule",
+    "checks",
     "differentiable",
     "gradient",
     "library_gradient",
-    "refusal",
-    "refuses",
     "register",
+    "unsupported",
 ]
 
 Emit = Callable[[Expr], Var]
@@ -87,7 +87,7 @@ def differentiable(value: Expr) -> bool:
     return name is not None and (name in RULES or Op.get(name).get_attr("FPrimalGradient") is not None)
 
 
-def refusal(value: Call, active: Collection[Var]) -> str | None:
+def unsupported(value: Call, active: Collection[Var]) -> str | None:
     """Why a gradient that is needed cannot be had from this operator's rule; ``None`` if it can.
 
     ``active`` are the variables through which gradients flow.
@@ -96,8 +96,8 @@ def refusal(value: Call, active: Collection[Var]) -> str | None:
     return None if check is None else check(value, active)
 
 
-def refuses(*names: str) -> Callable[[Check], Check]:
-    """Registers, for operators or library functions, what decides :func:`refusal`."""
+def checks(*names: str) -> Callable[[Check], Check]:
+    """Registers, for operators or library functions, the check that :func:`unsupported` asks."""
 
     def add(check: Check) -> Check:
         CHECKS.update(dict.fromkeys(names, check))

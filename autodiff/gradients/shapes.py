@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from tvm.relax import op
 
-from autodiff.gradients.registry import Emit, gradient, refuses
+from autodiff.gradients.registry import Emit, checks, gradient
 from autodiff.gradients.tools import fit, sum_over, zeros_like
 from autodiff.ir import Call, Expr, Tuple, TupleGetItem, Var, shape
 
@@ -155,8 +155,8 @@ def pad(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     return [op.strided_slice(g, axes, begins, ends)]
 
 
-@refuses("relax.nn.pad")
-def refuse_pad(call: Call, active: Collection[Var]) -> str | None:
+@checks("relax.nn.pad")
+def check_pad(call: Call, active: Collection[Var]) -> str | None:
     """Reflected and repeated elements would have to be summed."""
     mode = str(call.attrs.pad_mode)
     return None if mode == "constant" else f"wanted pad_mode 'constant', got {mode!r}"

@@ -1,4 +1,4 @@
-"""What gradient rules have in common: constants, summing over broadcast dimensions, reduced axes."""
+"""Helpers of gradient rules: summing over broadcast dimensions, reduced axes, constants."""
 
 from __future__ import annotations
 

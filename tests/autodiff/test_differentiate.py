@@ -1,4 +1,4 @@
-"""The joint function: parameters, results, names, what is refused; and rooting."""
+"""The joint function: parameters, results, names, what is unsupported; and seeding the VJP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tvm import relax
 from tvm.relax import TupleGetItem, op
 from tvm.script import relax as R
 
-from autodiff import UndifferentiableOp, amend, clean, differentiate, unique_names
+from autodiff import UndifferentiableOp, clean, differentiate, seed_vjp, unique_names
 from autodiff.ir import Function, bindings, build_function, dtype, op_name, results, shape
 from tests.autodiff.evaluate import evaluate, function
 from tests.autodiff.gradcheck import draw
@@ -23,7 +23,7 @@ def _two_outputs(scope, x, w, index):
 ARGS = [draw(2, 3), draw(3, seed=1), torch.tensor([1, 2])]
 
 
-def test_amend():
+def test_seed_vjp():
     @R.function(private=True)
     def before(x: R.Tensor((2, 3), "float32"), w: R.Tensor((3,), "float32")) -> R.Tuple(
         R.Tensor((2, 3), "float32"), R.Tensor((3,), "float32")
@@ -45,14 +45,14 @@ def test_amend():
             y = R.multiply(x, w)
             z = R.exp(w)
             weighted_0 = R.multiply(y, grad_out_0)
-            root_0 = R.sum(weighted_0)
+            vjp_0 = R.sum(weighted_0)
             weighted_1 = R.multiply(z, grad_out_1)
-            root_1 = R.sum(weighted_1)
-            root = R.add(root_0, root_1)
-            R.output(root, y, z)
-        return (root, y, z)
+            vjp_1 = R.sum(weighted_1)
+            vjp = R.add(vjp_0, vjp_1)
+            R.output(vjp, y, z)
+        return (vjp, y, z)
 
-    tvm.ir.assert_structural_equal(amend(before, [0, 1]), expected)
+    tvm.ir.assert_structural_equal(seed_vjp(before, [0, 1]), expected)
 
 
 def test_parameters_and_results_are_in_order():
@@ -197,7 +197,7 @@ def test_gradients_have_the_parameters_type(element_type):
     grad_out = draw(4, 3, seed=2).to(element_type)
     _, dx, dw = evaluate(joint, *args, grad_out)
     assert dx.dtype == dw.dtype == element_type
-    assert torch.equal(dx, grad_out * args[1])  # the casts of rooting are gone
+    assert torch.equal(dx, grad_out * args[1])  # the casts of seeding are gone
     exact = (grad_out.double() * args[0].double()).sum(0)
     torch.testing.assert_close(dw.double(), exact, rtol=3 * torch.finfo(element_type).eps, atol=0.02)
 

@@ -1,4 +1,4 @@
-"""Rooting: one scalar whose gradients are the vector-Jacobian products of several outputs."""
+"""Seeding the VJP: a function -> the same with one scalar result whose gradients are vector-Jacobian products."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autodiff.ir import Function, Var, bindings, dtype, is_float, results, with_
 from autodiff.normalization import cast, statistics_dtype
 from autodiff.rewrite import Scope, names
 
-__all__ = ["amend", "grad_out_name"]
+__all__ = ["grad_out_name", "seed_vjp"]
 
 
 def grad_out_name(index: int) -> str:
@@ -19,7 +19,7 @@ def grad_out_name(index: int) -> str:
     return f"grad_out_{index}"
 
 
-def amend(func: Function, outputs: Sequence[int]) -> Function:
+def seed_vjp(func: Function, outputs: Sequence[int]) -> Function:
     """Adds a parameter ``grad_out_<i>`` per listed output and a first result: ``sum_i sum(output_i * grad_out_i)``.
 
     The results become the scalar (float32 for half types) followed by all results of ``func``. Safe: nothing else
@@ -30,23 +30,23 @@ def amend(func: Function, outputs: Sequence[int]) -> Function:
     primal = results(func)
     taken = set(names(func))
     if not outputs:
-        raise ValueError("amend: wanted at least one output to differentiate, got none")
+        raise ValueError("seed_vjp: wanted at least one output to differentiate, got none")
     if len(set(outputs)) != len(outputs):
-        raise ValueError(f"amend: wanted each output once, got {list(outputs)}")
+        raise ValueError(f"seed_vjp: wanted each output once, got {list(outputs)}")
     scope = Scope(taken)
     for var, value in bindings(func):
         scope.bind(var, value)
     grad_outs: list[Var] = []
-    root = None
+    total = None
     for index in outputs:
         if not 0 <= index < len(primal):
-            raise ValueError(f"amend: wanted an output index below {len(primal)}, got {index}")
+            raise ValueError(f"seed_vjp: wanted an output index below {len(primal)}, got {index}")
         output = primal[index]
         if not is_float(output):
-            raise ValueError(f"amend: wanted a floating point tensor as output {index}, got {output.ty}")
+            raise ValueError(f"seed_vjp: wanted a floating point tensor as output {index}, got {output.ty}")
         name = grad_out_name(index)
         if name in taken:
-            raise ValueError(f"amend: the name {name!r} is taken by another variable")
+            raise ValueError(f"seed_vjp: the name {name!r} is taken by another variable")
         grad_out = relax.Var(name, output.ty)
         grad_outs.append(grad_out)
         # TVM refuses a half target; the cast's gradient casts back, which `clean` removes.
@@ -55,11 +55,11 @@ def amend(func: Function, outputs: Sequence[int]) -> Function:
             op.multiply(cast(output, wide, scope, f"wide_{index}"), cast(grad_out, wide, scope, f"{name}_wide")),
             f"weighted_{index}",
         )
-        term = scope.emit(op.sum(weighted), f"root_{index}")
-        root = term if root is None else _add(root, term, scope)
-    return with_outputs(func, scope.body, [root, *primal], [*func.params, *grad_outs])
+        term = scope.emit(op.sum(weighted), f"vjp_{index}")
+        total = term if total is None else _add(total, term, scope)
+    return with_outputs(func, scope.body, [total, *primal], [*func.params, *grad_outs])
 
 
 def _add(left: Var, right: Var, scope: Scope) -> Var:
     wide = "float64" if "float64" in (dtype(left), dtype(right)) else "float32"
-    return scope.emit(op.add(cast(left, wide, scope, "root"), cast(right, wide, scope, "root")), "root")
+    return scope.emit(op.add(cast(left, wide, scope, "vjp"), cast(right, wide, scope, "vjp")), "vjp")
