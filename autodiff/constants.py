@@ -5,19 +5,13 @@ from __future__ import annotations
 from tvm import relax
 
 from autodiff.ir import Constant, Expr, dtype, numpy_value, op_name
+from autodiff.ops import having
 from autodiff.rewrite import Scope
 
 __all__ = ["const", "splat"]
 
 _FILLS = {"relax.zeros": 0, "relax.zeros_like": 0, "relax.ones": 1, "relax.ones_like": 1}
-_PRESERVE_SPLAT = {
-    "relax.broadcast_to",
-    "relax.reshape",
-    "relax.expand_dims",
-    "relax.squeeze",
-    "relax.flatten",
-    "relax.permute_dims",
-}
+_PRESERVE_SPLAT = having("view", "plain")
 
 
 def const(value: float | int | bool, like: Expr | str) -> Constant:

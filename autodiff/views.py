@@ -8,6 +8,7 @@ from tvm.relax import op
 
 from autodiff.constants import const, splat
 from autodiff.ir import Call, Expr, Function, dtype, op_name, shape
+from autodiff.ops import having
 from autodiff.rewrite import Rule, Scope, rewrite
 
 __all__ = ["VIEWS", "deduplicate_views"]
@@ -151,13 +152,6 @@ def _negative(call: Call, scope: Scope) -> Expr | None:
     return source.args[0] if op_name(source) == "relax.negative" else None
 
 
-_UNARY = ("negative", "astype", "square", "sqrt", "rsqrt", "exp", "log", "tanh", "sigmoid")
-_BROADCASTING = (
-    *("add", "subtract", "multiply", "divide", "power", "maximum", "minimum", "mod", "floor_mod", "atan2", "where"),
-    *("equal", "not_equal", "less", "less_equal", "greater", "greater_equal"),
-    *("logical_and", "logical_or", "logical_xor"),
-)
-
 VIEWS: dict[str | None, list[Rule]] = {
     "relax.reshape": [_reshape, _fill],
     "relax.expand_dims": [_to_reshape],
@@ -165,8 +159,8 @@ VIEWS: dict[str | None, list[Rule]] = {
     "relax.flatten": [_to_reshape],
     "relax.permute_dims": [_permute_dims, _fill],
     "relax.broadcast_to": [_fill, _broadcast_to],
-    **{f"relax.{name}": [_hoist] for name in _UNARY},
-    **{f"relax.{name}": [_hoist, _unbroadcast] for name in _BROADCASTING},
+    **{name: [_hoist] for name in having("hoisted")},
+    **{name: [_hoist, _unbroadcast] for name in having("hoisted", "broadcasting")},
     "relax.astype": [_astype, _hoist],
     "relax.negative": [_negative, _hoist],
 }

@@ -21,7 +21,7 @@ from autodiff.ir import nbytes as tensor_bytes
 from autodiff.ir import shape as tensor_shape
 
 from .normalize import ancestors, normalize
-from .ops import DRAWS
+from .ops import RANDOM
 
 __all__ = ["Graph", "Node", "build_graph"]
 
@@ -156,7 +156,7 @@ def build_graph(
         names[var] = name = _unique(var.name, nodes)
         inputs = tuple(names[read] for read in used_vars(value)) if value is not None else ()
         nodes[name] = node = Node(name, var, value, inputs, paths.get(var.name, ""))
-        if node.op in DRAWS:
+        if node.op in RANDOM:
             raise ValueError(f"{name} = {node.op} draws random numbers; a partition wants every draw to be a primal")
 
     primals = tuple(names[param] for param in params[:num_primals])

@@ -20,14 +20,13 @@ from autodiff.ir import (
     results,
     used_vars,
 )
+from autodiff.ops import having
 from bridge.lowering.text import attributes, short_op, value_text
 from bridge.show.picture import Arrow, Box, Picture
 
 __all__ = ["Reading", "add_function", "function_picture"]
 
-_VIEWS = frozenset(
-    "relax.reshape relax.permute_dims relax.expand_dims relax.squeeze relax.broadcast_to relax.flatten".split()
-)
+_VIEWS = having("view", "plain")
 _LIBRARY = frozenset(("relax.matmul", "relax.concat", "relax.stack", "relax.take"))
 _LONGEST = 27  # characters of a row
 _BACKWARD = ("bw", "grad_")

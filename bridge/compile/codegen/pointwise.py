@@ -13,6 +13,7 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.tirx import Expr
 
+from autodiff.ops import having
 from bridge.compile.codegen import fastmath
 from bridge.compile.codegen.emit import Emitter, element_type
 
@@ -22,10 +23,7 @@ Rule = Callable[..., Expr]
 
 _HALF = ("float16", "bfloat16")
 
-EXPENSIVE = frozenset(
-    "exp log tanh erf sigmoid log1p expm1 power sin cos tan asin acos atan sinh cosh asinh acosh atanh divide sqrt"
-    " rsqrt floor_divide floor_mod".split()
-)
+EXPENSIVE = frozenset(name.split(".")[-1] for name in having("slow"))
 """Operators whose result is cached in a row buffer rather than recomputed within one kernel."""
 
 

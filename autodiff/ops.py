@@ -1,0 +1,98 @@
+"""Operator traits: an operator's name -> a set of words about it, in one table that every package reads.
+
+Each operator has exactly one cost class::
+
+    random          a second draw would be another number, so it must never run twice
+    view            another look at the same elements; nothing to save beyond the base
+    slice           a part of the same elements: a view, unless copying the part is cheaper than holding the whole
+    creation        made from nothing, or from scalars
+    cheap           an instruction or two per element; fuses into whatever reads it
+    transcendental  as cheap, but for a transcendental function per element
+    row             one kernel over rows: a reduction and point-wise work, with a result as large as its input
+    reduction       a few numbers out of many, or a running total: small to save, a pass over the operand to recompute
+    product         a matrix product, a convolution, or their like
+
+Further traits::
+
+    elementwise     element i of the result depends on element i of each operand, after broadcasting, and nothing else
+    broadcasting    ... of two or more operands that broadcast against each other
+    hoisted         view simplification computes it before a broadcast of all its operands, on fewer elements
+    plain           a view of one operand as one result
+    slow            many cycles per element in a kernel: its result is cached there and not computed twice
+
+``hoisted`` and ``slow`` say what is done today, not what would be allowed: adding an operator changes compiled code.
+An operator that is not in the table has no traits. Whoever reads the table takes that for the expensive case, and never
+guesses: the partition saves the results of such operators.
+
+>>> sorted(traits("relax.add"))
+['broadcasting', 'cheap', 'elementwise', 'hoisted']
+>>> sorted(having("product", "elementwise"))
+[]
+"""
+
+from __future__ import annotations
+
+__all__ = ["COSTS", "having", "traits"]
+
+#: The cost classes, of which every operator in the table has one.
+COSTS = frozenset("random view slice creation cheap transcendental row reduction product".split())
+
+#: Words on the left, operators (without ``relax.``, or with ``library.``) on the right; an operator stands in one line.
+_TABLE = (
+    ("random", "nn.dropout"),
+    ("view plain", "reshape permute_dims expand_dims squeeze broadcast_to flatten"),
+    ("view", "nn.batch_flatten split"),
+    ("slice", "strided_slice"),
+    ("creation", "full zeros ones arange eye hamming_window"),
+    ("cheap elementwise", "abs bitwise_not ceil clip floor isfinite isinf isnan logical_not nn.leakyrelu nn.relu"),
+    ("cheap elementwise", "round sign trunc"),
+    ("cheap elementwise hoisted", "astype negative square"),
+    ("cheap elementwise hoisted slow", "rsqrt sqrt"),
+    ("cheap elementwise broadcasting", "bitwise_and bitwise_or bitwise_xor ewise_fma left_shift right_shift"),
+    ("cheap elementwise broadcasting hoisted", "add equal greater greater_equal less less_equal logical_and"),
+    ("cheap elementwise broadcasting hoisted", "logical_or logical_xor maximum minimum mod multiply not_equal"),
+    ("cheap elementwise broadcasting hoisted", "subtract where"),
+    ("cheap elementwise broadcasting hoisted slow", "divide floor_mod"),
+    ("cheap elementwise broadcasting slow", "floor_divide"),
+    ("cheap", "concat eye_like flip full_like layout_transform meshgrid nn.pad nn.pixel_shuffle nn.prelu one_hot"),
+    ("cheap", "ones_like repeat slice_scatter stack tile tril triu zeros_like"),
+    ("cheap", "library.embedding"),
+    ("transcendental elementwise", "nn.gelu nn.gelu_tanh nn.selu nn.silu nn.softplus"),
+    ("transcendental elementwise slow", "acos acosh asin asinh atan atanh cos cosh erf sin sinh tan"),
+    ("transcendental elementwise slow", "library.expm1 library.log1p"),
+    ("transcendental elementwise hoisted slow", "exp log sigmoid tanh"),
+    ("transcendental elementwise broadcasting", "log_add_exp"),
+    ("transcendental elementwise broadcasting hoisted", "atan2"),
+    ("transcendental elementwise broadcasting hoisted slow", "power"),
+    ("row", "nn.group_norm nn.instance_norm nn.layer_norm nn.log_softmax nn.rms_norm nn.softmax"),
+    ("reduction", "argmax argmin collapse_sum_like collapse_sum_to cumprod cumsum max mean median min prod std sum"),
+    ("reduction", "variance nn.adaptive_avg_pool1d nn.adaptive_avg_pool2d nn.adaptive_avg_pool3d nn.avg_pool1d"),
+    ("reduction", "nn.avg_pool2d nn.avg_pool3d nn.batch_norm nn.cross_entropy_with_logits nn.max_pool1d"),
+    ("reduction", "nn.max_pool2d nn.max_pool3d nn.nll_loss"),
+    ("product", "einsum matmul outer nn.attention nn.attention_bias nn.attention_var_len nn.conv1d nn.conv2d"),
+    ("product", "nn.conv3d nn.conv1d_transpose nn.conv2d_transpose nn.conv3d_transpose"),
+)
+
+
+def _read(table: tuple[tuple[str, str], ...]) -> dict[str, frozenset[str]]:
+    found: dict[str, frozenset[str]] = {}
+    for words, names in table:
+        for name in names.split():
+            name = name if name.startswith("library.") else f"relax.{name}"
+            if name in found:
+                raise ValueError(f"{name} stands twice in the table of operator traits")
+            found[name] = frozenset(words.split())
+    return found
+
+
+_TRAITS = _read(_TABLE)
+
+
+def traits(name: str) -> frozenset[str]:
+    """What is known of an operator, as in ``"relax.add"`` or ``"library.log1p"``; nothing of one not in the table."""
+    return _TRAITS.get(name, frozenset())
+
+
+def having(*words: str) -> frozenset[str]:
+    """The names of the operators that have all these traits."""
+    return frozenset(name for name, held in _TRAITS.items() if held.issuperset(words))
