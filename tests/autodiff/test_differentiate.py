@@ -7,9 +7,8 @@ import torch
 import tvm
 from tvm import relax
 from tvm.relax import TupleGetItem, op
-from tvm.script import relax as R
 
-from autodiff import UndifferentiableOp, clean, differentiate, seed_vjp, unique_names
+from autodiff import UndifferentiableOp, clean, differentiate, unique_names
 from autodiff.ir import Function, bindings, build_function, dtype, op_name, results, shape
 from tests.autodiff.evaluate import evaluate, function
 from tests.autodiff.gradcheck import draw
@@ -21,38 +20,6 @@ def _two_outputs(scope, x, w, index):
 
 
 ARGS = [draw(2, 3), draw(3, seed=1), torch.tensor([1, 2])]
-
-
-def test_seed_vjp():
-    @R.function(private=True)
-    def before(x: R.Tensor((2, 3), "float32"), w: R.Tensor((3,), "float32")) -> R.Tuple(
-        R.Tensor((2, 3), "float32"), R.Tensor((3,), "float32")
-    ):
-        with R.dataflow():
-            y = R.multiply(x, w)
-            z = R.exp(w)
-            R.output(y, z)
-        return (y, z)
-
-    @R.function(private=True)
-    def expected(
-        x: R.Tensor((2, 3), "float32"),
-        w: R.Tensor((3,), "float32"),
-        grad_out_0: R.Tensor((2, 3), "float32"),
-        grad_out_1: R.Tensor((3,), "float32"),
-    ) -> R.Tuple(R.Tensor((), "float32"), R.Tensor((2, 3), "float32"), R.Tensor((3,), "float32")):
-        with R.dataflow():
-            y = R.multiply(x, w)
-            z = R.exp(w)
-            weighted_0 = R.multiply(y, grad_out_0)
-            vjp_0 = R.sum(weighted_0)
-            weighted_1 = R.multiply(z, grad_out_1)
-            vjp_1 = R.sum(weighted_1)
-            vjp = R.add(vjp_0, vjp_1)
-            R.output(vjp, y, z)
-        return (vjp, y, z)
-
-    tvm.ir.assert_structural_equal(seed_vjp(before, [0, 1]), expected)
 
 
 def test_parameters_and_results_are_in_order():

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import torch
-import tvm
 from tvm.relax import op
-from tvm.script import relax as R
 
 from autodiff import clean, differentiate, join_pads
 from autodiff.ir import bindings, op_name
@@ -20,34 +18,6 @@ def _pad(scope, x, axis, before, after):
     widths = [0, 0, 0, 0]
     widths[2 * axis : 2 * axis + 2] = before, after
     return scope.emit(op.nn.pad(x, widths))
-
-
-def test_disjoint_pads_are_concatenated():
-    @R.function(private=True)
-    def before(
-        a: R.Tensor((3, 2), "float32"), b: R.Tensor((3, 3), "float32"), c: R.Tensor((3, 1), "float32")
-    ) -> R.Tuple(R.Tensor((3, 8), "float32")):
-        with R.dataflow():
-            p = R.nn.pad(a, (0, 0, 3, 3))
-            q = R.nn.pad(b, (0, 0, 0, 5))
-            r = R.nn.pad(c, (0, 0, 7, 0))
-            s = R.add(p, q)
-            y = R.add(r, s)
-            R.output(y)
-        return (y,)
-
-    @R.function(private=True)
-    def expected(
-        a: R.Tensor((3, 2), "float32"), b: R.Tensor((3, 3), "float32"), c: R.Tensor((3, 1), "float32")
-    ) -> R.Tuple(R.Tensor((3, 8), "float32")):
-        with R.dataflow():
-            gap = R.zeros(R.shape([3, 2]), dtype="float32")
-            y = R.concat((b, a, gap, c), axis=1)
-            R.output(y)
-        return (y,)
-
-    tvm.ir.assert_structural_equal(join_pads(before), expected)
-    assert join_pads(expected) is expected
 
 
 def test_gaps_at_the_ends_are_zeros_and_infinities_pass():

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import tvm
 from tvm.relax import op
-from tvm.script import relax as R
 
 from autodiff import clean, differentiate, join_products
 from autodiff.ir import bindings, op_name, results
@@ -15,46 +13,6 @@ from tests.autodiff.evaluate import evaluate, function
 
 def _ops(func) -> list[str]:
     return [op_name(value) for _, value in bindings(func)]
-
-
-def test_products_of_one_weight_are_one_product():
-    @R.function(private=True)
-    def before(
-        x: R.Tensor((2, 8), "float32"),
-        g: R.Tensor((2, 9), "float32"),
-        y: R.Tensor((3, 8), "float32"),
-        h: R.Tensor((3, 9), "float32"),
-        other: R.Tensor((8, 9), "float32"),
-    ) -> R.Tuple(R.Tensor((8, 9), "float32")):
-        with R.dataflow():
-            a = R.permute_dims(x)
-            first = R.matmul(a, g)
-            s = R.add(first, other)
-            b = R.permute_dims(y, axes=[1, 0])
-            second = R.matmul(b, h)
-            total = R.add(s, second)
-            R.output(total)
-        return (total,)
-
-    @R.function(private=True)
-    def expected(
-        x: R.Tensor((2, 8), "float32"),
-        g: R.Tensor((2, 9), "float32"),
-        y: R.Tensor((3, 8), "float32"),
-        h: R.Tensor((3, 9), "float32"),
-        other: R.Tensor((8, 9), "float32"),
-    ) -> R.Tuple(R.Tensor((8, 9), "float32")):
-        with R.dataflow():
-            xy = R.concat((x, y), axis=0)
-            a = R.permute_dims(xy)
-            gh = R.concat((g, h), axis=0)
-            product = R.matmul(a, gh, out_dtype="float32")
-            total = R.add(other, product)
-            R.output(total)
-        return (total,)
-
-    tvm.ir.assert_structural_equal(join_products(before), expected)
-    assert join_products(expected) is expected
 
 
 def _sum_of_products(*, rows=16, columns=12, inner=(2, 3), read=False):

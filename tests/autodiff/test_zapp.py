@@ -4,63 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import tvm
 from tvm import relax
 from tvm.relax import op
-from tvm.script import relax as R
 
 from autodiff import clean, one_zapp, zapp_like, zero_zapp
 from autodiff.ir import bindings, op_name, shape
 from tests.autodiff.evaluate import evaluate, function
 from tests.autodiff.gradcheck import draw
-
-
-def test_zapp_like():
-    @R.function(private=True)
-    def before(x: R.Tensor((2, 3), "float32"), y: R.Tensor((3,), "float32")) -> R.Tuple(
-        R.Tensor((2, 3), "float32"),
-        R.Tensor((2, 3), "float32"),
-        R.Tensor((2, 3), "float32"),
-        R.Tensor((3,), "float32"),
-        R.Tensor((2, 1), "float32"),
-        R.Tensor((2, 3), "float32"),
-        R.Tensor((1, 3), "float32"),
-    ):
-        with R.dataflow():
-            a = R.zeros_like(x)
-            b = R.ones_like(x)
-            c = R.full_like(x, R.const(2.0, "float32"))
-            d = R.collapse_sum_like(x, y)
-            e = R.collapse_sum_to(x, R.shape([2, 1]))
-            f = R.collapse_sum_to(x, R.shape([2, 3]))
-            g = R.broadcast_to(y, R.shape([1, 3]))
-            R.output(a, b, c, d, e, f, g)
-        return (a, b, c, d, e, f, g)
-
-    @R.function(private=True)
-    def expected(x: R.Tensor((2, 3), "float32"), y: R.Tensor((3,), "float32")) -> R.Tuple(
-        R.Tensor((2, 3), "float32"),
-        R.Tensor((2, 3), "float32"),
-        R.Tensor((2, 3), "float32"),
-        R.Tensor((3,), "float32"),
-        R.Tensor((2, 1), "float32"),
-        R.Tensor((2, 3), "float32"),
-        R.Tensor((1, 3), "float32"),
-    ):
-        with R.dataflow():
-            a = R.zeros(R.shape([2, 3]), "float32")
-            b = R.ones(R.shape([2, 3]), "float32")
-            c = R.full(R.shape([2, 3]), R.const(2.0, "float32"), "float32")
-            d = R.sum(x, axis=[0])
-            e = R.sum(x, axis=[1], keepdims=True)
-            g = R.reshape(y, R.shape([1, 3]))
-            R.output(a, b, c, d, e, g)
-        return (a, b, c, d, e, x, g)
-
-    after = zapp_like(before)
-    tvm.ir.assert_structural_equal(after, expected)
-    assert [var.name for var, _ in bindings(after)] == list("abcdeg")
-    assert zapp_like(after) is after
 
 
 @pytest.mark.parametrize(

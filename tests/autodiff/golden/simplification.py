@@ -1,0 +1,207 @@
+"""Before and expected of the passes that simplify values: algebra, tuples, common and dead subexpressions."""
+
+# ruff: noqa: F841 - a TVMScript variable that nothing reads is what a pass removes
+
+from __future__ import annotations
+
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+from autodiff import (
+    clean,
+    common_subexpression_elimination,
+    dead_code_elimination,
+    one_zapp,
+    zapp_like,
+    zero_zapp,
+)
+from autodiff.clean import project_tuples
+from tests.autodiff.golden import golden
+
+__all__ = []
+
+
+@golden(project_tuples)
+@I.ir_module
+class ProjectTuples:
+    """A field of a tuple that is spelled out is read directly; copies disappear."""
+
+    @R.function(private=True)
+    def before(x: R.Tensor((2,), "float32"), y: R.Tensor((2,), "float32")):
+        with R.dataflow():
+            pair = (x, y)
+            first = pair[0]
+            copy = first
+            z = R.exp(copy)
+            R.output(z)
+        return (z, y)
+
+    @R.function(private=True)
+    def expected(x: R.Tensor((2,), "float32"), y: R.Tensor((2,), "float32")):
+        with R.dataflow():
+            z = R.exp(x)
+            R.output(z)
+        return (z, y)
+
+
+@golden(zapp_like)
+@I.ir_module
+class ZappLike:
+    """Shapes are known: ``..._like`` operations do not read their operand, sums and broadcasts are plain."""
+
+    @R.function(private=True)
+    def before(x: R.Tensor((2, 3), "float32"), y: R.Tensor((3,), "float32")):
+        with R.dataflow():
+            a = R.zeros_like(x)
+            b = R.ones_like(x)
+            c = R.full_like(x, R.const(2.0, "float32"))
+            d = R.collapse_sum_like(x, y)
+            e = R.collapse_sum_to(x, R.shape([2, 1]))
+            f = R.collapse_sum_to(x, R.shape([2, 3]))
+            g = R.broadcast_to(y, R.shape([1, 3]))
+            R.output(a, b, c, d, e, f, g)
+        return (a, b, c, d, e, f, g)
+
+    @R.function(private=True)
+    def expected(x: R.Tensor((2, 3), "float32"), y: R.Tensor((3,), "float32")):
+        with R.dataflow():
+            a = R.zeros(R.shape([2, 3]), "float32")
+            b = R.ones(R.shape([2, 3]), "float32")
+            c = R.full(R.shape([2, 3]), R.const(2.0, "float32"), "float32")
+            d = R.sum(x, axis=[0])
+            e = R.sum(x, axis=[1], keepdims=True)
+            g = R.reshape(y, R.shape([1, 3]))
+            R.output(a, b, c, d, e, g)
+        return (a, b, c, d, e, x, g)
+
+
+@golden(zero_zapp)
+@I.ir_module
+class ZeroZapp:
+    """``x + 0`` and ``x - 0`` are ``x``, broadcast where the zeros gave the shape; ``0 - x`` is no such sum."""
+
+    @R.function(private=True)
+    def before(x: R.Tensor((2, 3), "float32"), y: R.Tensor((3,), "float32")):
+        with R.dataflow():
+            zeros = R.zeros(R.shape([2, 3]), "float32")
+            a = R.add(x, zeros)
+            b = R.subtract(x, R.const(0.0, "float32"))
+            c = R.add(zeros, y)
+            d = R.subtract(zeros, x)
+            R.output(a, b, c, d)
+        return (a, b, c, d)
+
+    @R.function(private=True)
+    def expected(x: R.Tensor((2, 3), "float32"), y: R.Tensor((3,), "float32")):
+        with R.dataflow():
+            zeros = R.zeros(R.shape([2, 3]), "float32")
+            c = R.broadcast_to(y, R.shape([2, 3]))
+            d = R.subtract(zeros, x)
+            R.output(c, d)
+        return (x, x, c, d)
+
+
+@golden(one_zapp)
+@I.ir_module
+class OneZapp:
+    """``1 * x`` and ``x / 1`` are ``x``, broadcast where the ones gave the shape; ``1 / x`` is no such product."""
+
+    @R.function(private=True)
+    def before(x: R.Tensor((2, 3), "float32"), y: R.Tensor((3,), "float32")):
+        with R.dataflow():
+            ones = R.ones(R.shape([2, 3]), "float32")
+            a = R.multiply(ones, x)
+            b = R.divide(x, R.const(1.0, "float32"))
+            c = R.multiply(y, ones)
+            d = R.divide(ones, x)
+            R.output(a, b, c, d)
+        return (a, b, c, d)
+
+    @R.function(private=True)
+    def expected(x: R.Tensor((2, 3), "float32"), y: R.Tensor((3,), "float32")):
+        with R.dataflow():
+            ones = R.ones(R.shape([2, 3]), "float32")
+            c = R.broadcast_to(y, R.shape([2, 3]))
+            d = R.divide(ones, x)
+            R.output(c, d)
+        return (x, x, c, d)
+
+
+@golden(common_subexpression_elimination)
+@I.ir_module
+class CommonSubexpressionElimination:
+    """Equal values are computed once, under the first name; ``y * x`` is not ``x * y``."""
+
+    @R.function(private=True)
+    def before(x: R.Tensor((2, 3), "float32"), y: R.Tensor((2, 3), "float32")):
+        with R.dataflow():
+            product = R.multiply(x, y)
+            first = R.sum(product, axis=[0])
+            same = R.multiply(x, y)
+            second = R.sum(same, axis=[0])
+            swapped = R.multiply(y, x)
+            third = R.sum(swapped, axis=[1])
+            R.output(first, second, third)
+        return (first, second, third)
+
+    @R.function(private=True)
+    def expected(x: R.Tensor((2, 3), "float32"), y: R.Tensor((2, 3), "float32")):
+        with R.dataflow():
+            product = R.multiply(x, y)
+            first = R.sum(product, axis=[0])
+            swapped = R.multiply(y, x)
+            third = R.sum(swapped, axis=[1])
+            R.output(first, third)
+        return (first, first, third)
+
+
+@golden(dead_code_elimination)
+@I.ir_module
+class DeadCodeElimination:
+    """What no result needs is dropped, and what only that needs."""
+
+    @R.function(private=True)
+    def before(x: R.Tensor((2, 3), "float32")):
+        with R.dataflow():
+            unread = R.log(x)
+            also = R.exp(unread)
+            y = R.sin(x)
+            R.output(y)
+        return (y,)
+
+    @R.function(private=True)
+    def expected(x: R.Tensor((2, 3), "float32")):
+        with R.dataflow():
+            y = R.sin(x)
+            R.output(y)
+        return (y,)
+
+
+@golden(clean)
+@I.ir_module
+class Clean:
+    """All of these to a fixed point: what reverse mode leaves behind is gone, and ``exp(x)`` is computed once."""
+
+    @R.function(private=True)
+    def before(x: R.Tensor((2, 3), "float32"), grad: R.Tensor((), "float32")):
+        with R.dataflow():
+            ones = R.ones_like(grad)
+            seed = R.multiply(grad, ones)
+            wide = R.broadcast_to(seed, R.shape([2, 3]))
+            zeros = R.zeros_like(x)
+            left = R.add(zeros, wide)
+            transposed = R.permute_dims(x)
+            back = R.permute_dims(transposed)
+            y = R.exp(back)
+            again = R.exp(x)
+            dx = R.multiply(left, again)
+            R.output(y, dx)
+        return (y, dx)
+
+    @R.function(private=True)
+    def expected(x: R.Tensor((2, 3), "float32"), grad: R.Tensor((), "float32")):
+        with R.dataflow():
+            y = R.exp(x)
+            dx = R.multiply(grad, y)
+            R.output(y, dx)
+        return (y, dx)

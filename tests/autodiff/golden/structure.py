@@ -1,0 +1,164 @@
+"""Before and expected of the passes that change structure: views, pads, products, dropout, names."""
+
+from __future__ import annotations
+
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+from autodiff import deduplicate_views, join_pads, join_products, mask_dropout, unique_names
+from tests.autodiff.golden import golden
+
+__all__ = []
+
+
+@golden(join_pads)
+@I.ir_module
+class JoinPads:
+    """Three disjoint paddings that are added up are one concatenation; the gap that nobody fills is zeros."""
+
+    @R.function(private=True)
+    def before(a: R.Tensor((3, 2), "float32"), b: R.Tensor((3, 3), "float32"), c: R.Tensor((3, 1), "float32")):
+        with R.dataflow():
+            p = R.nn.pad(a, (0, 0, 3, 3))
+            q = R.nn.pad(b, (0, 0, 0, 5))
+            r = R.nn.pad(c, (0, 0, 7, 0))
+            s = R.add(p, q)
+            y = R.add(r, s)
+            R.output(y)
+        return (y,)
+
+    @R.function(private=True)
+    def expected(a: R.Tensor((3, 2), "float32"), b: R.Tensor((3, 3), "float32"), c: R.Tensor((3, 1), "float32")):
+        with R.dataflow():
+            gap = R.zeros(R.shape([3, 2]), "float32")
+            y = R.concat((b, a, gap, c), axis=1)
+            R.output(y)
+        return (y,)
+
+
+@golden(deduplicate_views)
+@I.ir_module
+class DeduplicateViews:
+    """A view of a view is one view; ``multiply`` reads the narrow row, ``exp`` runs before the broadcast; casts go."""
+
+    @R.function(private=True)
+    def before(x: R.Tensor((2, 3, 4), "float32"), row: R.Tensor((4,), "float32"), h: R.Tensor((2,), "float16")):
+        with R.dataflow():
+            a = R.permute_dims(x, axes=[1, 0, 2])
+            b = R.permute_dims(a, axes=[2, 1, 0])
+            c = R.reshape(x, R.shape([6, 4]))
+            d = R.reshape(c, R.shape([24]))
+            wide = R.broadcast_to(row, R.shape([2, 3, 4]))
+            e = R.multiply(x, wide)
+            f = R.exp(wide)
+            up = R.astype(h, "float32")
+            g = R.astype(up, "float16")
+            R.output(b, d, e, f, g)
+        return (b, d, e, f, g)
+
+    @R.function(private=True)
+    def expected(x: R.Tensor((2, 3, 4), "float32"), row: R.Tensor((4,), "float32"), h: R.Tensor((2,), "float16")):
+        with R.dataflow():
+            b = R.permute_dims(x, axes=[2, 0, 1])
+            d = R.reshape(x, R.shape([24]))
+            e = R.multiply(x, row)
+            narrow = R.exp(row)
+            f = R.broadcast_to(narrow, R.shape([2, 3, 4]))
+            R.output(b, d, e, f)
+        return (b, d, e, f, h)
+
+
+@golden(join_products)
+@I.ir_module
+class JoinProducts:
+    """Two gradients of one weight are one product along a longer inner axis; what else is added stays a sum."""
+
+    @R.function(private=True)
+    def before(
+        x: R.Tensor((2, 8), "float32"),
+        g: R.Tensor((2, 9), "float32"),
+        y: R.Tensor((3, 8), "float32"),
+        h: R.Tensor((3, 9), "float32"),
+        other: R.Tensor((8, 9), "float32"),
+    ):
+        with R.dataflow():
+            a = R.permute_dims(x)
+            first = R.matmul(a, g)
+            s = R.add(first, other)
+            b = R.permute_dims(y, axes=[1, 0])
+            second = R.matmul(b, h)
+            total = R.add(s, second)
+            R.output(total)
+        return (total,)
+
+    @R.function(private=True)
+    def expected(
+        x: R.Tensor((2, 8), "float32"),
+        g: R.Tensor((2, 9), "float32"),
+        y: R.Tensor((3, 8), "float32"),
+        h: R.Tensor((3, 9), "float32"),
+        other: R.Tensor((8, 9), "float32"),
+    ):
+        with R.dataflow():
+            joined = R.concat((x, y), axis=0)
+            joined_1 = R.permute_dims(joined)
+            joined_2 = R.concat((g, h), axis=0)
+            sum = R.matmul(joined_1, joined_2, out_dtype="float32")
+            total = R.add(other, sum)
+            R.output(total)
+        return (total,)
+
+
+@golden(unique_names)
+@I.ir_module
+class UniqueNames:
+    """A variable whose name an earlier one has is renamed."""
+
+    @R.function(private=True)
+    def before(x: R.Tensor((2, 3), "float32")):
+        with R.dataflow():
+            y = R.exp(x)
+            y = R.add(y, x)
+            R.output(y)
+        return (y,)
+
+    @R.function(private=True)
+    def expected(x: R.Tensor((2, 3), "float32")):
+        with R.dataflow():
+            y = R.exp(x)
+            y_1 = R.add(y, x)
+            R.output(y_1)
+        return (y_1,)
+
+
+@golden(mask_dropout)
+@I.ir_module
+class MaskDropout:
+    """Each dropout multiplies by a mask that is a new parameter, in the order of the dropouts."""
+
+    @R.function(private=True)
+    def before(x: R.Tensor((2, 3), "float32"), z: R.Tensor((4,), "float32")):
+        with R.dataflow():
+            pair = R.nn.dropout(z, rate=0.5)
+            w = pair[0]
+            second = R.nn.dropout(x, rate=0.75)
+            y = second[0]
+            R.output(w, y)
+        return (w, y)
+
+    @R.function(private=True)
+    def expected(
+        x: R.Tensor((2, 3), "float32"),
+        z: R.Tensor((4,), "float32"),
+        mask_0: R.Tensor((4,), "bool"),
+        mask_1: R.Tensor((2, 3), "bool"),
+    ):
+        with R.dataflow():
+            mask_0_noise = R.astype(mask_0, "float32")
+            mask_0_scaled = R.multiply(mask_0_noise, R.const(2.0, "float32"))
+            mask_0_dropout = R.multiply(z, mask_0_scaled)
+            mask_1_noise = R.astype(mask_1, "float32")
+            mask_1_scaled = R.multiply(mask_1_noise, R.const(4.0, "float32"))
+            mask_1_dropout = R.multiply(x, mask_1_scaled)
+            R.output(mask_0_dropout, mask_1_dropout)
+        return (mask_0_dropout, mask_1_dropout)
