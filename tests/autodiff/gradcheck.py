@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from autodiff import clean, differentiate
-from tests.autodiff.evaluate import evaluate, function
+from autodiff.ir import Function
+from bridge.reference.relax import interpret
+from tests.autodiff.evaluate import function
 
 
-def check(build: Callable, reference: Callable, *args: torch.Tensor, rtol: float = 1e-10, atol: float = 1e-11) -> None:
+def interpreted(func: Function, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results of a function, operator by operator in torch."""
+    return interpret(func, args).results
+
+
+def check(
+    build: Callable,
+    reference: Callable,
+    *args: torch.Tensor,
+    run: Callable = interpreted,
+    rtol: float = 1e-10,
+    atol: float = 1e-11,
+) -> None:
     """Values and vector-Jacobian products of ``build(scope, *params)`` against ``reference(*args)``.
 
     Both return a tensor or a list of tensors. Floating point arguments are differentiated; so are floating point
-    results.
+    results. ``run(func, args)`` computes the results of a function.
     """
     func = function(build, *args)
     required = [index for index, arg in enumerate(args) if arg.is_floating_point()]
@@ -33,7 +47,7 @@ def check(build: Callable, reference: Callable, *args: torch.Tensor, rtol: float
         allow_unused=True,
     )
     joint = clean(differentiate(func, outputs, required))
-    got = evaluate(joint, *args, *grad_outs)
+    got = run(joint, [*args, *grad_outs])
     for ours, theirs in zip(got, wanted, strict=False):
         torch.testing.assert_close(ours, theirs.detach(), rtol=rtol, atol=atol, equal_nan=True)
     for index, ours, theirs in zip(required, got[len(wanted) :], gradients, strict=True):

@@ -1,0 +1,206 @@
+"""Samples of the rules of library functions, which torch computes."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+import torch.nn.functional as F
+from tvm import relax
+from tvm.relax import ShapeExpr, TupleGetItem, op
+
+from autodiff import library
+from autodiff.ir import StringImm
+from tests.autodiff.evaluate import tensor_type
+from tests.autodiff.gradcheck import draw
+from tests.autodiff.samples import sample
+
+__all__ = []
+
+
+def _constant(value):
+    if isinstance(value, list):
+        return ShapeExpr(value)
+    return StringImm(value) if isinstance(value, str) else relax.prim_value(value)
+
+
+def _library(name, reference, tensors, *constants, before=(), **options):
+    """A sample of a call of one library function on ``before``, all parameters, then constants, as torch types it."""
+    made = reference(*tensors)
+    result = relax.TupleType([tensor_type(y) for y in made]) if isinstance(made, tuple) else tensor_type(made)
+
+    def build(scope, *params):
+        args = [*map(_constant, before), *params, *map(_constant, constants)]
+        value = scope.emit(library.call(name, args, result))
+        if not isinstance(made, tuple):
+            return value
+        return [TupleGetItem(value, index) for index in range(len(made))]
+
+    def listed(*args):
+        found = reference(*args)
+        return list(found) if isinstance(found, tuple) else found
+
+    sample(f"library.{name}", build, listed, *tensors, **options)
+
+
+for _padding_idx in (-1, 2):
+    for _by_frequency in (0, 1):
+        _library(
+            "embedding",
+            lambda w, i, p=None if _padding_idx < 0 else _padding_idx, f=bool(_by_frequency): F.embedding(
+                i, w, p, scale_grad_by_freq=f
+            ),
+            (draw(5, 4), torch.tensor([[0, 2, 2], [4, 0, 0]])),
+            _padding_idx,
+            _by_frequency,
+        )
+
+
+def _attention(masked, causal):
+    extents = (2, 2, 4, 8)
+    mask = torch.where(draw(4, 4) > -1, 0.0, -1e4).double()
+
+    def build(scope, q, k, v):
+        more = [relax.const(mask.numpy(), "float64")] if masked else []
+        args = [q, k, v, relax.prim_value(len(more)), *more, *map(relax.prim_value, (0.0, causal, 0.25))]
+        result = relax.TupleType([q.ty, relax.TensorType(extents[:3], "float64")])
+        return [TupleGetItem(scope.emit(library.call("scaled_dot_product_flash_attention", args, result)), 0)]
+
+    def reference(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, mask if masked else None, is_causal=bool(causal), scale=0.25)
+
+    name = "library.scaled_dot_product_flash_attention"
+    sample(name, build, reference, *(draw(*extents, seed=seed) for seed in range(3)))
+
+
+for _masked, _causal in [(False, 0), (False, 1), (True, 0)]:
+    _attention(_masked, _causal)
+
+for _transposed in (0, 1):
+    _geometry = ([2, 2], [1, 0], [1, 2], [1, 0] if _transposed else [0, 0], _transposed, 2)
+    _library(
+        "convolution",
+        lambda x, w, g=_geometry: torch.ops.aten.convolution(x, w, None, *g[:3], bool(g[4]), g[3], g[5]),
+        (draw(2, 4, 7, 6), draw(4, 3, 3, 2, seed=1) if _transposed else draw(6, 2, 3, 2, seed=1)),
+        *_geometry,
+    )
+_image = (draw(2, 3, 7, 6),)
+_library("max_pool", lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True), _image, [3, 3], [2, 2], [1, 1], [1, 1], 0)
+_library("adaptive_max_pool", lambda x: F.adaptive_max_pool2d(x, (3, 2), return_indices=True), _image, [3, 2])
+_average = ([3, 3], [2, 2], [1, 1], 0, 0, 0)
+_library("avg_pool", lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), _image, *_average)
+_library("adaptive_avg_pool", lambda x: F.adaptive_avg_pool2d(x, (3, 4)), _image, [3, 4])
+
+
+def _upsampled(x):
+    return F.interpolate(x, (14, 9), mode="bilinear", align_corners=True)
+
+
+_library("upsample", _upsampled, _image, "bilinear2d", [14, 9], 1, 0.0, 0.0)
+
+
+def _at(name, extents, accumulate=None):
+    """``index`` (without values) or ``index_put`` (with) at dims 0 and 2."""
+
+    def build(scope, x, *rest):
+        *values, i, j = rest
+        indices = scope.emit(relax.Tuple([i, j]))
+        more = [] if accumulate is None else [relax.prim_value(accumulate)]
+        ty = relax.TensorType(extents, "float64")
+        return library.call(name, [x, *values, ShapeExpr([0, 2]), indices, *more], ty)
+
+    return build
+
+
+_x, _i, _j, _values = draw(3, 4, 5), torch.tensor([[0], [-1]]), torch.tensor([1, 3]), draw(2, 2, 4, seed=1)
+sample("library.index", _at("index", (2, 2, 4)), lambda x, i, j: x[i, :, j], _x, _i, torch.tensor([1, 1]))
+for _accumulate in (0, 1):
+    sample(
+        "library.index_put",
+        _at("index_put", (3, 4, 5), _accumulate),
+        lambda x, v, i, j, a=bool(_accumulate): torch.ops.aten.index_put(x, [i, None, j], v, a),
+        *(_x, _values, _i, _j),
+    )
+
+for _name in ("log1p", "expm1", "erfc"):
+    _library(_name, getattr(torch, _name), (draw(3, 4, low=-0.9),))
+_pair = (draw(3, 4, low=0.2, seed=1), draw(3, 4, low=0.2, seed=2))
+for _name in ("atan2", "fmod", "remainder"):
+    _library(_name, getattr(torch, _name), _pair)
+for _mode in ("floor", "trunc"):
+    _library(f"divide_{_mode}", lambda a, b, m=_mode: torch.div(a, b, rounding_mode=m), _pair)
+_library(
+    "binary_cross_entropy",
+    lambda x, t: F.binary_cross_entropy(x, t, reduction="none"),
+    (draw(3, 4, low=0.1, high=0.9), draw(3, 4, low=0.1, high=0.9, seed=1)),
+)
+
+_square = (draw(3, 5),)
+_library("sort", lambda x: tuple(torch.sort(x, dim=1, descending=True, stable=True)), _square, 1, 1, 1)
+_library("topk", lambda x: tuple(torch.topk(x, 2, 0)), _square, 0, 2, 1, 1)
+_library("kthvalue", lambda x: tuple(torch.kthvalue(x, 2, 1, keepdim=True)), _square, 1, 2)
+for _name in ("max", "min", "median", "nanmedian", "mode"):
+    _theirs = getattr(torch, _name)
+    _library(f"{_name}_dim", lambda x, f=_theirs: tuple(f(x, 1, keepdim=True)), _square, 1)
+for _name in ("cummax", "cummin"):
+    _theirs = getattr(torch, _name)
+    _library(_name, lambda x, f=_theirs: tuple(f(x, 1)), _square, 1)
+
+
+def _operator(name, reference, tensors):
+    arguments = json.dumps([[{"$tensor": index} for index in range(len(tensors))], {}])
+    _library("operator", reference, tensors, before=(name, arguments))
+
+
+_operator("aten.lgamma.default", torch.lgamma, (draw(3, low=0.5),))
+_operator("aten.linalg_slogdet.default", lambda x: tuple(torch.linalg.slogdet(x)), (draw(3, 3) + 3 * torch.eye(3),))
+_operator("aten.xlogy.Tensor", torch.xlogy, _pair)
+
+sample(
+    "library.checked",
+    lambda scope, x, condition: library.call(
+        "checked", [x, condition, StringImm("never")], relax.TensorType((3, 5), "float64")
+    ),
+    lambda x, condition: x * 1.0,
+    draw(3, 5),
+    torch.tensor(True),
+)
+
+
+def _normalized(centre):
+    def build(scope, x):
+        c = scope.emit(op.subtract(x, scope.emit(op.mean(x, [1], keepdims=True)))) if centre else x
+        moment = scope.emit(op.mean(scope.emit(op.square(c)), [1], keepdims=True))
+        rstd = scope.emit(op.rsqrt(scope.emit(op.add(moment, relax.const(1e-3, "float64")))))
+        return op.multiply(c, rstd)
+
+    def reference(x):
+        c = x - x.mean(1, keepdim=True) if centre else x
+        return c * (c.square().mean(1, keepdim=True) + 1e-3).rsqrt()
+
+    sample("library.normalize", build, reference, draw(3, 5))
+
+
+_normalized(True)
+_normalized(False)
+
+
+def _lstm(x, w_x, w_h, b_x, b_h, h, c):
+    """One layer of an LSTM in one direction; gates in torch's order."""
+    steps, h, c = [], h[0], c[0]
+    for step in x:
+        i, f, g, o = (step @ w_x.T + b_x + h @ w_h.T + b_h).chunk(4, -1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        steps.append(h)
+    return torch.stack(steps), h[None], c[None]
+
+
+_shapes = [(3, 2, 4), (20, 4), (20, 5), (20,), (20,), (1, 2, 5), (1, 2, 5)]
+_library(
+    "recurrent_layer",
+    _lstm,
+    tuple(draw(*extents, seed=seed).float() for seed, extents in enumerate(_shapes)),
+    before=(json.dumps([False, [], 2, 5, 1, True, False, False, True]),),
+    rtol=1e-4,  # the kernel knows float32 alone
+)

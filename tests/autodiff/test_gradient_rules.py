@@ -1,0 +1,45 @@
+"""Every registered gradient rule against torch.autograd in float64; a rule without a sample fails."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from autodiff.fold_normalization import fold_normalizations
+from autodiff.gradients.registry import LIBRARY_RULES, RULES
+from autodiff.ir import Op, bindings, library_name, op_name, results
+from autodiff.ops import having
+from tests.autodiff.evaluate import evaluate, function
+from tests.autodiff.gradcheck import check, interpreted
+from tests.autodiff.samples import SAMPLES
+
+for _name in ("elementwise", "structure", "indexing", "library"):
+    importlib.import_module(f"tests.autodiff.samples.{_name}")
+
+#: TVM's own rules that ours leave in place. What reads no tensor is never differentiated.
+TVM_RULES = {
+    name for name in Op.list_op_names() if name.startswith("relax.") and Op.get(name).get_attr("FPrimalGradient")
+} - {"relax.call_pure_packed", *having("creation")}
+
+CASES = [(name, index) for name, samples in SAMPLES.items() for index in range(len(samples))]
+
+
+@pytest.mark.parametrize("name,index", CASES, ids=str)
+def test_values_and_gradients_equal_torch(name, index):
+    entry = SAMPLES[name][index]
+    run = (lambda func, args: evaluate(func, *args)) if entry.compiled else interpreted
+    check(entry.build, entry.reference, *entry.args, run=run, rtol=entry.rtol, atol=entry.rtol / 10)
+
+
+@pytest.mark.parametrize("name", sorted({*RULES, *LIBRARY_RULES, *TVM_RULES}))
+def test_every_rule_has_samples_that_call_it(name):
+    assert name in SAMPLES, f"add a sample of {name} to tests/autodiff/samples/"
+    for entry in SAMPLES[name]:
+        func = function(entry.build, *entry.args)
+        body = fold_normalizations(list(bindings(func)), results(func)[0])
+        assert name in {library_name(value) or op_name(value) for _, value in body}
+
+
+def test_every_sample_is_of_a_rule():
+    assert set(SAMPLES) <= {*RULES, *LIBRARY_RULES, *TVM_RULES}
