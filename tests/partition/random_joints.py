@@ -16,22 +16,30 @@ KINDS = ("tanh", "relu", "add", "multiply", "matmul", "mean", "softmax", "mask",
 
 def random_joint(seed: int, nodes: int, outputs: int = 2, given=None, kinds=KINDS) -> tuple[Function, int, int]:
     """A joint function of about ``nodes`` forward bindings; the same for the same arguments."""
-    rng = random.Random(seed)
-    b = Builder()
-    values = [b.param(f"x{i}", (ROWS, WIDTH), "float64") for i in range(2)]
-    square = b.param("w", (WIDTH, WIDTH), "float64")
-    mask = b.param("mask_0", (ROWS, WIDTH), "bool")
-    wanted = [*values, square]
-    for index in range(nodes):
-        values.append(_step(rng, kinds, b, f"v{index}", values, square, mask))
-    chosen = [values[-1], *rng.sample(values[2:-1], min(outputs - 1, len(values) - 3))]
+    b, chosen, wanted = random_forward(seed, nodes, outputs, kinds)
     return differentiate(b, chosen, wanted, given)
 
 
+def random_forward(
+    seed: int, nodes: int, outputs: int = 2, kinds=KINDS, extents=(ROWS, WIDTH), dtype: str = "float64"
+) -> tuple[Builder, list[Var], list[Var]]:
+    """The bindings of a forward, its outputs, and the parameters to differentiate, which come first."""
+    rng = random.Random(seed)
+    b = Builder()
+    values = [b.param(f"x{i}", extents, dtype) for i in range(2)]
+    square = b.param("w", (extents[1], extents[1]), dtype)
+    mask = b.param("mask_0", extents, "bool")
+    wanted = [*values, square]
+    for index in range(nodes):
+        values.append(_step(rng, kinds, b, f"v{index}", values, square, mask))
+    return b, [values[-1], *rng.sample(values[2:-1], min(outputs - 1, len(values) - 3))], wanted
+
+
 def _step(rng: random.Random, kinds, b: Builder, name: str, values: list[Var], square: Var, mask: Var) -> Var:
-    wide = [value for value in values if shape(value) == (ROWS, WIDTH)]
+    extents = shape(values[0])
+    wide = [value for value in values if shape(value) == extents]
     x, y = rng.choice(wide[-4:]), rng.choice(values[-5:])
-    if shape(y) not in ((ROWS, WIDTH), (ROWS, 1)):
+    if shape(y) not in (extents, (extents[0], 1)):
         y = x
     kind = rng.choice(kinds)
     if kind == "tanh":
@@ -51,7 +59,7 @@ def _step(rng: random.Random, kinds, b: Builder, name: str, values: list[Var], s
     if kind == "softmax":
         return b.let(name, op.nn.softmax(x, axis=-1))
     if kind == "mask":
-        return b.let(name, op.multiply(x, b.let(name + "_kept", op.astype(mask, "float64"))))
+        return b.let(name, op.multiply(x, b.let(name + "_kept", op.astype(mask, str(x.ty.dtype)))))
     if rng.random() < 0.5:
         return b.let(name, op.multiply(x, const(0.5, x)))
-    return b.let(name, op.reshape(b.let(name + "_t", op.permute_dims(x)), (ROWS, WIDTH)))
+    return b.let(name, op.reshape(b.let(name + "_t", op.permute_dims(x)), extents))
