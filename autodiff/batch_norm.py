@@ -10,15 +10,14 @@ from autodiff.ir import Call, Expr, Tuple, Var, dtype, shape
 from autodiff.normalization import affine, cast, normalize, reciprocal_root, statistics_dtype
 from autodiff.rewrite import Scope
 
-__all__ = ["batch_norm_inference", "batch_norm_training", "running_average", "spell_batch_norm"]
+__all__ = ["spell_batch_norm"]
 
 
 def spell_batch_norm(call: Call, scope: Scope) -> Expr:
     """``relax.nn.batch_norm`` becomes mean, centred variance, rstd, multiply and add, and the running averages.
 
     Safe: it is the operator's definition (Ioffe and Szegedy, 2015), float32 statistics for half types. NOTE: TVM's
-    operator averages the *biased* variance, and so does this; PyTorch averages the unbiased one. Who wants PyTorch's
-    numbers calls :func:`batch_norm_training` and :func:`running_average` with a ``correction``.
+    operator averages the *biased* variance, and so does this; PyTorch averages the unbiased one.
     """
     x, gamma, beta, running_mean, running_variance = call.args
     attrs = call.attrs
@@ -26,18 +25,18 @@ def spell_batch_norm(call: Call, scope: Scope) -> Expr:
     gamma = gamma if attrs.scale else None
     beta = beta if attrs.center else None
     if not attrs.training:
-        y = batch_norm_inference(x, gamma, beta, running_mean, running_variance, axis, epsilon, scope)
+        y = _inference(x, gamma, beta, running_mean, running_variance, axis, epsilon, scope)
         return Tuple([y, running_mean, running_variance])
-    y, mean, variance, _ = batch_norm_training(x, gamma, beta, axis, epsilon, scope)
-    new_mean = running_average(running_mean, mean, momentum, scope, "running_mean")
-    new_variance = running_average(running_variance, variance, momentum, scope, "running_variance")
+    y, mean, variance = _training(x, gamma, beta, axis, epsilon, scope)
+    new_mean = _running_average(running_mean, mean, momentum, scope, "running_mean")
+    new_variance = _running_average(running_variance, variance, momentum, scope, "running_variance")
     return Tuple([y, new_mean, new_variance])
 
 
-def batch_norm_training(
+def _training(
     x: Expr, gamma: Expr | None, beta: Expr | None, axis: int, epsilon: float, scope: Scope, name: str = "batch_norm"
-) -> tuple[Expr, Var, Var, Var]:
-    """Binds BatchNorm of ``x`` with batch statistics; returns it with mean, biased variance and rstd, one per channel.
+) -> tuple[Expr, Var, Var]:
+    """Binds BatchNorm of ``x`` with batch statistics; returns it with mean and biased variance, one per channel.
 
     ``gamma`` and ``beta`` have one element per channel (``axis``) or are ``None``. The statistics are vectors, in
     float32 for half types.
@@ -46,14 +45,14 @@ def batch_norm_training(
     axis %= len(extents)
     wide = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
     others = [other for other in range(len(extents)) if other != axis]
-    y, *statistics = normalize(wide, others, epsilon, scope, name)
-    vectors = [scope.emit(op.reshape(value, [extents[axis]]), value.name) for value in statistics]
+    y, mean, variance, _ = normalize(wide, others, epsilon, scope, name)
+    vectors = [scope.emit(op.reshape(value, [extents[axis]]), value.name) for value in (mean, variance)]
     gamma, beta = (per_channel(value, axis, extents, scope, name) for value in (gamma, beta))
     y = affine(y, gamma, beta, scope, name)
     return cast(y, dtype(x), scope, f"{name}_output"), *vectors
 
 
-def batch_norm_inference(
+def _inference(
     x: Expr,
     gamma: Expr | None,
     beta: Expr | None,
@@ -77,17 +76,10 @@ def batch_norm_inference(
     return cast(y, dtype(x), scope, f"{name}_output")
 
 
-def running_average(
-    running: Expr, batch: Expr, momentum: float, scope: Scope, name: str, correction: float = 1.0
-) -> Expr:
-    """Binds ``(1 - momentum) * running + momentum * correction * batch``, in the type of ``running``.
-
-    ``correction`` is ``n / (n - 1)`` to average the unbiased variance of ``n`` elements per channel (as PyTorch does).
-    """
+def _running_average(running: Expr, batch: Expr, momentum: float, scope: Scope, name: str) -> Expr:
+    """Binds ``(1 - momentum) * running + momentum * batch``, in the type of ``running``."""
     wide = cast(running, dtype(batch), scope, f"{name}_wide")
     remaining = scope.emit(op.multiply(wide, const(1 - momentum, batch)), f"{name}_remaining")
-    if correction != 1.0:
-        batch = scope.emit(op.multiply(batch, const(correction, batch)), f"{name}_unbiased")
     new = scope.emit(op.multiply(batch, const(momentum, batch)), f"{name}_new")
     average = scope.emit(op.add(remaining, new), f"{name}_average")
     return cast(average, dtype(running), scope, f"{name}_output")

@@ -10,7 +10,7 @@ from autodiff.constants import const
 from autodiff.ir import Call, Expr, Function, Tuple, Var, dtype, shape
 from autodiff.rewrite import NameSupply, Scope, names, rewrite
 
-__all__ = ["keep_scale", "mask_dropout"]
+__all__ = ["keep_scale", "mask_dropout", "project"]
 
 
 def mask_dropout(func: Function) -> Function:

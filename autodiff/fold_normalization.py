@@ -15,10 +15,10 @@ from autodiff.dce import live_bindings
 from autodiff.ir import Call, Constant, Expr, Var, numpy_value, op_name, shape
 from autodiff.library import call as library_call
 
-__all__ = ["FOLDED", "fold_normalizations"]
+__all__ = ["fold_normalizations"]
 
 #: The name of the step, ``library.normalize``. Only the function that TVM's ``Gradient`` sees has it; it never runs.
-FOLDED = "normalize"
+_FOLDED = "normalize"
 
 Body = list[tuple[Var, Expr]]
 
@@ -50,7 +50,7 @@ def _fold(var: Var, value: Expr, definitions: dict[Var, Expr]) -> Call | None:
             continue
         source = _centred_from(scaled, axes, definitions)
         args = [scaled if source is None else source, rstd, relax.prim_value(int(source is not None))]
-        return library_call(FOLDED, args, var.ty)
+        return library_call(_FOLDED, args, var.ty)
     return None
 
 

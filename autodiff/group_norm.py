@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from tvm.relax import op
 
-from autodiff.ir import Call, Expr, Var, dtype, shape
+from autodiff.ir import Call, Expr, dtype, shape
 from autodiff.normalization import affine, cast, normalize, statistics_dtype
 from autodiff.rewrite import Scope
 
-__all__ = ["group_norm", "instance_norm", "spell_group_norm", "spell_instance_norm"]
+__all__ = ["per_channel", "spell_group_norm", "spell_instance_norm"]
 
 
 def spell_group_norm(call: Call, scope: Scope) -> Expr:
@@ -20,7 +20,7 @@ def spell_group_norm(call: Call, scope: Scope) -> Expr:
     """
     x, gamma, beta = call.args
     attrs = call.attrs
-    return group_norm(
+    return _group_norm(
         x,
         gamma if attrs.scale else None,
         beta if attrs.center else None,
@@ -29,7 +29,7 @@ def spell_group_norm(call: Call, scope: Scope) -> Expr:
         [int(axis) for axis in attrs.axes],
         float(attrs.epsilon),
         scope,
-    )[0]
+    )
 
 
 def spell_instance_norm(call: Call, scope: Scope) -> Expr:
@@ -39,7 +39,7 @@ def spell_instance_norm(call: Call, scope: Scope) -> Expr:
     """
     x, gamma, beta = call.args
     attrs = call.attrs
-    return instance_norm(
+    return _instance_norm(
         x,
         gamma if attrs.scale else None,
         beta if attrs.center else None,
@@ -47,10 +47,10 @@ def spell_instance_norm(call: Call, scope: Scope) -> Expr:
         [int(axis) for axis in attrs.axes],
         float(attrs.epsilon),
         scope,
-    )[0]
+    )
 
 
-def group_norm(
+def _group_norm(
     x: Expr,
     gamma: Expr | None,
     beta: Expr | None,
@@ -60,8 +60,8 @@ def group_norm(
     epsilon: float,
     scope: Scope,
     name: str = "group_norm",
-) -> tuple[Expr, Var, Var]:
-    """Binds GroupNorm of ``x``, and returns it with mean and rstd, which have the grouped shape (reduced dims size 1).
+) -> Expr:
+    """Binds GroupNorm of ``x``, and returns it.
 
     The channels are split into ``num_groups``; statistics are over the channels of a group and over ``axes`` (other
     axes than the channel's). ``gamma`` and ``beta`` have one element per channel or are ``None``.
@@ -75,14 +75,14 @@ def group_norm(
     reduced = sorted([channel + 1, *(axis + (axis > channel) for axis in reduced)])
     wide = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
     groups = scope.emit(op.reshape(wide, grouped), f"{name}_groups")
-    y, mean, _, rstd = normalize(groups, reduced, epsilon, scope, name)
+    y, *_ = normalize(groups, reduced, epsilon, scope, name)
     y = scope.emit(op.reshape(y, extents), f"{name}_ungrouped")
     gamma, beta = (per_channel(value, channel, extents, scope, name) for value in (gamma, beta))
     y = affine(y, gamma, beta, scope, name)
-    return cast(y, dtype(x), scope, f"{name}_output"), mean, rstd
+    return cast(y, dtype(x), scope, f"{name}_output")
 
 
-def instance_norm(
+def _instance_norm(
     x: Expr,
     gamma: Expr | None,
     beta: Expr | None,
@@ -91,18 +91,18 @@ def instance_norm(
     epsilon: float,
     scope: Scope,
     name: str = "instance_norm",
-) -> tuple[Expr, Var, Var]:
-    """Binds InstanceNorm of ``x`` over ``axes``, and returns it with its mean and rstd (``axes`` kept as size 1).
+) -> Expr:
+    """Binds InstanceNorm of ``x`` over ``axes``, and returns it.
 
     ``gamma`` and ``beta`` have one element per channel or are ``None``.
     """
     extents = list(shape(x))
     channel = channel_axis % len(extents)
     wide = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
-    y, mean, _, rstd = normalize(wide, sorted(axis % len(extents) for axis in axes), epsilon, scope, name)
+    y, *_ = normalize(wide, sorted(axis % len(extents) for axis in axes), epsilon, scope, name)
     gamma, beta = (per_channel(value, channel, extents, scope, name) for value in (gamma, beta))
     y = affine(y, gamma, beta, scope, name)
-    return cast(y, dtype(x), scope, f"{name}_output"), mean, rstd
+    return cast(y, dtype(x), scope, f"{name}_output")
 
 
 def per_channel(value: Expr | None, channel: int, extents: Sequence[int], scope: Scope, name: str) -> Expr | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tvm.relax import op
 
-from autodiff.ir import Call, Expr, Var, dtype, shape
+from autodiff.ir import Call, Expr, dtype, shape
 from autodiff.normalization import affine, cast, normalize, statistics_dtype
 from autodiff.rewrite import Scope
 
@@ -28,7 +28,7 @@ def spell_layer_norm(call: Call, scope: Scope) -> Expr:
         [int(axis) for axis in attrs.axes],
         float(attrs.epsilon),
         scope,
-    )[0]
+    )
 
 
 def layer_norm(
@@ -39,8 +39,8 @@ def layer_norm(
     epsilon: float,
     scope: Scope,
     name: str = "layer_norm",
-) -> tuple[Expr, Var, Var]:
-    """Binds LayerNorm of ``x`` over ``axes``, and returns it with its mean and rstd (``axes`` kept as size 1).
+) -> Expr:
+    """Binds LayerNorm of ``x`` over ``axes``, and returns it.
 
     ``gamma`` and ``beta`` have the extents of ``x`` along ``axes``, in that order, or are ``None``. The result has the
     element type of ``x``; the statistics are in float32 for half types. (TVM's own operator refuses bfloat16.)
@@ -48,11 +48,11 @@ def layer_norm(
     rank = len(shape(x))
     axes = sorted(axis % rank for axis in axes)
     wide = cast(x, statistics_dtype(dtype(x)), scope, f"{name}_wide")
-    y, mean, _, rstd = normalize(wide, axes, epsilon, scope, name)
+    y, *_ = normalize(wide, axes, epsilon, scope, name)
     along = [shape(x)[axis] if axis in axes else 1 for axis in range(axes[0], rank)]
     gamma, beta = (_spread(value, along, scope, name) for value in (gamma, beta))
     y = affine(y, gamma, beta, scope, name)
-    return cast(y, dtype(x), scope, f"{name}_output"), mean, rstd
+    return cast(y, dtype(x), scope, f"{name}_output")
 
 
 def _spread(value: Expr | None, along: list[int], scope: Scope, name: str) -> Expr | None:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from tvm.relax import op
 
-from autodiff.ir import Call, Expr, Var, dtype, shape
+from autodiff.ir import Call, Expr, dtype, shape
 from autodiff.normalization import affine, cast, reciprocal_root, statistics_dtype
 from autodiff.rewrite import Scope
 
-__all__ = ["rms_norm", "spell_rms_norm"]
+__all__ = ["spell_rms_norm"]
 
 
 def spell_rms_norm(call: Call, scope: Scope) -> Expr:
@@ -19,13 +19,13 @@ def spell_rms_norm(call: Call, scope: Scope) -> Expr:
     Safe: it is the definition (Zhang and Sennrich, 2019), computed in float32 for half types.
     """
     x, weight = call.args
-    return rms_norm(x, weight, [int(axis) for axis in call.attrs.axes], float(call.attrs.epsilon), scope)[0]
+    return _rms_norm(x, weight, [int(axis) for axis in call.attrs.axes], float(call.attrs.epsilon), scope)
 
 
-def rms_norm(
+def _rms_norm(
     x: Expr, weight: Expr | None, axes: Sequence[int], epsilon: float, scope: Scope, name: str = "rms_norm"
-) -> tuple[Expr, Var]:
-    """Binds ``x / sqrt(mean(x^2, axes) + epsilon) * weight``, and returns it with the reciprocal root (``axes`` kept).
+) -> Expr:
+    """Binds ``x / sqrt(mean(x^2, axes) + epsilon) * weight``, and returns it.
 
     ``weight`` has the extents of ``x`` along ``axes``, which are the last axes, or is ``None``. The result has the
     element type of ``x``.
@@ -40,4 +40,4 @@ def rms_norm(
     rstd = reciprocal_root(moment, epsilon, scope, name)
     y = scope.emit(op.multiply(wide, rstd), f"{name}_normalized")
     y = affine(y, weight, None, scope, name)
-    return cast(y, dtype(x), scope, f"{name}_output"), rstd
+    return cast(y, dtype(x), scope, f"{name}_output")

@@ -11,12 +11,7 @@ from autodiff.ir import Function, Var, bindings, dtype, is_float, results, with_
 from autodiff.normalization import cast, statistics_dtype
 from autodiff.rewrite import Scope, names
 
-__all__ = ["grad_out_name", "seed_vjp"]
-
-
-def grad_out_name(index: int) -> str:
-    """The name of the parameter that holds the gradient of output ``index``."""
-    return f"grad_out_{index}"
+__all__ = ["seed_vjp"]
 
 
 def seed_vjp(func: Function, outputs: Sequence[int]) -> Function:
@@ -44,7 +39,7 @@ def seed_vjp(func: Function, outputs: Sequence[int]) -> Function:
         output = primal[index]
         if not is_float(output):
             raise ValueError(f"seed_vjp: wanted a floating point tensor as output {index}, got {output.ty}")
-        name = grad_out_name(index)
+        name = f"grad_out_{index}"
         if name in taken:
             raise ValueError(f"seed_vjp: the name {name!r} is taken by another variable")
         grad_out = relax.Var(name, output.ty)

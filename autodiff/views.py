@@ -11,7 +11,7 @@ from autodiff.ir import Call, Expr, Function, dtype, op_name, shape
 from autodiff.ops import having
 from autodiff.rewrite import Rule, Scope, rewrite
 
-__all__ = ["VIEWS", "deduplicate_views"]
+__all__ = ["deduplicate_views"]
 
 
 def deduplicate_views(func: Function) -> Function:
@@ -21,7 +21,7 @@ def deduplicate_views(func: Function) -> Function:
     become ``reshape``, so that there is one spelling to compare; so does a transpose that moves only size-1 dims.
     A cast disappears if it undoes a widening cast; the other order rounds and stays.
     """
-    return rewrite(func, VIEWS)
+    return rewrite(func, _VIEWS)
 
 
 def _reshape(call: Call, scope: Scope) -> Expr | None:
@@ -43,18 +43,18 @@ def _to_reshape(call: Call, scope: Scope) -> Expr:
 
 def _permute_dims(call: Call, scope: Scope) -> Expr | None:
     x = call.args[0]
-    axes = permutation(call)
+    axes = _permutation(call)
     if axes == sorted(axes):
         return x
     source = scope.definition(x)
     if op_name(source) == "relax.permute_dims":
-        inner = permutation(source)
+        inner = _permutation(source)
         return op.permute_dims(source.args[0], [inner[axis] for axis in axes])
     moved = [axis for axis in axes if shape(x)[axis] != 1]
     return _to_reshape(call, scope) if moved == sorted(moved) else None
 
 
-def permutation(call: Call) -> list[int]:
+def _permutation(call: Call) -> list[int]:
     """The axes of a ``permute_dims``, non-negative; reversed order if it names none."""
     rank = len(shape(call))
     axes = call.attrs.axes
@@ -92,10 +92,10 @@ _EXACT_CASTS = {
 def _fill(call: Call, scope: Scope) -> Expr | None:
     """A shape operation on a tensor of one repeated number becomes that number in the new shape."""
     value = splat(call.args[0], scope)
-    return None if value is None else fill(value, call)
+    return None if value is None else _filled(value, call)
 
 
-def fill(value: float | int | bool, like: Expr) -> Expr:
+def _filled(value: float | int | bool, like: Expr) -> Expr:
     """A tensor of one repeated number, of the shape and element type of ``like``."""
     if value == 0 and math.copysign(1, value) > 0:
         return op.zeros(shape(like), dtype(like))
@@ -152,7 +152,7 @@ def _negative(call: Call, scope: Scope) -> Expr | None:
     return source.args[0] if op_name(source) == "relax.negative" else None
 
 
-VIEWS: dict[str | None, list[Rule]] = {
+_VIEWS: dict[str | None, list[Rule]] = {
     "relax.reshape": [_reshape, _fill],
     "relax.expand_dims": [_to_reshape],
     "relax.squeeze": [_to_reshape],

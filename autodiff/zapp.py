@@ -7,6 +7,8 @@ additions of zero, OneZapp removes multiplications by one, the seed of the chain
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tvm.relax import op
 
 from autodiff.constants import splat
@@ -14,7 +16,7 @@ from autodiff.gradients.tools import fit
 from autodiff.ir import Call, Constant, Expr, Function, Var, dtype, shape
 from autodiff.rewrite import Scope, rewrite
 
-__all__ = ["ONE_ZAPP", "ZAPP_LIKE", "ZERO_ZAPP", "one_zapp", "zapp_like", "zero_zapp"]
+__all__ = ["LIKE", "one_zapp", "zapp_like", "zero_zapp"]
 
 
 def zapp_like(func: Function) -> Function:
@@ -22,7 +24,7 @@ def zapp_like(func: Function) -> Function:
 
     Safe: shapes are static, so the shape of the pattern operand is known and the operand itself is not needed.
     """
-    return rewrite(func, ZAPP_LIKE)
+    return rewrite(func, _ZAPP_LIKE)
 
 
 def zero_zapp(func: Function) -> Function:
@@ -30,7 +32,7 @@ def zero_zapp(func: Function) -> Function:
 
     Safe: the sum equals ``x`` for every ``x``; infinities and NaN pass (only ``-0.0`` now stays ``-0.0``).
     """
-    return rewrite(func, ZERO_ZAPP)
+    return rewrite(func, _ZERO_ZAPP)
 
 
 def one_zapp(func: Function) -> Function:
@@ -38,19 +40,19 @@ def one_zapp(func: Function) -> Function:
 
     Safe: the product is ``x``, bit for bit.
     """
-    return rewrite(func, ONE_ZAPP)
+    return rewrite(func, _ONE_ZAPP)
 
 
-def _zeros_like(call: Call, scope: Scope) -> Expr:
-    return op.zeros(shape(call), dtype(call))
+#: ``..._like`` operations with the static shape and element type of the operand that they only look at.
+LIKE: dict[str, Callable[[Call], Expr]] = {
+    "relax.zeros_like": lambda call: op.zeros(shape(call), dtype(call)),
+    "relax.ones_like": lambda call: op.ones(shape(call), dtype(call)),
+    "relax.full_like": lambda call: op.full(shape(call), call.args[1], dtype(call)),
+}
 
 
-def _ones_like(call: Call, scope: Scope) -> Expr:
-    return op.ones(shape(call), dtype(call))
-
-
-def _full_like(call: Call, scope: Scope) -> Expr:
-    return op.full(shape(call), call.args[1], dtype(call))
+def _like(call: Call, scope: Scope) -> Expr:
+    return LIKE[call.op.name](call)
 
 
 def _collapse(call: Call, scope: Scope) -> Expr:
@@ -95,13 +97,11 @@ def _as(x: Expr, call: Call) -> Expr | None:
     return x if shape(x) == shape(call) else op.broadcast_to(x, shape(call))
 
 
-ZAPP_LIKE = {
-    "relax.zeros_like": [_zeros_like],
-    "relax.ones_like": [_ones_like],
-    "relax.full_like": [_full_like],
+_ZAPP_LIKE = {
+    **{name: [_like] for name in LIKE},
     "relax.collapse_sum_to": [_collapse],
     "relax.collapse_sum_like": [_collapse],
     "relax.broadcast_to": [_broadcast_to],
 }
-ZERO_ZAPP = {"relax.add": [_drop_either(0)], "relax.subtract": [_drop_second(0)]}
-ONE_ZAPP = {"relax.multiply": [_drop_either(1)], "relax.divide": [_drop_second(1)]}
+_ZERO_ZAPP = {"relax.add": [_drop_either(0)], "relax.subtract": [_drop_second(0)]}
+_ONE_ZAPP = {"relax.multiply": [_drop_either(1)], "relax.divide": [_drop_second(1)]}

@@ -24,10 +24,10 @@ from .graph import Graph
 from .network import minimum_cut
 from .strategy import Choice
 
-__all__ = ["NOTICEABLE", "fewest_bytes", "fit"]
+__all__ = ["fewest_bytes", "fit"]
 
 #: The share of the captures that a budget which cannot be met has to gain for a larger change of the choice.
-NOTICEABLE = Fraction(1, 100)
+_NOTICEABLE = Fraction(1, 100)
 
 
 def fewest_bytes(
@@ -76,10 +76,10 @@ def fit(
     if total > limit:
         least = fewest_bytes(graph, savable, forced=forced, allow_products=allow_products)
         bound = total if least is None else min(total, _captured(graph, least))
-        if bound <= limit or total - bound >= NOTICEABLE * bound:
+        if bound <= limit or total - bound >= _NOTICEABLE * bound:
             saved = {name: choice.saved.get(name, f"fewest bytes: needed by {reader(graph, name)}") for name in least}
             total, given_up = bound, []
-        room = max(limit, int(bound * (1 + NOTICEABLE)))
+        room = max(limit, int(bound * (1 + _NOTICEABLE)))
     for _, name in sorted(given_up, key=lambda item: -item[0]):
         if total + graph.nodes[name].bytes <= room:
             saved[name] = choice.saved[name]
@@ -166,7 +166,7 @@ def _out_of_reach(graph: Graph, limit: int, total: int, bound: int, obstacles: d
     size = {name: graph.nodes[name].bytes for name in obstacles}
     worst = sorted(obstacles, key=lambda name: -size[name])[:3]
     listed = "; ".join(f"{name}, {size[name]:,} bytes ({obstacles[name]})" for name in worst)
-    rest = f", and {total:,} are saved (the rest is less than {float(NOTICEABLE):.0%})" if total > bound else ""
+    rest = f", and {total:,} are saved (the rest is less than {float(_NOTICEABLE):.0%})" if total > bound else ""
     return (
         f"a budget of {limit:,} bytes is out of reach: {bound:,} bytes is the least{rest}. "
         f"In the way of {len(obstacles)} captures, the largest first: {listed}"

@@ -14,7 +14,7 @@ from .plan import Plan, make_plan
 from .split import split
 from .strategy import Strategy
 
-__all__ = ["STRATEGIES", "Partitioned", "partition"]
+__all__ = ["STRATEGIES", "Partitioned", "partition", "resolve"]
 
 #: The strategies that go by a name.
 STRATEGIES = {"min_cut": MinCut, "save_all": SaveAll, "recompute_all": RecomputeAll}

@@ -16,17 +16,16 @@ from autodiff.ir import (
     Call,
     DataflowVar,
     Expr,
-    ShapeExpr,
     Tuple,
     TupleGetItem,
     TupleType,
     Var,
-    dtype,
     op_name,
     shape,
     substitute,
     used_vars,
 )
+from autodiff.zapp import LIKE
 
 Binding = tuple[Var, Expr]
 
@@ -92,20 +91,8 @@ def _fresh(name: str, taken: set[str]) -> str:
 
 def _forget_shapes(value: Expr) -> Expr:
     """``…_like`` operations spelled with the static shape and dtype of the operand they only look at."""
-    name = op_name(value)
-    rewrite = _LIKE.get(name) if name else None
-    if rewrite is None:
-        return value
-    return relax.BlockBuilder().normalize(rewrite(value))
+    rewrite = _LIKE.get(op_name(value))
+    return value if rewrite is None else relax.BlockBuilder().normalize(rewrite(value))
 
 
-def _target(value: Expr) -> ShapeExpr:
-    return ShapeExpr(shape(value))
-
-
-_LIKE = {
-    "relax.zeros_like": lambda call: relax.op.zeros(_target(call), dtype(call)),
-    "relax.ones_like": lambda call: relax.op.ones(_target(call), dtype(call)),
-    "relax.full_like": lambda call: relax.op.full(_target(call), call.args[1], dtype(call)),
-    "relax.collapse_sum_like": lambda call: relax.op.collapse_sum_to(call.args[0], _target(call)),
-}
+_LIKE = {**LIKE, "relax.collapse_sum_like": lambda call: relax.op.collapse_sum_to(call.args[0], shape(call))}

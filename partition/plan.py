@@ -10,10 +10,10 @@ from .cost import Cost, flops, is_view, moved_bytes
 from .graph import Graph
 from .strategy import Choice
 
-__all__ = ["MASK_PREFIX", "Plan", "Saved", "make_plan"]
+__all__ = ["Plan", "Saved", "make_plan"]
 
 #: What the names of primals start with that are random draws.
-MASK_PREFIX = "mask_"
+_MASK_PREFIX = "mask_"
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def make_plan(graph: Graph, strategy: str, choice: Choice, *, save_all: Choice) 
 
     free = [
         saved(name, "mask", "free: a mask, drawn before the forward and never drawn twice")
-        if name.startswith(MASK_PREFIX)
+        if name.startswith(_MASK_PREFIX)
         else saved(name, "primal", "free: a parameter of the forward")
         for name in captured.primals
     ]

@@ -13,9 +13,9 @@ from autodiff.gradients.registry import Emit, gradient
 from autodiff.gradients.tools import const, fit, zeros_like
 from autodiff.ir import Call, Constant, Expr, Var, numpy_value, shape
 
-__all__ = ["WITHOUT_GRADIENT"]
+__all__ = []
 
-WITHOUT_GRADIENT = (
+_WITHOUT_GRADIENT = (
     *(f"relax.{name}" for name in ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")),
     *(f"relax.{name}" for name in ("logical_and", "logical_or", "logical_xor")),
     *(f"relax.{name}" for name in ("bitwise_and", "bitwise_or", "bitwise_xor", "left_shift", "right_shift")),
@@ -23,7 +23,7 @@ WITHOUT_GRADIENT = (
 )
 
 
-@gradient(*WITHOUT_GRADIENT)
+@gradient(*_WITHOUT_GRADIENT)
 def without_gradient(call: Call, y: Var, g: Var, emit: Emit) -> list[None]:
     """da = db = 0"""
     return [None, None]

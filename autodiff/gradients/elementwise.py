@@ -14,9 +14,9 @@ from autodiff.gradients.registry import Emit, gradient
 from autodiff.gradients.tools import const, zeros_like
 from autodiff.ir import Call, Expr, Var, dtype, is_float
 
-__all__ = ["PIECEWISE_CONSTANT"]
+__all__ = []
 
-PIECEWISE_CONSTANT = (
+_PIECEWISE_CONSTANT = (
     "relax.floor",
     "relax.ceil",
     "relax.round",
@@ -30,7 +30,7 @@ PIECEWISE_CONSTANT = (
 )
 
 
-@gradient(*PIECEWISE_CONSTANT)
+@gradient(*_PIECEWISE_CONSTANT)
 def piecewise_constant(call: Call, y: Var, g: Var, emit: Emit) -> list[None]:
     """dx = 0"""
     return [None]

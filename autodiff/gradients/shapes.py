@@ -11,7 +11,7 @@ from autodiff.gradients.registry import Emit, checks, gradient
 from autodiff.gradients.tools import fit, sum_over, zeros_like
 from autodiff.ir import Call, Expr, Tuple, TupleGetItem, Var, shape
 
-__all__ = ["scatter_slice"]
+__all__ = []
 
 
 @gradient("relax.reshape")
@@ -106,11 +106,11 @@ def strided_slice(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
         axis = int(axis) % len(shape(x))
         extent = shape(x)[axis]
         positions = range(*slice(int(begin), int(end), stride).indices(extent))
-        value = scatter_slice(value, positions, axis, extent, emit)
+        value = _scatter_slice(value, positions, axis, extent, emit)
     return [value] + [None] * (len(call.args) - 1)
 
 
-def scatter_slice(value: Expr, positions: range, axis: int, extent: int, emit: Emit) -> Expr:
+def _scatter_slice(value: Expr, positions: range, axis: int, extent: int, emit: Emit) -> Expr:
     """Zeros of ``extent`` along ``axis``, with ``value`` at ``positions``: spread, then padded."""
     value = emit(value)
     if positions == range(extent):
