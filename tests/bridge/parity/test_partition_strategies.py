@@ -82,7 +82,7 @@ def test_the_strategies_differ(compiled):
     _, _, copies = compiled
     plans = {name: plan_of(copied) for name, copied in copies.items()}
     assert plans["recompute_all"].bytes == 0
-    flops = [plans[name].price.flops for name in ("save_all", "min_cut", "recompute_all")]
+    flops = [plans[name].cost.flops for name in ("save_all", "min_cut", "recompute_all")]
     assert flops == sorted(set(flops))
     assert plans["min_cut"].bytes < plans["save_all"].bytes
     whole = plans["save_all"].bytes
