@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 import tvm
 
-from bridge.capture.fake_observation import Draw
+from bridge.capture.observation import Draw
 from bridge.rng import cpu as mt19937
 from bridge.rng.draws import Draws
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from bridge.base.errors import Unsupported, UnsupportedModule
-from bridge.capture.capture import capture, normalize_sample
+from bridge.capture.capture import capture
+from bridge.capture.sample import normalize_sample
 from bridge.lower import lower_captured
 from bridge.state.snapshot import PythonState
 

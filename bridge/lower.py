@@ -30,8 +30,11 @@ from bridge.aten import import_graph
 from bridge.aten.importer import Imported
 from bridge.base.errors import CompilationError
 from bridge.base.log import channel
-from bridge.capture.capture import Captured, capture, normalize_sample, raise_if_eager_raises
-from bridge.capture.passes.autocast import ambient_autocast
+from bridge.base.modes import ambient_autocast
+from bridge.capture.capture import capture
+from bridge.capture.captured import Captured
+from bridge.capture.eager_error import raise_if_eager_raises
+from bridge.capture.sample import normalize_sample
 from bridge.lowering.lowered import Lowered, Sample
 from bridge.lowering.origin import origins
 from bridge.lowering.stage import Stage

@@ -9,6 +9,7 @@ from autodiff.ir import Expr, dtype, is_float
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.aten.whole import whole
 from bridge.base.torch_internals import aten
+from bridge.capture.passes.stop_gradient import STOP_GRADIENT
 
 op = relax.op
 
@@ -301,7 +302,7 @@ def identity(importer, node, x, **layout):
     return x
 
 
-@converts(torch.ops.tvm_dispatch.stop_gradient.default)
+@converts(STOP_GRADIENT)
 def stop_gradient(importer, node, x):
     return importer.emit(op.grad.no_grad(x)) if is_float(x) else x
 

@@ -52,11 +52,14 @@ class UnsupportedModule(RuntimeError):
 
     Attributes:
         ops: each :class:`Unsupported` thing that stood in the way, in program order.
+        cause: what torch raised while the module was traced, with its own chain and traceback; ``None`` where this
+            package found what stood in the way. ``BRIDGE_LOGS=+dispatch`` shows it.
     """
 
-    def __init__(self, module_name: str, ops: Sequence[Unsupported]):
+    def __init__(self, module_name: str, ops: Sequence[Unsupported], cause: BaseException | None = None):
         self.module_name = module_name
         self.ops = tuple(ops)
+        self.cause = cause
         lines = "\n".join(f"  {op}" for op in self.ops)
         super().__init__(f"{module_name} cannot be dispatched to TVM; it was left as it was.\n{lines}")
 

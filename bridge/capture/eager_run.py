@@ -1,4 +1,4 @@
-"""The sample call once more on real numbers, to see what fake tensors get wrong.
+"""Eager run: the sample call once more on real numbers → its observation, and what fake tensors get wrong.
 
 The shape functions behind fake tensors give some results other strides than the kernels do (a normalization of a
 transposed tensor, say). Strides decide the order in which a draw fills memory, and the caller sees those of the
@@ -20,8 +20,9 @@ from torch import nn
 from bridge.base.errors import Unsupported, refused_by_eager
 from bridge.base.torch_internals import pytree
 from bridge.capture.call_log import differences
-from bridge.capture.fake_observation import Witness, observe
-from bridge.capture.isolated_rng import OwnDraws
+from bridge.capture.isolated_rng import IsolatedRNG
+from bridge.capture.observation import Observation
+from bridge.capture.observe import observe
 from bridge.capture.tracing import times_asked
 from bridge.state.tensors import ModuleTensor, once_per_owner
 
@@ -34,7 +35,7 @@ def real_run(
     real_tensors: Sequence[torch.Tensor],
     args: tuple,
     kwargs: dict[str, Any],
-) -> tuple[Witness, list[Unsupported]]:
+) -> tuple[Observation, list[Unsupported]]:
     """What ``module(*args, **kwargs)`` does in eager. Neither tensors nor the generator are changed.
 
     Parameters and arguments are used as they are: the caller has made sure that forward writes into none of them.
@@ -52,12 +53,12 @@ def real_run(
     parameters = [tensor for spec, tensor in zip(tensors, owned, strict=True) if spec.kind == "parameter"]
     asked = times_asked()
     try:
-        with OwnDraws():
+        with IsolatedRNG():
             run = observe(module, state, parameters, [*owned, *arguments], args, kwargs, nullcontext(), traced=False)
         if times_asked() == asked:
             return run, []
         untraced, state = _state(module, tensors, real_tensors)
-        with OwnDraws():
+        with IsolatedRNG():
             result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
     except Exception as error:
         refused_by_eager(error)
@@ -114,8 +115,8 @@ def _own_leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def as_in_eager(fake: Witness, real: Witness) -> tuple[Witness, list[Unsupported]]:
-    """The witness of the fake run with the real one's strides, and what else differs between the two."""
+def as_in_eager(fake: Observation, real: Observation) -> tuple[Observation, list[Unsupported]]:
+    """The observation of the fake run with the real one's strides, and what else differs between the two."""
     problems = list(differences(fake.calls, real.calls))
     if problems:  # the others follow from it
         return fake, problems

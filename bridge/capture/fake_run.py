@@ -1,4 +1,4 @@
-"""A call of a module on fake tensors of the same layout as its own and its arguments', watched by the witness."""
+"""Fake run: a call of a module on fake tensors of the layouts of its own and its arguments → what it did."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from bridge.base.torch_internals import FakeTensorMode, clear_fake_memo, pytree
-from bridge.capture.fake_observation import Witness, observe
+from bridge.capture.observation import Observation
+from bridge.capture.observe import observe
 from bridge.state.tensors import ModuleTensor, once_per_owner
 
 __all__ = ["FakeRun", "fake_run", "forget_real_tensors"]
@@ -18,10 +19,10 @@ __all__ = ["FakeRun", "fake_run", "forget_real_tensors"]
 
 @dataclass(frozen=True)
 class FakeRun:
-    """What was seen, and the call as it was made.
+    """The observation, and the call as it was made.
 
     Attributes:
-        witness: see :mod:`bridge.capture.fake_observation`.
+        observation: see :mod:`bridge.capture.observation`.
         mode: the fake mode of all tensors.
         arguments: the argument leaves that are tensors (fake), in pytree order.
         argument_leaves: all leaves of the arguments, tensors replaced by ``None``.
@@ -29,7 +30,7 @@ class FakeRun:
         in_spec: pytree structure of ``(args, kwargs)``.
     """
 
-    witness: Witness
+    observation: Observation
     mode: FakeTensorMode
     arguments: tuple[torch.Tensor, ...]
     argument_leaves: tuple[Any, ...]
@@ -66,7 +67,7 @@ def fake_run(
     fake_args, fake_kwargs = pytree.tree_unflatten(fake_leaves, in_spec)
     parameters = [fake for spec, fake in zip(tensors, fakes, strict=True) if spec.kind == "parameter"]
     return FakeRun(
-        witness=observe(module, state, parameters, [*fakes, *arguments], fake_args, fake_kwargs, mode),
+        observation=observe(module, state, parameters, [*fakes, *arguments], fake_args, fake_kwargs, mode),
         mode=mode,
         arguments=arguments,
         argument_leaves=tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),

@@ -1,4 +1,4 @@
-"""Tensors that forward reads and the module does not own: in a list, a dict, a global, a closure.
+"""Free (lifted) tensors: what forward reads and the module does not own, in a list, a dict, a global, a closure.
 
 ``torch.export`` lifts them into the graph as if they were numbers written in the code. Those really are
 (``torch.tensor([1.0, 2.0])`` inside forward), and become constants; a tensor from elsewhere may change between calls
@@ -14,11 +14,11 @@ from torch.export.graph_signature import InputKind
 
 from bridge.base.errors import Unsupported, user_line
 
-__all__ = ["outside_tensors"]
+__all__ = ["free_tensors"]
 
 
-def outside_tensors(exported: torch.export.ExportedProgram, owned: Collection[str]) -> list[Unsupported]:
-    """One problem for each tensor from outside.
+def free_tensors(exported: torch.export.ExportedProgram, owned: Collection[str]) -> list[Unsupported]:
+    """One problem for each free tensor.
 
     Args:
         exported: the training-IR program, not decomposed yet: there, literals are still told apart.
@@ -39,7 +39,7 @@ def outside_tensors(exported: torch.export.ExportedProgram, owned: Collection[st
             shape = list(node.meta["val"].shape)
             problems.append(
                 Unsupported(
-                    f"tensor of shape {shape} from outside",
+                    f"tensor of shape {shape} that the module does not own",
                     where,
                     "a tensor that is no parameter, buffer or attribute of a module: in a list, a dict or a global",
                     "register it: self.register_buffer(...), nn.ParameterList, nn.ModuleList",

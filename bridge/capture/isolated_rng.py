@@ -1,4 +1,4 @@
-"""Running eager code on the side without moving the default generator.
+"""Isolated RNG: eager code runs on the side → the default generator is where it was.
 
 Drawing from it and putting its state back would do in a process of one thread. Where another one draws meanwhile, that
 would make its numbers come again.
@@ -12,10 +12,10 @@ import torch
 
 from bridge.base.torch_internals import TorchDispatchMode, overload_name, overload_packet, schema
 
-__all__ = ["OwnDraws"]
+__all__ = ["IsolatedRNG"]
 
 
-class OwnDraws(TorchDispatchMode):
+class IsolatedRNG(TorchDispatchMode):
     """While active, what this thread draws from the default CPU generator comes from one of its own.
 
     An operator that takes no generator (``native_dropout`` called by name) moves the default one, which is put back.

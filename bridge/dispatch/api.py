@@ -20,8 +20,8 @@ from bridge.base.errors import DispatchMiss, Unsupported, UnsupportedModule, is_
 from bridge.base.log import channel
 from bridge.base.mismatch import INTERPRETER
 from bridge.base.torch_internals import MODULE_CALL, has_global_hooks
-from bridge.capture.capture import normalize_sample
 from bridge.capture.dynamic_shapes import refuse_dynamic
+from bridge.capture.sample import normalize_sample
 from bridge.capture.tracing import is_capturing, is_traced_here
 from bridge.dispatch.entry import Entry, compile_entry
 from bridge.dispatch.guards import Mismatch, interpreter_state

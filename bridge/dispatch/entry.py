@@ -19,7 +19,7 @@ from torch.autograd import profiler
 from autodiff.ir import Function
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.torch_internals import has_storage, pytree
-from bridge.capture.fake_observation import Output
+from bridge.capture.observation import Output
 from bridge.capture.tracing import one_capture_at_a_time
 from bridge.compile import Program, compile_function
 from bridge.dispatch.guards import Guard
@@ -71,7 +71,7 @@ class Entry:
         self._mutated = [index for index, _ in captured.mutated]
         self._saved_primals = lowered.plan.saved_primals if lowered.plan else ()
         self._saved_outputs = lowered.plan.saved_outputs if lowered.plan else ()
-        self._result = _assembly(captured.outputs, imported.output_of, captured.witness.out_spec)
+        self._result = _assembly(captured.outputs, imported.output_of, captured.observation.out_spec)
         self._backwards: dict[tuple[int, ...], _Backward] = {}
         if lowered.differentiable:
             self.backward_for(lowered.differentiable)

@@ -15,58 +15,15 @@ import torch
 from torch import nn
 
 from bridge.base.mismatch import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, Mismatch
+from bridge.base.modes import MODES, interpreter_state, mode_values
 from bridge.base.pytrees import leaf_names, structure_difference
-from bridge.base.torch_internals import (
-    forward_ad_is_on,
-    has_global_hooks,
-    len_dispatch_stack,
-    len_function_stack,
-    pytree,
-    storage_id,
-    transforms_are_on,
-)
-from bridge.capture.capture import Captured
-from bridge.capture.passes.autocast import autocast_setting
+from bridge.base.torch_internals import pytree, storage_id
+from bridge.capture.captured import Captured
 from bridge.dispatch.tensor_checks import LAYOUT, tensor_checks
 from bridge.dispatch.tree_guard import TreeGuard
 from bridge.state.reachable import same_plain
 
 __all__ = ["Guard", "Mismatch", "interpreter_state"]
-
-_STATE = (
-    "grad mode",
-    "inference mode",
-    "autocast",
-    "default dtype",
-    "deterministic algorithms",
-    "forward-mode differentiation",
-    "torch dispatch mode",
-    "torch function mode",
-    "functorch transform",
-    "global module hooks",
-)
-
-
-def interpreter_state() -> tuple[tuple[str, Any], ...]:
-    """The global state that changes what a module computes, named."""
-    return tuple(zip(_STATE, _state(), strict=True))
-
-
-def _state() -> tuple[Any, ...]:
-    """The values of ``_STATE`` in its order; see ``autocast_setting`` for autocast."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu") and autocast_setting(),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        forward_ad_is_on(),
-        len_dispatch_stack() > 0,
-        len_function_stack() > 0,
-        transforms_are_on(),
-        has_global_hooks(),
-    )
-
 
 #: Asked of a nested tensor, Dynamo's check ends the process: it has no strides.
 _IS_NESTED = attrgetter("is_nested")
@@ -98,7 +55,7 @@ class Guard:
     def __init__(self, module: nn.Module, captured: Captured, arguments: Sequence[torch.Tensor]):
         self._tree = TreeGuard(module, captured.module_tensors)
         requires_grad = any(tensor.requires_grad for tensor in (*captured.module_tensors, *arguments))
-        self._expected_state = state = _state()
+        self._expected_state = state = mode_values()
         self._states = (state,) if self._tree.reads_grad_mode else _serving(state, requires_grad)
         self._saves = state[0] and requires_grad
         self._spec = captured.in_spec
@@ -123,7 +80,7 @@ class Guard:
 
     def quick(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         """The inputs of the compiled code if the call is exactly like the sample; ``None`` to ask :meth:`match`."""
-        state = _state()
+        state = mode_values()
         if state not in self._states:
             return None
         leaves = self._quick_leaves(args, kwargs)
@@ -164,10 +121,10 @@ class Guard:
         Raises:
             Mismatch: naming the first thing that differs.
         """
-        state = _state()
+        state = mode_values()
         if state not in self._states:
             likest = min(self._states, key=lambda each: sum(map(ne, each, state)))
-            for name, now, then in zip(_STATE, state, likest, strict=True):
+            for name, now, then in zip(MODES, state, likest, strict=True):
                 if now != then:
                     raise Mismatch(INTERPRETER, name, f"compiled for {then}, called with {now}")
         tensors = self._match_arguments(args, kwargs)

@@ -16,12 +16,12 @@ from torch import nn
 
 from bridge.base.mismatch import MODULE, Mismatch
 from bridge.base.torch_internals import MODULE_HOOKS
-from bridge.capture.capture import ModuleTensor
 from bridge.dispatch.tensor_checks import LAYOUT, tensor_checks
 from bridge.state.code import CodeGuard
 from bridge.state.dict_versions import dict_versions, same_versions
 from bridge.state.module import hooks_of, own_attributes, written_class
 from bridge.state.reachable import Reached, same_plain
+from bridge.state.tensors import ModuleTensor
 
 __all__ = ["TreeGuard"]
 

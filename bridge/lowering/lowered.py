@@ -19,7 +19,7 @@ from autodiff.ir import Function, results
 from bridge.aten.importer import Imported
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.log import channel
-from bridge.capture.capture import Captured
+from bridge.capture.captured import Captured
 from bridge.lowering.diff import Diff, diff
 from bridge.lowering.origin import Origin, origins
 from bridge.lowering.stage import Stage

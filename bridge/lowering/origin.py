@@ -17,7 +17,7 @@ from torch import fx
 
 from autodiff.ir import Function, bindings, used_vars
 from bridge.aten.importer import Imported
-from bridge.capture.capture import Captured
+from bridge.capture.captured import Captured
 from bridge.capture.passes.stop_gradient import where_is
 
 __all__ = ["Origin", "module_path", "origins"]

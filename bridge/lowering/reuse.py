@@ -1,7 +1,7 @@
 """Equal calls are lowered once: of twelve equal layers, one is captured.
 
 Capturing a layer (``torch.export``, decomposition) and lowering it takes a few hundred milliseconds; running it on
-fake tensors under the witness takes ten. So a call whose outside is known (module classes, names and layouts of
+fake tensors that is observed takes ten. So a call whose outside is known (module classes, names and layouts of
 tensors, arguments) is first only run on fake tensors. If it runs the very operators that the known call ran, in the
 same order, with the same constants, on the same tensors, and returns the same of them, it *is* the same function of
 its inputs, and what was lowered for the known call serves. That is what was seen to happen in this very module, not
@@ -24,17 +24,19 @@ from torch import nn
 
 from bridge.base.errors import CompilationError
 from bridge.base.log import channel
+from bridge.base.modes import autocast_setting
 from bridge.base.torch_internals import pytree, storage_id
-from bridge.capture.capture import capture, raise_if_eager_raises
-from bridge.capture.fake_observation import Output, Witness
+from bridge.capture.capture import capture
+from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.fake_run import fake_run
+from bridge.capture.observation import Observation, Output
 from bridge.capture.op_trace import constant_key
-from bridge.capture.passes.autocast import autocast_setting
 from bridge.capture.preconditions import check_call
 from bridge.capture.thread_isolation import capturing
 from bridge.lower import lower_captured
 from bridge.lowering.lowered import Lowered
-from bridge.state.snapshot import PythonState, generators_put_back
+from bridge.state.generators import generators_put_back
+from bridge.state.snapshot import PythonState
 from bridge.state.tensors import module_tensors
 
 __all__ = ["clear_lowered", "lower_once"]
@@ -84,7 +86,7 @@ def lower_once(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: 
         raise_if_eager_raises(module, args, kwargs)  # fake tensors let some mistakes pass (mixed types in a product)
         raise
     lowered.seconds = time.perf_counter() - started
-    inside = _inside(captured.seen)
+    inside = _inside(captured.fake_observation)
     owned = all(tensor.kind != "attribute" for tensor in captured.module_tensors)
     if outside is not None and inside is not None and owned:
         for key in [key for key, held in _LOWERED.items() if not held]:
@@ -142,15 +144,15 @@ def _seen(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | Non
     if before.changes():
         before.restore()
         return None
-    return _inside(run.witness)
+    return _inside(run.observation)
 
 
-def _inside(witness: Witness) -> tuple | None:
+def _inside(observation: Observation) -> tuple | None:
     """What a call did; ``None`` where that cannot be compared with another one."""
-    outputs = [_output_key(output) for output in witness.outputs]
-    if witness.trace is None or witness.unsupported or None in outputs:
+    outputs = [_output_key(output) for output in observation.outputs]
+    if observation.trace is None or observation.unsupported or None in outputs:
         return None
-    return witness.trace, tuple(outputs), witness.out_spec
+    return observation.trace, tuple(outputs), observation.out_spec
 
 
 def _output_key(output: Output) -> tuple | None:

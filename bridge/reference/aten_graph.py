@@ -12,7 +12,8 @@ from torch import fx
 from autodiff.dropout import keep_scale
 from bridge.aten.importer import Imported
 from bridge.base.torch_internals import aten
-from bridge.capture.capture import Captured
+from bridge.capture.captured import Captured
+from bridge.capture.passes.stop_gradient import STOP_GRADIENT
 from bridge.reference.relax import Run
 
 __all__ = ["interpret_graph", "run_graph"]
@@ -62,7 +63,7 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
     kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
     if node.target is operator.getitem:
         return args[0][args[1]]
-    if node.target is torch.ops.tvm_dispatch.stop_gradient.default:
+    if node.target is STOP_GRADIENT:
         return args[0].detach().clone()
     if node.target is aten.copy.default:  # torch has no derivative of its functional form
         return args[1].to(args[0].dtype).expand(args[0].shape)

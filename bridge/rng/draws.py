@@ -3,7 +3,7 @@
 Bernoulli draws that follow each other, dropout masks first of all, are made by compiled code (:mod:`bridge.rng.cpu`)
 where that is faster and gives torch's bits, everything else by torch.
 
-A draw is an object of its own (:class:`bridge.capture.fake_observation.Draw`), so that another device can later
+A draw is an object of its own (:class:`bridge.capture.observation.Draw`), so that another device can later
 recompute the same bits from the generator's recorded state instead of storing them.
 """
 
@@ -17,7 +17,7 @@ import torch
 
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.torch_internals import schema
-from bridge.capture.fake_observation import Draw
+from bridge.capture.observation import Draw
 from bridge.rng import cpu as mt19937
 
 __all__ = ["Draws"]

@@ -76,7 +76,7 @@ def _same(before: Any, after: Any) -> bool:
 class Snapshot:
     """The Python state of a module tree, to find out what changed and to put it back.
 
-    Tensors are compared by identity: in-place changes of tensors are the witness's business.
+    Tensors are compared by identity: in-place changes of tensors are seen by the fake run.
     """
 
     def __init__(self, root: nn.Module):

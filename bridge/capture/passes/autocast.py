@@ -23,6 +23,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from bridge.base.errors import Unsupported, user_line
+from bridge.base.modes import autocast_depth
 from bridge.base.torch_internals import (
     FakeTensor,
     OpOverload,
@@ -35,32 +36,13 @@ from bridge.base.torch_internals import (
 from bridge.capture.passes.composites import expand, is_composite
 from bridge.capture.passes.stop_gradient import inline
 
-__all__ = ["GradModesInRegions", "ambient_autocast", "autocast_setting", "spell_out_casts"]
+__all__ = ["GradModesInRegions", "spell_out_casts"]
 
 _REGION = torch.ops.higher_order.wrap_with_autocast
 _GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _TAG = "autocast"
 #: The user's own casts: autocast leaves them alone.
 _CONVERSIONS = (aten.to, aten._to_copy, aten.type_as)
-
-
-def ambient_autocast() -> torch.dtype | None:
-    """The element type that the CPU's autocast casts to where this is called; ``None`` if it is off."""
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-
-
-def autocast_setting() -> torch.dtype | str | bool:
-    """All that matters of the CPU's autocast: ``False`` or the type that it casts to; in words if it caches no cast."""
-    if not torch.is_autocast_enabled("cpu"):
-        return False
-    dtype = torch.get_autocast_dtype("cpu")
-    return dtype if torch.is_autocast_cache_enabled() else f"{dtype} (cache_enabled=False)"
-
-
-def _regions_entered() -> int:
-    """How many autocast contexts this place is in: torch tells only where one is left."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
 
 
 class GradModesInRegions(TorchFunctionMode):
@@ -73,11 +55,11 @@ class GradModesInRegions(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.problems: list[Unsupported] = []
-        self._depth = _regions_entered()
+        self._depth = autocast_depth()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         changes = func is set_grad_enabled and args[0] != torch.is_grad_enabled()
-        if changes and _regions_entered() > self._depth and not self.problems:
+        if changes and autocast_depth() > self._depth and not self.problems:
             reason = "a grad mode set inside an autocast region: torch.export forgets it"
             self.problems.append(Unsupported("no_grad inside autocast", "forward", reason, "swap the two contexts"))
         return func(*args, **(kwargs or {}))

@@ -24,7 +24,7 @@ from bridge.base.torch_internals import (
     preserve_composite,
     unset_fake_temporarily,
 )
-from bridge.capture.passes.preserved_ops import KEPT
+from bridge.capture.passes.preserved_ops import PRESERVED
 
 __all__ = ["decompose"]
 
@@ -32,7 +32,7 @@ Table = dict[Any, Callable]
 
 
 def decompose(exported: ExportedProgram) -> ExportedProgram:
-    """What ``exported.run_decompositions`` gives for the default table without ``KEPT``: a functional graph."""
+    """What ``exported.run_decompositions`` gives for the default table without ``PRESERVED``: a functional graph."""
     composite, others = _tables()
     targets = {node.target for node in exported.graph.nodes if isinstance(node.target, OpOverload)}
     met = {op: decomposition_of(op) for op in targets - composite.keys() if is_preservable(op)}
@@ -49,8 +49,8 @@ def decompose(exported: ExportedProgram) -> ExportedProgram:
 @functools.cache
 def _tables() -> tuple[Table, Table]:
     """What composite operators do instead of their own kernel, and the decompositions of all other operators."""
-    others = {op: formula for op, formula in core_decompositions().items() if op not in KEPT}
+    others = {op: formula for op, formula in core_decompositions().items() if op not in PRESERVED}
     composite = {op: others.pop(op) for op in list(others) if is_preservable(op)}
-    whole = {*PRESERVED_ATEN_CIA_OPS, *KEPT} - composite.keys()
+    whole = {*PRESERVED_ATEN_CIA_OPS, *PRESERVED} - composite.keys()
     composite.update((op, preserve_composite) for op in whole if is_preservable(op))
     return composite, others

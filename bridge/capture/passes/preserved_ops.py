@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bridge.base.torch_internals import aten
 
-__all__ = ["KEPT", "UPSAMPLES", "WHOLE"]
+__all__ = ["PRESERVED", "UPSAMPLES", "WHOLE"]
 
 
 #: Computed by torch's own kernel, with torch's own derivative: see :mod:`bridge.aten.whole`. They are deterministic,
@@ -121,7 +121,7 @@ UPSAMPLES = {
 
 #: Their decompositions only add noise, or are right going forward but, differentiated, give nan (or another number)
 #: where torch's own backward formula has none.
-KEPT = (
+PRESERVED = (
     *WHOLE,
     aten.linalg_householder_product.default,
     aten.ormqr.default,

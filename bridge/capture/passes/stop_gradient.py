@@ -1,4 +1,4 @@
-"""Keeps ``detach`` and ``no_grad`` through decomposition, and every node's origin.
+"""Stop-gradient: ``detach`` and ``no_grad`` regions of a training-IR graph → ``tvm_dispatch::stop_gradient``, in place.
 
 A functional graph has no grad modes. So before it is made, each ``no_grad`` region is inlined with what it reads
 passed through ``tvm_dispatch::stop_gradient``, an operator of ours that decompositions leave alone, and ``detach``
@@ -24,13 +24,14 @@ from bridge.capture.passes.alias_analysis import Aliases, is_detach, is_view, wr
 from bridge.capture.passes.attention import unfuse_learned_masks
 from bridge.capture.passes.recurrent import split_layers
 
-__all__ = ["inline", "origin_of", "prepare", "where_is"]
+__all__ = ["STOP_GRADIENT", "inline", "origin_of", "prepare", "where_is"]
 
 
 _library = torch.library.Library("tvm_dispatch", "DEF")
 _library.define("stop_gradient(Tensor x) -> Tensor")
 _library.impl("stop_gradient", torch.clone, "CompositeExplicitAutograd")
 _library.impl("stop_gradient", torch.empty_like, "Meta")
+STOP_GRADIENT = torch.ops.tvm_dispatch.stop_gradient.default
 
 
 def prepare(graph_module: fx.GraphModule, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:
@@ -99,7 +100,7 @@ def _stop_gradients(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -
             node.replace_all_uses_with(source)
             graph.erase_node(node)
             continue
-        node.target = torch.ops.tvm_dispatch.stop_gradient.default
+        node.target = STOP_GRADIENT
         sides = (node, source), (source, node)
         if any(
             stopped.used_after(one, node, writes=True) and stopped.used_after(other, node, writes=False)

@@ -10,7 +10,7 @@ from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.capture.eager_run import as_in_eager
-from bridge.capture.fake_observation import Draw, Output, Witness
+from bridge.capture.observation import Draw, Observation, Output
 
 
 def transposed_input() -> torch.Tensor:
@@ -95,21 +95,21 @@ def output(**changes) -> Output:
 @pytest.mark.parametrize(
     "real",
     [
-        Witness([output()], None, [draw(shape=(3, 2))]),
-        Witness([output()], None, []),
-        Witness([output(alias_of=("input", 0))], None, [draw()]),
-        Witness([output(requires_grad=True)], None, [draw()]),
+        Observation([output()], None, [draw(shape=(3, 2))]),
+        Observation([output()], None, []),
+        Observation([output(alias_of=("input", 0))], None, [draw()]),
+        Observation([output(requires_grad=True)], None, [draw()]),
     ],
     ids=["draw", "no draw", "alias", "requires_grad"],
 )
 def test_any_other_difference_is_a_problem(real):
-    assert as_in_eager(Witness([output()], None, [draw()]), real)[1]
+    assert as_in_eager(Observation([output()], None, [draw()]), real)[1]
 
 
 def test_other_strides_alone_are_taken():
-    real = Witness([output(stride=(1, 2))], None, [draw(stride=(1, 2))])
-    witness, problems = as_in_eager(Witness([output()], None, [draw()]), real)
-    assert not problems and witness.outputs == real.outputs and witness.draws == real.draws
+    real = Observation([output(stride=(1, 2))], None, [draw(stride=(1, 2))])
+    observation, problems = as_in_eager(Observation([output()], None, [draw()]), real)
+    assert not problems and observation.outputs == real.outputs and observation.draws == real.draws
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from torch.fx import _symbolic_trace
 
 import bridge
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
-from bridge.capture.isolated_rng import OwnDraws
+from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.tracing import is_capturing
 from tests.bridge.models import MLP
 
@@ -261,9 +261,9 @@ def test_a_seed_set_by_a_refused_forward_is_undone():
     assert torch.equal(torch.rand(5), torch.rand(5, generator=torch.Generator().manual_seed(3)))
 
 
-def test_own_draws_leave_the_default_generator_alone():
+def test_an_isolated_rng_leaves_the_default_generator_alone():
     before = torch.get_rng_state()
-    with OwnDraws():
+    with IsolatedRNG():
         x = torch.randn(4, 5) + torch.rand_like(torch.empty(4, 5)) + torch.randint(0, 5, (4, 5))
         nn.LSTM(5, 5, 2, dropout=0.5)(nn.functional.dropout(x, 0.5)[None])
         torch.native_dropout(x, 0.5, True)

@@ -1,0 +1,65 @@
+"""Captured call: a module's sample call as a functional ATen graph, with what training needs beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from bridge.base.errors import Unsupported
+from bridge.base.torch_internals import pytree
+from bridge.capture.observation import Draw, Observation, Output
+from bridge.state.tensors import ModuleTensor
+
+__all__ = ["Captured"]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A module's sample call as a traced graph.
+
+    Attributes:
+        module_name: class name of the module.
+        graph: functional ATen graph; placeholders are bound by ``placeholders``.
+        placeholders: name of each placeholder -> index into ``module_tensors + arguments`` (tied ones share one).
+        module_tensors: what the module owns, each once.
+        arguments: the argument leaves that are tensors (fake), in pytree order.
+        argument_leaves: all leaves of the arguments, tensors replaced by ``None``.
+        argument_is_tensor: which of them are tensors.
+        in_spec: pytree structure of ``(args, kwargs)``.
+        results: for each leaf of the module's result, the graph node that computes it (``None``: not computed).
+        mutated: ``(index of a module tensor, node of its new value)`` pairs.
+        observation: what eager does, see :mod:`bridge.capture.observation`.
+        fake_observation: the same in the fake run; other strides, at most (:mod:`bridge.capture.eager_run`).
+        draw_of: name of each node that draws -> index into ``observation.draws``.
+        literals: tensor literals of the module's code, by placeholder name.
+    """
+
+    module_name: str
+    graph: fx.Graph
+    placeholders: dict[str, int]
+    module_tensors: tuple[ModuleTensor, ...]
+    arguments: tuple[torch.Tensor, ...]
+    argument_leaves: tuple[Any, ...]
+    argument_is_tensor: tuple[bool, ...]
+    in_spec: pytree.TreeSpec
+    results: tuple[fx.Node | None, ...]
+    mutated: tuple[tuple[int, fx.Node], ...]
+    observation: Observation
+    fake_observation: Observation
+    draw_of: dict[str, int]
+    literals: dict[str, torch.Tensor]
+
+    @property
+    def problems(self) -> list[Unsupported]:
+        return self.observation.unsupported
+
+    @property
+    def draws(self) -> list[Draw]:
+        return self.observation.draws
+
+    @property
+    def outputs(self) -> list[Output]:
+        return self.observation.outputs

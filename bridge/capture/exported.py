@@ -1,0 +1,134 @@
+"""Exported program: what ``torch.export`` gives for a call, read: constants, what requires grad, inputs, results."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
+
+from bridge.base.errors import Unsupported, refused_by_eager
+from bridge.base.modes import modes_put_back
+from bridge.base.torch_internals import pytree
+from bridge.capture.inplace_rules import CHANGES_ARGUMENT
+from bridge.capture.passes.recurrent import lstm_as_in_eager
+from bridge.state.tensors import ModuleTensor
+
+__all__ = ["NotExportedError", "constants", "export", "placeholders", "requiring_grad", "results_and_mutations"]
+
+
+class NotExportedError(Exception):
+    """torch.export gave no graph: what it raised is the cause."""
+
+
+@modes_put_back()
+def export(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> ExportedProgram:
+    """``module(*args, **kwargs)`` in the module's current mode → a program in torch.export's training IR.
+
+    Raises:
+        TypeError: the sample does not fit the signature of ``forward``.
+        NotExportedError: it cannot be traced.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    # one object per leaf: export would otherwise identify arguments that happen to be the same tensor today
+    leaves = [_stand_in(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    stand_in_args, stand_in_kwargs = pytree.tree_unflatten(leaves, spec)
+    try:
+        with lstm_as_in_eager():
+            return torch.export.export(module, stand_in_args, stand_in_kwargs, strict=False)
+    except Exception as error:
+        signature = inspect.signature(type(module).forward)
+        try:
+            signature.bind(module, *args, **kwargs)
+        except TypeError as mismatch:
+            unfit = TypeError(f"the sample does not fit {type(module).__name__}.forward{signature}: {mismatch}")
+            raise refused_by_eager(unfit) from None
+        raise NotExportedError from error
+
+
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same layout; the tracing never looks at its numbers."""
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return like.requires_grad_(tensor.requires_grad)
+
+
+def constants(exported: ExportedProgram) -> list[str]:
+    """Names of what export lifted: tensors that are plain attributes, and literals."""
+    specs = exported.graph_signature.input_specs
+    return [spec.target for spec in specs if spec.kind == InputKind.CONSTANT_TENSOR]
+
+
+def requiring_grad(exported: ExportedProgram, tensors: Sequence[ModuleTensor], leaves: Sequence[Any]) -> set[str]:
+    """Names of the placeholders whose tensor requires grad; ``leaves`` are the arguments'."""
+    own = {name for tensor in tensors if tensor.requires_grad for name in tensor.names}
+    remaining = iter(leaves)
+    found = set()
+    for spec in exported.graph_signature.input_specs:
+        leaf = next(remaining) if spec.kind == InputKind.USER_INPUT else None
+        if spec.target in own or (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
+            found.add(spec.arg.name)
+    return found
+
+
+def placeholders(
+    exported: ExportedProgram, tensors: Sequence[ModuleTensor], argument_is_tensor: Sequence[bool]
+) -> tuple[dict[str, int], dict[str, torch.Tensor]]:
+    """Name of each placeholder → index into module tensors and tensor arguments; of the others, the literal's value."""
+    index_of = _index_of(tensors)
+    bound: dict[str, int] = {}
+    literals: dict[str, torch.Tensor] = {}
+    argument = len(tensors)
+    is_tensor = iter(argument_is_tensor)
+    for spec in exported.graph_signature.input_specs:
+        if spec.kind == InputKind.USER_INPUT:
+            if next(is_tensor):
+                bound[spec.arg.name] = argument
+                argument += 1
+        elif spec.target in index_of:
+            bound[spec.arg.name] = index_of[spec.target]
+        elif spec.kind == InputKind.CONSTANT_TENSOR:
+            literals[spec.arg.name] = exported.constants[spec.target]
+    return bound, literals
+
+
+def results_and_mutations(
+    exported: ExportedProgram, tensors: Sequence[ModuleTensor], forward: str, problems: list[Unsupported]
+) -> tuple[list[fx.Node | None], list[tuple[int, fx.Node]]]:
+    """The node of each leaf of the result, and ``(index of a module tensor, node of its new value)`` pairs.
+
+    Args:
+        forward: where problems are, as in ``"Block.forward"``.
+        problems: what is known so far; what the program changes and a compiled call cannot is appended.
+    """
+    index_of = _index_of(tensors)
+    nodes = {node.name: node for node in exported.graph.nodes}
+    results: list[fx.Node | None] = []
+    mutated: list[tuple[int, fx.Node]] = []
+    for spec in exported.graph_signature.output_specs:
+        if spec.kind == OutputKind.USER_OUTPUT:
+            results.append(nodes[spec.arg.name] if isinstance(spec.arg, TensorArgument) else None)
+            continue
+        if spec.kind == OutputKind.TOKEN:  # orders side effects; the operator that has one is refused by name
+            continue
+        if spec.kind == OutputKind.USER_INPUT_MUTATION:
+            if any(known.reason == CHANGES_ARGUMENT for known in problems):
+                continue  # said already, with the line
+        if spec.kind != OutputKind.BUFFER_MUTATION:
+            reason = f"changes '{spec.target}' in place ({spec.kind.name.lower()})"
+            problems.append(Unsupported(spec.kind.name.lower(), forward, reason))
+            continue
+        index, node = index_of[spec.target], nodes[spec.arg.name]
+        before, after = tensors[index], node.meta["val"]
+        if (before.dtype, before.shape) != (after.dtype, tuple(after.shape)):
+            reason = f"becomes {after.dtype} of shape {tuple(after.shape)}, was {before.dtype} {before.shape}"
+            problems.append(Unsupported(f"buffer '{spec.target}'", forward, reason, "keep its form"))
+        mutated.append((index, node))
+    return results, mutated
+
+
+def _index_of(tensors: Sequence[ModuleTensor]) -> Mapping[str, int]:
+    return {name: index for index, tensor in enumerate(tensors) for name in tensor.names}

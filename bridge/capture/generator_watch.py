@@ -1,0 +1,71 @@
+"""Watch over random generators: forward runs → complaints where it seeds one, or draws from one that is not torch's."""
+
+from __future__ import annotations
+
+import random
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+
+from bridge.base.errors import user_line
+from bridge.capture.inplace_rules import InPlaceRules
+from bridge.capture.tracing import note_change_of_generator
+from bridge.state.generators import moved_generators
+
+__all__ = ["generator_watch", "unwatched"]
+
+# Without setstate: Dynamo puts the generator back whenever it looks at a frame. A state that moves is seen anyway.
+_PYTHONS_DRAWS = ("random", "getrandbits", "seed")
+_RESEEDING = ("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset")
+
+
+@contextmanager
+def generator_watch(rules: InPlaceRules) -> Iterator[None]:
+    """Complains when forward seeds a generator or sets its state, or draws from one that is not torch's.
+
+    Replayed draws would not follow it.
+
+    Nothing of this passes torch's dispatcher, so this listens to the interpreter's calls of C functions: those of
+    the user's Python code, not those that torch makes to run an operator on fake tensors (see :func:`unwatched`).
+    """
+
+    def listen(frame: FrameType, event: str, called: Any) -> None:
+        if event != "c_call":
+            return
+        owner = getattr(called, "__self__", None)
+        if isinstance(owner, torch.Generator):
+            if called.__name__ in _RESEEDING:
+                note_change_of_generator()
+                rules.complain(f"torch.Generator.{called.__name__}", "changes a random generator inside forward")
+        elif isinstance(owner, random.Random) and called.__name__ in _PYTHONS_DRAWS:
+            rules.foreign_draw("random", user_line(traceback.extract_stack()))
+
+    before = sys.getprofile()
+    sys.setprofile(listen)
+    try:
+        with moved_generators() as moved:
+            yield
+        for name in moved:
+            rules.foreign_draw(name)
+    finally:
+        sys.setprofile(None)
+        if hasattr(before, "enable"):  # cProfile's profiler is no function that could be set again
+            before.enable()
+        else:
+            sys.setprofile(before)
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """While an operator runs on fake tensors: a listener would be called for each of its thousands of Python calls."""
+    listener = sys.getprofile()
+    sys.setprofile(None)
+    try:
+        yield
+    finally:
+        sys.setprofile(listener)

@@ -1,0 +1,134 @@
+"""Rules of in-place writes: what forward may write, given who else sees the memory; the rest is unsupported.
+
+A functional graph has no aliases, so a write that is seen under another name (an argument, a parameter, a detached
+view) would be lost in it.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from bridge.base.errors import Unsupported, user_line
+from bridge.base.threads import is_alone
+from bridge.base.torch_internals import applied_function, pytree, storage_id
+from bridge.capture.call_log import CallSequence
+
+__all__ = ["CHANGES_ARGUMENT", "InPlaceRules", "InPlaceWatcher"]
+
+CHANGES_ARGUMENT = "changes a tensor that was passed to the module"
+
+
+class InPlaceWatcher(TorchFunctionMode):
+    """Every torch call of the module → its in-place writes checked by the rules, and the call appended to ``calls``."""
+
+    def __init__(self, rules: InPlaceRules, calls: CallSequence):
+        super().__init__()
+        self.rules = rules
+        self.calls = calls
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self.rules.look_for_custom_function()
+        name = getattr(func, "__name__", str(func))
+        values = pytree.tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor)]
+        if name in ("register_hook", "retain_grad", "register_post_accumulate_grad_hook"):
+            self.rules.complain(f"Tensor.{name}", "a tensor hook set inside forward")
+        versions = [tensor._version for tensor in tensors]
+        result = func(*args, **kwargs)
+        written = [tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version != version]
+        for tensor in written:
+            self.rules.mutated(name, tensor)
+        results = _leaves(result)
+        for leaf in results:
+            if isinstance(leaf, torch.Tensor):
+                self.rules.returned(name, tensors, leaf)
+        self.calls.add(name, values, tensors, results, written)
+        return result
+
+
+class InPlaceRules:
+    """Collects what forward does and a functional graph would get wrong.
+
+    Attributes:
+        unsupported: everything found, in order.
+        custom_functions: name of each custom ``autograd.Function`` that was applied -> the user's line.
+    """
+
+    def __init__(self, arguments: Sequence[Any], parameters: Sequence[torch.Tensor]):
+        self.unsupported: list[Unsupported] = []
+        self._argument_storages = {storage_id(a) for a in arguments if isinstance(a, torch.Tensor)}
+        self._parameter_storages = {storage_id(p) for p in parameters}
+        self._detached: set[int] = set()
+        self.custom_functions: dict[str, str] = {}
+
+    def look_for_custom_function(self) -> None:
+        """Inside the forward of a custom autograd.Function: remembers where the user applied it."""
+        applied = applied_function(sys._getframe(2))
+        if applied is not None and applied[0] not in self.custom_functions:
+            name, caller = applied
+            self.custom_functions[name] = user_line(traceback.extract_stack(caller)) or name
+
+    def complain(self, op: str, reason: str, hint: str | None = None) -> None:
+        where = user_line(traceback.extract_stack()) or "a line outside the module's own code"
+        extra = {"hint": hint} if hint else {}
+        self.unsupported.append(Unsupported(op, where, reason, **extra))
+
+    def custom_function(self, name: str) -> None:
+        op = f"autograd.Function {name}"
+        if any(known.op == op for known in self.unsupported):
+            return
+        where = self.custom_functions.get(name, "forward")
+        reason = "a custom autograd.Function: its backward is Python code that a graph does not hold"
+        self.unsupported.append(Unsupported(op, where, reason))
+
+    def foreign_draw(self, name: str, where: str | None = None) -> None:
+        """A draw from Python's or numpy's generator, which is said once."""
+        if not any(known.op == name for known in self.unsupported):
+            reason = "draws from a generator that is not torch's: a compiled call would repeat one number for ever"
+            hint = "draw with torch, or outside of the module and pass the number in"
+            if where is None and not is_alone():
+                hint += "; if it is another thread that draws, add the dispatch before it does"
+            self.unsupported.append(Unsupported(name, where or "forward", reason, hint))
+
+    def new_leaf(self) -> None:
+        """A result depends on a tensor that requires grad and is no parameter and no argument."""
+        op = "requires_grad_"
+        if not any(known.op == op for known in self.unsupported):
+            reason = "makes a tensor inside forward that requires grad by itself"
+            self.unsupported.append(Unsupported(op, "forward", reason, "make it a parameter or an argument"))
+
+    def mutated(self, name: str, tensor: torch.Tensor) -> None:
+        storage = storage_id(tensor)
+        if storage in self._argument_storages:
+            self.complain(name, CHANGES_ARGUMENT, "work on a clone: x = x.clone() before it")
+        elif storage in self._parameter_storages:
+            self.complain(name, "changes a parameter inside forward", "move the update out of forward")
+        elif storage in self._detached:
+            self.complain(
+                name, "changes memory in place that autograd sees under another name (detach, no_grad)", "clone first"
+            )
+        elif not torch.is_grad_enabled() and tensor.requires_grad:
+            self.complain(name, "changes a tensor in place behind autograd's back (no_grad)", "clone first")
+
+    def returned(self, name: str, sources: Sequence[torch.Tensor], result: torch.Tensor) -> None:
+        if result.requires_grad:
+            return
+        if any(source.requires_grad and storage_id(source) == storage_id(result) for source in sources):
+            self._detached.add(storage_id(result))
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [leaf for item in value for leaf in _leaves(item)]
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in _leaves(item)]
+    return []

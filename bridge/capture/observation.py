@@ -1,0 +1,83 @@
+"""Observation: what one run of a module does, its outputs, random draws and what stands in the way of compiling it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bridge.base.errors import Unsupported
+from bridge.capture.call_log import CallSequence
+
+__all__ = ["Draw", "Observation", "Output"]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One random draw of eager's generator.
+
+    Attributes:
+        op: the ATen operator that drew, as in ``"aten.bernoulli_.float"``.
+        shape, stride, dtype: of the tensor that it filled; the order in memory is the order of the draws.
+        args: its further arguments: numbers, strings, dtypes (for bernoulli_: the probability of a one).
+        kwargs: its keyword arguments.
+    """
+
+    op: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Output:
+    """One leaf of the module's result, as eager returns it.
+
+    Attributes:
+        value: the leaf itself if it is not a tensor.
+        is_tensor: whether it is a tensor.
+        alias_of: ``("input", i)`` or ``("output", j)`` when it shares the memory of the i-th module tensor or
+            argument, or of an earlier output that spans its memory; ``None`` when the memory is its own.
+        is_same_object: the very same tensor object as ``alias_of``.
+        shape, stride, offset, dtype: of the tensor; the offset (in elements) is relative to ``alias_of``.
+        requires_grad: whether autograd tracks it.
+        reaches: indices of the inputs that its autograd graph reaches.
+    """
+
+    value: Any = None
+    is_tensor: bool = False
+    alias_of: tuple[str, int] | None = None
+    is_same_object: bool = False
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    dtype: torch.dtype | None = None
+    requires_grad: bool = False
+    reaches: frozenset[int] = frozenset()
+
+
+@dataclass
+class Observation:
+    """What one run of a module did.
+
+    Attributes:
+        outputs: the leaves of its result, in pytree order.
+        out_spec: pytree structure of the result.
+        draws: its random draws, in order.
+        unsupported: what stands in the way of compiling it.
+        calls: the torch functions that forward called.
+        trace: the operators that ran (:mod:`bridge.capture.op_trace`); ``None`` where they cannot be compared with
+            those of another run.
+        results: the leaves of its result themselves, of a run on real tensors.
+    """
+
+    outputs: list[Output] = field(default_factory=list)
+    out_spec: Any = None
+    draws: list[Draw] = field(default_factory=list)
+    unsupported: list[Unsupported] = field(default_factory=list)
+    calls: CallSequence = field(default_factory=CallSequence)
+    trace: tuple | None = None
+    results: list[Any] = field(default_factory=list)

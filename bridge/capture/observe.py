@@ -1,0 +1,189 @@
+"""Observed run: a module and a call of it, on fake or real tensors → :class:`Observation`, what eager PyTorch does.
+
+An exported graph is functional: aliasing, the order and the memory layout of random draws (draws whose result nobody
+uses included), what autograd reaches, custom ``autograd.Function``s and in-place writes are gone from it. Under
+``FakeTensorMode`` the module runs as eager would, through the real dispatcher and autograd, without computing
+anything, without touching the generator and without touching the module's tensors. The observation is the reference
+that the compiled module must reproduce; what cannot be reproduced is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from bridge.base.errors import Unsupported
+from bridge.base.modes import modes_put_back
+from bridge.base.torch_internals import compiling_flags, is_dense, pytree, storage_id
+from bridge.capture.draw_recorder import DrawRecorder
+from bridge.capture.generator_watch import generator_watch
+from bridge.capture.inplace_rules import InPlaceRules, InPlaceWatcher
+from bridge.capture.observation import Observation, Output
+from bridge.capture.op_trace import OpTrace
+from bridge.capture.overlap import overlaps
+from bridge.capture.tracing import HERE
+
+__all__ = ["observe"]
+
+
+def observe(
+    module: torch.nn.Module,
+    state: dict[str, torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    args: tuple,
+    kwargs: dict[str, Any],
+    mode: AbstractContextManager,
+    *,
+    traced: bool = True,
+) -> Observation:
+    """Runs ``module``, on fake tensors unless told otherwise, and reports what eager does.
+
+    Args:
+        module: the user's module; it is not changed.
+        state: fake tensors for its parameters and buffers by name.
+        parameters: those of them that are parameters.
+        inputs: fake module tensors and argument tensors, in the order that indices in the result refer to.
+        args, kwargs: the sample with fake tensors in it.
+        mode: the fake mode that all of them belong to; of real ones, a context that does nothing.
+        traced: whether the trace is wanted. It keeps every tensor until it is complete.
+    """
+    argument_leaves, argument_spec = pytree.tree_flatten((args, kwargs))
+    rules = InPlaceRules(argument_leaves, parameters)
+    observation = Observation(unsupported=rules.unsupported)
+    trace = OpTrace(inputs) if traced else None
+    recorders = InPlaceWatcher(rules, observation.calls), DrawRecorder(observation.draws, rules.complain, trace)
+    geometry = [_geometry(tensor) for tensor in inputs]
+    with modes_put_back() as modes:
+        with mode, _exporting_flags(), generator_watch(rules), recorders[0], recorders[1]:
+            result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
+    if geometry != [_geometry(tensor) for tensor in inputs] and not rules.unsupported:
+        reason = "gives a tensor of the module's or the caller's another shape, memory or requires_grad"
+        rules.complain("detach_, requires_grad_, set_ or a view in place", reason, "work on a view or a clone of it")
+    for changed in modes:
+        reason = "forward leaves it changed for what comes after the call"
+        rules.unsupported.append(Unsupported(changed, "forward", reason, "set it around the call"))
+    leaves_now, spec_now = pytree.tree_flatten((args, kwargs))
+    if spec_now != argument_spec or any(now is not then for now, then in zip(leaves_now, argument_leaves, strict=True)):
+        reason = "changes a list, a dict or an object that was passed to the module"
+        rules.unsupported.append(Unsupported("an argument", "forward", reason, "work on a copy of it"))
+    for tensor in set(state.values()) - set(parameters):
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            rules.complain("buffer", "forward leaves a buffer that requires grad", "update it under torch.no_grad()")
+    leaves, observation.out_spec = pytree.tree_flatten(result)
+    if not traced:
+        observation.results = leaves
+    _describe_outputs(leaves, inputs, observation, rules)
+    own = [
+        leaf
+        for leaf, output in zip(leaves, observation.outputs, strict=True)
+        if output.is_tensor and not output.alias_of
+    ]
+    observation.unsupported += overlaps(own)
+    observation.trace = trace.finish(leaves, list(state.items())) if trace else None
+    return observation
+
+
+def _geometry(tensor: torch.Tensor) -> tuple:
+    """What an in-place change of a tensor's own description alters; a write of numbers has its own rules."""
+    is_leaf_with_grad = tensor.grad_fn is None and tensor.requires_grad
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), storage_id(tensor), is_leaf_with_grad
+
+
+def _exporting_flags() -> AbstractContextManager:
+    """Libraries branch on ``torch.compiler.is_exporting()``, ``is_compiling()``: take the exported graph's branch.
+
+    On real tensors too: transformers looks for packed sequences in numbers, but not while anything is traced.
+    """
+    return compiling_flags(HERE)
+
+
+def _describe_outputs(
+    leaves: Sequence[Any], inputs: Sequence[torch.Tensor], observation: Observation, rules: InPlaceRules
+) -> None:
+    by_storage = {storage_id(tensor): ("input", index) for index, tensor in reversed(list(enumerate(inputs)))}
+    index_of = {id(tensor): index for index, tensor in enumerate(inputs)}
+    first_outputs: dict[int, int] = {}
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            observation.outputs.append(Output(value=leaf))
+            continue
+        alias, same = None, False
+        if id(leaf) in index_of:
+            alias, same = ("input", index_of[id(leaf)]), True
+        elif id(leaf) in first_outputs:
+            alias, same = ("output", first_outputs[id(leaf)]), True
+        elif storage_id(leaf) in by_storage and leaf.numel():
+            alias = by_storage[storage_id(leaf)]
+        elif leaf.numel():
+            alias = _spanning_output(leaf, index, leaves)
+        first_outputs.setdefault(id(leaf), index)
+        base = (inputs if alias[0] == "input" else leaves)[alias[1]] if alias else leaf
+        if leaf.requires_grad and leaf.grad_fn is None and not same:
+            observation.unsupported.append(
+                Unsupported("requires_grad_", "the module's result", "returns a new leaf that requires grad")
+            )
+        if leaf.dtype != base.dtype:
+            reason = "returns a view of another dtype of something that the caller can see"
+            observation.unsupported.append(Unsupported("view_dtype", "the module's result", reason))
+        reaches = _reachable(leaf, inputs, rules)
+        observation.outputs.append(
+            Output(
+                is_tensor=True,
+                alias_of=alias,
+                is_same_object=same,
+                shape=tuple(leaf.shape),
+                stride=leaf.stride(),
+                offset=leaf.storage_offset() - base.storage_offset(),
+                dtype=leaf.dtype,
+                requires_grad=leaf.requires_grad,
+                reaches=reaches,
+            )
+        )
+
+
+def _spanning_output(leaf: torch.Tensor, position: int, leaves: Sequence[Any]) -> tuple[str, int] | None:
+    """The output that owns the memory and covers all of it, so that ``leaf`` is a view of it.
+
+    Of several, the first of those that require grad, if any does. ``None`` for that one itself.
+    """
+    group = [
+        (index, other)
+        for index, other in enumerate(leaves)
+        if isinstance(other, torch.Tensor) and storage_id(other) == storage_id(leaf) and _spans(other)
+    ]
+    for index, other in sorted(group, key=lambda pair: (not pair[1].requires_grad, pair[0])):
+        if index == position:
+            return None
+        if other.dtype == leaf.dtype and (other.requires_grad or not leaf.requires_grad):
+            return "output", index
+    return None
+
+
+def _spans(tensor: torch.Tensor) -> bool:
+    covers = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    return covers and tensor.storage_offset() == 0 and is_dense(tensor)
+
+
+def _reachable(leaf: torch.Tensor, inputs: Sequence[torch.Tensor], rules: InPlaceRules) -> frozenset[int]:
+    """Indices of the inputs whose gradient ``leaf`` contributes to; complains about custom autograd functions."""
+    index_of = {id(tensor): index for index, tensor in enumerate(inputs)}
+    found: set[int] = set()
+    seen: set[Any] = set()
+    stack = [leaf.grad_fn] if leaf.grad_fn is not None else []
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and id(node.variable) in index_of:
+            found.add(index_of[id(node.variable)])
+        elif hasattr(node, "variable"):
+            rules.new_leaf()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            rules.custom_function(type(node).__name__.removesuffix("Backward"))
+        stack.extend(parent for parent, _ in node.next_functions if parent is not None)
+    return frozenset(found)

@@ -1,0 +1,91 @@
+"""Random nodes of the traced graph ↔ eager's draws: each node of the functional graph that draws gets its draw.
+
+Every node remembers which training-IR node it came from (:func:`bridge.capture.passes.stop_gradient.origin_of`): that
+is how a random draw in the functional graph finds its place among the draws that eager makes, unused ones included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from bridge.base.errors import Unsupported, user_line
+from bridge.base.torch_internals import FakeTensorMode, OpOverload, aten
+from bridge.capture.draw_recorder import record_draws
+from bridge.capture.observation import Draw
+from bridge.capture.passes.stop_gradient import origin_of
+
+__all__ = ["draws_by_origin", "match_draws"]
+
+
+def draws_by_origin(exported: ExportedProgram, mode: FakeTensorMode) -> tuple[list[Draw], dict[str, list[int]]]:
+    """The draws of a training-IR graph in order, and for each of its nodes that draws, their indices."""
+    draws: list[Draw] = []
+    by_origin: dict[str, list[int]] = {}
+
+    class Counting(fx.Interpreter):
+        def run_node(self, node: fx.Node) -> Any:
+            start = len(draws)
+            result = record_draws(lambda: fx.Interpreter.run_node(self, node), draws)
+            if len(draws) > start:
+                by_origin[origin_of(node)] = list(range(start, len(draws)))
+            return result
+
+    fakes = [_fake_placeholder(mode, node) for node in exported.graph.nodes if node.op == "placeholder"]
+    with mode:
+        Counting(exported.graph_module).run(*fakes)
+    return draws, by_origin
+
+
+def match_draws(
+    graph: fx.Graph, by_origin: Mapping[str, Sequence[int]], forward: str
+) -> tuple[dict[str, int], list[Unsupported]]:
+    """The draw of every random node of the functional graph, by its name; unused draws stay without a node.
+
+    Args:
+        by_origin: from :func:`draws_by_origin`.
+        forward: what to name where no source line is known, as in ``"Block.forward"``.
+    """
+    nodes_of: dict[str, list[fx.Node]] = {}
+    first_of: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        first_of.setdefault(origin_of(node), node)
+        if _is_random(node):
+            nodes_of.setdefault(origin_of(node), []).append(node)
+    # a call that draws and is still in the graph without its draws was decomposed wrongly
+    nodes_of.update({origin: [] for origin in by_origin if origin in first_of and origin not in nodes_of})
+    draw_of: dict[str, int] = {}
+    problems = []
+    for origin, nodes in nodes_of.items():
+        draws = by_origin.get(origin, [])
+        if len(draws) != len(nodes):
+            first = nodes[0] if nodes else first_of[origin]
+            where = user_line(first.meta.get("stack_trace")) or forward
+            reason = f"{len(nodes)} random nodes in the graph for {len(draws)} draws of eager"
+            problems.append(Unsupported(str(first.target) if nodes else origin, where, reason))
+            continue
+        draw_of.update((node.name, draw) for node, draw in zip(nodes, draws, strict=True))
+    return draw_of, problems
+
+
+def _is_random(node: fx.Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    if node.target is aten.native_dropout.default:
+        value, rate, train = node.args
+        return bool(train) and 0 < rate < 1 and value.meta["val"].numel() > 0
+    return "scaled_dot_product" not in str(node.target)
+
+
+def _fake_placeholder(mode: FakeTensorMode, node: fx.Node) -> Any:
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return value
+    with mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
