@@ -1,4 +1,4 @@
-"""The operators that a call runs, written down so that two calls can be compared.
+"""Operator trace: the operators that a call runs → rows that can be compared with those of another call.
 
 Two calls on inputs of the same layout whose traces are equal compute the same function of those inputs: the same
 operators, with the same constants, on the same tensors (told apart by identity, whatever they are called), under the
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from bridge.base.torch_internals import unset_fake_temporarily
+from bridge.state.values import constant_key
 
-__all__ = ["OpTrace", "constant_key"]
+__all__ = ["OpTrace"]
 
-_BY_VALUE = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 
@@ -87,15 +87,3 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     """The elements of a tensor that has some, in spite of the fake mode."""
     with unset_fake_temporarily():
         return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def constant_key(value: Any) -> tuple | None:
-    """A hashable stand-in for a plain constant, equal only for constants that no operator can tell apart.
-
-    ``None`` for anything that is not plain: 1, 1.0 and True differ, so do 0.0 and -0.0, and nan equals itself.
-    """
-    if type(value) is float:
-        return float, value.hex()
-    if isinstance(value, _BY_VALUE) and not isinstance(value, torch.SymInt | torch.SymBool):
-        return type(value), value
-    return None

@@ -1,4 +1,4 @@
-"""What is never captured, told from a call before it is made: the module's kind, its hooks, its arguments."""
+"""Preconditions of a capture: the module's kind, its hooks, its arguments → refusals before anything is traced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import nn
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.pytrees import leaf_names
 from bridge.base.torch_internals import pytree
-from bridge.capture.parallel import refuse_parallel
 from bridge.state.module import hooks_of
 from bridge.state.tensors import tensor_problem
 
@@ -23,13 +22,24 @@ NO_CACHE = "set model.config.use_cache = False: training has no use for the keys
 _PASS_CONTENTS = "make it an attribute of the module, or pass what forward takes from it"
 _PLAIN_ARGUMENTS = (type(None), bool, int, float, str)
 
+_DISPATCH_INSIDE = "dispatch what it wraps, before or after wrapping it: add_tvm_dispatch({}.module, ...)"
+#: Wrappers of torch's by class name, so that none of their packages is imported.
+_WRAPPERS = {
+    "DistributedDataParallel": ("runs collectives and Python code around its module", _DISPATCH_INSIDE),
+    "DataParallel": ("copies its module to devices and runs threads", _DISPATCH_INSIDE),
+    "FullyShardedDataParallel": (
+        "runs collectives and Python code around its module",
+        "leave it to PyTorch, or use fully_shard: add_tvm_dispatch(layer, ...), then fully_shard(layer)",
+    ),
+}
+
 
 def check_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raises :class:`UnsupportedModule` for what is never captured: lazy parameters, hooks inside, odd arguments."""
     name = type(module).__name__
     _refuse_scripted(module, name)
     _refuse_uninitialized(module, name)
-    refuse_parallel(module)
+    _refuse_parallel(module, name)
     _refuse_hooks(module, name)
     _refuse_arguments(args, kwargs, name)
 
@@ -55,6 +65,32 @@ def _refuse_uninitialized(module: nn.Module, name: str) -> None:
         reason = "a parameter of a lazy module that has no shape yet"
         hint = "call the module once on a sample, then dispatch it"
         raise UnsupportedModule(name, [Unsupported(f"uninitialized '{path}'", path, reason, hint) for path in lazy])
+
+
+def _refuse_parallel(module: nn.Module, name: str) -> None:
+    """Refuses wrappers for several processes or replicas, naming what to dispatch instead, and sharded parameters.
+
+    Wrappers (DDP, FSDP) run Python code and collectives around the module that they hold; that one can be dispatched.
+    ``fully_shard`` leaves this rank's part of each parameter on the module until it is called.
+    """
+    problems = []
+    for path, child in module.named_modules():
+        kinds = [kind.__name__ for kind in type(child).__mro__ if kind.__module__.startswith("torch.")]
+        if known := next((kind for kind in kinds if kind in _WRAPPERS), None):
+            reason, hint = _WRAPPERS[known]
+            problems.append(Unsupported(known, path or name, reason, hint.format(path or "model")))
+    # one that hides its own part of a parameter's name; inside another module it is just Python code
+    if "ActivationWrapper" in [kind.__name__ for kind in type(module).__mro__]:
+        hint = "dispatch what it wraps: add_tvm_dispatch(model._checkpoint_wrapped_module, ...)"
+        problems.append(Unsupported(name, name, "names its parameters as if it were not there", hint))
+    shards = [path for path, each in module.named_parameters() if type(each.data).__name__ == "DTensor"]
+    if shards:
+        op = f"shard '{shards[0]}'" + (f" and {len(shards) - 1} more" if len(shards) > 1 else "")
+        reason = "a parameter that is a shard already (DTensor)"
+        hint = "call add_tvm_dispatch before fully_shard; leave tensor parallelism (parallelize_module) to PyTorch"
+        problems.append(Unsupported(op, shards[0], reason, hint))
+    if problems:
+        raise UnsupportedModule(name, problems)
 
 
 def _refuse_hooks(module: nn.Module, name: str) -> None:

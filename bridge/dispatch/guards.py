@@ -21,7 +21,7 @@ from bridge.base.torch_internals import pytree, storage_id
 from bridge.capture.captured import Captured
 from bridge.dispatch.tensor_checks import LAYOUT, tensor_checks
 from bridge.dispatch.tree_guard import TreeGuard
-from bridge.state.reachable import same_plain
+from bridge.state.values import same
 
 __all__ = ["Guard", "Mismatch", "interpreter_state"]
 
@@ -87,7 +87,7 @@ class Guard:
         if leaves is None:
             return None
         for i, constant in self._constants:
-            if not same_plain(leaves[i], constant):
+            if not same(leaves[i], constant):
                 return None
         tensors = [leaves[i] for i in self._tensors] if self._constants else leaves
         look_alike = self._look_alike.get(state[1])
@@ -144,7 +144,7 @@ class Guard:
         if spec != self._spec:
             raise Mismatch(STRUCTURE, *structure_difference(self._spec, spec))
         for i, constant in self._constants:
-            if not same_plain(leaves[i], constant):
+            if not same(leaves[i], constant):
                 detail = f"compiled for {constant!r}, called with {_brief(leaves[i])}"
                 raise Mismatch(STRUCTURE, f"value of argument {self._leaf_paths[i]}", detail)
         tensors = [leaves[i] for i in self._tensors]

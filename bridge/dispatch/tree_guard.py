@@ -20,8 +20,9 @@ from bridge.dispatch.tensor_checks import LAYOUT, tensor_checks
 from bridge.state.code import CodeGuard
 from bridge.state.dict_versions import dict_versions, same_versions
 from bridge.state.module import hooks_of, own_attributes, written_class
-from bridge.state.reachable import Reached, same_plain
+from bridge.state.reachable import Reached
 from bridge.state.tensors import ModuleTensor
+from bridge.state.values import same
 
 __all__ = ["TreeGuard"]
 
@@ -219,7 +220,7 @@ class TreeGuard:
                 verb = "added to" if name in names else "removed from"
                 raise Mismatch(MODULE, f"attribute '{name}' was {verb} {_named(path)}")
         for i, name, value in self._attributes:
-            if not same_plain(modules[i].__dict__[name], value):
+            if not same(modules[i].__dict__[name], value):
                 _raise_forward_replaced(name == "forward", self._paths[i])
                 raise Mismatch(MODULE, f"attribute '{name}' of {_named(self._paths[i])} changed")
         for i, name in self._tensor_attributes:

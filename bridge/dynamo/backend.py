@@ -34,6 +34,7 @@ from bridge.dynamo.graph import DynamoGraph, inline_checkpoints
 from bridge.dynamo.numbers import numbers_of, read_directly
 from bridge.lower import DEFAULT_PARTITION
 from bridge.lowering.reuse import lower_once
+from bridge.state.values import constant_key
 from partition.cut import resolve as resolve_strategy
 
 __all__ = ["CompiledGraph", "graphs", "tvm_dispatch"]
@@ -290,10 +291,8 @@ def _name(target: Any) -> str:
 
 def _layout(value: Any) -> Any:
     """What must be the same for a call to fit an entry: of a tensor its layout, of anything else the value."""
-    if isinstance(value, float):
-        return float, value.hex()  # -0.0 is not 0.0, nan is nan
     if not isinstance(value, torch.Tensor):
-        return type(value), value
+        return constant_key(value) or (type(value), value)
     strided = value.layout is torch.strided
     return (
         type(value),

@@ -30,7 +30,6 @@ from bridge.capture.capture import capture
 from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.fake_run import fake_run
 from bridge.capture.observation import Observation, Output
-from bridge.capture.op_trace import constant_key
 from bridge.capture.preconditions import check_call
 from bridge.capture.thread_isolation import capturing
 from bridge.lower import lower_captured
@@ -38,6 +37,7 @@ from bridge.lowering.lowered import Lowered
 from bridge.state.generators import generators_put_back
 from bridge.state.snapshot import PythonState
 from bridge.state.tensors import module_tensors
+from bridge.state.values import constant_key
 
 __all__ = ["clear_lowered", "lower_once"]
 

@@ -35,7 +35,8 @@ from bridge.state.names import (
     with_helpers,
     written_bases,
 )
-from bridge.state.reachable import Contents, Fields, Reached, same_plain
+from bridge.state.reachable import Contents, Fields, Reached
+from bridge.state.values import same
 
 __all__ = ["CodeGuard"]
 
@@ -177,7 +178,7 @@ class CodeGuard:
                 yield f"a name that the code uses is gone: {missing}, it"
                 return
             for now, then, reason in zip(found, values, reasons, strict=False):
-                if not same_plain(now, then):
+                if not same(now, then):
                     yield reason
         for function, code in zip(self._functions, self._codes, strict=True):
             if function.__code__ is not code:
@@ -190,9 +191,7 @@ class CodeGuard:
         """Puts back globals, variables of enclosing scopes, settings in classes, and contents of what they hold."""
         now = chain.from_iterable(read(source) for read, source in self._read)
         for (owner, name), value, then in zip(self._places, now, self._values, strict=False):
-            if same_plain(value, then) or hasattr(
-                then, "__get__"
-            ):  # a method in a class is not what it is looked up as
+            if same(value, then) or hasattr(then, "__get__"):  # a method in a class is not what it is looked up as
                 continue
             if isinstance(owner, dict):
                 owner[name] = then

@@ -6,14 +6,13 @@ call would not change again, so such a module is refused; and the change made by
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from bridge.base.torch_internals import MODULE_HOOKS
+from bridge.state.values import same_inside, snapshot
 
 __all__ = ["Snapshot", "hooks_of", "own_attributes", "written_class"]
 
@@ -52,27 +51,6 @@ def hooks_of(module: nn.Module) -> str | None:
     return None
 
 
-def _contents(value: Any) -> Any:
-    """A shallow copy of a mutable container, to tell later whether it was changed in place; else the value."""
-    if type(value) in (list, dict, set):
-        return value.copy()
-    return value
-
-
-def _same(before: Any, after: Any) -> bool:
-    if before is after:
-        return True
-    if isinstance(before, torch.Tensor) or isinstance(after, torch.Tensor) or type(before) is not type(after):
-        return False
-    if isinstance(before, list | tuple | deque):
-        return len(before) == len(after) and all(map(_same, before, after))
-    if isinstance(before, dict):
-        return list(before) == list(after) and all(_same(before[key], after[key]) for key in before)
-    if isinstance(before, bool | int | float | complex | str | bytes | set | frozenset | torch.dtype | torch.device):
-        return bool(before == after) or before != before
-    return False
-
-
 class Snapshot:
     """The Python state of a module tree, to find out what changed and to put it back.
 
@@ -82,7 +60,7 @@ class Snapshot:
     def __init__(self, root: nn.Module):
         self._modules = [(name, module, dict(module.__dict__)) for name, module in root.named_modules()]
         self._containers = [
-            (module, key, value, _contents(value))
+            (module, key, value, snapshot(value))
             for _, module, attributes in self._modules
             for key, value in attributes.items()
             if type(value) in (list, dict, set)
@@ -98,11 +76,11 @@ class Snapshot:
                 prefix + key
                 for key in keys
                 if not _is_cache(module, key)
-                if key not in before or key not in module.__dict__ or not _same(before[key], module.__dict__[key])
+                if key not in before or key not in module.__dict__ or not same_inside(before[key], module.__dict__[key])
             ]
         owners = {id(module): name for name, module, _ in self._modules}
         for module, key, value, contents in self._containers:
-            if not _is_cache(module, key) and not _same(contents, value):
+            if not _is_cache(module, key) and not same_inside(contents, value):
                 prefix = owners[id(module)]
                 found.append(f"{prefix}.{key}" if prefix else key)
         return sorted(set(found))
@@ -118,7 +96,7 @@ class Snapshot:
             for key, value in before.items():
                 if _is_cache(module, key):
                     attributes[key] = value
-                elif key in attributes and attributes[key] is not value and _same(value, attributes[key]):
+                elif key in attributes and attributes[key] is not value and same_inside(value, attributes[key]):
                     attributes[key] = value
         for module, key, value, contents in self._containers:
             if _is_cache(module, key):
@@ -132,7 +110,7 @@ class Snapshot:
                 del attributes[key]
             attributes.update(before)
         for _, _, value, contents in self._containers:
-            if _same(contents, value):
+            if same_inside(contents, value):
                 continue
             if isinstance(value, list):
                 value[:] = contents

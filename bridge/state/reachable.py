@@ -22,11 +22,10 @@ import torch
 from torch import nn
 
 from bridge.state.module import own_attributes
+from bridge.state.values import PLAIN, same
 
-__all__ = ["Contents", "Fields", "Reached", "is_installed", "same_plain"]
+__all__ = ["Contents", "Fields", "Reached", "is_installed"]
 
-_PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
-_PLAIN += (torch.dtype, torch.device, torch.memory_format, torch.layout)
 #: How deep a configuration object may lie inside others: ``cfg.model.encoder.attention.scale`` is four deep.
 _NESTED_OBJECTS = 5
 _NOT_CONFIGURATION = (torch.Tensor, type, ModuleType, logging.Logger, BuiltinFunctionType, nn.Module)
@@ -60,7 +59,7 @@ class Contents:
             return False
         if isinstance(view, set):
             return view == set(self._values)
-        return all(map(is_, self._read(), self._values)) or all(map(same_plain, self._read(), self._values))
+        return all(map(is_, self._read(), self._values)) or all(map(same, self._read(), self._values))
 
     def restore(self) -> None:
         """Puts back what was there; never empties it first, since another thread may be looking."""
@@ -108,24 +107,6 @@ class Fields:
         return len(self._values_of(self._owner))
 
 
-def same_plain(now: Any, then: Any) -> bool:
-    """Whether this is the same object, or a value of the same type that no operator can tell apart.
-
-    A list in the place of an equal one counts as the same: what was remembered is watched by contents of its own.
-    """
-    if now is then:
-        return True
-    if type(now) is not type(then):
-        return False
-    if type(now) is list or isinstance(now, tuple):
-        return len(now) == len(then) and all(map(same_plain, now, then))
-    if not isinstance(now, _PLAIN):
-        return False
-    if isinstance(now, float | complex):  # zero has a sign, and nan is nan
-        return repr(now) == repr(then)
-    return bool(now == then)
-
-
 def is_installed(thing: Any) -> bool:
     """Whether a class, function or module is torch's, Python's or an installed package's, not the user's own."""
     name = thing.__name__ if isinstance(thing, ModuleType) else getattr(thing, "__module__", None) or "builtins"
@@ -157,7 +138,7 @@ class Reached:
         self._walk(place, value, _NESTED_OBJECTS)
 
     def _walk(self, place: Any, value: Any, objects: int) -> None:
-        if id(value) in self._seen or isinstance(value, Enum) or (type(value) in _PLAIN and type(value) is not tuple):
+        if id(value) in self._seen or isinstance(value, Enum) or (type(value) in PLAIN and type(value) is not tuple):
             return
         self._seen[id(value)] = value
         views, parts = self._open(value, objects)

@@ -1,0 +1,103 @@
+"""Patched globals: what torch.export replaces for the whole process → replaced for the capturing thread alone."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import FunctionType
+from typing import Any
+
+from torch.hub import tqdm
+
+from bridge.base.torch_internals import compiling_flags, export_tracer, mkldnn_switch, symbolic_trace
+from bridge.capture.tracing import HERE, is_capturing
+
+__all__ = ["here_only", "patched_globals", "replaced"]
+
+
+@contextmanager
+def patched_globals() -> Iterator[None]:
+    """While active, what torch.export and torch.fx do to the process while they trace is seen by this thread only."""
+    export = export_tracer()
+    with ExitStack() as stack:
+        tracer = symbolic_trace.Tracer
+        stack.enter_context(replaced(tracer, trace=here_only(_with_own_globals(tracer.trace), tracer.trace)))
+        stack.enter_context(replaced(symbolic_trace, _Patcher=_Patcher))
+        if hasattr(tqdm, "monitor_interval"):  # torch.fx makes a bar that it does not show; its thread would stay
+            stack.enter_context(replaced(tqdm, monitor_interval=0))
+        owner, name = mkldnn_switch
+        stack.enter_context(replaced(owner, **{name: here_only(lambda: False, getattr(owner, name))}))
+        stack.enter_context(
+            replaced(
+                export,
+                _compiling_state_context=_unless_capturing(export._compiling_state_context, _compiling_here),
+                _override_builtin_ops=_unless_capturing(export._override_builtin_ops, _builtins_here),
+                _ignore_backend_decomps=_unless_capturing(export._ignore_backend_decomps, lambda _: nullcontext()),
+            )
+        )
+        yield
+
+
+def here_only(here: Callable[..., Any], elsewhere: Callable[..., Any]) -> Callable[..., Any]:
+    """``here`` in a thread that captures, ``elsewhere`` in any other."""
+
+    @functools.wraps(here)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        return (here if is_capturing() else elsewhere)(*args, **kwargs)
+
+    return choose
+
+
+def _with_own_globals(function: FunctionType) -> FunctionType:
+    """The function with a copy of its globals, where it sets its flags: torch.fx's says that somebody is tracing.
+
+    Of what Dynamo, once it has run, keeps itself out of by a wrapper, it is the function inside.
+    """
+    function = getattr(function, "_torchdynamo_orig_callable", function)
+    own = FunctionType(
+        function.__code__, {**function.__globals__}, function.__name__, function.__defaults__, function.__closure__
+    )
+    return functools.update_wrapper(own, function)
+
+
+class _Patcher(symbolic_trace._Patcher):
+    """torch.fx's, which replaces methods of ``nn.Module`` while it traces; those of this thread, if it captures."""
+
+    def patch_method(self, cls: type, name: str, new_fn: Callable[..., Any], deduplicate: bool = True) -> None:
+        if is_capturing():
+            new_fn = here_only(new_fn, getattr(cls, name))
+        super().patch_method(cls, name, new_fn, deduplicate)
+
+
+def _unless_capturing(original: Callable[[], Any], ours: Callable[..., Any]) -> Callable[[], Any]:
+    """A context manager for whoever asks: another thread may be exporting something on its own."""
+    return lambda: ours(original) if is_capturing() else original()
+
+
+@contextmanager
+def _compiling_here(original: Callable[[], Any]) -> Iterator[None]:
+    with compiling_flags(HERE):
+        yield
+
+
+@contextmanager
+def _builtins_here(original: Callable[[], Any]) -> Iterator[None]:
+    before = builtins.max, builtins.min, math.pow
+    with original():
+        builtins.max, builtins.min, math.pow = map(here_only, (builtins.max, builtins.min, math.pow), before)
+        yield
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)

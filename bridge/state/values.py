@@ -1,0 +1,68 @@
+"""The same value: plain Python values compared, made into hashable keys, and copied to be compared later.
+
+Exact in what an operator could tell apart: 1, 1.0 and True differ, so do 0.0 and -0.0, and nan is nan.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+
+__all__ = ["PLAIN", "constant_key", "same", "same_inside", "snapshot"]
+
+_CONSTANTS = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+PLAIN = (*_CONSTANTS, float, complex, bytes, tuple, frozenset)
+"""Types of immutable values, which are compared by value."""
+_CONTAINERS = (list, dict, set)
+
+
+def same(now: Any, then: Any) -> bool:
+    """Whether this is the same object, or a plain value of the same type that no operator can tell apart.
+
+    Lists are compared by their entries, any other mutable object by identity.
+    """
+    if now is then:
+        return True
+    if type(now) is not type(then):
+        return False
+    if type(now) is list or isinstance(now, tuple):
+        return len(now) == len(then) and all(map(same, now, then))
+    if not isinstance(now, PLAIN):
+        return False
+    if isinstance(now, float | complex):  # zero has a sign, and nan is nan
+        return repr(now) == repr(then)
+    return bool(now == then)
+
+
+def same_inside(now: Any, then: Any) -> bool:
+    """:func:`same`, with lists, tuples, deques, dicts and sets compared by their entries, in order, however deep."""
+    if now is then:
+        return True
+    if type(now) is not type(then):
+        return False
+    if isinstance(now, list | tuple | deque):
+        return len(now) == len(then) and all(map(same_inside, now, then))
+    if isinstance(now, dict):
+        return list(now) == list(then) and all(same_inside(now[name], then[name]) for name in now)
+    if isinstance(now, set):
+        return now == then
+    return same(now, then)
+
+
+def constant_key(value: Any) -> tuple | None:
+    """A hashable stand-in for a plain constant, equal only for constants that are the :func:`same`.
+
+    ``None`` for anything that is not plain.
+    """
+    if isinstance(value, float | complex):
+        return type(value), repr(value)
+    if isinstance(value, _CONSTANTS):
+        return type(value), value
+    return None
+
+
+def snapshot(value: Any) -> Any:
+    """A shallow copy of a list, a dict or a set, to tell later whether it was changed in place; else the value."""
+    return value.copy() if type(value) in _CONTAINERS else value
