@@ -16,6 +16,7 @@ __all__ = [
     "DispatchMiss",
     "Unsupported",
     "UnsupportedModule",
+    "from_user_code",
     "is_refused_by_eager",
     "is_user_file",
     "line_of",
@@ -90,6 +91,14 @@ def refused_by_eager(error: Exception) -> Exception:
 
 def is_refused_by_eager(error: Exception) -> bool:
     return getattr(error, "_refused_by_eager", False)
+
+
+def from_user_code(error: Exception) -> Exception:
+    """``error`` with a traceback that begins at the first frame that is neither torch's nor ours, if there is one."""
+    frames = error.__traceback__
+    while frames is not None and not is_user_file(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    return error if frames is None else error.with_traceback(frames)
 
 
 def is_user_file(filename: str) -> bool:

@@ -1,4 +1,4 @@
-"""Eager's own error: a sample that PyTorch itself refuses (shapes that do not fit) is reported in PyTorch's words."""
+"""Eager's own error: a sample that PyTorch itself refuses (shapes that do not fit) → PyTorch's exception, raised."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.errors import refused_by_eager
+from bridge.base.errors import from_user_code, refused_by_eager
 from bridge.base.torch_internals import pytree
 from bridge.capture.isolated_rng import IsolatedRNG
 
@@ -15,17 +15,51 @@ __all__ = ["raise_if_eager_raises"]
 
 
 def raise_if_eager_raises(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """A sample that PyTorch itself refuses (shapes that do not fit) is reported in PyTorch's words.
+    """Runs the module once in eager, and the backward where there is one; to be called where a capture has failed.
 
-    Runs the module once, on copies of its tensors and of the sample, without moving the generator.
+    It runs on copies of its tensors and of the sample, in the same memory layout and with the same ``requires_grad``
+    (a ``view`` may fit a contiguous tensor only, a write into a leaf only fails if that requires grad). Neither
+    ``.grad`` nor the generator change; Python state that forward changes is left changed.
+
+    Raises:
+        Exception: what eager raises, marked by :func:`bridge.base.errors.refused_by_eager`.
     """
-    copies = {name: tensor.detach().clone() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    leaves = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    copied_args, copied_kwargs = pytree.tree_unflatten(leaves, spec)
+    copies: dict[int, torch.Tensor] = {}  # one for each object: an argument may be given twice
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _copy(tensor)
+        return copies[id(tensor)]
+
+    own = (*module.named_parameters(), *module.named_buffers())
     try:
-        with IsolatedRNG(), torch.no_grad():
-            torch.func.functional_call(module, copies, copied_args, copied_kwargs)
-    except Exception as error:
-        refused_by_eager(error)
-        raise
+        state = {name: copied(tensor) for name, tensor in own}
+        copied_args, copied_kwargs = pytree.tree_map_only(torch.Tensor, copied, (args, kwargs))
+        with IsolatedRNG():
+            result = torch.func.functional_call(module, state, copied_args, copied_kwargs)
+            _run_backward(result, copies.values())
+    except Exception as error:  # noqa: BLE001 - whatever the user's code raises is raised again below
+        eager = refused_by_eager(from_user_code(error))
+    else:
+        return
+    raise eager from eager.__cause__  # hides what is being handled where this is called
+
+
+def _run_backward(result: Any, inputs: Any) -> None:
+    """The gradients of a result, which go nowhere."""
+    results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.grad_fn]
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    if results and wanted:
+        torch.autograd.grad(results, wanted, [torch.ones_like(each) for each in results], allow_unused=True)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in the same layout; a leaf of its own graph if the tensor is one."""
+    source = tensor.detach()
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
+        return source.clone().requires_grad_(tensor.requires_grad)
+    size = 1 + sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = source.as_strided((size if tensor.numel() else 0,), (1,)).clone()
+    if tensor.is_leaf or not torch.is_grad_enabled():
+        return memory.as_strided(tensor.shape, tensor.stride()).data.requires_grad_(tensor.requires_grad)  # no view
+    return memory.requires_grad_(tensor.requires_grad).clone().as_strided(tensor.shape, tensor.stride())

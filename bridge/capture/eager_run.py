@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.errors import Unsupported, refused_by_eager
+from bridge.base.errors import Unsupported, from_user_code, refused_by_eager
 from bridge.base.torch_internals import pytree
 from bridge.capture.call_log import differences
 from bridge.capture.isolated_rng import IsolatedRNG
@@ -60,9 +60,8 @@ def real_run(
         untraced, state = _state(module, tensors, real_tensors)
         with IsolatedRNG():
             result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
-    except Exception as error:
-        refused_by_eager(error)
-        raise
+    except Exception as error:  # noqa: BLE001 - whatever the user's code raises
+        raise refused_by_eager(from_user_code(error)) from error.__cause__
     if _all_close([*run.results, *owned], [*pytree.tree_leaves(result), *untraced]):
         return run, []
     reason = "eager takes another branch than what is traced, and gets other results"

@@ -18,21 +18,32 @@ __all__ = ["IsolatedRNG"]
 class IsolatedRNG(TorchDispatchMode):
     """While active, what this thread draws from the default CPU generator comes from one of its own.
 
-    An operator that takes no generator (``native_dropout`` called by name) moves the default one, which is put back.
+    An operator that takes no generator (``native_dropout`` called by name) moves the default one, which is put back; so
+    is, at the end, a generator that the code itself passes to an operator.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._generator = torch.Generator()
+        self._passed: list[tuple[torch.Generator, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        if (passed := kwargs.get("generator")) is not None:
+            self._passed.append((passed, passed.get_state()))
             return func(*args, **kwargs)
         if (taker := _taker(func)) is not None:
             return taker(*args, **kwargs, generator=self._generator)
         with torch.random.fork_rng(devices=[]):
             return func(*args, **kwargs)
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        while self._passed:
+            generator, state = self._passed.pop()
+            generator.set_state(state)
 
 
 def _taker(func: Any) -> Any:

@@ -28,6 +28,7 @@ from torch import nn
 from bridge.capture.module_calls import called_plainly, calls_wait, forwards_here
 from bridge.capture.patched_globals import patched_globals
 from bridge.capture.registries import registries_here
+from bridge.capture.torch_messages import messages_logged
 from bridge.capture.tracing import changes_of_generators, marked_capturing, one_capture_at_a_time
 
 __all__ = ["capturing"]
@@ -53,6 +54,7 @@ def capturing(module: nn.Module, *, fakes: bool = True) -> Iterator[None]:
         stack.enter_context(registries_here(module))
         stack.enter_context(forwards_here(module))
         stack.enter_context(patched_globals())
+        stack.enter_context(messages_logged())
         stack.enter_context(marked_capturing())
         yield
 
