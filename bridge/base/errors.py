@@ -1,4 +1,4 @@
-"""What can go wrong, said in the user's terms."""
+"""Errors: what can go wrong, in the user's terms and with the user's line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Locks in a process that forks: a child has none of its parent's other threads, to let go of what they held."""
+"""Locks that a fork leaves free: a child has none of its parent's other threads, to let go of what they held."""
 
 from __future__ import annotations
 

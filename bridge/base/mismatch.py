@@ -1,4 +1,4 @@
-"""Why a call is not what an entry was compiled for."""
+"""Guard failure: why a call is not what an entry was compiled for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The structure of a call's arguments in words: a name for each leaf, and how two structures differ."""
+"""Pytrees in words: the structure of a call's arguments → a name for each leaf, and how two structures differ."""
 
 from __future__ import annotations
 

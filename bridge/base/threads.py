@@ -1,4 +1,4 @@
-"""Whether other threads do anything: what the process shares is put back or replaced where nobody else uses it."""
+"""Other threads: whether they do anything, so that what the process shares may be put back or replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The torch functions that forward calls, in order, to compare a run on fake tensors with one on real ones.
+"""Call log: the torch functions that forward calls, in order → what a fake run and an eager run did differently.
 
 Fake tensors can have other strides than eager's. Then ``reshape`` and ``contiguous`` copy in one run what they view in
 the other. That is the same to whoever reads, but not to a write through one of the two names; and forward may look at

@@ -1,4 +1,4 @@
-"""``dynamic_shapes=`` in torch.export's form: what is static passes, what is dynamic is refused by name.
+"""Dynamic shapes: ``dynamic_shapes=`` in torch.export's form → refused by name where a dimension is meant to vary.
 
 Compiled code here has static extents: arenas, loop bounds and vector lanes are laid out for them. Calls of several
 lengths get an entry each (``on_miss="compile"``), which shares everything but the compilation.

@@ -1,4 +1,4 @@
-"""Results that are views of one memory and have elements in common."""
+"""Overlap: results that are views of one memory → whether they have elements in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether this thread is tracing a module right now: a dispatched module inside must then run as plain PyTorch."""
+"""Tracing state: whether this thread traces a module now; a dispatched module inside then runs as plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a module's code refers to outside of the module: attributes of its classes, global names, enclosing scopes.
+"""Code guard: a module's classes and functions → the attributes, globals and variables around them, as they were.
 
 ``forward`` may read ``self.scale`` from the class, a flag of its file, ``settings.scale`` of another one, a variable of
 the function that defines it, or call a helper; any of them may be changed between calls, the code itself included (a

@@ -1,4 +1,4 @@
-"""Whether a dictionary was written to: CPython counts the writes, and Dynamo's guards ask it for the count.
+"""Dictionary versions: whether a dictionary was written to, by CPython's count of writes, as Dynamo's guards read it.
 
 A module's attributes, parameters, buffers and children are dictionaries; that none of them was written to since all of
 it was looked at says in 30 ns what a look at each entry says in hundreds. It is not a public interface, so it is put

@@ -1,4 +1,4 @@
-"""What a module owns besides its tensors, snapshotted: to undo what a capture changed, and to guard a call.
+"""Module attributes: what a module owns besides its tensors → a snapshot, to undo a capture and to guard a call.
 
 Tracing runs the user's ``forward``. Whatever Python state that run changes (``self.calls += 1``) a compiled
 call would not change again, so such a module is refused; and the change made by the tracing is undone.

@@ -1,4 +1,4 @@
-"""Which names outside of themselves functions look up, and where: globals, modules, classes, enclosing scopes.
+"""Free names of code: functions → the names that they look up outside of themselves, and where.
 
 A name is looked for wherever the code could reach it in one step after another: ``settings.model.SCALE`` in the file's
 globals, in the module ``settings``, in its class ``model``. Attribute names are not told from global ones, so a name

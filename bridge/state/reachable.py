@@ -1,4 +1,4 @@
-"""Plain Python attributes of a module, remembered: numbers, lists, configuration objects decide what forward does.
+"""Reachable values: a module's plain attributes → contents of all that can be reached from them, as they were.
 
 An attribute is first compared by identity, which costs a few nanoseconds and settles almost every call. What is
 mutable (a list, a dict, a set, an array, the fields of a configuration object) is also compared by contents,

@@ -1,4 +1,4 @@
-"""The tensors that a module owns and the compiled code takes as inputs."""
+"""Module tensors: a module → its parameters, buffers and tensor attributes, each once: inputs of the compiled code."""
 
 from __future__ import annotations
 

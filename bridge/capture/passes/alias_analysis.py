@@ -1,4 +1,4 @@
-"""Who shares memory with whom in a training-IR graph, and which memory autograd may follow.
+"""Alias analysis: a training-IR graph → which nodes share memory, and which memory autograd may follow.
 
 The graph is not functional yet: operators write in place and return views, as their schemas say.
 """

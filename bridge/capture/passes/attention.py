@@ -1,4 +1,4 @@
-"""Attention with a bias that is learned (relative positions, say).
+"""Attention with a learned bias (relative positions, say): the fused operator → the operators that it is made of.
 
 The fused kernel has no gradient for its mask, so eager takes the plain operators where the mask requires grad. What
 ``torch.export`` decomposes has forgotten what requires grad, and would take the fused kernel.

@@ -1,4 +1,4 @@
-"""Autocast spelled out: every cast that eager makes under ``torch.autocast`` becomes a node of the training-IR graph.
+"""Autocast as casts: every cast that eager makes under ``torch.autocast`` → a node of the training-IR graph.
 
 ``torch.export`` traces above autocast's dispatch key: its graph holds the operators with the arguments that the module
 gave them. Here each operator runs once more on fake tensors under the autocast setting of its place, which shows the

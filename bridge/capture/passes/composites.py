@@ -1,4 +1,4 @@
-"""Composite operators, inside which autocast casts, as the operators that they are made of.
+"""Composite operators inside which autocast casts → the operators that they are made of.
 
 A recurrent layer, ``einsum`` or ``multi_dot`` reaches autocast only through the products that it calls. Run on fake
 tensors under the autocast setting of its place, such an operator shows what it does there, casts included; that takes

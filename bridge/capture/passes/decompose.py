@@ -1,4 +1,4 @@
-"""A training IR's operators taken apart to core ATen, except those of :mod:`bridge.capture.passes.preserved_ops`.
+"""Decomposition: training-IR operators → core ATen, except those of :mod:`bridge.capture.passes.preserved_ops`.
 
 ``ExportedProgram.run_decompositions`` with a table does this too. But it overrides each of torch's several hundred
 composite operators (``CompositeImplicitAutograd``), nearly all with what they do anyway, and takes the overrides out

@@ -1,4 +1,4 @@
-"""Operators that ``torch.export``'s decomposition leaves whole, and why."""
+"""Preserved operators: those that ``torch.export``'s decomposition leaves whole, and why."""
 
 from __future__ import annotations
 

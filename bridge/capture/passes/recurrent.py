@@ -1,4 +1,4 @@
-"""Recurrent layers before they are decomposed.
+"""Recurrent layers before decomposition: one operator for all layers → one for each.
 
 torch decomposes ``aten.lstm`` and its like into plain operators, but loses the dropout between the layers. So a call
 of several layers with dropout becomes calls of one layer each, with the dropout spelled out. And in bfloat16 it would
