@@ -13,7 +13,7 @@ from torch import nn
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.capture.capture import capture
 from bridge.capture.sample import normalize_sample
-from bridge.lower import lower_captured
+from bridge.lowering.pipeline import lower_captured
 from bridge.state.snapshot import PythonState
 
 __all__ = ["Coverage", "examine"]

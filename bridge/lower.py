@@ -1,119 +1,63 @@
-"""The whole story, from a module to the two functions that are compiled, as a flat list of stages.
+"""``lower(module, sample)``: a module's call → the two functions that are compiled, stage by stage.
 
-    captured    the module's sample call as a functional ATen graph          bridge.capture
-    imported    aten -> Relax, training semantics                            bridge.aten
-    masked      dropout becomes a product with a mask input                  autodiff.mask_dropout
-    spelled     LayerNorm & co. become what TVM can differentiate            autodiff.spell_out
-    forward     cleaned, variables named uniquely                            autodiff.clean
-    joint       grad_outs in, gradients out: relax.transform.Gradient        autodiff.differentiate
-    cleaned     ZappLike, ZeroZapp, OneZapp, CSE, DCE, to a fixed point      autodiff.clean
-    split       a forward with captures and a backward, and the Plan         partition
-
-Every stage's IR is kept: ``print(lowered)`` shows the line, ``print(lowered["joint"])`` one stage,
-``print(lowered.diff("joint", "cleaned"))`` what a pass did, ``lowered["joint"].run(lowered.inputs("joint"))`` its
-numbers, and ``print(lowered.check())`` whether they are autograd's.
+The stages are listed in :mod:`bridge.lowering.pipeline`. ``print(lowered)`` shows them a line each,
+``print(lowered["joint"])`` one stage, ``print(lowered.diff("joint", "cleaned"))`` what a pass did,
+``lowered["joint"].run(lowered.inputs("joint"))`` its numbers, and ``print(lowered.check())`` whether they are
+autograd's.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from functools import partial
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-import autodiff
-from autodiff.ir import Function
-from bridge.aten import import_graph
-from bridge.aten.importer import Imported
 from bridge.base.errors import CompilationError
-from bridge.base.log import channel
 from bridge.base.modes import ambient_autocast
 from bridge.capture.capture import capture
-from bridge.capture.captured import Captured
 from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.sample import normalize_sample
-from bridge.lowering.lowered import Lowered, Sample
-from bridge.lowering.origin import origins
-from bridge.lowering.stage import Stage
-from bridge.reference.aten_graph import run_graph
+from bridge.lowering.lowered import LoweredCall, Sample
+from bridge.lowering.pipeline import DEFAULT_PARTITION, lower_captured
 from bridge.state.snapshot import PythonState
-from partition import partition as partition_joint
+from bridge.verify.check import Check, check
+from bridge.verify.inputs import stage_inputs
+from bridge.verify.repro import save_repro
 
-__all__ = ["Lowered", "Stage", "cleaned_and_named", "lower", "lower_captured"]
-
-log = channel("partition")
-
-DEFAULT_PARTITION = "min_cut"
+__all__ = ["Lowered", "lower"]
 
 
-def lower_captured(
-    captured: Captured, *, grad: bool, partition: Any = DEFAULT_PARTITION, capture_seconds: float = 0.0
-) -> Lowered:
-    """Lowers a captured call.
+@dataclass(repr=False)
+class Lowered(LoweredCall):
+    """What :func:`lower` returns: every stage, and the questions that need the sample to be run again.
 
-    Args:
-        grad: whether gradients are wanted (grad mode is on).
-        partition: a strategy of :func:`partition.partition`.
-        capture_seconds: what capturing took.
-
-    Raises:
-        UnsupportedModule: an operator is not handled exactly.
-        CompilationError: a pass failed; a bug of this package.
+    Example:
+        >>> lowered = lower(nn.Linear(3, 2), torch.ones(5, 3))
+        >>> lowered.check().ok
+        True
     """
-    started = time.perf_counter()
-    imported = import_graph(captured)
-    requires_grad = [tensor.requires_grad for tensor in (*captured.module_tensors, *captured.arguments)]
-    differentiable = _differentiable(captured, imported) if grad else ()
-    lowered = Lowered(captured, imported, (), differentiable)
-    seconds = time.perf_counter() - started
-    runner = partial(run_graph, captured, imported)
-    lowered.keep(Stage("captured", "bridge.capture", captured.graph, capture_seconds, None, runner))
-    size = lowered.stages[0].size
-    lowered.keep(Stage("imported", "bridge.aten.import_graph", imported.function, seconds, size))
-    lowered.run("masked", "autodiff.mask_dropout", autodiff.mask_dropout)
-    lowered.run("spelled", "autodiff.spell_out", autodiff.spell_out)
-    lowered.run("forward", "autodiff.clean, unique_names", cleaned_and_named, not differentiable)
-    if not differentiable:
-        return lowered
-    lowered.wanted = tuple(index for index, needs in enumerate(requires_grad) if needs)
-    lowered.wanted = lowered.gradients_for(differentiable)
-    lowered.run("joint", "autodiff.differentiate", autodiff.differentiate, differentiable, lowered.wanted)
-    joint = lowered.run("cleaned", "autodiff.clean", autodiff.clean)
-    size = lowered["cleaned"].size
-    started = time.perf_counter()
-    sources = origins(captured, imported, [lowered["forward"].function, joint])
-    lowered.partitioned = partition_joint(
-        joint,
-        num_primals=lowered.num_primals,
-        num_outputs=lowered.num_results,
-        strategy=partition,
-        module_paths={name: origin.module for name, origin in sources.items()},
-    )
-    log.info("%s %s", captured.module_name, lowered.plan.summary())
-    log.debug("%s", lowered.plan)
-    joined = autodiff.join_products(lowered.backward)
-    lowered.partitioned = dataclasses.replace(lowered.partitioned, backward=joined)
-    seconds = time.perf_counter() - started
-    made_by = f"partition ({lowered.plan.strategy})"
-    lowered.keep(Stage("split forward", made_by, lowered.forward, seconds, size))
-    lowered.keep(Stage("split backward", made_by, lowered.backward, 0.0, size))
-    return lowered
 
+    @classmethod
+    def of(cls, call: LoweredCall, sample: Sample, seconds: float) -> Lowered:
+        """A lowered call with its sample; ``seconds``: capture and lowering."""
+        made = {field.name: getattr(call, field.name) for field in fields(call)}
+        return cls(**{**made, "sample": sample, "seconds": seconds})
 
-def cleaned_and_named(function: Function, merge_casts: bool) -> Function:
-    """The stage ``forward``; casts are merged where no gradient could tell."""
-    return autodiff.unique_names(autodiff.clean(function, merge_casts=merge_casts))
+    def inputs(self, stage: str = "forward", *, seed: int = 0) -> list[torch.Tensor]:
+        """The sample as what ``self[stage].run`` takes: see :func:`bridge.verify.inputs.stage_inputs`."""
+        return stage_inputs(self, stage, seed=seed)
 
+    def check(self, dtype: torch.dtype | None = None, *, seed: int = 0) -> Check:
+        """Runs every stage against autograd, names the first that deviates: see :func:`bridge.verify.check.check`."""
+        return check(self, dtype=dtype, seed=seed)
 
-def _differentiable(captured: Captured, imported: Imported) -> tuple[int, ...]:
-    return tuple(
-        position
-        for leaf, position in enumerate(imported.output_of)
-        if position is not None and captured.outputs[leaf].requires_grad
-    )
+    def save_repro(self, directory: str | Path, *, stage: str | None = None, seed: int = 0) -> Path:
+        """Writes a script that rebuilds a deviating stage: see :func:`bridge.verify.repro.save_repro`."""
+        return save_repro(self, directory, stage=stage, seed=seed)
 
 
 def lower(
@@ -127,13 +71,23 @@ def lower(
 
     Args:
         module: in the mode (train, eval) that is meant.
-        sample_input: a tensor (one positional argument), a tuple (positional) or a dict (keyword arguments).
+        sample_input: a tensor (one positional argument), a tuple (positional) or a dict (keyword arguments) of CPU
+            tensors of any shape; the stages are for these shapes and dtypes.
         sample_kwargs: further keyword arguments.
         partition: ``"min_cut"``, ``"save_all"``, ``"recompute_all"`` or a strategy object.
+
+    Returns:
+        every stage; with a backward where grad mode is on and a result requires grad.
 
     Raises:
         TypeError: the sample does not fit the module.
         UnsupportedModule: something in the module is not handled exactly.
+        CompilationError: a pass failed, a bug of this package; it names the stage and holds its input.
+
+    Example:
+        >>> lowered = lower(nn.Linear(3, 2), torch.ones(5, 3))
+        >>> [stage.name for stage in lowered][:3]
+        ['captured', 'imported', 'masked']
     """
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
     before = PythonState(module)
@@ -142,11 +96,10 @@ def lower(
         captured = capture(module, args, kwargs)
         seconds = time.perf_counter() - started
         grad = torch.is_grad_enabled()
-        lowered = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)
+        call = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)
         training = {path: child.training for path, child in module.named_modules()}
-        lowered.sample = Sample(module, args, kwargs, partition, training, ambient_autocast())
-        lowered.seconds = time.perf_counter() - started
-        return lowered
+        sample = Sample(module, args, kwargs, partition, training, ambient_autocast(), relower=lower)
+        return Lowered.of(call, sample, time.perf_counter() - started)
     except CompilationError:
         raise_if_eager_raises(module, args, kwargs)  # fake tensors let some mistakes pass (mixed types in a product)
         raise

@@ -28,7 +28,7 @@ from bridge.dispatch.guards import Mismatch, interpreter_state
 from bridge.dispatch.hooks import call_with_hooks
 from bridge.dispatch.outer_compiler import call_opaque, hide, mark, unmark
 from bridge.dispatch.stats import DispatchStats
-from bridge.lower import DEFAULT_PARTITION
+from bridge.lowering.pipeline import DEFAULT_PARTITION
 from partition.cut import resolve as resolve_strategy
 
 __all__ = ["add_tvm_dispatch", "remove_tvm_dispatch", "stats"]

@@ -23,7 +23,7 @@ from bridge.capture.observation import Output
 from bridge.capture.tracing import one_capture_at_a_time
 from bridge.compile import Program, compile_function
 from bridge.dispatch.guards import Guard
-from bridge.lower import Lowered
+from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.reuse import lower_once
 from bridge.rng.draws import Draws
 from bridge.state.snapshot import PythonState
@@ -47,7 +47,7 @@ class Entry:
     partition: Any = None
     target: Any = None
 
-    def __init__(self, guard: Guard, lowered: Lowered, target: Any):
+    def __init__(self, guard: Guard, lowered: LoweredCall, target: Any):
         started = time.perf_counter()
         captured, imported = lowered.captured, lowered.imported
         self.guard = guard
@@ -163,7 +163,7 @@ def _under_name(program: Program, module_name: str, direction: str) -> Callable[
 class _Backward:
     """The backward program of one pattern of grad_outs; called with saved tensors and grad_outs."""
 
-    def __init__(self, lowered: Lowered, outputs: tuple[int, ...], target: Any):
+    def __init__(self, lowered: LoweredCall, outputs: tuple[int, ...], target: Any):
         full = outputs == lowered.differentiable
         function = lowered.backward if full else lowered.backward_for(outputs)
         self.program = _compiled(function, lowered.captured.module_name, "backward", target)
@@ -276,7 +276,7 @@ def _leaf(seen: Output, position: int | None, computed: Any, inputs: list[torch.
     return base.as_strided(seen.shape, seen.stride, base.storage_offset() + seen.offset)
 
 
-def _result_layouts(lowered: Lowered, program: Program) -> list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
+def _result_layouts(lowered: LoweredCall, program: Program) -> list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
     """The results of the forward that do not look like eager's yet, each with what gives it strides or memory."""
     strides = {
         position: stride

@@ -32,7 +32,7 @@ from bridge.dispatch.guards import interpreter_state
 from bridge.dispatch.stats import DispatchStats
 from bridge.dynamo.graph import DynamoGraph, inline_checkpoints
 from bridge.dynamo.numbers import numbers_of, read_directly
-from bridge.lower import DEFAULT_PARTITION
+from bridge.lowering.pipeline import DEFAULT_PARTITION
 from bridge.lowering.reuse import lower_once
 from bridge.state.values import constant_key
 from partition.cut import resolve as resolve_strategy

@@ -1,4 +1,4 @@
-"""What a module's call became: every stage, and the questions one can ask of them."""
+"""A lowered call as data: its stages, the forward and the backward function, and where each variable comes from."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,10 +24,7 @@ from bridge.lowering.origin import Origin, origins
 from bridge.lowering.stage import Stage
 from partition import Partitioned, Plan, rebuild_backward
 
-if TYPE_CHECKING:
-    from bridge.verify.check import Check
-
-__all__ = ["Lowered", "Sample"]
+__all__ = ["LoweredCall", "Sample"]
 
 log = channel("passes")
 
@@ -43,6 +39,7 @@ class Sample:
         partition: the strategy.
         training: which of its submodules were in training mode, by path.
         autocast: what autocast casted to, ``None`` if it was off.
+        relower: lowers another call: ``relower(module, args, sample_kwargs=…, partition=…)``, as :func:`bridge.lower`.
     """
 
     module: nn.Module
@@ -51,10 +48,11 @@ class Sample:
     partition: Any
     training: dict[str, bool]
     autocast: torch.dtype | None
+    relower: Callable[..., LoweredCall]
 
 
-@dataclass
-class Lowered:
+@dataclass(repr=False)
+class LoweredCall:
     """A module's call, lowered: every stage, the forward and, when something requires grad, the backward.
 
     Attributes:
@@ -166,24 +164,6 @@ class Lowered:
     def diff(self, before: str, after: str) -> Diff:
         """What differs between two stages, as operator counts and bindings; ``print`` it."""
         return diff(self[before], self[after])
-
-    def inputs(self, stage: str = "forward", *, seed: int = 0) -> list[torch.Tensor]:
-        """The sample as what ``self[stage].run`` takes: see :func:`bridge.verify.inputs.stage_inputs`."""
-        from bridge.verify.inputs import stage_inputs
-
-        return stage_inputs(self, stage, seed=seed)
-
-    def check(self, dtype: torch.dtype | None = None, *, seed: int = 0) -> Check:
-        """Runs every stage against autograd, names the first that deviates: see :func:`bridge.verify.check.check`."""
-        from bridge.verify.check import check
-
-        return check(self, dtype=dtype, seed=seed)
-
-    def save_repro(self, directory: str | Path, *, stage: str | None = None, seed: int = 0) -> Path:
-        """Writes a script that rebuilds a deviating stage: see :func:`bridge.verify.repro.save_repro`."""
-        from bridge.verify.repro import save_repro
-
-        return save_repro(self, directory, stage=stage, seed=seed)
 
     def gradients_for(self, outputs: Sequence[int]) -> tuple[int, ...]:
         """The wanted inputs that eager's autograd reaches from these outputs; the others get ``None``."""

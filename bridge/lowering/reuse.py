@@ -32,8 +32,8 @@ from bridge.capture.fake_run import fake_run
 from bridge.capture.observation import Observation, Output
 from bridge.capture.preconditions import check_call
 from bridge.capture.thread_isolation import capturing
-from bridge.lower import lower_captured
-from bridge.lowering.lowered import Lowered
+from bridge.lowering.lowered import LoweredCall
+from bridge.lowering.pipeline import lower_captured
 from bridge.state.generators import generators_put_back
 from bridge.state.snapshot import PythonState
 from bridge.state.tensors import module_tensors
@@ -44,7 +44,7 @@ __all__ = ["clear_lowered", "lower_once"]
 log = channel("reuse")
 
 #: By what a call looks like from outside, then by what it does.
-_LOWERED: dict[tuple, WeakValueDictionary[tuple, Lowered]] = {}
+_LOWERED: dict[tuple, WeakValueDictionary[tuple, LoweredCall]] = {}
 
 
 def clear_lowered() -> None:
@@ -56,7 +56,7 @@ def clear_lowered() -> None:
 atexit.register(clear_lowered)
 
 
-def lower_once(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: bool, partition: Any) -> Lowered:
+def lower_once(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: bool, partition: Any) -> LoweredCall:
     """The lowered call ``module(*args, **kwargs)``, shared with equal calls of other modules.
 
     The module is left as :func:`bridge.capture.capture` leaves it.

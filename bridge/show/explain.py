@@ -8,10 +8,11 @@ from autodiff.ir import Function, bindings
 from bridge.compile import KernelStep, LibraryStep, Program, Step
 from bridge.dispatch.api import stats
 from bridge.dispatch.entry import Entry
-from bridge.lowering.lowered import Lowered
+from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.origin import Origin
-from bridge.show.memory.saved_bytes import kept_bytes
-from bridge.show.report import EntryReport, ProgramReport, Report, StepRow
+from bridge.show.memory.measure import kept_bytes
+from bridge.show.program_report import ProgramReport, StepRow
+from bridge.show.report import EntryReport, Report
 
 __all__ = ["explain", "program_report"]
 
@@ -52,7 +53,7 @@ def _entry(entry: Entry, module: nn.Module) -> EntryReport:
     )
 
 
-def _guards(lowered: Lowered, module: nn.Module) -> tuple[str, ...]:
+def _guards(lowered: LoweredCall, module: nn.Module) -> tuple[str, ...]:
     """What :class:`bridge.dispatch.guards.Guard` compares, in words."""
     captured = lowered.captured
     names = {index: name for name, index in captured.placeholders.items()}
@@ -80,7 +81,7 @@ def _guards(lowered: Lowered, module: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
-def program_report(lowered: Lowered, direction: str, function: Function, program: Program) -> ProgramReport:
+def program_report(lowered: LoweredCall, direction: str, function: Function, program: Program) -> ProgramReport:
     """The steps of a program that ``function``, of this lowering, was compiled to.
 
     Equal functions share a program, which has the names of the first of them: they are translated here.

@@ -1,23 +1,20 @@
-"""What ``explain`` returns: plain data about a dispatched module, and how it prints."""
+"""What ``explain`` returns: a dispatched module as plain data that prints as text and, in notebooks, as HTML."""
 
 from __future__ import annotations
 
+import html
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from bridge.compile import Program
-from bridge.lowering.lowered import Lowered
-from bridge.lowering.origin import Origin
-from bridge.lowering.text import count, megabytes
+from bridge.lowering.lowered import LoweredCall
+from bridge.lowering.text import html_table, megabytes
+from bridge.show.program_report import ROOT, ProgramReport
+from bridge.show.tables import cut, more, table
 from partition import Plan
 
-__all__ = ["EntryReport", "ProgramReport", "Report", "StepRow"]
+__all__ = ["EntryReport", "Report"]
 
-WIDTH = 118
-#: The path of the dispatched module itself.
-ROOT = "(root)"
-_CELL = 34  # characters of a cell in the short form
 #: Compile stages as the short form sums them up; every other one is lowering.
 _PARTS = {
     "captured": "capture",
@@ -29,87 +26,6 @@ _PARTS = {
 }
 #: Rows of the short form's tables.
 FEW_STEPS, FEW_SAVED, FEW_MISSES, FEW_GUARDS = 5, 6, 5, 5
-
-
-@dataclass(frozen=True)
-class StepRow:
-    """One step.
-
-    Attributes:
-        kind: ``"kernel"``, ``"library"`` or ``"view"``.
-        what: the operators that it fuses.
-        origins: of what it computes, in order, each once.
-    """
-
-    index: int
-    kind: str
-    name: str
-    what: str
-    outputs: tuple[str, ...]
-    flops: int
-    bytes: int
-    origins: tuple[Origin, ...]
-
-    @property
-    def modules(self) -> str:
-        """The module paths in which the step's operations stand."""
-        return ", ".join(dict.fromkeys(origin.module or ROOT for origin in self.origins))
-
-
-@dataclass(frozen=True)
-class ProgramReport:
-    """One program of an entry: its steps as the entry's module knows them."""
-
-    direction: str
-    program: Program = field(repr=False)
-    steps: tuple[StepRow, ...]
-
-    @property
-    def flops(self) -> int:
-        return sum(step.flops for step in self.steps)
-
-    @property
-    def bytes(self) -> int:
-        return sum(step.bytes for step in self.steps)
-
-    def summary(self, full: bool = False) -> str:
-        """One line: how many steps of which kind, arithmetic and traffic."""
-        kinds = Counter(step.kind for step in self.steps)
-        library = Counter(step.name for step in self.steps if step.kind == "library")
-        named = library.most_common(None if full else 3)
-        calls = " ".join(f"{number} {name}" for name, number in named) + " ..." * (len(named) < len(library))
-        parts = [f"{kinds['kernel']} kernels", f"{kinds['library']} library calls" + (f" ({calls})" if calls else "")]
-        cost = f"{count(self.flops)}flop, {megabytes(self.bytes)} moved, arena {megabytes(self.program.arena_bytes)}"
-        return f"{self.direction:<8}  {', '.join(parts)}; {cost}"
-
-    def table(self) -> list[tuple[str, ...]]:
-        """A row per step: number, kind, name, flops, bytes, module, operators."""
-        return [
-            (
-                f"{self.direction[0]}{step.index}",
-                step.name.split("_")[0] if step.kind == "kernel" else step.name,
-                count(step.flops).strip(),
-                megabytes(step.bytes),
-                step.modules,
-                step.what,
-            )
-            for step in self.steps
-            if step.kind != "view"
-        ]
-
-    def source(self, kernel: str, form: str = "tvmscript") -> str:
-        """A kernel's source with the modules and lines that it comes from; ``kernel``: its name, or its ``k5``.
-
-        ``form``: ``"tvmscript"``, ``"llvm"`` or ``"asm"``. ``KeyError``, ``ValueError`` as ``Program.source``.
-        """
-        found = [row for row in self.steps if row.kind == "kernel" and kernel in (row.name, row.name.split("_")[0])]
-        if not found:
-            known = ", ".join(row.name for row in self.steps if row.kind == "kernel")
-            raise KeyError(f"no kernel {kernel!r} in the {self.direction}; there are {known}")
-        (row,) = found
-        comment = {"tvmscript": "#", "llvm": ";", "asm": "#"}.get(form, "#")
-        lines = [f"{row.name}: step {row.index} of the {self.direction}, {row.what}", *map(str, row.origins)]
-        return "\n".join([*(f"{comment} {line}" for line in lines), self.program.source(row.name, form)])
 
 
 @dataclass(frozen=True)
@@ -132,23 +48,23 @@ class EntryReport:
     plan: Plan | None
     kept_bytes: int
     seconds: Mapping[str, float]
-    lowered: Lowered = field(repr=False)
+    lowered: LoweredCall = field(repr=False)
 
     def lines(self, full: bool) -> list[str]:
         """The entry as text."""
         out = [self.title]
         guards = self.guards if full else self.guards[:FEW_GUARDS]
-        out += [_cut(f"  guard     {guard}", full) for guard in guards] + _more(self.guards, guards, "guards")
+        out += [cut(f"  guard     {guard}", full) for guard in guards] + more(self.guards, guards, "guards")
         out.append(f"  compiled  {1e3 * sum(self.seconds.values()):.0f} ms: {self._spent(full)}")
         for program in self.programs:
-            out.append(_cut(f"  {program.summary(full)}", full))
+            out.append(cut(f"  {program.summary(full)}", full))
         rows = [row for program in self.programs for row in program.table()]
         if not full:
             steps = [step for program in self.programs for step in program.steps if step.kind != "view"]
             order = sorted(range(len(steps)), key=lambda i: -steps[i].bytes)[:FEW_STEPS]
             out.append(f"  the {len(order)} steps that move most, of {len(rows)}")
             rows = [rows[i] for i in order]
-        out += _table(("step", "name", "flop", "moved", "module", "operators"), rows, full, right=(2, 3))
+        out += table(("step", "name", "flop", "moved", "module", "operators"), rows, full, right=(2, 3))
         return out + self._saved(full)
 
     def _spent(self, full: bool) -> str:
@@ -169,18 +85,34 @@ class EntryReport:
         ]
         rows = saved_rows(plan)
         if full:
-            out += _table(("value", "module", "tensor", "bytes", "kind", "why"), rows, full, right=(3,))
+            out += table(("value", "module", "tensor", "bytes", "kind", "why"), rows, full, right=(3,))
         else:
             rows = rows[: min(FEW_SAVED, len(plan.captures))]
-            table = _table(("value", "module", "tensor", "bytes"), [row[:4] for row in rows], full, right=(3,))
-            out += table[:1]
-            for line, row in zip(table[1:], rows, strict=True):
-                out += [line, _cut(f"        {row[-1]}", full)]
+            lines = table(("value", "module", "tensor", "bytes"), [row[:4] for row in rows], full, right=(3,))
+            out += lines[:1]
+            for line, row in zip(lines[1:], rows, strict=True):
+                out += [line, cut(f"        {row[-1]}", full)]
             left = _ordered(plan)[len(rows) : len(plan.captures)]
             if left:
                 rest = megabytes(sum(saved.bytes for saved in left))
                 out.append(f"    ... {len(left)} more captures, {rest}; and {len(plan.free)} values that live anyway")
         return out + [f"  note: {note}" for note in plan.notes]
+
+    def html(self) -> str:
+        """The entry's tables, to fold out."""
+        parts = [f"<p>{html.escape(self.title)}</p>"]
+        parts.append(_fold("guards", html_table(("a call must have",), [(guard,) for guard in self.guards])))
+        rows = [(name, f"{1e3 * seconds:.1f}") for name, seconds in self.seconds.items()]
+        total = 1e3 * sum(self.seconds.values())
+        parts.append(_fold(f"compile time: {total:.0f} ms", html_table(("stage", "ms"), rows, right=(1,))))
+        for program in self.programs:
+            table = html_table(("step", "name", "flop", "moved", "module", "operators"), program.table(), right=(2, 3))
+            parts.append(_fold(program.summary(full=True), table))
+        if self.plan is not None:
+            head = f"saved for the backward: {len(self.plan.captures)} captures, {megabytes(self.plan.bytes)}"
+            table = html_table(("value", "module", "tensor", "bytes", "kind", "why"), saved_rows(self.plan), right=(3,))
+            parts.append(_fold(head, table, is_open=True))
+        return "".join(parts)
 
 
 def _ordered(plan: Plan) -> list:
@@ -235,8 +167,8 @@ class Report:
         for entry in self.entries:
             lines += entry.lines(self.complete)
         misses = self.misses.most_common(None if self.complete else FEW_MISSES)
-        lines += [_cut(f"miss: {number} x {reason}", self.complete) for reason, number in misses]
-        lines += _more(list(self.misses), misses, "reasons")
+        lines += [cut(f"miss: {number} x {reason}", self.complete) for reason, number in misses]
+        lines += more(list(self.misses), misses, "reasons")
         if not self.complete:
             lines.append("everything: print(report.full); a kernel: report.entries[0].programs[0].source('k0')")
         return "\n".join(lines)
@@ -244,35 +176,13 @@ class Report:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        from bridge.show.report_html import report_html
-
-        return report_html(self)
-
-
-def _more(everything: object, shown: object, what: str) -> list[str]:
-    left = len(everything) - len(shown)
-    return [f"    ... {left} more {what}"] if left else []
+        """Totals in the open, tables to fold out."""
+        parts = [f"<b>{html.escape(self.head())}</b>", *(entry.html() for entry in self.entries)]
+        if self.misses:
+            rows = [(str(number), reason) for reason, number in self.misses.most_common()]
+            parts.append(_fold("misses", html_table(("calls", "reason"), rows, right=(0,)), is_open=True))
+        return f'<div style="font-size:90%">{"".join(parts)}</div>'
 
 
-def _cut(line: str, full: bool) -> str:
-    return line if full or len(line) <= WIDTH else line[: WIDTH - 3] + "..."
-
-
-def _tail(cell: str) -> str:
-    return cell if len(cell) <= _CELL else "..." + cell[3 - _CELL :]
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]], full: bool, right: tuple[int, ...]) -> list[str]:
-    if not rows:
-        return []
-    if not full:
-        last = len(head) - 1
-        rows = [tuple(cell if i == last else _tail(cell) for i, cell in enumerate(row)) for row in rows]
-    everything = [head, *rows]
-    widths = [max(len(row[column]) for row in everything) for column in range(len(head))]
-    widths[-1] = 0
-    lines = []
-    for row in everything:
-        cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append(_cut(f"    {'  '.join(cells)}".rstrip(), full))
-    return lines
+def _fold(title: str, body: str, *, is_open: bool = False) -> str:
+    return f"<details{' open' if is_open else ''}><summary>{html.escape(title)}</summary>{body}</details>"

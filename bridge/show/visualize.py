@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from autodiff.ir import Function, bindings
 from bridge.compile import KernelStep, Program, compile_function
-from bridge.lowering.lowered import Lowered
+from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.stage import Stage
 from bridge.show.picture import Picture, draw
 from bridge.show.program_picture import kernel_picture, program_picture
@@ -21,7 +21,7 @@ SPLIT = "split"
 
 
 def visualize(
-    what: Lowered | Stage | Function | Program,
+    what: LoweredCall | Stage | Function | Program,
     stage: str | None = None,
     *,
     kernel: str | None = None,
@@ -49,7 +49,7 @@ def visualize(
         KeyError: there is no stage or kernel of that name.
         ImportError: the Python package ``graphviz`` is missing. (Rendering also needs graphviz itself, ``dot``.)
     """
-    if isinstance(what, Lowered):
+    if isinstance(what, LoweredCall):
         picture = _lowered(what, stage, views, kernels)
     elif isinstance(what, Program):
         picture = program_picture(what) if kernel is None else kernel_picture(what, kernel)
@@ -71,7 +71,7 @@ def _plain(function: Function, views: bool) -> Reading:
     return Reading(folded=folded, views=views, training=training)
 
 
-def _lowered(lowered: Lowered, stage: str | None, views: bool, kernels: bool) -> Picture:
+def _lowered(lowered: LoweredCall, stage: str | None, views: bool, kernels: bool) -> Picture:
     if stage is None:
         stage = "cleaned" if lowered.plan else "forward"
     origins = lowered.origins()

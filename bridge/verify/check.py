@@ -13,7 +13,7 @@ from autodiff.ir import Function, TensorType, bindings
 from bridge.base.errors import CompilationError, UnsupportedModule
 from bridge.base.torch_internals import pytree
 from bridge.compile import compile_function
-from bridge.lowering.lowered import Lowered
+from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.text import html_table
 from bridge.reference.aten_graph import interpret_graph
 from bridge.reference.relax import Run, interpret
@@ -126,7 +126,7 @@ class Trace:
         notes: what was left out, in sentences.
     """
 
-    lowered: Lowered
+    lowered: LoweredCall
     reference: Reference
     allowed: float
     runs: dict[str, Run] = field(default_factory=dict)
@@ -163,7 +163,7 @@ class Trace:
         return [f"gradient of {names[index]}" for index in self.lowered.wanted]
 
 
-def trace(lowered: Lowered, *, seed: int) -> Trace:
+def trace(lowered: LoweredCall, *, seed: int) -> Trace:
     """Runs every stage, and the compiled programs, on the sample. ``ValueError`` as :func:`check`."""
     reference = eager_reference(lowered, seed=seed)
     with torch.autocast("cpu", enabled=False):  # its casts are nodes of the graph
@@ -225,12 +225,12 @@ def _keep(made: Trace, name: str, function: Function, inputs: Sequence[torch.Ten
     return made.runs[name]
 
 
-def _compiled(lowered: Lowered, function: Function, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _compiled(lowered: LoweredCall, function: Function, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     program = compile_function(function, name=f"{lowered.captured.module_name}_checked")
     return program(list(inputs))
 
 
-def _float_types(lowered: Lowered) -> set[torch.dtype]:
+def _float_types(lowered: LoweredCall) -> set[torch.dtype]:
     names = {
         str(var.ty.dtype)
         for var, _ in bindings(lowered["imported"].function)
@@ -240,14 +240,12 @@ def _float_types(lowered: Lowered) -> set[torch.dtype]:
     return {getattr(torch, name) for name in names}
 
 
-def in_dtype(lowered: Lowered, dtype: torch.dtype) -> Lowered:
+def in_dtype(lowered: LoweredCall, dtype: torch.dtype) -> LoweredCall:
     """The same call of a copy of the module in another floating type, lowered with the same strategy.
 
     Raises:
         ValueError: the module cannot be copied, or does not run in that type.
     """
-    from bridge.lower import lower
-
     sample = copied(sample_of(lowered))
     module = sample.module.to(dtype)
 
@@ -259,13 +257,13 @@ def in_dtype(lowered: Lowered, dtype: torch.dtype) -> Lowered:
     args, kwargs = pytree.tree_map(convert, (sample.args, sample.kwargs))
     try:
         with torch.set_grad_enabled(lowered.plan is not None), autocast_of(sample):
-            return lower(module, args, sample_kwargs=kwargs, partition=sample.partition)
+            return sample.relower(module, args, sample_kwargs=kwargs, partition=sample.partition)
     except (UnsupportedModule, CompilationError, RuntimeError, TypeError) as error:
         first = str(error).splitlines()[0]
         raise ValueError(f"{type(module).__name__} does not lower in {dtype}: {first}") from error
 
 
-def check(lowered: Lowered, *, dtype: torch.dtype | None = None, seed: int = 0) -> Check:
+def check(lowered: LoweredCall, *, dtype: torch.dtype | None = None, seed: int = 0) -> Check:
     """Runs every stage on the sample, in eager's place, and compares with eager's results and autograd's gradients.
 
     A stage *deviates* where the difference does not go away in float64, or where compiled code is off although the
@@ -300,12 +298,12 @@ def check(lowered: Lowered, *, dtype: torch.dtype | None = None, seed: int = 0) 
     return _judge(lowered, traces, names, tuple(notes), seed)
 
 
-def _own_type(lowered: Lowered) -> str:
+def _own_type(lowered: LoweredCall) -> str:
     types = sorted(_float_types(lowered), key=lambda kind: torch.finfo(kind).bits)
     return str(types[0]).removeprefix("torch.") if types else "integers"
 
 
-def _judge(lowered: Lowered, traces: list[Trace], names: list[str], notes: tuple[str, ...], seed: int) -> Check:
+def _judge(lowered: LoweredCall, traces: list[Trace], names: list[str], notes: tuple[str, ...], seed: int) -> Check:
     exact = traces[-1]
     stages: list[StageCheck] = []
     for name in exact.found:

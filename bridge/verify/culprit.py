@@ -31,7 +31,7 @@ from autodiff.ir import (
     used_vars,
 )
 from bridge.compile import compile_function
-from bridge.lowering.lowered import Lowered
+from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.origin import Origin
 from bridge.lowering.text import binding_line, short_op
 from bridge.reference.relax import Run, interpret
@@ -65,7 +65,7 @@ class Culprit:
         return "\n".join([*lines, *([f"  from {self.origin}"] if str(self.origin) else [])])
 
 
-def first_wrong_node(lowered: Lowered, graph: Run, stage: Run, allowed: float) -> Culprit | None:
+def first_wrong_node(lowered: LoweredCall, graph: Run, stage: Run, allowed: float) -> Culprit | None:
     """The first ATen node whose value no variable of the imported function has."""
     candidates: dict[str, list[Any]] = {}
     lines = {
@@ -87,7 +87,7 @@ def first_wrong_node(lowered: Lowered, graph: Run, stage: Run, allowed: float) -
 
 
 def first_difference(
-    lowered: Lowered, function: Function, before: Mapping[str, Any], after: Mapping[str, Any], allowed: float
+    lowered: LoweredCall, function: Function, before: Mapping[str, Any], after: Mapping[str, Any], allowed: float
 ) -> Culprit | None:
     """The first variable of ``function`` that both runs have and that differs."""
     fresh: list[str] = []
@@ -125,7 +125,7 @@ def _behind(function: Function, name: str) -> set[str]:
     return found
 
 
-def first_wrong_gradient(lowered: Lowered, forward: Run, allowed: float, *, seed: int) -> Culprit | None:
+def first_wrong_gradient(lowered: LoweredCall, forward: Run, allowed: float, *, seed: int) -> Culprit | None:
     """The operator, nearest to the outputs, whose gradient rule is not torch's derivative at the values it had."""
     function = lowered["forward"].function
     generator = torch.Generator().manual_seed(seed)
@@ -180,7 +180,7 @@ def _single(var: Var, value: Call, params: Sequence[Var]) -> tuple[Function, lis
 
 
 def first_wrong_kernel(
-    lowered: Lowered, function: Function, inputs: Sequence[torch.Tensor], reference: Run, allowed: float
+    lowered: LoweredCall, function: Function, inputs: Sequence[torch.Tensor], reference: Run, allowed: float
 ) -> Culprit | None:
     """The first variable that compiled code computes otherwise than the interpreter does."""
     kept = [(var, value) for var, value in bindings(function) if isinstance(var.ty, TensorType)]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from bridge.base.torch_internals import pytree
-from bridge.lowering.lowered import Lowered, Sample
+from bridge.lowering.lowered import LoweredCall, Sample
 from bridge.reference.relax import interpret
 from bridge.rng.draws import Draws
 
@@ -35,7 +35,7 @@ class Reference:
     gradients: list[torch.Tensor]
 
 
-def sample_of(lowered: Lowered) -> Sample:
+def sample_of(lowered: LoweredCall) -> Sample:
     """The call that was lowered. ``ValueError`` if it was not kept."""
     if lowered.sample is None:
         raise ValueError(
@@ -66,7 +66,7 @@ def copied(sample: Sample) -> Sample:
         for leaf in leaves
     ]
     args, kwargs = pytree.tree_unflatten(leaves, spec)
-    return Sample(module, args, kwargs, sample.partition, sample.training, sample.autocast)
+    return replace(sample, module=module, args=args, kwargs=kwargs)
 
 
 def _tensor(module: nn.Module, path: str) -> torch.Tensor:
@@ -76,7 +76,7 @@ def _tensor(module: nn.Module, path: str) -> torch.Tensor:
     return getattr(module, name)
 
 
-def _inputs(lowered: Lowered, sample: Sample) -> list[torch.Tensor]:
+def _inputs(lowered: LoweredCall, sample: Sample) -> list[torch.Tensor]:
     captured = lowered.captured
     tensors = [_tensor(sample.module, spec.name) for spec in captured.module_tensors]
     for tensor, spec in zip(tensors, captured.module_tensors, strict=True):
@@ -88,14 +88,14 @@ def _inputs(lowered: Lowered, sample: Sample) -> list[torch.Tensor]:
     return tensors + [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _drawn(lowered: Lowered) -> list[torch.Tensor]:
+def _drawn(lowered: LoweredCall) -> list[torch.Tensor]:
     imported = lowered.imported
     used = (*imported.input_draws, *imported.dropout_draws)
     captured = lowered.captured
     return Draws(captured.draws, imported.dropout_draws, used, captured.module_name).make()
 
 
-def _grad_outs(lowered: Lowered, results: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
+def _grad_outs(lowered: LoweredCall, results: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     made = []
     for position in lowered.differentiable:
@@ -104,7 +104,7 @@ def _grad_outs(lowered: Lowered, results: Sequence[torch.Tensor], seed: int) -> 
     return made
 
 
-def eager_reference(lowered: Lowered, *, seed: int) -> Reference:
+def eager_reference(lowered: LoweredCall, *, seed: int) -> Reference:
     """Runs the sample in eager, on copies, under ``seed``; the generator is put back.
 
     Raises:
@@ -134,7 +134,7 @@ def eager_reference(lowered: Lowered, *, seed: int) -> Reference:
 
 
 def _gradients(
-    lowered: Lowered, outputs: Sequence[Any], inputs: Sequence[torch.Tensor], grad_outs: Sequence[torch.Tensor]
+    lowered: LoweredCall, outputs: Sequence[Any], inputs: Sequence[torch.Tensor], grad_outs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     wanted = [inputs[index] for index in lowered.wanted]
     if not wanted:
@@ -144,7 +144,7 @@ def _gradients(
     return [torch.zeros_like(x) if g is None else g.detach() for x, g in zip(wanted, found, strict=True)]
 
 
-def stage_inputs(lowered: Lowered, stage: str, *, seed: int = 0) -> list[torch.Tensor]:
+def stage_inputs(lowered: LoweredCall, stage: str, *, seed: int = 0) -> list[torch.Tensor]:
     """The sample as what ``lowered[stage].run`` takes.
 
     The stages up to ``forward``, and ``split forward``, take the primals: module tensors, arguments, random draws
@@ -165,7 +165,7 @@ def stage_inputs(lowered: Lowered, stage: str, *, seed: int = 0) -> list[torch.T
 
 
 def backward_inputs(
-    lowered: Lowered, reference: Reference, forward: Sequence[torch.Tensor] | None = None
+    lowered: LoweredCall, reference: Reference, forward: Sequence[torch.Tensor] | None = None
 ) -> list[torch.Tensor]:
     """Saved primals, saved outputs, captures, grad_outs; ``forward``: the forward's results, if at hand."""
     if forward is None:

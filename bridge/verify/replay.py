@@ -14,7 +14,7 @@ import tvm
 import autodiff
 from autodiff.ir import Function
 from bridge.compile import compile_function
-from bridge.lower import cleaned_and_named
+from bridge.lowering.pipeline import cleaned_and_named
 from bridge.reference.relax import interpret
 from bridge.verify.compare import deviation, largest
 from partition import partition

@@ -9,7 +9,7 @@ import torch
 import tvm
 
 from autodiff.ir import Function
-from bridge.lowering.lowered import Lowered
+from bridge.lowering.lowered import LoweredCall
 from bridge.verify.check import Check, Trace, check, in_dtype, trace
 from partition import STRATEGIES
 
@@ -52,7 +52,7 @@ _BEFORE = {
 }
 
 
-def save_repro(lowered: Lowered, directory: str | Path, *, stage: str | None = None, seed: int = 0) -> Path:
+def save_repro(lowered: LoweredCall, directory: str | Path, *, stage: str | None = None, seed: int = 0) -> Path:
     """Writes a script and its data that rebuild one stage without the user's module.
 
     Args:
@@ -95,7 +95,7 @@ def save_repro(lowered: Lowered, directory: str | Path, *, stage: str | None = N
     return path
 
 
-def _sharpest(lowered: Lowered, found: Check) -> Lowered:
+def _sharpest(lowered: LoweredCall, found: Check) -> LoweredCall:
     """The lowering in float64 if the deviation is there too, otherwise the one in the module's own type."""
     kinds = list(found.allowed)
     if len(kinds) > 1 and found.first.deviations[kinds[-1]] > found.allowed[kinds[-1]]:
@@ -103,7 +103,7 @@ def _sharpest(lowered: Lowered, found: Check) -> Lowered:
     return lowered
 
 
-def _functions(lowered: Lowered, stage: str) -> tuple[Function, Function]:
+def _functions(lowered: LoweredCall, stage: str) -> tuple[Function, Function]:
     if stage.startswith("compiled"):
         function = lowered.forward if stage == "compiled forward" else lowered.backward
         return function, function

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bridge.base.torch_internals import torch_partitioner
-from bridge.show.memory.saved_bytes import saved_for_backward
+from bridge.show.memory.measure import saved_for_backward
 
 __all__ = ["PREPARATIONS", "torch_min_cut", "torch_min_cut_or_reason"]
 

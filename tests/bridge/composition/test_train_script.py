@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.text import IGNORED, MASK, SPECIAL, build_tokenizer, mask_tokens, masked_batches
 from benchmarks.train_bert import Counts, Result, Training, failures, main, parse
-from bridge.show.memory.saved_bytes import saved_for_backward
+from bridge.show.memory.measure import saved_for_backward
 
 SMALL = "--layers 1 --hidden 16 --heads 2 --vocabulary 200 --steps 4 --batch 2 --seq 12".split()
 

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from autodiff.ir import bindings
 from bridge import add_tvm_dispatch, lower, stats
+from bridge.verify.check import check
 from bridge.verify.inputs import eager_reference
 
 
@@ -98,7 +99,7 @@ def test_a_dispatched_module_keeps_no_sample():
     module, x = nn.Linear(3, 2), torch.randn(4, 3)
     add_tvm_dispatch(module, x)
     with pytest.raises(ValueError, match="keeps no sample"):
-        stats(module).entries[0].lowered.check()
+        check(stats(module).entries[0].lowered)
 
 
 def test_diff_counts_operators_and_names_bindings(lowered):

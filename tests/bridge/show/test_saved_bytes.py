@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from benchmarks import memory_curve
 from bridge import add_tvm_dispatch, lower, stats
 from bridge.compile import compile_function
-from bridge.show.memory.saved_bytes import SavedBytes, eager_saved_bytes, kept_bytes, plan_with, saved_bytes
+from bridge.show.memory.compare import SavedBytes, saved_bytes
+from bridge.show.memory.measure import eager_saved_bytes, kept_bytes, plan_with
 from partition import MinCut
 from partition import split as split_file
 from tests.bridge.compare import Call, assert_same, clone_tree, run

@@ -1,0 +1,106 @@
+"""The lowering pipeline: captured call → every stage, the forward and the backward function.
+
+    captured    the module's sample call as a functional ATen graph          bridge.capture
+    imported    aten -> Relax, training semantics                            bridge.aten
+    masked      dropout becomes a product with a mask input                  autodiff.mask_dropout
+    spelled     LayerNorm & co. become what TVM can differentiate            autodiff.spell_out
+    forward     cleaned, variables named uniquely                            autodiff.clean
+    joint       grad_outs in, gradients out: relax.transform.Gradient        autodiff.differentiate
+    cleaned     ZappLike, ZeroZapp, OneZapp, CSE, DCE, to a fixed point      autodiff.clean
+    split       a forward with captures and a backward, and the Plan         partition
+
+Each pass takes the function of the stage before and gives a new one; every stage's IR stays in the result
+(:class:`bridge.lowering.lowered.LoweredCall`), so that it can be printed, compared and run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from functools import partial
+from typing import Any
+
+import autodiff
+from autodiff.ir import Function
+from bridge.aten import import_graph
+from bridge.aten.importer import Imported
+from bridge.base.log import channel
+from bridge.capture.capture import Captured
+from bridge.lowering.lowered import LoweredCall
+from bridge.lowering.origin import origins
+from bridge.lowering.stage import Stage
+from bridge.reference.aten_graph import run_graph
+from partition import partition as partition_joint
+
+__all__ = ["DEFAULT_PARTITION", "cleaned_and_named", "lower_captured"]
+
+log = channel("partition")
+
+DEFAULT_PARTITION = "min_cut"
+
+
+def lower_captured(
+    captured: Captured, *, grad: bool, partition: Any = DEFAULT_PARTITION, capture_seconds: float = 0.0
+) -> LoweredCall:
+    """Lowers a captured call.
+
+    Args:
+        grad: whether gradients are wanted (grad mode is on).
+        partition: a strategy of :func:`partition.partition`.
+        capture_seconds: what capturing took.
+
+    Raises:
+        UnsupportedModule: an operator is not handled exactly.
+        CompilationError: a pass failed; a bug of this package.
+    """
+    started = time.perf_counter()
+    imported = import_graph(captured)
+    requires_grad = [tensor.requires_grad for tensor in (*captured.module_tensors, *captured.arguments)]
+    differentiable = _differentiable(captured, imported) if grad else ()
+    lowered = LoweredCall(captured, imported, (), differentiable)
+    seconds = time.perf_counter() - started
+    runner = partial(run_graph, captured, imported)
+    lowered.keep(Stage("captured", "bridge.capture", captured.graph, capture_seconds, None, runner))
+    size = lowered.stages[0].size
+    lowered.keep(Stage("imported", "bridge.aten.import_graph", imported.function, seconds, size))
+    lowered.run("masked", "autodiff.mask_dropout", autodiff.mask_dropout)
+    lowered.run("spelled", "autodiff.spell_out", autodiff.spell_out)
+    lowered.run("forward", "autodiff.clean, unique_names", cleaned_and_named, not differentiable)
+    if not differentiable:
+        return lowered
+    lowered.wanted = tuple(index for index, needs in enumerate(requires_grad) if needs)
+    lowered.wanted = lowered.gradients_for(differentiable)
+    lowered.run("joint", "autodiff.differentiate", autodiff.differentiate, differentiable, lowered.wanted)
+    joint = lowered.run("cleaned", "autodiff.clean", autodiff.clean)
+    size = lowered["cleaned"].size
+    started = time.perf_counter()
+    sources = origins(captured, imported, [lowered["forward"].function, joint])
+    lowered.partitioned = partition_joint(
+        joint,
+        num_primals=lowered.num_primals,
+        num_outputs=lowered.num_results,
+        strategy=partition,
+        module_paths={name: origin.module for name, origin in sources.items()},
+    )
+    log.info("%s %s", captured.module_name, lowered.plan.summary())
+    log.debug("%s", lowered.plan)
+    joined = autodiff.join_products(lowered.backward)
+    lowered.partitioned = dataclasses.replace(lowered.partitioned, backward=joined)
+    seconds = time.perf_counter() - started
+    made_by = f"partition ({lowered.plan.strategy})"
+    lowered.keep(Stage("split forward", made_by, lowered.forward, seconds, size))
+    lowered.keep(Stage("split backward", made_by, lowered.backward, 0.0, size))
+    return lowered
+
+
+def cleaned_and_named(function: Function, merge_casts: bool) -> Function:
+    """The stage ``forward``; casts are merged where no gradient could tell."""
+    return autodiff.unique_names(autodiff.clean(function, merge_casts=merge_casts))
+
+
+def _differentiable(captured: Captured, imported: Imported) -> tuple[int, ...]:
+    return tuple(
+        position
+        for leaf, position in enumerate(imported.output_of)
+        if position is not None and captured.outputs[leaf].requires_grad
+    )
