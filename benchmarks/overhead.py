@@ -122,17 +122,17 @@ def parts(module: nn.Module, x: Tensor) -> dict[str, Callable[[], object]]:
     inputs = entry.guard.match(module, (x,), {})
     primals = inputs + entry._draws.make()
     with torch.no_grad():
-        values = entry.run_forward(primals)
-        saved = entry.saved(primals, values)
+        values = entry.programs.run_forward(primals)
+        saved = entry.programs.saved(primals, values)
         results = tuple(values[: entry.lowered.imported.num_outputs])
         grad_outs = [torch.randn_like(results[i]) for i in entry.lowered.differentiable]
-        gradients = entry.backward_for(entry.lowered.differentiable)(saved + grad_outs)
+        gradients = entry.programs.backward_for(entry.lowered.differentiable)(saved + grad_outs)
     wanted = [inputs[i] for i in entry.lowered.wanted]
     return {
         "guard": lambda: entry.guard.quick(module, (x,), {}),
         "draws": entry._draws.make,
         "function": lambda: _function(results, saved, gradients, wanted, grad_outs),
-        "forward steps": lambda: _without_grad(entry.run_forward, primals),
+        "forward steps": lambda: _without_grad(entry.programs.run_forward, primals),
         "backward steps": lambda: _without_grad(_backward, entry, saved + grad_outs),
     }
 
@@ -152,7 +152,7 @@ def _without_grad(run: Callable, *args: object) -> None:
 
 
 def _backward(entry: Entry, inputs: list[Tensor]) -> None:
-    entry.backward_for(entry.lowered.differentiable)(inputs)
+    entry.programs.backward_for(entry.lowered.differentiable)(inputs)
 
 
 def measure(name: str, rounds: int, with_compile: bool) -> tuple[dict[str, float], dict[str, float], str]:

@@ -1,230 +1,29 @@
-"""``add_tvm_dispatch`` and its way back.
+"""``add_tvm_dispatch``, ``remove_tvm_dispatch`` and ``stats``: the public functions on a dispatched module.
 
-The dispatcher sits where ``nn.Module.compile()`` puts its own: in the instance attribute ``_compiled_call_impl``,
-which ``nn.Module.__call__`` asks first and ``nn.Module.__getstate__`` drops, so copies and pickles are plain modules.
+The dispatcher lies where ``nn.Module.compile()`` puts its own callable: in the instance attribute
+``_compiled_call_impl``, which ``nn.Module.__call__`` asks first and ``nn.Module.__getstate__`` drops, so that copies
+and pickles are plain modules.
 """
 
 from __future__ import annotations
 
-import itertools
-import sys
-import threading
-import weakref
 from typing import Any
 
-import torch
 import tvm
 from torch import nn
 
-from bridge.base.errors import DispatchMiss, Unsupported, UnsupportedModule, is_refused_by_eager
-from bridge.base.log import channel
-from bridge.base.mismatch import INTERPRETER
-from bridge.base.torch_internals import MODULE_CALL, has_global_hooks
 from bridge.capture.dynamic_shapes import refuse_dynamic
 from bridge.capture.sample import normalize_sample
-from bridge.capture.tracing import is_capturing, is_traced_here
-from bridge.dispatch.entry import Entry, compile_entry
-from bridge.dispatch.guards import Mismatch, interpreter_state
-from bridge.dispatch.hooks import call_with_hooks
-from bridge.dispatch.outer_compiler import call_opaque, hide, mark, unmark
+from bridge.dispatch.dispatcher import Dispatcher
+from bridge.dispatch.outer_compiler import mark, unmark
 from bridge.dispatch.stats import DispatchStats
 from bridge.lowering.pipeline import DEFAULT_PARTITION
 from partition.cut import resolve as resolve_strategy
 
 __all__ = ["add_tvm_dispatch", "remove_tvm_dispatch", "stats"]
 
-log, guards_log = channel("dispatch"), channel("guards")
-
 ON_MISS = ("eager", "compile", "error")
-#: Entries that ``on_miss="compile"`` keeps; the least recently used one leaves.
-MAX_ENTRIES = 8
-#: Refused calls that ``on_miss="compile"`` remembers, in order not to try them again.
-MAX_REFUSALS = 64
 _ATTRIBUTE = "_compiled_call_impl"
-
-
-class Dispatcher:
-    """Stands in for a module's call: finds the entry that fits, or runs eager and says why."""
-
-    def __init__(self, module: nn.Module, *, partition: Any, on_miss: str, target: Any):
-        self._module = weakref.ref(module)  # the module owns its dispatcher, not the other way round
-        self.partition = partition
-        self.on_miss = on_miss
-        self.target = target
-        self.stats = DispatchStats()
-        self._refused: dict[str, None] = {}
-        self._adding = threading.RLock()
-        self._warned: set[str] = set()
-        self._clock = itertools.count(1)
-
-    @hide
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        if not torch.compiler.is_dynamo_compiling():  # it knows no frames
-            caller = sys._getframe(1)
-            if caller.f_code is MODULE_CALL and (called := caller.f_locals["self"]) is not module:
-                return called._call_impl(*args, **kwargs)  # a copy that took over __dict__: its weights are its own
-        if module is None:
-            raise ReferenceError("the dispatched module is gone")
-        if torch.compiler.is_compiling() or is_capturing() or torch.jit.is_tracing():
-            if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
-                return call_opaque(self, args, kwargs)
-            if is_traced_here():
-                return module._call_impl(*args, **kwargs)
-        if (
-            module._forward_hooks
-            or module._forward_pre_hooks
-            or module._backward_hooks
-            or module._backward_pre_hooks
-            or has_global_hooks()
-        ):
-            if has_global_hooks():  # they run for modules inside as well: the call misses
-                return self.dispatch(module, args, kwargs, eager=module._call_impl)
-            if module._backward_hooks and not module._is_full_backward_hook:
-                return self._miss(module, _OLD_HOOK, module._call_impl, args, kwargs)
-            return call_with_hooks(module, lambda *args, **kwargs: self.dispatch(module, args, kwargs), args, kwargs)
-        return self.dispatch(module, args, kwargs)
-
-    def dispatch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], eager: Any = None) -> Any:
-        """Runs the call in the entry that fits it; otherwise as ``on_miss`` says.
-
-        ``eager``: what to call if it runs eager, the module's forward by default.
-        """
-        for entry in self.stats.entries:
-            inputs = entry.guard.quick(module, args, kwargs)
-            if inputs is not None:
-                return self._hit(entry, inputs)
-        found = self._match(module, args, kwargs)
-        if not isinstance(found, Mismatch):
-            return self._hit(*found)
-        if self.on_miss == "compile" and found.reason not in self._refused:
-            added = self._compile(module, args, kwargs, found)
-            if added is not None:
-                return self._hit(*added)
-        return self._miss(module, found, eager or module.forward, args, kwargs)
-
-    def _miss(self, module: nn.Module, found: Mismatch, eager: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if self.on_miss == "error":
-            raise DispatchMiss(f"{type(module).__name__}: {found.reason}")
-        self.stats.misses[found.reason] += 1
-        guards_log.info("%s runs eager: %s", type(module).__name__, found.reason)
-        if self.on_miss == "compile":
-            with self._adding:  # what forward keeps on the module (a cache) is not for another thread's capture
-                return eager(*args, **kwargs)
-        return eager(*args, **kwargs)
-
-    def _match(
-        self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[Entry, list[torch.Tensor]] | Mismatch:
-        """The entry that fits and its inputs, or how the call differs from the entry that it comes closest to."""
-        closest = Mismatch(-1, "no entry")
-        for entry in reversed(self.stats.entries):  # among equally close ones, the newest
-            try:
-                return entry, entry.guard.match(module, args, kwargs)
-            except Mismatch as mismatch:
-                if mismatch.stage > closest.stage:
-                    closest = mismatch
-        return closest
-
-    def _hit(self, entry: Entry, inputs: list[torch.Tensor]) -> Any:
-        self.stats.hits += 1
-        entry.last_used = next(self._clock)
-        return entry(inputs)
-
-    def _compile(
-        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], mismatch: Mismatch
-    ) -> tuple[Entry, list[torch.Tensor]] | None:
-        """A new entry for the call and its inputs; ``None`` if it is refused, which is remembered and logged."""
-        with self._adding:
-            found = self._match(module, args, kwargs)
-            if not isinstance(found, Mismatch):  # another thread was quicker
-                return found
-            try:
-                entry = self.add(module, args, kwargs)
-                inputs = entry.guard.match(module, args, kwargs)
-            except UnsupportedModule as refusal:
-                self._refuse(type(module).__name__, mismatch, refusal)
-                return None
-            except Mismatch as still:
-                self.stats.entries = self.stats.entries[:-1]
-                self._refuse(type(module).__name__, still, "it would never be dispatched")
-                return None
-            except Exception as error:
-                if not is_refused_by_eager(error):
-                    raise
-                return None  # running it says so in eager's words, and leaves behind what eager leaves
-            self._let_one_leave(type(module).__name__, mismatch)
-            return entry, inputs
-
-    def _refuse(self, name: str, mismatch: Mismatch, why: object) -> None:
-        while len(self._refused) >= MAX_REFUSALS:
-            del self._refused[next(iter(self._refused))]
-        self._refused[mismatch.reason] = None
-        log.warning("%s runs eager from now on where %s: %s", name, mismatch.reason, why)
-
-    def _let_one_leave(self, name: str, mismatch: Mismatch) -> None:
-        """Drops the least recently used entry if there are too many; warns once for each thing that keeps differing."""
-        entries = self.stats.entries
-        if len(entries) <= MAX_ENTRIES:
-            return
-        oldest = min(entries[:-1], key=lambda entry: entry.last_used)
-        self.stats.entries = [entry for entry in entries if entry is not oldest]
-        if mismatch.field not in self._warned:
-            self._warned.add(mismatch.field)
-            log.warning(
-                "%s has %d entries, the most that are kept; the least recently used one leaves for each new one. What "
-                "keeps differing: %s. Pad or bucket the calls, or leave the rare ones to eager with on_miss='eager'.",
-                name,
-                MAX_ENTRIES,
-                mismatch.reason,
-            )
-
-    def add(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry:
-        """Compiles an entry for a call, in the place of those that serve it already with another strategy or target.
-
-        One that serves it in the same way is kept, and returned. Raises as :func:`add_tvm_dispatch`.
-        """
-        refuse_state(type(module).__name__)
-        replaced = [entry for entry in self.stats.entries if _serves(entry, module, args, kwargs)]
-        for entry in replaced:
-            if _is_same(entry.partition, self.partition) and str(entry.target) == str(self.target):
-                log.info("%r serves the call already", entry)
-                return entry
-        entry = compile_entry(module, args, kwargs, partition=self.partition, target=self.target)
-        with self._adding:  # a new list: calls in other threads may be walking through the old one
-            self.stats.entries = [*(each for each in self.stats.entries if each not in replaced), entry]
-        log.info("added %r", entry)
-        return entry
-
-    def adopt(self, entries: list[Entry]) -> None:
-        """Adds entries that were compiled for the same module."""
-        with self._adding:
-            self.stats.entries = [*self.stats.entries, *(entry for entry in entries if entry not in self.stats.entries)]
-
-
-#: A hook of the deprecated kind is handed the gradients of the module's last operator, which is not there any more.
-_OLD_HOOK = Mismatch(INTERPRETER, "backward hook of the deprecated kind", "use register_full_backward_hook")
-
-
-def _serves(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
-    try:
-        entry.guard.match(module, args, kwargs)
-    except Mismatch:
-        return False
-    return True
-
-
-def _is_same(strategy: Any, other: Any) -> bool:
-    return strategy is other or (type(strategy) is type(other) and bool(strategy == other))
-
-
-def refuse_state(module_name: str) -> None:
-    """Capturing needs plain PyTorch around it: :class:`UnsupportedModule` names what else is active."""
-    anything = ("grad mode", "inference mode", "default dtype", "autocast", "deterministic algorithms")
-    for name, value in interpreter_state():
-        if name not in anything and value is not False:
-            problem = Unsupported(name, "where add_tvm_dispatch is called", "is active", "add the dispatch outside it")
-            raise UnsupportedModule(module_name, [problem])
 
 
 def _dispatcher(module: nn.Module) -> Dispatcher | None:

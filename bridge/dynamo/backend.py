@@ -26,7 +26,7 @@ from torch import fx, nn
 from bridge.base.errors import Unsupported, UnsupportedModule, user_line
 from bridge.base.torch_internals import HigherOrderOperator, storage_id
 from bridge.capture.tracing import is_traced_here, one_capture_at_a_time
-from bridge.dispatch.api import MAX_ENTRIES, refuse_state
+from bridge.dispatch.dispatcher import MAX_ENTRIES, refuse_state
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.guards import interpreter_state
 from bridge.dispatch.stats import DispatchStats

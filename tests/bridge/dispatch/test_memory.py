@@ -121,7 +121,7 @@ def test_compiled_code_dies_with_the_last_module_that_uses_it():
 
 
 def test_an_evicted_entry_frees_its_programs(monkeypatch):
-    monkeypatch.setattr("bridge.dispatch.api.MAX_ENTRIES", 2)
+    monkeypatch.setattr("bridge.dispatch.dispatcher.MAX_ENTRIES", 2)
     clear_cache()
     module = add_tvm_dispatch(MLP(6, 12), rows(3), on_miss="compile")
     for count in (4, 5, 6):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.export import Dim
 
 from bridge import DispatchMiss, UnsupportedModule, add_tvm_dispatch, stats
-from bridge.dispatch.api import MAX_ENTRIES
+from bridge.dispatch.dispatcher import MAX_ENTRIES
 from tests.bridge.compare import Call, assert_same, run
 from tests.bridge.models import MLP
 

@@ -348,7 +348,7 @@ def test_a_failing_compiler_names_the_direction(monkeypatch):
     def broken(*args, **options):
         raise ValueError("broken")
 
-    monkeypatch.setattr("bridge.dispatch.entry.compile_function", broken)
+    monkeypatch.setattr("bridge.dispatch.programs.compile_function", broken)
     with pytest.raises(CompilationError, match="compile forward") as raised:
         add_tvm_dispatch(MLP(), torch.randn(7, 6))
     assert "R.function" in raised.value.ir

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from bridge.compile import KernelStep, Program
-from bridge.dispatch.api import MAX_ENTRIES
+from bridge.dispatch.dispatcher import MAX_ENTRIES
 from bridge.dynamo.backend import graphs
 from tests.bridge.dynamo_helpers import CLOSE, compare, made_since, outcome, total, x
 from tests.bridge.models import classifier

@@ -1,0 +1,144 @@
+"""The compiled programs of a lowered call: the forward, and a backward for each pattern of grad_outs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import profiler
+
+from autodiff.ir import Function
+from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
+from bridge.compile import Program, compile_function
+from bridge.dispatch.results import result_layouts
+from bridge.lowering.lowered import LoweredCall
+
+__all__ = ["Programs", "outside_autocast"]
+
+
+class Programs:
+    """Forward and backward of one lowered call, as functions of tensors.
+
+    Attributes:
+        forward: the forward program.
+        wanted: indices of the inputs (module tensors, then arguments) that get a gradient.
+        differentiable: indices of the outputs that take a grad_out.
+        not_differentiable: the other outputs.
+        num_outputs: results that the module returns; new buffer values and captures come after them.
+
+    Raises:
+        UnsupportedModule: there is no kernel for an operator.
+        CompilationError: compiling failed, a bug of this package.
+    """
+
+    def __init__(self, lowered: LoweredCall, target: Any):
+        captured, imported = lowered.captured, lowered.imported
+        self._lowered = lowered
+        self._target = target
+        self.forward = _compiled(lowered.forward, captured.module_name, "forward", target)
+        self._run_forward = _under_name(self.forward, captured.module_name, "forward")
+        self._relaid = result_layouts(lowered, self.forward)
+        self.wanted = lowered.wanted
+        self.differentiable = lowered.differentiable
+        self.num_outputs = imported.num_outputs
+        self.not_differentiable = [i for i in range(imported.num_outputs) if i not in lowered.differentiable]
+        self._num_results = lowered.num_results
+        self._mutated = [index for index, _ in captured.mutated]
+        self._saved_primals = lowered.plan.saved_primals if lowered.plan else ()
+        self._saved_outputs = lowered.plan.saved_outputs if lowered.plan else ()
+        self._backwards: dict[tuple[int, ...], _Backward] = {}
+        if lowered.differentiable:
+            self.backward_for(lowered.differentiable)
+
+    @property
+    def backward(self) -> Program | None:
+        """The backward program for grad_outs of all differentiable outputs, or ``None``."""
+        return self._backwards[self.differentiable].program if self._backwards else None
+
+    def run_forward(self, primals: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Outputs, new buffer values, captures: each in eager's layout and in memory of its own."""
+        values = outside_autocast(self._run_forward, primals)
+        for position, relay in self._relaid:
+            values[position] = relay(values[position])
+        return values
+
+    def write_back(self, primals: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        """Gives the mutated buffers their new values, as eager did in place."""
+        for offset, index in enumerate(self._mutated, self.num_outputs):
+            primals[index].detach().copy_(values[offset])
+
+    def saved(self, primals: list[torch.Tensor], values: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What the backward reads: primals (a buffer that is about to change as a copy), outputs, captures."""
+        kept = [primals[i] for i in self._saved_primals]
+        for position, index in enumerate(self._saved_primals):
+            if index in self._mutated:
+                kept[position] = kept[position].clone()
+        return kept + [values[i] for i in self._saved_outputs] + values[self._num_results :]
+
+    def backward_for(self, outputs: tuple[int, ...]) -> _Backward:
+        """The backward for a call in which these outputs got a grad_out; compiled when first asked for."""
+        found = self._backwards.get(outputs)
+        if found is None:
+            found = self._backwards[outputs] = _Backward(self._lowered, outputs, self._target)
+        return found
+
+
+class _Backward:
+    """The backward program of one pattern of grad_outs; called with saved tensors and grad_outs."""
+
+    def __init__(self, lowered: LoweredCall, outputs: tuple[int, ...], target: Any):
+        full = outputs == lowered.differentiable
+        function = lowered.backward if full else lowered.backward_for(outputs)
+        self.program = _compiled(function, lowered.captured.module_name, "backward", target)
+        self._run = _under_name(self.program, lowered.captured.module_name, "backward")
+        count = len(function.params)
+        self._copies = self.program.shared_results(handed_on=range(count - len(outputs), count))
+        gradients = lowered.gradients_for(outputs)
+        self._absent = [position for position, i in enumerate(lowered.wanted) if i not in gradients]
+
+    def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """One gradient per wanted input, ``None`` where eager has none. Empties ``inputs``."""
+        gradients = self._run(inputs, consume=True)
+        for position in self._copies:
+            gradients[position] = gradients[position].clone()
+        for position in self._absent:  # in ascending order, so that the later positions are still to come
+            gradients.insert(position, None)
+        return gradients
+
+
+def _compiled(function: Function, module_name: str, direction: str, target: Any) -> Program:
+    """The program of a function. :class:`UnsupportedModule` names an operator that there is no kernel for."""
+    try:
+        return compile_function(
+            function, name=f"{module_name}_{direction}", target=target, sums_in_place=direction == "backward"
+        )
+    except NotImplementedError as error:
+        words = str(error).replace(":", " ").split()
+        op = next((word for word in words if word.startswith(("relax.", "library."))), "a Relax operator")
+        raise UnsupportedModule(module_name, [Unsupported(op, f"{module_name}'s {direction}", str(error))]) from error
+    except Exception as error:
+        raise CompilationError(f"compile {direction}", function.script(), error) from error
+
+
+def _under_name(program: Program, module_name: str, direction: str) -> Callable[..., list[torch.Tensor]]:
+    """The program; if it was compiled for an equal module of another class, a profiler is told the name of this one."""
+    name = f"{module_name}_{direction}"
+    if program.name == name:
+        return program
+
+    def run(inputs: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
+        if not profiler._is_profiler_enabled:
+            return program(inputs, **options)
+        with profiler.record_function(f"tvm: {name}"):
+            return program(inputs, **options)
+
+    return run
+
+
+def outside_autocast(run: Callable[[list], list], inputs: list) -> list:
+    """Runs compiled code: the casts that autocast made are in it, those of the backward included."""
+    if not torch.is_autocast_enabled("cpu"):
+        return run(inputs)
+    with torch.autocast("cpu", enabled=False):
+        return run(inputs)

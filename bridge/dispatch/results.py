@@ -1,0 +1,92 @@
+"""Results of a call: computed tensors and inputs → what eager returns, in its structure, aliases and strides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from bridge.base.torch_internals import pytree
+from bridge.capture.observation import Output
+from bridge.compile import Program
+from bridge.lowering.lowered import LoweredCall
+
+__all__ = ["assembly", "result_layouts"]
+
+
+def assembly(
+    outputs: Sequence[Output], positions: Sequence[int | None], spec: pytree.TreeSpec
+) -> Callable[[Sequence[torch.Tensor], list[torch.Tensor]], Any]:
+    """What makes the module's result of the computed tensors and the inputs.
+
+    Args:
+        outputs: the leaves of the result as they were observed.
+        positions: for each leaf its place among the computed tensors; ``None`` for a constant or an alias.
+        spec: the result's structure.
+    """
+    plain = list(positions) == list(range(len(outputs)))
+    if plain and spec.is_leaf():
+        return lambda computed, inputs: computed[0]
+    if plain and spec.type in (tuple, list) and all(child.is_leaf() for child in spec.children()):
+        kind, count = spec.type, len(outputs)
+        return lambda computed, inputs: kind(computed[:count])
+
+    def depth(leaf: int) -> int:
+        """How many results a result is a view of, one through the other: those come first."""
+        alias = outputs[leaf].alias_of
+        return 1 + depth(alias[1]) if alias and alias[0] == "output" else 0
+
+    order = sorted(range(len(outputs)), key=depth)
+
+    def assemble(computed: Sequence[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+        leaves: list[Any] = [None] * len(outputs)
+        for leaf in order:
+            leaves[leaf] = _leaf(outputs[leaf], positions[leaf], computed, inputs, leaves)
+        return pytree.tree_unflatten(leaves, spec)
+
+    return assemble
+
+
+def _leaf(observed: Output, position: int | None, computed: Any, inputs: list[torch.Tensor], leaves: list[Any]) -> Any:
+    """One leaf of the result: a constant, a computed tensor, or what eager returns: a view of something else."""
+    if not observed.is_tensor:
+        return observed.value
+    if position is not None:
+        return computed[position]
+    source, index = observed.alias_of
+    base = inputs[index] if source == "input" else leaves[index]
+    if observed.is_same_object:
+        return base
+    if base.requires_grad and not observed.requires_grad:
+        base = base.detach()
+    return base.as_strided(observed.shape, observed.stride, base.storage_offset() + observed.offset)
+
+
+def result_layouts(lowered: LoweredCall, program: Program) -> list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
+    """The results of the forward that do not look like eager's yet, each with what gives it strides or memory."""
+    strides = {
+        position: stride
+        for observed, position in zip(lowered.captured.outputs, lowered.imported.output_of, strict=True)
+        if position is not None and (stride := _other_order(observed)) is not None
+    }
+    return [
+        (position, partial(_strided_copy, stride=strides[position]) if position in strides else torch.clone)
+        for position in sorted({*program.shared_results(), *strides})
+    ]
+
+
+def _strided_copy(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _other_order(observed: Output) -> tuple[int, ...] | None:
+    """The strides of a dense tensor whose order in memory is that of eager's result; ``None`` if it is row-major.
+
+    The gaps of a slice of something larger are not returned. The order is: draws for a tensor like it follow it.
+    """
+    eagers = torch.empty_strided(observed.shape, observed.stride, dtype=observed.dtype, device="meta")
+    stride, plain = torch.empty_like(eagers).stride(), torch.empty(observed.shape, device="meta").stride()
+    same = all(a == b for a, b, extent in zip(stride, plain, observed.shape, strict=True) if extent != 1)
+    return None if same or 0 in observed.shape else stride
