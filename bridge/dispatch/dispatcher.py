@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from bridge.base.errors import DispatchMiss, Unsupported, UnsupportedModule, is_refused_by_eager
+from bridge.base.guard_failure import INTERPRETER
 from bridge.base.log import channel
-from bridge.base.mismatch import INTERPRETER
 from bridge.base.torch_internals import MODULE_CALL, has_global_hooks
 from bridge.capture.tracing import is_capturing, is_traced_here
 from bridge.dispatch.entry import Entry, compile_entry
-from bridge.dispatch.guards import Mismatch, interpreter_state
+from bridge.dispatch.guards import GuardFailure, active_modes
 from bridge.dispatch.hooks import call_with_hooks
 from bridge.dispatch.outer_compiler import call_opaque, hide
 from bridge.dispatch.stats import DispatchStats
@@ -88,7 +88,7 @@ class Dispatcher:
             if inputs is not None:
                 return self._hit(entry, inputs)
         found = self._match(module, args, kwargs)
-        if not isinstance(found, Mismatch):
+        if not isinstance(found, GuardFailure):
             return self._hit(*found)
         if self.on_miss == "compile" and found.reason not in self._refused:
             added = self._compile(module, args, kwargs, found)
@@ -96,7 +96,7 @@ class Dispatcher:
                 return self._hit(*added)
         return self._miss(module, found, eager or module.forward, args, kwargs)
 
-    def _miss(self, module: nn.Module, found: Mismatch, eager: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _miss(self, module: nn.Module, found: GuardFailure, eager: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.on_miss == "error":
             raise DispatchMiss(f"{type(module).__name__}: {found.reason}")
         self.stats.misses[found.reason] += 1
@@ -108,15 +108,15 @@ class Dispatcher:
 
     def _match(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[Entry, list[torch.Tensor]] | Mismatch:
+    ) -> tuple[Entry, list[torch.Tensor]] | GuardFailure:
         """The entry that fits and its inputs, or how the call differs from the entry that it comes closest to."""
-        closest = Mismatch(-1, "no entry")
+        closest = GuardFailure(-1, "no entry")
         for entry in reversed(self.stats.entries):  # among equally close ones, the newest
             try:
                 return entry, entry.guard.match(module, args, kwargs)
-            except Mismatch as mismatch:
-                if mismatch.stage > closest.stage:
-                    closest = mismatch
+            except GuardFailure as failure:
+                if failure.stage > closest.stage:
+                    closest = failure
         return closest
 
     def _hit(self, entry: Entry, inputs: list[torch.Tensor]) -> Any:
@@ -125,20 +125,20 @@ class Dispatcher:
         return entry(inputs)
 
     def _compile(
-        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], mismatch: Mismatch
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], failure: GuardFailure
     ) -> tuple[Entry, list[torch.Tensor]] | None:
         """A new entry for the call and its inputs; ``None`` if it is refused, which is remembered and logged."""
         with self._adding:
             found = self._match(module, args, kwargs)
-            if not isinstance(found, Mismatch):  # another thread was quicker
+            if not isinstance(found, GuardFailure):  # another thread was quicker
                 return found
             try:
                 entry = self.add(module, args, kwargs)
                 inputs = entry.guard.match(module, args, kwargs)
             except UnsupportedModule as refusal:
-                self._refuse(type(module).__name__, mismatch, refusal)
+                self._refuse(type(module).__name__, failure, refusal)
                 return None
-            except Mismatch as still:
+            except GuardFailure as still:
                 self.stats.entries = self.stats.entries[:-1]
                 self._refuse(type(module).__name__, still, "it would never be dispatched")
                 return None
@@ -146,30 +146,30 @@ class Dispatcher:
                 if not is_refused_by_eager(error):
                     raise
                 return None  # running it says so in eager's words, and leaves behind what eager leaves
-            self._let_one_leave(type(module).__name__, mismatch)
+            self._let_one_leave(type(module).__name__, failure)
             return entry, inputs
 
-    def _refuse(self, name: str, mismatch: Mismatch, why: object) -> None:
+    def _refuse(self, name: str, failure: GuardFailure, why: object) -> None:
         while len(self._refused) >= MAX_REFUSALS:
             del self._refused[next(iter(self._refused))]
-        self._refused[mismatch.reason] = None
-        log.warning("%s runs eager from now on where %s: %s", name, mismatch.reason, why)
+        self._refused[failure.reason] = None
+        log.warning("%s runs eager from now on where %s: %s", name, failure.reason, why)
 
-    def _let_one_leave(self, name: str, mismatch: Mismatch) -> None:
+    def _let_one_leave(self, name: str, failure: GuardFailure) -> None:
         """Drops the least recently used entry if there are too many; warns once for each thing that keeps differing."""
         entries = self.stats.entries
         if len(entries) <= MAX_ENTRIES:
             return
         oldest = min(entries[:-1], key=lambda entry: entry.last_used)
         self.stats.entries = [entry for entry in entries if entry is not oldest]
-        if mismatch.field not in self._warned:
-            self._warned.add(mismatch.field)
+        if failure.field not in self._warned:
+            self._warned.add(failure.field)
             log.warning(
                 "%s has %d entries, the most that are kept; the least recently used one leaves for each new one. What "
                 "keeps differing: %s. Pad or bucket the calls, or leave the rare ones to eager with on_miss='eager'.",
                 name,
                 MAX_ENTRIES,
-                mismatch.reason,
+                failure.reason,
             )
 
     def add(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry:
@@ -196,13 +196,13 @@ class Dispatcher:
 
 
 #: A hook of the deprecated kind is handed the gradients of the module's last operator, which is not there any more.
-_OLD_HOOK = Mismatch(INTERPRETER, "backward hook of the deprecated kind", "use register_full_backward_hook")
+_OLD_HOOK = GuardFailure(INTERPRETER, "backward hook of the deprecated kind", "use register_full_backward_hook")
 
 
 def _serves(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
     try:
         entry.guard.match(module, args, kwargs)
-    except Mismatch:
+    except GuardFailure:
         return False
     return True
 
@@ -213,8 +213,6 @@ def _is_same(strategy: Any, other: Any) -> bool:
 
 def refuse_state(module_name: str) -> None:
     """Capturing needs plain PyTorch around it: :class:`UnsupportedModule` names what else is active."""
-    anything = ("grad mode", "inference mode", "default dtype", "autocast", "deterministic algorithms")
-    for name, value in interpreter_state():
-        if name not in anything and value is not False:
-            problem = Unsupported(name, "where add_tvm_dispatch is called", "is active", "add the dispatch outside it")
-            raise UnsupportedModule(module_name, [problem])
+    for name in active_modes():
+        problem = Unsupported(name, "where add_tvm_dispatch is called", "is active", "add the dispatch outside it")
+        raise UnsupportedModule(module_name, [problem])

@@ -19,7 +19,8 @@ from bridge.base.modes import MODES, interpreter_state, mode_values
 from bridge.base.pytrees import leaf_names, structure_difference
 from bridge.base.torch_internals import pytree, storage_id
 from bridge.capture.captured import Captured
-from bridge.dispatch.tensor_checks import LAYOUT, tensor_checks
+from bridge.dispatch.guards.tensors import tensor_checks
+from bridge.dispatch.tensor_checks import LAYOUT
 from bridge.dispatch.tree_guard import TreeGuard
 from bridge.state.values import same
 

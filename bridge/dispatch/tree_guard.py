@@ -16,7 +16,8 @@ from torch import nn
 
 from bridge.base.mismatch import MODULE, Mismatch
 from bridge.base.torch_internals import MODULE_HOOKS
-from bridge.dispatch.tensor_checks import LAYOUT, tensor_checks
+from bridge.dispatch.guards.tensors import tensor_checks
+from bridge.dispatch.tensor_checks import LAYOUT
 from bridge.state.code import CodeGuard
 from bridge.state.dict_versions import dict_versions, same_versions
 from bridge.state.module import hooks_of, own_attributes, written_class

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from bridge.base.mismatch import MODULE, Mismatch
+from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.state.dict_versions import dict_versions, same_versions
 from bridge.state.names import (
     NOT_FORWARD,
@@ -163,9 +163,9 @@ class CodeGuard:
         return unchanged
 
     def match(self) -> None:
-        """Raises :class:`Mismatch`, naming the first thing that is not what it was; equal plain values are."""
+        """Raises :class:`GuardFailure`, naming the first thing that is not what it was; equal plain values are."""
         for what in self.differences():
-            raise Mismatch(MODULE, f"{what} changed")
+            raise GuardFailure(MODULE, f"{what} changed")
 
     def differences(self) -> Iterator[str]:
         """What is not what it was."""

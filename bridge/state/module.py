@@ -32,9 +32,8 @@ def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def written_class(module: nn.Module) -> type[nn.Module]:
+def written_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The class that the user wrote: ``fully_shard`` gives a module a class of its own that adds no computation."""
-    kind = type(module)
     position = getattr(kind, "_orig_cls_mro_index", None)
     return kind if position is None else kind.__mro__[position]
 

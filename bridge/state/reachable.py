@@ -35,7 +35,7 @@ class Contents:
     """The contents of a mutable object as they were.
 
     Attributes:
-        place: what leads to the object, for the reason of a mismatch.
+        place: what leads to the object, for the reason of a guard failure.
     """
 
     __slots__ = ("_keys", "_read", "_values", "_view", "place")

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bridge import add_tvm_dispatch, stats
-from bridge.base.mismatch import MODULE, Mismatch
+from bridge.base.guard_failure import MODULE, GuardFailure
 from tests.bridge import settings
 from tests.bridge.settings import shifted
 
@@ -172,7 +172,7 @@ def test_a_change_is_seen_and_named(module, name):
     assert guard.quick(module, (x,), {}) is not None
     with change(module):
         assert guard.quick(module, (x,), {}) is None
-        with pytest.raises(Mismatch) as caught:
+        with pytest.raises(GuardFailure) as caught:
             guard.match(module, (x,), {})
         assert caught.value.reason.startswith(reason), caught.value.reason
         assert caught.value.stage == MODULE

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations, parametrize
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
-from bridge.base.mismatch import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, Mismatch
+from bridge.base.guard_failure import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, GuardFailure
 from bridge.dispatch.guards import Guard, interpreter_state
 from tests.bridge.models import MLP, Tied
 
@@ -177,7 +177,7 @@ def test_a_change_is_seen_and_named(pair, name):
     undo = [change(module), change(eager)]
     try:
         assert guard.quick(module, (x,), {}) is None
-        with pytest.raises(Mismatch) as caught:
+        with pytest.raises(GuardFailure) as caught:
             guard.match(module, (x,), {})
         assert caught.value.reason.startswith(reason), caught.value.reason
         assert caught.value.stage == MODULE
@@ -262,7 +262,7 @@ def test_the_cheap_and_global_comes_first(pair):
             ((torch.ones(2),), torch.enable_grad, ARGUMENTS),
             ((rows(),), torch.enable_grad, MODULE),
         ):
-            with context(), pytest.raises(Mismatch) as caught:
+            with context(), pytest.raises(GuardFailure) as caught:
                 guard.match(module, args, {})
             assert caught.value.stage == stage
     finally:
@@ -280,7 +280,7 @@ def test_order_of_the_checks_on_a_tensor(pair):
         (wrong.float(), "requires_grad of args[0]: compiled for True, called with False"),
         (wrong.float().requires_grad_(), "strides of args[0]: compiled for (6, 1), called with (1, 5)"),
     ):
-        with pytest.raises(Mismatch) as caught:
+        with pytest.raises(GuardFailure) as caught:
             guard.match(module, (argument,), {})
         assert caught.value.reason == reason
 
@@ -400,5 +400,5 @@ def test_quick_is_never_more_than_match():
         if quick is not None:
             assert all(a is b for a, b in zip(quick, guard.match(module, args, {}), strict=True))
         else:
-            with pytest.raises(Mismatch):
+            with pytest.raises(GuardFailure):
                 guard.match(module, args, {})

@@ -1,0 +1,24 @@
+"""Guard failure: which condition of an entry a call does not meet, in words for the user."""
+
+from __future__ import annotations
+
+__all__ = ["ARGUMENTS", "INTERPRETER", "MODULE", "STRUCTURE", "GuardFailure"]
+
+#: The stages of a guard, in the order in which they are checked: the later one fails, the closer the call was.
+INTERPRETER, STRUCTURE, ARGUMENTS, MODULE = range(4)
+
+
+class GuardFailure(Exception):
+    """The first condition that a call does not meet.
+
+    Attributes:
+        stage: ``INTERPRETER``, ``STRUCTURE``, ``ARGUMENTS`` or ``MODULE``.
+        field: what differs, without the values, as in ``"shape of args[0]"``.
+        reason: with the values, as in ``"shape of args[0]: compiled for (5, 6), called with (3, 6)"``.
+    """
+
+    def __init__(self, stage: int, field: str, detail: str = ""):
+        self.stage = stage
+        self.field = field
+        self.reason = f"{field}: {detail}" if detail else field
+        super().__init__(self.reason)

@@ -1,0 +1,12 @@
+"""Guards: a call → whether an entry was compiled for it, and the first condition that it does not meet.
+
+Each condition is stated once (what is read, what is expected, which values mean the same, the words for a failure);
+the quick path and the thorough one are both made of it. The conditions lie in :mod:`.interpreter`, :mod:`.arguments`,
+:mod:`.tensors` and :mod:`.module`; :mod:`.guard` puts them in order.
+"""
+
+from bridge.base.guard_failure import GuardFailure
+from bridge.dispatch.guards.guard import Guard
+from bridge.dispatch.guards.interpreter import active_modes, interpreter_state
+
+__all__ = ["Guard", "GuardFailure", "active_modes", "interpreter_state"]

@@ -1,0 +1,181 @@
+"""Conditions on the arguments of a call: structure and constants, then tensors; arguments → argument tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.base.guard_failure import ARGUMENTS, STRUCTURE, GuardFailure
+from bridge.base.pytrees import leaf_names, structure_difference
+from bridge.base.torch_internals import pytree
+from bridge.capture.capture import Captured
+from bridge.dispatch.guards.condition import Condition
+from bridge.dispatch.guards.tensors import TensorGuard, is_nested
+from bridge.state.reachable import same_plain
+
+__all__ = ["ArgumentGuard"]
+
+
+class ArgumentGuard:
+    """The conditions of one entry on the arguments.
+
+    Args:
+        captured: what was compiled; its sample defines structure and constants.
+        tensors: the sample's argument tensors.
+        saves: whether autograd saves tensors of the call.
+    """
+
+    def __init__(self, captured: Captured, tensors: Sequence[torch.Tensor], *, saves: bool):
+        self._structure = _Structure(captured.in_spec)
+        self.paths = leaf_names(captured.in_spec)
+        leaves = list(zip(captured.argument_leaves, captured.argument_is_tensor, strict=True))
+        self.tensor_leaves = [i for i, (_, is_tensor) in enumerate(leaves) if is_tensor]
+        self._constant_leaves = [i for i, (_, is_tensor) in enumerate(leaves) if not is_tensor]
+        self._constants = Condition(
+            "constants",
+            lambda leaves: [leaves[i] for i in self._constant_leaves],
+            [leaf for leaf, is_tensor in leaves if not is_tensor],
+            self._explain_constant,
+            exact=same_plain,
+            same=same_plain,
+        )
+        self._are_tensors = Condition(
+            "tensor arguments",
+            lambda leaves: [leaves[i] for i in self.tensor_leaves],
+            [torch.Tensor] * len(self.tensor_leaves),
+            self._explain_no_tensor,
+            exact=isinstance,
+            same=isinstance,
+        )
+        self._tensors = TensorGuard(
+            tensors,
+            kinds=[(torch.Tensor, nn.Parameter)] * len(tensors),
+            names=[self.paths[i] for i in self.tensor_leaves],
+            stage=ARGUMENTS,
+            saves=saves,
+            explain_type=_explain_type,
+        )
+        self.condition_names = (*_Structure.condition_names, self._constants.name, self._are_tensors.name)
+
+    def quick(self, args: tuple, kwargs: dict[str, Any], inference: bool) -> list[torch.Tensor] | None:
+        """The argument tensors if the arguments look exactly like the sample; ``None`` to ask :meth:`match`."""
+        leaves = self._structure.leaves(args, kwargs)
+        if leaves is None:
+            return None
+        tensors = leaves
+        if self._constant_leaves:
+            if not self._constants.holds(leaves):
+                return None
+            tensors = [leaves[i] for i in self.tensor_leaves]
+        try:
+            return tensors if not any(map(is_nested, tensors)) and self._tensors.holds(tensors, inference) else None
+        except AttributeError:  # no tensor
+            return None
+
+    def match(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The argument tensors.
+
+        Raises:
+            GuardFailure: naming the first thing that differs.
+        """
+        leaves = self._structure.match(args, kwargs)
+        for condition in (self._constants, self._are_tensors):
+            if (failure := condition.failure(leaves)) is not None:
+                raise failure
+        tensors = [leaves[i] for i in self.tensor_leaves]
+        if (failure := self._tensors.failure(tensors)) is not None:
+            raise failure
+        return tensors
+
+    def learn(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Remembers how matching tensors look in inference mode, which is on."""
+        self._tensors.learn(tensors)
+
+    def _explain_constant(self, place: int, then: Any, now: Any) -> GuardFailure:
+        what = f"value of argument {self.paths[self._constant_leaves[place]]}"
+        return GuardFailure(STRUCTURE, what, f"compiled for {then!r}, called with {_brief(now)}")
+
+    def _explain_no_tensor(self, place: int, then: type, now: Any) -> GuardFailure:
+        what = f"structure of argument {self.paths[self.tensor_leaves[place]]}"
+        return GuardFailure(STRUCTURE, what, f"a tensor was compiled, called with {_brief(now)}")
+
+
+class _Structure:
+    """The tree of tuples, lists and dicts that the arguments are.
+
+    Both paths compare types, keys and lengths with the same ``spec``: :meth:`leaves` walks down the values, which is
+    far quicker than ``pytree``; :meth:`match` flattens them with ``pytree``, which can say what differs.
+    """
+
+    condition_names = ("keyword arguments", "structure")
+
+    def __init__(self, spec: pytree.TreeSpec):
+        self._spec = spec
+        self._num_positional = spec.child(0).num_children
+        self._keywords = list(spec.child(1).context)
+        self._shape = [_shape_of(part, i) for part in spec.children() for i in range(part.num_children)]
+        self._is_flat = not any(self._shape)
+
+    def leaves(self, args: tuple, kwargs: dict[str, Any]) -> list[Any] | None:
+        """The leaves if the structure is the sample's."""
+        if len(args) != self._num_positional or len(kwargs) != len(self._keywords):
+            return None
+        try:
+            values = [*args, *[kwargs[name] for name in self._keywords]]
+        except KeyError:
+            return None
+        if self._is_flat:
+            return values
+        leaves: list[Any] = []
+        return leaves if all(_take(*pair, leaves) for pair in zip(values, self._shape, strict=True)) else None
+
+    def match(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+        """The leaves. :class:`GuardFailure` if the structure is another one."""
+        if kwargs.keys() != set(self._keywords):
+            detail = f"compiled for {sorted(self._keywords)}, called with {sorted(kwargs)}"
+            raise GuardFailure(STRUCTURE, "keyword arguments", detail)
+        # the order of keywords carries no meaning
+        leaves, spec = pytree.tree_flatten((args, {name: kwargs[name] for name in self._keywords}))
+        if spec != self._spec:
+            raise GuardFailure(STRUCTURE, *structure_difference(self._spec, spec))
+        return leaves
+
+
+def _shape_of(spec: pytree.TreeSpec, index: int) -> tuple | None:
+    """The structure of one child for :func:`_take`: ``None`` for a leaf."""
+    child = spec.child(index)
+    if child.is_leaf():
+        return None
+    return child.type, child.context, [_shape_of(child, i) for i in range(child.num_children)], child
+
+
+def _take(value: Any, shape: tuple | None, leaves: list[Any]) -> bool:
+    """Appends the leaves of ``value`` if it has this structure."""
+    if shape is None:
+        leaves.append(value)
+        return True
+    kind, context, children, spec = shape
+    if type(value) is not kind:
+        return False
+    if kind is tuple or kind is list:
+        fields = value
+    elif kind is dict:
+        if list(value) != context:
+            return False
+        fields = value.values()
+    else:
+        found, now = pytree.tree_flatten(value)
+        leaves += found
+        return now == spec
+    return len(fields) == len(children) and all(map(_take, fields, children, [leaves] * len(children)))
+
+
+def _explain_type(path: str, now: Any) -> GuardFailure:
+    return GuardFailure(ARGUMENTS, f"type of {path}", f"a tensor subclass, {type(now).__name__}")
+
+
+def _brief(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:80]

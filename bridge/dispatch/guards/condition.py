@@ -1,0 +1,61 @@
+"""A condition of a guard: what is read, what is expected, which values mean the same, and the words for a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+from bridge.base.guard_failure import GuardFailure
+
+__all__ = ["Condition", "differs"]
+
+
+@dataclass(frozen=True, eq=False)
+class Condition:
+    """One condition on all the places that it speaks of: every argument, every submodule, every attribute.
+
+    Values are read for all places at once, so that the quick path (:meth:`holds`) is a loop that runs in C; the
+    thorough one (:meth:`failure`) compares the same values one by one.
+
+    Attributes:
+        name: tells it from the other conditions of a guard.
+        read: what is guarded → a value per place, as many as expected. May raise ``KeyError`` where one is gone.
+        expected: the values at the time of compiling.
+        explain: the place, the expected value and the present one → the failure in the user's words.
+        exact: the quick path's comparison, a function in C. It never takes what ``same`` does not.
+        same: whether a value means what the expected one means.
+        quick: a quicker test of the source that holds only if all values are the expected ones, where there is one.
+
+    Example:
+        >>> names = ["a", "b"]
+        >>> explain = lambda place, then, now: GuardFailure(MODULE, f"{names[place]} changed")
+        >>> condition = Condition("training", lambda modules: [m.training for m in modules], [True, True], explain)
+        >>> condition.holds([nn.Tanh(), nn.Tanh()]), condition.failure([nn.Tanh(), nn.Tanh().eval()]).reason
+        (True, 'b changed')
+    """
+
+    name: str
+    read: Callable[[Any], Iterable[Any]]
+    expected: Sequence[Any]
+    explain: Callable[[int, Any, Any], GuardFailure]
+    exact: Callable[[Any, Any], bool] = is_
+    same: Callable[[Any, Any], bool] = is_
+    quick: Callable[[Any], bool] | None = None
+
+    def holds(self, source: Any) -> bool:
+        """The quick path: whether every value is exactly the expected one."""
+        return self.quick(source) if self.quick else all(map(self.exact, self.read(source), self.expected))
+
+    def failure(self, source: Any) -> GuardFailure | None:
+        """The thorough path: the first place whose value does not mean the same, in words; ``None`` if all do."""
+        for place, (now, then) in enumerate(zip(self.read(source), self.expected, strict=True)):
+            if not self.same(now, then):
+                return self.explain(place, then, now)
+        return None
+
+
+def differs(stage: int, field: str, then: Any, now: Any) -> GuardFailure:
+    """The failure of a field that has another value."""
+    return GuardFailure(stage, field, f"compiled for {then}, called with {now}")

@@ -1,0 +1,93 @@
+"""The guard of an entry: a call → the inputs of the compiled code, or the first condition that the call does not meet.
+
+A pure function of the call. The conditions go from the cheap and global to the particular: the interpreter's modes, the
+arguments' structure, the argument tensors, the module tree, memory shared with what the call changes.
+:meth:`Guard.quick` answers the common case, a call exactly like the sample, in a few microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.base.guard_failure import MODULE, GuardFailure
+from bridge.base.torch_internals import storage_id
+from bridge.capture.capture import Captured
+from bridge.dispatch.guards.arguments import ArgumentGuard
+from bridge.dispatch.guards.interpreter import INFERENCE, ModeGuard, read_modes
+from bridge.dispatch.guards.module import ModuleGuard
+
+__all__ = ["Guard"]
+
+
+class Guard:
+    """The conditions of one entry.
+
+    Args:
+        module: the dispatched module as it is now.
+        captured: what was compiled; its sample defines the expected arguments.
+        arguments: the sample's argument tensors (their layouts are what is expected).
+    """
+
+    def __init__(self, module: nn.Module, captured: Captured, arguments: Sequence[torch.Tensor]):
+        requires_grad = any(tensor.requires_grad for tensor in (*captured.module_tensors, *arguments))
+        saves = torch.is_grad_enabled() and requires_grad
+        self._tree = ModuleGuard(module, captured.module_tensors, saves=saves)
+        self._modes = ModeGuard(requires_grad, self._tree.reads_grad_mode)
+        self._states = self._modes.states
+        self._arguments = ArgumentGuard(captured, arguments, saves=saves)
+        self._written = [(index, captured.module_tensors[index].name) for index, _ in captured.mutated]
+        self._names = [spec.name for spec in captured.module_tensors]
+        self._names += [self._arguments.paths[i] for i in self._arguments.tensor_leaves]
+
+    def quick(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+        """The inputs of the compiled code if the call is exactly like the sample; ``None`` to ask :meth:`match`."""
+        state = read_modes()
+        if state not in self._states:
+            return None
+        inference = state[INFERENCE]
+        tensors = self._arguments.quick(args, kwargs, inference)
+        if tensors is None:
+            return None
+        owned = self._tree.quick(module, inference)
+        if owned is None:
+            return None
+        inputs = owned + tensors
+        return None if self._written and self._shared_memory(inputs) else inputs
+
+    def match(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The input tensors of the compiled code (module tensors, then arguments) if the call matches.
+
+        Raises:
+            GuardFailure: naming the first thing that differs.
+        """
+        state = read_modes()
+        if (failure := self._modes.failure(state)) is not None:
+            raise failure
+        tensors = self._arguments.match(args, kwargs)
+        inputs = self._tree.match(module, state[INFERENCE]) + tensors
+        if (failure := self._shared_memory(inputs)) is not None:
+            raise failure
+        if state[INFERENCE]:
+            self._arguments.learn(tensors)
+        return inputs
+
+    @property
+    def condition_names(self) -> tuple[str, ...]:
+        """Names of the conditions, apart from those on the interpreter's modes and on single properties of tensors."""
+        return (*self._arguments.condition_names, *self._tree.condition_names, "shared memory")
+
+    def _shared_memory(self, inputs: Sequence[torch.Tensor]) -> GuardFailure | None:
+        """Two inputs in one storage, one of which the call changes: eager reads the new values in both."""
+        if not self._written:
+            return None
+        storages = [storage_id(tensor) for tensor in inputs]
+        for index, name in self._written:
+            if storages.count(storages[index]) > 1 and inputs[index].numel():
+                other = next(i for i, each in enumerate(storages) if each == storages[index] and i != index)
+                what = f"{self._names[other]} shares memory with buffer '{name}', which the call changes"
+                return GuardFailure(MODULE, what)
+        return None

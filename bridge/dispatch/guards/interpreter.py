@@ -1,0 +1,103 @@
+"""Conditions on the interpreter: torch's global modes that change what a module computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+
+from bridge.base.guard_failure import INTERPRETER, GuardFailure
+from bridge.base.modes import autocast_setting
+from bridge.base.torch_internals import (
+    forward_ad_is_on,
+    has_global_hooks,
+    len_dispatch_stack,
+    len_function_stack,
+    transforms_are_on,
+)
+from bridge.dispatch.guards.condition import differs
+
+__all__ = ["INFERENCE", "MODES", "Mode", "ModeGuard", "active_modes", "interpreter_state", "read_modes"]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One global mode.
+
+    Attributes:
+        name: in the words of a failure.
+        read: its value now, comparable with ``==``.
+        show: that value as it is told.
+        is_capturable: whether a call can be captured while the mode is on.
+    """
+
+    name: str
+    read: Callable[[], Any]
+    show: Callable[[Any], Any] = lambda value: value
+    is_capturable: bool = False
+
+
+MODES = (
+    Mode("grad mode", torch.is_grad_enabled, is_capturable=True),
+    Mode("inference mode", torch.is_inference_mode_enabled, is_capturable=True),
+    Mode("autocast", autocast_setting, is_capturable=True),
+    Mode("default dtype", torch.get_default_dtype, is_capturable=True),
+    Mode("deterministic algorithms", torch.are_deterministic_algorithms_enabled, is_capturable=True),
+    Mode("forward-mode differentiation", forward_ad_is_on),
+    Mode("torch dispatch mode", len_dispatch_stack, bool),
+    Mode("torch function mode", len_function_stack, bool),
+    Mode("functorch transform", transforms_are_on),
+    Mode("global module hooks", has_global_hooks),
+)
+GRAD, INFERENCE = 0, 1
+_READS = [mode.read for mode in MODES]
+
+
+def read_modes() -> tuple[Any, ...]:
+    """The value of each of ``MODES``."""
+    return tuple([read() for read in _READS])
+
+
+def interpreter_state() -> tuple[tuple[str, Any], ...]:
+    """The global state that changes what a module computes: name and value of each mode."""
+    return tuple((mode.name, mode.show(value)) for mode, value in zip(MODES, read_modes(), strict=True))
+
+
+def active_modes() -> list[str]:
+    """Names of the modes that are on and under which no call can be captured."""
+    return [mode.name for mode in MODES if not mode.is_capturable and mode.read()]
+
+
+class ModeGuard:
+    """The conditions of one entry on the modes: the values of now, and those that make no difference to it.
+
+    Without gradients, ``no_grad`` and ``inference_mode`` are the same to the code; where nothing requires a gradient,
+    whether they are enabled is nothing to it either.
+
+    Args:
+        requires_grad: whether some input requires a gradient.
+        reads_grad_mode: whether the module's code asks for the grad mode, and so may do different things.
+    """
+
+    def __init__(self, requires_grad: bool, reads_grad_mode: bool):
+        now = read_modes()
+        accepted: list[Sequence[Any]] = [(value,) for value in now]
+        if not reads_grad_mode and not requires_grad:
+            accepted[GRAD] = (now[GRAD], not now[GRAD])
+        if not reads_grad_mode and not (now[GRAD] and requires_grad):
+            accepted[INFERENCE] = (now[INFERENCE], not now[INFERENCE])
+        self._accepted = accepted
+        self.states = tuple(product(*accepted))
+
+    def failure(self, state: tuple[Any, ...]) -> GuardFailure | None:
+        """The first mode whose value in ``state`` (of :func:`read_modes`) is not accepted; ``None`` if all are.
+
+        That is so exactly if ``state`` is none of ``states``, which is what the quick path asks.
+        """
+        for mode, value, accepted in zip(MODES, state, self._accepted, strict=True):
+            if value not in accepted:
+                return differs(INTERPRETER, mode.name, mode.show(accepted[0]), mode.show(value))
+        return None

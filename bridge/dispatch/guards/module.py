@@ -1,0 +1,169 @@
+"""Conditions on a module tree: a dispatched module → whether it is still as compiled, and its tensors.
+
+Tensors are looked up in the tree at every call, so optimizers, ``load_state_dict`` and replaced parameters just work.
+Most conditions speak of dictionaries (attributes, parameters, buffers, children), and CPython counts the writes to a
+dictionary. So the quick path checks those conditions only after a write; at every call it checks the types, the code,
+what has no such count, and how the tensors look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from bridge.base.guard_failure import MODULE, GuardFailure
+from bridge.dispatch.guards.module_conditions import (
+    Tree,
+    TreeConditions,
+    owned_attributes,
+    tree_reader,
+)
+from bridge.dispatch.guards.tensors import TensorGuard
+from bridge.state.code import CodeGuard
+from bridge.state.dict_versions import dict_versions, same_versions
+from bridge.state.reachable import Reached
+from bridge.state.tensors import ModuleTensor
+
+__all__ = ["ModuleGuard"]
+
+_DICT = attrgetter("__dict__")
+
+
+class _Seen(NamedTuple):
+    """Dictionaries of a tree that were found as they should be.
+
+    Attributes:
+        versions: of the modules' own dictionaries, then of ``registries``, at that time; ``None`` if there are none.
+        registries: those of parameters, buffers and children that hold something, and settings.
+        empty: the other ones, and hooks on inner modules: they must stay empty.
+        tensors: the registry and the name of each parameter and buffer that the compiled code reads.
+    """
+
+    versions: list[int] | None
+    registries: list[dict]
+    empty: list[dict]
+    tensors: list[tuple[dict[str, torch.Tensor], str]]
+
+
+class ModuleGuard:
+    """The conditions of one entry on the module tree: types, flags, plain attributes, hooks inside, tensors, code.
+
+    Args:
+        root: the module as it is now; only its submodules are kept alive from here, since it owns its entries.
+        tensors: those that the compiled code reads, in its order; all of the module's parameters and buffers.
+        saves: whether autograd saves tensors of the call.
+    """
+
+    def __init__(self, root: nn.Module, tensors: Sequence[ModuleTensor], *, saves: bool):
+        named = list(root.named_modules(remove_duplicate=False))
+        paths: dict[nn.Module, str] = {}
+        for path, module in named:
+            paths.setdefault(module, path)
+        modules = list(paths)
+        self._modules = modules[1:]
+        self._read = tree_reader(modules)
+        tree = self._read(modules, list(map(_DICT, modules)))
+        attributes = owned_attributes(modules)
+        reached = Reached(registered=frozenset(modules))
+        for i, name, value in attributes:
+            if not isinstance(value, torch.Tensor):
+                reached.add((i, name), value)
+        self._code = CodeGuard(dict.fromkeys((*map(type, modules), *reached.kinds)), reached.functions)
+        index = {path: modules.index(module) for path, module in named}
+        self._conditions = TreeConditions(tree, list(paths.values()), attributes, reached.contents, tensors, index)
+        self._types = self._conditions.types.expected
+        self._uncounted = self._conditions.uncounted
+        self._attribute_places = self._conditions.attribute_places
+        parameter, either = (nn.Parameter,), (torch.Tensor, nn.Parameter)
+        self._tensors = TensorGuard(
+            self._conditions.find_tensors(tree),
+            kinds=[parameter if spec.kind == "parameter" else either for spec in tensors],
+            names=[f"{spec.kind} '{spec.name}'" for spec in tensors],
+            stage=MODULE,
+            saves=saves,
+            explain_type=_explain_type,
+        )
+        self._seen: _Seen | None = None
+
+    @property
+    def reads_grad_mode(self) -> bool:
+        """Whether the code asks if gradients are enabled, and so may do different things."""
+        return self._code.mentions("is_grad_enabled", "is_inference_mode_enabled", "is_inference")
+
+    @property
+    def condition_names(self) -> tuple[str, ...]:
+        """Names of the conditions, those on single properties of tensors apart."""
+        return ("code", *(condition.name for condition in self._conditions.in_order))
+
+    def quick(self, root: nn.Module, inference: bool = False) -> list[torch.Tensor] | None:
+        """The module's tensors if everything is exactly as it was; ``None`` where :meth:`match` has to look closer.
+
+        ``inference``: whether inference mode is on.
+        """
+        modules = [root, *self._modules]
+        if list(map(type, modules)) != self._types or not self._code.unchanged():
+            return None
+        dicts = list(map(_DICT, modules))
+        seen = self._seen
+        if seen is None or any(seen.empty) or not same_versions((*dicts, *seen.registries), seen.versions):
+            seen = self._seen = self._look(modules, dicts)
+            if seen is None:
+                return None
+        if self._uncounted.expected and not self._uncounted.holds(None):
+            return None
+        tensors = [registry[name] for registry, name in seen.tensors]
+        tensors += [dicts[owner][name] for owner, name in self._attribute_places]
+        return tensors if self._tensors.holds(tensors, inference) else None
+
+    def _look(self, modules: Sequence[nn.Module], dicts: Sequence[dict[str, Any]]) -> _Seen | None:
+        """Whether the dictionaries hold exactly what they held; if so, what spares a second look as long as they do."""
+        tree = self._read(modules, dicts)
+        registries = [*tree.parameters, *tree.buffers, *tree.children]
+        written = [*filter(None, registries), *self._conditions.counted]
+        versions = dict_versions((*dicts, *written))  # before the look: what is written meanwhile is seen next time
+        try:
+            if not all(condition.holds(tree) for condition in self._conditions.watched):
+                return None
+            tensors = self._conditions.registered_tensors(tree)
+        except KeyError:
+            return None
+        empty = [*tree.hooks, *(registry for registry in registries if not registry)]
+        return _Seen(versions, written, empty, tensors)
+
+    def match(self, root: nn.Module, inference: bool = False) -> list[torch.Tensor]:
+        """The module's tensors, in the order of the compiled code's inputs.
+
+        Raises:
+            GuardFailure: names the first thing that differs.
+        """
+        tree = self._tree(root)
+        self._raise(self._conditions.types.failure(tree))
+        self._code.match()
+        for condition in self._conditions.before_tensors:
+            self._raise(condition.failure(tree))
+        tensors = self._conditions.find_tensors(tree)
+        self._raise(self._tensors.failure(tensors))
+        for condition in self._conditions.after_tensors:
+            self._raise(condition.failure(tree))
+        if inference:
+            self._tensors.learn(tensors)
+        return tensors
+
+    def _tree(self, root: nn.Module) -> Tree:
+        modules = [root, *self._modules]
+        return self._read(modules, list(map(_DICT, modules)))
+
+    @staticmethod
+    def _raise(failure: GuardFailure | None) -> None:
+        if failure is not None:
+            raise failure
+
+
+def _explain_type(what: str, now: Any) -> GuardFailure:
+    if type(now) is torch.Tensor:
+        return GuardFailure(MODULE, f"{what} is a plain tensor, not a Parameter (torch.func.functional_call?)")
+    return GuardFailure(MODULE, f"{what} is None" if now is None else f"{what} is a {type(now).__name__}")

@@ -1,0 +1,329 @@
+"""The conditions on a module tree, each stated once: modules and dictionaries of a tree → values per place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import eq, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from bridge.base.guard_failure import MODULE, GuardFailure
+from bridge.base.torch_internals import MODULE_HOOKS
+from bridge.dispatch.guards.condition import Condition, differs
+from bridge.state.module import own_attributes, written_class
+from bridge.state.reachable import Contents, same_plain
+from bridge.state.tensors import ModuleTensor
+
+__all__ = ["Tree", "TreeConditions", "owned_attributes", "tree_reader"]
+
+_STATE = itemgetter("_parameters", "_buffers", "_modules", "training", *MODULE_HOOKS)
+_REGISTRY_OF = {"parameter": "_parameters", "buffer": "_buffers", "attribute": ""}
+# The dispatcher sits in this attribute of the module that it serves; it says nothing about what forward does.
+_DISPATCHER = "_compiled_call_impl"
+
+
+class Tree(NamedTuple):
+    """A module tree as it is at a call: a value per module, in the order of compiling.
+
+    Attributes:
+        dicts: the modules' ``__dict__``.
+        parameters, buffers, children: their registries.
+        training: their flags; ``None`` where a module keeps none of its own.
+        hooks: registries of hooks on inner modules, kind by kind; the root's run around the compiled call.
+    """
+
+    modules: Sequence[nn.Module]
+    dicts: Sequence[dict[str, Any]]
+    parameters: Sequence[dict[str, torch.Tensor | None]]
+    buffers: Sequence[dict[str, torch.Tensor | None]]
+    children: Sequence[dict[str, nn.Module | None]]
+    training: Sequence[bool | None]
+    hooks: Sequence[Mapping[int, Any]]
+
+    def held(self, place: tuple[str, int, str]) -> Any:
+        """What a registry (``""``: the attributes) of a module holds under a name; ``None`` if nothing."""
+        registry, owner, name = place
+        return (self.dicts[owner][registry] if registry else self.dicts[owner]).get(name)
+
+
+def tree_reader(modules: Sequence[nn.Module]) -> Callable[[Sequence[nn.Module], Sequence[dict[str, Any]]], Tree]:
+    """What makes a :class:`Tree` of these modules, as they are later, and their dictionaries."""
+    has_flags = all("training" in module.__dict__ for module in modules)
+
+    def state(attributes: dict[str, Any]) -> tuple:
+        return _STATE({"training": None, **attributes})  # torch.compile's wrapper leaves its flag to the module inside
+
+    def read(modules: Sequence[nn.Module], dicts: Sequence[dict[str, Any]]) -> Tree:
+        columns = zip(*map(_STATE if has_flags else state, dicts), strict=True)
+        parameters, buffers, children, training, *hooks = columns
+        return Tree(modules, dicts, parameters, buffers, children, training, [h for kind in hooks for h in kind[1:]])
+
+    return read
+
+
+def owned_attributes(modules: Sequence[nn.Module]) -> list[tuple[int, str, Any]]:
+    """The attributes that the user's code put on the modules: position of the module, name, value."""
+    return [(i, name, value) for i, module in enumerate(modules) for name, value in own_attributes(module)]
+
+
+class TreeConditions:
+    """The conditions of one entry on a tree.
+
+    Args:
+        tree: as it is now.
+        paths: of the modules.
+        attributes: as :func:`owned_attributes` gives them.
+        contents: of mutable attributes; ``place``: position of the module and name.
+        tensors: those that the compiled code reads.
+        index: the position of the module at each path, several paths of one module included.
+
+    Attributes:
+        types: every module's class.
+        before_tensors, after_tensors: in the order of the reasons, around the conditions on single tensors.
+        watched: those that can only fail after a write to a dictionary.
+        uncounted: contents whose changes no count of writes tells.
+        counted: the dictionaries behind the other contents.
+        attribute_places: position and name of the tensors that are plain attributes.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        paths: Sequence[str],
+        attributes: Sequence[tuple[int, str, Any]],
+        contents: Sequence[Contents],
+        tensors: Sequence[ModuleTensor],
+        index: Mapping[str, int],
+    ):
+        self._paths = paths
+        self._places, self._ties = _places(tensors, index)
+        self.attribute_places = [(owner, name) for registry, owner, name in self._places if not registry]
+        self.counted = [each.counted for each in contents if each.counted is not None]
+        self.types = self._types(tree)
+        self.uncounted = self._contents("contents without counts", [c for c in contents if c.counted is None])
+        structure = [self._submodules(tree), self._order(tree), self._hooks(tree), self._training(tree)]
+        held = [
+            self._attribute_names(tree),
+            self._attributes([each for each in attributes if not isinstance(each[2], torch.Tensor)]),
+            self._tensor_attributes([each for each in attributes if isinstance(each[2], torch.Tensor)]),
+            self._contents("contents", [each for each in contents if each.counted is not None]),
+        ]
+        self.before_tensors = [*structure, *held, self.uncounted, self._absent(tree), self._nested(tensors)]
+        self.after_tensors = [self._tied(tensors), *self._sizes(tree)]
+        self.in_order = [self.types, *self.before_tensors, *self.after_tensors]
+        self.watched = [each for each in self.in_order if each is not self.types and each is not self.uncounted]
+
+    def find_tensors(self, tree: Tree) -> list[Any]:
+        """What lies where the compiled code's tensors lay."""
+        return list(map(tree.held, self._places))
+
+    def registered_tensors(self, tree: Tree) -> list[tuple[dict[str, torch.Tensor], str]]:
+        """Registry and name of each parameter and buffer. ``KeyError`` if one is not there."""
+        found = [(tree.dicts[owner][registry], name) for registry, owner, name in self._places if registry]
+        for registry, name in found:
+            registry[name]
+        return found
+
+    def _named(self, i: int) -> str:
+        return _named(self._paths[i])
+
+    def _types(self, tree: Tree) -> Condition:
+        """fully_shard gives a module a class of its own, which counts as the one that the user wrote."""
+        return Condition(
+            "types",
+            lambda tree: list(map(type, tree.modules)),
+            list(map(type, tree.modules)),
+            lambda i, then, now: differs(MODULE, f"type of {self._named(i)}", then.__name__, now.__name__),
+            same=lambda now, then: now is then or written_class(now) is then,
+        )
+
+    def _submodules(self, tree: Tree) -> Condition:
+        def explain(i: int, then: dict[str, Any], now: dict[str, Any]) -> GuardFailure:
+            name = next((name for name in then if now.get(name) is not then[name]), None)
+            verb = "replaced" if now.get(name) is not None else "removed"
+            if name is None:
+                name, verb = next(name for name in now if name not in then), "added"
+            return GuardFailure(MODULE, f"submodule '{_join(self._paths[i], name)}' was {verb}")
+
+        return Condition("submodules", lambda tree: tree.children, list(map(dict, tree.children)), explain, eq, eq)
+
+    def _order(self, tree: Tree) -> Condition:
+        several = [i for i, children in enumerate(tree.children) if len(children) > 1]
+
+        def read(tree: Tree) -> list[list[str]]:
+            return [list(tree.children[i]) for i in several]
+
+        def explain(place: int, then: Any, now: Any) -> GuardFailure:
+            return GuardFailure(MODULE, f"order of the submodules of {self._named(several[place])} changed")
+
+        return Condition("order of submodules", read, read(tree), explain, eq, eq)
+
+    def _hooks(self, tree: Tree) -> Condition:
+        def explain(place: int, then: int, now: int) -> GuardFailure:
+            kind, i = divmod(place, len(self._paths) - 1)
+            return GuardFailure(MODULE, f"hook on submodule '{self._paths[i + 1]}' ({MODULE_HOOKS[kind][1:]})")
+
+        return Condition("hooks", lambda tree: map(len, tree.hooks), [0] * len(tree.hooks), explain, eq, eq)
+
+    def _training(self, tree: Tree) -> Condition:
+        def explain(i: int, then: Any, now: Any) -> GuardFailure:
+            return differs(MODULE, f"training flag of {self._named(i)}", then, now)
+
+        return Condition("training flags", lambda tree: tree.training, tree.training, explain)
+
+    def _attribute_names(self, tree: Tree) -> Condition:
+        """The names of each module's own attributes.
+
+        The quick path only counts them: the other conditions read every attribute that there was, and one that is gone
+        is a ``KeyError``.
+        """
+        counts = [len(held) - (_DISPATCHER in held) for held in tree.dicts]
+        counts[0] += 1  # a call comes here through the root's dispatcher
+
+        def read(tree: Tree) -> list[frozenset[str]]:
+            return [frozenset(name for name, _ in own_attributes(module)) for module in tree.modules]
+
+        def explain(i: int, then: frozenset[str], now: frozenset[str]) -> GuardFailure:
+            name = "forward" if "forward" in now ^ then else min(now ^ then)
+            verb = "was added to" if name in now else "was removed from"
+            return _attribute_failure(self._paths[i], name, verb)
+
+        def quick(tree: Tree) -> bool:
+            return list(map(len, tree.dicts)) == counts
+
+        return Condition("attribute names", read, read(tree), explain, eq, eq, quick)
+
+    def _attributes(self, owned: Sequence[tuple[int, str, Any]]) -> Condition:
+        names_of: dict[int, list[str]] = {}
+        for i, name, _ in owned:
+            names_of.setdefault(i, []).append(name)
+        readers = [(i, _reader(names)) for i, names in names_of.items()]
+
+        def explain(place: int, then: Any, now: Any) -> GuardFailure:
+            i, name, _ = owned[place]
+            return _attribute_failure(self._paths[i], name, "changed")
+
+        return Condition(
+            "attributes",
+            lambda tree: [value for i, read in readers for value in read(tree.dicts[i])],
+            [value for *_, value in owned],
+            explain,
+            same=same_plain,
+        )
+
+    def _tensor_attributes(self, owned: Sequence[tuple[int, str, torch.Tensor]]) -> Condition:
+        """All of them, also those that the compiled code does not read."""
+
+        def explain(place: int, then: type, now: type) -> GuardFailure:
+            i, name, _ = owned[place]
+            return GuardFailure(MODULE, f"attribute '{name}' of {self._named(i)} is no tensor any more")
+
+        return Condition(
+            "tensor attributes",
+            lambda tree: [type(tree.dicts[i][name]) for i, name, _ in owned],
+            [type(value) for *_, value in owned],
+            explain,
+            same=lambda now, then: issubclass(now, torch.Tensor),
+        )
+
+    def _contents(self, name: str, contents: Sequence[Contents]) -> Condition:
+        def explain(place: int, then: bool, now: bool) -> GuardFailure:
+            i, attribute = contents[place].place
+            return _attribute_failure(self._paths[i], attribute, "changed")
+
+        return Condition(name, lambda _: map(Contents.unchanged, contents), [True] * len(contents), explain)
+
+    def _absent(self, tree: Tree) -> Condition:
+        """Parameters and buffers that were ``None``."""
+        places = [
+            (registry, i, name)
+            for registry, held in (("_parameters", tree.parameters), ("_buffers", tree.buffers))
+            for i, each in enumerate(held)
+            for name in each
+            if each[name] is None
+        ]
+
+        def explain(place: int, then: None, now: torch.Tensor) -> GuardFailure:
+            registry, i, name = places[place]
+            kind = "parameter" if registry == "_parameters" else "buffer"
+            return GuardFailure(MODULE, f"{kind} '{_join(self._paths[i], name)}' was None")
+
+        return Condition("absent tensors", lambda tree: map(tree.held, places), [None] * len(places), explain)
+
+    def _nested(self, tensors: Sequence[ModuleTensor]) -> Condition:
+        """Looked at before the tensors are compared, see :func:`bridge.dispatch.guards.tensors.is_nested`."""
+
+        def explain(place: int, then: bool, now: bool) -> GuardFailure:
+            return GuardFailure(MODULE, f"layout of {tensors[place].kind} '{tensors[place].name}'", "a nested tensor")
+
+        return Condition(
+            "nested tensors",
+            lambda tree: [getattr(tree.held(place), "is_nested", False) for place in self._places],
+            [False] * len(tensors),
+            explain,
+        )
+
+    def _tied(self, tensors: Sequence[ModuleTensor]) -> Condition:
+        """Further names of a tensor lead to the very tensor that the first one leads to."""
+
+        def explain(place: int, then: bool, now: bool) -> GuardFailure:
+            first, (_, _, name) = self._ties[place]
+            what = f"{tensors[first].kind} '{tensors[first].name}'"
+            return GuardFailure(MODULE, f"{what} is no longer tied to '{name}'")
+
+        return Condition(
+            "ties",
+            lambda tree: [tree.held(other) is tree.held(self._places[first]) for first, other in self._ties],
+            [True] * len(self._ties),
+            explain,
+        )
+
+    def _sizes(self, tree: Tree) -> list[Condition]:
+        def explain(kind: str, i: int, then: int, now: int) -> GuardFailure:
+            return differs(MODULE, f"number of {kind}s of {self._named(i)}", then, now)
+
+        reads = {"parameter": lambda tree: map(len, tree.parameters), "buffer": lambda tree: map(len, tree.buffers)}
+        return [
+            Condition(f"number of {kind}s", read, list(read(tree)), partial(explain, kind), eq, eq)
+            for kind, read in reads.items()
+        ]
+
+
+def _places(
+    tensors: Sequence[ModuleTensor], index: Mapping[str, int]
+) -> tuple[list[tuple[str, int, str]], list[tuple[int, tuple[str, int, str]]]]:
+    """Where each tensor lies (registry, position of the module, name), and where tied ones lie besides."""
+    places, ties = [], []
+    for position, spec in enumerate(tensors):
+        split = [path.rpartition(".") for path in spec.names]
+        first, *others = dict.fromkeys((_REGISTRY_OF[spec.kind], index[owner], name) for owner, _, name in split)
+        places.append(first)
+        ties += [(position, other) for other in others]
+    return places, ties
+
+
+def _attribute_failure(path: str, name: str, verb: str) -> GuardFailure:
+    if name == "forward":
+        return GuardFailure(MODULE, f"forward of {_named(path)} was replaced")
+    if verb == "changed":
+        return GuardFailure(MODULE, f"attribute '{name}' of {_named(path)} changed")
+    return GuardFailure(MODULE, f"attribute '{name}' {verb} {_named(path)}")
+
+
+def _reader(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple]:
+    """The values of these keys of a dict as a tuple."""
+    if len(names) > 1:
+        return itemgetter(*names)
+    (name,) = names
+    return lambda held: (held[name],)
+
+
+def _named(path: str) -> str:
+    return f"submodule '{path}'" if path else "the module"
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,205 @@
+"""Conditions on tensors: each property that compiled code relies on, for arguments and a module's tensors alike.
+
+The quick path is Dynamo's own guard, which compares a list of tensors in one call, 60 ns a tensor where property by
+property takes 400. It is not a public interface, so it is put to the test once per process, on tensors that differ in
+each of the properties; should it not be there, or not see one of them, the properties are compared one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, eq
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.base.guard_failure import GuardFailure
+from bridge.base.torch_internals import neg_view, tensor_guards
+from bridge.dispatch.guards.condition import differs
+
+__all__ = ["PROPERTIES", "Property", "TensorGuard", "is_nested", "tensor_checks"]
+
+Checks = Callable[[Sequence[torch.Tensor]], bool]
+#: To be asked before Dynamo's guard, which ends the process over a nested tensor: that has no strides.
+is_nested = attrgetter("is_nested")
+
+
+@dataclass(frozen=True)
+class Property:
+    """What a tensor must have in common with the one that was compiled for.
+
+    Attributes:
+        name: tells it from the others.
+        read: its value, comparable with ``==``.
+        differing: tensors that differ from ``torch.zeros(2, 3)`` in it, to test a quick comparison with.
+        field: how a failure calls it.
+        show: the value as it is told.
+        words: what a failure says instead of the values.
+    """
+
+    name: str
+    read: Callable[[torch.Tensor], Any]
+    differing: Callable[[], list[Any]]
+    field: str = ""
+    show: Callable[[Any], Any] = lambda value: value
+    words: str = ""
+
+    def explain(self, stage: int, what: str, then: Any, now: Any) -> GuardFailure:
+        """The failure of the tensor ``what``."""
+        field = f"{self.field or self.name} of {what}"
+        return (
+            GuardFailure(stage, field, self.words)
+            if self.words
+            else differs(stage, field, self.show(then), self.show(now))
+        )
+
+
+def _meaningful_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides with those of extents 0 and 1 made 1: draws and results follow the others."""
+    return tuple(stride if extent > 1 else 1 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _inference_tensor() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.zeros(2, 3)
+
+
+def _swapped() -> torch.Tensor:
+    tensor = torch.zeros(2, 3)
+    tensor.data = torch.zeros(3, 2)
+    return tensor
+
+
+def _zeros(**options: Any) -> Callable[[], list[torch.Tensor]]:
+    return lambda: [torch.zeros(2, 3, **options)]
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+#: In the order of the reasons. Only strided tensors have strides, and nested ones not even a shape.
+PROPERTIES = (
+    # Dynamo's guard is never handed a nested tensor.
+    Property("nested", is_nested, lambda: [], "layout", words="a nested tensor"),
+    Property(
+        "shape",
+        attrgetter("shape"),
+        lambda: [torch.zeros(3, 2), torch.zeros(2, 3, 1), _swapped()],
+        show=tuple,
+    ),
+    Property("dtype", attrgetter("dtype"), lambda: [torch.zeros(2, 3).double(), torch.zeros(2, 3).bfloat16()]),
+    Property("requires_grad", attrgetter("requires_grad"), _zeros(requires_grad=True)),
+    Property("device", attrgetter("device"), _zeros(device="meta")),
+    Property("layout", attrgetter("layout"), lambda: [torch.zeros(2, 3).to_sparse()]),
+    Property(
+        "sign bit",
+        torch.Tensor.is_neg,
+        lambda: [neg_view(torch.zeros(2, 3))],
+        "layout",
+        words="a tensor with its sign bit set aside (is_neg)",
+    ),
+    Property(
+        "strides",
+        _meaningful_strides,
+        lambda: [torch.zeros(3, 2).t(), torch.zeros(2, 1).expand(2, 3), torch.zeros(2, 6)[:, ::2]],
+    ),
+)
+#: Of a quick comparison, besides ``PROPERTIES``.
+_OTHERS = (type, torch.Tensor.is_inference)
+
+
+class TensorGuard:
+    """The conditions of one entry on a list of tensors.
+
+    Args:
+        tensors: those that it is compiled for.
+        kinds: the types that each may have.
+        names: how a failure calls each.
+        stage: of a failure.
+        saves: whether autograd saves them, which it does not do with inference tensors.
+        explain_type: a name and the value in that place → the failure of one of another type.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        kinds: Sequence[tuple[type, ...]],
+        names: Sequence[str],
+        stage: int,
+        saves: bool,
+        explain_type: Callable[[str, Any], GuardFailure],
+    ):
+        self._expected = [[each.read(tensor) for each in PROPERTIES] for tensor in tensors]
+        self._kinds = kinds
+        self._names = names
+        self._stage = stage
+        self._saves = saves
+        self._explain_type = explain_type
+        self._alike = {torch.is_inference_mode_enabled(): tensor_checks(tensors)}  # there, tensors look another way
+
+    def holds(self, tensors: Sequence[Any], inference: bool) -> bool:
+        """The quick path: whether all look exactly as expected; none of them may be nested (:func:`is_nested`).
+
+        ``inference``: whether inference mode is on.
+        """
+        alike = self._alike.get(inference)
+        return alike is not None and alike(tensors)
+
+    def failure(self, tensors: Sequence[Any]) -> GuardFailure | None:
+        """The first property of the first tensor that is not as expected; ``None`` if there is none."""
+        for tensor, kinds, name, expected in zip(tensors, self._kinds, self._names, self._expected, strict=True):
+            if type(tensor) not in kinds:
+                return self._explain_type(name, tensor)
+            for each, then in zip(PROPERTIES, expected, strict=True):
+                if (now := each.read(tensor)) != then:
+                    return each.explain(self._stage, name, then, now)
+            if self._saves and tensor.is_inference():
+                return GuardFailure(self._stage, f"inference tensor {name}", "autograd cannot save it")
+        return None
+
+    def learn(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Remembers how tensors that are as expected look in inference mode, which is on."""
+        self._alike[True] = tensor_checks(tensors)
+
+
+def tensor_checks(tensors: Sequence[torch.Tensor]) -> Checks:
+    """A test that as many tensors look exactly like these. It may say no where only torch's modes differ.
+
+    The tensors are not kept alive.
+    """
+    if tensors and _dynamo_is_exact():
+        return _by_dynamo(tensors)
+    return _by_property(tensors)
+
+
+def _by_dynamo(tensors: Sequence[torch.Tensor]) -> Checks:
+    check = tensor_guards()(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return lambda now: check(*now)
+
+
+def _by_property(tensors: Sequence[torch.Tensor]) -> Checks:
+    reads = [*_OTHERS, *(each.read for each in PROPERTIES)]
+
+    def values(of: Sequence[torch.Tensor]) -> Iterator[Any]:
+        return (read(tensor) for tensor in of for read in reads)
+
+    count, expected = len(tensors), list(values(tensors))
+    return lambda now: len(now) == count and all(map(eq, values(now), expected))
+
+
+@functools.cache
+def _dynamo_is_exact() -> bool:
+    """Whether Dynamo's guard is there, knows a tensor again, and sees every difference that matters."""
+    sample = torch.zeros(2, 3)
+    try:
+        check = _by_dynamo([sample])
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return False
+    different = [tensor for each in PROPERTIES for tensor in each.differing()]
+    different += [nn.Parameter(torch.zeros(2, 3), requires_grad=False), torch.zeros(2, 3).as_subclass(_Subclass), 3]
+    different.append(_inference_tensor())
+    return check([torch.ones(2, 3)]) and not any(check([each]) for each in different)
