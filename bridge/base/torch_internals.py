@@ -49,11 +49,12 @@ __all__ = [
     "enter_autocast",
     "exit_autocast",
     "export_tracer",
-    "forward_ad_is_on",
+    "forward_ad_level",
     "get_data_attribute",
     "has_global_hooks",
     "has_storage",
     "implements_composite",
+    "innermost_transform",
     "is_dense",
     "is_preservable",
     "is_tracked_by_functorch",
@@ -73,7 +74,6 @@ __all__ = [
     "symbolic_trace",
     "tensor_guards",
     "torch_partitioner",
-    "transforms_are_on",
     "unset_fake_temporarily",
 ]
 
@@ -232,21 +232,15 @@ current_graph_task_id: Callable[[], int] = _find("torch._C._current_graph_task_i
 enter_autocast = _find("torch.amp.autocast_mode._enter_autocast")
 exit_autocast = _find("torch.amp.autocast_mode._exit_autocast")
 is_tracked_by_functorch: Callable[[torch.Tensor], bool] = _find("torch._C._functorch.is_functorch_wrapped_tensor")
-_interpreter_stack = _find("torch._C._functorch.peek_interpreter_stack")
+innermost_transform: Callable[[], Any] = _find("torch._C._functorch.peek_interpreter_stack")
 _forward_ad = _find("torch.autograd.forward_ad")
 mkldnn_switch: tuple[ModuleType, str] = (_find("torch._C"), "_get_mkldnn_enabled")
 """Owner and name of the function that says whether oneDNN is on."""
 _find("torch._C._get_mkldnn_enabled")
 
 
-def transforms_are_on() -> bool:
-    """Whether a ``torch.func`` transform is active."""
-    return _interpreter_stack() is not None
-
-
-def forward_ad_is_on() -> bool:
-    """Whether forward-mode differentiation is active."""
-    return _forward_ad._current_level >= 0
+forward_ad_level: Callable[[], int] = functools.partial(getattr, _forward_ad, "_current_level")
+"""How deep in forward-mode differentiation this thread is, -1 outside of it."""
 
 
 @contextmanager
@@ -275,9 +269,8 @@ _GLOBAL_HOOKS = [
 ]
 
 
-def has_global_hooks() -> bool:
-    """Whether hooks are registered on all modules (``register_module_forward_hook`` and its kin)."""
-    return any(_GLOBAL_HOOKS)
+has_global_hooks: Callable[[], bool] = functools.partial(any, _GLOBAL_HOOKS)
+"""Whether hooks are registered on all modules (``register_module_forward_hook`` and its kin)."""
 
 
 # autograd.Function

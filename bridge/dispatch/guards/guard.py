@@ -17,8 +17,9 @@ from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.base.torch_internals import storage_id
 from bridge.capture.capture import Captured
 from bridge.dispatch.guards.arguments import ArgumentGuard
-from bridge.dispatch.guards.interpreter import INFERENCE, ModeGuard, read_modes
+from bridge.dispatch.guards.interpreter import INFERENCE, MODES, ModeGuard, read_modes
 from bridge.dispatch.guards.module import ModuleGuard
+from bridge.dispatch.guards.tensors import TensorGuard
 
 __all__ = ["Guard"]
 
@@ -77,8 +78,11 @@ class Guard:
 
     @property
     def condition_names(self) -> tuple[str, ...]:
-        """Names of the conditions, apart from those on the interpreter's modes and on single properties of tensors."""
-        return (*self._arguments.condition_names, *self._tree.condition_names, "shared memory")
+        """Names of all conditions, in order."""
+        modes, each = (mode.name for mode in MODES), TensorGuard.condition_names
+        arguments = (*self._arguments.condition_names, *(f"{name} of arguments" for name in each))
+        owned = (*self._tree.condition_names, *(f"{name} of module tensors" for name in each))
+        return (*modes, *arguments, *owned, "shared memory")
 
     def _shared_memory(self, inputs: Sequence[torch.Tensor]) -> GuardFailure | None:
         """Two inputs in one storage, one of which the call changes: eager reads the new values in both."""

@@ -12,11 +12,11 @@ import torch
 from bridge.base.guard_failure import INTERPRETER, GuardFailure
 from bridge.base.modes import autocast_setting
 from bridge.base.torch_internals import (
-    forward_ad_is_on,
+    forward_ad_level,
     has_global_hooks,
+    innermost_transform,
     len_dispatch_stack,
     len_function_stack,
-    transforms_are_on,
 )
 from bridge.dispatch.guards.condition import differs
 
@@ -29,7 +29,7 @@ class Mode:
 
     Attributes:
         name: in the words of a failure.
-        read: its value now, comparable with ``==``.
+        read: its value now, comparable with ``==``; a function in C where possible, since every call asks.
         show: that value as it is told.
         is_capturable: whether a call can be captured while the mode is on.
     """
@@ -46,10 +46,10 @@ MODES = (
     Mode("autocast", autocast_setting, is_capturable=True),
     Mode("default dtype", torch.get_default_dtype, is_capturable=True),
     Mode("deterministic algorithms", torch.are_deterministic_algorithms_enabled, is_capturable=True),
-    Mode("forward-mode differentiation", forward_ad_is_on),
+    Mode("forward-mode differentiation", forward_ad_level, lambda level: level >= 0),
     Mode("torch dispatch mode", len_dispatch_stack, bool),
     Mode("torch function mode", len_function_stack, bool),
-    Mode("functorch transform", transforms_are_on),
+    Mode("functorch transform", innermost_transform, lambda innermost: innermost is not None),
     Mode("global module hooks", has_global_hooks),
 )
 GRAD, INFERENCE = 0, 1
@@ -68,7 +68,7 @@ def interpreter_state() -> tuple[tuple[str, Any], ...]:
 
 def active_modes() -> list[str]:
     """Names of the modes that are on and under which no call can be captured."""
-    return [mode.name for mode in MODES if not mode.is_capturable and mode.read()]
+    return [mode.name for mode in MODES if not mode.is_capturable and mode.show(mode.read())]
 
 
 class ModeGuard:

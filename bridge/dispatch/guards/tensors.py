@@ -124,6 +124,8 @@ class TensorGuard:
         explain_type: a name and the value in that place → the failure of one of another type.
     """
 
+    condition_names = ("type", *(each.name for each in PROPERTIES), "inference tensor")
+
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
