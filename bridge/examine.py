@@ -1,4 +1,4 @@
-"""Before compiling: which operations a module's call consists of, and which of them stand in the way."""
+"""``examine``: a module's call → its operations, and which of them are unsupported, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Coverage:
 
     Attributes:
         module_name: class name of the module.
-        operations: how often each distinct operation occurs in the captured graph; empty if there is no graph.
+        operations: how often each distinct operation occurs in the traced graph; empty if there is no graph.
         unsupported: what is not handled exactly, each with the user's source line and what to do.
     """
 
@@ -36,12 +36,12 @@ class Coverage:
     @property
     def supported(self) -> tuple[str, ...]:
         """The distinct operations that are handled, most frequent first."""
-        refused = {problem.op for problem in self.unsupported}
-        return tuple(op for op, _ in self.operations.most_common() if op not in refused)
+        unsupported = {problem.op for problem in self.unsupported}
+        return tuple(op for op, _ in self.operations.most_common() if op not in unsupported)
 
     @property
     def percentage(self) -> float:
-        """Share of the distinct operations that are handled, in percent; 0 where no graph could be captured."""
+        """Share of the distinct operations that are handled, in percent; 0 where no graph could be traced."""
         return 100 * len(self.supported) / len(self.operations) if self.operations else 0.0
 
     def __str__(self) -> str:
@@ -67,8 +67,15 @@ def examine(module: nn.Module, sample_input: Any, *, sample_kwargs: dict[str, An
         sample_input: a tensor (one positional argument), a tuple (positional) or a dict (keyword arguments).
         sample_kwargs: further keyword arguments.
 
+    Returns:
+        the operations and what is unsupported among them; ``print`` it.
+
     Raises:
-        TypeError: the sample does not fit the module.
+        TypeError: ``module`` is no module, or the sample does not fit it.
+
+    Example:
+        >>> examine(nn.Linear(3, 2), torch.ones(5, 3)).percentage
+        100.0
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
@@ -84,8 +91,8 @@ def examine(module: nn.Module, sample_input: Any, *, sample_kwargs: dict[str, An
             if node.op == "call_function" and node.target is not operator.getitem
         )
         lower_captured(captured, grad=torch.is_grad_enabled())
-    except UnsupportedModule as refusal:
-        return Coverage(name, operations, refusal.ops)
+    except UnsupportedModule as error:
+        return Coverage(name, operations, error.ops)
     finally:
         before.restore()
     return Coverage(name, operations, ())

@@ -65,22 +65,32 @@ def add_tvm_dispatch(
     Args:
         module: any module; it is changed in place only by one attribute that copies and pickles drop.
         sample_input: a tensor (one positional argument), a tuple (positional arguments) or a dict (keyword
-            arguments); only structure, shapes, strides, dtypes and requires_grad count, not the numbers.
+            arguments) of dense CPU tensors, numbers, strings, flags and ``None``; of tensors only shape, strides, dtype
+            and requires_grad count, not the numbers.
         sample_kwargs: further keyword arguments.
         partition: what is saved for the backward: ``"min_cut"``, ``"save_all"``, ``"recompute_all"`` or a strategy.
         on_miss: for calls that match no entry: ``"eager"``, ``"compile"`` (at most ``MAX_ENTRIES`` entries are
             kept) or ``"error"``.
         target: TVM target; by default this machine's CPU.
         dynamic_shapes: torch.export's specification. Shapes are static here: a dimension that is meant to vary is
-            refused by name.
+            unsupported, by name.
 
     Returns:
         ``module``.
 
     Raises:
-        TypeError, ValueError: wrong arguments.
+        TypeError: ``module`` is no module, or the sample does not fit it.
+        ValueError: an unknown ``partition``, ``on_miss`` or ``target``, or a module that ``module.compile()`` compiled.
         UnsupportedModule: the module holds something that cannot be done exactly; it is left as it was.
         CompilationError: a bug in this package; the module is left as it was.
+
+    Example:
+        >>> module = nn.Linear(3, 2)
+        >>> x = torch.ones(5, 3)
+        >>> module = add_tvm_dispatch(module, x)
+        >>> module(x).sum().backward()
+        >>> stats(module).hits
+        1
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
@@ -112,7 +122,17 @@ def add_tvm_dispatch(
 def remove_tvm_dispatch(module: nn.Module) -> nn.Module:
     """Takes the dispatch off ``module`` and frees what was compiled; a module without one is returned as it is.
 
-    Graphs of earlier calls keep what they need and can still run backward.
+    Graphs of earlier calls hold what they need and can still run backward.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError: ``module`` is no module.
+
+    Example:
+        >>> add_tvm_dispatch(module, x)
+        >>> remove_tvm_dispatch(module)(x)  # PyTorch's own again
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
@@ -123,7 +143,17 @@ def remove_tvm_dispatch(module: nn.Module) -> nn.Module:
 
 
 def stats(module: nn.Module) -> DispatchStats:
-    """Hits, misses with their reasons, and entries of a dispatched module. ``ValueError`` if it is not dispatched."""
+    """Hits, misses with their reasons, and entries of a dispatched module: a live object, counted up by every call.
+
+    Raises:
+        ValueError: ``module`` is not dispatched.
+
+    Example:
+        >>> add_tvm_dispatch(module, torch.ones(5, 3))
+        >>> module(torch.ones(4, 3))
+        >>> dict(stats(module).misses)
+        {'shape of args[0]: compiled for (5, 3), called with (4, 3)': 1}
+    """
     dispatcher = _dispatcher(module) if isinstance(module, nn.Module) else None
     if dispatcher is None:
         raise ValueError(f"{type(module).__name__} is not dispatched: call add_tvm_dispatch first")

@@ -26,14 +26,14 @@ from bridge.dispatch.hooks import call_with_hooks
 from bridge.dispatch.outer_compiler import call_opaque, hide
 from bridge.dispatch.stats import DispatchStats
 
-__all__ = ["MAX_ENTRIES", "Dispatcher", "refuse_state"]
+__all__ = ["MAX_ENTRIES", "Dispatcher", "require_capturable"]
 
 log, guards_log = channel("dispatch"), channel("guards")
 
 #: Entries that ``on_miss="compile"`` keeps; the least recently used one leaves.
 MAX_ENTRIES = 8
-#: Refused calls that ``on_miss="compile"`` remembers, in order not to try them again.
-MAX_REFUSALS = 64
+#: Unsupported calls that ``on_miss="compile"`` remembers, in order not to try them again.
+MAX_UNSUPPORTED = 64
 
 
 class Dispatcher:
@@ -45,7 +45,7 @@ class Dispatcher:
         self.on_miss = on_miss
         self.target = target
         self.stats = DispatchStats()
-        self._refused: dict[str, None] = {}
+        self._unsupported: dict[str, None] = {}
         self._adding = threading.RLock()
         self._warned: set[str] = set()
         self._clock = itertools.count(1)
@@ -90,7 +90,7 @@ class Dispatcher:
         found = self._match(module, args, kwargs)
         if not isinstance(found, GuardFailure):
             return self._hit(*found)
-        if self.on_miss == "compile" and found.reason not in self._refused:
+        if self.on_miss == "compile" and found.reason not in self._unsupported:
             added = self._compile(module, args, kwargs, found)
             if added is not None:
                 return self._hit(*added)
@@ -127,7 +127,7 @@ class Dispatcher:
     def _compile(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any], failure: GuardFailure
     ) -> tuple[Entry, list[torch.Tensor]] | None:
-        """A new entry for the call and its inputs; ``None`` if it is refused, which is remembered and logged."""
+        """A new entry for the call and its inputs; ``None`` if it is unsupported, which is remembered and logged."""
         with self._adding:
             found = self._match(module, args, kwargs)
             if not isinstance(found, GuardFailure):  # another thread was quicker
@@ -135,12 +135,12 @@ class Dispatcher:
             try:
                 entry = self.add(module, args, kwargs)
                 inputs = entry.guard.match(module, args, kwargs)
-            except UnsupportedModule as refusal:
-                self._refuse(type(module).__name__, failure, refusal)
+            except UnsupportedModule as error:
+                self._leave_to_eager(type(module).__name__, failure, error)
                 return None
             except GuardFailure as still:
                 self.stats.entries = self.stats.entries[:-1]
-                self._refuse(type(module).__name__, still, "it would never be dispatched")
+                self._leave_to_eager(type(module).__name__, still, "it would never be dispatched")
                 return None
             except Exception as error:
                 if not is_refused_by_eager(error):
@@ -149,10 +149,10 @@ class Dispatcher:
             self._let_one_leave(type(module).__name__, failure)
             return entry, inputs
 
-    def _refuse(self, name: str, failure: GuardFailure, why: object) -> None:
-        while len(self._refused) >= MAX_REFUSALS:
-            del self._refused[next(iter(self._refused))]
-        self._refused[failure.reason] = None
+    def _leave_to_eager(self, name: str, failure: GuardFailure, why: object) -> None:
+        while len(self._unsupported) >= MAX_UNSUPPORTED:
+            del self._unsupported[next(iter(self._unsupported))]
+        self._unsupported[failure.reason] = None
         log.warning("%s runs eager from now on where %s: %s", name, failure.reason, why)
 
     def _let_one_leave(self, name: str, failure: GuardFailure) -> None:
@@ -165,7 +165,7 @@ class Dispatcher:
         if failure.field not in self._warned:
             self._warned.add(failure.field)
             log.warning(
-                "%s has %d entries, the most that are kept; the least recently used one leaves for each new one. What "
+                "%s has %d entries, the most there are; the least recently used one leaves for each new one. What "
                 "keeps differing: %s. Pad or bucket the calls, or leave the rare ones to eager with on_miss='eager'.",
                 name,
                 MAX_ENTRIES,
@@ -175,9 +175,9 @@ class Dispatcher:
     def add(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry:
         """Compiles an entry for a call, in the place of those that serve it already with another strategy or target.
 
-        One that serves it in the same way is kept, and returned. Raises as :func:`add_tvm_dispatch`.
+        One that serves it in the same way stays, and is returned. Raises as :func:`add_tvm_dispatch`.
         """
-        refuse_state(type(module).__name__)
+        require_capturable(type(module).__name__)
         replaced = [entry for entry in self.stats.entries if _serves(entry, module, args, kwargs)]
         for entry in replaced:
             if _is_same(entry.partition, self.partition) and str(entry.target) == str(self.target):
@@ -211,7 +211,7 @@ def _is_same(strategy: Any, other: Any) -> bool:
     return strategy is other or (type(strategy) is type(other) and bool(strategy == other))
 
 
-def refuse_state(module_name: str) -> None:
+def require_capturable(module_name: str) -> None:
     """Capturing needs plain PyTorch around it: :class:`UnsupportedModule` names what else is active."""
     for name in active_modes():
         problem = Unsupported(name, "where add_tvm_dispatch is called", "is active", "add the dispatch outside it")

@@ -1,4 +1,4 @@
-"""The hooks of a dispatched module, run by torch around a forward of ours.
+"""Hooks of a dispatched module: torch runs them around the compiled forward.
 
 torch runs a module's hooks in ``nn.Module._call_impl``, around ``self.forward``. To put another forward there without
 touching the module, which other threads may be calling, ``_call_impl`` is given a shell in the module's place: all the

@@ -1,4 +1,4 @@
-"""A dispatched module inside a model that ``torch.compile`` compiles: it stays opaque, and runs its own code.
+"""Graph break around a dispatched module inside a model that ``torch.compile`` compiles: it runs its own code.
 
 Dynamo does not ask ``_compiled_call_impl``: it goes straight to ``forward``, and the outer compiler would take the
 module over without a word. It does make the call as Python makes it where a module has hooks, and it tells so by the

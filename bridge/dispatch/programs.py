@@ -70,11 +70,11 @@ class Programs:
 
     def saved(self, primals: list[torch.Tensor], values: list[torch.Tensor]) -> list[torch.Tensor]:
         """What the backward reads: primals (a buffer that is about to change as a copy), outputs, captures."""
-        kept = [primals[i] for i in self._saved_primals]
+        saved = [primals[i] for i in self._saved_primals]
         for position, index in enumerate(self._saved_primals):
             if index in self._mutated:
-                kept[position] = kept[position].clone()
-        return kept + [values[i] for i in self._saved_outputs] + values[self._num_results :]
+                saved[position] = saved[position].clone()
+        return saved + [values[i] for i in self._saved_outputs] + values[self._num_results :]
 
     def backward_for(self, outputs: tuple[int, ...]) -> _Backward:
         """The backward for a call in which these outputs got a grad_out; compiled when first asked for."""

@@ -1,4 +1,4 @@
-"""What a dispatched module did so far."""
+"""Dispatch statistics of a module: hits, misses by reason, entries."""
 
 from __future__ import annotations
 

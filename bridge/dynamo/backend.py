@@ -21,20 +21,18 @@ from typing import Any
 
 import torch
 import tvm
-from torch import fx, nn
+from torch import fx
 
-from bridge.base.errors import Unsupported, UnsupportedModule, user_line
-from bridge.base.torch_internals import HigherOrderOperator, storage_id
-from bridge.capture.tracing import is_traced_here, one_capture_at_a_time
-from bridge.dispatch.dispatcher import MAX_ENTRIES, refuse_state
-from bridge.dispatch.entry import Entry
+from bridge.base.errors import UnsupportedModule, user_line
+from bridge.capture.tracing import is_traced_here
+from bridge.dispatch.dispatcher import MAX_ENTRIES, require_capturable
 from bridge.dispatch.guards import interpreter_state
 from bridge.dispatch.stats import DispatchStats
-from bridge.dynamo.graph import DynamoGraph, inline_checkpoints
+from bridge.dynamo.compiled import Compiled, layout
+from bridge.dynamo.graph import inline_checkpoints
 from bridge.dynamo.numbers import numbers_of, read_directly
+from bridge.dynamo.unsupported import brief
 from bridge.lowering.pipeline import DEFAULT_PARTITION
-from bridge.lowering.reuse import lower_once
-from bridge.state.values import constant_key
 from partition.cut import resolve as resolve_strategy
 
 __all__ = ["CompiledGraph", "graphs", "tvm_dispatch"]
@@ -42,20 +40,6 @@ __all__ = ["CompiledGraph", "graphs", "tvm_dispatch"]
 log = logging.getLogger("bridge.dynamo")
 
 _OPTIONS = ("partition", "target", "max_entries")
-#: Reasons for one graph, and operators for one reason, that are told in full.
-MAX_REASONS = 3
-_TRANSFORMS = ("torch._C._functorch", "torch._functorch", "torch.autograd.forward_ad")
-#: What Dynamo makes of torch.vmap, which is traced as what the operators inside do to whole batches, and of
-#: Tensor.requires_grad_.
-_TRACEABLE = (
-    "set_inplace_requires_grad_allowed",
-    "_set_tensor_requires_grad",
-    "lazy_load_decompositions",
-    "_vmap_increment_nesting",
-    "_vmap_decrement_nesting",
-    "_add_batch_dim",
-    "_remove_batch_dim",
-)
 _serial = itertools.count()
 _GRAPHS: weakref.WeakValueDictionary[int, CompiledGraph] = weakref.WeakValueDictionary()
 
@@ -79,6 +63,11 @@ def tvm_dispatch(
 
     Raises:
         ValueError: an unknown mode, option or partition, or no positive number of entries.
+
+    Example:
+        >>> compiled = torch.compile(model, backend="tvm_dispatch", options={"max_entries": 4})
+        >>> compiled(x).sum().backward()
+        >>> print(bridge.dynamo.graphs())
     """
     if mode not in (None, "default"):
         raise ValueError(f"backend 'tvm_dispatch' has no mode {mode!r}; wanted none, or 'default'")
@@ -124,7 +113,7 @@ class CompiledGraph:
         self._max_entries = max_entries
         self._numbers = numbers_of(graph_module.graph)
         self._varying: frozenset[int] = frozenset()
-        self._compiled: dict[tuple, _Compiled | str] = {}
+        self._compiled: dict[tuple, Compiled | str] = {}
         _GRAPHS[serial] = self
 
     def __repr__(self) -> str:
@@ -134,7 +123,7 @@ class CompiledGraph:
         if is_traced_here():
             return self._graph_module(*inputs)
         values = self._values(inputs)
-        key = (*map(_layout, values), interpreter_state())
+        key = (*map(layout, values), interpreter_state())
         compiled = self._compiled.get(key)
         if compiled is None and (varying := self._changed_numbers(key)):
             self._varying |= varying
@@ -166,20 +155,20 @@ class CompiledGraph:
             differing = frozenset(i for i, (then, now) in enumerate(zip(known, key, strict=True)) if then != now)
             if differing <= numbers:
                 given_up = self._compiled.pop(known)
-                if isinstance(given_up, _Compiled):
+                if isinstance(given_up, Compiled):
                     self.stats.entries.remove(given_up.entry)
                 return differing
         return frozenset()
 
-    def _compile(self, inputs: Sequence[Any]) -> _Compiled | str:
+    def _compile(self, inputs: Sequence[Any]) -> Compiled | str:
         """Compiled for these inputs, or the reason why it cannot be, which is logged."""
         try:
             with _outside_inference_mode():
-                refuse_state(self.name)
+                require_capturable(self.name)
                 graph_module = read_directly(self._graph_module, self._numbers)
-                compiled = _Compiled(graph_module, inputs, self._partition, self._target)
-        except UnsupportedModule as refusal:
-            reason = _brief(refusal)
+                compiled = Compiled(graph_module, inputs, self._partition, self._target)
+        except UnsupportedModule as error:
+            reason = brief(error)
             log.warning("%s (%s) runs eager: %s", self.name, self.where or "no source line", reason)
             return reason
         self.stats.entries.append(compiled.entry)
@@ -198,42 +187,6 @@ class CompiledGraph:
         return reason
 
 
-class _Compiled:
-    """A graph compiled for inputs of one layout."""
-
-    def __init__(self, graph_module: fx.GraphModule, inputs: Sequence[Any], partition: Any, target: Any):
-        _refuse(graph_module, inputs)
-        region = DynamoGraph(graph_module, inputs)
-        arguments = tuple(inputs[position] for position in region.arguments)
-        with one_capture_at_a_time():
-            lowered = lower_once(region, arguments, {}, grad=torch.is_grad_enabled(), partition=partition)
-        captured = lowered.captured
-        self.entry = Entry(None, lowered, target)
-        self._owned = [
-            (None, region.input_of[spec.name])
-            if spec.name in region.input_of
-            else (graph_module, spec.name.removeprefix("graph_module."))
-            for spec in captured.module_tensors
-        ]
-        tensors = [position for position in region.arguments if isinstance(inputs[position], torch.Tensor)]
-        self._places = tensors
-        self._mutated = [self._owned[index][1] for index, _ in captured.mutated if self._owned[index][0] is None]
-
-    def __call__(self, inputs: Sequence[Any]) -> Any:
-        owned = [inputs[where] if owner is None else _attribute(owner, where) for owner, where in self._owned]
-        return self.entry(owned + [inputs[place] for place in self._places])
-
-    def objection(self, inputs: Sequence[Any]) -> str | None:
-        """Why these inputs cannot be run although their layout fits: an in-place change that others would see."""
-        for mutated in self._mutated:
-            memory = storage_id(inputs[mutated])
-            for position, value in enumerate(inputs):
-                if position != mutated and isinstance(value, torch.Tensor):
-                    if storage_id(value) == memory:
-                        return f"input {mutated} is changed in place and shares its memory with input {position}"
-        return None
-
-
 @contextmanager
 def _outside_inference_mode() -> Iterator[None]:
     """For compiling: a call under inference mode is one without grad, whose results are then inference tensors."""
@@ -242,71 +195,3 @@ def _outside_inference_mode() -> Iterator[None]:
         return
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _brief(refusal: UnsupportedModule) -> str:
-    """Why a graph is refused, on one line: an optimizer's step may change hundreds of parameters in place."""
-    ops: dict[str, list[str]] = {}
-    for problem in refusal.ops:
-        ops.setdefault(problem.reason, []).append(problem.op)
-    reasons = [f"{_some(list(dict.fromkeys(names)), ', ')}: {reason}" for reason, names in ops.items()]
-    return _some(reasons, "; ")
-
-
-def _some(words: list[str], separator: str) -> str:
-    more = [f"and {len(words) - MAX_REASONS} more"] if len(words) > MAX_REASONS else []
-    return separator.join(words[:MAX_REASONS] + more)
-
-
-def _refuse(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    problems = [
-        Unsupported(_name(node.target), user_line(node.meta.get("stack_trace")) or node.name, reason)
-        for node in graph_module.graph.nodes
-        if (reason := _objection(node))
-    ]
-    problems += [
-        Unsupported(f"input {position}", "the graph's inputs", "a lazily negated or conjugated tensor")
-        for position, value in enumerate(inputs)
-        if isinstance(value, torch.Tensor) and (value.is_neg() or value.is_conj())
-    ]
-    if problems:
-        raise UnsupportedModule("DynamoGraph", problems)
-
-
-def _objection(node: fx.Node) -> str | None:
-    """Why a node cannot even be traced."""
-    if isinstance(node.target, HigherOrderOperator):
-        return "a higher-order operator"
-    if node.op == "call_method" and node.target in ("item", "tolist"):
-        return "reads numbers from a tensor that the graph computes"
-    home = getattr(node.target, "__module__", None) or ""
-    if home.startswith(_TRANSFORMS) and _name(node.target) not in _TRACEABLE:
-        return "a torch.func transform, or its like: it changes the interpreter's state as it is traced"
-    return None
-
-
-def _name(target: Any) -> str:
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
-
-
-def _layout(value: Any) -> Any:
-    """What must be the same for a call to fit an entry: of a tensor its layout, of anything else the value."""
-    if not isinstance(value, torch.Tensor):
-        return constant_key(value) or (type(value), value)
-    strided = value.layout is torch.strided
-    return (
-        type(value),
-        value.shape,
-        value.stride() if strided else value.layout,
-        value.dtype,
-        value.device,
-        value.requires_grad,
-        value.is_neg() or value.is_conj(),
-    )
-
-
-def _attribute(owner: nn.Module, path: str) -> torch.Tensor:
-    value: Any = owner
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value

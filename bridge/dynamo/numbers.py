@@ -1,4 +1,4 @@
-"""Python numbers among the inputs of Dynamo's graphs.
+"""Number inputs of Dynamo's graphs: a graph → which of its inputs are numbers, and which may become 0-d tensors.
 
 Dynamo makes a constant of a number when it first sees it. When the number changes, a float becomes a 0-d tensor that
 the graph reads with ``.item()``, an int an input of its own. Here such a number is a constant of the entry that is

@@ -1,4 +1,4 @@
-"""What differs between two stages: how often each operator occurs, and which bindings came, went or changed."""
+"""Diff of two stages → operator counts, and the bindings that were added, removed or changed."""
 
 from __future__ import annotations
 

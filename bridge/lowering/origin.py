@@ -1,6 +1,6 @@
-"""Where a variable comes from: the ATen operator, the module, the user's line.
+"""Provenance: a variable of any stage → the ATen operator, the module and the user's line that it comes from.
 
-Variables of the forward are named after the captured graph's nodes (``gelu``, ``linear_4__2``), parameters after the
+Variables of the forward are named after the traced graph's nodes (``gelu``, ``linear_4__2``), parameters after the
 module's tensors, masks after their draws, and every node knows its module path and its line. Passes hand names on.
 What a pass adds under a name of its own (``layer_norm_mean``) belongs to the node that it is computed for. A variable
 of the backward (``bw_12``) belongs to the forward operation whose values it uses, or, where it uses none, to what it

@@ -1,14 +1,15 @@
-"""Equal calls are lowered once: of twelve equal layers, one is captured.
+"""Memoized lowering: equal calls of different modules share one lowered call; of twelve equal layers, one is captured.
 
-Capturing a layer (``torch.export``, decomposition) and lowering it takes a few hundred milliseconds; running it on
-fake tensors that is observed takes ten. So a call whose outside is known (module classes, names and layouts of
-tensors, arguments) is first only run on fake tensors. If it runs the very operators that the known call ran, in the
-same order, with the same constants, on the same tensors, and returns the same of them, it *is* the same function of
-its inputs, and what was lowered for the known call serves. That is what was seen to happen in this very module, not
-what its attributes promise: a layer whose ``forward`` reads a global, or one of another dropout rate, runs other
-operators and is captured by itself.
+A call is looked up in two steps. The *call key* is what it looks like before it is made: module classes, names and
+layouts of tensors, shared memory, arguments, modes. The *observation key* is what a fake run of it does: the operators
+in order, their constants, which tensors they read and which the call returns.
 
-What was lowered is kept as long as an entry uses it.
+Why that is exact: two calls with equal keys run the same operators on the same inputs, so they are the same function of
+their inputs. The fake run is made in the very module that is to be dispatched, so a layer whose ``forward`` reads a
+global, or one of another dropout rate, has another key and is captured by itself. A fake run takes about ten
+milliseconds; capturing (``torch.export``, decomposition) and lowering a layer takes a few hundred.
+
+An entry of the cache lives as long as a dispatch entry uses it; :func:`clear_lowered` empties it.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ __all__ = ["clear_lowered", "lower_once"]
 
 log = channel("reuse")
 
-#: By what a call looks like from outside, then by what it does.
+#: By call key, then by observation key.
 _LOWERED: dict[tuple, WeakValueDictionary[tuple, LoweredCall]] = {}
 
 
 def clear_lowered() -> None:
-    """Forget what was lowered; entries that use it keep it."""
+    """Empties the cache; entries go on with what they have."""
     _LOWERED.clear()
 
 
@@ -57,7 +58,7 @@ atexit.register(clear_lowered)
 
 
 def lower_once(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: bool, partition: Any) -> LoweredCall:
-    """The lowered call ``module(*args, **kwargs)``, shared with equal calls of other modules.
+    """``module(*args, **kwargs)``, lowered, or the lowered call of an equal one.
 
     The module is left as :func:`bridge.capture.capture` leaves it.
 
@@ -71,10 +72,10 @@ def lower_once(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: 
     """
     started = time.perf_counter()
     check_call(module, args, kwargs)
-    outside = _outside(module, args, kwargs, grad, partition)
-    known = _LOWERED.get(outside) if outside is not None else None
+    call_key = _call_key(module, args, kwargs, grad, partition)
+    known = _LOWERED.get(call_key) if call_key is not None else None
     if known:
-        found = known.get(_seen(module, args, kwargs))
+        found = known.get(_observe(module, args, kwargs))
         if found is not None:
             log.info("%s runs the operators of a call that is lowered already", type(module).__name__)
             return found
@@ -86,19 +87,19 @@ def lower_once(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: 
         raise_if_eager_raises(module, args, kwargs)  # fake tensors let some mistakes pass (mixed types in a product)
         raise
     lowered.seconds = time.perf_counter() - started
-    inside = _inside(captured.fake_observation)
+    observation_key = _observation_key(captured.seen)
     owned = all(tensor.kind != "attribute" for tensor in captured.module_tensors)
-    if outside is not None and inside is not None and owned:
+    if call_key is not None and observation_key is not None and owned:
         for key in [key for key, held in _LOWERED.items() if not held]:
             del _LOWERED[key]
-        _LOWERED.setdefault(outside, WeakValueDictionary())[inside] = lowered
+        _LOWERED.setdefault(call_key, WeakValueDictionary())[observation_key] = lowered
     return lowered
 
 
-def _outside(module: nn.Module, args: tuple, kwargs: dict[str, Any], grad: bool, partition: Any) -> tuple | None:
+def _call_key(module: nn.Module, args: tuple, kwargs: dict[str, Any], grad: bool, partition: Any) -> tuple | None:
     """What a call looks like before it is made; ``None`` where that cannot be compared.
 
-    How tensors share memory is part of it: what is written through one of them is seen through the other.
+    How tensors share memory is part of it: what is written through one of them is read through the other.
     """
     strategy = _strategy_key(partition)
     tensors, real_tensors = module_tensors(module)
@@ -131,8 +132,8 @@ def _strategy_key(partition: Any) -> tuple | None:
 
 
 @generators_put_back()
-def _seen(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
-    """What the call does on fake tensors; ``None`` where only a capture can tell. The module is left as it was."""
+def _observe(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
+    """The observation key of a fake run; ``None`` where only a capture can tell. The module is left as it was."""
     before = PythonState(module)
     try:
         with capturing(module):
@@ -144,10 +145,10 @@ def _seen(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | Non
     if before.changes():
         before.restore()
         return None
-    return _inside(run.observation)
+    return _observation_key(run.observation)
 
 
-def _inside(observation: Observation) -> tuple | None:
+def _observation_key(observation: Observation) -> tuple | None:
     """What a call did; ``None`` where that cannot be compared with another one."""
     outputs = [_output_key(output) for output in observation.outputs]
     if observation.trace is None or observation.unsupported or None in outputs:

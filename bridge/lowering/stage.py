@@ -38,14 +38,14 @@ class Stage:
 
     @property
     def function(self) -> Function:
-        """The Relax function. ``TypeError`` for the captured graph, which is none."""
+        """The Relax function. ``TypeError`` for the traced ATen graph, which is none."""
         if isinstance(self.ir, fx.Graph):
             raise TypeError(f"the stage {self.name!r} is an ATen graph, not a Relax function; it is in .ir")
         return self.ir
 
     @property
     def size(self) -> int:
-        """Number of nodes: bindings, or calls of the captured graph."""
+        """Number of nodes: bindings, or calls of the traced graph."""
         if isinstance(self.ir, fx.Graph):
             return sum(node.op == "call_function" and node.target is not operator.getitem for node in self.ir.nodes)
         return sum(1 for _ in bindings(self.ir))
@@ -57,7 +57,7 @@ class Stage:
         return f"{self.name}: {self.made_by}, {1e3 * self.seconds:.1f} ms, {nodes}"
 
     def script(self) -> str:
-        """The IR as text (TVMScript; Python for the captured graph) under a provenance line."""
+        """The IR as text (TVMScript; Python for the traced graph) under a provenance line."""
         text = self.ir.python_code("self").src.strip() if isinstance(self.ir, fx.Graph) else self.ir.script()
         return f"# {self.provenance}\n{text}"
 

@@ -1,4 +1,4 @@
-"""One binding of a Relax function as one short line: ``gelu: float32[3, 17, 40] = gelu(linear_4__4)``."""
+"""Pretty printing: a binding of a Relax function → one line, ``gelu: float32[3, 17, 40] = gelu(linear_4__4)``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A graph that says what is missing where graphviz itself is not installed, instead of failing a notebook's cell."""
+"""A ``graphviz.Digraph`` whose display says what to install where the ``dot`` program is missing."""
 
 from __future__ import annotations
 

@@ -24,12 +24,21 @@ def explain(module: nn.Module, *, full: bool = False) -> Report:
         module: one that :func:`add_tvm_dispatch` was called on.
         full: whether printing shows everything, or what fits a screen; ``report.full`` is the complete one.
 
+    Returns:
+        plain data that prints; bytes, flops and milliseconds are told with their units.
+
     Raises:
         ValueError: the module is not dispatched.
+
+    Example:
+        >>> add_tvm_dispatch(module, sample)
+        >>> report = explain(module)
+        >>> print(report.full)
+        >>> print(report.entries[0].programs[0].source("k0"))
     """
-    seen = stats(module)
-    entries = tuple(_entry(entry, module) for entry in seen.entries)
-    return Report(type(module).__name__, seen.hits, seen.misses.copy(), entries, full)
+    counted = stats(module)
+    entries = tuple(_entry(entry, module) for entry in counted.entries)
+    return Report(type(module).__name__, counted.hits, counted.misses.copy(), entries, full)
 
 
 def _entry(entry: Entry, module: nn.Module) -> EntryReport:

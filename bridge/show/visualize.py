@@ -36,7 +36,7 @@ def visualize(
     backward, amber is computed again there, a double line means a product or a library call.
 
     Args:
-        what: a :class:`Lowered` (with ``stage``), a stage, a Relax function in flat form, or a :class:`Program`.
+        what: a :class:`bridge.Lowered` (with ``stage``), a stage, a Relax function in flat form, or a :class:`Program`.
         stage: for a ``Lowered``: a stage's name, ``"split"`` for forward and backward in one picture; by default the
             joint graph after cleaning, or the forward where nothing requires grad.
         kernel: for a ``Program``: the inside of this kernel instead of the steps.
@@ -48,6 +48,10 @@ def visualize(
         TypeError: for anything else, and for the stage ``captured``, an ATen graph.
         KeyError: there is no stage or kernel of that name.
         ImportError: the Python package ``graphviz`` is missing. (Rendering also needs graphviz itself, ``dot``.)
+
+    Example:
+        >>> visualize(lower(module, sample), "joint").render("joint", format="svg")
+        >>> visualize(stats(module).entries[0].forward, kernel="k0")
     """
     if isinstance(what, LoweredCall):
         picture = _lowered(what, stage, views, kernels)

@@ -1,4 +1,4 @@
-"""How far two tensors are apart, and how far is too far."""
+"""Relative deviation of two tensors, and the tolerance that rounding explains, by dtype."""
 
 from __future__ import annotations
 

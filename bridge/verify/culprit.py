@@ -1,4 +1,4 @@
-"""Which operation makes a stage deviate.
+"""Fault localization: a stage that deviates → the first operation that makes it so.
 
 Passes hand variables' names on, so two stages are compared variable by variable; the first that differs although what
 it is computed from agrees is where the error comes in. The gradient has no counterpart before it exists: there every
@@ -183,10 +183,10 @@ def first_wrong_kernel(
     lowered: LoweredCall, function: Function, inputs: Sequence[torch.Tensor], reference: Run, allowed: float
 ) -> Culprit | None:
     """The first variable that compiled code computes otherwise than the interpreter does."""
-    kept = [(var, value) for var, value in bindings(function) if isinstance(var.ty, TensorType)]
-    everything = build_function(function.params, list(bindings(function)), [var for var, _ in kept])
+    shown = [(var, value) for var, value in bindings(function) if isinstance(var.ty, TensorType)]
+    everything = build_function(function.params, list(bindings(function)), [var for var, _ in shown])
     program = compile_function(everything, name=f"{lowered.captured.module_name}_every_variable")
-    for (var, value), found in zip(kept, program(list(inputs)), strict=True):
+    for (var, value), found in zip(shown, program(list(inputs)), strict=True):
         wanted = reference.values[var.name]
         off = deviation(found, wanted, scale=_scale(value, reference.values))
         if off > allowed:

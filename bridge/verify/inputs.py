@@ -1,4 +1,4 @@
-"""The sample call as tensors for the stages, and what eager makes of it."""
+"""Inputs and reference results of the stages: the sample call, run in eager on copies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Reference:
 
 
 def sample_of(lowered: LoweredCall) -> Sample:
-    """The call that was lowered. ``ValueError`` if it was not kept."""
+    """The call that was lowered. ``ValueError`` if there is none."""
     if lowered.sample is None:
         raise ValueError(
             "this Lowered belongs to a dispatched module, which keeps no sample: call lower(module, sample) for one "

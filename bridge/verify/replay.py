@@ -1,4 +1,4 @@
-"""Running a reproducer that :func:`bridge.verify.repro.save_repro` wrote."""
+"""Replay: runs a reproducer that :func:`bridge.verify.repro.save_repro` wrote."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``lowered.save_repro(directory)``: a stage that deviates, without the module it came from."""
+"""``lowered.save_repro(directory)``: a stage → a script and data that run it without the user's module."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ __all__ = ["ModuleGuard"]
 _DICT = attrgetter("__dict__")
 
 
-class _Seen(NamedTuple):
+class _Unwritten(NamedTuple):
     """Dictionaries of a tree that were found as they should be.
 
     Attributes:
@@ -87,7 +87,7 @@ class ModuleGuard:
             saves=saves,
             explain_type=_explain_type,
         )
-        self._seen: _Seen | None = None
+        self._unwritten: _Unwritten | None = None
 
     @property
     def reads_grad_mode(self) -> bool:
@@ -108,18 +108,18 @@ class ModuleGuard:
         if list(map(type, modules)) != self._types or not self._code.unchanged():
             return None
         dicts = list(map(_DICT, modules))
-        seen = self._seen
-        if seen is None or any(seen.empty) or not same_versions((*dicts, *seen.registries), seen.versions):
-            seen = self._seen = self._look(modules, dicts)
-            if seen is None:
+        known = self._unwritten
+        if known is None or any(known.empty) or not same_versions((*dicts, *known.registries), known.versions):
+            known = self._unwritten = self._look(modules, dicts)
+            if known is None:
                 return None
         if self._uncounted.expected and not self._uncounted.holds(None):
             return None
-        tensors = [registry[name] for registry, name in seen.tensors]
+        tensors = [registry[name] for registry, name in known.tensors]
         tensors += [dicts[owner][name] for owner, name in self._attribute_places]
         return tensors if self._tensors.holds(tensors, inference) else None
 
-    def _look(self, modules: Sequence[nn.Module], dicts: Sequence[dict[str, Any]]) -> _Seen | None:
+    def _look(self, modules: Sequence[nn.Module], dicts: Sequence[dict[str, Any]]) -> _Unwritten | None:
         """Whether the dictionaries hold exactly what they held; if so, what spares a second look as long as they do."""
         tree = self._read(modules, dicts)
         registries = [*tree.parameters, *tree.buffers, *tree.children]
@@ -132,7 +132,7 @@ class ModuleGuard:
         except KeyError:
             return None
         empty = [*tree.hooks, *(registry for registry in registries if not registry)]
-        return _Seen(versions, written, empty, tensors)
+        return _Unwritten(versions, written, empty, tensors)
 
     def match(self, root: nn.Module, inference: bool = False) -> list[torch.Tensor]:
         """The module's tensors, in the order of the compiled code's inputs.

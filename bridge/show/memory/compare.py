@@ -16,7 +16,7 @@ __all__ = ["SavedBytes", "saved_bytes"]
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes kept for the backward of one call of one module.
+    """Bytes saved for the backward of one call of one module.
 
     Attributes:
         strategy: what made the plan.

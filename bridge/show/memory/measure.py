@@ -1,6 +1,6 @@
 """Saved bytes of one forward: eager's by ``saved_tensors_hooks``, a plan's by its captures, counted alike.
 
-What counts: distinct storages that are kept for the backward, dropout masks included. What does not, because it is
+What counts: distinct storages that are saved for the backward, dropout masks included. What does not, because it is
 alive anyway: parameters, buffers, arguments, and what the module returns.
 """
 
@@ -54,7 +54,7 @@ def saved_for_backward(
 
     Storages of parameters, buffers and ``arguments`` are free: they are alive anyway; with ``outputs_free`` also those
     of what ``forward()`` returns. The measure is ``torch.autograd.graph.saved_tensors_hooks``, so what escapes autograd
-    is not seen. Each storage counts in full, also if only a view of it is saved, because in full is how it stays alive.
+    is not counted. Each storage counts in full, also if only a view of it is saved: in full is how it stays alive.
     """
     free = _storages([*module.parameters(), *module.buffers(), *pytree.tree_leaves(arguments)])
     # Held until the end: a storage freed in between could lend its address to another one.
@@ -67,8 +67,8 @@ def saved_for_backward(
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        kept = forward()
-    returned = _storages(pytree.tree_leaves(kept)) if outputs_free else set()
+        results = forward()
+    returned = _storages(pytree.tree_leaves(results)) if outputs_free else set()
     return sum(storage.nbytes() for address, storage in storages.items() if address not in returned)
 
 

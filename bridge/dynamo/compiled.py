@@ -1,0 +1,86 @@
+"""A graph of Dynamo's compiled for inputs of one layout: inputs → the graph's results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from bridge.base.torch_internals import storage_id
+from bridge.capture.tracing import one_capture_at_a_time
+from bridge.dispatch.entry import Entry
+from bridge.dynamo.graph import DynamoGraph
+from bridge.dynamo.unsupported import check_graph
+from bridge.lowering.reuse import lower_once
+
+__all__ = ["Compiled", "layout"]
+
+
+class Compiled:
+    """A graph compiled for inputs of one layout.
+
+    Attributes:
+        entry: its programs; it has no guard, since Dynamo has one.
+
+    Raises:
+        UnsupportedModule, CompilationError: as :func:`bridge.lower`.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, inputs: Sequence[Any], partition: Any, target: Any):
+        check_graph(graph_module, inputs)
+        region = DynamoGraph(graph_module, inputs)
+        arguments = tuple(inputs[position] for position in region.arguments)
+        with one_capture_at_a_time():
+            lowered = lower_once(region, arguments, {}, grad=torch.is_grad_enabled(), partition=partition)
+        captured = lowered.captured
+        self.entry = Entry(None, lowered, target)
+        self._owned = [
+            (None, region.input_of[spec.name])
+            if spec.name in region.input_of
+            else (graph_module, spec.name.removeprefix("graph_module."))
+            for spec in captured.module_tensors
+        ]
+        tensors = [position for position in region.arguments if isinstance(inputs[position], torch.Tensor)]
+        self._places = tensors
+        self._mutated = [self._owned[index][1] for index, _ in captured.mutated if self._owned[index][0] is None]
+
+    def __call__(self, inputs: Sequence[Any]) -> Any:
+        owned = [inputs[where] if owner is None else _attribute(owner, where) for owner, where in self._owned]
+        return self.entry(owned + [inputs[place] for place in self._places])
+
+    def objection(self, inputs: Sequence[Any]) -> str | None:
+        """Why these inputs cannot be run although their layout fits: an in-place change that others would see."""
+        for mutated in self._mutated:
+            memory = storage_id(inputs[mutated])
+            for position, value in enumerate(inputs):
+                if position != mutated and isinstance(value, torch.Tensor):
+                    if storage_id(value) == memory:
+                        return f"input {mutated} is changed in place and shares its memory with input {position}"
+        return None
+
+
+def layout(value: Any) -> Any:
+    """What must be the same for a call to fit an entry: of a tensor its layout, of anything else the value."""
+    if isinstance(value, float):
+        return float, value.hex()  # -0.0 is not 0.0, nan is nan
+    if not isinstance(value, torch.Tensor):
+        return type(value), value
+    strided = value.layout is torch.strided
+    return (
+        type(value),
+        value.shape,
+        value.stride() if strided else value.layout,
+        value.dtype,
+        value.device,
+        value.requires_grad,
+        value.is_neg() or value.is_conj(),
+    )
+
+
+def _attribute(owner: nn.Module, path: str) -> torch.Tensor:
+    value: Any = owner
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
