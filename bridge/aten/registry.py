@@ -1,5 +1,4 @@
-"""Registry of conversions: ATen overload → the function that emits its Relax form; the modules beside this one fill it.
-"""
+"""Registry of conversions: ATen overload → the function that emits its Relax form; filled by the modules beside it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Modes of the interpreter: torch's settings, process- or thread-wide, that change what a module computes.
+"""Modes of the interpreter: autocast's setting as one value; modes that a run leaves changed are put back.
 
-Read all of them (a guard compares them), read autocast's, or put back those that a run leaves changed.
+All modes that a guard compares are listed in :mod:`bridge.dispatch.guards.interpreter`.
 """
 
 from __future__ import annotations
@@ -12,59 +12,14 @@ from typing import Any
 
 import torch
 
-from bridge.base.torch_internals import (
-    forward_ad_is_on,
-    has_global_hooks,
-    len_dispatch_stack,
-    len_function_stack,
-    set_grad_enabled,
-    transforms_are_on,
-)
+from bridge.base.torch_internals import set_grad_enabled
 
 __all__ = [
-    "MODES",
     "ambient_autocast",
     "autocast_depth",
     "autocast_setting",
-    "interpreter_state",
-    "mode_values",
     "modes_put_back",
 ]
-
-MODES = (
-    "grad mode",
-    "inference mode",
-    "autocast",
-    "default dtype",
-    "deterministic algorithms",
-    "forward-mode differentiation",
-    "torch dispatch mode",
-    "torch function mode",
-    "functorch transform",
-    "global module hooks",
-)
-"""Names of the modes, in the order of :func:`mode_values`."""
-
-
-def interpreter_state() -> tuple[tuple[str, Any], ...]:
-    """() → pairs of a mode's name and its value."""
-    return tuple(zip(MODES, mode_values(), strict=True))
-
-
-def mode_values() -> tuple[Any, ...]:
-    """() → the values of :data:`MODES`, in their order; of autocast, :func:`autocast_setting`."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu") and autocast_setting(),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        forward_ad_is_on(),
-        len_dispatch_stack() > 0,
-        len_function_stack() > 0,
-        transforms_are_on(),
-        has_global_hooks(),
-    )
 
 
 def ambient_autocast() -> torch.dtype | None:

@@ -14,7 +14,7 @@ from bridge.base.torch_internals import pytree
 from bridge.capture.capture import Captured
 from bridge.dispatch.guards.condition import Condition
 from bridge.dispatch.guards.tensors import TensorGuard, is_nested
-from bridge.state.reachable import same_plain
+from bridge.state.values import same
 
 __all__ = ["ArgumentGuard"]
 
@@ -39,8 +39,8 @@ class ArgumentGuard:
             lambda leaves: [leaves[i] for i in self._constant_leaves],
             [leaf for leaf, is_tensor in leaves if not is_tensor],
             self._explain_constant,
-            exact=same_plain,
-            same=same_plain,
+            exact=same,
+            same=same,
         )
         self._are_tensors = Condition(
             "tensor arguments",

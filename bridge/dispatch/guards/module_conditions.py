@@ -14,8 +14,9 @@ from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.base.torch_internals import MODULE_HOOKS
 from bridge.dispatch.guards.condition import Condition, differs
 from bridge.state.module import own_attributes, written_class
-from bridge.state.reachable import Contents, same_plain
+from bridge.state.reachable import Contents
 from bridge.state.tensors import ModuleTensor
+from bridge.state.values import same
 
 __all__ = ["Tree", "TreeConditions", "owned_attributes", "tree_reader"]
 
@@ -211,7 +212,7 @@ class TreeConditions:
             lambda tree: [value for i, read in readers for value in read(tree.dicts[i])],
             [value for *_, value in owned],
             explain,
-            same=same_plain,
+            same=same,
         )
 
     def _tensor_attributes(self, owned: Sequence[tuple[int, str, torch.Tensor]]) -> Condition:

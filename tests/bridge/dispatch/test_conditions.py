@@ -405,9 +405,7 @@ SAME: dict[str, Callable[[nn.Module], Any]] = {
     "an equal number": lambda module: attribute(module, "scale", float("2.0")),
     "an equal list": lambda module: attribute(module, "sizes", [1.0, 2.0]),
     "another buffer": lambda module: item(module._buffers, "mean", torch.zeros(6)),
-    "a tensor of another class": lambda module: attribute(
-        module, "table", nn.Parameter(torch.ones(6), False)
-    ),
+    "a tensor of another class": lambda module: attribute(module, "table", nn.Parameter(torch.ones(6), False)),
 }
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bridge import UnsupportedModule, add_tvm_dispatch, remove_tvm_dispatch, stats
-from bridge.capture.op_trace import OpTrace, constant_key
+from bridge.capture.op_trace import OpTrace
+from bridge.state.values import constant_key
 from tests.bridge.compare import as_call, assert_same, run
 
 reuse = sys.modules["bridge.lowering.reuse"]
