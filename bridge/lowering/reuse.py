@@ -87,7 +87,7 @@ def lower_once(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: 
         raise_if_eager_raises(module, args, kwargs)  # fake tensors let some mistakes pass (mixed types in a product)
         raise
     lowered.seconds = time.perf_counter() - started
-    observation_key = _observation_key(captured.seen)
+    observation_key = _observation_key(captured.fake_observation)
     owned = all(tensor.kind != "attribute" for tensor in captured.module_tensors)
     if call_key is not None and observation_key is not None and owned:
         for key in [key for key, held in _LOWERED.items() if not held]:
