@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from tvm import relax
 
-from autodiff import spell_out
 from autodiff.ir import Function
 from bridge.compile import Program, compile_function
 
 
 def function(params: Sequence[tuple[Sequence[int], str]], body: Callable) -> Function:
-    """``body(emit, *params) -> results``; ``emit`` binds an expression to a variable. Norms are spelled out."""
+    """``body(emit, *params) -> results``; ``emit`` binds an expression to a variable."""
     builder = relax.BlockBuilder()
     variables = [relax.Var(f"p{i}", relax.TensorType(list(shape), dtype)) for i, (shape, dtype) in enumerate(params)]
     with builder.function("main", variables):
@@ -23,7 +22,7 @@ def function(params: Sequence[tuple[Sequence[int], str]], body: Callable) -> Fun
                 for result in body(builder.emit, *variables)
             ]
         builder.emit_func_output(relax.Tuple(results))
-    return spell_out(builder.get()["main"])
+    return builder.get()["main"]
 
 
 def program(params: Sequence[tuple[Sequence[int], str]], body: Callable) -> Program:

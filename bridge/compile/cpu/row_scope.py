@@ -81,7 +81,7 @@ class RowScope:
     def per_row_values(self, level: int) -> None:
         """Computes, and stores where wanted, the per-row values that wait for ``level`` reductions at most."""
         for node in self.plan.group.nodes:
-            if node not in self.plan.group.rows_of or node.out in self.scalars:
+            if node not in self.plan.group.per_row or node.out in self.scalars:
                 continue
             if self.plan.level(node.out) <= level:
                 self.set_scalar(node.out, self.compute(node, self.head, self._per_row_operand))

@@ -61,7 +61,7 @@ class Group:
     elements: int
     columns: int | None = None
     batch: int | None = None
-    rows_of: set[Node] = field(default_factory=set)  # members with one element per row
+    per_row: set[Node] = field(default_factory=set)  # members with one element per row
     made: dict[Value, Node] = field(default_factory=dict)
     sources: set[Group] = field(default_factory=set)  # groups whose values this one reads
     fusable: bool = True
@@ -69,7 +69,7 @@ class Group:
     def is_per_row(self, value: Value) -> bool:
         """Whether a value is a member's with one element per row."""
         node = self.made.get(value)
-        return node in self.rows_of or (isinstance(node, Reduction) and node.inner == 1)
+        return node in self.per_row or (isinstance(node, Reduction) and node.inner == 1)
 
     def reads(self) -> list[tuple[Node, Operand]]:
         """Operands that come from outside the group."""
@@ -217,7 +217,7 @@ def _union(first: Group, second: Group, position: dict[Node, int]) -> Group | No
     union = Group(min(first.index, second.index), nodes, elements, columns, min(batches, default=None))
     union.made = {**first.made, **second.made}
     for group in (first, second):
-        union.rows_of |= group.rows_of if group.elements == elements else set(group.nodes)
+        union.per_row |= group.per_row if group.elements == elements else set(group.nodes)
     if union.batch is not None and columns is not None and (elements // columns) % union.batch:
         return None
     for node in nodes:
@@ -255,11 +255,11 @@ def _crosses(group: Group, node: Node, operand: Operand) -> bool:
     producer = group.made[operand.value]
     if isinstance(producer, Reduction) and producer.inner != 1:
         return False  # complete only when every row is done
-    row_value = producer in group.rows_of or isinstance(producer, Reduction)
+    row_value = producer in group.per_row or isinstance(producer, Reduction)
     if not row_value:
-        return node not in group.rows_of and _aligned(operand)
+        return node not in group.per_row and _aligned(operand)
     rows = group.elements // group.columns
-    if node in group.rows_of:
+    if node in group.per_row:
         return _aligned(operand)
     return is_row_read(operand, rows, group.columns)
 
@@ -268,7 +268,7 @@ def space_of(group: Group) -> Space | None:
     """The loop extents of a group, or ``None`` if its accesses have no common ones."""
     accesses = []
     for node in group.nodes:
-        scale = group.columns if node in group.rows_of else 1
+        scale = group.columns if node in group.per_row else 1
         accesses += [(operand.view, scale) for operand in node.operands if isinstance(operand, Operand)]
         if isinstance(node, Concat):
             accesses.append((sections_of(node), 1))

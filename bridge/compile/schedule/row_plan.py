@@ -158,7 +158,7 @@ class _Passes:
         for node in self.group.nodes:
             if isinstance(node, Reduction):
                 reductions[self.levels.get(node.operand.value, 0)].append(node)
-            elif node.out in self.stored and node not in self.group.rows_of:
+            elif node.out in self.stored and node not in self.group.per_row:
                 stores[self.levels[node.out]].append(node.out)
         cached: set[Value] = set()
         for index in reversed(range(count)):

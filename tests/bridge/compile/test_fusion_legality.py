@@ -54,7 +54,7 @@ def assert_at_its_own_place(group: Group) -> None:
     rows = elements // group.columns if group.columns else None
     for node in group.nodes:
         read_at = elements
-        if node in group.rows_of:
+        if node in group.per_row:
             read_at = np.arange(group.elements // group.columns)
             assert node.out.numel == len(read_at)
         for operand in node.operands:
@@ -62,9 +62,9 @@ def assert_at_its_own_place(group: Group) -> None:
             if producer is None:
                 continue
             assert not (isinstance(producer, Reduction) and producer.inner != 1), "complete only after the last row"
-            per_row = producer in group.rows_of or isinstance(producer, Reduction)
-            assert per_row or node not in group.rows_of
-            made_at = rows if per_row and node not in group.rows_of else read_at
+            per_row = producer in group.per_row or isinstance(producer, Reduction)
+            assert per_row or node not in group.per_row
+            made_at = rows if per_row and node not in group.per_row else read_at
             assert np.array_equal(addresses(operand.view), made_at), (node, operand)
 
 
