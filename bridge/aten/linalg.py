@@ -53,6 +53,7 @@ def linear(importer, node, x, weight, bias=None):
     # one 2-d product, so that the weight's gradient is one 2-d product too
     *leading, features = shape(x)
     rows = importer.reshape(x, (math.prod(leading), features))
-    product = importer.emit(op.matmul(rows, importer.emit(op.permute_dims(weight, [1, 0]))))
-    product = importer.reshape(product, (*leading, shape(weight)[0]))
+    is_vector = len(shape(weight)) == 1  # of one output feature, which the result has no axis for
+    columns = importer.reshape(weight, (features, 1)) if is_vector else importer.emit(op.permute_dims(weight, [1, 0]))
+    product = importer.reshape(importer.emit(op.matmul(rows, columns)), (*leading, *shape(weight)[:-1]))
     return product if bias is None else importer.emit(op.add(product, bias))

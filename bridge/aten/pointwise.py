@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from tvm import relax
 
 from autodiff.ir import Expr, dtype, is_float
 from bridge.aten.registry import UnsupportedUse, converts
+from bridge.aten.subgradients import clamp_at_bound, fmax_prefers_first
 from bridge.aten.whole import whole
 from bridge.base.torch_internals import aten
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT
@@ -264,6 +267,8 @@ def minimum(importer, node, x, y):
 
 @converts(aten.fmax.default, aten.fmin.default)
 def fmax(importer, node, x, y):
+    if not fmax_prefers_first():
+        return whole(importer, node, x, y)
     x, y = importer.operands(node, x, y)
     better = (op.greater_equal if node.target is aten.fmax.default else op.less_equal)(x, y)
     keep = op.logical_or(importer.emit(better), importer.emit(op.not_equal(y, y)))
@@ -272,9 +277,23 @@ def fmax(importer, node, x, y):
 
 @converts(aten.clamp.default)
 def clamp(importer, node, x, lower=None, upper=None):
+    at_bound = clamp_at_bound() if is_float(x) else 1.0
+    if at_bound is None:
+        return whole(importer, node, x, lower, upper)
     (x,) = importer.operands(node, x)
     lower, upper = _bounds(dtype(x), lower, upper)
+    if at_bound == 0.0:
+        return clamp_without_bounds(importer, x, min(lower, upper), upper)
     return importer.emit(op.clip(x, relax.prim_value(lower), relax.prim_value(upper)))
+
+
+def clamp_without_bounds(importer, x, lower, upper):
+    """``x`` clamped between two numbers, ``lower <= upper``; the gradient stops at the bounds themselves."""
+    for bound, beyond in ((lower, op.less_equal), (upper, op.greater_equal)):
+        if math.isfinite(bound):
+            limit = importer.constant(bound, dtype(x))
+            x = importer.emit(op.where(importer.emit(beyond(x, limit)), limit, x))
+    return x
 
 
 def _bounds(element_type, lower, upper):

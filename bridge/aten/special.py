@@ -7,7 +7,7 @@ import math
 from tvm import relax
 
 from autodiff.ir import dtype
-from bridge.aten.pointwise import broadcast
+from bridge.aten.pointwise import broadcast, clamp_without_bounds
 from bridge.aten.registry import converts, rounds_once
 from bridge.base.torch_internals import aten, schema
 
@@ -24,9 +24,7 @@ def _scaled(importer, x, factor):
 
 @converts(aten.hardtanh.default)
 def hardtanh(importer, node, x, lower=-1, upper=1):
-    """The gradient stops at the bounds themselves, unlike clamp's."""
-    low, high = (importer.constant(bound, dtype(x)) for bound in (lower, upper))
-    return _where(importer, op.less_equal(x, low), low, _where(importer, op.greater_equal(x, high), high, x))
+    return clamp_without_bounds(importer, x, lower, upper)
 
 
 @converts(aten.threshold.default)

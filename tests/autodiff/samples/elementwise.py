@@ -39,7 +39,11 @@ UNARY = {
     "round": (op.round, torch.round, KINKS),
     "trunc": (op.trunc, torch.trunc, KINKS),
     "erf": (op.erf, torch.erf, KINKS),
-    "clip": (lambda x: op.clip(x, -1.0, 3.0), lambda x: x.clamp(-1.0, 3.0), KINKS),
+    "clip": (
+        lambda x: op.clip(x, -1.0, 3.0),
+        lambda x: torch.where((x >= -1) & (x <= 3), x, x.detach().clamp(-1.0, 3.0)),
+        KINKS,
+    ),
     "nn.relu": (op.nn.relu, torch.relu, KINKS),
     "nn.leakyrelu": (lambda x: op.nn.leakyrelu(x, 0.125), lambda x: F.leaky_relu(x, 0.125), KINKS),
     "nn.selu": (op.nn.selu, torch.selu, KINKS),

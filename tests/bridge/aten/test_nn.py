@@ -42,6 +42,21 @@ def test_embedding_that_is_refused(options):
         add_tvm_dispatch(nn.Embedding(7, 3, **options).double(), torch.tensor([1, 2]))
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("leading", [(), (2, 3)])
+def test_linear_with_a_vector_for_its_weight(bias, leading):
+    class Weighs(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4))
+            self.bias = nn.Parameter(torch.randn(())) if bias else None
+
+        def forward(self, x):
+            return F.linear(x, self.weight, self.bias)
+
+    check_module(Weighs, lambda: leaf(*leading, 4), calls=1)
+
+
 def test_one_hot_keeps_its_check():
     module = check_module(
         lambda: Function(lambda i, x: F.one_hot(i, 4) * x), lambda: (torch.tensor([0, 3, 1]), leaf(3, 4)), calls=1

@@ -1,0 +1,39 @@
+"""Subgradients: which of several derivatives this version of torch takes where there is a choice, by asking autograd.
+
+torch 2.14 changed two of them. At a bound, the gradient of ``clamp`` was 1 and is 0; of two equal operands, ``fmax``
+and ``fmin`` sent theirs to the first and now send half to each. What autograd answers here is what eager training does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["clamp_at_bound", "fmax_prefers_first"]
+
+_NAN = float("nan")
+
+
+def _gradients(function: Callable[..., torch.Tensor], *operands: list[float]) -> list[list[float]]:
+    """Gradients of the sum of the result, in whatever mode this is called."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        leaves = [torch.tensor(values, dtype=torch.float64, device="cpu", requires_grad=True) for values in operands]
+        grads = torch.autograd.grad(function(*leaves).sum(), leaves)
+    return [grad.tolist() for grad in grads]
+
+
+@functools.cache
+def clamp_at_bound() -> float | None:
+    """Gradient of ``clamp`` at its bounds, 1.0 or 0.0; ``None`` if it depends on the bound."""
+    (found,) = _gradients(lambda x: x.clamp(-1.0, 2.0), [-1.0, 2.0])
+    return found[0] if found in ([0.0, 0.0], [1.0, 1.0]) else None
+
+
+@functools.cache
+def fmax_prefers_first() -> bool:
+    """Whether ``fmax`` and ``fmin`` send all of a tie's gradient to the first operand, nan giving way to a number."""
+    operands = [0.5, _NAN, 3.0, _NAN], [0.5, 1.0, _NAN, _NAN]
+    expected = [[1.0, 0.0, 1.0, 1.0], [0.0, 1.0, 0.0, 0.0]]
+    return all(_gradients(function, *operands) == expected for function in (torch.fmax, torch.fmin))
