@@ -12,7 +12,7 @@ __all__ = ["explain_error"]
 
 def explain_error(error: BaseException) -> Unsupported:
     """What tracing a module, or running it on fake tensors, stumbled over."""
-    where = user_line(error) or "see the exception above"
+    where = user_line(error) or "code of torch's; the exception is this one's .cause"
     kind = type(error).__name__
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), kind)
     if kind in ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"):

@@ -39,7 +39,7 @@ def free_tensors(exported: torch.export.ExportedProgram, owned: Collection[str])
             shape = list(node.meta["val"].shape)
             problems.append(
                 Unsupported(
-                    f"tensor of shape {shape} that the module does not own",
+                    f"free tensor of shape {shape}",
                     where,
                     "a tensor that is no parameter, buffer or attribute of a module: in a list, a dict or a global",
                     "register it: self.register_buffer(...), nn.ParameterList, nn.ModuleList",

@@ -382,9 +382,9 @@ class ReadsListed(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Unregistered, ReadsListed])
-def test_tensors_from_outside_are_refused(kind):
+def test_free_tensors_are_refused(kind):
     """Export makes constants of them: later changes would go unseen, and gradients nowhere."""
-    with pytest.raises(UnsupportedModule, match="from outside"):
+    with pytest.raises(UnsupportedModule, match="free tensor"):
         add_tvm_dispatch(kind(), rows())
 
 
