@@ -97,7 +97,7 @@ def process_unchanged() -> Iterator[None]:
         compiler = torch.compiler
         return (
             *(nn.Module.__call__, nn.Module.__getattr__, _symbolic_trace._Patcher, torch._C._get_mkldnn_enabled),
-            *(compiler._is_compiling_flag, compiler._is_exporting_flag, _symbolic_trace._is_fx_tracing_flag),
+            *(compiler._is_compiling_flag, compiler._is_exporting_flag, _symbolic_trace.is_fx_tracing()),
             *(builtins.max, builtins.min, math.pow, tuple(warnings.filters), torch.backends.mkldnn.enabled),
         )
 
@@ -138,7 +138,7 @@ def test_eager_training_beside_a_capture_is_the_same_to_the_bit():
     @in_another_thread
     def other() -> None:
         assert not torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-        assert not _symbolic_trace._is_fx_tracing_flag and torch._C._get_mkldnn_enabled()
+        assert not _symbolic_trace.is_fx_tracing() and torch._C._get_mkldnn_enabled()
         assert max(3, 1, key=lambda value: -value) == 1 and type(math.pow(2, 3)) is float
         for loss in train(copy.deepcopy(eager)):
             seen.put(loss)
