@@ -27,6 +27,19 @@ def gather(importer, node, x, dim, index, *, sparse_grad=False):
     return importer.emit(op.gather_elements(_cut(importer, x, shape(index), dim), index, dim))
 
 
+@converts(aten.one_hot.default)
+def one_hot(importer, node, index, num_classes=-1):
+    """``out[..., c] = (index == c)``; eager's errors for classes outside of ``[0, num_classes)``."""
+    classes = importer.out(node).shape[-1]
+    for allowed, bound, words in ((op.greater_equal, 0, "non-negative"), (op.less, classes, "smaller than num_classes")):
+        outside = importer.emit(op.logical_not(importer.emit(allowed(index, importer.constant(bound, dtype(index))))))
+        count = importer.emit(op.sum(importer.cast(outside, "int64")))
+        none = importer.emit(op.equal(count, importer.constant(0, "int64")))
+        importer.assertions.append((none, f"Class values must be {words}."))
+    index = importer.reshape(index, (*shape(index), 1))
+    return importer.cast(importer.emit(op.equal(index, importer.emit(op.arange(0, classes, 1, dtype(index))))), "int64")
+
+
 def _cut(importer, x, extents, dim):
     """``x`` without what an index smaller than it never reaches; ``dim`` is the indexed axis."""
     for axis, extent in enumerate(extents):

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from bridge.capture.module_calls import called_plainly, calls_wait, forwards_here
+from bridge.capture.passes.recurrent import final_states_as_in_eager
 from bridge.capture.patched_globals import patched_globals
 from bridge.capture.registries import registries_here
 from bridge.capture.torch_messages import messages_logged
@@ -54,6 +55,7 @@ def capturing(module: nn.Module, *, fakes: bool = True) -> Iterator[None]:
         stack.enter_context(registries_here(module))
         stack.enter_context(forwards_here(module))
         stack.enter_context(patched_globals())
+        stack.enter_context(final_states_as_in_eager())
         stack.enter_context(messages_logged())
         stack.enter_context(marked_capturing())
         yield

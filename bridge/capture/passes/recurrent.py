@@ -22,7 +22,7 @@ from torch import fx
 from bridge.base.torch_internals import FakeTensor, aten, replaced_formula
 from bridge.capture.passes.composites import expand
 
-__all__ = ["lstm_as_in_eager", "split_layers"]
+__all__ = ["final_states_as_in_eager", "lstm_as_in_eager", "split_layers"]
 
 
 _LAYERED = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
@@ -47,6 +47,23 @@ def _with_eagers_type(formula: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_autocast_enabled("cpu") or not fused:
             return made
         return tuple(each.to(torch.get_autocast_dtype("cpu")) for each in made)
+
+    return lstm
+
+
+def final_states_as_in_eager() -> AbstractContextManager[None]:
+    """While modules are traced and run: an LSTM's final states have the shapes of its initial ones, as eager's have.
+
+    torch's formula of it for tracing gives them, up to torch 2.12, one axis too many where the batch is larger than 1.
+    """
+    return replaced_formula(aten.lstm.input, _with_eagers_shapes)
+
+
+def _with_eagers_shapes(formula: Callable[..., Any]) -> Callable[..., Any]:
+    def lstm(x: torch.Tensor, states: list, weights: list, *options: Any) -> tuple[torch.Tensor, ...]:
+        y, *finals = formula(x, states, weights, *options)
+        shaped = [f if f.shape == s.shape else f.reshape(s.shape) for f, s in zip(finals, states, strict=True)]
+        return (y, *shaped)
 
     return lstm
 

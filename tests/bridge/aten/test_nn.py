@@ -61,8 +61,12 @@ def test_one_hot_keeps_its_check():
     module = check_module(
         lambda: Function(lambda i, x: F.one_hot(i, 4) * x), lambda: (torch.tensor([0, 3, 1]), leaf(3, 4)), calls=1
     )
-    with pytest.raises(RuntimeError):
-        module(torch.tensor([0, 4, 1]), leaf(3, 4))
+    for classes in ([0, 4, 1], [0, -1, 1]):
+        with pytest.raises(RuntimeError) as eager:
+            F.one_hot(torch.tensor(classes), 4)
+        with pytest.raises(RuntimeError) as ours:
+            module(torch.tensor(classes), leaf(3, 4))
+        assert str(ours.value) == str(eager.value)
 
 
 @pytest.mark.parametrize(
