@@ -40,7 +40,7 @@ class DynamoGraph(nn.Module):
     """A graph of Dynamo's as a module whose buffers are those inputs that it may change in place.
 
     Inputs that require no grad and are dense can be buffers: whatever is written to them is then an output of the
-    captured graph, and is written back. All others are arguments, and writing to those is refused.
+    traced graph, and is written back. All others are arguments, and writing to those is unsupported.
     """
 
     def __init__(self, graph_module: fx.GraphModule, inputs: Sequence[Any]):

@@ -119,7 +119,7 @@ class LoweredCall:
     __repr__ = __str__
 
     def run(self, name: str, made_by: str, transform: Callable[..., Function], *args: Any) -> Function:
-        """Applies one pass to the latest stage's function and keeps its result as a stage.
+        """Applies one pass to the latest stage's function and appends its result as a stage.
 
         Raises:
             CompilationError: names the stage and holds its input when the pass fails.
@@ -136,10 +136,10 @@ class LoweredCall:
             ) from error
         except Exception as error:
             raise CompilationError(name, function.script(), error) from error
-        self.keep(Stage(name, made_by, result, time.perf_counter() - started, last.size))
+        self.add(Stage(name, made_by, result, time.perf_counter() - started, last.size))
         return result
 
-    def keep(self, stage: Stage) -> None:
+    def add(self, stage: Stage) -> None:
         """Appends a stage, and tells the log."""
         self.stages.append(stage)
         if log.isEnabledFor(logging.INFO):

@@ -60,9 +60,9 @@ def lower_captured(
     lowered = LoweredCall(captured, imported, (), differentiable)
     seconds = time.perf_counter() - started
     runner = partial(run_graph, captured, imported)
-    lowered.keep(Stage("captured", "bridge.capture", captured.graph, capture_seconds, None, runner))
+    lowered.add(Stage("captured", "bridge.capture", captured.graph, capture_seconds, None, runner))
     size = lowered.stages[0].size
-    lowered.keep(Stage("imported", "bridge.aten.import_graph", imported.function, seconds, size))
+    lowered.add(Stage("imported", "bridge.aten.import_graph", imported.function, seconds, size))
     lowered.run("masked", "autodiff.mask_dropout", autodiff.mask_dropout)
     lowered.run("spelled", "autodiff.spell_out", autodiff.spell_out)
     lowered.run("forward", "autodiff.clean, unique_names", cleaned_and_named, not differentiable)
@@ -88,8 +88,8 @@ def lower_captured(
     lowered.partitioned = dataclasses.replace(lowered.partitioned, backward=joined)
     seconds = time.perf_counter() - started
     made_by = f"partition ({lowered.plan.strategy})"
-    lowered.keep(Stage("split forward", made_by, lowered.forward, seconds, size))
-    lowered.keep(Stage("split backward", made_by, lowered.backward, 0.0, size))
+    lowered.add(Stage("split forward", made_by, lowered.forward, seconds, size))
+    lowered.add(Stage("split backward", made_by, lowered.backward, 0.0, size))
     return lowered
 
 

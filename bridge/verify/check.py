@@ -176,19 +176,19 @@ def _trace(made: Trace) -> Trace:
     _trace_captured(made)
     with torch.no_grad():
         for name in ("imported", "masked", "spelled", "forward"):
-            run = _keep(made, name, lowered[name].function, reference.primals)
+            run = _interpret(made, name, lowered[name].function, reference.primals)
             made.found[name] = (run.results, None)
         if lowered.plan is None:
             made.found["compiled forward"] = (_compiled(lowered, lowered.forward, reference.primals), None)
             made.inputs["compiled forward"] = reference.primals
             return made
         for name in ("joint", "cleaned"):
-            run = _keep(made, name, lowered[name].function, reference.primals + reference.grad_outs)
+            run = _interpret(made, name, lowered[name].function, reference.primals + reference.grad_outs)
             made.found[name] = (run.results[:count], run.results[count:])
-        forward = _keep(made, "split forward", lowered.forward, reference.primals)
+        forward = _interpret(made, "split forward", lowered.forward, reference.primals)
         made.found["split forward"] = (forward.results[:count], None)
         saved = backward_inputs(lowered, reference, forward.results)
-        backward = _keep(made, "split backward", lowered.backward, saved)
+        backward = _interpret(made, "split backward", lowered.backward, saved)
         made.found["split backward"] = (None, backward.results)
         compiled = _compiled(lowered, lowered.forward, reference.primals)
         made.inputs["compiled forward"] = reference.primals
@@ -199,7 +199,7 @@ def _trace(made: Trace) -> Trace:
 
 
 def _trace_captured(made: Trace) -> None:
-    """The captured graph's results, and torch's own gradients through it."""
+    """The traced graph's results, and torch's own gradients through it."""
     lowered, reference = made.lowered, made.reference
     wanted = set(lowered.wanted)
     with torch.set_grad_enabled(bool(wanted)):
@@ -207,10 +207,10 @@ def _trace_captured(made: Trace) -> None:
         run = interpret_graph(lowered.captured, lowered.imported, leaves)
     gradients = None
     if wanted:
-        rooted = [run.results[position] for position in lowered.differentiable]
+        seeded = [run.results[position] for position in lowered.differentiable]
         inputs = [leaves[index] for index in lowered.wanted]
         try:
-            found = torch.autograd.grad(rooted, inputs, reference.grad_outs, allow_unused=True)
+            found = torch.autograd.grad(seeded, inputs, reference.grad_outs, allow_unused=True)
             gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
         except RuntimeError as error:  # a functional operator that eager autograd never meets
             made.notes.append(f"captured: only its results are compared, torch cannot differentiate the graph: {error}")
@@ -219,7 +219,7 @@ def _trace_captured(made: Trace) -> None:
     made.inputs["captured"] = reference.primals
 
 
-def _keep(made: Trace, name: str, function: Function, inputs: Sequence[torch.Tensor]) -> Run:
+def _interpret(made: Trace, name: str, function: Function, inputs: Sequence[torch.Tensor]) -> Run:
     made.inputs[name] = list(inputs)
     made.runs[name] = interpret(function, inputs)
     return made.runs[name]

@@ -157,11 +157,11 @@ def _gradient_deviation(var: Var, value: Call, forward: Run, generator: torch.Ge
     with torch.enable_grad():
         leaves = [x.clone().requires_grad_(index in wanted) for index, x in enumerate(inputs)]
         made = interpret(single, leaves).results
-    rooted = [(position, made[position]) for position in outputs if made[position].requires_grad]
-    if len(rooted) != len(outputs):
+    seeded = [(position, made[position]) for position in outputs if made[position].requires_grad]
+    if len(seeded) != len(outputs):
         return None
-    grads = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for _, y in rooted]
-    theirs = torch.autograd.grad([y for _, y in rooted], [leaves[i] for i in wanted], grads, allow_unused=True)
+    grads = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for _, y in seeded]
+    theirs = torch.autograd.grad([y for _, y in seeded], [leaves[i] for i in wanted], grads, allow_unused=True)
     with torch.no_grad():
         ours = interpret(joint, [*inputs, *grads]).results[len(results(single)) :]
     theirs = [torch.zeros_like(mine) if their is None else their for mine, their in zip(ours, theirs, strict=True)]

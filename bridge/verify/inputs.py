@@ -139,8 +139,8 @@ def _gradients(
     wanted = [inputs[index] for index in lowered.wanted]
     if not wanted:
         return []
-    rooted = [outputs[position] for position in lowered.differentiable]
-    found = torch.autograd.grad(rooted, wanted, grad_outs, allow_unused=True)
+    seeded = [outputs[position] for position in lowered.differentiable]
+    found = torch.autograd.grad(seeded, wanted, grad_outs, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g.detach() for x, g in zip(wanted, found, strict=True)]
 
 
