@@ -23,6 +23,10 @@ from bridge.dispatch.guards.condition import differs
 __all__ = ["INFERENCE", "MODES", "Mode", "ModeGuard", "active_modes", "interpreter_state", "read_modes"]
 
 
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
 @dataclass(frozen=True)
 class Mode:
     """One global mode.
@@ -36,7 +40,7 @@ class Mode:
 
     name: str
     read: Callable[[], Any]
-    show: Callable[[Any], Any] = lambda value: value
+    show: Callable[[Any], Any] = _as_it_is
     is_capturable: bool = False
 
 
@@ -53,7 +57,9 @@ MODES = (
     Mode("global module hooks", has_global_hooks),
 )
 GRAD, INFERENCE = 0, 1
+_NAMES = [mode.name for mode in MODES]
 _READS = [mode.read for mode in MODES]
+_SHOWN = [(i, mode.show) for i, mode in enumerate(MODES) if mode.show is not _as_it_is]
 
 
 def read_modes() -> tuple[Any, ...]:
@@ -63,7 +69,10 @@ def read_modes() -> tuple[Any, ...]:
 
 def interpreter_state() -> tuple[tuple[str, Any], ...]:
     """The global state that changes what a module computes: name and value of each mode."""
-    return tuple((mode.name, mode.show(value)) for mode, value in zip(MODES, read_modes(), strict=True))
+    values = [read() for read in _READS]
+    for i, show in _SHOWN:
+        values[i] = show(values[i])
+    return tuple(zip(_NAMES, values, strict=True))
 
 
 def active_modes() -> list[str]:
