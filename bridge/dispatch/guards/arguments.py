@@ -70,8 +70,9 @@ class ArgumentGuard:
             if not self._constants.holds(leaves):
                 return None
             tensors = [leaves[i] for i in self.tensor_leaves]
+        alike = self._tensors.alike.get(inference)
         try:
-            return tensors if not any(map(is_nested, tensors)) and self._tensors.holds(tensors, inference) else None
+            return tensors if alike is not None and not any(map(is_nested, tensors)) and alike(tensors) else None
         except AttributeError:  # no tensor
             return None
 

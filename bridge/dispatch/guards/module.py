@@ -117,7 +117,8 @@ class ModuleGuard:
             return None
         tensors = [registry[name] for registry, name in known.tensors]
         tensors += [dicts[owner][name] for owner, name in self._attribute_places]
-        return tensors if self._tensors.holds(tensors, inference) else None
+        alike = self._tensors.alike.get(inference)
+        return tensors if alike is not None and alike(tensors) else None
 
     def _look(self, modules: Sequence[nn.Module], dicts: Sequence[dict[str, Any]]) -> _Unwritten | None:
         """Whether the dictionaries hold exactly what they held; if so, what spares a second look as long as they do."""

@@ -38,6 +38,7 @@ class Property:
         field: how a failure calls it.
         show: the value as it is told.
         words: what a failure says instead of the values.
+        same: present and expected value, shape → whether different values mean the same, where they can.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Property:
     field: str = ""
     show: Callable[[Any], Any] = lambda value: value
     words: str = ""
+    same: Callable[[Any, Any, torch.Size], bool] | None = None
 
     def explain(self, stage: int, what: str, then: Any, now: Any) -> GuardFailure:
         """The failure of the tensor ``what``."""
@@ -57,9 +59,9 @@ class Property:
         )
 
 
-def _meaningful_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides with those of extents 0 and 1 made 1: draws and results follow the others."""
-    return tuple(stride if extent > 1 else 1 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+def _same_strides(now: tuple[int, ...], then: tuple[int, ...], shape: torch.Size) -> bool:
+    """Whether strides are equal where an extent is not 0 or 1: draws and results follow those."""
+    return all(a == b for a, b, extent in zip(now, then, shape, strict=True) if extent > 1)
 
 
 def _inference_tensor() -> torch.Tensor:
@@ -104,8 +106,9 @@ PROPERTIES = (
     ),
     Property(
         "strides",
-        _meaningful_strides,
+        torch.Tensor.stride,
         lambda: [torch.zeros(3, 2).t(), torch.zeros(2, 1).expand(2, 3), torch.zeros(2, 6)[:, ::2]],
+        same=_same_strides,
     ),
 )
 #: Of a quick comparison, besides ``PROPERTIES``.
@@ -122,6 +125,10 @@ class TensorGuard:
         stage: of a failure.
         saves: whether autograd saves them, which it does not do with inference tensors.
         explain_type: a name and the value in that place → the failure of one of another type.
+
+    Attributes:
+        alike: the quick path, by whether inference mode is on: whether all of a list of tensors look exactly as
+            expected; none of them may be nested (:func:`is_nested`).
     """
 
     condition_names = ("type", *(each.name for each in PROPERTIES), "inference tensor")
@@ -141,15 +148,7 @@ class TensorGuard:
         self._stage = stage
         self._saves = saves
         self._explain_type = explain_type
-        self._alike = {torch.is_inference_mode_enabled(): tensor_checks(tensors)}  # there, tensors look another way
-
-    def holds(self, tensors: Sequence[Any], inference: bool) -> bool:
-        """The quick path: whether all look exactly as expected; none of them may be nested (:func:`is_nested`).
-
-        ``inference``: whether inference mode is on.
-        """
-        alike = self._alike.get(inference)
-        return alike is not None and alike(tensors)
+        self.alike = {torch.is_inference_mode_enabled(): tensor_checks(tensors)}  # there, tensors look another way
 
     def failure(self, tensors: Sequence[Any]) -> GuardFailure | None:
         """The first property of the first tensor that is not as expected; ``None`` if there is none."""
@@ -157,7 +156,8 @@ class TensorGuard:
             if type(tensor) not in kinds:
                 return self._explain_type(name, tensor)
             for each, then in zip(PROPERTIES, expected, strict=True):
-                if (now := each.read(tensor)) != then:
+                now = each.read(tensor)
+                if now != then and not (each.same and each.same(now, then, tensor.shape)):
                     return each.explain(self._stage, name, then, now)
             if self._saves and tensor.is_inference():
                 return GuardFailure(self._stage, f"inference tensor {name}", "autograd cannot save it")
@@ -165,7 +165,7 @@ class TensorGuard:
 
     def learn(self, tensors: Sequence[torch.Tensor]) -> None:
         """Remembers how tensors that are as expected look in inference mode, which is on."""
-        self._alike[True] = tensor_checks(tensors)
+        self.alike[True] = tensor_checks(tensors)
 
 
 def tensor_checks(tensors: Sequence[torch.Tensor]) -> Checks:
