@@ -31,7 +31,8 @@ def gather(importer, node, x, dim, index, *, sparse_grad=False):
 def one_hot(importer, node, index, num_classes=-1):
     """``out[..., c] = (index == c)``; eager's errors for classes outside of ``[0, num_classes)``."""
     classes = importer.out(node).shape[-1]
-    for allowed, bound, words in ((op.greater_equal, 0, "non-negative"), (op.less, classes, "smaller than num_classes")):
+    limits = (op.greater_equal, 0, "non-negative"), (op.less, classes, "smaller than num_classes")
+    for allowed, bound, words in limits:
         outside = importer.emit(op.logical_not(importer.emit(allowed(index, importer.constant(bound, dtype(index))))))
         count = importer.emit(op.sum(importer.cast(outside, "int64")))
         none = importer.emit(op.equal(count, importer.constant(0, "int64")))
