@@ -149,6 +149,11 @@ def test_every_logger_of_the_package_is_a_channel():
     assert every | named == set(CHANNELS)
 
 
+@pytest.mark.composes(
+    "logs (`BRIDGE_LOGS`), `torch.profiler`",
+    "ranges name module and kernel",
+    section="Autograd, memory, threads",
+)
 def test_environment_variable():
     """In a process of its own, without torch's threads: only what was asked for, on the standard error stream."""
     program = (
@@ -161,6 +166,7 @@ def test_environment_variable():
     assert told.stdout == ""
 
 
+@pytest.mark.composes("logs (`BRIDGE_LOGS`), `torch.profiler`")
 def test_profiler_ranges_name_module_and_kernel():
     module = add_tvm_dispatch(MLP(dropout=0.5), rows())
     module(rows()).sum().backward()

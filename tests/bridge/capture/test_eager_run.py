@@ -185,6 +185,11 @@ def test_a_draw_for_a_result_falls_as_in_eager(view):
 ASKING = (torch.compiler.is_compiling, torch.compiler.is_exporting)
 
 
+@pytest.mark.composes(
+    "branches on `torch.compiler.is_compiling()`",
+    "refused where they compute other numbers",
+    section="Guards",
+)
 @pytest.mark.parametrize("asks", ASKING)
 def test_another_result_where_forward_asks_whether_it_is_traced_is_refused(asks):
     module = Normalized(lambda y: y.sin() if asks() else y.cos())

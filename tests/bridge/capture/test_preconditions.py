@@ -139,6 +139,7 @@ def test_a_call_of_the_modules_own_class_goes_around_the_compiled_one():
     assert stats(module).hits == stats(outer).hits == 1
 
 
+@pytest.mark.composes("TorchScript modules", "refused by name", section="The module stays the user's")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("wrap", [lambda module: module, nn.Sequential], ids=["root", "inside"])
 def test_torchscript_is_refused_by_name(wrap):
@@ -146,6 +147,7 @@ def test_torchscript_is_refused_by_name(wrap):
         add_tvm_dispatch(wrap(torch.jit.trace(nn.Tanh(), rows())), rows())
 
 
+@pytest.mark.composes("double backward, `is_grads_batched`")
 def test_batched_gradients_are_a_clear_error():
     module = MLP()
     add_tvm_dispatch(module, rows())

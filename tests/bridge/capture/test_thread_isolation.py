@@ -28,6 +28,8 @@ from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.tracing import is_capturing
 from tests.bridge.models import MLP
 
+pytestmark = pytest.mark.composes("two threads: two modules, one module; adding beside them")
+
 PATIENCE = 60
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 

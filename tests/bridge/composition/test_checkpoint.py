@@ -68,6 +68,11 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(value, wanted[name], rtol=1e-10, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
 
 
+@pytest.mark.composes(
+    "`torch.utils.checkpoint`",
+    "works around dispatched modules, inside a loop of them too; reentrant inside one: refused",
+    section="Autograd, memory, threads",
+)
 @KINDS
 def test_around_a_module(reentrant):
     layers = blocks(1)
@@ -100,6 +105,7 @@ def test_a_first_call_without_gradients_may_run_eager(reentrant):
     assert sum(stats(ours[0]).misses.values()) == (1 if reentrant else 0)
 
 
+@pytest.mark.composes("`torch.utils.checkpoint`")
 @pytest.mark.parametrize("partition", ["min_cut", "save_all", "recompute_all"])
 def test_inside_a_loop_of_layers(partition):
     layers = blocks(3)
@@ -184,6 +190,7 @@ def test_a_model_that_checkpoints_its_own_layers():
     assert stats(ours).hits == 1 and stats(ours).entries[0].plan.recomputed
 
 
+@pytest.mark.composes("`torch.utils.checkpoint`")
 def test_a_reentrant_checkpoint_inside_is_refused_by_name():
     model = Loop(blocks(2), reentrant=True)
     with pytest.raises(UnsupportedModule, match=r"CheckpointFunction: a custom autograd\.Function"):
@@ -197,6 +204,11 @@ def inner_in_outer(each: nn.Sequential, x: Tensor) -> Tensor:
     return checkpoint(lambda y: each[0](checkpoint(inner, y, use_reentrant=False)), x, use_reentrant=False)
 
 
+@pytest.mark.composes(
+    "nested checkpoints, early stop; selective ones",
+    "works; eager, with a reason",
+    section="Autograd, memory, threads",
+)
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_nested(early_stop):
     """A checkpoint in a checkpoint, stopped early or not when it is computed again; masks are the same each time."""
@@ -207,6 +219,7 @@ def test_nested(early_stop):
     assert stats(ours[0]).hits >= 3
 
 
+@pytest.mark.composes("nested checkpoints, early stop; selective ones")
 def test_selective():
     """What is kept of a selective checkpoint is chosen by operator: the module inside runs eager, and says why."""
     layers = blocks(1)

@@ -72,6 +72,11 @@ def loss_of(net, batch):
     return net(batch).square().mean()
 
 
+@pytest.mark.composes(
+    "accumulation, clipping, `foreach` and `fused` optimizers, steps inside the backward",
+    "works",
+    section="Autograd, memory, threads",
+)
 @pytest.mark.parametrize("clip", ["norm", "value"])
 def test_accumulation_and_clipping(nets, clip):
     def loop(net):
@@ -89,6 +94,7 @@ def test_accumulation_and_clipping(nets, clip):
     check(nets, loop, calls=3 * STEPS)
 
 
+@pytest.mark.composes("accumulation, clipping, `foreach` and `fused` optimizers, steps inside the backward")
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False, "amsgrad": True}])
 def test_optimizers_of_every_kind(nets, options):
     def loop(net):
@@ -114,6 +120,7 @@ def test_gradients_kept_in_place(nets):
     check(nets, loop, calls=STEPS)
 
 
+@pytest.mark.composes("`GradScaler`, scaled losses")
 def test_grad_scaler(nets):
     """Losses scaled up, gradients scaled back; the step whose gradient overflows is skipped in both."""
     scales = []
@@ -134,6 +141,7 @@ def test_grad_scaler(nets):
     assert scales[0] == scales[1] == 2.0**10
 
 
+@pytest.mark.composes("accumulation, clipping, `foreach` and `fused` optimizers, steps inside the backward")
 def test_optimizer_steps_inside_the_backward(nets):
     """``register_post_accumulate_grad_hook``: each parameter is updated as soon as its gradient is there."""
 
@@ -152,6 +160,7 @@ def test_optimizer_steps_inside_the_backward(nets):
     check(nets, loop, calls=STEPS)
 
 
+@pytest.mark.composes("`saved_tensors_hooks`, `save_on_cpu`", "works", section="Autograd, memory, threads")
 def test_saved_tensors_hooks_see_everything_that_is_saved(nets):
     """Every tensor goes through numpy and back; what a block saves is handed to the hooks and taken from them."""
     packed = []
@@ -180,6 +189,7 @@ def test_saved_tensors_hooks_see_everything_that_is_saved(nets):
     assert saved == restored > 3 * STEPS
 
 
+@pytest.mark.composes("`saved_tensors_hooks`, `save_on_cpu`")
 def test_save_on_cpu(nets):
     def loop(net):
         optimizer = sgd(net)
@@ -221,6 +231,7 @@ def test_hooks_registered_before_the_dispatch_run_once():
     assert stats(dispatched).hits == 1
 
 
+@pytest.mark.composes("EMA copies, `AveragedModel`", "works", section="The module stays the user's")
 def test_exponential_moving_average(nets):
     averages = []
 

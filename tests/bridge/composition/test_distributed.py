@@ -50,6 +50,16 @@ def reports(tmp_path_factory):
     return {name: [rank[name] for rank in ranks] for name in SCENARIOS}
 
 
+@pytest.mark.composes(
+    "FSDP2 per layer, accumulation, clipping",
+    "works; dispatch before `fully_shard`",
+    section="Distributed",
+)
+@pytest.mark.composes(
+    "DDP: buckets, `no_sync`, `static_graph`, `ZeroRedundancyOptimizer`",
+    "works",
+    section="Distributed",
+)
 @pytest.mark.parametrize("scenario", DISPATCHED)
 def test_parameters_are_the_eager_runs(reports, scenario):
     for seen in reports[scenario]:
@@ -57,6 +67,11 @@ def test_parameters_are_the_eager_runs(reports, scenario):
         assert seen["hits"] == [CALLS, CALLS] and seen["misses"] == [{}, {}]
 
 
+@pytest.mark.composes(
+    "DDP: `find_unused_parameters`, `join`, communication hooks, checkpoints",
+    "works",
+    section="Distributed",
+)
 def test_unused_parameters_are_found(reports):
     skipped = 2 * len(range(0, STEPS, 3))
     for seen in reports["ddp unused"]:
@@ -64,6 +79,7 @@ def test_unused_parameters_are_found(reports):
         assert seen["hits"] == [CALLS, CALLS - skipped] and seen["misses"] == [{}, {}]
 
 
+@pytest.mark.composes("FSDP2 mixed precision")
 def test_mixed_precision_shards_run_eager_with_a_reason(reports):
     """FSDP2 then hands the block tensors of another element type than it was compiled for."""
     for seen in reports["fsdp mixed"]:
@@ -72,11 +88,17 @@ def test_mixed_precision_shards_run_eager_with_a_reason(reports):
         assert sum(called.values()) == CALLS and all("dtype" in reason for reason in called)
 
 
+@pytest.mark.composes(
+    "FSDP2 mixed precision",
+    'works with `on_miss="compile"`, or added in that dtype; otherwise eager, with a reason',
+    section="Distributed",
+)
 def test_mixed_precision_shards_are_dispatched_with_entries_of_their_own(reports):
     for seen in reports["fsdp mixed compiled"]:
         assert seen["hits"] == CALLS and seen["ours"] < 3 * seen["eager"]
 
 
+@pytest.mark.composes("FSDP2 per layer, accumulation, clipping")
 @pytest.mark.parametrize("scenario", FLOAT32)
 def test_float32_and_adamw(reports, scenario):
     for seen in reports[scenario]:
@@ -84,24 +106,32 @@ def test_float32_and_adamw(reports, scenario):
         assert seen["hits"] == [CALLS, CALLS] and seen["misses"] == [{}, {}]
 
 
+@pytest.mark.composes("DDP: `find_unused_parameters`, `join`, communication hooks, checkpoints")
 def test_uneven_inputs_are_joined(reports):
     for rank, seen in enumerate(reports["ddp join"]):
         assert seen["difference"] < TOLERANCE and seen["moved"] > 0.01
         assert seen["hits"] == [CALLS - 6 * rank] * 2 and seen["misses"] == [{}, {}]
 
 
+@pytest.mark.composes("DDP: `find_unused_parameters`, `join`, communication hooks, checkpoints")
 def test_a_communication_hook_gets_eagers_gradients(reports):
     """It rounds them to float16, so that a difference at rounding level may become one of float16."""
     for seen in reports["ddp hook"]:
         assert seen["difference"] < 1e-3 and seen["moved"] > 0.01 and seen["hits"] == [CALLS, CALLS]
 
 
+@pytest.mark.composes("DDP: `find_unused_parameters`, `join`, communication hooks, checkpoints")
 def test_checkpoints_run_the_forward_again(reports):
     for seen in reports["ddp checkpoint"]:
         assert seen["difference"] < TOLERANCE and seen["moved"] > 0.01
         assert seen["hits"] == [2 * CALLS, CALLS] and seen["misses"] == [{}, {}]
 
 
+@pytest.mark.composes(
+    "shards and wrappers (DDP, FSDP1, DataParallel) dispatched themselves",
+    "refused: dispatch what is inside",
+    section="Distributed",
+)
 def test_shards_and_wrappers_are_refused_by_name(reports):
     words = {
         "sharded": "call add_tvm_dispatch before fully_shard",
@@ -121,6 +151,7 @@ def test_compiled_with_the_backend(reports, scenario, graphs):
         assert seen["hits"] == graphs * CALLS and seen["misses"] == []
 
 
+@pytest.mark.composes("FSDP1", "not yet: eager, with a reason", section="Distributed")
 def test_flat_shards_run_eager_with_a_reason(reports):
     for seen in reports["fsdp flat"]:
         assert seen["difference"] == 0 and seen["hits"] == [0, 0] and seen["misses"] == [CALLS, CALLS]

@@ -20,6 +20,11 @@ def runs(tmp_path_factory):
     }
 
 
+@pytest.mark.composes(
+    "`Trainer`: accumulation, clipping, evaluation, save, resume",
+    'works (`on_miss="compile"`)',
+    section="HuggingFace",
+)
 @pytest.mark.parametrize("resume", [False, True])
 def test_the_log_is_eagers(runs, resume):
     """Losses, gradient norms before clipping, evaluations: accumulation over two batches, 30 steps."""
@@ -30,6 +35,7 @@ def test_the_log_is_eagers(runs, resume):
     assert [step for step, name in logged if name == "eval_loss"] == list(range(EVERY, STEPS + 1, EVERY))
 
 
+@pytest.mark.composes("`Trainer`: accumulation, clipping, evaluation, save, resume")
 @pytest.mark.parametrize(("resume", "steps"), [(False, STEPS), (True, EVERY)])
 def test_every_call_is_dispatched(runs, resume, steps):
     evaluations = steps // EVERY
@@ -37,6 +43,7 @@ def test_every_call_is_dispatched(runs, resume, steps):
     assert run.misses == {} and run.hits == [2 * steps + 2 * evaluations]
 
 
+@pytest.mark.composes("`Trainer`: accumulation, clipping, evaluation, save, resume")
 def test_resuming_goes_on_as_if_never_stopped(runs):
     straight, resumed = (losses(runs["dispatched", resume])[-10:] for resume in (False, True))
     assert [a[:2] for a in straight] == [b[:2] for b in resumed]

@@ -102,6 +102,11 @@ def whole(model, batch):
     add_tvm_dispatch(model, dict(batch), on_miss="compile")
 
 
+@pytest.mark.composes(
+    '`Trainer`: whole BERT, GPT-2 (`use_cache=False`), ViT; `model.compile(backend="tvm_dispatch")`',
+    "works",
+    section="HuggingFace",
+)
 @pytest.mark.parametrize(
     ("make", "examples", "options"),
     [
@@ -144,6 +149,7 @@ def test_checkpointed_layers(tmp_path):
     assert stats(layer).hits == 2 * 2 + 2 and not stats(layer).misses
 
 
+@pytest.mark.composes('`Trainer`: whole BERT, GPT-2 (`use_cache=False`), ViT; `model.compile(backend="tvm_dispatch")`')
 def test_a_model_compiled_in_place(tmp_path):
     """``TrainingArguments(torch_compile_backend=...)`` knows no other backends than Accelerate's own list."""
     known = graphs()
@@ -228,6 +234,7 @@ def loop(folder, make, precision, dispatch):
     return losses, model
 
 
+@pytest.mark.composes("Accelerate by hand, low-rank adapters, bfloat16", "works", section="HuggingFace")
 @pytest.mark.parametrize(
     ("make", "precision"), [(with_adapters, "bf16"), (with_adapters, "no")], ids=["bf16", "float32"]
 )

@@ -76,6 +76,11 @@ def test_two_layers_that_share_one_compilation_in_one_graph():
     assert [stats(layer).hits for layer in dispatched] == [1, 1]
 
 
+@pytest.mark.composes(
+    "retained graphs, partial backwards, backward on another thread",
+    "works",
+    section="Autograd, memory, threads",
+)
 def test_retain_graph_and_two_backwards():
     def steps(module):
         torch.manual_seed(0)
@@ -173,6 +178,7 @@ def test_transposed_grad_out():
     torch.testing.assert_close(step(dispatched), step(eager), **TOLERANCE)
 
 
+@pytest.mark.composes("retained graphs, partial backwards, backward on another thread")
 def test_gradients_of_some_inputs_only():
     dispatched, eager = pair(MLP())
     x = rows()
@@ -183,6 +189,7 @@ def test_gradients_of_some_inputs_only():
     assert all(gradient is None for gradient in gradients(dispatched).values())
 
 
+@pytest.mark.composes("double backward, `is_grads_batched`", "a clear error", section="Autograd, memory, threads")
 def test_create_graph_is_a_clear_error():
     """At the first backward or at the second, but never a number."""
     dispatched, _ = pair(MLP())
@@ -316,6 +323,7 @@ def test_hook_on_the_result():
     torch.testing.assert_close(step(dispatched), step(eager), **TOLERANCE)
 
 
+@pytest.mark.composes("retained graphs, partial backwards, backward on another thread")
 def test_backward_on_another_thread():
     """Autograd may run the backward elsewhere; nothing may depend on the thread of the forward."""
     dispatched, eager = pair(MLP(dropout=0.5))

@@ -20,6 +20,12 @@ from bridge.base.guard_failure import MODULE, GuardFailure
 from tests.bridge import settings
 from tests.bridge.settings import shifted
 
+pytestmark = pytest.mark.composes(
+    "attributes, globals, closures, code that forward reads",
+    "constants of the entry; a change is seen",
+    section="Guards",
+)
+
 DROP = nn.Dropout(0.0)
 
 

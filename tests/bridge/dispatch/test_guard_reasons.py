@@ -167,6 +167,7 @@ def pair():
     return module, eager
 
 
+@pytest.mark.composes("attributes, globals, closures, code that forward reads")
 @pytest.mark.parametrize("name", list(CHANGES))
 def test_a_change_is_seen_and_named(pair, name):
     module, eager = pair
@@ -240,6 +241,11 @@ STATES = {
 }
 
 
+@pytest.mark.composes(
+    "autocast, grad mode, inference mode, default dtype, deterministic algorithms",
+    "eager, with a reason that names it",
+    section="Guards",
+)
 @pytest.mark.parametrize("reason", list(STATES))
 def test_interpreter_state(pair, reason):
     module, eager = pair
@@ -250,6 +256,7 @@ def test_interpreter_state(pair, reason):
     assert stats(module).misses[reason] == 1
 
 
+@pytest.mark.composes("the order of the checks", "the cheap and global first", section="Guards")
 def test_the_cheap_and_global_comes_first(pair):
     """A call that differs in everything is named by the first stage; each stage hides the later ones."""
     module, _ = pair
@@ -269,6 +276,7 @@ def test_the_cheap_and_global_comes_first(pair):
         module.scale = 2.0
 
 
+@pytest.mark.composes("the order of the checks")
 def test_order_of_the_checks_on_a_tensor(pair):
     """Shape before type before gradient before strides."""
     module, _ = pair
@@ -290,6 +298,11 @@ def test_state_is_named():
     assert len({name for name, _ in interpreter_state()}) == len(interpreter_state())
 
 
+@pytest.mark.composes(
+    "`torch.func.functional_call`, transforms",
+    "eager, with a reason",
+    section="The module stays the user's",
+)
 def test_functional_call_misses(pair):
     module, eager = pair
     parameters = {name: (parameter * 2) for name, parameter in eager.named_parameters()}
@@ -298,6 +311,7 @@ def test_functional_call_misses(pair):
     assert any("functional_call" in reason for reason in stats(module).misses)
 
 
+@pytest.mark.composes("`torch.func.functional_call`, transforms")
 def test_functorch_transforms_miss(pair):
     module, eager = pair
     batch = rows().detach()[None].expand(3, 5, 6)
@@ -309,6 +323,11 @@ def test_functorch_transforms_miss(pair):
     assert stats(module).misses["functorch transform: compiled for False, called with True"] == 2
 
 
+@pytest.mark.composes(
+    "parametrizations (`weight_norm`, `spectral_norm`)",
+    "dispatched as they are when added",
+    section="The module stays the user's",
+)
 def test_weight_norm_is_dispatched_as_it_is_when_added():
     torch.manual_seed(0)
     module = parametrizations.weight_norm(nn.Linear(6, 4))
@@ -330,6 +349,11 @@ class Writes(nn.Module):
         return self.linear(x) * self.mean
 
 
+@pytest.mark.composes(
+    "inputs that alias each other, a parameter or a buffer",
+    "works, or eager with a reason",
+    section="Guards",
+)
 def test_input_that_aliases_a_buffer_which_the_call_changes():
     """Eager reads the changed values through the argument; a compiled call would read the old ones."""
     torch.manual_seed(0)
@@ -343,6 +367,7 @@ def test_input_that_aliases_a_buffer_which_the_call_changes():
     assert stats(module).hits == 1
 
 
+@pytest.mark.composes("inputs that alias each other, a parameter or a buffer")
 def test_parameter_as_an_argument():
     torch.manual_seed(0)
     module = MLP(6, 6, 6)

@@ -124,6 +124,7 @@ def test_inference_mode():
     torch.testing.assert_close(result.clone(), module(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.composes("requires_grad patterns")
 def test_input_does_not_require_grad():
     check_miss(MLP(), rows(), rows().detach(), "requires_grad|requires grad")
 
@@ -132,6 +133,7 @@ def test_input_requires_grad_where_the_sample_did_not():
     check_miss(MLP(), rows().detach(), rows(), "requires_grad|requires grad")
 
 
+@pytest.mark.composes("requires_grad patterns", "an entry each", section="Guards")
 def test_parameter_frozen_later():
     def change(module):
         module.first.weight.requires_grad_(False)
@@ -170,11 +172,13 @@ def test_positional_instead_of_keyword():
     check_miss(MLP(), {"x": x}, (x,), "structure|keyword|positional|argument")
 
 
+@pytest.mark.composes("numbers, flags, strings among the arguments", "constants of the entry", section="Guards")
 def test_value_of_a_number():
     x, y = rows(), rows().detach()
     check_miss(Sum(), ((x, y), 2.0), ((x, y), 3.0), "value|constant|argument")
 
 
+@pytest.mark.composes("numbers, flags, strings among the arguments")
 def test_type_of_a_number():
     """``True`` equals ``1`` in Python, but not for an operator that looks at the type."""
 
@@ -189,6 +193,7 @@ def test_autocast():
     check_miss(MLP(), rows(), rows(), "autocast", context=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
 
 
+@pytest.mark.composes("hooks on modules inside")
 def test_hook_on_a_submodule():
     seen = []
 

@@ -36,6 +36,11 @@ def test_add_returns_the_module(module):
     assert add_tvm_dispatch(module, rows()) is module
 
 
+@pytest.mark.composes(
+    "`state_dict` keys, `named_parameters`, `repr`, `isinstance`",
+    "unchanged",
+    section="The module stays the user's",
+)
 def test_what_a_user_sees_is_unchanged(module):
     text, keys, kind = repr(module), list(module.state_dict()), type(module)
     parameters = {name: id(parameter) for name, parameter in module.named_parameters()}
@@ -116,6 +121,11 @@ def test_call_methods_that_users_call_directly(module):
     torch.testing.assert_close(actual, eager.forward(rows()), **CLOSE)
 
 
+@pytest.mark.composes(
+    "`deepcopy`, of a trained module too",
+    "the copy computes with its own weights, eager until dispatched itself",
+    section="The module stays the user's",
+)
 def test_deepcopy_is_independent(module):
     eager = copy.deepcopy(module)
     add_tvm_dispatch(module, rows())
@@ -135,6 +145,7 @@ def test_deepcopy_is_independent(module):
     torch.testing.assert_close(original, eager(rows()), **CLOSE)
 
 
+@pytest.mark.composes("`deepcopy`, of a trained module too")
 def test_deepcopy_can_be_dispatched_on_its_own(module):
     add_tvm_dispatch(module, rows())
     copied = copy.deepcopy(module)
@@ -147,6 +158,11 @@ def test_deepcopy_can_be_dispatched_on_its_own(module):
     assert stats(module).hits == 0
 
 
+@pytest.mark.composes(
+    "`pickle`, `torch.save`",
+    "the dispatch is dropped; loads without this package",
+    section="The module stays the user's",
+)
 def test_pickle(module):
     reference = copy.deepcopy(module)
     plain = len(pickle.dumps(module))
@@ -160,6 +176,7 @@ def test_pickle(module):
     assert_same(run(loaded, Call((rows(),))), run(reference, Call((rows(),))), **CLOSE)
 
 
+@pytest.mark.composes("`pickle`, `torch.save`")
 def test_torch_save_and_load(module):
     reference = copy.deepcopy(module)
     add_tvm_dispatch(module, rows())
@@ -208,6 +225,7 @@ def _assign(module):
     module.load_state_dict({key: value * -2 for key, value in module.state_dict().items()}, assign=True)
 
 
+@pytest.mark.composes("`load_state_dict`, optimizer steps, weights replaced")
 @pytest.mark.parametrize("change", [_change_in_place, _change_data, _change_parameter, _assign])
 def test_changed_parameters_are_seen(module, change):
     eager = copy.deepcopy(module)
@@ -246,6 +264,11 @@ def test_weights_untied_later():
     assert_same(run(module, Call((index,))), run(eager, Call((index,))), **CLOSE)
 
 
+@pytest.mark.composes(
+    "hooks on the dispatched module, forward and backward; global hooks",
+    "run as in eager",
+    section="The module stays the user's",
+)
 @pytest.mark.parametrize("always", [False, True])
 def test_forward_hooks_run_as_in_eager(module, always):
     eager = copy.deepcopy(module)
@@ -271,6 +294,7 @@ def test_hooks_with_keyword_arguments(module):
     assert seen == [((), ["x"])] * 2
 
 
+@pytest.mark.composes("hooks on the dispatched module, forward and backward; global hooks")
 def test_backward_hooks_run_as_in_eager(module):
     eager = copy.deepcopy(module)
     add_tvm_dispatch(module, rows())
@@ -284,6 +308,7 @@ def test_backward_hooks_run_as_in_eager(module):
     assert seen[module] == seen[eager] == [1, "after"]
 
 
+@pytest.mark.composes("hooks on the dispatched module, forward and backward; global hooks")
 def test_global_hooks_run_as_in_eager(module):
     eager = copy.deepcopy(module)
     add_tvm_dispatch(module, rows())
@@ -299,6 +324,7 @@ def test_global_hooks_run_as_in_eager(module):
     assert count == len(seen) - count, "a global hook sees every submodule of an eager call"
 
 
+@pytest.mark.composes("`train()`, `eval()`", "an entry each", section="The module stays the user's")
 def test_train_and_eval(module):
     eager = copy.deepcopy(module)
     add_tvm_dispatch(module, rows())
@@ -308,6 +334,11 @@ def test_train_and_eval(module):
     check_as_eager(module, eager, hits=1)
 
 
+@pytest.mark.composes(
+    "`.to(dtype)`",
+    "eager, with a reason; back again: dispatched",
+    section="The module stays the user's",
+)
 def test_to_another_dtype_and_back(module):
     eager = copy.deepcopy(module)
     add_tvm_dispatch(module, rows())

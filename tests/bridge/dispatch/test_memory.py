@@ -50,6 +50,7 @@ def grown() -> dict[str, tuple[int, int, int]]:
     return {name: measure(name, rows=11, width=16, **fewer.get(name, {})) for name in WORKLOADS}
 
 
+@pytest.mark.composes("300 steps", "flat memory", section="Autograd, memory, threads")
 def test_resident_memory_is_flat():
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         measured = pool.submit(grown).result()
@@ -58,6 +59,7 @@ def test_resident_memory_is_flat():
     assert max(growth.values()) <= ALLOWED, growth
 
 
+@pytest.mark.composes("`del module`")
 def test_a_step_leaves_nothing_behind(module):
     """Result, graph, argument and grad_out are gone when their last name is, as in eager: no cycle holds them."""
     module(rows()).sum().backward()
@@ -93,6 +95,11 @@ def test_a_result_outlives_its_graph(module):
     torch.testing.assert_close(y.detach(), expected, rtol=0, atol=0)
 
 
+@pytest.mark.composes(
+    "`del module`",
+    "frees its code; nothing keeps it, a graph or a grad_out alive",
+    section="Autograd, memory, threads",
+)
 def test_the_module_dies_with_its_last_name():
     module = add_tvm_dispatch(MLP(dropout=0.5), rows())
     module(rows()).sum().backward()
@@ -102,6 +109,7 @@ def test_the_module_dies_with_its_last_name():
     assert own() is None and child() is None
 
 
+@pytest.mark.composes("`del module`")
 def test_compiled_code_dies_with_the_last_module_that_uses_it():
     clear_cache()
     first = add_tvm_dispatch(MLP(6, 11), rows())

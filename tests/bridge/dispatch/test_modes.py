@@ -28,6 +28,11 @@ def check(module, eager, x):
     assert_same(run(module, Call((x,))), run(eager, Call((x,))), **CLOSE)
 
 
+@pytest.mark.composes(
+    "`no_grad` entries under `inference_mode`; evaluation in a training loop",
+    'works; with `on_miss="compile"` by itself',
+    section="Guards",
+)
 def test_an_entry_without_gradients_serves_no_grad_and_inference_mode(pair):
     module, eager = pair
     with torch.no_grad():
@@ -81,6 +86,8 @@ def test_code_that_asks_for_the_grad_mode_has_an_entry_for_each():
     assert "adds an entry" in repr(stats(module)), "what to do about misses is said where they are read"
 
 
+@pytest.mark.composes("`no_grad` entries under `inference_mode`; evaluation in a training loop")
+@pytest.mark.composes("`train()`, `eval()`")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_inside_a_training_loop(pair, mode):
     module, eager = pair
@@ -136,6 +143,7 @@ def test_a_refused_addition_leaves_the_options(pair):
     assert sum(stats(module).misses.values()) == 1
 
 
+@pytest.mark.composes("`register_backward_hook`, the deprecated kind", "eager, with a reason", section="Guards")
 def test_a_backward_hook_of_the_deprecated_kind_runs_eager(pair):
     """It is handed the gradients of the last operator's inputs, and the compiled call has no such operator."""
     seen = []

@@ -39,6 +39,11 @@ def check(module: nn.Module, eager: nn.Module, x: torch.Tensor) -> None:
     assert_same(run(module, Call((x,))), run(eager, Call((x,))), **CLOSE)
 
 
+@pytest.mark.composes(
+    "batches of varying length in a loop",
+    "eight entries; the least recently used one leaves, with a warning",
+    section='`on_miss="compile"`',
+)
 def test_batches_of_varying_length_in_a_loop():
     """Lengths come back: each is compiled once, every call after the first of its length is a hit."""
     torch.manual_seed(0)
@@ -54,6 +59,7 @@ def test_batches_of_varying_length_in_a_loop():
     assert [entry.hits for entry in stats(module).entries] == [3, 2, 3]
 
 
+@pytest.mark.composes("batches of varying length in a loop")
 def test_the_least_recently_used_entry_leaves(caplog):
     module = Scale()
     eager = copy.deepcopy(module)
@@ -98,6 +104,7 @@ class Counted(Scale):
         return torch.rand(()) * x * self.weight
 
 
+@pytest.mark.composes("a call that eager itself refuses", "fails as in eager, counted", section='`on_miss="compile"`')
 @pytest.mark.parametrize("bad", [(torch.ones(4, 7),), (), (torch.ones(4, 6), 3)], ids=["shape", "none", "too many"])
 def test_a_call_that_eager_refuses_fails_as_in_eager_and_is_counted(bad):
     module = Counted()
@@ -171,6 +178,7 @@ def test_error_names_the_reason_and_leaves_the_module_usable():
     assert stats(module).hits == 1 and not stats(module).misses
 
 
+@pytest.mark.composes("`dynamic_shapes=`", "dimensions that vary: refused by name", section='`on_miss="compile"`')
 def test_dynamic_shapes_are_refused_by_name():
     """And the refusal says what to do instead (more in test_dynamic_shapes)."""
     with pytest.raises(UnsupportedModule, match=r"dynamic_shapes\['x'\]\[0\].*batch[^$]*on_miss"):

@@ -51,6 +51,11 @@ def check_rounds(module: nn.Module, eager: nn.Module, count: int) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.composes(
+    "two threads: two modules, one module; adding beside them",
+    "works",
+    section="Autograd, memory, threads",
+)
 def test_two_modules_from_two_threads():
     """Equal modules share one compiled program; each call has a frame of its own."""
     torch.manual_seed(0)
@@ -64,6 +69,7 @@ def test_two_modules_from_two_threads():
     assert [stats(module).hits for module, _ in pairs] == [ROUNDS, ROUNDS]
 
 
+@pytest.mark.composes("two threads: two modules, one module; adding beside them")
 def test_one_module_from_two_threads():
     torch.manual_seed(0)
     eager = MLP()
@@ -108,6 +114,7 @@ class Transformed(Rows):
             return self.module(super().__getitem__(index))
 
 
+@pytest.mark.composes("forked DataLoader workers", "works", section="Autograd, memory, threads")
 @pytest.mark.parametrize("context", ["fork"])
 def test_data_loader_workers_of_a_process_with_a_dispatched_module(context):
     """The parent has compiled and called its module; workers are forked and the training goes on."""
@@ -124,6 +131,7 @@ def test_data_loader_workers_of_a_process_with_a_dispatched_module(context):
     assert seen == 8 and stats(module).hits == 9
 
 
+@pytest.mark.composes("forked DataLoader workers")
 def test_dispatched_module_inside_forked_workers():
     torch.manual_seed(0)
     eager = MLP()
@@ -156,6 +164,11 @@ def child_ends_well(action: Callable[[], None]) -> bool:
     return status == 0
 
 
+@pytest.mark.composes(
+    "a train step and adding in a forked child",
+    "works with one thread, as in eager",
+    section="Autograd, memory, threads",
+)
 def test_a_train_step_in_a_forked_child():
     """The parent has used its OpenMP threads, which the child does not have."""
     torch.manual_seed(0)
@@ -194,6 +207,7 @@ class Slow(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.composes("a train step and adding in a forked child")
 def test_a_fork_in_the_middle_of_another_threads_capture():
     """It waits for the capture: the child would find the process half changed and the lock held by nobody."""
     reached = threading.Event()

@@ -43,6 +43,7 @@ def pair():
     return module, copy.deepcopy(module)
 
 
+@pytest.mark.composes("nested dispatch (outer and inner), a layer used twice in one forward")
 def test_a_layer_used_twice_in_one_forward(pair):
     module, eager = pair
     add_tvm_dispatch(module.inner, rows())
@@ -50,6 +51,11 @@ def test_a_layer_used_twice_in_one_forward(pair):
     assert stats(module.inner).hits == 2
 
 
+@pytest.mark.composes(
+    "nested dispatch (outer and inner), a layer used twice in one forward",
+    "works",
+    section="The module stays the user's",
+)
 def test_inner_then_outer(pair):
     """The outer call runs the whole; when it misses, the inner dispatch takes its part."""
     module, eager = pair
@@ -66,6 +72,7 @@ def test_inner_then_outer(pair):
     assert stats(module.inner).hits == 4
 
 
+@pytest.mark.composes("nested dispatch (outer and inner), a layer used twice in one forward")
 def test_outer_then_inner(pair):
     module, eager = pair
     add_tvm_dispatch(module, rows())
@@ -78,6 +85,11 @@ def test_outer_then_inner(pair):
     assert stats(module).hits == 3
 
 
+@pytest.mark.composes(
+    "adding twice, removing twice, removing while a graph is alive",
+    "works",
+    section="The module stays the user's",
+)
 def test_add_twice_and_remove_twice(pair):
     module, eager = pair
     add_tvm_dispatch(module, rows())
@@ -88,6 +100,7 @@ def test_add_twice_and_remove_twice(pair):
     check(module, eager, rows())
 
 
+@pytest.mark.composes("adding twice, removing twice, removing while a graph is alive")
 def test_remove_while_a_graph_is_alive(pair):
     module, eager = pair
     x, y = rows(), rows()
@@ -112,6 +125,11 @@ def test_removal_frees_what_was_compiled(pair):
     assert entry() is None
 
 
+@pytest.mark.composes(
+    "a `forward` set on the instance",
+    "dispatched as it is when added",
+    section="The module stays the user's",
+)
 def test_forward_set_on_the_instance_before():
     """What ``module(x)`` runs is captured, whoever put it there."""
     torch.manual_seed(0)
@@ -133,6 +151,7 @@ def test_forward_set_on_the_instance_before():
     assert list(stats(module).misses) == ["forward of the module was replaced"]
 
 
+@pytest.mark.composes("EMA copies, `AveragedModel`")
 def test_averaged_model(pair):
     """The average is a plain copy with weights of its own; it can be evaluated at any time."""
     module, eager = pair
@@ -148,6 +167,11 @@ def test_averaged_model(pair):
     assert stats(module).hits == 3
 
 
+@pytest.mark.composes(
+    "hooks on modules inside",
+    "refused when added; registered later: eager, with a reason",
+    section="The module stays the user's",
+)
 def test_hook_on_an_inner_module_is_refused_at_add_time(pair):
     module, _ = pair
     module.inner.first.register_forward_hook(lambda *_: None)
@@ -204,6 +228,11 @@ INPUTS = {
 }
 
 
+@pytest.mark.composes(
+    "views, overlapping, expanded, strided, empty and 0-d inputs and grad_outs",
+    "works, or eager with a reason",
+    section="Guards",
+)
 @pytest.mark.parametrize("name", list(INPUTS))
 def test_arguments_of_every_layout(name):
     torch.manual_seed(0)
@@ -231,6 +260,7 @@ GRAD_OUTS = {
 }
 
 
+@pytest.mark.composes("views, overlapping, expanded, strided, empty and 0-d inputs and grad_outs")
 @pytest.mark.parametrize("name", list(GRAD_OUTS))
 def test_grad_outs_of_every_layout(name):
     torch.manual_seed(0)
@@ -254,6 +284,11 @@ def test_inference_tensor_is_left_to_eager():
     assert list(stats(module).misses) == ["inference tensor args[0]: autograd cannot save it"]
 
 
+@pytest.mark.composes(
+    "`load_state_dict`, optimizer steps, weights replaced",
+    "seen by the next call",
+    section="The module stays the user's",
+)
 def test_load_state_dict_reaches_buffers_and_parameters():
     torch.manual_seed(0)
     module, other = Counting(), Counting()

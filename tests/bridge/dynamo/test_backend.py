@@ -64,6 +64,11 @@ def train(model, call, kind):
     return losses, torch.get_rng_state()
 
 
+@pytest.mark.composes(
+    "BERT, ResNet in training",
+    "works, forward and backward in TVM",
+    section='`torch.compile(model, backend="tvm_dispatch")`',
+)
 @pytest.mark.parametrize("kind", ["bert", "resnet"])
 def test_trains_with_eagers_losses_forward_and_backward_in_tvm(kind, monkeypatch):
     runs = []
@@ -100,6 +105,7 @@ def test_without_grad_only_a_forward():
     assert graph.stats.hits == 1 and graph.stats.entries[0].backward is None
 
 
+@pytest.mark.composes("autocast, `no_grad` regions, inference mode")
 def test_inference_mode_between_training_steps():
     """Results are inference tensors, and so are the arguments of the graph behind the break."""
 
@@ -143,6 +149,7 @@ def test_eval_and_train_of_one_module():
     assert total(made_since(known)) == (3, Counter())
 
 
+@pytest.mark.composes("graph breaks", "works", section='`torch.compile(model, backend="tvm_dispatch")`')
 def test_each_side_of_a_graph_break_is_a_graph():
     def function(a):
         b = a.sin()
@@ -153,6 +160,11 @@ def test_each_side_of_a_graph_break_is_a_graph():
     assert [graph.stats.hits for graph in found] == [1, 1]
 
 
+@pytest.mark.composes(
+    "changing sizes",
+    'an entry each, eight (`options={"max_entries": …}`)',
+    section='`torch.compile(model, backend="tvm_dispatch")`',
+)
 def test_sizes_that_become_symbolic_are_compiled_one_by_one():
     known = graphs()
     compiled = torch.compile(lambda a: F.dropout(a.softmax(-1)) * a.shape[0], backend="tvm_dispatch")
@@ -180,6 +192,11 @@ def test_more_sizes_than_are_kept_run_eager(caplog):
     assert len(caplog.records) == 1
 
 
+@pytest.mark.composes(
+    "autocast, `no_grad` regions, inference mode",
+    "works",
+    section='`torch.compile(model, backend="tvm_dispatch")`',
+)
 def test_autocast_around_the_call():
     def function(a):
         return (a @ a.T).double() * 2
@@ -196,6 +213,7 @@ def test_autocast_around_the_call():
     assert total(made_since(known)) == (1, Counter())
 
 
+@pytest.mark.composes("autocast, `no_grad` regions, inference mode")
 def test_regions_without_grad_and_with_autocast():
     def function(a):
         with torch.no_grad():
@@ -238,6 +256,11 @@ def only_miss(found):
     return reason
 
 
+@pytest.mark.composes(
+    "unsupported operators, custom Functions, `torch.cond`",
+    "that graph runs eager, with a reason (`bridge.dynamo.backend.graphs()`)",
+    section='`torch.compile(model, backend="tvm_dispatch")`',
+)
 def test_a_graph_that_is_not_supported_runs_eager_and_says_why(caplog):
     with caplog.at_level(logging.WARNING, "bridge.dynamo"):
         found = compare(lambda a: torch.linalg.eigvals(a @ a.T).abs().sum() * a, x(3, 3))
@@ -266,6 +289,7 @@ class Tripled(torch.autograd.Function):
         return 3 * grad
 
 
+@pytest.mark.composes("unsupported operators, custom Functions, `torch.cond`")
 def test_a_custom_function_runs_eager():
     assert "higher-order" in only_miss(compare(lambda a: Tripled.apply(a) * 2, x(3, 4)))
 
@@ -334,6 +358,11 @@ def test_a_checkpointed_region_keeps_its_masks_where_it_runs_eager():
 # numbers among the arguments
 
 
+@pytest.mark.composes(
+    "numbers that change at every call",
+    "one entry where that is exact, otherwise constants",
+    section='`torch.compile(model, backend="tvm_dispatch")`',
+)
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_number_that_changes_at_every_call_is_compiled_once(dynamic, dtype):
@@ -391,6 +420,11 @@ def test_a_number_read_from_a_tensor_that_the_graph_computes_runs_eager():
 # torch.func inside
 
 
+@pytest.mark.composes(
+    "`torch.func` inside",
+    "that graph runs eager",
+    section='`torch.compile(model, backend="tvm_dispatch")`',
+)
 @pytest.mark.parametrize(
     "function",
     [

@@ -54,6 +54,11 @@ def assert_same(function, eager, data, seeds=(0, 1)):
 # a dispatched layer inside of what is compiled
 
 
+@pytest.mark.composes(
+    "a dispatched layer inside a model compiled afterwards, by any backend",
+    "runs its own code, a graph break on either side; under `fullgraph=True` a clear error",
+    section='`torch.compile(model, backend="tvm_dispatch")`',
+)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "tvm_dispatch"])
 def test_a_dispatched_layer_runs_its_own_code_inside_a_compiled_model(backend):
     model, eager, data = Around(), Around(), x(5, 4)
@@ -115,6 +120,7 @@ def test_hooks_on_a_dispatched_layer_inside_a_compiled_model():
     assert stats(model.layer).hits == 2
 
 
+@pytest.mark.composes("a dispatched layer inside a model compiled afterwards, by any backend")
 def test_one_graph_around_a_dispatched_layer_is_refused_and_says_what_to_do():
     model, data = Around(), x(5, 4)
     add_tvm_dispatch(model.layer, data)
@@ -192,6 +198,11 @@ def test_dispatch_takes_a_compiled_module_over(how):
     assert stats(model).hits == 1
 
 
+@pytest.mark.composes(
+    "dispatching a module after its own `module.compile()`",
+    "refused",
+    section='`torch.compile(model, backend="tvm_dispatch")`',
+)
 def test_a_module_whose_own_call_is_compiled_is_refused():
     model = nested()
     model.compile(backend="eager")

@@ -75,12 +75,18 @@ def assert_close_enough(ours, eager, exact) -> dict[str, tuple[float, float]]:
     return found
 
 
+@pytest.mark.composes("bfloat16, float16, float64 modules", "works", section="Precision")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("make", "inputs"), [(lambda: MLP(dropout=0.5), rows), (convolutions, images)])
 def test_half_precision_modules(make, inputs, dtype):
     check_module(make, inputs, dtype=dtype)
 
 
+@pytest.mark.composes(
+    '`torch.autocast("cpu")`, regions inside forward',
+    "works; the backward runs without autocast",
+    section="Precision",
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("make", "inputs"),
@@ -169,6 +175,7 @@ class Region(nn.Module):
         return y * 2 + z
 
 
+@pytest.mark.composes('`torch.autocast("cpu")`, regions inside forward')
 @pytest.mark.parametrize("around", [False, True])
 @pytest.mark.parametrize("inside", [False, True])
 def test_regions(around, inside):
@@ -191,6 +198,7 @@ def test_a_grad_mode_inside_a_region_is_refused():
             add_tvm_dispatch(Region(True, no_grad=True), rows())
 
 
+@pytest.mark.composes('`torch.autocast("cpu")`, regions inside forward')
 def test_backward_inside_autocast():
     """Eager warns against it, but defines it: the backward's own operators are cast then; compiled code is not."""
     torch.manual_seed(0)
@@ -205,6 +213,7 @@ def test_backward_inside_autocast():
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.03, atol=0.03)
 
 
+@pytest.mark.composes("`GradScaler`, scaled losses", "works", section="Precision")
 @pytest.mark.parametrize("overflow", [False, True])
 def test_scaled_losses(overflow):
     """``GradScaler``: the same steps are taken, and the same ones skipped, with the same scale afterwards."""

@@ -76,6 +76,7 @@ MODULES = {
 }
 
 
+@pytest.mark.composes("autocast: LSTM, GRU, einsum, attention with a learned bias", "works", section="Precision")
 @pytest.mark.parametrize("name", MODULES)
 def test_operators_inside_which_autocast_casts(name):
     torch.manual_seed(0)

@@ -12,6 +12,12 @@ from torch import nn
 from bridge import UnsupportedModule, add_tvm_dispatch, examine, stats
 from tests.bridge import settings
 
+pytestmark = pytest.mark.composes(
+    "Python state that forward changes, Python's or numpy's randomness in it",
+    "refused by name",
+    section="The module stays the user's",
+)
+
 COUNT = 0
 LOG = []
 CACHE = {}
