@@ -1,6 +1,6 @@
 """Bytes saved for the backward: eager, ours by strategy, and torch's own min-cut partitioner.
 
-    python -m benchmarks.memory              the table; nothing is compiled
+    python -m benchmarks.memory              the table; nothing is compiled; --json FILE writes its rows
     python -m benchmarks.memory --plans      what min_cut saves in every row, and why
     python -m benchmarks.memory --measure    min_cut measured on a dispatched call, not read from the plan
     python -m benchmarks.memory --peak       peak memory of training steps of a 12-layer BERT
@@ -13,14 +13,14 @@ anyway: parameters, buffers, the input, and what the module returns. Float32, tr
 from __future__ import annotations
 
 import argparse
-import platform
 import warnings
 from dataclasses import dataclass
-
-import torch
-import tvm
+from pathlib import Path
+from typing import Any
 
 from benchmarks.memory_blocks import BLOCKS, TRANSFORMERS, make
+from benchmarks.results import Results, machine, versions
+from benchmarks.tables import FORMS, header, line
 from bridge import add_tvm_dispatch, lower
 from bridge.show.memory.compare import SavedBytes, saved_bytes
 from bridge.show.memory.measure import kept_bytes, saved_for_backward
@@ -58,14 +58,19 @@ def measure(name: str, dispatched: bool = False) -> Row:
     return Row(name, saved, min_cut, lowered.plan.table())
 
 
-def line(row: Row) -> str:
-    """The row in Markdown: MiB, then ratios."""
+def numbers(row: Row) -> dict[str, Any]:
+    """The row as `benchmarks.tables` wants it, bytes as they are."""
     saved = row.saved
-    ways = (saved.eager, saved.save_all, saved.torch_min_cut, row.min_cut, saved.inputs_only)
-    shape = "x".join(map(str, BLOCKS[row.name][1]))
-    mebibytes = ["" if way is None else f"{way / 2**20:.2f}" for way in ways]
-    shares = ["" if way is None else f"{way / saved.eager:.3f}" for way in ways[1:]]
-    return "| " + " | ".join([row.name, shape, *mebibytes, *shares, saved.torch_note]) + " |"
+    return {
+        "module": row.name,
+        "input": "x".join(map(str, BLOCKS[row.name][1])),
+        "eager_bytes": saved.eager,
+        "save_all_bytes": saved.save_all,
+        "torch_min_cut_bytes": saved.torch_min_cut,
+        "min_cut_bytes": row.min_cut,
+        "inputs_bytes": saved.inputs_only,
+        "note": saved.torch_note,
+    }
 
 
 def beyond(row: Row) -> str:
@@ -92,16 +97,18 @@ def beyond(row: Row) -> str:
     )
 
 
-def saved_table(only: str, plans: bool, dispatched: bool) -> None:
-    """Prints the table, then what misses a goal."""
-    ways = ["eager", "save_all", "torch's min-cut", "**min_cut**", "recompute_all"]
-    header = ["module", "input", *(f"{way} MiB" for way in ways), *(f"{way} / eager" for way in ways[1:])]
-    print("| " + " | ".join([*header, "torch's graph"]) + " |\n|---|---" + "|---:" * (len(header) - 2) + "|---|")
+def saved_table(only: str, plans: bool, dispatched: bool, file: Path | None) -> None:
+    """Prints the table, then what misses a goal; ``file`` gets the rows as JSON."""
+    columns = FORMS["memory"]
+    print(header(columns))
     rows = []
     for name in BLOCKS:
         if only in name:
             rows.append(measure(name, dispatched))
-            print(line(rows[-1]), flush=True)
+            print(line(columns, numbers(rows[-1])), flush=True)
+    if file:
+        command = f"python -m benchmarks.memory{' --measure' if dispatched else ''}"
+        Results.of("memory", command, [numbers(row) for row in rows]).save(file)
     above = [row for row in rows if row.name in TRANSFORMERS and row.share > GOAL]
     worse = [row for row in rows if row.saved.torch_min_cut is not None and row.min_cut > row.saved.torch_min_cut]
     print(f"\nabove torch's min-cut: {', '.join(row.name for row in worse) or 'no row'}")
@@ -123,10 +130,10 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=128, help="of --peak (default %(default)s)")
     parser.add_argument("--curve", metavar="NAME", help="bytes against recomputed flops of a row of this name instead")
     parser.add_argument("--plot", metavar="FILE", help="draw the curve, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table's rows there, too")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    versions = f"torch {torch.__version__}, TVM {tvm.__version__}, {torch.get_num_threads()} threads"
-    print(f"{versions}, {platform.machine()}\n")
+    print(f"{versions()}; {machine()}\n")
     if options.peak:
         from benchmarks.peak import peak_table
 
@@ -136,7 +143,7 @@ def main() -> None:
 
         curve_table(options.curve, options.plot)
     else:
-        saved_table(options.only, options.plans, options.measure)
+        saved_table(options.only, options.plans, options.measure, options.json)
 
 
 if __name__ == "__main__":

@@ -3,22 +3,21 @@
 The peers take turns in one process (A B C A B C ...), each on a copy of the same module with the same input; the table
 shows medians and ratios. These are shared machines: read the ratios, not the milliseconds.
 
-    python -m benchmarks.train_blocks --compile
+    python -m benchmarks.train_blocks --compile --json benchmarks/results/train_blocks.json
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import platform
 import statistics
 import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
-import tvm
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, ConvNextConfig, GPT2Config, LlamaConfig
@@ -27,6 +26,8 @@ from transformers.models.convnext.modeling_convnext import ConvNextLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from benchmarks.results import Results, Row, machine, versions
+from benchmarks.tables import FORMS, header, line
 from bridge import add_tvm_dispatch, stats
 from bridge.compile import clear_cache
 
@@ -142,8 +143,8 @@ def library_products(module: nn.Module, x: Tensor, grad: Tensor) -> Callable[[],
     return run
 
 
-def measure(name: str, rounds: int, with_compile: bool) -> list[str]:
-    """One row of the table."""
+def measure(name: str, rounds: int, with_compile: bool) -> Row:
+    """One row of the table: medians in milliseconds, first steps in seconds."""
     make, shape = BLOCKS[name]
     torch.manual_seed(0)
     eager = make().train()
@@ -153,14 +154,14 @@ def measure(name: str, rounds: int, with_compile: bool) -> list[str]:
     started = time.perf_counter()
     add_tvm_dispatch(dispatched, x)
     step(dispatched, x, grad)
-    first = {"ours": time.perf_counter() - started}
+    row: Row = {"block": name, "ours_first_s": time.perf_counter() - started}
     peers = {"eager": eager, "ours": dispatched}
     if with_compile:
         compiled = torch.compile(copy.deepcopy(eager))
         started = time.perf_counter()
         step(compiled, x, grad)
-        first["torch.compile"] = time.perf_counter() - started
-        peers["torch.compile"] = compiled
+        row["torch_compile_first_s"] = time.perf_counter() - started
+        peers["torch_compile"] = compiled
     runs = {peer: partial(step, module, x, grad) for peer, module in peers.items()}
     runs["products"] = library_products(eager, x, grad)
     times: dict[str, list[float]] = {peer: [] for peer in runs}
@@ -168,14 +169,7 @@ def measure(name: str, rounds: int, with_compile: bool) -> list[str]:
         for peer, run in runs.items():
             times[peer].append(run())
     assert not stats(dispatched).misses, stats(dispatched)
-    median = {peer: 1e3 * statistics.median(values[WARM_UP:]) for peer, values in times.items()}
-    ours = median["ours"]
-    row = [name, f"{median['eager']:.2f}", f"{ours:.2f}", f"{ours / median['eager']:.2f}"]
-    row += [f"{median['products']:.2f}", f"{ours / median['products']:.2f}"]
-    if with_compile:
-        row += [f"{median['torch.compile']:.2f}", f"{ours / median['torch.compile']:.2f}"]
-    row.append(f"{first['ours']:.1f}")
-    return [*row, f"{first['torch.compile']:.1f}"] if with_compile else row
+    return row | {f"{peer}_ms": 1e3 * statistics.median(values[WARM_UP:]) for peer, values in times.items()}
 
 
 def main() -> None:
@@ -183,17 +177,20 @@ def main() -> None:
     parser.add_argument("--only", default="", help="blocks whose name contains this")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--compile", action="store_true", help="torch.compile as a third peer")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    versions = f"torch {torch.__version__}, TVM {tvm.__version__}, {torch.get_num_threads()} threads"
-    print(f"forward + backward, float32, medians of {options.rounds}; {versions}, {platform.machine()}\n")
-    header = ["block", "eager ms", "ours ms", "ours / eager", "torch's products ms", "ours / products"]
-    header += ["torch.compile ms", "ours / torch.compile"] if options.compile else []
-    header += ["ours first step s"] + (["torch.compile first step s"] if options.compile else [])
-    print("| " + " | ".join(header) + " |\n|---" + "|---:" * (len(header) - 1) + "|")
+    print(f"forward + backward, float32, medians of {options.rounds}; {versions()}; {machine()}\n")
+    columns = FORMS["blocks"]
+    print(header(columns))
+    rows = []
     for name in BLOCKS:
         if options.only in name:
-            print("| " + " | ".join(measure(name, options.rounds, options.compile)) + " |", flush=True)
+            rows.append(measure(name, options.rounds, options.compile))
+            print(line(columns, rows[-1]), flush=True)
+    if options.json:
+        command = f"python -m benchmarks.train_blocks{' --compile' if options.compile else ''}"
+        Results.of("train_blocks", command, rows).save(options.json)
 
 
 if __name__ == "__main__":

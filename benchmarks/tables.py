@@ -1,0 +1,147 @@
+"""Tables of numbers: JSON results → Markdown between markers in README.md and docs/numbers.md.
+
+    python -m benchmarks.train_blocks --compile --json benchmarks/results/train_blocks.json
+    python -m benchmarks.tables
+
+A marker names the form of the table and the results: ``<!-- table: blocks train_blocks -->``; all that stands between
+it and ``<!-- end of table -->`` is written anew.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import FOLDER, Results, Row
+
+__all__ = ["FORMS", "PAGES", "Column", "header", "line", "main", "markdown", "written"]
+
+ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "README.md", ROOT / "docs" / "numbers.md")
+_MARKED = re.compile(r"(<!-- table: (\w+) (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its title, a row's value (``None``: not measured, shown as ``-``), and how a number is written."""
+
+    title: str
+    value: Callable[[Row], Any]
+    form: str = ""
+    bold: bool = False
+
+    def cell(self, row: Row) -> str:
+        """The text of the cell."""
+        value = self.value(row)
+        text = "-" if value is None else format(value, self.form)
+        return f"**{text}**" if self.bold and value is not None else text
+
+
+def number(title: str, key: str, form: str = ".2f") -> Column:
+    """A measured number as it is."""
+    return Column(title, lambda row: row.get(key), form)
+
+
+def ratio(title: str, key: str, other: str, form: str = ".2f", bold: bool = True) -> Column:
+    """The quotient of two measured numbers."""
+
+    def value(row: Row) -> float | None:
+        above, below = row.get(key), row.get(other)
+        return None if above is None or below is None else above / below
+
+    return Column(title, value, form, bold)
+
+
+def mebibytes(title: str, way: str) -> Column:
+    """Bytes, shown in MiB."""
+
+    def value(row: Row) -> float | None:
+        count = row.get(f"{way}_bytes")
+        return None if count is None else count / 2**20
+
+    return Column(title, value, ".2f")
+
+
+_BLOCK = Column("block", lambda row: row["block"])
+_WAYS = {"save_all": "save_all", "torch_min_cut": "torch's min-cut", "min_cut": "min_cut", "inputs": "recompute_all"}
+
+#: By name, the columns of a table.
+FORMS: dict[str, tuple[Column, ...]] = {
+    "short": (
+        _BLOCK,
+        number("eager ms", "eager_ms"),
+        number("ours ms", "ours_ms"),
+        ratio("ours / eager", "ours_ms", "eager_ms"),
+        ratio("ours / torch.compile", "ours_ms", "torch_compile_ms"),
+    ),
+    "blocks": (
+        _BLOCK,
+        number("eager ms", "eager_ms"),
+        number("ours ms", "ours_ms"),
+        ratio("ours / eager", "ours_ms", "eager_ms"),
+        number("torch.compile ms", "torch_compile_ms"),
+        ratio("ours / torch.compile", "ours_ms", "torch_compile_ms"),
+        number("torch's products ms", "products_ms"),
+        ratio("ours / products", "ours_ms", "products_ms", bold=False),
+        number("ours, first step s", "ours_first_s", ".1f"),
+        number("torch.compile, first step s", "torch_compile_first_s", ".1f"),
+    ),
+    "memory": (
+        Column("module", lambda row: row["module"]),
+        Column("input", lambda row: row["input"]),
+        mebibytes("eager MiB", "eager"),
+        *(mebibytes(f"{title} MiB", way) for way, title in _WAYS.items()),
+        *(
+            ratio(f"{title} / eager", f"{way}_bytes", "eager_bytes", ".3f", bold=way == "min_cut")
+            for way, title in _WAYS.items()
+        ),
+        Column("torch's graph", lambda row: row.get("note", "")),
+    ),
+}
+
+
+def header(columns: Sequence[Column]) -> str:
+    """The two lines above the rows; columns of numbers are right-aligned."""
+    rule = "".join("---:|" if column.form else "---|" for column in columns)
+    return f"| {' | '.join(column.title for column in columns)} |\n|{rule}"
+
+
+def line(columns: Sequence[Column], row: Row) -> str:
+    """One row."""
+    return f"| {' | '.join(column.cell(row) for column in columns)} |"
+
+
+def markdown(form: str, results: Results) -> str:
+    """The table without columns that no row has a value for, then one line on where the numbers are from."""
+    columns = [column for column in FORMS[form] if any(column.value(row) not in (None, "") for row in results.rows)]
+    lines = [header(columns), *(line(columns, row) for row in results.rows)]
+    origin = f"`{results.command}`; {results.machine}; {results.versions}."
+    return "\n".join([*lines, "", " ".join([origin, results.note]).strip(), ""])
+
+
+def written(text: str, folder: Path = FOLDER) -> str:
+    """A page's text with every marked table written anew.
+
+    Raises:
+        KeyError: a marker names a form that is not in ``FORMS``.
+        FileNotFoundError: a marker names results that are not in ``folder``.
+    """
+
+    def table(found: re.Match[str]) -> str:
+        opening, form, name, closing = found.groups()
+        return f"{opening}{markdown(form, Results.load(folder / f'{name}.json'))}{closing}"
+
+    return _MARKED.sub(table, text)
+
+
+def main() -> None:
+    """Writes the pages."""
+    for page in PAGES:
+        page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
