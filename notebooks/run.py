@@ -22,6 +22,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
+from notebooks.svg import small_svg
+
 __all__ = ["NAMES", "execute", "pair", "source", "tidy"]
 
 HERE = Path(__file__).parent
@@ -29,7 +31,6 @@ HERE = Path(__file__).parent
 NAMES = ("bert_on_tvm", "training_through_tvm", "your_own_recurrent_cell", "when_it_does_not_work")
 #: Seconds for one cell: a guard against a kernel that hangs, not a limit of speed.
 CELL_LIMIT = 600
-_HUNDREDTHS = re.compile(r"(\.\d\d)\d+")
 
 
 def source(name: str) -> NotebookNode:
@@ -80,7 +81,7 @@ def tidy(notebook: NotebookNode) -> NotebookNode:
                 output.text = _without_machine(output.text)
             data = output.get("data", {})
             if "image/svg+xml" in data:
-                data["image/svg+xml"] = _small_svg(data["image/svg+xml"])
+                data["image/svg+xml"] = small_svg(data["image/svg+xml"])
             if len(data) > 1:  # the richest form is the one that is shown
                 data.pop("text/plain", None)
             for kind in ("text/plain", "text/html"):
@@ -95,15 +96,6 @@ def _without_machine(text: str) -> str:
     text = re.sub(r"[^\s'\"(]*/site-packages/", "", text)
     text = text.replace(f"{HERE.parent}{os.sep}", "")
     return re.sub(r" at 0x[0-9a-f]+", "", text)
-
-
-def _small_svg(svg: str) -> str:
-    """Without the comments and tool tips that graphviz writes, and the time that matplotlib notes."""
-    svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"<title>.*?</title>\s*", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
-    # whole hundredths of a point are enough for lines and places, not for the numbers that a picture shows
-    return re.sub(r' (?:d|points|x|y|transform)="[^"]*"', lambda found: _HUNDREDTHS.sub(r"\1", found[0]), svg)
 
 
 def main() -> None:

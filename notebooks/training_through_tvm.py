@@ -15,7 +15,7 @@
 # # Training through TVM
 #
 # PyTorch records a graph while the forward runs and walks it backwards. Here both directions are compiled before the
-# first step: the forward is captured, differentiated as a graph, cleaned, and cut in two. This notebook follows one
+# first step: the forward is traced, differentiated as a graph, cleaned, and cut in two. This notebook follows one
 # BertLayer through every stage, with a picture of each, and ends in a training loop that does not know about any of
 # it.
 
@@ -124,13 +124,13 @@ def size(function):
     return sum(1 for _ in bindings(function))
 
 
-function, sweep = lowered["joint"].function, 0
+function, turn = lowered["joint"].function, 0
 while True:
-    before, sweep = function, sweep + 1
+    before, turn = function, turn + 1
     for apply in PASSES:
         old, function = function, apply(function)
         if function is not old:
-            print(f"sweep {sweep}: {apply.__name__:<34} {size(old):>4} -> {size(function)} bindings")
+            print(f"turn {turn}: {apply.__name__:<34} {size(old):>4} -> {size(function)} bindings")
     if function is before:
         break
 assert size(function) == lowered["cleaned"].size
@@ -154,7 +154,8 @@ visualize(lowered, "cleaned")
 # %% [markdown]
 # ## The split, and the captures
 #
-# Cut along the colour: the forward returns its output *and* what is blue, the backward takes that and the `grad_out`.
+# Cut along the colour: the forward returns its output *and* what is blue, the captures (autograd's "residuals"); the
+# backward takes those and the `grad_out`.
 
 # %%
 for name, part in (("forward", lowered.forward), ("backward", lowered.backward)):
@@ -164,9 +165,6 @@ print(f"{len(captures)} captures, {lowered.plan.bytes:,} bytes; the largest:")
 for saved in sorted(captures, key=lambda saved: -saved.bytes)[:4]:
     print(f"  {saved.name:<24} {saved.dtype} {saved.shape}: {saved.reason}")
 assert len(results(lowered.forward)) == lowered.num_results + len(captures)
-
-# %%
-visualize(lowered, "split backward")
 
 # %% [markdown]
 # ## The autograd Function by hand
@@ -191,9 +189,9 @@ class Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *primals):
         values = run_forward(list(primals))
-        kept = [primals[index] for index in lowered.plan.saved_primals]
-        kept += [values[index] for index in lowered.plan.saved_outputs]
-        ctx.save_for_backward(*kept, *values[lowered.num_results :])
+        saved = [primals[index] for index in lowered.plan.saved_primals]
+        saved += [values[index] for index in lowered.plan.saved_outputs]
+        ctx.save_for_backward(*saved, *values[lowered.num_results :])
         ctx.count = len(primals)
         return values[0]
 
@@ -333,20 +331,24 @@ print(saved_bytes(smaller, layer, (x,)))
 # %% [markdown]
 # ## What the minimum cut changed
 #
-# `save_all` keeps whatever is read. But GELU's input gives GELU's output back in one cheap kernel, and a mask of
+# `save_all` saves whatever is read. But GELU's input gives GELU's output back in one cheap kernel, and a mask of
 # bytes the same mask in floats. `"min_cut"`, the default, weighs every value by its bytes and cuts where the sum is
-# least; matrix products and reductions are never computed twice. Amber is what the backward computes again.
+# least; matrix products and reductions are never computed twice. The rest is recomputed in the backward.
 
 # %%
 print(f"save_all {lowered.plan.bytes:,} bytes in {len(lowered.plan.captures)} captures")
 print(f"min_cut  {smaller.plan.bytes:,} bytes in {len(smaller.plan.captures)} captures,", end=" ")
-print(f"{len(smaller.plan.recomputed)} operations computed again")
-kept = {saved.name for saved in smaller.plan.captures}
-print("no longer kept:", *(f"{saved.name} ({saved.op})" for saved in captures if saved.name not in kept), sep="\n  ")
+print(f"{len(smaller.plan.recomputed)} operations recomputed")
+still = {saved.name for saved in smaller.plan.captures}
+print("no longer saved:", *(f"{saved.name} ({saved.op})" for saved in captures if saved.name not in still), sep="\n  ")
 assert smaller.plan.bytes < lowered.plan.bytes
 
+# %% [markdown]
+# On half a layer it fits a screen: red runs forward, blue is saved, amber is computed again in the backward.
+
 # %%
-visualize(smaller, "split")
+half = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64), torch.nn.Dropout(0.1))
+visualize(lower(half, x), "split")
 
 # %% [markdown]
 # Every saved value has a reason:
@@ -357,7 +359,7 @@ for saved in smaller.plan.captures:
 
 # %% [markdown]
 # A budget goes further: fewer bytes, more work. (`partition=MinCut(budget=0.3)` for a fraction of what `save_all`
-# keeps.)
+# saves.)
 
 # %%
 from partition import curve

@@ -58,7 +58,7 @@ x = torch.randn(6, 6)
 print(examine(Spectral(), x))
 
 # %% [markdown]
-# ## Refusals
+# ## Unsupported modules
 #
 # What a graph cannot hold is refused when the dispatch is added, not discovered in epoch three: a branch on a value,
 # Python state that `forward` changes, an argument that it overwrites. The module is then exactly as it was.
@@ -91,8 +91,8 @@ for kind in (Branches, Counts, Overwrites):
     before = dict(vars(module))
     try:
         add_tvm_dispatch(module, x.clone())
-    except UnsupportedModule as refusal:
-        print(kind.__name__, *refusal.ops, sep="\n  ", end="\n\n")
+    except UnsupportedModule as unsupported:
+        print(kind.__name__, *unsupported.ops, sep="\n  ", end="\n\n")
     assert dict(vars(module)) == before
 
 # %% [markdown]
@@ -259,7 +259,7 @@ assert torch.allclose(y, z)
 # %% [markdown]
 # ## Memory
 #
-# Too much is kept for the backward? `explain` says what, and why. A budget, a fraction of what `"save_all"` captures,
+# Too much is saved for the backward? `explain` says what, and why. A budget, a fraction of what `"save_all"` captures,
 # makes the backward compute more again; if it cannot be reached, a note says so. Results do not change: the forward
 # is the same under every strategy, bit for bit.
 
@@ -276,22 +276,22 @@ strategies = {
     "budget 0.2, products too": MinCut(budget=0.2, allow_matmul_recompute=True),
     "recompute_all": "recompute_all",
 }
-kept, outputs = {"eager": eager_saved_bytes(block, (x,))}, []
+saved, outputs = {"eager": eager_saved_bytes(block, (x,))}, []
 for name, strategy in strategies.items():
     dispatched = add_tvm_dispatch(copy.deepcopy(block), x, partition=strategy)
     torch.manual_seed(0)
     outputs.append(dispatched(x).detach())
     entry = explain(dispatched).entries[0]
-    kept[name] = entry.kept_bytes
+    saved[name] = entry.kept_bytes
     print(f"{name:<25} {entry.plan.bytes:>7,} bytes captured, {len(entry.plan.recomputed):>2} operations again")
     for note in entry.plan.notes:
         print(f"  note: {note.split('. ')[0]}")
 figure, axes = plt.subplots(figsize=(6, 2.4), layout="constrained")
-axes.barh(list(kept), [count / 1024 for count in kept.values()], color=["tab:gray"] + ["tab:blue"] * len(strategies))
+axes.barh(list(saved), [count / 1024 for count in saved.values()], color=["tab:gray"] + ["tab:blue"] * len(strategies))
 axes.invert_yaxis()
-axes.set(xlabel="KiB kept for the backward, masks included")
+axes.set(xlabel="KiB saved for the backward, masks included")
 assert all(torch.equal(outputs[0], other) for other in outputs)
-assert kept["min_cut"] < kept["save_all"] and kept["recompute_all"] < kept["budget 0.2, products too"]
+assert saved["min_cut"] < saved["save_all"] and saved["recompute_all"] < saved["budget 0.2, products too"]
 
 # %% [markdown]
 # A *policy* decides about single values: it is asked about each, and answers `"save"`, `"recompute"` or nothing.

@@ -66,7 +66,7 @@ x = torch.randn(BATCH, STEPS, WIDTH, requires_grad=True)
 # %% [markdown]
 # ## Unrolling
 #
-# The number of time steps is a shape, and shapes are static: the captured graph has no loop. It is the loop's body,
+# The number of time steps is a shape, and shapes are static: the traced graph has no loop. It is the loop's body,
 # once per time step. Everything that follows sees one long straight line of code, and may move things between time
 # steps.
 

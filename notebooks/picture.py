@@ -1,6 +1,6 @@
-"""The README's picture: forward and backward of a small residual block, as ``visualize`` draws them.
+"""The README's picture: a small residual block → its forward and backward as SVG, drawn by ``visualize``.
 
-``python -m benchmarks.picture notebooks/split.svg`` (needs graphviz itself, the program ``dot``)
+``python -m notebooks.picture docs/split.svg`` writes it; it needs graphviz itself, the program ``dot``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bridge import lower, visualize
+from notebooks.svg import small_svg
 
 
 class Block(nn.Module):
@@ -30,13 +31,13 @@ class Block(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("path", type=Path, help="the SVG file to write")
     path = parser.parse_args().path
     torch.manual_seed(0)
     lowered = lower(Block(256), torch.randn(64, 256, requires_grad=True))
     picture = visualize(lowered, "split", kernels=True)
-    path.write_bytes(picture.pipe(format="svg"))
+    path.write_text(small_svg(picture.pipe(format="svg", encoding="utf-8")), encoding="utf-8")
     print(f"{path}: {path.stat().st_size} bytes, {len(lowered.plan.captures)} captures")
 
 
