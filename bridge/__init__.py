@@ -9,6 +9,8 @@ from bridge.show.explain import explain
 from bridge.show.report import Report
 from bridge.show.visualize import visualize
 
+__version__ = "0.1.0"
+
 __all__ = [
     "CompilationError",
     "Coverage",
@@ -18,6 +20,7 @@ __all__ = [
     "Report",
     "Unsupported",
     "UnsupportedModule",
+    "__version__",
     "add_tvm_dispatch",
     "examine",
     "explain",
