@@ -123,7 +123,7 @@ def _short(value: float, digits: int = 1) -> str:
 
 def _plot(root: Element) -> str:
     """Matplotlib: styles as attributes, ids only where they are used, one family of fonts, numbers to a tenth."""
-    used = set(re.findall(r"#(\w+)", ElementTree.tostring(root, encoding="unicode")))
+    used = set(re.findall(r'(?:href="|url\()#(\w+)', ElementTree.tostring(root, encoding="unicode")))
     short = {name: f"i{index}" for index, name in enumerate(sorted(used))}
     styled = {f"#{element.get('id')}": _styles(element) for element in root.iter("path")}
     for element in root.iter("use"):  # what a marker defines for itself, its uses cannot change

@@ -1,39 +1,106 @@
-"""What the README promises is backed by tests: every test that it names exists."""
+"""README and docs say what is so: links and paths exist, examples run, generated parts are up to date, sizes hold."""
 
 from __future__ import annotations
 
-import ast
+import importlib.util
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from benchmarks.results import FOLDER, Results
+from benchmarks.tables import FORMS, PAGES, markdown, written
+
 ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "notebooks" / "README.md"])
+TOP = "bridge autodiff partition tests docs benchmarks examples notebooks".split()
 
 
-def named_tests() -> list[str]:
-    """``test_file::test_name``, or ``test_file`` for all of its tests; a name alone is of the file named before it."""
-    section = (ROOT / "README.md").read_text().partition("## What composes with what")[2].partition("\n## ")[0]
-    found = []
-    for line in section.splitlines():
-        file = ""
-        for name in re.findall(r"`((?:\w+/)?test_\w+(?:::test_\w+)?)`", line.rpartition(" | ")[2]):
-            is_file = "::" in name or (ROOT / "tests" / "bridge" / f"{name}.py").exists()
-            file = name.partition("::")[0] if is_file else file
-            found.append(name if is_file else f"{file}::{name}")
-    return found
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", named_tests())
-def test_a_test_that_the_readme_names_exists(name):
-    file, _, function = name.partition("::")
-    tree = ast.parse((ROOT / "tests" / "bridge" / f"{file}.py").read_text())
-    functions = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    assert function in functions if function else any(name.startswith("test_") for name in functions)
+def code_blocks(path: Path) -> list[str]:
+    """The Python blocks at the margin of a page."""
+    return re.findall(r"^```python\n(.*?)^```$", text_of(path), re.DOTALL | re.MULTILINE)
 
 
-def test_every_row_names_a_test():
-    section = (ROOT / "README.md").read_text().partition("## What composes with what")[2].partition("\n## ")[0]
-    rows = [line for line in section.splitlines() if line.startswith("| ") and not line.startswith(("| with", "| **"))]
-    assert len(rows) > 30
-    assert all("test_" in row.rpartition(" | ")[2] for row in rows)
+def anchors(path: Path) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", text_of(path), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_paths_and_modules_exist(path):
+    text = re.sub(r"^ *```.*?^ *```$", "", text_of(path), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not target.startswith(("http://", "https://")):
+            file, _, anchor = target.partition("#")
+            linked = (path.parent / file).resolve() if file else path
+            assert linked.exists(), target
+            assert not anchor or anchor in anchors(linked), target
+    for named in re.findall(rf"`((?:{'|'.join(TOP)})/[\w./]*)`", text):
+        assert (ROOT / named).exists(), named
+    for module in re.findall(rf"python -m ((?:{'|'.join(TOP)})[\w.]*)", text_of(path)):
+        assert importlib.util.find_spec(module), module
+    targets = re.findall(r"^(\w+):", text_of(ROOT / "Makefile"), re.MULTILINE)
+    assert set(re.findall(r"(?:`|^    )make ([\w-]+)", text, re.MULTILINE)) <= set(targets)
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_bytes()) < 8000
+
+
+def test_every_page_is_reached_from_the_readme():
+    reached, new = set(), {ROOT / "README.md"}
+    while new:
+        page = new.pop()
+        reached.add(page)
+        linked = {(page.parent / file).resolve() for file in re.findall(r"\]\(([\w./]+\.md)", text_of(page))}
+        new |= linked - reached
+    assert set((ROOT / "docs").glob("*.md")) <= reached
+
+
+def test_the_example_of_the_readme_trains():
+    names: dict = {}
+    exec(compile(code_blocks(ROOT / "README.md")[0], "README.md", "exec"), names)
+    found = names["stats"](names["model"])
+    assert (found.hits, sum(found.misses.values())) == (10, 0)
+
+
+def test_the_tools_that_the_docs_show_work():
+    for block in code_blocks(ROOT / "docs" / "seeing_inside.md"):
+        exec(compile(block, "seeing_inside.md", "exec"), {})
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_tables_are_those_of_the_results(path):
+    assert "<!-- table: " in text_of(path)
+    assert written(text_of(path)) == text_of(path), "python -m benchmarks.tables"
+
+
+def test_results_come_back_as_they_were_saved(tmp_path):
+    results = Results.of("train_blocks", "python -m benchmarks.train_blocks", [{"block": "one", "eager_ms": 2.0}])
+    results.save(tmp_path / "one.json")
+    assert Results.load(tmp_path / "one.json") == results
+    assert {Results.load(path).benchmark for path in FOLDER.glob("*.json")} <= {"train_blocks", "memory"}
+
+
+def test_a_table_leaves_out_what_was_not_measured():
+    rows = [{"block": "one", "eager_ms": 2.0, "ours_ms": 1.0}, {"block": "two", "eager_ms": 2.0, "ours_ms": None}]
+    table = markdown("short", Results("train_blocks", "command", "machine", "versions", rows)).splitlines()
+    assert table[0] == "| block | eager ms | ours ms | ours / eager |"
+    assert table[2:4] == ["| one | 2.00 | 1.00 | **0.50** |", "| two | 2.00 | - | - |"]
+    assert set(FORMS) == {form for page in PAGES for form in re.findall(r"<!-- table: (\w+)", text_of(page))}
+
+
+def test_sizes():
+    """The tree stays light to clone, and notebooks light to show."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    sizes = {name: (ROOT / name).stat().st_size for name in listed.stdout.split("\0") if (ROOT / name).is_file()}
+    assert sum(sizes.values()) < 2.5 * 2**20
+    assert sum(size for name, size in sizes.items() if name.endswith(".ipynb")) < 300_000
