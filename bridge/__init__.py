@@ -9,7 +9,7 @@ from bridge.show.explain import explain
 from bridge.show.report import Report
 from bridge.show.visualize import visualize
 
-__version__ = "0.1.0"
+__version__: str = "0.1.0"
 
 __all__ = [
     "CompilationError",

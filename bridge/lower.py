@@ -27,6 +27,7 @@ from bridge.state.snapshot import PythonState
 from bridge.verify.check import Check, check
 from bridge.verify.inputs import stage_inputs
 from bridge.verify.repro import save_repro
+from partition import Strategy
 
 __all__ = ["Lowered", "lower"]
 
@@ -65,7 +66,7 @@ def lower(
     sample_input: Any,
     *,
     sample_kwargs: dict[str, Any] | None = None,
-    partition: Any = DEFAULT_PARTITION,
+    partition: str | Strategy = DEFAULT_PARTITION,
 ) -> Lowered:
     """Lowers ``module(sample)`` without compiling or changing anything; see the module's docstring for the stages.
 

@@ -7,7 +7,7 @@ and pickles are plain modules.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import tvm
 from torch import nn
@@ -18,9 +18,12 @@ from bridge.dispatch.dispatcher import Dispatcher
 from bridge.dispatch.outer_compiler import mark, unmark
 from bridge.dispatch.stats import DispatchStats
 from bridge.lowering.pipeline import DEFAULT_PARTITION
+from partition import Strategy
 from partition.cut import resolve as resolve_strategy
 
 __all__ = ["add_tvm_dispatch", "remove_tvm_dispatch", "stats"]
+
+Module = TypeVar("Module", bound=nn.Module)
 
 ON_MISS = ("eager", "compile", "error")
 _ATTRIBUTE = "_compiled_call_impl"
@@ -32,15 +35,15 @@ def _dispatcher(module: nn.Module) -> Dispatcher | None:
 
 
 def add_tvm_dispatch(
-    module: nn.Module,
+    module: Module,
     sample_input: Any,
     *,
     sample_kwargs: dict[str, Any] | None = None,
-    partition: Any = DEFAULT_PARTITION,
-    on_miss: str = "eager",
-    target: tvm.target.Target | str | dict | None = None,
+    partition: str | Strategy = DEFAULT_PARTITION,
+    on_miss: Literal["eager", "compile", "error"] = "eager",
+    target: tvm.target.Target | str | dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
-) -> nn.Module:
+) -> Module:
     """Compiles a call of ``module``, forward and backward, and dispatches matching calls to it from now on.
 
     A call matches if everything that was compiled still holds: structure, shapes, dtypes and strides of the
@@ -119,7 +122,7 @@ def add_tvm_dispatch(
     return module
 
 
-def remove_tvm_dispatch(module: nn.Module) -> nn.Module:
+def remove_tvm_dispatch(module: Module) -> Module:
     """Takes the dispatch off ``module`` and frees what was compiled; a module without one is returned as it is.
 
     Graphs of earlier calls hold what they need and can still run backward.
