@@ -6,7 +6,7 @@
     python -m benchmarks.memory --peak       peak memory of training steps of a 12-layer BERT
     python -m benchmarks.memory --curve bert [--plot out.png]    bytes against recomputed flops, budget by budget
 
-What counts, for all alike: distinct storages that are kept for the backward, dropout masks included; not what is alive
+What counts, for all alike: distinct storages that are saved for the backward, dropout masks included; not what is alive
 anyway: parameters, buffers, the input, and what the module returns. Float32, train mode.
 """
 
