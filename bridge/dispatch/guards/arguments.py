@@ -62,7 +62,8 @@ class ArgumentGuard:
 
     def quick(self, args: tuple, kwargs: dict[str, Any], inference: bool) -> list[torch.Tensor] | None:
         """The argument tensors if the arguments look exactly like the sample; ``None`` to ask :meth:`match`."""
-        leaves = self._structure.leaves(args, kwargs)
+        is_flat = not kwargs and len(args) == self._structure.flat_count
+        leaves = [*args] if is_flat else self._structure.leaves(args, kwargs)
         if leaves is None:
             return None
         tensors = leaves
@@ -119,6 +120,8 @@ class _Structure:
         self._keywords = list(spec.child(1).context)
         self._shape = [_shape_of(part, i) for part in spec.children() for i in range(part.num_children)]
         self._is_flat = not any(self._shape)
+        #: Number of arguments where they are all positional leaves: then their number is all there is to compare.
+        self.flat_count = self._num_positional if self._is_flat and not self._keywords else None
 
     def leaves(self, args: tuple, kwargs: dict[str, Any]) -> list[Any] | None:
         """The leaves if the structure is the sample's."""

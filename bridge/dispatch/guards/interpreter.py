@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -59,17 +60,18 @@ MODES = (
 GRAD, INFERENCE = 0, 1
 _NAMES = [mode.name for mode in MODES]
 _READS = [mode.read for mode in MODES]
+_call = getattr(operator, "call", lambda read: read())  # in C since Python 3.11
 _SHOWN = [(i, mode.show) for i, mode in enumerate(MODES) if mode.show is not _as_it_is]
 
 
 def read_modes() -> tuple[Any, ...]:
     """The value of each of ``MODES``."""
-    return tuple([read() for read in _READS])
+    return tuple(map(_call, _READS))
 
 
 def interpreter_state() -> tuple[tuple[str, Any], ...]:
     """The global state that changes what a module computes: name and value of each mode."""
-    values = [read() for read in _READS]
+    values = list(map(_call, _READS))
     for i, show in _SHOWN:
         values[i] = show(values[i])
     return tuple(zip(_NAMES, values, strict=True))
