@@ -149,7 +149,13 @@ from partition import build_graph, coloring
 
 graph = build_graph(lowered["cleaned"].function, lowered.num_primals, lowered.num_results)
 print(Counter(coloring(graph).values()))
-visualize(lowered, "cleaned")
+
+# %% [markdown]
+# Drawn for the second half of the layer, where it fits a screen:
+
+# %%
+half = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64), torch.nn.Dropout(0.1))
+visualize(lower(half, x, partition="save_all"), "cleaned")
 
 # %% [markdown]
 # ## The split, and the captures
@@ -344,10 +350,9 @@ print("no longer saved:", *(f"{saved.name} ({saved.op})" for saved in captures i
 assert smaller.plan.bytes < lowered.plan.bytes
 
 # %% [markdown]
-# On half a layer it fits a screen: red runs forward, blue is saved, amber is computed again in the backward.
+# The same half of the layer: red runs forward, blue is saved, amber is recomputed in the backward.
 
 # %%
-half = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64), torch.nn.Dropout(0.1))
 visualize(lower(half, x), "split")
 
 # %% [markdown]
