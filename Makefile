@@ -2,9 +2,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TORCH_VENV := .venv-torch-$(VERSION)
 ARGS ?=
 
-.PHONY: train test lint wheel clean
+.PHONY: train test test-torch lint wheel clean
 
 # The main job: train a small BERT eager and dispatched, side by side (ARGS="--help" lists the options).
 train: $(STAMP)
@@ -13,6 +14,18 @@ train: $(STAMP)
 # Two workers with one OpenMP thread each: threads that wait for one another across workers cost minutes.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+# The same tests with another torch, in an environment of its own: make test-torch VERSION=2.15.0 [PYTHON=python3.13]
+test-torch: $(TORCH_VENV)/.installed
+	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -n 2 $(ARGS)
+
+$(TORCH_VENV)/.installed: pyproject.toml constraints.txt
+	test -n "$(VERSION)" || { echo "which torch? make test-torch VERSION=2.15.0"; exit 2; }
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet torch==$(VERSION)
+	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt torch==$(VERSION) -e ".[dev]"
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -28,4 +41,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache build dist *.egg-info
+	rm -rf $(VENV) .venv-torch-* .pytest_cache .ruff_cache .mypy_cache build dist *.egg-info

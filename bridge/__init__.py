@@ -1,5 +1,9 @@
 """A training-time bridge from PyTorch to Apache TVM: forward and backward in TVM, the training loop unchanged."""
 
+from bridge.base.python_build import refuse_free_threaded
+
+refuse_free_threaded()  # before anything that relies on the lock is imported
+
 from bridge.base.errors import CompilationError, DispatchMiss, Unsupported, UnsupportedModule
 from bridge.dispatch.api import add_tvm_dispatch, remove_tvm_dispatch, stats
 from bridge.dispatch.stats import DispatchStats

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bridge import UnsupportedModule
-from tests.bridge import parity
+from tests.bridge import compare
 from tests.bridge.compare import Call
 from tests.sweep import __main__ as program
 from tests.sweep import moduleinfo, opinfo, zoo
@@ -75,8 +75,8 @@ def crashes(module, sample_input, **options):
     ],
 )
 def test_verdicts(monkeypatch, bridge, hits, status, named):
-    monkeypatch.setattr(parity, "add_tvm_dispatch", bridge)
-    monkeypatch.setattr(parity, "stats", lambda module: SimpleNamespace(hits=hits, misses=Counter()))
+    monkeypatch.setattr(compare, "add_tvm_dispatch", bridge)
+    monkeypatch.setattr(compare, "stats", lambda module: SimpleNamespace(hits=hits, misses=Counter()))
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
     verdict = check(module, rows())
     assert verdict.status == status
