@@ -5,13 +5,10 @@ from bridge.base.python_build import refuse_free_threaded
 refuse_free_threaded()  # before anything that relies on the lock is imported
 
 from bridge.base.errors import CompilationError, DispatchMiss, Unsupported, UnsupportedModule
-from bridge.dispatch.api import add_tvm_dispatch, remove_tvm_dispatch, stats
-from bridge.dispatch.stats import DispatchStats
+from bridge.dispatch import DispatchStats, add_tvm_dispatch, remove_tvm_dispatch, stats
 from bridge.examine import Coverage, examine
 from bridge.lower import Lowered, lower
-from bridge.show.explain import explain
-from bridge.show.report import Report
-from bridge.show.visualize import visualize
+from bridge.show import Report, explain, visualize
 
 __version__: str = "0.1.0"
 

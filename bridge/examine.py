@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from bridge.base.errors import Unsupported, UnsupportedModule
-from bridge.capture.capture import capture
-from bridge.capture.sample import normalize_sample
-from bridge.lowering.pipeline import lower_captured
-from bridge.state.snapshot import PythonState
+from bridge.capture import capture, normalize_sample
+from bridge.lowering import lower_captured
+from bridge.state import PythonState
 
 __all__ = ["Coverage", "examine"]
 

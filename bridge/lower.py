@@ -18,15 +18,10 @@ from torch import nn
 
 from bridge.base.errors import CompilationError
 from bridge.base.modes import ambient_autocast
-from bridge.capture.capture import capture
-from bridge.capture.eager_error import raise_if_eager_raises
-from bridge.capture.sample import normalize_sample
-from bridge.lowering.lowered import LoweredCall, Sample
-from bridge.lowering.pipeline import DEFAULT_PARTITION, lower_captured
-from bridge.state.snapshot import PythonState
-from bridge.verify.check import Check, check
-from bridge.verify.inputs import stage_inputs
-from bridge.verify.repro import save_repro
+from bridge.capture import capture, normalize_sample, raise_if_eager_raises
+from bridge.lowering import DEFAULT_PARTITION, LoweredCall, Sample, lower_captured
+from bridge.state import PythonState
+from bridge.verify import Check, check, save_repro, stage_inputs
 from partition import Strategy
 
 __all__ = ["Lowered", "lower"]

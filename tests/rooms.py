@@ -37,7 +37,7 @@ BRIDGE = (
     "examine",
     "__init__",
 )
-"""Rooms and loose files of ``bridge/``; each imports only from those before it."""
+"""Rooms and loose files of ``bridge/``; each imports only from those before it, through their ``__init__``."""
 
 COMPILE = ("loop_ir", "codegen", "schedule", "passes", "translate", "cpu", "runtime", "pipeline", "__init__")
 """Rooms of ``bridge/compile/``, likewise."""
@@ -69,6 +69,15 @@ class Tree:
                 if ranks[1] > ranks[0]:
                     found.append(f"{importer} imports {imported}")
         return found
+
+    def past_a_face(self) -> list[str]:
+        """Imports from another room of ``bridge/`` that do not go through its ``__init__``; base has no such face."""
+        return [
+            f"{importer} imports {imported}"
+            for importer, imported in self.imports
+            if imported.count(".") > 1 and self.room(importer) != self.room(imported) != "base"
+            if imported.startswith("bridge.")
+        ]
 
     def circles(self) -> list[list[str]]:
         """Groups of modules that import one another."""
@@ -106,10 +115,22 @@ def _imported(importer: str, path: Path, files: dict[str, Path]) -> Iterator[str
                 module = ".".join([*base, *([module] if module else [])])
             for alias in node.names:
                 name = f"{module}.{alias.name}"
-                if name in files:
+                if name in files and alias.name not in _offered(module, files):
                     yield name
                 elif module in files:
                     yield module
+
+
+def _offered(package: str, files: dict[str, Path]) -> set[str]:
+    """What the ``__all__`` of a package's face lists: a name there may be a function called like its file."""
+    if files[package].name != "__init__.py":
+        return set()
+    return {
+        entry
+        for node in ast.parse(files[package].read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        for entry in ast.literal_eval(node.value)
+    }
 
 
 def main() -> int:
@@ -131,6 +152,7 @@ def main() -> int:
     problems = [
         *found.backward("bridge", BRIDGE),
         *found.backward("bridge.compile", COMPILE),
+        *(f"{line}, past its room's face" for line in found.past_a_face()),
         *(f"a circle: {' '.join(circle)}" for circle in found.circles()),
         *(f"{module} has {n} lines" for module, n in found.lines.items() if n > MOST_LINES),
     ]

@@ -12,6 +12,10 @@ def test_no_import_runs_backward(prefix, order):
     assert tree().backward(prefix, order) == []
 
 
+def test_rooms_are_entered_through_their_faces():
+    assert tree().past_a_face() == []
+
+
 def test_packages_import_one_way():
     below = {"autodiff": ("partition", "bridge"), "partition": ("bridge",)}
     pairs = [(a, b) for a, b in tree().imports if b.split(".")[0] in below.get(a.split(".")[0], ())]

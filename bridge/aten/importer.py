@@ -30,8 +30,7 @@ from autodiff.library import call as library_call
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.torch_internals import ELEMENTWISE_TYPE_PROMOTION_KIND, HigherOrderOperator, elementwise_dtypes
-from bridge.capture.captured import Captured
-from bridge.capture.passes.stop_gradient import where_is
+from bridge.capture import Captured, where_is
 
 __all__ = ["Imported", "Importer", "import_graph", "relax_dtype"]
 

@@ -12,7 +12,7 @@ from bridge.aten.registry import UnsupportedUse, converts
 from bridge.aten.subgradients import clamp_at_bound, fmax_prefers_first
 from bridge.aten.whole import whole
 from bridge.base.torch_internals import aten
-from bridge.capture.passes.stop_gradient import STOP_GRADIENT
+from bridge.capture import STOP_GRADIENT
 
 op = relax.op
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bridge.aten.registry import converts
-from bridge.capture.passes.preserved_ops import UPSAMPLES
+from bridge.capture import UPSAMPLES
 
 __all__: list[str] = []
 

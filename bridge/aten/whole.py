@@ -15,7 +15,7 @@ import torch
 from autodiff.ir import Expr, shape
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import aten, pytree
-from bridge.capture.passes.preserved_ops import WHOLE
+from bridge.capture import WHOLE
 
 __all__ = ["describe", "whole"]
 

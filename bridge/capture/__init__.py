@@ -1,1 +1,35 @@
 """Capture: a module's call to a functional ATen graph, checked against a fake run and an eager run."""
+
+from bridge.capture.capture import capture
+from bridge.capture.captured import Captured
+from bridge.capture.dynamic_shapes import refuse_dynamic
+from bridge.capture.eager_error import raise_if_eager_raises
+from bridge.capture.fake_run import fake_run
+from bridge.capture.observation import Draw, Observation, Output
+from bridge.capture.passes.preserved_ops import UPSAMPLES, WHOLE
+from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
+from bridge.capture.preconditions import check_call
+from bridge.capture.sample import normalize_sample
+from bridge.capture.thread_isolation import capturing
+from bridge.capture.tracing import is_capturing, is_traced_here, one_capture_at_a_time
+
+__all__ = [
+    "STOP_GRADIENT",
+    "UPSAMPLES",
+    "WHOLE",
+    "Captured",
+    "Draw",
+    "Observation",
+    "Output",
+    "capture",
+    "capturing",
+    "check_call",
+    "fake_run",
+    "is_capturing",
+    "is_traced_here",
+    "normalize_sample",
+    "one_capture_at_a_time",
+    "raise_if_eager_raises",
+    "refuse_dynamic",
+    "where_is",
+]

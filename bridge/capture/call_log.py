@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bridge.base.errors import Unsupported, is_user_file, line_of
 from bridge.base.torch_internals import is_tracked_by_functorch, storage_id
-from bridge.state.values import constant_key
+from bridge.state import constant_key
 
 __all__ = ["CallSequence", "differences"]
 

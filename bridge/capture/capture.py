@@ -38,9 +38,7 @@ from bridge.capture.passes.stop_gradient import prepare
 from bridge.capture.preconditions import check_call
 from bridge.capture.random_nodes import draws_by_origin, match_draws
 from bridge.capture.thread_isolation import capturing
-from bridge.state.generators import generators_put_back
-from bridge.state.snapshot import PythonState
-from bridge.state.tensors import module_tensors
+from bridge.state import PythonState, generators_put_back, module_tensors
 
 __all__ = ["capture"]
 

@@ -11,7 +11,7 @@ from torch import fx
 from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import pytree
 from bridge.capture.observation import Draw, Observation, Output
-from bridge.state.tensors import ModuleTensor
+from bridge.state import ModuleTensor
 
 __all__ = ["Captured"]
 

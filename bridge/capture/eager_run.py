@@ -24,7 +24,7 @@ from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.observation import Observation
 from bridge.capture.observe import observe
 from bridge.capture.tracing import times_asked
-from bridge.state.tensors import ModuleTensor, once_per_owner
+from bridge.state import ModuleTensor, once_per_owner
 
 __all__ = ["as_in_eager", "real_run"]
 

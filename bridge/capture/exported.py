@@ -16,7 +16,7 @@ from bridge.base.modes import modes_put_back
 from bridge.base.torch_internals import pytree
 from bridge.capture.inplace_rules import CHANGES_ARGUMENT
 from bridge.capture.passes.recurrent import lstm_as_in_eager
-from bridge.state.tensors import ModuleTensor
+from bridge.state import ModuleTensor
 
 __all__ = ["NotExportedError", "constants", "export", "placeholders", "requiring_grad", "results_and_mutations"]
 

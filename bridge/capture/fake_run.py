@@ -12,7 +12,7 @@ from torch import nn
 from bridge.base.torch_internals import FakeTensorMode, clear_fake_memo, pytree
 from bridge.capture.observation import Observation
 from bridge.capture.observe import observe
-from bridge.state.tensors import ModuleTensor, once_per_owner
+from bridge.state import ModuleTensor, once_per_owner
 
 __all__ = ["FakeRun", "fake_run", "forget_real_tensors"]
 

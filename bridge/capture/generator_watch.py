@@ -15,7 +15,7 @@ import torch
 from bridge.base.errors import user_line
 from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.tracing import note_change_of_generator
-from bridge.state.generators import moved_generators
+from bridge.state import moved_generators
 
 __all__ = ["generator_watch", "unwatched"]
 

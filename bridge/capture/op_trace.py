@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bridge.base.torch_internals import unset_fake_temporarily
-from bridge.state.values import constant_key
+from bridge.state import constant_key
 
 __all__ = ["OpTrace"]
 

@@ -10,8 +10,7 @@ from torch import nn
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.pytrees import leaf_names
 from bridge.base.torch_internals import pytree
-from bridge.state.module import hooks_of
-from bridge.state.tensors import tensor_problem
+from bridge.state import hooks_of, tensor_problem
 
 __all__ = ["CACHES", "NO_CACHE", "check_call"]
 

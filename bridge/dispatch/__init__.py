@@ -1,1 +1,18 @@
 """Dispatch: entries, guards and the autograd Function behind a module's call."""
+
+from bridge.dispatch.api import add_tvm_dispatch, remove_tvm_dispatch, stats
+from bridge.dispatch.dispatcher import MAX_ENTRIES, require_capturable
+from bridge.dispatch.entry import Entry
+from bridge.dispatch.guards import interpreter_state
+from bridge.dispatch.stats import DispatchStats
+
+__all__ = [
+    "MAX_ENTRIES",
+    "DispatchStats",
+    "Entry",
+    "add_tvm_dispatch",
+    "interpreter_state",
+    "remove_tvm_dispatch",
+    "require_capturable",
+    "stats",
+]

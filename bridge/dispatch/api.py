@@ -12,12 +12,11 @@ from typing import Any, Literal, TypeVar
 import tvm
 from torch import nn
 
-from bridge.capture.dynamic_shapes import refuse_dynamic
-from bridge.capture.sample import normalize_sample
+from bridge.capture import normalize_sample, refuse_dynamic
 from bridge.dispatch.dispatcher import Dispatcher
 from bridge.dispatch.outer_compiler import mark, unmark
 from bridge.dispatch.stats import DispatchStats
-from bridge.lowering.pipeline import DEFAULT_PARTITION
+from bridge.lowering import DEFAULT_PARTITION
 from partition import Strategy
 from partition.cut import resolve as resolve_strategy
 

@@ -19,7 +19,7 @@ from bridge.base.errors import DispatchMiss, Unsupported, UnsupportedModule, is_
 from bridge.base.guard_failure import INTERPRETER
 from bridge.base.log import channel
 from bridge.base.torch_internals import MODULE_CALL, has_global_hooks
-from bridge.capture.tracing import is_capturing, is_traced_here
+from bridge.capture import is_capturing, is_traced_here
 from bridge.dispatch.entry import Entry, compile_entry
 from bridge.dispatch.guards import GuardFailure, active_modes
 from bridge.dispatch.hooks import call_with_hooks

@@ -13,16 +13,15 @@ import torch
 from torch import nn
 
 from bridge.base.torch_internals import pytree
-from bridge.capture.tracing import one_capture_at_a_time
+from bridge.capture import one_capture_at_a_time
 from bridge.compile import Program
 from bridge.dispatch.autograd import apply
 from bridge.dispatch.guards import Guard
 from bridge.dispatch.programs import Programs
 from bridge.dispatch.results import assembly
-from bridge.lowering.lowered import LoweredCall
-from bridge.lowering.reuse import lower_once
-from bridge.rng.draws import Draws
-from bridge.state.snapshot import PythonState
+from bridge.lowering import LoweredCall, lower_once
+from bridge.rng import Draws
+from bridge.state import PythonState
 
 __all__ = ["Entry", "compile_entry"]
 

@@ -12,7 +12,7 @@ from autodiff.ir import Function
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.compile import Program, compile_function
 from bridge.dispatch.results import result_layouts
-from bridge.lowering.lowered import LoweredCall
+from bridge.lowering import LoweredCall
 
 __all__ = ["Programs", "outside_autocast"]
 

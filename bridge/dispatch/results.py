@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from bridge.base.torch_internals import pytree
-from bridge.capture.observation import Output
+from bridge.capture import Output
 from bridge.compile import Program
-from bridge.lowering.lowered import LoweredCall
+from bridge.lowering import LoweredCall
 
 __all__ = ["assembly", "result_layouts"]
 

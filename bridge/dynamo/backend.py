@@ -24,15 +24,13 @@ import tvm
 from torch import fx
 
 from bridge.base.errors import UnsupportedModule, user_line
-from bridge.capture.tracing import is_traced_here
-from bridge.dispatch.dispatcher import MAX_ENTRIES, require_capturable
-from bridge.dispatch.guards import interpreter_state
-from bridge.dispatch.stats import DispatchStats
+from bridge.capture import is_traced_here
+from bridge.dispatch import MAX_ENTRIES, DispatchStats, interpreter_state, require_capturable
 from bridge.dynamo.compiled import Compiled, layout
 from bridge.dynamo.graph import inline_checkpoints
 from bridge.dynamo.numbers import numbers_of, read_directly
 from bridge.dynamo.unsupported import brief
-from bridge.lowering.pipeline import DEFAULT_PARTITION
+from bridge.lowering import DEFAULT_PARTITION
 from partition.cut import resolve as resolve_strategy
 
 __all__ = ["CompiledGraph", "graphs", "tvm_dispatch"]

@@ -9,11 +9,11 @@ import torch
 from torch import fx, nn
 
 from bridge.base.torch_internals import storage_id
-from bridge.capture.tracing import one_capture_at_a_time
-from bridge.dispatch.entry import Entry
+from bridge.capture import one_capture_at_a_time
+from bridge.dispatch import Entry
 from bridge.dynamo.graph import DynamoGraph
 from bridge.dynamo.unsupported import check_graph
-from bridge.lowering.reuse import lower_once
+from bridge.lowering import lower_once
 
 __all__ = ["Compiled", "layout"]
 

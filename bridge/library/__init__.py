@@ -11,6 +11,7 @@ from bridge.library import (  # noqa: F401
     elementwise,
     indexing,
     operators,
+    outputs,
     pooling,
     recurrent,
     resize,
@@ -18,4 +19,4 @@ from bridge.library import (  # noqa: F401
 )
 from bridge.library.registry import FUNCTIONS, TensorAt, TensorsAt, invoke
 
-__all__ = ["FUNCTIONS", "TensorAt", "TensorsAt", "invoke"]
+__all__ = ["FUNCTIONS", "TensorAt", "TensorsAt", "invoke", "outputs"]

@@ -15,10 +15,10 @@ from torch import nn
 import autodiff
 from autodiff.errors import UndifferentiableOp
 from autodiff.ir import Function, results
-from bridge.aten.importer import Imported
+from bridge.aten import Imported
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.log import channel
-from bridge.capture.captured import Captured
+from bridge.capture import Captured
 from bridge.lowering.diff import Diff, diff
 from bridge.lowering.origin import Origin, origins
 from bridge.lowering.stage import Stage

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from autodiff.ir import Function, bindings, used_vars
-from bridge.aten.importer import Imported
-from bridge.capture.captured import Captured
-from bridge.capture.passes.stop_gradient import where_is
+from bridge.aten import Imported
+from bridge.capture import Captured, where_is
 
 __all__ = ["Origin", "module_path", "origins"]
 

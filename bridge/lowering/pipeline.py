@@ -22,14 +22,13 @@ from typing import Any
 
 import autodiff
 from autodiff.ir import Function
-from bridge.aten import import_graph
-from bridge.aten.importer import Imported
+from bridge.aten import Imported, import_graph
 from bridge.base.log import channel
-from bridge.capture.capture import Captured
+from bridge.capture import Captured
 from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.origin import origins
 from bridge.lowering.stage import Stage
-from bridge.reference.aten_graph import run_graph
+from bridge.reference import run_graph
 from partition import partition as partition_joint
 
 __all__ = ["DEFAULT_PARTITION", "cleaned_and_named", "lower_captured"]

@@ -27,18 +27,10 @@ from bridge.base.errors import CompilationError
 from bridge.base.log import channel
 from bridge.base.modes import autocast_setting
 from bridge.base.torch_internals import pytree, storage_id
-from bridge.capture.capture import capture
-from bridge.capture.eager_error import raise_if_eager_raises
-from bridge.capture.fake_run import fake_run
-from bridge.capture.observation import Observation, Output
-from bridge.capture.preconditions import check_call
-from bridge.capture.thread_isolation import capturing
+from bridge.capture import Observation, Output, capture, capturing, check_call, fake_run, raise_if_eager_raises
 from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.pipeline import lower_captured
-from bridge.state.generators import generators_put_back
-from bridge.state.snapshot import PythonState
-from bridge.state.tensors import module_tensors
-from bridge.state.values import constant_key
+from bridge.state import PythonState, constant_key, generators_put_back, module_tensors
 
 __all__ = ["clear_lowered", "lower_once"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from autodiff.ir import Function, bindings
-from bridge.reference.relax import interpret
+from bridge.reference import interpret
 
 __all__ = ["Stage"]
 

@@ -10,10 +10,9 @@ import torch
 from torch import fx
 
 from autodiff.dropout import keep_scale
-from bridge.aten.importer import Imported
+from bridge.aten import Imported
 from bridge.base.torch_internals import aten
-from bridge.capture.captured import Captured
-from bridge.capture.passes.stop_gradient import STOP_GRADIENT
+from bridge.capture import STOP_GRADIENT, Captured
 from bridge.reference.relax import Run
 
 __all__ = ["interpret_graph", "run_graph"]

@@ -26,9 +26,7 @@ import tvm_ffi
 from bridge.base.locks import free_in_children
 from bridge.base.log import channel
 from bridge.base.threads import others_wait
-from bridge.compile.cpu.backend import host_target
-from bridge.compile.cpu.mt19937 import STATE_WORDS, bernoulli_function
-from bridge.compile.runtime.build import Built, build_kernels
+from bridge.compile import STATE_WORDS, Built, bernoulli_function, build_kernels, host_target
 
 __all__ = ["Kernels", "Mask", "compiled", "draw", "draw_by_torch"]
 

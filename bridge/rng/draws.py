@@ -17,7 +17,7 @@ import torch
 
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.torch_internals import schema
-from bridge.capture.observation import Draw
+from bridge.capture import Draw
 from bridge.rng import cpu as mt19937
 
 __all__ = ["Draws"]

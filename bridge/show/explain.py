@@ -6,10 +6,8 @@ from torch import nn
 
 from autodiff.ir import Function, bindings
 from bridge.compile import KernelStep, LibraryStep, Program, Step
-from bridge.dispatch.api import stats
-from bridge.dispatch.entry import Entry
-from bridge.lowering.lowered import LoweredCall
-from bridge.lowering.origin import Origin
+from bridge.dispatch import Entry, stats
+from bridge.lowering import LoweredCall, Origin
 from bridge.show.memory.measure import kept_bytes
 from bridge.show.program_report import ProgramReport, StepRow
 from bridge.show.report import EntryReport, Report

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from bridge.compile import KernelStep, LibraryStep, Program
-from bridge.compile.runtime.contents import Operation
-from bridge.lowering.text import count, megabytes
+from bridge.compile import KernelStep, LibraryStep, Operation, Program
+from bridge.lowering import count, megabytes
 from bridge.show.picture import Arrow, Box, Picture
 
 __all__ = ["kernel_picture", "program_picture"]

@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from bridge.compile import Program
-from bridge.lowering.origin import Origin
-from bridge.lowering.text import count, megabytes
+from bridge.lowering import Origin, count, megabytes
 
 __all__ = ["ROOT", "ProgramReport", "StepRow"]
 

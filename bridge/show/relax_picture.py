@@ -21,7 +21,7 @@ from autodiff.ir import (
     used_vars,
 )
 from autodiff.ops import having
-from bridge.lowering.text import attributes, short_op, value_text
+from bridge.lowering import attributes, short_op, value_text
 from bridge.show.picture import Arrow, Box, Picture
 
 __all__ = ["Reading", "add_function", "function_picture"]

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from bridge.lowering.lowered import LoweredCall
-from bridge.lowering.text import html_table, megabytes
+from bridge.lowering import LoweredCall, html_table, megabytes
 from bridge.show.program_report import ROOT, ProgramReport
 from bridge.show.tables import cut, more, table
 from partition import Plan

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from autodiff.ir import Function, bindings
 from bridge.compile import KernelStep, Program, compile_function
-from bridge.lowering.lowered import LoweredCall
-from bridge.lowering.stage import Stage
+from bridge.lowering import LoweredCall, Stage
 from bridge.show.picture import Picture, draw
 from bridge.show.program_picture import kernel_picture, program_picture
 from bridge.show.relax_picture import Reading, add_function, function_picture

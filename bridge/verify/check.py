@@ -13,10 +13,8 @@ from autodiff.ir import Function, TensorType, bindings
 from bridge.base.errors import CompilationError, UnsupportedModule
 from bridge.base.torch_internals import pytree
 from bridge.compile import compile_function
-from bridge.lowering.lowered import LoweredCall
-from bridge.lowering.text import html_table
-from bridge.reference.aten_graph import interpret_graph
-from bridge.reference.relax import Run, interpret
+from bridge.lowering import LoweredCall, html_table
+from bridge.reference import Run, interpret, interpret_graph
 from bridge.verify.compare import deviation, largest, tolerance
 from bridge.verify.culprit import (
     Culprit,

@@ -31,10 +31,8 @@ from autodiff.ir import (
     used_vars,
 )
 from bridge.compile import compile_function
-from bridge.lowering.lowered import LoweredCall
-from bridge.lowering.origin import Origin
-from bridge.lowering.text import binding_line, short_op
-from bridge.reference.relax import Run, interpret
+from bridge.lowering import LoweredCall, Origin, binding_line, short_op
+from bridge.reference import Run, interpret
 from bridge.verify.compare import deviation, largest
 
 __all__ = ["Culprit", "first_difference", "first_wrong_gradient", "first_wrong_kernel", "first_wrong_node"]

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from bridge.base.torch_internals import pytree
-from bridge.lowering.lowered import LoweredCall, Sample
-from bridge.reference.relax import interpret
-from bridge.rng.draws import Draws
+from bridge.lowering import LoweredCall, Sample
+from bridge.reference import interpret
+from bridge.rng import Draws
 
 __all__ = ["Reference", "eager_reference", "sample_of", "stage_inputs"]
 

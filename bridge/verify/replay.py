@@ -14,8 +14,8 @@ import tvm
 import autodiff
 from autodiff.ir import Function
 from bridge.compile import compile_function
-from bridge.lowering.pipeline import cleaned_and_named
-from bridge.reference.relax import interpret
+from bridge.lowering import cleaned_and_named
+from bridge.reference import interpret
 from bridge.verify.compare import deviation, largest
 from partition import partition
 

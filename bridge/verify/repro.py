@@ -9,7 +9,7 @@ import torch
 import tvm
 
 from autodiff.ir import Function
-from bridge.lowering.lowered import LoweredCall
+from bridge.lowering import LoweredCall
 from bridge.verify.check import Check, Trace, check, in_dtype, trace
 from partition import STRATEGIES
 

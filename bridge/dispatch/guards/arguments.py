@@ -11,10 +11,10 @@ from torch import nn
 from bridge.base.guard_failure import ARGUMENTS, STRUCTURE, GuardFailure
 from bridge.base.pytrees import leaf_names, structure_difference
 from bridge.base.torch_internals import pytree
-from bridge.capture.capture import Captured
+from bridge.capture import Captured
 from bridge.dispatch.guards.condition import Condition
 from bridge.dispatch.guards.tensors import TensorGuard, is_nested
-from bridge.state.values import same
+from bridge.state import same
 
 __all__ = ["ArgumentGuard"]
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.base.torch_internals import storage_id
-from bridge.capture.capture import Captured
+from bridge.capture import Captured
 from bridge.dispatch.guards.arguments import ArgumentGuard
 from bridge.dispatch.guards.interpreter import INFERENCE, MODES, ModeGuard, read_modes
 from bridge.dispatch.guards.module import ModuleGuard

@@ -23,10 +23,7 @@ from bridge.dispatch.guards.module_conditions import (
     tree_reader,
 )
 from bridge.dispatch.guards.tensors import TensorGuard
-from bridge.state.code import CodeGuard
-from bridge.state.dict_versions import dict_versions, same_versions
-from bridge.state.reachable import Reached
-from bridge.state.tensors import ModuleTensor
+from bridge.state import CodeGuard, ModuleTensor, Reached, dict_versions, same_versions
 
 __all__ = ["ModuleGuard"]
 

@@ -13,10 +13,7 @@ from torch import nn
 from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.base.torch_internals import MODULE_HOOKS
 from bridge.dispatch.guards.condition import Condition, differs
-from bridge.state.module import own_attributes, written_class
-from bridge.state.reachable import Contents
-from bridge.state.tensors import ModuleTensor
-from bridge.state.values import same
+from bridge.state import Contents, ModuleTensor, own_attributes, same, written_class
 
 __all__ = ["Tree", "TreeConditions", "owned_attributes", "tree_reader"]
 

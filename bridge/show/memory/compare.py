@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from bridge.lowering.lowered import LoweredCall
+from bridge.lowering import LoweredCall
 from bridge.show.memory.measure import eager_saved_bytes, kept_bytes, plan_with
 from bridge.show.memory.torch_min_cut import torch_min_cut_or_reason
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bridge.base.torch_internals import pytree
-from bridge.lowering.lowered import LoweredCall
+from bridge.lowering import LoweredCall
 from partition import Plan, Strategy, partition
 
 __all__ = ["eager_saved_bytes", "kept_bytes", "plan_with", "saved_for_backward"]
