@@ -12,6 +12,8 @@ from tests.fuzz.generate import generate
 from tests.fuzz.program import Program
 from tests.fuzz.shrink import shrink
 
+pytestmark = pytest.mark.slow
+
 COUNT, BATCH = 60, 5
 
 

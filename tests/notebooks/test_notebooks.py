@@ -7,6 +7,8 @@ import pytest
 
 from notebooks.run import HERE, NAMES, execute, pair, source
 
+pytestmark = pytest.mark.slow
+
 
 def saved(name):
     return nbformat.read(pair(name), as_version=4)

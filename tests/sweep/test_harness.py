@@ -18,6 +18,8 @@ from tests.sweep import moduleinfo, opinfo, zoo
 from tests.sweep.check import Verdict, check, combine
 from tests.sweep.worker import Settings, run_cases
 
+pytestmark = pytest.mark.slow
+
 
 def rows() -> Call:
     return Call((torch.randn(3, 4, dtype=torch.float64, requires_grad=True),))

@@ -13,6 +13,8 @@ from torch import nn
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
 from bridge.capture.eager_error import raise_if_eager_raises
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 
 HEAD = """

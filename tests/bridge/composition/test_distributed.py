@@ -10,7 +10,10 @@ import torch
 
 from tests.bridge.distributed_worker import SCENARIOS, STEPS, WORLD
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"),
+]
 
 TOLERANCE = 1e-10  # float64, ten steps
 CALLS = 2 * STEPS

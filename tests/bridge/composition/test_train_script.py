@@ -11,6 +11,8 @@ from benchmarks.text import IGNORED, MASK, SPECIAL, build_tokenizer, mask_tokens
 from benchmarks.train_bert import Counts, Result, Training, failures, main, parse
 from bridge.show.memory.measure import saved_for_backward
 
+pytestmark = pytest.mark.slow
+
 SMALL = "--layers 1 --hidden 16 --heads 2 --vocabulary 200 --steps 4 --batch 2 --seq 12".split()
 
 

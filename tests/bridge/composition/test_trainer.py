@@ -4,6 +4,8 @@ import pytest
 
 from examples.trainer_bert import EVERY, STEPS, fine_tune, largest_difference, losses
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("accelerate")
 
 SIZE = {"layers": 1, "hidden": 16}

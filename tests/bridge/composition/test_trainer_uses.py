@@ -12,6 +12,8 @@ from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.dynamo.backend import graphs
 from examples.layers import dispatch_layers, make_examples, make_model
 
+pytestmark = pytest.mark.slow
+
 accelerate = pytest.importorskip("accelerate")
 
 WIDTH = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}

@@ -19,6 +19,8 @@ from bridge.compile.runtime.build import _KERNELS
 from bridge.compile.runtime.cache import WeakCache
 from tests.bridge.models import MLP, TwoOutputs
 
+pytestmark = pytest.mark.slow
+
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 

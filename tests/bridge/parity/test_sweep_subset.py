@@ -8,6 +8,8 @@ import pytest
 
 from tests.sweep import moduleinfo, opinfo, zoo
 
+pytestmark = pytest.mark.slow
+
 EXPECTED_OPERATORS = [
     "add",
     "sub",

@@ -8,6 +8,8 @@ import torch
 from bridge import add_tvm_dispatch, stats
 from tests.bridge.models import masked_labels, masked_lm
 
+pytestmark = pytest.mark.slow
+
 STEPS = 50
 
 
