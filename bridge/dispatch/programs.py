@@ -116,7 +116,8 @@ def _compiled(function: Function, module_name: str, direction: str, target: Any)
     except NotImplementedError as error:
         words = str(error).replace(":", " ").split()
         op = next((word for word in words if word.startswith(("relax.", "library."))), "a Relax operator")
-        raise UnsupportedModule(module_name, [Unsupported(op, f"{module_name}'s {direction}", str(error))]) from error
+        problem = Unsupported(op, f"{module_name}'s {direction}", str(error))
+        raise UnsupportedModule(module_name, [problem], cause=error) from None
     except Exception as error:
         raise CompilationError(f"compile {direction}", function.script(), error) from error
 

@@ -131,9 +131,8 @@ class LoweredCall:
         try:
             result = transform(function, *args)
         except UndifferentiableOp as error:
-            raise UnsupportedModule(
-                self.captured.module_name, [self._no_gradient(e) for e in (error, *error.others)]
-            ) from error
+            problems = [self._no_gradient(each) for each in (error, *error.others)]
+            raise UnsupportedModule(self.captured.module_name, problems, cause=error) from None
         except Exception as error:
             raise CompilationError(name, function.script(), error) from error
         self.add(Stage(name, made_by, result, time.perf_counter() - started, last.size))
