@@ -159,9 +159,9 @@ class _Aten:
     """``torch.ops.aten``, in which tables may name operators that only some versions of torch have."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
         operator = getattr(torch.ops.aten, name, None)
+        if operator is None and name.startswith("__"):  # Python asks for these, as inspect does for __wrapped__
+            raise AttributeError(name)
         PROBES[f"torch.ops.aten.{name}"] = operator is not None
         if operator is None:
             operator = AbsentOperator(f"torch.ops.aten.{name}")

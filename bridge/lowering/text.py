@@ -24,7 +24,6 @@ from autodiff.ir import (
     library_name,
     numpy_value,
     op_name,
-    shape,
 )
 
 __all__ = [
@@ -143,11 +142,6 @@ def binding_line(var: Var, value: Expr) -> str:
 def function_lines(function: Function) -> list[str]:
     """A line per binding of a function in flat form."""
     return [binding_line(var, value) for var, value in bindings(function)]
-
-
-def shape_text(value: Expr) -> str:
-    """``3x17x24``; empty for a scalar."""
-    return "x".join(map(str, shape(value)))
 
 
 def count(number: int | float) -> str:
