@@ -1,6 +1,15 @@
 """``lower(module, sample)``: a module's call → the two functions that are compiled, stage by stage.
 
-The stages are listed in :mod:`bridge.lowering.pipeline`. ``print(lowered)`` shows them a line each,
+    captured    the sample call as a functional ATen graph           bridge.capture
+    imported    ATen → Relax, with training semantics                bridge.aten
+    masked      dropout becomes a product with a mask input          autodiff.mask_dropout
+    spelled     LayerNorm & co. become what TVM can differentiate    autodiff.spell_out
+    forward     simplified, variables named uniquely                 autodiff.clean
+    joint       grad_outs in, gradients out                          autodiff.differentiate
+    cleaned     ZappLike, ZeroZapp, OneZapp, CSE, DCE                autodiff.clean
+    split       a forward with captures and a backward, the Plan     partition
+
+:mod:`bridge.lowering.pipeline` runs them in this order and keeps each one's IR. ``print(lowered)`` shows a line each,
 ``print(lowered["joint"])`` one stage, ``print(lowered.diff("joint", "cleaned"))`` what a pass did,
 ``lowered["joint"].run(lowered.inputs("joint"))`` its numbers, and ``print(lowered.check())`` whether they are
 autograd's.

@@ -1,16 +1,8 @@
 """The lowering pipeline: captured call → every stage, the forward and the backward function.
 
-    captured    the module's sample call as a functional ATen graph          bridge.capture
-    imported    aten -> Relax, training semantics                            bridge.aten
-    masked      dropout becomes a product with a mask input                  autodiff.mask_dropout
-    spelled     LayerNorm & co. become what TVM can differentiate            autodiff.spell_out
-    forward     cleaned, variables named uniquely                            autodiff.clean
-    joint       grad_outs in, gradients out: relax.transform.Gradient        autodiff.differentiate
-    cleaned     ZappLike, ZeroZapp, OneZapp, CSE, DCE, to a fixed point      autodiff.clean
-    split       a forward with captures and a backward, and the Plan         partition
-
-Each pass takes the function of the stage before and gives a new one; every stage's IR stays in the result
-(:class:`bridge.lowering.lowered.LoweredCall`), so that it can be printed, compared and run.
+The stages are those that ``bridge/lower.py`` lists. Each pass takes the function of the stage before and gives a new
+one; every stage's IR stays in the result (:class:`bridge.lowering.lowered.LoweredCall`), so that it can be printed,
+compared and run.
 """
 
 from __future__ import annotations
