@@ -35,7 +35,7 @@ from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertEncoder, BertLayer
 
 from bridge import add_tvm_dispatch, stats
-from bridge.capture.capture import capture
+from bridge.capture.pipeline import capture
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.guards import Guard
 

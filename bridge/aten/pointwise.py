@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from tvm import relax
 
@@ -281,19 +279,17 @@ def clamp(importer, node, x, lower=None, upper=None):
     if at_bound is None:
         return whole(importer, node, x, lower, upper)
     (x,) = importer.operands(node, x)
-    lower, upper = _bounds(dtype(x), lower, upper)
-    if at_bound == 0.0:
-        return clamp_without_bounds(importer, x, min(lower, upper), upper)
-    return importer.emit(op.clip(x, relax.prim_value(lower), relax.prim_value(upper)))
-
-
-def clamp_without_bounds(importer, x, lower, upper):
-    """``x`` clamped between two numbers, ``lower <= upper``; the gradient stops at the bounds themselves."""
-    for bound, beyond in ((lower, op.less_equal), (upper, op.greater_equal)):
-        if math.isfinite(bound):
-            limit = importer.constant(bound, dtype(x))
-            x = importer.emit(op.where(importer.emit(beyond(x, limit)), limit, x))
-    return x
+    low, high = _bounds(dtype(x), lower, upper)
+    clipped = importer.emit(op.clip(x, relax.prim_value(low), relax.prim_value(high)))
+    if at_bound == 1.0:
+        return clipped
+    within = [
+        importer.emit(compare(x, importer.constant(bound, dtype(x))))
+        for compare, bound in ((op.greater, lower), (op.less, upper))
+        if bound is not None
+    ]
+    inside = within[0] if len(within) == 1 else importer.emit(op.logical_and(*within))
+    return importer.emit(op.where(inside, x, importer.emit(op.grad.no_grad(clipped))))
 
 
 def _bounds(element_type, lower, upper):

@@ -7,7 +7,7 @@ import math
 from tvm import relax
 
 from autodiff.ir import dtype
-from bridge.aten.pointwise import broadcast, clamp_without_bounds
+from bridge.aten.pointwise import broadcast
 from bridge.aten.registry import converts, rounds_once
 from bridge.base.torch_internals import aten, schema
 
@@ -24,7 +24,9 @@ def _scaled(importer, x, factor):
 
 @converts(aten.hardtanh.default)
 def hardtanh(importer, node, x, lower=-1, upper=1):
-    return clamp_without_bounds(importer, x, lower, upper)
+    """The gradient stops at the bounds themselves; that of a nan does not."""
+    low, high = (importer.constant(bound, dtype(x)) for bound in (lower, upper))
+    return _where(importer, op.less_equal(x, low), low, _where(importer, op.greater_equal(x, high), high, x))
 
 
 @converts(aten.threshold.default)

@@ -1,6 +1,5 @@
 """Capture: a module's call to a functional ATen graph, checked against a fake run and an eager run."""
 
-from bridge.capture.capture import capture
 from bridge.capture.captured import Captured
 from bridge.capture.dynamic_shapes import refuse_dynamic
 from bridge.capture.eager_error import raise_if_eager_raises
@@ -8,6 +7,7 @@ from bridge.capture.fake_run import fake_run
 from bridge.capture.observation import Draw, Observation, Output
 from bridge.capture.passes.preserved_ops import UPSAMPLES, WHOLE
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
+from bridge.capture.pipeline import capture
 from bridge.capture.preconditions import check_call
 from bridge.capture.sample import normalize_sample
 from bridge.capture.thread_isolation import capturing

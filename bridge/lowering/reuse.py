@@ -52,7 +52,7 @@ atexit.register(clear_lowered)
 def lower_once(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: bool, partition: Any) -> LoweredCall:
     """``module(*args, **kwargs)``, lowered, or the lowered call of an equal one.
 
-    The module is left as :func:`bridge.capture.capture` leaves it.
+    The module is left as :func:`bridge.capture.pipeline` leaves it.
 
     Args:
         grad: whether gradients are wanted (grad mode is on).

@@ -1,13 +1,13 @@
 """A module as Python sees it: its tensors, attributes and the names that its code reads; snapshot, restore, compare."""
 
 from bridge.state.code import CodeGuard
-from bridge.state.dict_versions import dict_versions, same_versions
 from bridge.state.generators import generators_put_back, moved_generators
 from bridge.state.module import hooks_of, own_attributes, written_class
 from bridge.state.reachable import Contents, Reached
 from bridge.state.snapshot import PythonState
 from bridge.state.tensors import ModuleTensor, module_tensors, once_per_owner, tensor_problem
 from bridge.state.values import constant_key, same
+from bridge.state.write_counts import dict_versions, same_versions
 
 __all__ = [
     "CodeGuard",

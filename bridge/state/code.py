@@ -22,7 +22,6 @@ from typing import Any
 from torch import nn
 
 from bridge.base.guard_failure import MODULE, GuardFailure
-from bridge.state.dict_versions import dict_versions, same_versions
 from bridge.state.names import (
     NOT_FORWARD,
     UNSET,
@@ -37,6 +36,7 @@ from bridge.state.names import (
 )
 from bridge.state.reachable import Contents, Fields, Reached
 from bridge.state.values import same
+from bridge.state.write_counts import dict_versions, same_versions
 
 __all__ = ["CodeGuard"]
 

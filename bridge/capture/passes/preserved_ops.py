@@ -126,6 +126,7 @@ PRESERVED = (
     aten.linalg_householder_product.default,
     aten.ormqr.default,
     *(overload for packet in UPSAMPLES for overload in (packet.default, packet.vec)),
+    aten.linalg_vector_norm.default,  # decomposed since torch 2.14, with other gradients at nan
     aten.linear.default,
     aten.matmul.default,
     aten._safe_softmax.default,

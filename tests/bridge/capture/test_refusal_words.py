@@ -187,15 +187,15 @@ def test_eager_is_tried_in_the_state_before_the_capture():
 
 
 def test_what_fails_in_the_fake_run_is_tried_in_eager_too(monkeypatch):
-    from bridge.capture import capture
+    from bridge.capture import pipeline
 
     def fails(*args):
         raise RuntimeError("only on fake tensors")
 
-    monkeypatch.setattr(capture, "fake_run", fails)
+    monkeypatch.setattr(pipeline, "fake_run", fails)
     with pytest.raises(UnsupportedModule, match="only on fake tensors"):
         add_tvm_dispatch(Calls(torch.tanh), torch.randn(5, 4))
-    monkeypatch.setattr(capture, "export", fails)
+    monkeypatch.setattr(pipeline, "export", fails)
     with pytest.raises(RuntimeError, match="view size is not compatible"):
         add_tvm_dispatch(Calls(loss), (torch.randn(2, 4, 4), ROWS[:, 1:]))
 

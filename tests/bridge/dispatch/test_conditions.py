@@ -18,10 +18,10 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge.base.guard_failure import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, GuardFailure
-from bridge.capture.capture import capture
+from bridge.capture.pipeline import capture
 from bridge.dispatch.guards import Guard, tensors
 from bridge.dispatch.guards.interpreter import MODES
-from bridge.state import dict_versions
+from bridge.state import write_counts
 
 FACTOR = 2.0
 
@@ -365,7 +365,7 @@ def guarded(request) -> Iterator[tuple[nn.Module, Guard]]:
         if request.param == "properties one by one":
             patch.setattr(tensors, "_dynamo_is_exact", lambda: False)
         if request.param == "no counts of writes":
-            patch.setattr(dict_versions, "_version", lambda: None)
+            patch.setattr(write_counts, "_version", lambda: None)
         module, x = Everything(), rows()
         guard = Guard(module, capture(module, (x, 2), {"shift": 1.0}), [x])
         module.__dict__["_compiled_call_impl"] = None  # where the dispatcher would be

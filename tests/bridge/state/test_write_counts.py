@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, stats
-from bridge.state import dict_versions
-from bridge.state.dict_versions import same_versions
+from bridge.state import write_counts
+from bridge.state.write_counts import same_versions
 
 
 @pytest.fixture(params=["counted", "not counted"])
 def counting(request, monkeypatch):
     if request.param == "not counted":
-        monkeypatch.setattr(dict_versions, "_version", lambda: None)
+        monkeypatch.setattr(write_counts, "_version", lambda: None)
     return request.param
 
 
@@ -27,9 +27,9 @@ class Net(nn.Module):
 
 
 def test_a_count_that_misses_a_write_is_not_used():
-    assert not dict_versions._is_exact(len)
-    assert not dict_versions._is_exact(lambda held: 0)
-    assert not dict_versions._is_exact(lambda held: hash(str(held)))  # the same again after a write of the same
+    assert not write_counts._is_exact(len)
+    assert not write_counts._is_exact(lambda held: 0)
+    assert not write_counts._is_exact(lambda held: hash(str(held)))  # the same again after a write of the same
 
 
 def test_no_numbers_are_never_the_same_numbers():
