@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from tvm import relax
 
 from autodiff.ir import dtype, shape
@@ -84,7 +85,9 @@ def flash_attention(importer, node, q, k, v, dropout_p=0.0, is_causal=False, *, 
     mask = [] if attn_mask is None else [attn_mask]
     scale = shape(q)[-1] ** -0.5 if scale is None else scale
     args = [q, k, v, bool(mask), *mask, float(dropout_p), bool(is_causal), float(scale)]
-    pair = importer.library("scaled_dot_product_flash_attention", args, node.meta["val"])
+    out, logsumexp = node.meta["val"]
+    logsumexp = logsumexp.to(torch.promote_types(out.dtype, torch.float32))  # in torch 2.11 it is float32, traced
+    pair = importer.library("scaled_dot_product_flash_attention", args, (out, logsumexp))
     return importer.item(pair, 0), importer.item(pair, 1)
 
 

@@ -4,7 +4,8 @@ No other file of ``bridge`` names anything of torch that begins with an undersco
 looked up when this module is imported; where a version lacks one there is a fallback beside it, or the import fails and
 says which name is missing. What takes long to import (Dynamo, Inductor, AOTAutograd) is looked up at first use.
 
-:data:`PROBES` says what was found, so that a new version of torch can be held against this file in one look.
+:data:`PROBES` says what was found, so that a new version of torch can be held against this file in one look. What has
+no leading underscore here is for the other rooms.
 """
 
 from __future__ import annotations
@@ -19,63 +20,6 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
-
-__all__ = [
-    "ELEMENTWISE_TYPE_PROMOTION_KIND",
-    "MODULE_CALL",
-    "MODULE_HOOKS",
-    "PROBES",
-    "RUN_WITH",
-    "AbsentOperator",
-    "BatchNormBase",
-    "FakeTensor",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "MissingInternalError",
-    "OpOverload",
-    "Partitioner",
-    "TorchDispatchMode",
-    "applied_function",
-    "aten",
-    "clear_fake_memo",
-    "compile_lock",
-    "compiling_flags",
-    "core_decompositions",
-    "current_graph_task_id",
-    "decompose_exported_program",
-    "decomposition_of",
-    "dict_version",
-    "elementwise_dtypes",
-    "enter_autocast",
-    "exit_autocast",
-    "export_tracer",
-    "forward_ad_level",
-    "get_data_attribute",
-    "has_global_hooks",
-    "has_storage",
-    "implements_composite",
-    "innermost_transform",
-    "is_dense",
-    "is_preservable",
-    "is_tracked_by_functorch",
-    "leave_frames_alone",
-    "len_dispatch_stack",
-    "len_function_stack",
-    "mkldnn_switch",
-    "neg_view",
-    "overload_name",
-    "overload_packet",
-    "preserve_composite",
-    "pytree",
-    "replaced_formula",
-    "schema",
-    "set_grad_enabled",
-    "storage_id",
-    "symbolic_trace",
-    "tensor_guards",
-    "torch_partitioner",
-    "unset_fake_temporarily",
-]
 
 RUN_WITH = "2.11 to 2.15"
 """Versions of torch whose internals this file was held against."""
@@ -255,6 +199,11 @@ def compiling_flags(value: Any) -> Iterator[None]:
         owner._is_compiling_flag, owner._is_exporting_flag = before
 
 
+def is_exporting() -> bool:
+    """``torch.compiler.is_exporting()``, also where Dynamo traces this: up to torch 2.11 it takes that one for true."""
+    return bool(torch.compiler._is_exporting_flag)
+
+
 # Modules and their hooks
 
 BatchNormBase: type[torch.nn.Module] = _find("torch.nn.modules.batchnorm._BatchNorm")
@@ -271,6 +220,24 @@ _GLOBAL_HOOKS = [
 
 has_global_hooks: Callable[[], bool] = functools.partial(any, _GLOBAL_HOOKS)
 """Whether hooks are registered on all modules (``register_module_forward_hook`` and its kin)."""
+
+
+_BUFFER_HOOKS: dict[int, Any] = _find("torch.nn.modules.module._global_buffer_registration_hooks")
+
+
+@contextmanager
+def tracers_hooks_removed() -> Iterator[None]:
+    """Afterwards, no hook on the registration of buffers is left that torch registered inside.
+
+    Up to torch 2.11, a trace that fails leaves one behind, which takes every later buffer for a fake tensor.
+    """
+    before = set(_BUFFER_HOOKS)
+    try:
+        yield
+    finally:
+        for key, hook in list(_BUFFER_HOOKS.items()):
+            if key not in before and hook.__module__.startswith("torch."):
+                del _BUFFER_HOOKS[key]
 
 
 # autograd.Function
@@ -339,12 +306,8 @@ def export_tracer() -> ModuleType:
 class Partitioner:
     """What AOTAutograd's and Inductor's partition of a joint graph is made of.
 
-    Attributes:
-        aot_module: a module, compilers and a partition function → the module differentiated ahead of time.
-        min_cut: a joint graph → forward and backward, by minimum cut.
-        decompositions: () → core ATen's; ``inductor_decompositions`` likewise.
-        inductor_passes: cleans a joint graph in place, as Inductor does before it partitions.
-        inductor_config: Inductor's settings.
+    ``aot_module`` differentiates a module ahead of time, ``min_cut`` splits a joint graph, ``inductor_passes`` clean it
+    in place before; decompositions are tables, made when called.
     """
 
     aot_module: Callable[..., Any]

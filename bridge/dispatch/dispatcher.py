@@ -18,7 +18,7 @@ from torch import nn
 from bridge.base.errors import DispatchMiss, Unsupported, UnsupportedModule, is_refused_by_eager
 from bridge.base.guard_failure import INTERPRETER
 from bridge.base.log import channel
-from bridge.base.torch_internals import MODULE_CALL, has_global_hooks
+from bridge.base.torch_internals import MODULE_CALL, has_global_hooks, is_exporting
 from bridge.capture import is_capturing, is_traced_here
 from bridge.dispatch.entry import Entry, compile_entry
 from bridge.dispatch.guards import GuardFailure, active_modes
@@ -60,7 +60,7 @@ class Dispatcher:
         if module is None:
             raise ReferenceError("the dispatched module is gone")
         if torch.compiler.is_compiling() or is_capturing() or torch.jit.is_tracing():
-            if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+            if torch.compiler.is_dynamo_compiling() and not is_exporting():
                 return call_opaque(self, args, kwargs)
             if is_traced_here():
                 return module._call_impl(*args, **kwargs)

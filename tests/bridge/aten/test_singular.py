@@ -132,6 +132,9 @@ REDUCTIONS = {
     "var": lambda x: x.var(1),
 }
 
+if torch.__version__ < "2.12":  # there it has no derivative in eager either
+    del REDUCTIONS["aminmax"]
+
 
 class Functions(nn.Module):
     """Each function on arguments of its own: one compilation for all of them."""
