@@ -199,6 +199,14 @@ def compiling_flags(value: Any) -> Iterator[None]:
         owner._is_compiling_flag, owner._is_exporting_flag = before
 
 
+_saved_tensors_hooks = _find("torch._C._autograd._top_saved_tensors_default_hooks")
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether ``torch.autograd.graph.saved_tensors_hooks`` are active in this thread."""
+    return _saved_tensors_hooks(True) is not None
+
+
 def is_exporting() -> bool:
     """``torch.compiler.is_exporting()``, also where Dynamo traces this: up to torch 2.11 it takes that one for true."""
     return bool(torch.compiler._is_exporting_flag)

@@ -24,7 +24,9 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from bridge.base.torch_internals import has_saved_tensors_hooks
 from bridge.capture.module_calls import called_plainly, calls_wait, forwards_here
 from bridge.capture.passes.recurrent import final_states_as_in_eager
 from bridge.capture.patched_globals import patched_globals
@@ -56,9 +58,15 @@ def capturing(module: nn.Module, *, fakes: bool = True) -> Iterator[None]:
         stack.enter_context(forwards_here(module))
         stack.enter_context(patched_globals())
         stack.enter_context(final_states_as_in_eager())
+        if has_saved_tensors_hooks():  # a checkpoint's, around the call: they count what autograd saves
+            stack.enter_context(saved_tensors_hooks(_unchanged, _unchanged))
         stack.enter_context(messages_logged())
         stack.enter_context(marked_capturing())
         yield
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 @contextmanager

@@ -257,3 +257,18 @@ def test_saved_tensors_hooks_that_raise_or_round():
     torch.testing.assert_close(rounded, wanted, rtol=1e-4, atol=1e-4)
     assert not torch.equal(rounded[0], wanted[0])
     assert torch.autograd.gradcheck(ours, (example().requires_grad_(),))
+
+
+@KINDS
+def test_an_entry_that_is_added_inside_a_checkpoint(reentrant):
+    """What capturing saves on the way is none of the checkpoint's tensors, which it counts."""
+    layers, x = blocks(1), example()
+    mine = copy.deepcopy(layers)
+    add_tvm_dispatch(mine[0], x[:2].clone().requires_grad_(), on_miss="compile")
+
+    def call(each: nn.Sequential, x: Tensor) -> Tensor:
+        return checkpoint(each, x, use_reentrant=reentrant)
+
+    for seed in (5, 6):
+        assert_equal(step(mine, call, seed), step(layers, call, seed))
+    assert stats(mine[0]).hits >= 3
