@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,8 +30,10 @@ from bridge.base.modes import ambient_autocast
 from bridge.capture import capture, normalize_sample, raise_if_eager_raises
 from bridge.lowering import DEFAULT_PARTITION, LoweredCall, Sample, lower_captured
 from bridge.state import PythonState
-from bridge.verify import Check, check, save_repro, stage_inputs
 from partition import Strategy
+
+if TYPE_CHECKING:
+    from bridge.verify import Check
 
 __all__ = ["Lowered", "lower"]
 
@@ -54,14 +56,20 @@ class Lowered(LoweredCall):
 
     def inputs(self, stage: str = "forward", *, seed: int = 0) -> list[torch.Tensor]:
         """The sample as what ``self[stage].run`` takes: see :func:`bridge.verify.inputs.stage_inputs`."""
+        from bridge.verify import stage_inputs
+
         return stage_inputs(self, stage, seed=seed)
 
     def check(self, dtype: torch.dtype | None = None, *, seed: int = 0) -> Check:
         """Runs every stage against autograd, names the first that deviates: see :func:`bridge.verify.check.check`."""
+        from bridge.verify import check  # not before it is asked for: import bridge is quicker without
+
         return check(self, dtype=dtype, seed=seed)
 
     def save_repro(self, directory: str | Path, *, stage: str | None = None, seed: int = 0) -> Path:
         """Writes a script that rebuilds a deviating stage: see :func:`bridge.verify.repro.save_repro`."""
+        from bridge.verify import save_repro
+
         return save_repro(self, directory, stage=stage, seed=seed)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sysconfig
+import sys
 
 __all__ = ["refuse_free_threaded"]
 
@@ -16,8 +16,8 @@ def refuse_free_threaded() -> None:
     Raises:
         ImportError: the build is free-threaded.
     """
-    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+    if "free-threading" in sys.version:  # what the documentation of Python names as the sign
         raise ImportError(
-            "tvm-dispatch does not support free-threaded builds of Python yet (Py_GIL_DISABLED is set); "
+            "tvm-dispatch does not support free-threaded builds of Python yet; "
             "use the build with the global interpreter lock, as in python3.13 instead of python3.13t"
         )
