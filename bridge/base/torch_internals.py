@@ -13,13 +13,15 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
+
+from bridge.base.replaced import replaced
 
 RUN_WITH = "2.11 to 2.15"
 """Versions of torch whose internals this file was held against."""
@@ -61,6 +63,8 @@ def _find(path: str, fallback: Any = _REQUIRED) -> Any:
 
 
 pytree: ModuleType = _find("torch.utils._pytree")
+pytree_node_type: Callable[[Any], Any] = _find("torch.utils._pytree._get_node_type")
+"""A container → what its kind is registered under in ``pytree.SUPPORTED_NODES``."""
 TorchDispatchMode: type = _find("torch.utils._python_dispatch.TorchDispatchMode")
 
 
@@ -70,6 +74,7 @@ OpOverload: type = _find("torch._ops.OpOverload")
 HigherOrderOperator: type = _find("torch._ops.HigherOrderOperator")
 _has_kernel = _find("torch._C._dispatch_has_kernel_for_dispatch_key")
 _COMPOSITE = "CompositeImplicitAutograd"
+_COMPOSITE_KEY = _find(f"torch._C.DispatchKey.{_COMPOSITE}")
 
 schema: Callable[[Any], Any] = attrgetter("_schema")
 """An operator's overload → its schema: name, arguments, returns, aliasing."""
@@ -124,7 +129,7 @@ def implements_composite(op: Any) -> bool:
 @contextmanager
 def replaced_formula(op: Any, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """While active, tracing takes ``make(formula)`` for a composite overload's own Python formula."""
-    table, key = op.py_kernels, _find("torch._C.DispatchKey.CompositeImplicitAutograd")
+    table, key = op.py_kernels, _COMPOSITE_KEY
     formula = table[key]
     table[key] = make(formula)
     op._dispatch_cache.clear()
@@ -187,16 +192,9 @@ forward_ad_level: Callable[[], int] = functools.partial(getattr, _forward_ad, "_
 """How deep in forward-mode differentiation this thread is, -1 outside of it."""
 
 
-@contextmanager
-def compiling_flags(value: Any) -> Iterator[None]:
+def compiling_flags(value: Any) -> AbstractContextManager[None]:
     """While active, ``torch.compiler.is_compiling()`` and ``is_exporting()`` answer ``value``."""
-    owner = torch.compiler
-    before = owner._is_compiling_flag, owner._is_exporting_flag
-    owner._is_compiling_flag = owner._is_exporting_flag = value
-    try:
-        yield
-    finally:
-        owner._is_compiling_flag, owner._is_exporting_flag = before
+    return replaced(torch.compiler, _is_compiling_flag=value, _is_exporting_flag=value)
 
 
 _saved_tensors_hooks = _find("torch._C._autograd._top_saved_tensors_default_hooks")
@@ -257,20 +255,25 @@ PROBES["torch.autograd.Function.apply.__func__.__code__"] = _APPLY is not None
 def applied_function(frame: FrameType | None) -> tuple[str, FrameType] | None:
     """Inside the forward of a custom ``autograd.Function``: its name, and the user's frame that applied it.
 
-    Up to torch 2.13 ``apply`` is a Python function with a frame of its own; later it is C code, which enters the
-    ``forward`` of a class whose name the frame's qualified name begins with.
+    Up to torch 2.13 ``apply`` is a Python function with a frame of its own; later it is C code, and the frame to be
+    found is that of the class's ``forward``.
     """
     while frame is not None:
         if _APPLY is not None:
             if frame.f_code is _APPLY and frame.f_back is not None:
                 return getattr(frame.f_locals.get("cls"), "__name__", "?"), frame.f_back
-        elif frame.f_code.co_name == "forward" and frame.f_back is not None:
+        elif frame.f_code.co_name == "forward" and frame.f_back is not None and not _is_of_a_module(frame):
             for kind in _function_classes():
-                written = getattr(kind, "forward", None)
-                if getattr(written, "__code__", None) is frame.f_code:
+                if getattr(getattr(kind, "forward", None), "__code__", None) is frame.f_code:
                     return kind.__name__, frame.f_back
         frame = frame.f_back
     return None
+
+
+def _is_of_a_module(frame: FrameType) -> bool:
+    """Whether a frame is that of a module's ``forward``: nearly all are, and the classes need not be gone through."""
+    owner = frame.f_locals.get("self")
+    return isinstance(owner, torch.nn.Module) and getattr(type(owner).forward, "__code__", None) is frame.f_code
 
 
 def _function_classes() -> Iterable[type]:
@@ -286,8 +289,9 @@ def _function_classes() -> Iterable[type]:
 # torch.export and torch.fx
 
 symbolic_trace: ModuleType = _find("torch.fx._symbolic_trace")
+SymbolicPatcher: type = _find("torch.fx._symbolic_trace._Patcher")
+"""Replaces methods of ``nn.Module`` while torch.fx traces; it is looked up in ``symbolic_trace`` under its own name."""
 decompose_exported_program = _find("torch.export.exported_program._decompose_exported_program")
-_PRESERVED: Iterable[Any] = _find("torch.export.decomp_utils.PRESERVED_ATEN_CIA_OPS")
 core_decompositions: Callable[[], dict] = _find("torch._decomp._core_aten_decompositions_post_autograd")
 """() → the decompositions to core ATen: overload → formula."""
 decomposition_of: Callable[[Any], Callable[..., Any]] = _find("torch._export.utils._get_decomp_for_cia")
@@ -302,8 +306,15 @@ def is_preservable(op: Any) -> bool:
     return isinstance(op, OpOverload) and _is_preservable(op)
 
 
+EXPORT_CONTEXTS = ("_compiling_state_context", "_override_builtin_ops", "_ignore_backend_decomps")
+"""Contexts that torch.export traces in, by name: its flags; ``max``, ``min`` and ``math.pow``; oneDNN switched off."""
+
+
+@functools.cache
 def export_tracer() -> ModuleType:
-    """The module of torch.export that traces; it imports Dynamo."""
+    """The module of torch.export that traces, with :data:`EXPORT_CONTEXTS` in it; it imports Dynamo."""
+    for name in EXPORT_CONTEXTS:
+        _find(f"torch.export._trace.{name}")
     return importlib.import_module("torch.export._trace")
 
 
@@ -340,6 +351,9 @@ def torch_partitioner() -> Partitioner:
 
 
 # Dynamo: imported at first use
+
+TRANSFORM_MODULES = ("torch._C._functorch", "torch._functorch", "torch.autograd.forward_ad")
+"""Where the functions of ``torch.func`` transforms and of forward-mode differentiation are from."""
 
 
 def compile_lock() -> Any:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.export import AdditionalInputs, Dim, ShapesCollection
 
 from bridge.base.errors import Unsupported, UnsupportedModule
-from bridge.base.torch_internals import pytree
+from bridge.base.torch_internals import pytree, pytree_node_type
 
 __all__ = ["refuse_dynamic"]
 
@@ -77,7 +77,7 @@ def _dynamic(spec: Any, value: Any, path: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, dict) and (isinstance(spec, dict) or type(value) is dict):
         yield from _inside(spec, dict(value), path)
     elif value is not None and not pytree.tree_structure(value).is_leaf():
-        node = pytree.SUPPORTED_NODES[pytree._get_node_type(value)]
+        node = pytree.SUPPORTED_NODES[pytree_node_type(value)]
         yield from _inside(spec, tuple(node.flatten_fn(value)[0]), path)
     elif _is_dim(spec):
         yield path, _name(spec)

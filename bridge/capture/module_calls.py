@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import nn
 
+from bridge.base.replaced import replaced
 from bridge.base.torch_internals import FakeTensor, pytree
 from bridge.capture.passes.cumulative import averages_cumulatively, cumulative_forward
-from bridge.capture.patched_globals import here_only, replaced
+from bridge.capture.patched_globals import here_only
 from bridge.capture.tracing import is_capturing
 
 __all__ = ["called_plainly", "calls_wait", "forwards_here"]

@@ -12,10 +12,18 @@ from typing import Any
 
 from torch.hub import tqdm
 
-from bridge.base.torch_internals import compiling_flags, export_tracer, mkldnn_switch, symbolic_trace
+from bridge.base.replaced import replaced
+from bridge.base.torch_internals import (
+    EXPORT_CONTEXTS,
+    SymbolicPatcher,
+    compiling_flags,
+    export_tracer,
+    mkldnn_switch,
+    symbolic_trace,
+)
 from bridge.capture.tracing import HERE, is_capturing
 
-__all__ = ["here_only", "patched_globals", "replaced"]
+__all__ = ["here_only", "patched_globals"]
 
 
 @contextmanager
@@ -30,14 +38,10 @@ def patched_globals() -> Iterator[None]:
             stack.enter_context(replaced(tqdm, monitor_interval=0))
         owner, name = mkldnn_switch
         stack.enter_context(replaced(owner, **{name: here_only(lambda: False, getattr(owner, name))}))
-        stack.enter_context(
-            replaced(
-                export,
-                _compiling_state_context=_unless_capturing(export._compiling_state_context, _compiling_here),
-                _override_builtin_ops=_unless_capturing(export._override_builtin_ops, _builtins_here),
-                _ignore_backend_decomps=_unless_capturing(export._ignore_backend_decomps, lambda _: nullcontext()),
-            )
-        )
+        ours = (_compiling_here, _builtins_here, lambda _: nullcontext())
+        theirs = {name: getattr(export, name) for name in EXPORT_CONTEXTS}
+        contexts = map(_unless_capturing, theirs.values(), ours)
+        stack.enter_context(replaced(export, **dict(zip(theirs, contexts, strict=True))))
         yield
 
 
@@ -63,7 +67,7 @@ def _with_own_globals(function: FunctionType) -> FunctionType:
     return functools.update_wrapper(own, function)
 
 
-class _Patcher(symbolic_trace._Patcher):
+class _Patcher(SymbolicPatcher):
     """torch.fx's, which replaces methods of ``nn.Module`` while it traces; those of this thread, if it captures."""
 
     def patch_method(self, cls: type, name: str, new_fn: Callable[..., Any], deduplicate: bool = True) -> None:
@@ -89,15 +93,3 @@ def _builtins_here(original: Callable[[], Any]) -> Iterator[None]:
     with original():
         builtins.max, builtins.min, math.pow = map(here_only, (builtins.max, builtins.min, math.pow), before)
         yield
-
-
-@contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    before = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)

@@ -9,13 +9,12 @@ import torch
 from torch import fx
 
 from bridge.base.errors import Unsupported, UnsupportedModule, user_line
-from bridge.base.torch_internals import HigherOrderOperator
+from bridge.base.torch_internals import TRANSFORM_MODULES, HigherOrderOperator
 
 __all__ = ["brief", "check_graph"]
 
 #: Reasons for one graph, and operators for one reason, that are told in full.
 MAX_REASONS = 3
-_TRANSFORMS = ("torch._C._functorch", "torch._functorch", "torch.autograd.forward_ad")
 #: What Dynamo makes of torch.vmap, which is traced as what the operators inside do to whole batches, and of
 #: Tensor.requires_grad_.
 _TRACEABLE = (
@@ -52,7 +51,7 @@ def _objection(node: fx.Node) -> str | None:
     if node.op == "call_method" and node.target in ("item", "tolist"):
         return "reads numbers from a tensor that the graph computes"
     home = getattr(node.target, "__module__", None) or ""
-    if home.startswith(_TRANSFORMS) and _name(node.target) not in _TRACEABLE:
+    if home.startswith(TRANSFORM_MODULES) and _name(node.target) not in _TRACEABLE:
         return "a torch.func transform, or its like: it changes the interpreter's state as it is traced"
     return None
 

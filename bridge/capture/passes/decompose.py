@@ -51,7 +51,6 @@ def _tables() -> tuple[Table, Table]:
     """What composite operators do instead of their own kernel, and the decompositions of all other operators."""
     others = {op: formula for op, formula in core_decompositions().items() if op not in PRESERVED}
     composite = {op: others.pop(op) for op in list(others) if is_preservable(op)}
-    present = {op for op in PRESERVED if isinstance(op, OpOverload)}  # in this version of torch
-    whole = {*PRESERVED_ATEN_CIA_OPS, *present} - composite.keys()
+    whole = {*PRESERVED_ATEN_CIA_OPS, *PRESERVED} - composite.keys()
     composite.update((op, preserve_composite) for op in whole if is_preservable(op))
     return composite, others
