@@ -17,6 +17,7 @@ __all__ = [
     "Unsupported",
     "UnsupportedModule",
     "from_user_code",
+    "is_out_of_memory",
     "is_refused_by_eager",
     "is_user_file",
     "line_of",
@@ -91,6 +92,13 @@ def refused_by_eager(error: Exception) -> Exception:
 
 def is_refused_by_eager(error: Exception) -> bool:
     return getattr(error, "_refused_by_eager", False)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out; torch raises a plain RuntimeError for the CPU's."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def from_user_code(error: Exception) -> Exception:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-__all__ = ["ARGUMENTS", "INTERPRETER", "MODULE", "STRUCTURE", "GuardFailure"]
+__all__ = ["ARGUMENTS", "INTERPRETER", "MODULE", "RUN", "STRUCTURE", "GuardFailure"]
 
 #: The stages of a guard, in the order in which they are checked: the later one fails, the closer the call was.
-INTERPRETER, STRUCTURE, ARGUMENTS, MODULE = range(4)
+#: ``RUN``: the guard held, and the forward program found what differs.
+INTERPRETER, STRUCTURE, ARGUMENTS, MODULE, RUN = range(5)
 
 
 class GuardFailure(Exception):
     """The first condition that a call does not meet.
 
     Attributes:
-        stage: ``INTERPRETER``, ``STRUCTURE``, ``ARGUMENTS`` or ``MODULE``.
+        stage: ``INTERPRETER``, ``STRUCTURE``, ``ARGUMENTS``, ``MODULE`` or ``RUN``.
         field: what differs, without the values, as in ``"shape of args[0]"``.
         reason: with the values, as in ``"shape of args[0]: compiled for (5, 6), called with (3, 6)"``.
     """

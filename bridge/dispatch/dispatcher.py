@@ -83,22 +83,25 @@ class Dispatcher:
 
         ``eager``: what to call if it runs eager, the module's forward by default.
         """
-        for entry in self.stats.entries:
-            inputs = entry.guard.quick(module, args, kwargs)
-            if inputs is not None:
-                return self._hit(entry, inputs)
-        found = self._match(module, args, kwargs)
-        if not isinstance(found, GuardFailure):
-            return self._hit(*found)
-        if self.on_miss == "compile" and found.reason not in self._unsupported:
-            added = self._compile(module, args, kwargs, found)
-            if added is not None:
-                return self._hit(*added)
+        try:
+            for entry in self.stats.entries:
+                inputs = entry.guard.quick(module, args, kwargs)
+                if inputs is not None:
+                    return self._hit(entry, inputs)
+            found = self._match(module, args, kwargs)
+            if not isinstance(found, GuardFailure):
+                return self._hit(*found)
+            if self.on_miss == "compile" and found.reason not in self._unsupported:
+                added = self._compile(module, args, kwargs, found)
+                if added is not None:
+                    return self._hit(*added)
+        except GuardFailure as failure:  # of the forward program: nothing is changed, and the call begins anew
+            found = failure
         return self._miss(module, found, eager or module.forward, args, kwargs)
 
     def _miss(self, module: nn.Module, found: GuardFailure, eager: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.on_miss == "error":
-            raise DispatchMiss(f"{type(module).__name__}: {found.reason}")
+            raise DispatchMiss(f"{type(module).__name__}: {found.reason}") from found.__cause__
         self.stats.misses[found.reason] += 1
         guards_log.info("%s runs eager: %s", type(module).__name__, found.reason)
         if self.on_miss == "compile":
@@ -120,9 +123,10 @@ class Dispatcher:
         return closest
 
     def _hit(self, entry: Entry, inputs: list[torch.Tensor]) -> Any:
-        self.stats.hits += 1
         entry.last_used = next(self._clock)
-        return entry(inputs)
+        result = entry(inputs)
+        self.stats.hits += 1
+        return result
 
     def _compile(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any], failure: GuardFailure

@@ -1,7 +1,8 @@
 """An entry: one compiled call of one module; inputs from its guard → the module's result.
 
 A call runs in this order: random draws, the programs (through autograd where something requires grad), new values of
-buffers written back, the result put together.
+buffers written back, the result put together. If the forward program raises, nothing is written yet, the draws are
+undone, and the call is eager's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.base.guard_failure import GuardFailure
 from bridge.base.torch_internals import pytree
 from bridge.capture import one_capture_at_a_time
 from bridge.compile import Program
@@ -20,7 +22,7 @@ from bridge.dispatch.guards import Guard
 from bridge.dispatch.programs import Programs
 from bridge.dispatch.results import assembly
 from bridge.lowering import LoweredCall, lower_once
-from bridge.rng import Draws
+from bridge.rng import Draws, undo_draws
 from bridge.state import PythonState
 
 __all__ = ["Entry", "compile_entry"]
@@ -54,6 +56,7 @@ class Entry:
             module_name=captured.module_name,
         )
         self.programs = Programs(lowered, target)
+        self._may_undo = len(self._draws) > 0 and self.programs.can_fail  # reading the state takes 4 us
         self._wanted = lowered.wanted
         self._is_differentiable = bool(lowered.differentiable)
         self._result = assembly(captured.outputs, imported.output_of, captured.observation.out_spec)
@@ -81,15 +84,25 @@ class Entry:
         return f"Entry({captured.module_name}({shapes}), {kind}, {self.hits} hits, {self.compile_seconds:.2f} s)"
 
     def __call__(self, inputs: list[torch.Tensor]) -> Any:
-        """Runs the call on the tensors that the guard returned; same result as the module's forward."""
+        """Runs the call on the tensors that the guard returned; same result as the module's forward.
+
+        Raises:
+            GuardFailure: the forward program raised: the call is eager's. Nothing is changed, the generator included.
+        """
+        state = torch.default_generator.get_state() if self._may_undo else None
+        try:
+            primals = inputs + self._draws.make()
+            if self._is_differentiable:
+                computed = apply(self.programs, primals, *[inputs[index] for index in self._wanted])
+            else:
+                with torch.no_grad():
+                    computed = self.programs.run_forward(primals)
+                    self.programs.write_back(primals, computed)
+        except GuardFailure:
+            if state is not None:
+                undo_draws(state, self._draws.make)
+            raise
         self.hits += 1
-        primals = inputs + self._draws.make()
-        if self._is_differentiable:
-            computed = apply(self.programs, primals, *[inputs[index] for index in self._wanted])
-        else:
-            with torch.no_grad():
-                computed = self.programs.run_forward(primals)
-                self.programs.write_back(primals, computed)
         return self._result(computed, inputs)
 
 

@@ -9,7 +9,8 @@ import torch
 from torch.autograd import profiler
 
 from autodiff.ir import Function
-from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
+from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule, is_out_of_memory
+from bridge.base.guard_failure import RUN, GuardFailure
 from bridge.compile import Program, compile_function
 from bridge.dispatch.results import result_layouts
 from bridge.lowering import LoweredCall
@@ -26,6 +27,7 @@ class Programs:
         differentiable: indices of the outputs that take a grad_out.
         not_differentiable: the other outputs.
         num_outputs: results that the module returns; new buffer values and captures come after them.
+        can_fail: whether the forward may raise, whatever the shapes.
 
     Raises:
         UnsupportedModule: there is no kernel for an operator.
@@ -37,6 +39,7 @@ class Programs:
         self._lowered = lowered
         self._target = target
         self.forward = _compiled(lowered.forward, captured.module_name, "forward", target)
+        self.can_fail = self.forward.can_fail
         self._run_forward = _under_name(self.forward, captured.module_name, "forward")
         self._relaid = result_layouts(lowered, self.forward)
         self.wanted = lowered.wanted
@@ -57,8 +60,21 @@ class Programs:
         return self._backwards[self.differentiable].program if self._backwards else None
 
     def run_forward(self, primals: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Outputs, new buffer values, captures: each in eager's layout and in memory of its own."""
-        values = outside_autocast(self._run_forward, primals)
+        """Outputs, new buffer values, captures: each in eager's layout and in memory of its own.
+
+        Nothing has been written when this raises.
+
+        Raises:
+            GuardFailure: the program raised an error (an index out of range); eager has its own words for it.
+            MemoryError, RuntimeError: there is no memory left, also for eager.
+        """
+        try:
+            values = outside_autocast(self._run_forward, primals)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            failure = GuardFailure(RUN, "error in the compiled forward", f"{type(error).__name__}: {error}")
+            raise failure from error
         for position, relay in self._relaid:
             values[position] = relay(values[position])
         return values

@@ -24,6 +24,7 @@ import tvm
 from torch import fx
 
 from bridge.base.errors import UnsupportedModule, user_line
+from bridge.base.guard_failure import GuardFailure
 from bridge.capture import is_traced_here
 from bridge.dispatch import MAX_ENTRIES, DispatchStats, interpreter_state, require_capturable
 from bridge.dynamo.compiled import Compiled, layout
@@ -131,11 +132,16 @@ class CompiledGraph:
         if compiled is None:
             compiled = self._give_up()
         reason = compiled if isinstance(compiled, str) else compiled.objection(values)
-        if reason is not None:
-            self.stats.misses[reason] += 1
-            return self._graph_module(*inputs)
-        self.stats.hits += 1
-        return compiled(values)
+        if reason is None:
+            try:
+                result = compiled(values)
+            except GuardFailure as failure:  # of the forward program: nothing is changed, and the call begins anew
+                reason = failure.reason
+            else:
+                self.stats.hits += 1
+                return result
+        self.stats.misses[reason] += 1
+        return self._graph_module(*inputs)
 
     def _values(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs, with numbers instead of tensors that hold one, and tensors instead of numbers that vary."""

@@ -1,5 +1,6 @@
 """Random draws at call time: eager's generator, order and state."""
 
 from bridge.rng.draws import Draws
+from bridge.rng.undo import undo_draws
 
-__all__ = ["Draws"]
+__all__ = ["Draws", "undo_draws"]

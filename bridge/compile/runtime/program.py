@@ -70,6 +70,11 @@ class ViewStep:
         return f"{self.outputs[0]} = view {self.name}({self.inputs[0]}, {geometry})"
 
 
+#: Library steps that take any numbers; of the others it is not known.
+_NEVER_RAISE = frozenset(
+    "mm bmm cat stack cumsum cumprod convolution max_pool avg_pool adaptive_avg_pool adaptive_max_pool upsample "
+    "scaled_dot_product_flash_attention recurrent_layer sort topk erfc atan2".split()
+)
 _FORM = attrgetter("shape", "dtype", "is_cpu")
 Step = KernelStep | LibraryStep | ViewStep
 Action = Callable[[list], None]
@@ -123,6 +128,11 @@ class Program:
             for slot, shape, dtype in layout.fresh
         ]
         self._passed_on = [(i, slot) for i, slot in enumerate(layout.results) if slot < len(layout.params)]
+
+    @property
+    def can_fail(self) -> bool:
+        """Whether some step may raise because of the numbers it is given, such as an index out of range."""
+        return any(isinstance(step, LibraryStep) and step.name not in _NEVER_RAISE for step in self.steps)
 
     @property
     def arena_bytes(self) -> int:

@@ -161,7 +161,7 @@ def test_a_graph_outlives_its_module():
         torch.testing.assert_close(weight.grad, other.grad, **CLOSE)
 
 
-class Interrupted(Exception):
+class Interrupted(KeyboardInterrupt):
     pass
 
 

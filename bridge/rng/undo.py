@@ -1,0 +1,28 @@
+"""Draws undone: the state of torch's generator before a call's draws → the generator in that state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from bridge.base.threads import others_wait
+
+__all__ = ["undo_draws"]
+
+
+def undo_draws(before: torch.Tensor, draw_again: Callable[[], object]) -> None:
+    """Puts torch's default generator back, unless another thread has drawn since: its numbers would come again.
+
+    Args:
+        before: the generator's state before the draws.
+        draw_again: makes the same draws once more, to find out whether the state now is what they leave.
+    """
+    generator = torch.default_generator
+    if others_wait():
+        generator.set_state(before)
+        return
+    now = generator.get_state()
+    generator.set_state(before)
+    draw_again()
+    generator.set_state(before if torch.equal(generator.get_state(), now) else now)
