@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from tvm import relax
 
 from bridge.aten.registry import converts
@@ -53,3 +54,17 @@ def arange(importer, node, *bounds, **layout):
     index = importer.emit(relax.op.arange(0, extent, 1, "int64"))
     scaled = relax.op.multiply(importer.cast(index, element_type), importer.constant(step, element_type))
     return importer.emit(relax.op.add(importer.emit(scaled), importer.constant(start, element_type)))
+
+
+@converts(
+    *(getattr(aten, name).default for name in ("tril_indices", "triu_indices", "fft_fftfreq", "fft_rfftfreq")),
+    *(getattr(aten, f"{name}_window").default for name in ("bartlett", "blackman", "hamming", "kaiser")),
+    *(getattr(aten, f"{name}_window").periodic for name in ("bartlett", "blackman", "hamming", "kaiser")),
+    aten.hamming_window.periodic_alpha,
+    aten.hamming_window.periodic_alpha_beta,
+    aten.kaiser_window.beta,
+)
+def constant_table(importer, node, *args, **layout):
+    # numbers alone decide it: what torch's kernel makes of them once is what it makes of them at every call
+    table = node.target(*args, **{**layout, "dtype": importer.out(node).dtype, "device": "cpu"})
+    return relax.const(np.asarray(table.numpy()), importer.out_dtype(node))

@@ -10,7 +10,6 @@ SLOW = ("char_model", "diffusion_unet", "lstm", "mae", "mamba", "neural_ode", "v
 """Over three seconds, most of them to add."""
 WAITING = {
     "ctc": "CTC loss",
-    "dlrm": "tril_indices",
     "flow": "a distribution that validates",
     "lora_hook": "hooks inside the module",
     "masked_encoder": "a mask compared in TransformerEncoder",
