@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +59,12 @@ class Coverage:
     __repr__ = __str__
 
 
-def examine(module: nn.Module, sample_input: Any, *, sample_kwargs: dict[str, Any] | None = None) -> Coverage:
+def examine(module: nn.Module, sample_input: Any, *, sample_kwargs: Mapping[str, Any] | None = None) -> Coverage:
     """Tells whether ``add_tvm_dispatch(module, sample_input)`` would succeed, without compiling or changing anything.
 
     Args:
         module: in the mode (train, eval) that is meant.
-        sample_input: a tensor (one positional argument), a tuple (positional) or a dict (keyword arguments).
+        sample_input: a tensor (one positional argument), a tuple or list (positional) or a mapping (keyword arguments).
         sample_kwargs: further keyword arguments.
 
     Returns:
@@ -78,7 +79,7 @@ def examine(module: nn.Module, sample_input: Any, *, sample_kwargs: dict[str, An
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
-    args, kwargs = normalize_sample(sample_input, sample_kwargs)
+    args, kwargs = normalize_sample(module, sample_input, sample_kwargs)
     name = type(module).__name__
     before = PythonState(module)
     operations: Counter[str] = Counter()

@@ -18,6 +18,7 @@ autograd's.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,15 +78,15 @@ def lower(
     module: nn.Module,
     sample_input: Any,
     *,
-    sample_kwargs: dict[str, Any] | None = None,
+    sample_kwargs: Mapping[str, Any] | None = None,
     partition: str | Strategy = DEFAULT_PARTITION,
 ) -> Lowered:
     """Lowers ``module(sample)`` without compiling or changing anything; see the module's docstring for the stages.
 
     Args:
         module: in the mode (train, eval) that is meant.
-        sample_input: a tensor (one positional argument), a tuple (positional) or a dict (keyword arguments) of CPU
-            tensors of any shape; the stages are for these shapes and dtypes.
+        sample_input: a tensor (one positional argument), a tuple or list (positional) or a mapping (keyword
+            arguments) of CPU tensors of any shape; the stages are for these shapes and dtypes.
         sample_kwargs: further keyword arguments.
         partition: ``"min_cut"``, ``"save_all"``, ``"recompute_all"`` or a strategy object.
 
@@ -102,7 +103,7 @@ def lower(
         >>> [stage.name for stage in lowered][:3]
         ['captured', 'imported', 'masked']
     """
-    args, kwargs = normalize_sample(sample_input, sample_kwargs)
+    args, kwargs = normalize_sample(module, sample_input, sample_kwargs)
     before = PythonState(module)
     started = time.perf_counter()
     try:

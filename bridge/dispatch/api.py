@@ -7,6 +7,7 @@ and pickles are plain modules.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 import tvm
@@ -26,6 +27,8 @@ Module = TypeVar("Module", bound=nn.Module)
 
 ON_MISS = ("eager", "compile", "error")
 _ATTRIBUTE = "_compiled_call_impl"
+_NAMED = 8
+"""Modules that a message names."""
 
 
 def _dispatcher(module: nn.Module) -> Dispatcher | None:
@@ -35,18 +38,20 @@ def _dispatcher(module: nn.Module) -> Dispatcher | None:
 
 def add_tvm_dispatch(
     module: Module,
-    sample_input: Any,
+    sample_input: Any = None,
     *,
-    sample_kwargs: dict[str, Any] | None = None,
+    sample_kwargs: Mapping[str, Any] | None = None,
     partition: str | Strategy = DEFAULT_PARTITION,
-    on_miss: Literal["eager", "compile", "error"] = "eager",
+    on_miss: Literal["eager", "compile", "error"] | None = None,
     target: tvm.target.Target | str | dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
 ) -> Module:
     """Compiles a call of ``module``, forward and backward, and dispatches matching calls to it from now on.
 
-    A call matches if everything that was compiled still holds: structure, shapes, dtypes and strides of the
-    arguments, training flags, grad mode, autocast, which tensors require grad, the module tree, its plain attributes
+    Without a sample, the first call is the sample: it is compiled when it is made.
+
+    A call matches if everything that was compiled still holds: values, shapes, dtypes and strides of forward's
+    parameters (given by position, by name or by default: that makes no difference), training flags, grad mode, autocast, which tensors require grad, the module tree, its plain attributes
     and what its code reads. It is compiled under the grad mode and the autocast state around this call. Any
     other call runs as PyTorch would and is counted with a reason in :func:`stats`. Called again with another sample
     or in another mode, it adds an entry; with a call that an entry serves already, it changes ``on_miss``, and
@@ -66,13 +71,16 @@ def add_tvm_dispatch(
 
     Args:
         module: any module; it is changed in place only by one attribute that copies and pickles drop.
-        sample_input: a tensor (one positional argument), a tuple (positional arguments) or a dict (keyword
-            arguments) of dense CPU tensors, numbers, strings, flags and ``None``; of tensors only shape, strides, dtype
-            and requires_grad count, not the numbers.
+        sample_input: a tensor (one positional argument), a tuple or a list (positional arguments: a DataLoader's
+            batch) or a mapping (keyword arguments: a dict, transformers' ``BatchEncoding``) of dense CPU tensors,
+            numbers, strings, flags and ``None``; of tensors only shape, strides, dtype and requires_grad count, not the
+            numbers. A list or a mapping that fits forward's signature as its one argument only is that argument; to
+            say so: ``(batch,)``.
         sample_kwargs: further keyword arguments.
         partition: what is saved for the backward: ``"min_cut"``, ``"save_all"``, ``"recompute_all"`` or a strategy.
-        on_miss: for calls that match no entry: ``"eager"``, ``"compile"`` (at most ``MAX_ENTRIES`` entries are
-            kept) or ``"error"``.
+        on_miss: for calls that match no entry: ``"eager"`` (the default where there is a sample), ``"compile"`` (the
+            default without one; at most ``MAX_ENTRIES`` entries are kept, and what differs in the same thing at every
+            call is compiled for a few times only, then runs eager) or ``"error"``.
         target: TVM target; by default this machine's CPU.
         dynamic_shapes: torch.export's specification. Shapes are static here: a dimension that is meant to vary is
             unsupported, by name.
@@ -81,7 +89,7 @@ def add_tvm_dispatch(
         ``module``.
 
     Raises:
-        TypeError: ``module`` is no module, or the sample does not fit it.
+        TypeError: ``module`` is no module, or the sample does not fit it, or fits it in two ways.
         ValueError: an unknown ``partition``, ``on_miss`` or ``target``, or a module that ``module.compile()`` compiled.
         UnsupportedModule: the module holds something that cannot be done exactly; it is left as it was.
         CompilationError: a bug in this package; the module is left as it was.
@@ -96,10 +104,15 @@ def add_tvm_dispatch(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
+    learns = sample_input is None and sample_kwargs is None
+    if on_miss is None:
+        on_miss = "compile" if learns else "eager"
     if on_miss not in ON_MISS:
         raise ValueError(f"on_miss: wanted one of {', '.join(map(repr, ON_MISS))}, got {on_miss!r}")
     resolve_strategy(partition)
-    args, kwargs = normalize_sample(sample_input, sample_kwargs)
+    args, kwargs = ((), {}) if learns else normalize_sample(module, sample_input, sample_kwargs)
+    if learns and dynamic_shapes is not None:
+        raise TypeError("dynamic_shapes: wanted a sample_input that they are shapes of")
     refuse_dynamic(module, args, kwargs, dynamic_shapes)
     if module.__dict__.get(_ATTRIBUTE) is not None and _dispatcher(module) is None:
         raise ValueError(f"{type(module).__name__} was compiled with module.compile(); dispatch a module that was not")
@@ -107,16 +120,21 @@ def add_tvm_dispatch(
     dispatcher = _dispatcher(module) or Dispatcher(module, partition=partition, on_miss=on_miss, target=target)
     before = dispatcher.partition, dispatcher.on_miss, dispatcher.target
     dispatcher.partition, dispatcher.on_miss, dispatcher.target = partition, on_miss, target
-    try:
-        dispatcher.add(module, args, kwargs)
-    except BaseException:
-        dispatcher.partition, dispatcher.on_miss, dispatcher.target = before
-        raise
+    if learns:
+        dispatcher.learns = True
+    else:
+        try:
+            dispatcher.add(module, args, kwargs)
+        except BaseException:
+            dispatcher.partition, dispatcher.on_miss, dispatcher.target = before
+            raise
+    dispatcher.budget.clear()
     if module.__dict__.get(_ATTRIBUTE) is None:
         module.__dict__.pop(_ATTRIBUTE, None)
     installed = module.__dict__.setdefault(_ATTRIBUTE, dispatcher)
     if installed is not dispatcher:  # another thread's, for another sample
         installed.adopt(dispatcher.stats.entries)
+        installed.learns |= learns
     mark(module)
     return module
 
@@ -148,7 +166,8 @@ def stats(module: nn.Module) -> DispatchStats:
     """Hits, misses with their reasons, and entries of a dispatched module: a live object, counted up by every call.
 
     Raises:
-        ValueError: ``module`` is not dispatched.
+        TypeError: ``module`` is no module.
+        ValueError: ``module`` is not dispatched; the message names the modules inside it that are.
 
     Example:
         >>> add_tvm_dispatch(module, torch.ones(5, 3))
@@ -156,7 +175,19 @@ def stats(module: nn.Module) -> DispatchStats:
         >>> dict(stats(module).misses)
         {'shape of args[0]: compiled for (5, 3), called with (4, 3)': 1}
     """
-    dispatcher = _dispatcher(module) if isinstance(module, nn.Module) else None
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
+    dispatcher = _dispatcher(module)
     if dispatcher is None:
-        raise ValueError(f"{type(module).__name__} is not dispatched: call add_tvm_dispatch first")
+        raise ValueError(f"{type(module).__name__} is not dispatched: {_what_is(module)}")
     return dispatcher.stats
+
+
+def _what_is(module: nn.Module) -> str:
+    inside = [path for path, child in module.named_modules() if _dispatcher(child) is not None]
+    if not inside:
+        return "call add_tvm_dispatch(module, sample) first (copies and pickles of a dispatched module are plain ones)"
+    more = f" and {len(inside) - _NAMED} more" if len(inside) > _NAMED else ""
+    return f"ask for the modules inside it that are: {', '.join(inside[:_NAMED])}{more}; as in " + (
+        f"stats(module.get_submodule({inside[0]!r}))"
+    )

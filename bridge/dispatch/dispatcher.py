@@ -20,6 +20,8 @@ from bridge.base.guard_failure import INTERPRETER
 from bridge.base.log import channel
 from bridge.base.torch_internals import MODULE_CALL, has_global_hooks, is_exporting
 from bridge.capture import is_capturing, is_traced_here
+from bridge.dispatch.advice import advice
+from bridge.dispatch.budget import CompileBudget
 from bridge.dispatch.entry import Entry, compile_entry
 from bridge.dispatch.guards import GuardFailure, active_modes
 from bridge.dispatch.hooks import call_with_hooks
@@ -34,20 +36,29 @@ log, guards_log = channel("dispatch"), channel("guards")
 MAX_ENTRIES = 8
 #: Unsupported calls that ``on_miss="compile"`` remembers, in order not to try them again.
 MAX_UNSUPPORTED = 64
+#: Misses one after the other, for the same cause, before any hit, after which the user is told that no call ever fits.
+MISSES_BEFORE_WARNING = 3
 
 
 class Dispatcher:
-    """Stands in for a module's call: finds the entry that fits, or runs eager and says why."""
+    """Stands in for a module's call: finds the entry that fits, or runs eager and says why.
+
+    Attributes:
+        learns: whether the next call that misses is compiled, whatever ``on_miss`` says: there was no sample.
+    """
 
     def __init__(self, module: nn.Module, *, partition: Any, on_miss: str, target: Any):
         self._module = weakref.ref(module)  # the module owns its dispatcher, not the other way round
         self.partition = partition
         self.on_miss = on_miss
         self.target = target
+        self.learns = False
         self.stats = DispatchStats()
+        self.budget = CompileBudget()
         self._unsupported: dict[str, None] = {}
+        self._missed = ("", 0)  # the cause of the latest misses, and how many they were
         self._adding = threading.RLock()
-        self._warned: set[str] = set()
+        self._warned: set[Any] = set()
         self._clock = itertools.count(1)
 
     @hide
@@ -91,7 +102,7 @@ class Dispatcher:
             found = self._match(module, args, kwargs)
             if not isinstance(found, GuardFailure):
                 return self._hit(*found)
-            if self.on_miss == "compile" and found.reason not in self._unsupported:
+            if (self.on_miss == "compile" or self.learns) and self._may_compile(type(module).__name__, found):
                 added = self._compile(module, args, kwargs, found)
                 if added is not None:
                     return self._hit(*added)
@@ -104,10 +115,38 @@ class Dispatcher:
             raise DispatchMiss(f"{type(module).__name__}: {found.reason}") from found.__cause__
         self.stats.misses[found.reason] += 1
         guards_log.info("%s runs eager: %s", type(module).__name__, found.reason)
+        if not self.stats.hits and self.on_miss == "eager":
+            self._note_no_hit(type(module).__name__, found)
         if self.on_miss == "compile":
             with self._adding:  # what forward keeps on the module (a cache) is not for another thread's capture
                 return eager(*args, **kwargs)
         return eager(*args, **kwargs)
+
+    def _note_no_hit(self, name: str, found: GuardFailure) -> None:
+        """Says so once if no call has ever been a hit, and all of the latest were misses for the same cause."""
+        field, count = self._missed
+        self._missed = field, count = found.field, count + 1 if field == found.field else 1
+        if count == MISSES_BEFORE_WARNING and self.stats.entries and field not in self._warned:
+            self._warned.add(field)
+            words = "%s: no call has been served by TVM yet, the last %d ran eager. What differs: %s. What helps: %s."
+            log.warning(words, name, count, found.reason, advice(field, found.reason))
+
+    def _may_compile(self, name: str, failure: GuardFailure) -> bool:
+        """Whether a call that missed may be compiled; says so once for each cause that has used up its budget."""
+        if failure.reason in self._unsupported:
+            return False
+        if self.budget.allows(failure.field, self.stats.entries):
+            return True
+        if (failure.field, "budget") not in self._warned:
+            self._warned.add((failure.field, "budget"))
+            log.warning(
+                "%s runs eager from now on where a call differs from all that were compiled in this: %s. It has been "
+                "compiled for several of them, and they did not come back. What helps: %s.",
+                name,
+                failure.reason,
+                advice(failure.field, failure.reason),
+            )
+        return False
 
     def _match(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
@@ -140,6 +179,8 @@ class Dispatcher:
                 entry = self.add(module, args, kwargs)
                 inputs = entry.guard.match(module, args, kwargs)
             except UnsupportedModule as error:
+                if self.on_miss == "error":
+                    raise
                 self._leave_to_eager(type(module).__name__, failure, error)
                 return None
             except GuardFailure as still:
@@ -150,6 +191,8 @@ class Dispatcher:
                 if not is_refused_by_eager(error):
                     raise
                 return None  # running it says so in eager's words, and leaves behind what eager leaves
+            self.learns = False
+            self.budget.note_compiled(failure.field, entry)
             self._let_one_leave(type(module).__name__, failure)
             return entry, inputs
 
@@ -157,6 +200,8 @@ class Dispatcher:
         while len(self._unsupported) >= MAX_UNSUPPORTED:
             del self._unsupported[next(iter(self._unsupported))]
         self._unsupported[failure.reason] = None
+        self.budget.note_wasted(failure.field)
+        self.learns = False
         log.warning("%s runs eager from now on where %s: %s", name, failure.reason, why)
 
     def _let_one_leave(self, name: str, failure: GuardFailure) -> None:
@@ -166,8 +211,9 @@ class Dispatcher:
             return
         oldest = min(entries[:-1], key=lambda entry: entry.last_used)
         self.stats.entries = [entry for entry in entries if entry is not oldest]
-        if failure.field not in self._warned:
-            self._warned.add(failure.field)
+        self.budget.note_left(oldest)
+        if (failure.field, "entries") not in self._warned:
+            self._warned.add((failure.field, "entries"))
             log.warning(
                 "%s has %d entries, the most there are; the least recently used one leaves for each new one. What "
                 "keeps differing: %s. Pad or bucket the calls, or leave the rare ones to eager with on_miss='eager'.",

@@ -37,10 +37,12 @@ class Entry:
         compile_seconds: from capture to the compiled programs.
         hits: calls that this entry ran.
         partition, target: what it was compiled with, as they were given.
+        cause: in what the call that it was compiled for differed from the earlier entries; ``None``: added by hand.
     """
 
     partition: Any = None
     target: Any = None
+    cause: str | None = None
 
     def __init__(self, guard: Guard | None, lowered: LoweredCall, target: Any):
         started = time.perf_counter()

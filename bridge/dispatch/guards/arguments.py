@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from bridge.base.pytrees import leaf_names, structure_difference
 from bridge.base.torch_internals import pytree
 from bridge.capture import Captured
 from bridge.dispatch.guards.condition import Condition
+from bridge.dispatch.guards.spelling import Spelling
 from bridge.dispatch.guards.tensors import TensorGuard, is_nested
 from bridge.state import same
 
@@ -25,11 +26,14 @@ class ArgumentGuard:
     Args:
         captured: what was compiled; its sample defines structure and constants.
         tensors: the sample's argument tensors.
+        forward: the module's forward, whose signature says which calls give the same arguments.
         saves: whether autograd saves tensors of the call.
     """
 
-    def __init__(self, captured: Captured, tensors: Sequence[torch.Tensor], *, saves: bool):
-        self._structure = _Structure(captured.in_spec)
+    def __init__(
+        self, captured: Captured, tensors: Sequence[torch.Tensor], forward: Callable[..., Any], *, saves: bool
+    ):
+        self._structure = _Structure(captured.in_spec, forward)
         self.paths = leaf_names(captured.in_spec)
         leaves = list(zip(captured.argument_leaves, captured.argument_is_tensor, strict=True))
         self.tensor_leaves = [i for i, (_, is_tensor) in enumerate(leaves) if is_tensor]
@@ -114,7 +118,7 @@ class _Structure:
 
     condition_names = ("keyword arguments", "structure")
 
-    def __init__(self, spec: pytree.TreeSpec):
+    def __init__(self, spec: pytree.TreeSpec, forward: Callable[..., Any]):
         self._spec = spec
         self._num_positional = spec.child(0).num_children
         self._keywords = list(spec.child(1).context)
@@ -122,9 +126,13 @@ class _Structure:
         self._is_flat = not any(self._shape)
         #: Number of arguments where they are all positional leaves: then their number is all there is to compare.
         self.flat_count = self._num_positional if self._is_flat and not self._keywords else None
+        self._spelling = Spelling(forward, self._num_positional, self._keywords)
+        self._other_spellings: set[tuple] = set()  # in which calls came that matched
 
     def leaves(self, args: tuple, kwargs: dict[str, Any]) -> list[Any] | None:
-        """The leaves if the structure is the sample's."""
+        """The leaves if the structure is the sample's, spelled as it or as a call that matched before."""
+        if self._other_spellings and (len(args), *kwargs) in self._other_spellings:
+            args, kwargs = self._as_sampled(args, kwargs)
         if len(args) != self._num_positional or len(kwargs) != len(self._keywords):
             return None
         try:
@@ -138,6 +146,10 @@ class _Structure:
 
     def match(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
         """The leaves. :class:`GuardFailure` if the structure is another one."""
+        other = None
+        if len(args) != self._num_positional or kwargs.keys() != set(self._keywords):
+            other = (len(args), *kwargs)
+            args, kwargs = self._as_sampled(args, kwargs)
         if kwargs.keys() != set(self._keywords):
             detail = f"compiled for {sorted(self._keywords)}, called with {sorted(kwargs)}"
             raise GuardFailure(STRUCTURE, "keyword arguments", detail)
@@ -145,7 +157,13 @@ class _Structure:
         leaves, spec = pytree.tree_flatten((args, {name: kwargs[name] for name in self._keywords}))
         if spec != self._spec:
             raise GuardFailure(STRUCTURE, *structure_difference(self._spec, spec))
+        if other is not None:
+            self._other_spellings.add(other)
         return leaves
+
+    def _as_sampled(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """The call in the sample's spelling, if it has one; else as it is."""
+        return self._spelling.respelled(args, kwargs) or (args, kwargs)
 
 
 def _shape_of(spec: pytree.TreeSpec, index: int) -> tuple | None:

@@ -39,7 +39,7 @@ class Guard:
         self._tree = ModuleGuard(module, captured.module_tensors, saves=saves)
         self._modes = ModeGuard(requires_grad, self._tree.reads_grad_mode)
         self._states = self._modes.states
-        self._arguments = ArgumentGuard(captured, arguments, saves=saves)
+        self._arguments = ArgumentGuard(captured, arguments, module.forward, saves=saves)
         self._written = [(index, captured.module_tensors[index].name) for index, _ in captured.mutated]
         self._names = [spec.name for spec in captured.module_tensors]
         self._names += [self._arguments.paths[i] for i in self._arguments.tensor_leaves]

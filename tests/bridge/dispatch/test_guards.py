@@ -162,16 +162,6 @@ def test_extra_argument():
     check_miss(Sum(), ((x, y),), ((x, y), torch.ones(3)), "structure|argument")
 
 
-def test_keyword_instead_of_positional():
-    x = rows()
-    check_miss(MLP(), x, {"x": x}, "structure|keyword|positional|argument")
-
-
-def test_positional_instead_of_keyword():
-    x = rows()
-    check_miss(MLP(), {"x": x}, (x,), "structure|keyword|positional|argument")
-
-
 @pytest.mark.composes("numbers, flags, strings among the arguments", "constants of the entry", section="Guards")
 def test_value_of_a_number():
     x, y = rows(), rows().detach()

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch import nn
 from torch.export import Dim
 
 from bridge import DispatchMiss, UnsupportedModule, add_tvm_dispatch, stats
-from bridge.dispatch.dispatcher import MAX_ENTRIES
+from bridge.dispatch.budget import MAX_WASTED
+from bridge.dispatch.dispatcher import MAX_ENTRIES, MISSES_BEFORE_WARNING
 from tests.bridge.compare import Call, assert_same, run
 from tests.bridge.models import MLP
 
@@ -32,7 +34,8 @@ class Scale(nn.Module):
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    return [record for record in caplog.records if record.name.startswith("bridge")]
+    records = [record for record in caplog.records if record.name.startswith("bridge")]
+    return [record for record in records if record.levelno >= logging.WARNING]
 
 
 def check(module: nn.Module, eager: nn.Module, x: torch.Tensor) -> None:
@@ -66,7 +69,8 @@ def test_the_least_recently_used_entry_leaves(caplog):
     add_tvm_dispatch(module, rows(1), on_miss="compile")
     with caplog.at_level(logging.WARNING, logger="bridge"):
         for length in range(1, MAX_ENTRIES + 1):
-            check(module, eager, rows(length))
+            for _ in range(2):
+                check(module, eager, rows(length))
         assert not warnings_of(caplog)
         check(module, eager, rows(1))  # now the entry for length 2 is the oldest
         check(module, eager, rows(20))
@@ -84,7 +88,7 @@ def test_the_warning_comes_once_for_each_thing_that_differs(caplog):
     add_tvm_dispatch(module, rows(1), on_miss="compile")
     with caplog.at_level(logging.WARNING, logger="bridge"):
         for length in range(1, MAX_ENTRIES + 4):
-            module(rows(length))
+            module(rows(length)), module(rows(length))
         for power in range(2, 5):
             module(rows(1), power)
     fields = [record.getMessage().partition("differing: ")[2].partition(":")[0] for record in warnings_of(caplog)]
@@ -138,6 +142,86 @@ def test_modes_become_entries():
     module.eval(), eager.eval()
     check(module, eager, rows(4))
     assert len(stats(module).entries) == 4 and stats(module).hits == 4
+
+
+@pytest.mark.composes(
+    "a size that is another one at every call",
+    "compiled for eight of them that did not come back, then eager, with a warning",
+    section='`on_miss="compile"`',
+)
+def test_what_never_comes_back_is_compiled_for_a_few_times_only(caplog):
+    """And no other cause suffers from it; what was compiled still serves; adding by hand starts the count anew."""
+    module = Scale()
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, rows(1), on_miss="compile")
+    with caplog.at_level(logging.WARNING, logger="bridge"):
+        for length in range(2, MAX_WASTED + 12):
+            check(module, eager, rows(length))
+    assert stats(module).hits == MAX_WASTED and stats(module).misses.total() == 10
+    assert sum("from now on" in record.getMessage() for record in warnings_of(caplog)) == 1
+    (message,) = [each.getMessage() for each in warnings_of(caplog) if "from now on" in each.getMessage()]
+    assert "shape of args[0]" in message and "pad or bucket" in message, message
+    check(module, eager, rows(MAX_WASTED + 1))
+    with torch.no_grad():
+        check(module, eager, rows(MAX_WASTED + 1))
+    assert stats(module).hits == MAX_WASTED + 2
+    add_tvm_dispatch(module, rows(100), on_miss="compile")
+    check(module, eager, rows(101))
+    assert stats(module).misses.total() == 10
+
+
+def test_sizes_that_come_back_but_are_too_many_are_bounded_too(monkeypatch):
+    monkeypatch.setattr("bridge.dispatch.budget.MAX_COMPILED", 4)
+    module = Scale()
+    add_tvm_dispatch(module, rows(1), on_miss="compile")
+    for length in range(2, 9):
+        for _ in range(2):
+            module(rows(length))
+    assert stats(module).misses.total() == 2 * 3 and stats(module).hits == 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("added", "called", "words"),
+    [
+        (lambda module: module.eval(), lambda module: module.train(), "training flag.*module.train()"),
+        (lambda module: module.train(), lambda module: module.eval(), "training flag.*module.eval()"),
+    ],
+)
+def test_an_entry_that_no_call_ever_fits_is_told_once(added, called, words, caplog):
+    module = add_tvm_dispatch(added(MLP()), rows(4))
+    called(module)
+    with caplog.at_level(logging.WARNING, logger="bridge"):
+        for _ in range(MISSES_BEFORE_WARNING - 1):
+            module(rows(4))
+        assert not warnings_of(caplog)
+        for _ in range(5):
+            module(rows(4))
+    (record,) = warnings_of(caplog)
+    assert re.search(words, record.getMessage()), record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"num_items_in_batch": torch.tensor(3)}, "Trainer adds num_items_in_batch"), ({"other": 1}, "keyword arguments")],
+)
+def test_arguments_that_a_loop_adds_are_named(options, words, caplog):
+    class Loss(nn.Module):
+        def forward(self, x, **options):
+            return torch.tanh(x)
+
+    module = add_tvm_dispatch(Loss(), {"x": rows(4)})
+    for _ in range(MISSES_BEFORE_WARNING):
+        module(x=rows(4), **options)
+    (record,) = warnings_of(caplog)
+    assert words in record.getMessage(), record.getMessage()
+
+
+def test_a_module_that_was_ever_hit_is_not_complained_about(caplog):
+    module = add_tvm_dispatch(Scale(), rows(4))
+    module(rows(4))
+    for _ in range(2 * MISSES_BEFORE_WARNING):
+        module(rows(5))
+    assert not warnings_of(caplog)
 
 
 def test_what_cannot_be_compiled_runs_eager_and_is_not_tried_again(caplog):
