@@ -51,12 +51,13 @@ def add_tvm_dispatch(
     Without a sample, the first call is the sample: it is compiled when it is made.
 
     A call matches if everything that was compiled still holds: values, shapes, dtypes and strides of forward's
-    parameters (given by position, by name or by default: that makes no difference), training flags, grad mode, autocast, which tensors require grad, the module tree, its plain attributes
-    and what its code reads. It is compiled under the grad mode and the autocast state around this call. Any
-    other call runs as PyTorch would and is counted with a reason in :func:`stats`. Called again with another sample
-    or in another mode, it adds an entry; with a call that an entry serves already, it changes ``on_miss``, and
-    compiles anew only for another ``partition`` or ``target``. An entry added under ``torch.no_grad()`` also serves
-    ``torch.inference_mode()``; where nothing requires a gradient, one entry serves with and without gradients.
+    parameters (given by position, by name or by default: that makes no difference), training flags, grad mode,
+    autocast, which tensors require grad, the module tree, its plain attributes and what its code reads. It is compiled
+    under the grad mode and the autocast state around this call. Any other call runs as PyTorch would and is counted
+    with a reason in :func:`stats`. Called again with another sample or in another mode, it adds an entry; with a call
+    that an entry serves already, it changes ``on_miss``, and compiles anew only for another ``partition`` or
+    ``target``. An entry added under ``torch.no_grad()`` also serves ``torch.inference_mode()``; where nothing requires
+    a gradient, one entry serves with and without gradients.
 
     Inside a model that ``torch.compile`` compiles, a dispatched module runs its own code, with a graph break on either
     side (an error under ``fullgraph=True``). Code that was compiled before does not know that: dispatch the module

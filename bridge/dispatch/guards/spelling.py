@@ -2,8 +2,8 @@
 
 ``m(x, mask)``, ``m(x, mask=mask)`` and, where ``mask`` is the default, ``m(x)`` run forward with the same parameters.
 So a call is bound to forward's signature as Python binds it and given as the sample was. That is exact for a forward
-whose signature is its own: one with ``*args`` or ``**kwargs`` (a decorator's wrapper) may look at how it was called, and
-is matched as it is spelled.
+whose signature is its own: one with ``*args`` or ``**kwargs`` (a decorator's wrapper) may look at how it was called,
+and is matched as it is spelled.
 """
 
 from __future__ import annotations
