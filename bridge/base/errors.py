@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
-import random
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 __all__ = [
+    "TORCH_DIR",
     "CompilationError",
     "DispatchMiss",
     "Unsupported",
@@ -25,7 +26,8 @@ __all__ = [
     "user_line",
 ]
 
-_TORCH_DIR = os.path.dirname(torch.__file__)
+TORCH_DIR = os.path.dirname(torch.__file__)
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
 _OWN_DIR = os.path.dirname(os.path.dirname(__file__))
 
 
@@ -110,14 +112,10 @@ def from_user_code(error: Exception) -> Exception:
 
 
 def is_user_file(filename: str) -> bool:
-    """Whether a source file is neither torch's nor this package's."""
-    return (
-        not filename.startswith((_TORCH_DIR, _OWN_DIR))
-        and not filename.startswith("<")
-        and os.sep + "importlib" + os.sep not in filename
-        and "contextlib.py" not in filename
-        and filename != random.__file__
-    )
+    """Whether a source file is neither torch's, nor this package's, nor of the standard library."""
+    if filename.startswith((TORCH_DIR, _OWN_DIR, "<")):
+        return False
+    return not filename.startswith(_STDLIB) or "site-packages" in filename
 
 
 def user_line(source: str | traceback.StackSummary | BaseException | None) -> str | None:

@@ -2,32 +2,125 @@
 
 from __future__ import annotations
 
+import os
 import re
+import traceback
+from dataclasses import replace
 
-from bridge.base.errors import Unsupported, user_line
+from bridge.base.errors import TORCH_DIR, Unsupported, line_of, user_line
 from bridge.capture.preconditions import CACHES, NO_CACHE
 
 __all__ = ["explain_error"]
 
+_BY_NUMBERS = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException")
+
+_PACKED = (
+    "a packed sequence",
+    "its shapes are the numbers in the lengths",
+    "run the recurrent layer on the padded batch and mask what it gives, or dispatch the other layers",
+)
+
+#: Functions of torch's that look at numbers: what they do, and what the caller can do about it.
+_LOOK_AT_NUMBERS = {
+    "pack_padded_sequence": _PACKED,
+    "_detect_is_causal_mask": (
+        "a mask whose numbers are looked at",
+        "torch compares the mask with a causal one, number by number",
+        "pass is_causal=True or is_causal=False beside the mask: nothing is compared then",
+    ),
+    "ctc_loss": (
+        "ctc_loss",
+        "its shapes are the numbers in the lengths",
+        "compute the loss outside of the module that is dispatched",
+    ),
+}
+
+#: What a line of the user's code has, if it takes numbers out of a tensor, and what to do instead.
+_TAKES_NUMBERS = (
+    (r"\.tolist\(\)", "pass Python numbers to forward instead of a tensor of them, or keep it a tensor"),
+    (r"\.item\(\)|\b(int|float|bool)\(", "keep it a tensor: without .item(), int(), float() or bool()"),
+    (r"\.numpy\(\)", "compute it with torch, or outside of forward"),
+)
+
+_BRANCH = "use torch.where, or dispatch the submodules on either side of it"
+_SHAPE = "keep the shape (torch.where, masked_fill, a multiplication by the mask), or dispatch the submodules around it"
+_DISTRIBUTION = "pass validate_args=False to the distribution (what is drawn from it then has to be a supported draw)"
+
+#: What begins advice on torch.export, compiling, or how to report a bug of torch's: not the user's to follow.
+_ADVICE = re.compile(
+    r"please|if you('re| are)|for (more|the|potential)|see |to fix|this typically|consider|hint|potential|you can"
+    r"|TORCH_|torch\._|https?:",
+    re.IGNORECASE,
+)
+_LONGEST = 200
+
 
 def explain_error(error: BaseException) -> Unsupported:
     """What tracing a module, or running it on fake tensors, stumbled over."""
-    where = user_line(error) or "code of torch's; the exception is this one's .cause"
+    frames = traceback.extract_tb(error.__traceback__)
+    where = user_line(error) or _torch_line(frames)
     kind = type(error).__name__
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), kind)
-    if kind in ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException"):
-        return Unsupported(
-            "data-dependent control flow or shape",
-            where,
-            "what happens next depends on the numbers in a tensor",
-            "use torch.where, or dispatch the submodules on either side of it",
-        )
-    if unknown := re.match(r"Found <class '([\w.]+)'> in output, which is not a known type", first_line):
+    known = next((_LOOK_AT_NUMBERS[frame.name] for frame in frames if frame.name in _LOOK_AT_NUMBERS), None)
+    if kind in (*_BY_NUMBERS, "TypeError") and any(_is_torch_file(frame, "nn/modules/rnn.py") for frame in frames):
+        known = _PACKED
+    if known:
+        op, reason, hint = known
+        return Unsupported(op, where, reason, hint)
+    if kind in _BY_NUMBERS:
+        return _by_numbers(kind, where, frames)
+    if unknown := re.match(r"Found <class '([\w.<>]+)'> in output, which is not a known type", first_line):
         home, _, name = unknown[1].rpartition(".")
-        hint = NO_CACHE if home == CACHES else "return tensors, or a tuple, a list or a dict of them"
+        hint = NO_CACHE if home == CACHES else "return tensors, or a tuple, a list, a dict or a dataclass of them"
         return Unsupported(
             f"a result of type {name}", "the module's result", "not a type that torch.export knows", hint
         )
+    if ".numpy() is not supported" in first_line:
+        reason = "what numpy computes is not in a graph; a compiled call would repeat the sample's numbers for ever"
+        return Unsupported("Tensor.numpy", where, reason, "compute it with torch, or outside of forward")
+    if "BatchedTensor" in first_line or "functorch" in first_line:
+        return Unsupported("torch.func", where, "a transform (vmap, grad, jacrev, …) inside forward")
     if kind == "UnsupportedOperatorException":
         return Unsupported(str(error).splitlines()[0], where, "an operator that torch.export cannot trace")
-    return Unsupported("torch.export", where, f"{kind}: {first_line}")
+    return Unsupported("torch.export", where, f"{kind}: {_without_advice(first_line)}")
+
+
+def _by_numbers(kind: str, where: str, frames: traceback.StackSummary) -> Unsupported:
+    """What happens next depends on the numbers in a tensor."""
+    shape = kind == "DynamicOutputShapeException"
+    found = Unsupported(
+        "data-dependent control flow or shape",
+        where,
+        "the shape of what comes out depends on the numbers in a tensor"
+        if shape
+        else "what happens next depends on the numbers in a tensor",
+        _SHAPE if shape else _BRANCH,
+    )
+    if any(_is_torch_file(frame, "distributions/") for frame in frames):
+        return replace(found, hint=_DISTRIBUTION)
+    code = "" if shape else re.sub(r"^.*?:\d+: ", "", where)
+    return replace(found, hint=next((hint for words, hint in _TAKES_NUMBERS if re.search(words, code)), found.hint))
+
+
+def _torch_line(frames: traceback.StackSummary) -> str:
+    """The innermost line of a module or a function of torch's, where no line of the user's is known."""
+    of_modules = [frame for frame in frames if _is_torch_file(frame, "nn/")]
+    if not of_modules:
+        return "code of torch's; the exception is this one's .cause"
+    line = line_of((of_modules[-1].filename, of_modules[-1].lineno or 0))
+    return line[len(TORCH_DIR) - len("torch") :]
+
+
+def _is_torch_file(frame: traceback.FrameSummary, below: str) -> bool:
+    return frame.filename.replace(os.sep, "/").startswith(f"{TORCH_DIR}/{below}".replace(os.sep, "/"))
+
+
+def _without_advice(message: str) -> str:
+    """The first sentences of a message of torch's: what happened, not what to file or to set."""
+    kept: list[str] = []
+    for sentence in re.split(r"(?<=[.!?;]) +", message):
+        if _ADVICE.search(sentence):
+            break
+        kept.append(sentence)
+    words = " ".join(kept).strip() or "no more is known; the exception is this one's .cause"
+    return words if len(words) <= _LONGEST else words[: _LONGEST - 1] + "…"

@@ -14,6 +14,7 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from bridge.base.errors import Unsupported, refused_by_eager
 from bridge.base.modes import modes_put_back
 from bridge.base.torch_internals import pytree, tracers_hooks_removed
+from bridge.capture.data_attribute import DataIsDetached
 from bridge.capture.inplace_rules import CHANGES_ARGUMENT
 from bridge.capture.passes.recurrent import lstm_as_in_eager
 from bridge.state import ModuleTensor
@@ -38,7 +39,7 @@ def export(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> ExportedPr
     leaves = [_stand_in(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     stand_in_args, stand_in_kwargs = pytree.tree_unflatten(leaves, spec)
     try:
-        with lstm_as_in_eager(), tracers_hooks_removed():
+        with lstm_as_in_eager(), tracers_hooks_removed(), DataIsDetached():
             return torch.export.export(module, stand_in_args, stand_in_kwargs, strict=False)
     except Exception as error:
         signature = inspect.signature(type(module).forward)

@@ -24,6 +24,10 @@ __all__ = ["CHANGES_ARGUMENT", "InPlaceRules", "InPlaceWatcher"]
 CHANGES_ARGUMENT = "changes a tensor that was passed to the module"
 
 
+#: What assigning to an attribute of a tensor calls, and the attribute.
+_SETTERS = {torch.Tensor.data.__set__: "Tensor.data =", torch.Tensor.grad.__set__: "Tensor.grad ="}
+
+
 class InPlaceWatcher(TorchFunctionMode):
     """Every torch call of the module → its in-place writes checked by the rules, and the call appended to ``calls``."""
 
@@ -40,6 +44,8 @@ class InPlaceWatcher(TorchFunctionMode):
         tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor)]
         if name in ("register_hook", "retain_grad", "register_post_accumulate_grad_hook"):
             self.rules.complain(f"Tensor.{name}", "a tensor hook set inside forward")
+        if name == "__set__" and func in _SETTERS:
+            self.rules.complain(_SETTERS[func], "gives a tensor other memory or another gradient inside forward")
         versions = [tensor._version for tensor in tensors]
         result = func(*args, **kwargs)
         written = [tensor for tensor, version in zip(tensors, versions, strict=True) if tensor._version != version]

@@ -154,7 +154,9 @@ def _trace(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> _Traced:
         functional = decompose(exported)
     draw_of, unmatched = match_draws(functional.graph, by_origin, forward)
     observation = run.observation
-    observation.unsupported += [*unsupported, *unmatched]
+    observation.unsupported += unsupported
+    if not observation.unsupported:  # a draw that is refused already has no match either
+        observation.unsupported += unmatched
     bound, literals = placeholders(functional, tensors, run.argument_is_tensor)
     results, mutated = results_and_mutations(functional, tensors, forward, observation.unsupported)
     if len(results) != len(observation.outputs):

@@ -91,6 +91,7 @@ def _generator_put_back() -> Iterator[None]:
 
 _EXPECTED_WARNINGS = (
     (".*LeafSpec", FutureWarning),  # torch copies its own pytree specs in a way that it deprecated
+    ("Accessing the data pointer of FakeTensor", UserWarning),  # the refusal that follows says it
     ("The tensor attribute", UserWarning),  # what forward does to attributes is judged by bridge.state.module
 )
 

@@ -1,7 +1,9 @@
 """Words of a refusal: short, without torch.export's chain above them; eager's own error where eager refuses too."""
 
+import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,73 +13,103 @@ import torch
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
+from bridge.base.torch_internals import FakeTensorMode
 from bridge.capture.eager_error import raise_if_eager_raises
+from bridge.capture.explain_error import explain_error
+from tests.bridge.capture.refused_modules import EAGERS_ERROR, REFUSED
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 
-HEAD = """
-import torch
-from torch import nn
-from bridge import add_tvm_dispatch
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        y = self.linear(x)
-"""
-CALL = "\nadd_tvm_dispatch(Block(), torch.randn(5, 4))\n"
-REFUSED = {
-    "control flow": "return y if y.sum() > 0 else -y",
-    "a number": "return y * int(y.sum().item())",
-    "a shape": "return y[torch.nonzero(y[:, 0])[:, 0]]",
-    "numpy": "return y + torch.from_numpy(x.detach().numpy())",
-    "a type": "return (y for _ in range(2))",
-}
-WRONG = {
-    "shapes": "return y + torch.ones(3, 7)",
-    "types": "return y @ x.double().T",
-    "the user's": "raise ValueError('no such block')",
-}
+#: Advice of torch's to those who write exporters, which is no use to who calls add_tvm_dispatch.
+ADVICE = ("github", "TORCH_LOGS", "torch._logging", "torch._check", "torch._dynamo", "pytorch.org", "graph():")
 
 
-def run(line: str, **environment: str) -> list[str]:
-    """The lines that a script, which dispatches a module whose forward ends with ``line``, leaves on stderr."""
-    script = HEAD + " " * 8 + line + CALL
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    variables.pop("TORCH_LOGS", None)
+@pytest.fixture(scope="module")
+def seen():
+    """What each module left on the streams and raised, in a process that dispatches them one after the other."""
+    variables = {name: value for name, value in os.environ.items() if name != "TORCH_LOGS"}
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, env=variables, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "tests.bridge.capture.refused_modules"],
+        cwd=ROOT,
+        env={**variables, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert done.returncode == 1 and not done.stdout
-    return done.stderr.splitlines()
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("line", REFUSED.values(), ids=REFUSED)
-def test_a_refusal_is_all_there_is_on_stderr(line):
-    lines = run(line)
-    assert lines[0] == "Traceback (most recent call last):", "something is printed before it"
-    assert sum(each.startswith("Traceback") for each in lines) == 1, "a chain of exceptions above it"
-    assert len(lines) < 40 and not any("torch/" in each for each in lines)
-    assert any("Block cannot be dispatched to TVM" in each for each in lines)
+def assert_nothing_else(case, most_lines):
+    """Nothing is written, and what is raised is one traceback, whose frames in torch are not torch's tracer's."""
+    assert case["output"] == "" and case["shown"]
+    assert case["shown"].count("Traceback (most recent call last):") == 1, "a chain of exceptions above it"
+    assert len(case["words"].splitlines()) <= most_lines and len(case["words"]) < 1000
+    assert "/_export/" not in case["shown"] and "/fx/" not in case["shown"]
+    assert not [word for word in ADVICE if word in case["words"]]
 
 
-@pytest.mark.parametrize("line", WRONG.values(), ids=WRONG)
-def test_an_error_of_eagers_is_all_there_is_on_stderr(line):
-    lines = run(line)
-    assert lines[0] == "Traceback (most recent call last):" and len(lines) < 80
-    assert sum(each.startswith("Traceback") for each in lines) == 1
-    assert lines[-1].startswith(("RuntimeError: ", "ValueError: no such block"))
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_is_a_few_lines_and_says_what_helps(seen, name):
+    case = seen["refused"][name]
+    assert_nothing_else(case, most_lines=8)
+    assert case["refused"] and "cannot be dispatched to TVM; it was left as it was." in case["words"]
+    assert re.search(REFUSED[name][2], case["words"], re.DOTALL | re.MULTILINE), case["words"]
+    assert ".cause" not in case["words"], "no line of the user's or of a module's is named"
 
 
-def test_the_log_has_the_chain_on_request():
-    lines = run(REFUSED["control flow"], BRIDGE_LOGS="+dispatch")
-    assert any("[bridge.dispatch] Block cannot be captured" in each for each in lines)
-    assert any("GuardOnDataDependentSymNode" in each for each in lines)
+@pytest.mark.parametrize("name", EAGERS_ERROR)
+def test_an_error_of_eagers_is_all_there_is(seen, name):
+    case = seen["eagers"][name]
+    assert_nothing_else(case, most_lines=2)
+    assert not case["refused"] and re.search(EAGERS_ERROR[name][2], case["shown"].splitlines()[-1])
+
+
+def test_the_log_has_the_chain_on_request(seen):
+    assert "[bridge.dispatch] Block cannot be captured" in seen["logged"]["output"]
+    assert "GuardOnDataDependentSymNode" in seen["logged"]["output"]
+
+
+def masked(x):
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 1)
+    return encoder(x, mask=torch.ones(5, 5, dtype=torch.bool))
+
+
+LOOK_AT_NUMBERS = {
+    "a mask": (masked, "pass is_causal=True or is_causal=False", "torch/nn/modules/transformer.py"),
+    "a distribution": (lambda x: torch.distributions.Normal(x, x), "pass validate_args=False", "test_refusal_words.py"),
+    "a packed sequence": (
+        lambda x: nn.LSTM(4, 4)(nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3]))),
+        "on the padded batch",
+        "test_refusal_words.py",
+    ),
+}
+
+
+@pytest.mark.parametrize(("forward", "hint", "where"), LOOK_AT_NUMBERS.values(), ids=LOOK_AT_NUMBERS)
+def test_what_looks_at_numbers_inside_of_torch_says_what_to_pass(forward, hint, where):
+    """Whether or not a module that does so is supported: here is what it would be told."""
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(Exception) as caught:
+        forward(torch.ones(5, 2, 4) if forward is not masked else torch.ones(2, 5, 4))
+    inside = caught.value.__traceback__
+    while where.startswith("torch/") and f"{os.sep}torch{os.sep}" not in inside.tb_frame.f_code.co_filename:
+        inside = inside.tb_next
+    found = explain_error(caught.value.with_traceback(inside))
+    assert hint in found.hint and where in found.where
+
+
+@pytest.mark.parametrize(
+    ("message", "kept"),
+    [
+        ("Nothing fits. Please file an issue on github.", "RuntimeError: Nothing fits."),
+        ("No kernel. Set TORCH_LOGS=+dynamo for more. It is.", "RuntimeError: No kernel."),
+        ("Please file an issue on github.", "RuntimeError: no more is known; the exception is this one's .cause"),
+    ],
+)
+def test_torchs_advice_is_left_out(message, kept):
+    assert explain_error(RuntimeError(message)).reason == kept
 
 
 class Calls(nn.Module):

@@ -1,0 +1,135 @@
+"""Modules that are refused, and samples that PyTorch refuses: what each leaves on the error stream and raises, as JSON.
+
+    python -m tests.bridge.capture.refused_modules
+
+A process of its own: torch's log handlers write to the error stream that they found when torch was imported.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import sys
+import tempfile
+import traceback
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge import UnsupportedModule, add_tvm_dispatch
+from bridge.base.log import set_logs
+
+__all__ = ["EAGERS_ERROR", "REFUSED"]
+
+
+class Block(nn.Module):
+    def __init__(self, then: Any):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.then = then
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> Any:
+        return self.then(self, x, self.linear(x), *rest)
+
+
+class Answer:
+    def __init__(self, value: torch.Tensor):
+        self.value = value
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def fails(words: str) -> Any:
+    raise ValueError(words)
+
+
+X = torch.randn(5, 4)
+
+#: What stands in the way → (what forward does with the module, x and linear(x), or a module), further arguments, and
+#: words that the refusal has.
+REFUSED: dict[str, tuple[Any, tuple, str]] = {
+    "control flow": (lambda m, x, y: y if y.sum() > 0 else -y, (), "use torch.where"),
+    "a number": (lambda m, x, y: y * int(y.sum().item()), (), r"keep it a tensor: without \.item\(\)"),
+    "a list": (lambda m, x, y: y * sum(x[0].tolist()), (), "pass Python numbers to forward"),
+    "a shape": (lambda m, x, y: y[torch.nonzero(y[:, 0])[:, 0]], (), "keep the shape"),
+    "a mask of rows": (lambda m, x, y: y[x[:, 0] > 0], (), "the shape of what comes out depends on the numbers"),
+    "numpy": (lambda m, x, y: y + torch.from_numpy(x.detach().cpu().numpy()), (), "compute it with torch"),
+    "a generator": (lambda m, x, y: (each for each in [y]), (), "a result of type generator"),
+    "an object": (lambda m, x, y: Answer(y), (), "return tensors, or a tuple, a list"),
+    "a set": (lambda m, x, y: {1}, (), "a result of type set|unhashable"),
+    "an object's argument": (lambda m, x, y, o: y, (Answer(X),), "pass what forward takes from it"),
+    "a function of one's own": (lambda m, x, y: Doubled.apply(y), (), "autograd.Function Doubled"),
+    "an operator": (lambda m, x, y: torch.linalg.eigh(y[:4]), (), "no conversion with training semantics"),
+    "complex numbers": (lambda m, x, y: torch.fft.fft(y).real, (), "_fft_r2c"),
+    "vmap": (lambda m, x, y: torch.vmap(m.linear)(x), (), "a transform .vmap, grad, jacrev"),
+    "a copy": (lambda m, x, y: __import__("copy").deepcopy(m.linear)(x), (), r"\(e\.g\. FakeTensor.*\)\.$"),
+    "a parameter's data": (lambda m, x, y: m.linear.weight.data.clamp_(-1, 1) @ y.T, (), "changes a parameter"),
+    "data that is set": (lambda m, x, y: setattr(y, "data", x) or y, (), "Tensor.data ="),
+    "an argument in place": (lambda m, x, y: x.add_(1) * y, (), "work on a clone"),
+    "lazy": (nn.LazyLinear(4), (), "call the module once on a sample"),
+    "scripted": (torch.jit.script(nn.Linear(4, 4)), (), "dispatch the module it was made of"),
+}
+
+EAGERS_ERROR: dict[str, tuple[Any, tuple, str]] = {
+    "shapes": (lambda m, x, y: y + torch.ones(3, 7), (), "RuntimeError: The size of tensor a"),
+    "types": (lambda m, x, y: y @ x.double().T, (), "RuntimeError: expected m1 and m2 to have the same dtype"),
+    "the user's": (lambda m, x, y: fails("no such block"), (), "ValueError: no such block"),
+    "a product": (nn.Linear(3, 2), (), r"RuntimeError: .*mat1 and mat2 shapes cannot be multiplied \(5x4 and 3x2\)"),
+    "a convolution": (nn.Conv2d(3, 4, 3), (), "RuntimeError: .*Conv|RuntimeError: Expected"),
+    "an index": (lambda m, x, y: nn.functional.embedding(torch.tensor([9]), y), (), "IndexError: index out of range"),
+    "a label": (
+        lambda m, x, y, label: nn.functional.cross_entropy(y, label),
+        (torch.tensor([0, 1, 2, 3, 7]),),
+        "IndexError: Target 7 is out of bounds|RuntimeError",
+    ),
+    "the signature": (lambda m, x, y: y, (X,), "TypeError: .*positional arguments"),
+}
+
+
+def attempt(module: nn.Module, args: tuple) -> dict[str, Any]:
+    """What ``add_tvm_dispatch`` writes to the process's streams, and what it raises."""
+    streams = [os.dup(1), os.dup(2)]
+    error: BaseException | None = None
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 1)
+        os.dup2(written.fileno(), 2)
+        try:
+            add_tvm_dispatch(module, args)
+        except Exception as raised:  # noqa: BLE001 - it is what is asked for
+            error = raised
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, stream in enumerate(streams, start=1):
+                os.dup2(stream, number)
+                os.close(stream)
+        written.seek(0)
+        output = written.read().decode()
+    shown = "".join(traceback.format_exception(error)) if error is not None else ""
+    refused = isinstance(error, UnsupportedModule)
+    return {"output": output, "shown": shown, "words": str(error), "refused": refused}
+
+
+def main() -> None:
+    found: dict[str, Any] = collections.defaultdict(dict)
+    for group, cases in (("refused", REFUSED), ("eagers", EAGERS_ERROR)):
+        for name, (then, rest, _) in cases.items():
+            module = then if isinstance(then, nn.Module) else Block(then)
+            found[group][name] = attempt(module, (X.clone(), *rest))
+    set_logs("+dispatch")
+    found["logged"] = attempt(Block(REFUSED["control flow"][0]), (X,))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
