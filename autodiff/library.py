@@ -37,6 +37,9 @@ everything else is a tensor. A result has the type of what it is the gradient of
 ``index_backward``                               grad, (shape of x), (dims), the same tuple -> zeros with grad added
 ``index_put``                                    x, values, (dims), tuple of integer tensors, accumulate:int -> x with
                                                  values, of the shape that ``index`` returns, written (added) there
+``index_select``                                 x, axis:int, index -> the slices of x at the indices, none negative
+``index_add``, ``index_copy``                    x, axis:int, index, source -> x with the slices of source added to, or
+                                                 put in place of, those at the indices, none negative
 ``log1p``, ``expm1``, ``erfc``                   x -> y, element by element
 ``atan2``, ``fmod``, ``remainder``,              a, b of one shape -> y, element by element
 ``divide_floor``, ``divide_trunc``,

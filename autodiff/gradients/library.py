@@ -9,7 +9,7 @@ from tvm import relax
 from tvm.relax import op
 
 from autodiff.gradients.registry import Emit, checks, library_gradient
-from autodiff.gradients.tools import const
+from autodiff.gradients.tools import const, zeros_like
 from autodiff.ir import Call, Expr, ShapeExpr, TupleGetItem, TupleType, Var, shape
 from autodiff.library import call as library_call
 
@@ -86,6 +86,28 @@ def index(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = zeros with g added at the indices"""
     x, dims, indices = call.args
     return [library_call("index_backward", [g, ShapeExpr(shape(x)), dims, indices], x.ty), None, None]
+
+
+@library_gradient("library.index_select")
+def index_select(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+    """dx = zeros with the slices of g added at the indices"""
+    x, axis, index = call.args
+    return [library_call("index_add", [emit(zeros_like(x)), axis, index, g], x.ty), None, None]
+
+
+@library_gradient("library.index_add")
+def index_add(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+    """dx = g; dsource = the slices of g at the indices"""
+    _, axis, index, source = call.args
+    return [g, None, None, library_call("index_select", [g, axis, index], source.ty)]
+
+
+@library_gradient("library.index_copy")
+def index_copy(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+    """dx = g, zero where overwritten; dsource = the slices of g at the indices"""
+    x, axis, index, source = call.args
+    dx = library_call("index_copy", [g, axis, index, emit(zeros_like(source))], x.ty)
+    return [dx, None, None, library_call("index_select", [g, axis, index], source.ty)]
 
 
 @library_gradient("library.recurrent_layer")

@@ -18,12 +18,13 @@ op = relax.op
 def gather(importer, node, x, dim, index, *, sparse_grad=False):
     if sparse_grad:
         raise UnsupportedUse("sparse gradients", "set sparse_grad=False")
-    if not shape(x):
-        return importer.reshape(x, importer.out(node).shape)
     if 0 in shape(index):
         return importer.filled(importer.out(node), 0)
-    dim %= len(shape(x))
     index = importer.cast(index, "int64")
+    if not shape(x):  # as if it had one axis, of extent 1
+        taken = op.gather_elements(importer.reshape(x, (1,)), importer.reshape(index, (numel(index),)), 0)
+        return importer.reshape(importer.emit(taken), importer.out(node).shape)
+    dim %= len(shape(x))
     return importer.emit(op.gather_elements(_cut(importer, x, shape(index), dim), index, dim))
 
 
@@ -60,6 +61,12 @@ def scatter(importer, node, x, dim, index, source):
     index = importer.cast(index, "int64")
     source = _cut(importer, _cut(importer, source, shape(index), -1), shape(index), -1)
     return importer.emit(op.scatter_elements(x, index, source, dim % len(shape(x)), reduction))
+
+
+@converts(aten.scatter_reduce.two, aten.scatter.reduce, aten.scatter.value_reduce)
+def scatter_reduce(importer, node, x, dim, index, *source, **options):
+    # some kernels of torch read an expanded int32 index as if it were int64
+    return whole(importer, node, x, dim, importer.cast(index, "int64"), *source, **options)
 
 
 def _positions(indices):
@@ -121,11 +128,36 @@ def as_strided_scatter(importer, node, x, source, size, stride, storage_offset=N
 
 @converts(aten.index_select.default)
 def index_select(importer, node, x, dim, position):
+    position = importer.reshape(position, (numel(position),))
+    if not shape(x):  # as if it had one axis, of extent 1
+        fake = importer.out(node).unsqueeze(0)
+        return importer.reshape(importer.library("index_select", [importer.reshape(x, (1,)), 0, position], fake), ())
+    return importer.library("index_select", [x, dim % len(shape(x)), position], importer.out(node))
+
+
+@converts(aten.index_add.default, aten.index_copy.default)
+def index_add(importer, node, x, dim, position, source, *, alpha=1):
+    if not shape(x) or not shape(source):
+        return whole(importer, node, x, dim, position, source, **({} if alpha == 1 else {"alpha": alpha}))
+    (source,) = importer.operands(node, source)
+    if alpha != 1:
+        source = importer.emit(op.multiply(source, importer.constant(alpha, dtype(source))))
+    name = "index_add" if node.target is aten.index_add.default else "index_copy"
+    position = importer.reshape(position, (numel(position),))
+    return importer.library(name, [x, dim % len(shape(x)), position, source], importer.out(node))
+
+
+@converts(aten.index_fill.int_Scalar)
+def index_fill(importer, node, x, dim, position, value):
     if not shape(x):
-        return x
-    return importer.library(
-        "index", [x, [dim % len(shape(x))], [importer.reshape(position, (numel(position),))]], importer.out(node)
-    )
+        return whole(importer, node, x, dim, position, value)
+    out = importer.out(node)
+    extents = list(shape(x))
+    extents[dim] = numel(position)
+    number = torch.tensor(value, dtype=out.dtype).item()
+    values = importer.filled(torch.empty(extents, dtype=out.dtype, device="meta"), number)
+    position = importer.reshape(position, (numel(position),))
+    return importer.library("index_put", [x, values, [dim % len(extents)], [position], False], out)
 
 
 def _diagonal_positions(x, offset, dim1, dim2):

@@ -1,4 +1,8 @@
-"""Indexing by tensors: embeddings, ``x[indices]``, ``index_put``, and their VJPs."""
+"""Indexing by tensors: embeddings, ``x[indices]``, ``index_put``, ``index_select`` and its kin, and their VJPs.
+
+``x[indices]`` and ``index_put`` count negative indices from the end; the others take none. Each raises torch's error
+for an index outside of its tensor.
+"""
 
 from __future__ import annotations
 
@@ -42,3 +46,7 @@ def index_backward(grad, extents, dims, indices):
 @library_function("index_put", aten.index_put)
 def index_put(x, values, dims, indices, accumulate):
     return aten.index_put(x, _at(x.dim(), dims, indices), values, bool(accumulate))
+
+
+for _function in (torch.index_select, torch.index_add, torch.index_copy):
+    library_function(_function.__name__)(_function)

@@ -92,6 +92,8 @@ WHOLE = (
     aten.masked_scatter.default,
     aten.max.default,
     aten.max_pool2d_with_indices_backward.default,
+    aten.max_unpool2d.default,
+    aten.max_unpool3d.default,
     aten.median.default,
     aten.min.default,
     aten.multi_margin_loss.default,
@@ -101,9 +103,6 @@ WHOLE = (
     aten.prod.dim_int,
     aten.put.default,
     aten.renorm.default,
-    aten.scatter.reduce,
-    aten.scatter.value_reduce,
-    aten.scatter_reduce.two,
     aten.segment_reduce.default,
     aten.smooth_l1_loss.default,
     aten.soft_margin_loss.default,
@@ -137,6 +136,12 @@ PRESERVED = (
     aten.hardswish.default,
     aten.log_sigmoid_forward.default,
     aten.logit.default,
+    aten.index_add.default,  # its decomposition, and that of index_copy, takes negative indices
+    aten.index_copy.default,
+    aten.index_fill.int_Scalar,  # decomposed into index_copy, which takes no negative indices
+    aten.scatter.reduce,
+    aten.scatter.value_reduce,
+    aten.scatter_reduce.two,
     aten.one_hot.default,  # in torch 2.11 its decomposition checks no class
     aten.sinc.default,
     aten.softplus.default,

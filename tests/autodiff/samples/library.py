@@ -122,6 +122,21 @@ for _accumulate in (0, 1):
         *(_x, _values, _i, _j),
     )
 
+
+def _along(name, reference, *tensors):
+    """``index_select`` and its kin along axis 1."""
+    found = reference(*tensors)
+
+    def build(scope, x, *rest):
+        return library.call(name, [x, relax.prim_value(1), *rest], tensor_type(found))
+
+    sample(f"library.{name}", build, reference, *tensors)
+
+
+_along("index_select", lambda x, i: x.index_select(1, i), _x, torch.tensor([3, 0, 3]))
+_along("index_add", lambda x, i, s: x.index_add(1, i, s), _x, torch.tensor([3, 0, 3]), draw(3, 3, 5, seed=1))
+_along("index_copy", lambda x, i, s: x.index_copy(1, i, s), _x, torch.tensor([3, 0]), draw(3, 2, 5, seed=1))
+
 for _name in ("log1p", "expm1", "erfc"):
     _library(_name, getattr(torch, _name), (draw(3, 4, low=-0.9),))
 _pair = (draw(3, 4, low=0.2, seed=1), draw(3, 4, low=0.2, seed=2))
