@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.base.interrupts import interrupts_deferred
 from bridge.capture import capture, normalize_sample
 from bridge.lowering import lower_captured
 from bridge.state import PythonState
@@ -59,6 +60,7 @@ class Coverage:
     __repr__ = __str__
 
 
+@interrupts_deferred()
 def examine(module: nn.Module, sample_input: Any, *, sample_kwargs: Mapping[str, Any] | None = None) -> Coverage:
     """Tells whether ``add_tvm_dispatch(module, sample_input)`` would succeed, without compiling or changing anything.
 

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from bridge.base.errors import CompilationError
+from bridge.base.interrupts import interrupts_deferred
 from bridge.base.modes import ambient_autocast
 from bridge.capture import capture, normalize_sample, raise_if_eager_raises
 from bridge.lowering import DEFAULT_PARTITION, LoweredCall, Sample, lower_captured
@@ -74,6 +75,7 @@ class Lowered(LoweredCall):
         return save_repro(self, directory, stage=stage, seed=seed)
 
 
+@interrupts_deferred()
 def lower(
     module: nn.Module,
     sample_input: Any,

@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bridge.base.errors import Unsupported, user_line
+from bridge.base.interrupts import raise_deferred
 from bridge.base.threads import is_alone
 from bridge.base.torch_internals import applied_function, pytree, storage_id
 from bridge.capture.call_log import CallSequence
@@ -37,6 +38,7 @@ class InPlaceWatcher(TorchFunctionMode):
         self.calls = calls
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        raise_deferred()
         kwargs = kwargs or {}
         self.rules.look_for_custom_function()
         name = getattr(func, "__name__", str(func))

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from bridge.base.interrupts import raise_deferred
 from bridge.base.replaced import replaced
 from bridge.base.torch_internals import FakeTensor, pytree
 from bridge.capture.passes.cumulative import averages_cumulatively, cumulative_forward
@@ -58,6 +59,7 @@ def calls_wait(root: nn.Module) -> Iterator[None]:
 
     @functools.wraps(original)
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise_deferred()
         if id(module) in busy and not (over.is_set() or is_capturing() or _is_traced(args, kwargs)):
             over.wait(_PATIENCE)
         return original(module, *args, **kwargs)

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from bridge.base.errors import Unsupported, UnsupportedModule, is_refused_by_eager
+from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
 from bridge.base.modes import ambient_autocast
 from bridge.base.torch_internals import FakeTensor, pytree
@@ -137,6 +138,7 @@ def _trace(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> _Traced:
     """Exports the call, observes it on fake tensors and brings the two together."""
     forward = f"{type(module).__name__}.forward"
     exported = export(module, args, kwargs)
+    raise_deferred()
     tensors, real_tensors = module_tensors(module, constants(exported))
     unsupported = free_tensors(exported, {name for tensor in tensors for name in tensor.names})
     needing_grad = requiring_grad(exported, tensors, pytree.tree_leaves((args, kwargs)))
@@ -149,9 +151,11 @@ def _trace(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> _Traced:
     with GradModesInRegions() as grad_modes:
         run = fake_run(module, tensors, real_tensors, args, kwargs)
     unsupported += grad_modes.problems
+    raise_deferred()
     with torch.autocast("cpu", enabled=False):  # its casts are in the graph by now
         by_origin = _eager_draws(exported, run, forward, unsupported)
         functional = decompose(exported)
+    raise_deferred()
     draw_of, unmatched = match_draws(functional.graph, by_origin, forward)
     observation = run.observation
     observation.unsupported += unsupported

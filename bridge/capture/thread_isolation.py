@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from bridge.base.interrupts import raise_deferred
 from bridge.base.torch_internals import has_saved_tensors_hooks
 from bridge.capture.module_calls import called_plainly, calls_wait, forwards_here
 from bridge.capture.passes.recurrent import final_states_as_in_eager
@@ -63,6 +64,7 @@ def capturing(module: nn.Module, *, fakes: bool = True) -> Iterator[None]:
         stack.enter_context(messages_logged())
         stack.enter_context(marked_capturing())
         yield
+    raise_deferred()
 
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from bridge.base.interrupts import held
 from bridge.base.locks import free_in_children
 from bridge.base.torch_internals import compile_lock, export_tracer, len_dispatch_stack, len_function_stack
 
@@ -87,5 +88,5 @@ def one_capture_at_a_time() -> Iterator[None]:
     # Here, since these import the whole of Dynamo, as torch.export does. Before anything is replaced in nn.Module:
     # they remember what they find there.
     export_tracer()
-    with _capturing, compile_lock():
+    with held(_capturing), held(compile_lock()):
         yield

@@ -20,6 +20,7 @@ import tvm
 from tvm_ffi import structural_equal, structural_hash
 
 from autodiff.ir import Function, bindings
+from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
 from bridge.compile.cpu.backend import CpuProducts, host_target
 from bridge.compile.passes.accumulate import accumulate
@@ -54,6 +55,7 @@ def compile_function(
         program = _PROGRAMS.get(key, func)
         if program is not None:
             return program
+    raise_deferred()
     started = time.perf_counter()
     graph = translate(func, CpuProducts())
     if sums_in_place:

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import tvm
 from torch import nn
 
+from bridge.base.interrupts import interrupts_deferred
 from bridge.capture import normalize_sample, refuse_dynamic
 from bridge.dispatch.dispatcher import Dispatcher
 from bridge.dispatch.outer_compiler import mark, unmark
@@ -36,6 +37,7 @@ def _dispatcher(module: nn.Module) -> Dispatcher | None:
     return found if isinstance(found, Dispatcher) else None
 
 
+@interrupts_deferred()
 def add_tvm_dispatch(
     module: Module,
     sample_input: Any = None,
@@ -94,6 +96,7 @@ def add_tvm_dispatch(
         ValueError: an unknown ``partition``, ``on_miss`` or ``target``, or a module that ``module.compile()`` compiled.
         UnsupportedModule: the module holds something that cannot be done exactly; it is left as it was.
         CompilationError: a bug in this package; the module is left as it was.
+        KeyboardInterrupt: Ctrl-C, at the next stage of compiling; the module is left as it was.
 
     Example:
         >>> module = nn.Linear(3, 2)

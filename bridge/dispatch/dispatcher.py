@@ -17,6 +17,7 @@ from torch import nn
 
 from bridge.base.errors import DispatchMiss, Unsupported, UnsupportedModule, is_refused_by_eager
 from bridge.base.guard_failure import INTERPRETER
+from bridge.base.interrupts import interrupts_deferred
 from bridge.base.log import channel
 from bridge.base.torch_internals import MODULE_CALL, has_global_hooks, is_exporting
 from bridge.capture import is_capturing, is_traced_here
@@ -167,6 +168,7 @@ class Dispatcher:
         self.stats.hits += 1
         return result
 
+    @interrupts_deferred()
     def _compile(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any], failure: GuardFailure
     ) -> tuple[Entry, list[torch.Tensor]] | None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from bridge.base.guard_failure import GuardFailure
+from bridge.base.interrupts import raise_deferred
 from bridge.base.torch_internals import pytree
 from bridge.capture import one_capture_at_a_time
 from bridge.compile import Program
@@ -139,6 +140,7 @@ def _compile_entry(module: nn.Module, args: tuple, kwargs: dict[str, Any], parti
         lowered = lower_once(module, args, kwargs, grad=torch.is_grad_enabled(), partition=partition)
         arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         entry = Entry(Guard(module, lowered.captured, arguments), lowered, target)
+        raise_deferred()
         entry.compile_seconds = time.perf_counter() - started  # less than ``lowered`` took, where it was reused
         return entry
     except BaseException:

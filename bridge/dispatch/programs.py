@@ -11,6 +11,7 @@ from torch.autograd import profiler
 from autodiff.ir import Function
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule, is_out_of_memory
 from bridge.base.guard_failure import RUN, GuardFailure
+from bridge.base.interrupts import interrupts_deferred
 from bridge.compile import Program, compile_function
 from bridge.dispatch.results import result_layouts
 from bridge.lowering import LoweredCall
@@ -96,7 +97,8 @@ class Programs:
         """The backward for a call in which these outputs got a grad_out; compiled when first asked for."""
         found = self._backwards.get(outputs)
         if found is None:
-            found = self._backwards[outputs] = _Backward(self._lowered, outputs, self._target)
+            with interrupts_deferred():
+                found = self._backwards[outputs] = _Backward(self._lowered, outputs, self._target)
         return found
 
 

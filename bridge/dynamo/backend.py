@@ -25,6 +25,7 @@ from torch import fx
 
 from bridge.base.errors import UnsupportedModule, user_line
 from bridge.base.guard_failure import GuardFailure
+from bridge.base.interrupts import interrupts_deferred
 from bridge.capture import is_traced_here
 from bridge.dispatch import MAX_ENTRIES, DispatchStats, interpreter_state, require_capturable
 from bridge.dynamo.compiled import Compiled, layout
@@ -164,6 +165,7 @@ class CompiledGraph:
                 return differing
         return frozenset()
 
+    @interrupts_deferred()
     def _compile(self, inputs: Sequence[Any]) -> Compiled | str:
         """Compiled for these inputs, or the reason why it cannot be, which is logged."""
         try:

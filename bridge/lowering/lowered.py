@@ -17,6 +17,7 @@ from autodiff.errors import UndifferentiableOp
 from autodiff.ir import Function, results
 from bridge.aten import Imported
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
+from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
 from bridge.capture import Captured
 from bridge.lowering.diff import Diff, diff
@@ -140,6 +141,7 @@ class LoweredCall:
 
     def add(self, stage: Stage) -> None:
         """Appends a stage, and tells the log."""
+        raise_deferred()
         self.stages.append(stage)
         if log.isEnabledFor(logging.INFO):
             log.info("%s %s", self.captured.module_name, stage.provenance)

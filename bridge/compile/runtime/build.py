@@ -14,6 +14,7 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 from tvm_ffi import structural_equal, structural_hash
 
+from bridge.base.interrupts import raise_deferred
 from bridge.compile.codegen.tir import LOOPS_ATTR, SHARED_ATTR
 from bridge.compile.cpu.threads import CONNECT, connect_function, launcher
 from bridge.compile.runtime.cache import WeakCache
@@ -100,6 +101,7 @@ def build_kernels(funcs: Sequence[tuple[str, PrimFunc]], target: Target) -> list
         for name, (key, func) in missing.items():
             libraries.setdefault(_library_of(name, func), {})[name] = (key, func)
         for (pipeline, alone), chosen in libraries.items():
+            raise_deferred()
             library = _build({name: func for name, (_, func) in chosen.items()}, target, pipeline)
             for name, (key, func) in chosen.items():
                 built = Built(library[name])

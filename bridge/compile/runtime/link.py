@@ -13,6 +13,7 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from autodiff.ir import itemsize
+from bridge.base.interrupts import raise_deferred
 from bridge.compile.codegen.kernel import Kernel
 from bridge.compile.cpu.columns import generate_column_reduction
 from bridge.compile.cpu.loops import generate
@@ -54,6 +55,7 @@ class _Clock:
     def stop(self, stage: str) -> None:
         now = time.perf_counter()
         self.timings[stage] = now - self.started
+        raise_deferred()
         self.started = now
 
 
