@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from bridge.base.errors import from_user_code, refused_by_eager
+from bridge.base.objects import packed
 from bridge.base.torch_internals import pytree
 from bridge.capture.isolated_rng import IsolatedRNG
 
@@ -47,7 +48,7 @@ def raise_if_eager_raises(module: nn.Module, args: tuple, kwargs: dict[str, Any]
 
 def _run_backward(result: Any, inputs: Any) -> None:
     """The gradients of a result, which go nowhere."""
-    results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.grad_fn]
+    results = [leaf for leaf in pytree.tree_leaves(packed(result)) if isinstance(leaf, torch.Tensor) and leaf.grad_fn]
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     if results and wanted:
         torch.autograd.grad(results, wanted, [torch.ones_like(each) for each in results], allow_unused=True)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from bridge.base.errors import Unsupported, from_user_code, refused_by_eager
+from bridge.base.objects import packed
 from bridge.base.torch_internals import pytree
 from bridge.capture.call_log import differences
 from bridge.capture.isolated_rng import IsolatedRNG
@@ -62,7 +63,7 @@ def real_run(
             result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises
         raise refused_by_eager(from_user_code(error)) from error.__cause__
-    if _all_close([*run.results, *owned], [*pytree.tree_leaves(result), *untraced]):
+    if _all_close([*run.results, *owned], [*pytree.tree_leaves(packed(result)), *untraced]):
         return run, []
     reason = "eager takes another branch than what is traced, and gets other results"
     return run, [Unsupported("torch.compiler.is_compiling or is_exporting", "forward", reason, "do not ask in forward")]
@@ -123,10 +124,24 @@ def as_in_eager(fake: Observation, real: Observation) -> tuple[Observation, list
         if ours is None or eagers is None or replace(ours, stride=eagers.stride) != eagers:
             problems.append(_problem(f"draws {eagers}", f"draws {ours}", "a random draw"))
             break
+    if fake.out_spec != real.out_spec:
+        problems.append(_problem(f"returns {real.out_spec}", f"returns {fake.out_spec}", "the module's result"))
+    for one, other in zip(fake.objects, real.objects, strict=False):
+        if one is other:
+            reason = "is not made by the call; a compiled call would return a copy of it"
+            problems.append(Unsupported(f"a result of type {type(one).__name__}", "the module's result", reason))
+    fake.objects.clear()
+    real.objects.clear()
     for index, (ours, eagers) in enumerate(zip(fake.outputs, real.outputs, strict=False)):
+        if not ours.is_tensor and not _is_same_constant(ours.value, eagers.value):
+            problems.append(_problem(f"gives {eagers.value!r}", f"gives {ours.value!r}", f"result {index}"))
         if ours.is_tensor and replace(ours, stride=eagers.stride) != eagers:
             problems.append(_problem(f"gives {eagers}", f"gives {ours}", f"result {index}"))
     return replace(fake, draws=real.draws, outputs=real.outputs), problems
+
+
+def _is_same_constant(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and (one is other or one == other or (one != one and other != other))
 
 
 def _problem(eager: str, traced: str, op: str) -> Unsupported:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,10 +15,12 @@ from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
 from bridge.base.errors import Unsupported, refused_by_eager
 from bridge.base.modes import modes_put_back
+from bridge.base.objects import packed
 from bridge.base.torch_internals import pytree, tracers_hooks_removed
 from bridge.capture.data_attribute import DataIsDetached
 from bridge.capture.inplace_rules import CHANGES_ARGUMENT
 from bridge.capture.passes.recurrent import lstm_as_in_eager
+from bridge.capture.patched_globals import here_only
 from bridge.state import ModuleTensor
 
 __all__ = ["NotExportedError", "constants", "export", "placeholders", "requiring_grad", "results_and_mutations"]
@@ -39,7 +43,7 @@ def export(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> ExportedPr
     leaves = [_stand_in(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     stand_in_args, stand_in_kwargs = pytree.tree_unflatten(leaves, spec)
     try:
-        with lstm_as_in_eager(), tracers_hooks_removed(), DataIsDetached():
+        with lstm_as_in_eager(), tracers_hooks_removed(), DataIsDetached(), _packed_results(module):
             return torch.export.export(module, stand_in_args, stand_in_kwargs, strict=False)
     except Exception as error:
         signature = inspect.signature(type(module).forward)
@@ -49,6 +53,25 @@ def export(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> ExportedPr
             unfit = TypeError(f"the sample does not fit {type(module).__name__}.forward{signature}: {mismatch}")
             raise refused_by_eager(unfit) from None
         raise NotExportedError from error
+
+
+@contextmanager
+def _packed_results(module: nn.Module) -> Iterator[None]:
+    """While active, the module returns objects as the pytree nodes that they are observed as, to this thread alone."""
+    own, forward = module.__dict__.get("forward"), module.forward
+
+    @functools.wraps(forward)
+    def packing(*args: Any, **kwargs: Any) -> Any:
+        return packed(forward(*args, **kwargs))
+
+    module.__dict__["forward"] = here_only(packing, forward)
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = own
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:

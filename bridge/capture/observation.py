@@ -72,6 +72,7 @@ class Observation:
         trace: the operators that ran (:mod:`bridge.capture.op_trace`); ``None`` where they cannot be compared with
             those of another run.
         results: the leaves of its result themselves, of a run on real tensors.
+        objects: the objects in its result that a compiled call makes anew (:mod:`bridge.base.objects`).
     """
 
     outputs: list[Output] = field(default_factory=list)
@@ -81,3 +82,4 @@ class Observation:
     calls: CallSequence = field(default_factory=CallSequence)
     trace: tuple | None = None
     results: list[Any] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)

@@ -17,6 +17,7 @@ import torch
 
 from bridge.base.errors import Unsupported
 from bridge.base.modes import modes_put_back
+from bridge.base.objects import objects_of, packed
 from bridge.base.torch_internals import compiling_flags, is_dense, pytree, storage_id
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.generator_watch import generator_watch
@@ -73,6 +74,8 @@ def observe(
     for tensor in set(state.values()) - set(parameters):
         if tensor.requires_grad and tensor.grad_fn is not None:
             rules.complain("buffer", "forward leaves a buffer that requires grad", "update it under torch.no_grad()")
+    result = packed(result)
+    observation.objects = objects_of(result)
     leaves, observation.out_spec = pytree.tree_flatten(result)
     if not traced:
         observation.results = leaves

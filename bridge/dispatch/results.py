@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bridge.base.objects import has_objects, unpacked
 from bridge.base.torch_internals import pytree
 from bridge.capture import Output
 from bridge.compile import Program
@@ -38,13 +39,15 @@ def assembly(
         alias = outputs[leaf].alias_of
         return 1 + depth(alias[1]) if alias and alias[0] == "output" else 0
 
+    objects = has_objects(spec)
     order = sorted(range(len(outputs)), key=depth)
 
     def assemble(computed: Sequence[torch.Tensor], inputs: list[torch.Tensor]) -> Any:
         leaves: list[Any] = [None] * len(outputs)
         for leaf in order:
             leaves[leaf] = _leaf(outputs[leaf], positions[leaf], computed, inputs, leaves)
-        return pytree.tree_unflatten(leaves, spec)
+        result = pytree.tree_unflatten(leaves, spec)
+        return unpacked(result) if objects else result
 
     return assemble
 

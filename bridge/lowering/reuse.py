@@ -143,7 +143,7 @@ def _observe(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | 
 def _observation_key(observation: Observation) -> tuple | None:
     """What a call did; ``None`` where that cannot be compared with another one."""
     outputs = [_output_key(output) for output in observation.outputs]
-    if observation.trace is None or observation.unsupported or None in outputs:
+    if observation.trace is None or observation.unsupported or observation.objects or None in outputs:
         return None
     return observation.trace, tuple(outputs), observation.out_spec
 
