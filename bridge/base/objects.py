@@ -85,7 +85,7 @@ pytree.register_pytree_node(ObjectNode, _flatten, _unflatten, serialized_type_na
 
 
 def packed(result: Any) -> Any:
-    """``result`` with an :class:`ObjectNode` for each object in it that can be made anew; unchanged if there is none."""
+    """``result`` with an :class:`ObjectNode` for each object that can be made anew; unchanged if there is none."""
     leaves, spec = pytree.tree_flatten(result, is_leaf=_is_size)
     if not any(_is_object(leaf) or _is_size(leaf) for leaf in leaves):
         return result
@@ -131,10 +131,8 @@ def objects_of(packed_result: Any) -> list[Any]:
     """The objects that a packed result has nodes for."""
     nodes = pytree.tree_leaves(packed_result, is_leaf=lambda value: isinstance(value, ObjectNode))
     found = [node for node in nodes if isinstance(node, ObjectNode)]
-    inside = [objects_of([*node.attributes.values(), *node.items.values()]) for node in found]
-    return [node.value for node in found if node.kind is not torch.Size] + [
-        value for values in inside for value in values
-    ]
+    own = [node.value for node in found if node.kind is not torch.Size]
+    return own + [value for node in found for value in objects_of([*node.attributes.values(), *node.items.values()])]
 
 
 def _is_size(value: Any) -> bool:

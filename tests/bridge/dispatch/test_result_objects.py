@@ -1,4 +1,4 @@
-"""Objects that forward makes and returns: dataclasses, mappings, distributions, caches; new at every call, as eager's."""
+"""Objects that forward makes and returns: dataclasses, mappings, distributions; new at every call, as eager's."""
 
 import collections
 import copy
