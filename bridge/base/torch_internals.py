@@ -366,6 +366,15 @@ def tensor_guards() -> Any:
     return _find("torch._C._dynamo.guards.TensorGuards", None)
 
 
+def empty_strided() -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
+    """Inductor's allocation of CPU tensors, half a microsecond quicker than ``torch.empty_strided``, its fallback."""
+
+    def public(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
+    return _find("torch._C._dynamo.guards._empty_strided_cpu", public)
+
+
 def dict_version() -> Callable[[dict[str, Any]], int] | None:
     """Dynamo's function for a number that changes with each write to a dictionary, or ``None``."""
     return _find("torch._C._dynamo.guards.dict_version", None)

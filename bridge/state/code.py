@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -50,12 +50,18 @@ class CodeGuard:
     Args:
         classes: of the modules in the tree, and of objects that they hold.
         functions: further functions that a call may run: attributes, forwards set on an instance.
+        registered: the modules of the tree, which are guarded elsewhere; code may name them by a global, too.
     """
 
-    def __init__(self, classes: Iterable[type], functions: Iterable[FunctionType] = ()):
+    def __init__(
+        self,
+        classes: Iterable[type],
+        functions: Iterable[FunctionType] = (),
+        registered: Collection[nn.Module] = (),
+    ):
         kinds, functions = dict.fromkeys(classes), list(functions)
         while True:  # what is found may be functions and classes again: a table of activations, a settings object
-            reached = self._note_all(kinds, functions)
+            reached = self._note_all(kinds, functions, Reached(registered=registered))
             found = [function for function in reached.functions if function not in functions]
             if not found and reached.kinds.keys() <= kinds.keys():
                 break
@@ -67,12 +73,12 @@ class CodeGuard:
         self._uncounted = [each for each in self._contents if each.counted is None]
         self._versions: list[int] | None = None
 
-    def _note_all(self, kinds: Iterable[type], functions: Sequence[FunctionType]) -> Reached:
+    def _note_all(self, kinds: Iterable[type], functions: Sequence[FunctionType], reached: Reached) -> Reached:
         self._read: list[tuple[Callable[[Any], Any], Any]] = []
         self._values: list[Any] = []
         self._reasons: list[str] = []
         self._places: list[tuple[Any, str]] = []
-        self._reached = Reached()
+        self._reached = reached
         for kind in kinds:
             self._note_class(kind)
         self._functions = with_helpers((*chain.from_iterable(map(functions_of, kinds)), *functions))

@@ -1,13 +1,14 @@
 """Free names of code: functions → the names that they look up outside of themselves, and where.
 
 A name is looked for wherever the code could reach it in one step after another: ``settings.model.SCALE`` in the file's
-globals, in the module ``settings``, in its class ``model``. Attribute names are not told from global ones, so a name
-may be watched that the code never reads there; never the other way round. Calls of the user's own helpers are
-followed into other files, those of installed packages only within theirs.
+globals, in the module ``settings``, in its class ``model``. Which namespace an attribute's name is looked up in is not
+known, so a name may be watched that the code never reads there; never the other way round. Calls of the user's own
+helpers are followed into other files, those of installed packages only within theirs.
 """
 
 from __future__ import annotations
 
+import dis
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -34,6 +35,8 @@ __all__ = [
 # Called when a module is built or printed, not when it is called.
 NOT_FORWARD = frozenset({"__init__", "__init_subclass__", "__new__", "__repr__", "extra_repr", "reset_parameters"})
 UNSET = object()
+# Instructions that look for a name among the globals, in functions and in the bodies of classes inside them.
+_LOOK_UPS = {name for name in dis.opmap if name.endswith(("_GLOBAL", "_NAME", "_FROM_DICT_OR_GLOBALS"))}
 
 
 def written_bases(kind: type) -> Iterator[type]:
@@ -102,6 +105,7 @@ class Space:
 def spaces_of(function: FunctionType) -> list[Space]:
     """The namespaces that the function's code reaches, each with those of its names that are there."""
     names = names_of(function.__code__)
+    looked_up = global_names(function.__code__)
     waiting = [(function.__globals__, function.__globals__, "")]
     waiting += [inner for cell in function.__closure__ or () for inner in _inside(cell_value(cell))]
     seen: dict[int, Any] = {}
@@ -111,7 +115,8 @@ def spaces_of(function: FunctionType) -> list[Space]:
         if id(owner) in seen:
             continue
         seen[id(owner)] = owner
-        here = tuple(name for name in names if name in namespace and not name.startswith("__"))
+        reads = looked_up if owner is function.__globals__ else names
+        here = tuple(name for name in reads if name in namespace and not name.startswith("__"))
         waiting += [inner for name in here for inner in _inside(namespace[name])]
         is_users = owner is function.__globals__ or not is_installed(owner)
         if not is_users:  # a library's modules stay where they are
@@ -137,6 +142,14 @@ def names_of(code: CodeType) -> tuple[str, ...]:
     """Names that code looks up outside of itself (attribute names are among them), inner functions included."""
     inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in names_of(constant)]
     return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+@cache
+def global_names(code: CodeType) -> tuple[str, ...]:
+    """Names that code looks up among the globals, inner functions included: not ``model`` of ``self.model``."""
+    here = [step.argval for step in dis.get_instructions(code) if step.opname in _LOOK_UPS]
+    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in global_names(constant)]
+    return tuple(dict.fromkeys((*here, *inner)))
 
 
 def cell_value(cell: Any) -> Any:

@@ -18,6 +18,8 @@ from torch.autograd import profiler
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
+from bridge.base.tensor_properties import Checks, is_nested, tensor_checks
+from bridge.base.torch_internals import empty_strided
 from bridge.compile.loop_ir.graph import Value
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.arena import ArenaPlan
@@ -76,6 +78,8 @@ _NEVER_RAISE = frozenset(
     "scaled_dot_product_flash_attention recurrent_layer sort topk erfc atan2".split()
 )
 _FORM = attrgetter("shape", "dtype", "is_cpu")
+#: Ways that fitting inputs may look: some require grad, or are parameters, or belong to inference mode.
+_MAX_FITTING = 4
 Step = KernelStep | LibraryStep | ViewStep
 Action = Callable[[list], None]
 """A step as a function of the registers."""
@@ -119,12 +123,13 @@ class Program:
     variables: tuple[str, ...] = field(default=(), repr=False)
     code: tuple[object, ...] = field(default=(), repr=False)  # the kernels' machine code, which lives as long as this
     _idle: list[tuple[list, list]] = field(default_factory=list, repr=False)
+    _fitting: list[Checks] = field(default_factory=list, repr=False)  # inputs that look like these fit, and are dense
 
     def __post_init__(self) -> None:
         layout = self.layout
         self._forms = [(torch.Size(v.shape), getattr(torch, v.dtype), True) for v in layout.params]
         self._fresh = [
-            (slot, partial(torch.empty_strided, shape, dense_strides(shape), dtype=dtype))
+            (slot, partial(empty_strided(), shape, dense_strides(shape), dtype))
             for slot, shape, dtype in layout.fresh
         ]
         self._passed_on = [(i, slot) for i, slot in enumerate(layout.results) if slot < len(layout.params)]
@@ -208,12 +213,14 @@ class Program:
 
     def _load(self, registers: list, inputs: Sequence[torch.Tensor]) -> None:
         """Puts the inputs into their slots, dense. That some require grad does not matter: no step records it."""
-        if list(map(_FORM, inputs)) != self._forms:
-            self._reject(inputs)
+        if any(map(is_nested, inputs)) or not any(alike(inputs) for alike in self._fitting):
+            if list(map(_FORM, inputs)) != self._forms:
+                self._reject(inputs)
+            if not all(map(torch.Tensor.is_contiguous, inputs)):
+                inputs = [tensor.contiguous() for tensor in inputs]
+            elif len(self._fitting) < _MAX_FITTING:
+                self._fitting.append(tensor_checks(inputs))
         registers[: len(inputs)] = inputs
-        if not all(map(torch.Tensor.is_contiguous, inputs)):
-            for slot, tensor in enumerate(inputs):
-                registers[slot] = tensor.contiguous()
 
     def _reject(self, inputs: Sequence[torch.Tensor]) -> None:
         if len(inputs) != len(self._forms):

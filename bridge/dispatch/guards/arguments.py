@@ -10,11 +10,12 @@ from torch import nn
 
 from bridge.base.guard_failure import ARGUMENTS, STRUCTURE, GuardFailure
 from bridge.base.pytrees import leaf_names, structure_difference
+from bridge.base.tensor_properties import is_nested
 from bridge.base.torch_internals import pytree
 from bridge.capture import Captured
 from bridge.dispatch.guards.condition import Condition
 from bridge.dispatch.guards.spelling import Spelling
-from bridge.dispatch.guards.tensors import TensorGuard, is_nested
+from bridge.dispatch.guards.tensors import TensorGuard
 from bridge.state import same
 
 __all__ = ["ArgumentGuard"]

@@ -69,7 +69,8 @@ class ModuleGuard:
         for i, name, value in attributes:
             if not isinstance(value, torch.Tensor):
                 reached.add((i, name), value)
-        self._code = CodeGuard(dict.fromkeys((*map(type, modules), *reached.kinds)), reached.functions)
+        kinds = dict.fromkeys((*map(type, modules), *reached.kinds))
+        self._code = CodeGuard(kinds, reached.functions, registered=reached.registered)
         index = {path: modules.index(module) for path, module in named}
         self._conditions = TreeConditions(tree, list(paths.values()), attributes, reached.contents, tensors, index)
         self._types = self._conditions.types.expected

@@ -252,7 +252,7 @@ class TreeConditions:
         return Condition("absent tensors", lambda tree: map(tree.held, places), [None] * len(places), explain)
 
     def _nested(self, tensors: Sequence[ModuleTensor]) -> Condition:
-        """Looked at before the tensors are compared, see :func:`bridge.dispatch.guards.tensors.is_nested`."""
+        """Looked at before the tensors are compared, see :func:`bridge.base.tensor_properties.is_nested`."""
 
         def explain(place: int, then: bool, now: bool) -> GuardFailure:
             return GuardFailure(MODULE, f"layout of {tensors[place].kind} '{tensors[place].name}'", "a nested tensor")

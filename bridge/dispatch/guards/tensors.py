@@ -1,118 +1,20 @@
 """Conditions on tensors: each property that compiled code relies on, for arguments and a module's tensors alike.
 
-The quick path is Dynamo's own guard, which compares a list of tensors in one call, 60 ns a tensor where property by
-property takes 400. It is not a public interface, so it is put to the test once per process, on tensors that differ in
-each of the properties; should it not be there, or not see one of them, the properties are compared one by one.
+The quick path compares a list of tensors in one call (:mod:`bridge.base.tensor_properties`).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from operator import attrgetter, eq
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from bridge.base.guard_failure import GuardFailure
-from bridge.base.torch_internals import neg_view, tensor_guards
+from bridge.base.tensor_properties import PROPERTIES, Property, tensor_checks
 from bridge.dispatch.guards.condition import differs
 
-__all__ = ["PROPERTIES", "Property", "TensorGuard", "is_nested", "tensor_checks"]
-
-Checks = Callable[[Sequence[torch.Tensor]], bool]
-#: To be asked before Dynamo's guard, which ends the process over a nested tensor: that has no strides.
-is_nested = attrgetter("is_nested")
-
-
-@dataclass(frozen=True)
-class Property:
-    """What a tensor must have in common with the one that was compiled for.
-
-    Attributes:
-        name: tells it from the others.
-        read: its value, comparable with ``==``.
-        differing: tensors that differ from ``torch.zeros(2, 3)`` in it, to test a quick comparison with.
-        field: how a failure calls it.
-        show: the value as it is told.
-        words: what a failure says instead of the values.
-        same: present and expected value, shape → whether different values mean the same, where they can.
-    """
-
-    name: str
-    read: Callable[[torch.Tensor], Any]
-    differing: Callable[[], list[Any]]
-    field: str = ""
-    show: Callable[[Any], Any] = lambda value: value
-    words: str = ""
-    same: Callable[[Any, Any, torch.Size], bool] | None = None
-
-    def explain(self, stage: int, what: str, then: Any, now: Any) -> GuardFailure:
-        """The failure of the tensor ``what``."""
-        field = f"{self.field or self.name} of {what}"
-        return (
-            GuardFailure(stage, field, self.words)
-            if self.words
-            else differs(stage, field, self.show(then), self.show(now))
-        )
-
-
-def _same_strides(now: tuple[int, ...], then: tuple[int, ...], shape: torch.Size) -> bool:
-    """Whether strides are equal where an extent is not 0 or 1: draws and results follow those."""
-    return all(a == b for a, b, extent in zip(now, then, shape, strict=True) if extent > 1)
-
-
-def _inference_tensor() -> torch.Tensor:
-    with torch.inference_mode():
-        return torch.zeros(2, 3)
-
-
-def _swapped() -> torch.Tensor:
-    tensor = torch.zeros(2, 3)
-    tensor.data = torch.zeros(3, 2)
-    return tensor
-
-
-def _zeros(**options: Any) -> Callable[[], list[torch.Tensor]]:
-    return lambda: [torch.zeros(2, 3, **options)]
-
-
-class _Subclass(torch.Tensor):
-    pass
-
-
-#: In the order of the reasons. Only strided tensors have strides, and nested ones not even a shape.
-PROPERTIES = (
-    # Dynamo's guard is never handed a nested tensor.
-    Property("nested", is_nested, lambda: [], "layout", words="a nested tensor"),
-    Property(
-        "shape",
-        attrgetter("shape"),
-        lambda: [torch.zeros(3, 2), torch.zeros(2, 3, 1), _swapped()],
-        show=tuple,
-    ),
-    Property("dtype", attrgetter("dtype"), lambda: [torch.zeros(2, 3).double(), torch.zeros(2, 3).bfloat16()]),
-    Property("requires_grad", attrgetter("requires_grad"), _zeros(requires_grad=True)),
-    Property("device", attrgetter("device"), _zeros(device="meta")),
-    Property("layout", attrgetter("layout"), lambda: [torch.zeros(2, 3).to_sparse()]),
-    Property(
-        "sign bit",
-        torch.Tensor.is_neg,
-        lambda: [neg_view(torch.zeros(2, 3))],
-        "layout",
-        words="a tensor with its sign bit set aside (is_neg)",
-    ),
-    Property(
-        "strides",
-        torch.Tensor.stride,
-        lambda: [torch.zeros(3, 2).t(), torch.zeros(2, 1).expand(2, 3), torch.zeros(2, 6)[:, ::2]],
-        same=_same_strides,
-    ),
-)
-#: Of a quick comparison, besides ``PROPERTIES``.
-_OTHERS = (type, torch.Tensor.is_inference)
+__all__ = ["TensorGuard"]
 
 
 class TensorGuard:
@@ -128,7 +30,7 @@ class TensorGuard:
 
     Attributes:
         alike: the quick path, by whether inference mode is on: whether all of a list of tensors look exactly as
-            expected; none of them may be nested (:func:`is_nested`).
+            expected; none of them may be nested (:func:`bridge.base.tensor_properties.is_nested`).
     """
 
     condition_names = ("type", *(each.name for each in PROPERTIES), "inference tensor")
@@ -158,7 +60,7 @@ class TensorGuard:
             for each, then in zip(PROPERTIES, expected, strict=True):
                 now = each.read(tensor)
                 if now != then and not (each.same and each.same(now, then, tensor.shape)):
-                    return each.explain(self._stage, name, then, now)
+                    return _explain(each, self._stage, name, then, now)
             if self._saves and tensor.is_inference():
                 return GuardFailure(self._stage, f"inference tensor {name}", "autograd cannot save it")
         return None
@@ -168,40 +70,9 @@ class TensorGuard:
         self.alike[True] = tensor_checks(tensors)
 
 
-def tensor_checks(tensors: Sequence[torch.Tensor]) -> Checks:
-    """A test that as many tensors look exactly like these. It may say no where only torch's modes differ.
-
-    The tensors are not kept alive.
-    """
-    if tensors and _dynamo_is_exact():
-        return _by_dynamo(tensors)
-    return _by_property(tensors)
-
-
-def _by_dynamo(tensors: Sequence[torch.Tensor]) -> Checks:
-    check = tensor_guards()(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    return lambda now: check(*now)
-
-
-def _by_property(tensors: Sequence[torch.Tensor]) -> Checks:
-    reads = [*_OTHERS, *(each.read for each in PROPERTIES)]
-
-    def values(of: Sequence[torch.Tensor]) -> Iterator[Any]:
-        return (read(tensor) for tensor in of for read in reads)
-
-    count, expected = len(tensors), list(values(tensors))
-    return lambda now: len(now) == count and all(map(eq, values(now), expected))
-
-
-@functools.cache
-def _dynamo_is_exact() -> bool:
-    """Whether Dynamo's guard is there, knows a tensor again, and sees every difference that matters."""
-    sample = torch.zeros(2, 3)
-    try:
-        check = _by_dynamo([sample])
-    except (ImportError, AttributeError, TypeError, ValueError):
-        return False
-    different = [tensor for each in PROPERTIES for tensor in each.differing()]
-    different += [nn.Parameter(torch.zeros(2, 3), requires_grad=False), torch.zeros(2, 3).as_subclass(_Subclass), 3]
-    different.append(_inference_tensor())
-    return check([torch.ones(2, 3)]) and not any(check([each]) for each in different)
+def _explain(each: Property, stage: int, what: str, then: Any, now: Any) -> GuardFailure:
+    """The failure of the tensor ``what`` in a property."""
+    field = f"{each.field or each.name} of {what}"
+    if each.words:
+        return GuardFailure(stage, field, each.words)
+    return differs(stage, field, each.show(then), each.show(now))

@@ -17,9 +17,10 @@ from torch.autograd import forward_ad
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bridge.base import tensor_properties
 from bridge.base.guard_failure import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, GuardFailure
 from bridge.capture.pipeline import capture
-from bridge.dispatch.guards import Guard, tensors
+from bridge.dispatch.guards import Guard
 from bridge.dispatch.guards.interpreter import MODES
 from bridge.state import write_counts
 
@@ -363,7 +364,7 @@ def guarded(request) -> Iterator[tuple[nn.Module, Guard]]:
     """A module and its guard, with Dynamo's quick comparisons and without either of them."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "properties one by one":
-            patch.setattr(tensors, "_dynamo_is_exact", lambda: False)
+            patch.setattr(tensor_properties, "_dynamo_is_exact", lambda: False)
         if request.param == "no counts of writes":
             patch.setattr(write_counts, "_version", lambda: None)
         module, x = Everything(), rows()

@@ -203,3 +203,27 @@ def test_a_parent_kept_in_an_attribute_is_not_walked_through():
     parent.scale = 3.0
     parent(torch.ones(4, 6))
     assert list(stats(parent[0]).misses) == ["attribute 'above' of the module changed"]
+
+
+class ReadsScale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.loose_scale = 2.0
+
+    def forward(self, x):
+        return self.linear(x) * self.loose_scale
+
+
+loose_scale = 1.0  # a script's variable of the same name
+
+
+def test_an_attribute_is_no_global(monkeypatch):
+    """Scripts have variables called as attributes are (``model``, ``scale``), and assign to them at every step."""
+    module = add_tvm_dispatch(ReadsScale(), torch.ones(4, 6))
+    monkeypatch.setitem(globals(), "loose_scale", 3.0)
+    module(torch.ones(4, 6))
+    assert stats(module).hits == 1
+    module.loose_scale = 3.0
+    module(torch.ones(4, 6))
+    assert list(stats(module).misses) == ["attribute 'loose_scale' of the module changed"]
