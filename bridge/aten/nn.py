@@ -8,6 +8,7 @@ from tvm import relax
 from autodiff.ir import dtype, shape
 from bridge.aten.norm import moments, rstd_of
 from bridge.aten.registry import UnsupportedUse, converts
+from bridge.aten.whole import whole
 from bridge.base.torch_internals import aten
 
 op = relax.op
@@ -76,6 +77,13 @@ def embedding(importer, node, weight, indices, padding_idx=-1, scale_grad_by_fre
         raise UnsupportedUse("sparse gradients", "set sparse=False")
     args = [weight, indices, padding_idx, bool(scale_grad_by_freq)]
     return importer.library("embedding", args, importer.out(node))
+
+
+@converts(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+def embedding_bag(importer, node, weight, indices, offsets, scale_grad_by_freq=False, mode=0, sparse=False, *rest):
+    if sparse and node.target is aten._embedding_bag.default:  # the other one has no gradient
+        raise UnsupportedUse("sparse gradients", "set sparse=False")
+    return whole(importer, node, weight, indices, offsets, scale_grad_by_freq, mode, False, *rest)
 
 
 @converts(aten._scaled_dot_product_flash_attention_for_cpu.default)

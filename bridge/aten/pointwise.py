@@ -55,9 +55,9 @@ _COMPARISONS = {
     (aten.ge.Tensor, aten.ge.Scalar): op.greater_equal,
 }
 _BITWISE = {
-    (aten.bitwise_and.Tensor, aten.bitwise_and.Scalar): (op.bitwise_and, op.logical_and),
-    (aten.bitwise_or.Tensor, aten.bitwise_or.Scalar): (op.bitwise_or, op.logical_or),
-    (aten.bitwise_xor.Tensor, aten.bitwise_xor.Scalar): (op.bitwise_xor, op.logical_xor),
+    aten.bitwise_and: (op.bitwise_and, op.logical_and),
+    aten.bitwise_or: (op.bitwise_or, op.logical_or),
+    aten.bitwise_xor: (op.bitwise_xor, op.logical_xor),
 }
 _LOGICAL = {
     aten.logical_and.default: op.logical_and,
@@ -71,6 +71,8 @@ def _register_unary() -> None:
 
         def convert(importer, node, x, *, make=make):
             (x,) = importer.operands(node, x)
+            if dtype(x) == "bool":  # its absolute value and its sign
+                return x
             return importer.emit(make(x))
 
         converts(overload)(convert)
@@ -86,16 +88,19 @@ def _register_comparisons() -> None:
     for overloads, make in _COMPARISONS.items():
 
         def compare(importer, node, x, y, *, make=make):
-            return importer.emit(make(*importer.compared(node, x, y)))
+            x, y = importer.compared(node, x, y)
+            if dtype(x) == "bool":  # which TVM does not order
+                x, y = importer.cast(x, "uint8"), importer.cast(y, "uint8")
+            return importer.emit(make(x, y))
 
         converts(*overloads)(compare)
-    for overloads, (bitwise, logical) in _BITWISE.items():
+    for packet, (bitwise, logical) in _BITWISE.items():
 
         def combine(importer, node, x, y, *, bitwise=bitwise, logical=logical):
             x, y = importer.operands(node, x, y)
             return importer.emit((logical if dtype(x) == "bool" else bitwise)(x, y))
 
-        converts(*overloads)(combine)
+        converts(packet.Tensor, packet.Scalar, packet.Scalar_Tensor)(combine)
     for overload, make in _LOGICAL.items():
 
         def logical_op(importer, node, x, y, *, make=make):
@@ -255,16 +260,20 @@ def pow_tensor(importer, node, x, y):
 
 @converts(aten.maximum.default)
 def maximum(importer, node, x, y):
-    return importer.emit(op.maximum(*importer.operands(node, x, y)))
+    x, y = importer.operands(node, x, y)
+    return importer.emit((op.logical_or if dtype(x) == "bool" else op.maximum)(x, y))
 
 
 @converts(aten.minimum.default)
 def minimum(importer, node, x, y):
-    return importer.emit(op.minimum(*importer.operands(node, x, y)))
+    x, y = importer.operands(node, x, y)
+    return importer.emit((op.logical_and if dtype(x) == "bool" else op.minimum)(x, y))
 
 
 @converts(aten.fmax.default, aten.fmin.default)
 def fmax(importer, node, x, y):
+    if not importer.out(node).is_floating_point():
+        return (maximum if node.target is aten.fmax.default else minimum)(importer, node, x, y)
     if not fmax_prefers_first():
         return whole(importer, node, x, y)
     x, y = importer.operands(node, x, y)

@@ -43,11 +43,15 @@ def mean(importer, node, x, dims=None, keepdim=False, *, dtype=None):
 
 @converts(aten.amax.default)
 def amax(importer, node, x, dims=(), keepdim=False):
+    if dtype(x) == "bool":
+        return any_(importer, node, x, dims, keepdim)
     return reduce(importer, op.max, x, dims, keepdim)
 
 
 @converts(aten.amin.default)
 def amin(importer, node, x, dims=(), keepdim=False):
+    if dtype(x) == "bool":
+        return all_(importer, node, x, dims, keepdim)
     return reduce(importer, op.min, x, dims, keepdim)
 
 

@@ -11,6 +11,30 @@ __all__ = ["PRESERVED", "UPSAMPLES", "WHOLE"]
 #: functional (no views, no writes), their shapes do not depend on numbers, and a formula of ours would only be another
 #: rounding of the same thing.
 WHOLE = (
+    # shifts (by any count), common divisors, positions in sorted numbers
+    aten.__lshift__.Scalar,
+    aten.__lshift__.Tensor,
+    aten.__rshift__.Scalar,
+    aten.__rshift__.Tensor,
+    aten.bitwise_left_shift.Scalar_Tensor,
+    aten.bitwise_left_shift.Tensor,
+    aten.bitwise_left_shift.Tensor_Scalar,
+    aten.bitwise_right_shift.Scalar_Tensor,
+    aten.bitwise_right_shift.Tensor,
+    aten.bitwise_right_shift.Tensor_Scalar,
+    aten.bucketize.Scalar,
+    aten.bucketize.Tensor,
+    aten.gcd.default,
+    aten.histc.default,
+    aten.lcm.default,
+    aten.nonzero_static.default,
+    aten.repeat_interleave.Tensor,
+    aten.searchsorted.Scalar,
+    aten.searchsorted.Tensor,
+    # torch has no derivative of these: a backward through them is its error
+    aten.floor_divide.Scalar,
+    aten.floor_divide.default,
+    aten.remainder.Scalar_Tensor,
     # special functions, and element-wise ones with singular points
     aten.angle.default,
     aten.clamp.Tensor,
@@ -33,6 +57,7 @@ WHOLE = (
     aten.nextafter.default,
     aten.polygamma.default,
     aten.round.decimals,
+    aten.signbit.default,
     aten.special_airy_ai.default,
     aten.special_bessel_j0.default,
     aten.special_bessel_j1.default,
@@ -44,6 +69,10 @@ WHOLE = (
     aten.special_log_ndtr.default,
     aten.special_ndtri.default,
     aten.special_xlog1py.default,
+    aten.special_xlog1py.other_scalar,
+    aten.special_xlog1py.self_scalar,
+    aten.xlogy.Scalar_Other,
+    aten.xlogy.Scalar_Self,
     aten.xlogy.Tensor,
     # linear algebra with one answer; factors that are free up to signs (eigenvectors, QR, SVD) are not among it
     aten._cdist_forward.default,
@@ -75,7 +104,6 @@ WHOLE = (
     # losses, sampling, scans, reductions and writes with ties
     aten._ctc_loss.default,
     aten._ctc_loss.Tensor,
-    aten._embedding_bag.default,
     aten._pdist_forward.default,
     aten._trilinear.default,
     aten.argmax.default,
@@ -139,6 +167,8 @@ PRESERVED = (
     aten.index_add.default,  # its decomposition, and that of index_copy, takes negative indices
     aten.index_copy.default,
     aten.index_fill.int_Scalar,  # decomposed into index_copy, which takes no negative indices
+    aten._embedding_bag.default,
+    aten._embedding_bag_forward_only.default,
     aten.scatter.reduce,
     aten.scatter.value_reduce,
     aten.scatter_reduce.two,

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bridge import UnsupportedModule, add_tvm_dispatch
+from bridge import UnsupportedModule, add_tvm_dispatch, examine
 from bridge.compile import clear_cache
 from bridge.compile.translate import TRANSLATIONS
 from tests.bridge.compare import Call, check_module
@@ -36,10 +36,46 @@ def test_embedding(options, shape):
     check_module(lambda: nn.Embedding(7, 3, **options), lambda: torch.randint(0, 7, shape), calls=1)
 
 
-@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"sparse": True}], ids=str)
-def test_embedding_that_is_refused(options):
+def test_embedding_that_is_refused():
     with pytest.raises(UnsupportedModule, match="embedding"):
-        add_tvm_dispatch(nn.Embedding(7, 3, **options).double(), torch.tensor([1, 2]))
+        add_tvm_dispatch(nn.Embedding(7, 3, max_norm=1.0).double(), torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Embedding(7, 3, sparse=True),
+        lambda: nn.EmbeddingBag(7, 3, sparse=True),
+        lambda: nn.EmbeddingBag(7, 3, mode="sum", sparse=True, padding_idx=2),
+        lambda: Gather(sparse_grad=True),
+    ],
+)
+def test_sparse_gradients_are_refused_in_advance(make):
+    """Also by ``examine``: the backward would be the first to fail."""
+    index = torch.tensor([[0, 3, 2]])
+    with pytest.raises(UnsupportedModule, match=r"sparse gradients(.|\n)*set sparse(_grad)?=False"):
+        add_tvm_dispatch(make(), index)
+    assert "sparse gradients" in str(examine(make(), index))
+
+
+class Gather(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+        self.weight = nn.Parameter(torch.randn(4, 5))
+
+    def forward(self, index):
+        return self.weight.gather(0, index, **self.options)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_embedding_bag(mode, frozen):
+    check_module(
+        lambda: nn.EmbeddingBag(7, 3, mode=mode, padding_idx=2).requires_grad_(not frozen),
+        lambda: (torch.tensor([0, 3, 2, 2, 6]), torch.tensor([0, 1, 3])),
+        calls=1,
+    )
 
 
 @pytest.mark.parametrize("bias", [False, True])
