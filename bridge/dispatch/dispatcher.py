@@ -28,6 +28,7 @@ from bridge.dispatch.guards import GuardFailure, active_modes
 from bridge.dispatch.hooks import call_with_hooks
 from bridge.dispatch.outer_compiler import call_opaque, hide
 from bridge.dispatch.stats import DispatchStats
+from bridge.dispatch.worth import TOO_SMALL, measure_worth
 
 __all__ = ["MAX_ENTRIES", "Dispatcher", "require_capturable"]
 
@@ -236,6 +237,9 @@ class Dispatcher:
                 log.info("%r serves the call already", entry)
                 return entry
         entry = compile_entry(module, args, kwargs, partition=self.partition, target=self.target)
+        entry.worth = measure_worth(entry, module, args, kwargs)
+        if entry.worth is not None and entry.worth.is_slower:
+            log.warning("%s: %s. %s", type(module).__name__, entry.worth, TOO_SMALL)
         with self._adding:  # a new list: calls in other threads may be walking through the old one
             self.stats.entries = [*(each for each in self.stats.entries if each not in replaced), entry]
         log.info("added %r", entry)

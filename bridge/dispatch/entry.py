@@ -38,12 +38,14 @@ class Entry:
         compile_seconds: from capture to the compiled programs.
         hits: calls that this entry ran.
         partition, target: what it was compiled with, as they were given.
+        worth: a step of it beside one of eager, where the work is small (:mod:`bridge.dispatch.worth`).
         cause: in what the call that it was compiled for differed from the earlier entries; ``None``: added by hand.
     """
 
     partition: Any = None
     target: Any = None
     cause: str | None = None
+    worth: Any = None
 
     def __init__(self, guard: Guard | None, lowered: LoweredCall, target: Any):
         started = time.perf_counter()
@@ -84,7 +86,9 @@ class Entry:
         captured = self.lowered.captured
         shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in captured.arguments)
         kind = "training" if self.backward else "forward only"
-        return f"Entry({captured.module_name}({shapes}), {kind}, {self.hits} hits, {self.compile_seconds:.2f} s)"
+        slower = f", {self.worth}" if self.worth is not None and self.worth.is_slower else ""
+        head = f"Entry({captured.module_name}({shapes}), {kind}"
+        return f"{head}, {self.hits} hits, {self.compile_seconds:.2f} s{slower})"
 
     def __call__(self, inputs: list[torch.Tensor]) -> Any:
         """Runs the call on the tensors that the guard returned; same result as the module's forward.

@@ -1,0 +1,114 @@
+"""Worth of a small entry: a dispatched step beside an eager one, timed when the entry is added → words if eager wins.
+
+A call costs tens of microseconds before anything is computed: the guard, an ``autograd.Function``, a launch per step.
+Fused kernels earn that back, but not where eager itself takes no longer. The decision to dispatch stays the user's:
+nothing here changes what a call does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.base.guard_failure import GuardFailure
+from bridge.base.threads import is_alone
+from bridge.base.torch_internals import has_global_hooks, pytree
+from bridge.dispatch.entry import Entry
+from bridge.state import PythonState, generators_put_back
+
+__all__ = ["TOO_SMALL", "Worth", "measure_worth"]
+
+TOO_SMALL = "Dispatch a larger module around it, or leave it to eager"
+
+#: Numbers that a call reads and makes, above which the cost of a call does not matter.
+_SMALL = 1 << 18
+_STEPS = 64
+_ROUNDS = 8
+#: Eager has to be quicker by this factor to be worth a word.
+_CLEARLY = 1.2
+
+
+@dataclass(frozen=True)
+class Worth:
+    """Seconds of a step (forward, and backward if there is one), the quickest of a few.
+
+    Attributes:
+        ours: dispatched.
+        eager: by PyTorch.
+    """
+
+    ours: float
+    eager: float
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether eager is clearly quicker."""
+        return self.ours > _CLEARLY * self.eager
+
+    def __str__(self) -> str:
+        return f"eager is quicker: {1e6 * self.ours:.0f} us dispatched, {1e6 * self.eager:.0f} us eager"
+
+
+def measure_worth(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Worth | None:
+    """Times the call both ways; ``None`` where its work is not small, or where running it could be noticed.
+
+    Generators and the module's Python state are put back. Nothing is added to any ``grad``. Calls that write buffers,
+    and tensors with hooks, are left alone.
+    """
+    captured = entry.lowered.captured
+    if not _is_small(entry) or captured.mutated or has_global_hooks():
+        return None
+    if captured.draws and not is_alone():  # numbers that another thread draws meanwhile would come again
+        return None
+    try:
+        inputs = entry.guard.match(module, args, kwargs)
+    except GuardFailure:
+        return None
+    wanted = [inputs[index] for index in entry.lowered.wanted]
+    if any(tensor.grad_fn is not None or tensor._backward_hooks for tensor in wanted):
+        return None
+    before, state = PythonState(module), torch.default_generator.get_state() if captured.draws else None
+    try:
+        with generators_put_back():
+            steps = [
+                lambda: _step(entry(list(inputs)), wanted),
+                lambda: _step(module.forward(*args, **kwargs), wanted),
+            ]
+            ours, eager = _quickest(steps)
+    except GuardFailure:  # its numbers are eager's matter
+        return None
+    finally:
+        if state is not None:
+            torch.default_generator.set_state(state)
+        before.restore()
+        entry.hits = 0
+    return Worth(ours, eager)
+
+
+def _is_small(entry: Entry) -> bool:
+    programs = [program for program in (entry.forward, entry.backward) if program is not None]
+    numbers = sum(value.numel for program in programs for value in program.layout.params)
+    arena = sum(program.arena_bytes for program in programs)
+    return numbers <= _SMALL and arena <= 4 * _SMALL and sum(len(program.steps) for program in programs) <= _STEPS
+
+
+def _step(result: Any, wanted: Sequence[torch.Tensor]) -> None:
+    outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if wanted and outputs:
+        torch.autograd.grad(outputs, wanted, [torch.ones_like(each) for each in outputs], allow_unused=True)
+
+
+def _quickest(steps: Sequence[Callable[[], None]]) -> list[float]:
+    """The shortest time of each, by turns; the first two rounds are for what is made at first use."""
+    times: list[list[float]] = [[] for _ in steps]
+    for _ in range(_ROUNDS):
+        for taken, step in zip(times, steps, strict=True):
+            started = time.perf_counter()
+            step()
+            taken.append(time.perf_counter() - started)
+    return [min(taken[2:]) for taken in times]
