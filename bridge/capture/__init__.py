@@ -4,6 +4,7 @@ from bridge.capture.captured import Captured
 from bridge.capture.dynamic_shapes import refuse_dynamic
 from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.fake_run import fake_run
+from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, number_tensor, with_number_inputs
 from bridge.capture.observation import Draw, Observation, Output
 from bridge.capture.passes.preserved_ops import UPSAMPLES, WHOLE
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
@@ -19,6 +20,8 @@ __all__ = [
     "WHOLE",
     "Captured",
     "Draw",
+    "NotArithmeticError",
+    "NumberPlace",
     "Observation",
     "Output",
     "capture",
@@ -26,10 +29,13 @@ __all__ = [
     "check_call",
     "fake_run",
     "is_capturing",
+    "is_number",
     "is_traced_here",
     "normalize_sample",
+    "number_tensor",
     "one_capture_at_a_time",
     "raise_if_eager_raises",
     "refuse_dynamic",
     "where_is",
+    "with_number_inputs",
 ]

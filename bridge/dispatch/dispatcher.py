@@ -10,6 +10,7 @@ import itertools
 import sys
 import threading
 import weakref
+from collections import Counter
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from bridge.base.guard_failure import INTERPRETER
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.log import channel
 from bridge.base.torch_internals import MODULE_CALL, has_global_hooks, is_exporting
-from bridge.capture import is_capturing, is_traced_here
+from bridge.capture import NumberPlace, is_capturing, is_traced_here
 from bridge.dispatch.advice import advice
 from bridge.dispatch.budget import CompileBudget
 from bridge.dispatch.entry import Entry, compile_entry
@@ -38,6 +39,8 @@ log, guards_log = channel("dispatch"), channel("guards")
 MAX_ENTRIES = 8
 #: Unsupported calls that ``on_miss="compile"`` remembers, in order not to try them again.
 MAX_UNSUPPORTED = 64
+#: How often it is tried to make inputs of the same numbers.
+MAX_ATTEMPTS = 2
 #: Misses one after the other, for the same cause, before any hit, after which the user is told that no call ever fits.
 MISSES_BEFORE_WARNING = 3
 
@@ -58,6 +61,7 @@ class Dispatcher:
         self.stats = DispatchStats()
         self.budget = CompileBudget()
         self._unsupported: dict[str, None] = {}
+        self._not_inputs: Counter[tuple[NumberPlace, ...]] = Counter()  # how often numbers could not be inputs
         self._missed = ("", 0)  # the cause of the latest misses, and how many they were
         self._adding = threading.RLock()
         self._warned: set[Any] = set()
@@ -179,7 +183,7 @@ class Dispatcher:
             if not isinstance(found, GuardFailure):  # another thread was quicker
                 return found
             try:
-                entry = self.add(module, args, kwargs)
+                entry = self._add_with_numbers(module, args, kwargs) or self.add(module, args, kwargs)
                 inputs = entry.guard.match(module, args, kwargs)
             except UnsupportedModule as error:
                 if self.on_miss == "error":
@@ -244,6 +248,26 @@ class Dispatcher:
             self.stats.entries = [*(each for each in self.stats.entries if each not in replaced), entry]
         log.info("added %r", entry)
         return entry
+
+    def _add_with_numbers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry | None:
+        """An entry that takes as inputs the numbers in which the call differs from an entry, whose place it takes.
+
+        ``None`` if there is no such entry, or the numbers cannot be inputs.
+        """
+        for known in reversed(self.stats.entries):
+            changed = known.guard.changed_numbers(module, args, kwargs)
+            if changed is None or self._not_inputs[tuple(changed)] >= MAX_ATTEMPTS:
+                continue
+            require_capturable(type(module).__name__)
+            how = {"partition": self.partition, "target": self.target, "numbers": (known, changed)}
+            entry = compile_entry(module, args, kwargs, **how)
+            if entry is None:
+                self._not_inputs[tuple(changed)] += 1
+                return None
+            self.stats.entries = [*(each for each in self.stats.entries if each is not known), entry]
+            log.info("added %r, which takes %s as inputs", entry, entry.guard.numbers)
+            return entry
+        return None
 
     def adopt(self, entries: list[Entry]) -> None:
         """Adds entries that were compiled for the same module."""

@@ -8,6 +8,7 @@ undone, and the call is eager's.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from torch import nn
 from bridge.base.guard_failure import GuardFailure
 from bridge.base.interrupts import raise_deferred
 from bridge.base.torch_internals import pytree
-from bridge.capture import one_capture_at_a_time
+from bridge.capture import NumberPlace, one_capture_at_a_time
 from bridge.compile import Program
 from bridge.dispatch.autograd import apply
 from bridge.dispatch.guards import Guard
+from bridge.dispatch.number_inputs import as_called, lower_with_numbers
 from bridge.dispatch.programs import Programs
 from bridge.dispatch.results import assembly
 from bridge.lowering import LoweredCall, lower_once
@@ -113,8 +115,20 @@ class Entry:
         return self._result(computed, inputs)
 
 
-def compile_entry(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, partition: Any, target: Any) -> Entry:
+def compile_entry(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    *,
+    partition: Any,
+    target: Any,
+    numbers: tuple[Entry, Mapping[NumberPlace, Any]] | None = None,
+) -> Entry | None:
     """Captures, lowers and compiles ``module(*args, **kwargs)`` in the current mode; the module is not changed.
+
+    Args:
+        numbers: an entry that the call differs from by these numbers, with the values that it was compiled for: the
+            new entry takes them as inputs. ``None`` is returned if that is not exact.
 
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower`.
@@ -124,7 +138,9 @@ def compile_entry(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, par
     with torch.inference_mode(False), torch.set_grad_enabled(gradients), one_capture_at_a_time():
         if not gradients:
             args, kwargs = pytree.tree_map_only(torch.Tensor, _outside_inference, (args, kwargs))
-        entry = _compile_entry(module, args, kwargs, partition, target)
+        entry = _compile_entry(module, args, kwargs, partition, target, numbers)
+    if entry is None:
+        return None
     entry.partition, entry.target = partition, target
     return entry
 
@@ -137,13 +153,31 @@ def _outside_inference(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-def _compile_entry(module: nn.Module, args: tuple, kwargs: dict[str, Any], partition: Any, target: Any) -> Entry:
+def _compile_entry(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    partition: Any,
+    target: Any,
+    numbers: tuple[Entry, Mapping[NumberPlace, Any]] | None,
+) -> Entry | None:
     started = time.perf_counter()
     before = PythonState(module)
+    how = {"grad": torch.is_grad_enabled(), "partition": partition}
     try:
-        lowered = lower_once(module, args, kwargs, grad=torch.is_grad_enabled(), partition=partition)
+        if numbers is None:
+            places, lowered = (), lower_once(module, args, kwargs, **how)
+            captured = lowered.captured
+        else:
+            known, changed = numbers
+            found = lower_with_numbers(module, args, kwargs, changed, known.lowered, known.guard.numbers, **how)
+            if found is None:
+                before.restore()
+                return None
+            lowered, places = found
+            captured = as_called(lowered.captured, args, kwargs, len(places))
         arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        entry = Entry(Guard(module, lowered.captured, arguments), lowered, target)
+        entry = Entry(Guard(module, captured, arguments, places), lowered, target)
         raise_deferred()
         entry.compile_seconds = time.perf_counter() - started  # less than ``lowered`` took, where it was reused
         return entry

@@ -56,8 +56,8 @@ def constant_key(value: Any) -> tuple | None:
 
     ``None`` for anything that is not plain.
     """
-    if isinstance(value, float | complex):
-        return type(value), repr(value)
+    if isinstance(value, int | float | complex):
+        return type(value), repr(value)  # zero has a sign, nan is nan; a stand-in for a number cannot be compared
     if isinstance(value, _CONSTANTS):
         return type(value), value
     return None

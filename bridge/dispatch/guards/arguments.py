@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from bridge.base.tensor_properties import is_nested
 from bridge.base.torch_internals import pytree
 from bridge.capture import Captured
 from bridge.dispatch.guards.condition import Condition
+from bridge.dispatch.guards.numbers import AnyNumber, changed_number, same_or_any_number
 from bridge.dispatch.guards.spelling import Spelling
 from bridge.dispatch.guards.tensors import TensorGuard
 from bridge.state import same
@@ -29,10 +31,17 @@ class ArgumentGuard:
         tensors: the sample's argument tensors.
         forward: the module's forward, whose signature says which calls give the same arguments.
         saves: whether autograd saves tensors of the call.
+        numbers: the kinds of the numbers among the arguments that the compiled code takes as inputs, by leaf.
     """
 
     def __init__(
-        self, captured: Captured, tensors: Sequence[torch.Tensor], forward: Callable[..., Any], *, saves: bool
+        self,
+        captured: Captured,
+        tensors: Sequence[torch.Tensor],
+        forward: Callable[..., Any],
+        *,
+        saves: bool,
+        numbers: Mapping[int, type] = MappingProxyType({}),
     ):
         self._structure = _Structure(captured.in_spec, forward)
         self.paths = leaf_names(captured.in_spec)
@@ -42,10 +51,10 @@ class ArgumentGuard:
         self._constants = Condition(
             "constants",
             lambda leaves: [leaves[i] for i in self._constant_leaves],
-            [leaf for leaf, is_tensor in leaves if not is_tensor],
+            [AnyNumber(numbers[i]) if i in numbers else leaves[i][0] for i in self._constant_leaves],
             self._explain_constant,
-            exact=same,
-            same=same,
+            exact=same_or_any_number if numbers else same,
+            same=same_or_any_number if numbers else same,
         )
         self._are_tensors = Condition(
             "tensor arguments",
@@ -96,6 +105,22 @@ class ArgumentGuard:
         if (failure := self._tensors.failure(tensors)) is not None:
             raise failure
         return tensors
+
+    def leaves(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+        """All leaves, in the sample's order. :class:`GuardFailure` if the structure is another one."""
+        found = self._structure.leaves(args, kwargs)
+        return self._structure.match(args, kwargs) if found is None else found
+
+    def changed_numbers(self, args: tuple, kwargs: dict[str, Any]) -> dict[int, Any] | None:
+        """The constants that differ, by leaf: what they were; ``None`` if anything but numbers does.
+
+        Raises:
+            GuardFailure: the structure is another one.
+        """
+        leaves = self.leaves(args, kwargs)
+        pairs = list(zip(self._constant_leaves, self._constants.expected, strict=True))
+        changed = {i: then for i, then in pairs if not self._constants.same(leaves[i], then)}
+        return changed if all(changed_number(leaves[i], then) for i, then in changed.items()) else None
 
     def learn(self, tensors: Sequence[torch.Tensor]) -> None:
         """Remembers how matching tensors look in inference mode, which is on."""

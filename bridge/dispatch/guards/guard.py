@@ -15,7 +15,7 @@ from torch import nn
 
 from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.base.torch_internals import storage_id
-from bridge.capture import Captured
+from bridge.capture import Captured, NumberPlace, number_tensor
 from bridge.dispatch.guards.arguments import ArgumentGuard
 from bridge.dispatch.guards.interpreter import INFERENCE, MODES, ModeGuard, read_modes
 from bridge.dispatch.guards.module import ModuleGuard
@@ -31,17 +31,30 @@ class Guard:
         module: the dispatched module as it is now.
         captured: what was compiled; its sample defines the expected arguments.
         arguments: the sample's argument tensors (their layouts are what is expected).
+        numbers: where the numbers are found that the compiled code takes as inputs, between module tensors and
+            arguments: attributes, then arguments.
     """
 
-    def __init__(self, module: nn.Module, captured: Captured, arguments: Sequence[torch.Tensor]):
+    def __init__(
+        self,
+        module: nn.Module,
+        captured: Captured,
+        arguments: Sequence[torch.Tensor],
+        numbers: Sequence[NumberPlace] = (),
+    ):
+        self.numbers = tuple(numbers)
+        attributes = {(place.path, place.name): place.kind for place in numbers if place.leaf is None}
+        leaves = {place.leaf: place.kind for place in numbers if place.leaf is not None}
+        self._number_leaves = list(leaves)
         requires_grad = any(tensor.requires_grad for tensor in (*captured.module_tensors, *arguments))
         saves = torch.is_grad_enabled() and requires_grad
-        self._tree = ModuleGuard(module, captured.module_tensors, saves=saves)
+        self._tree = ModuleGuard(module, captured.module_tensors, saves=saves, numbers=attributes)
         self._modes = ModeGuard(requires_grad, self._tree.reads_grad_mode)
         self._states = self._modes.states
-        self._arguments = ArgumentGuard(captured, arguments, module.forward, saves=saves)
+        self._arguments = ArgumentGuard(captured, arguments, module.forward, saves=saves, numbers=leaves)
         self._written = [(index, captured.module_tensors[index].name) for index, _ in captured.mutated]
         self._names = [spec.name for spec in captured.module_tensors]
+        self._names += [place.name or self._arguments.paths[place.leaf] for place in numbers]
         self._names += [self._arguments.paths[i] for i in self._arguments.tensor_leaves]
 
     def quick(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
@@ -56,7 +69,7 @@ class Guard:
         owned = self._tree.quick(module, inference)
         if owned is None:
             return None
-        inputs = owned + tensors
+        inputs = owned + (self._number_inputs(module, args, kwargs) if self.numbers else []) + tensors
         return None if self._written and self._shared_memory(inputs) else inputs
 
     def match(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -69,12 +82,35 @@ class Guard:
         if (failure := self._modes.failure(state)) is not None:
             raise failure
         tensors = self._arguments.match(args, kwargs)
-        inputs = self._tree.match(module, state[INFERENCE]) + tensors
+        inputs = self._tree.match(module, state[INFERENCE])
+        inputs += (self._number_inputs(module, args, kwargs) if self.numbers else []) + tensors
         if (failure := self._shared_memory(inputs)) is not None:
             raise failure
         if state[INFERENCE]:
             self._arguments.learn(tensors)
         return inputs
+
+    def changed_numbers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[NumberPlace, Any] | None:
+        """The numbers that differ from what was compiled, with what they were.
+
+        ``None`` if a constant differs that is no number, or nothing does. What else differs is not looked at.
+        """
+        try:
+            leaves = self._arguments.changed_numbers(args, kwargs)
+            attributes = self._tree.changed_numbers(module)
+        except (GuardFailure, KeyError):
+            return None
+        if leaves is None or attributes is None or not (leaves or attributes) or self._tree.mentions("type"):
+            return None
+        places = {NumberPlace(type(then), path=path, name=name): then for (path, name), then in attributes.items()}
+        return {**places, **{NumberPlace(type(then), leaf=leaf): then for leaf, then in leaves.items()}}
+
+    def _number_inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        values = self._tree.numbers(module)
+        if self._number_leaves:
+            leaves = self._arguments.leaves(args, kwargs)
+            values += [leaves[i] for i in self._number_leaves]
+        return list(map(number_tensor, values))
 
     @property
     def condition_names(self) -> tuple[str, ...]:

@@ -8,8 +8,9 @@ what has no such count, and how the tensors look.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -53,9 +54,17 @@ class ModuleGuard:
         root: the module as it is now; only its submodules are kept alive from here, since it owns its entries.
         tensors: those that the compiled code reads, in its order; all of the module's parameters and buffers.
         saves: whether autograd saves tensors of the call.
+        numbers: the kinds of the attributes that the compiled code takes as inputs, by path and name.
     """
 
-    def __init__(self, root: nn.Module, tensors: Sequence[ModuleTensor], *, saves: bool):
+    def __init__(
+        self,
+        root: nn.Module,
+        tensors: Sequence[ModuleTensor],
+        *,
+        saves: bool,
+        numbers: Mapping[tuple[str, str], type] = MappingProxyType({}),
+    ):
         named = list(root.named_modules(remove_duplicate=False))
         paths: dict[nn.Module, str] = {}
         for path, module in named:
@@ -72,7 +81,11 @@ class ModuleGuard:
         kinds = dict.fromkeys((*map(type, modules), *reached.kinds))
         self._code = CodeGuard(kinds, reached.functions, registered=reached.registered)
         index = {path: modules.index(module) for path, module in named}
-        self._conditions = TreeConditions(tree, list(paths.values()), attributes, reached.contents, tensors, index)
+        kinds = {(index[path], name): kind for (path, name), kind in numbers.items()}
+        self._conditions = TreeConditions(
+            tree, list(paths.values()), attributes, reached.contents, tensors, index, kinds
+        )
+        self._number_places = list(kinds)
         self._types = self._conditions.types.expected
         self._uncounted = self._conditions.uncounted
         self._attribute_places = self._conditions.attribute_places
@@ -151,6 +164,19 @@ class ModuleGuard:
         if inference:
             self._tensors.learn(tensors)
         return tensors
+
+    def numbers(self, root: nn.Module) -> list[Any]:
+        """The attributes that the compiled code takes as inputs."""
+        modules = [root, *self._modules]
+        return [modules[owner].__dict__[name] for owner, name in self._number_places]
+
+    def changed_numbers(self, root: nn.Module) -> dict[tuple[str, str], Any] | None:
+        """As :meth:`TreeConditions.changed_numbers`."""
+        return self._conditions.changed_numbers(self._tree(root))
+
+    def mentions(self, *names: str) -> bool:
+        """Whether one of these names occurs in the code."""
+        return self._code.mentions(*names)
 
     def _tree(self, root: nn.Module) -> Tree:
         modules = [root, *self._modules]

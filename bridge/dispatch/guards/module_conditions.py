@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import eq, itemgetter
+from operator import eq, is_, itemgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.base.torch_internals import MODULE_HOOKS
 from bridge.dispatch.guards.condition import Condition, differs
+from bridge.dispatch.guards.numbers import AnyNumber, changed_number, same_or_any_number
 from bridge.state import Contents, ModuleTensor, own_attributes, same, written_class
 
 __all__ = ["Tree", "TreeConditions", "owned_attributes", "tree_reader"]
@@ -77,6 +79,7 @@ class TreeConditions:
         contents: of mutable attributes; ``place``: position of the module and name.
         tensors: those that the compiled code reads.
         index: the position of the module at each path, several paths of one module included.
+        numbers: the kinds of the attributes that the compiled code takes as inputs, by position of the module and name.
 
     Attributes:
         types: every module's class.
@@ -95,17 +98,21 @@ class TreeConditions:
         contents: Sequence[Contents],
         tensors: Sequence[ModuleTensor],
         index: Mapping[str, int],
+        numbers: Mapping[tuple[int, str], type] = MappingProxyType({}),
     ):
         self._paths = paths
+        self._numbers = numbers
         self._places, self._ties = _places(tensors, index)
         self.attribute_places = [(owner, name) for registry, owner, name in self._places if not registry]
         self.counted = [each.counted for each in contents if each.counted is not None]
         self.types = self._types(tree)
         self.uncounted = self._contents("contents without counts", [c for c in contents if c.counted is None])
         structure = [self._submodules(tree), self._order(tree), self._hooks(tree), self._training(tree)]
+        self._constants = [each for each in attributes if not isinstance(each[2], torch.Tensor)]
+        self._constant = self._attributes(self._constants)
         held = [
             self._attribute_names(tree),
-            self._attributes([each for each in attributes if not isinstance(each[2], torch.Tensor)]),
+            self._constant,
             self._tensor_attributes([each for each in attributes if isinstance(each[2], torch.Tensor)]),
             self._contents("contents", [each for each in contents if each.counted is not None]),
         ]
@@ -124,6 +131,20 @@ class TreeConditions:
         for registry, name in found:
             registry[name]
         return found
+
+    def changed_numbers(self, tree: Tree) -> dict[tuple[str, str], Any] | None:
+        """The plain attributes that differ, by path and name: what they were; ``None`` if anything but numbers does.
+
+        ``KeyError`` if one is gone.
+        """
+        changed = {}
+        values = zip(self._constants, self._constant.read(tree), self._constant.expected, strict=True)
+        for (i, name, _), now, then in values:
+            if not self._constant.same(now, then):
+                if not changed_number(now, then):
+                    return None
+                changed[self._paths[i], name] = then
+        return changed
 
     def _named(self, i: int) -> str:
         return _named(self._paths[i])
@@ -207,9 +228,10 @@ class TreeConditions:
         return Condition(
             "attributes",
             lambda tree: [value for i, read in readers for value in read(tree.dicts[i])],
-            [value for *_, value in owned],
+            [AnyNumber(self._numbers[i, name]) if (i, name) in self._numbers else value for i, name, value in owned],
             explain,
-            same=same,
+            exact=same_or_any_number if self._numbers else is_,
+            same=same_or_any_number if self._numbers else same,
         )
 
     def _tensor_attributes(self, owned: Sequence[tuple[int, str, torch.Tensor]]) -> Condition:

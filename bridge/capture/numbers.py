@@ -1,0 +1,236 @@
+"""Number inputs: a module and Python numbers that it reads → a twin of the module that takes them as 0-d tensors.
+
+A number that is an argument or an attribute is a constant of the traced graph. One that changes from call to call (a
+weight that is annealed) had better be an input. In the twin a :class:`Number` stands in its place: it scales and shifts
+tensors of 32 or 64 bits as the Python number does, and any other use of it (a comparison, ``float()``, a shape, an
+argument of another function) raises. So a twin that can be traced does nothing else with the number.
+
+Why that is exact: eager computes ``x * 0.3`` in the tensor's type, with the number rounded to it; so does ``x * t``
+for a 0-d tensor ``t`` of that type (half types round only the result, and are refused). Arithmetic among numbers is
+float64's, on both sides.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.base.torch_internals import pytree
+
+__all__ = ["NotArithmeticError", "NumberPlace", "is_number", "number_tensor", "with_number_inputs"]
+
+_EXACT = (torch.float32, torch.float64)
+#: Integers are computed as float64: up to here each is one, and products of two such are.
+_LARGEST_INT = 2**24
+_LARGEST_FLOAT = torch.finfo(torch.float32).max
+_LARGEST = 2.0**53
+
+_ARITHMETIC = {
+    "mul": operator.mul,
+    "multiply": operator.mul,
+    "add": operator.add,
+    "sub": operator.sub,
+    "subtract": operator.sub,
+    "div": operator.truediv,
+    "divide": operator.truediv,
+    "true_divide": operator.truediv,
+    "mul_": torch.Tensor.mul_,
+    "add_": torch.Tensor.add_,
+    "sub_": torch.Tensor.sub_,
+    "div_": torch.Tensor.div_,
+    "__rsub__": lambda tensor, number: number - tensor,
+    "__rdiv__": lambda tensor, number: tensor.reciprocal() * number,  # as torch does
+}
+
+
+class NotArithmeticError(TypeError):
+    """A number that was to become an input is used for something else than to scale and shift tensors."""
+
+
+@dataclass(frozen=True)
+class NumberPlace:
+    """Where a number is found.
+
+    Attributes:
+        kind: ``int`` or ``float``.
+        leaf: its index among the leaves of ``(args, kwargs)``; ``None`` for an attribute.
+        path, name: the attribute's module, as a dotted path, and name.
+    """
+
+    kind: type
+    leaf: int | None = None
+    path: str = ""
+    name: str = ""
+
+
+def is_number(value: Any, kind: type) -> bool:
+    """Whether a value is a number of this kind that a 0-d float64 tensor holds exactly, in eager's reach."""
+    if type(value) is not kind or kind not in (int, float):
+        return False
+    return abs(value) <= (_LARGEST_INT if kind is int else _LARGEST_FLOAT)
+
+
+def number_tensor(value: float) -> torch.Tensor:
+    """The input for a number."""
+    return torch.tensor(value, dtype=torch.float64, device="cpu")
+
+
+def with_number_inputs(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], places: Sequence[NumberPlace]
+) -> tuple[nn.Module, tuple]:
+    """A twin of ``module`` and its positional arguments: a tuple of the numbers' tensors, then ``args``.
+
+    The twin's modules are objects of their own with the same tensors, so that nobody else sees the stand-ins.
+
+    Raises:
+        NotArithmeticError: the module cannot have a twin.
+    """
+    if "forward" in module.__dict__:
+        raise NotArithmeticError("a forward of the module's own, which is not bound to a twin")
+    twin = _twin(module)
+    run = twin.forward
+    owners = {place: twin.get_submodule(place.path) for place in places if place.leaf is None}
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    tensors = [
+        number_tensor(owners[place].__dict__[place.name] if place.leaf is None else leaves[place.leaf])
+        for place in places
+    ]
+
+    def forward(numbers: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        before = []
+        for place, tensor in zip(places, numbers, strict=True):
+            number = Number(tensor, _LARGEST_INT if place.kind is int else None)
+            if place.leaf is not None:
+                leaves[place.leaf] = number
+                continue
+            attributes = owners[place].__dict__
+            before.append((attributes, place.name, attributes[place.name]))
+            attributes[place.name] = number
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            for attributes, name, value in before:
+                attributes[name] = value
+
+    twin.__dict__["forward"] = forward
+    return twin, (tuple(tensors), *args)
+
+
+def _twin(root: nn.Module) -> nn.Module:
+    """A module tree with the same tensors and attributes, whose registries and attributes can be set by themselves."""
+    twins: dict[nn.Module, nn.Module] = {}
+    for module in root.modules():
+        twin = twins[module] = object.__new__(type(module))
+        twin.__dict__.update(module.__dict__)
+        twin.__dict__.pop("_compiled_call_impl", None)
+        for registry in ("_parameters", "_buffers"):
+            twin.__dict__[registry] = dict(module.__dict__[registry])
+    for module, twin in twins.items():
+        twin.__dict__["_modules"] = {name: child and twins[child] for name, child in module._modules.items()}
+    return twins[root]
+
+
+class Number:
+    """Stands for a Python number while forward is traced: a 0-d float64 tensor that can do what an input can.
+
+    Args:
+        tensor: its value.
+        largest: of an int, the largest absolute value that it can have; ``None`` for a float.
+    """
+
+    __slots__ = ("_largest", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor, largest: float | None):
+        self._tensor = tensor
+        self._largest = largest
+
+    @property
+    def __class__(self) -> type:
+        return float if self._largest is None else int
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        compute = _ARITHMETIC.get(getattr(func, "__name__", ""))
+        if compute is None or kwargs or len(args) != 2:
+            raise NotArithmeticError(f"{getattr(func, '__name__', func)} of a number that changes from call to call")
+        tensor, number = args
+        if type(number) is cls:
+            return compute(tensor, number._like(tensor))
+        return compute(tensor._like(number), number)  # torch.mul(0.3, x)
+
+    def _like(self, tensor: Any) -> torch.Tensor:
+        """The number, rounded to the tensor's type as eager rounds it."""
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _EXACT:
+            raise NotArithmeticError("a number that changes, beside something else than a tensor of 32 or 64 bits")
+        return self._tensor.to(tensor.dtype)
+
+    def _with(self, other: Any, compute: Callable[[Any, Any], Any], largest: Callable[[Any, Any], Any]) -> Any:
+        """A number computed of this one and a constant or another number; the bound on an int goes the same way."""
+        if type(other) is Number:
+            tensor, bound = other._tensor, other._largest
+        elif type(other) in (int, float):
+            if type(other) is int and abs(other) > _LARGEST_INT:
+                raise NotArithmeticError("a large integer")
+            tensor, bound = float(other), abs(other) if type(other) is int else None
+        else:
+            return NotImplemented
+        if self._largest is None or bound is None:
+            both = None
+        elif (both := largest(self._largest, bound)) > _LARGEST:
+            raise NotArithmeticError("integers that may become too large for float64")
+        return Number(compute(self._tensor, tensor), both)
+
+    def __mul__(self, other: Any) -> Any:
+        if isinstance(other, torch.Tensor):
+            return other * self._like(other)
+        if self._largest is not None and not (type(other) is float or (type(other) is int and other >= 0)):
+            raise NotArithmeticError("an integer that may get another sign: 0 has none, -0.0 has")
+        return self._with(other, operator.mul, operator.mul)
+
+    def __add__(self, other: Any) -> Any:
+        if isinstance(other, torch.Tensor):
+            return other + self._like(other)
+        return self._with(other, operator.add, operator.add)
+
+    def __sub__(self, other: Any) -> Any:
+        if isinstance(other, torch.Tensor):
+            return self._like(other) - other
+        return self._with(other, operator.sub, operator.add)
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._with(other, lambda number, constant: constant - number, operator.add)
+
+    def __truediv__(self, other: Any) -> Any:
+        if isinstance(other, torch.Tensor):
+            return other.reciprocal() * self._like(other)
+        if type(other) not in (int, float) or other == 0:  # Python raises where a number is divided by zero
+            raise NotArithmeticError("a number divided by another one that changes")
+        return Number(self._tensor / float(other), None)
+
+    def __neg__(self) -> Number:
+        if self._largest is not None:
+            raise NotArithmeticError("an integer with another sign: 0 has none, -0.0 has")
+        return Number(-self._tensor, None)
+
+    def __pos__(self) -> Number:
+        return self
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def _refuse(self, *_: Any) -> Any:
+        raise NotArithmeticError("a number that changes from call to call is read")
+
+    __bool__ = __float__ = __int__ = __index__ = __complex__ = __hash__ = __str__ = __format__ = __abs__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __round__ = __trunc__ = __floor__ = __ceil__ = _refuse
+    __pow__ = __rpow__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _refuse
+    __rtruediv__ = __reduce_ex__ = __getattr__ = _refuse
+
+    def __repr__(self) -> str:
+        return "a number input"

@@ -1,0 +1,169 @@
+"""Number inputs: a call that differs from an entry by numbers only → the lowered call that takes them as inputs.
+
+``self.beta`` that is annealed, ``model(x, temperature)``: compiled as a constant, every new value is another entry.
+From the second value on it is an input, if forward does nothing with it but scale and shift tensors
+(:mod:`bridge.capture.numbers`), and if the graph that has it as an input is, at the earlier value, the very graph that
+was compiled for that value: node by node, with the number where the constant was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from bridge.base.errors import CompilationError
+from bridge.base.log import channel
+from bridge.base.torch_internals import pytree
+from bridge.capture import Captured, NumberPlace, number_tensor, with_number_inputs
+from bridge.lowering import LoweredCall, lower_once
+from bridge.state import same
+
+__all__ = ["as_called", "lower_with_numbers"]
+
+log = channel("dispatch")
+
+#: Where two graphs have the same number input: any value will do to compare what they compute of it.
+_ANY = 0.8125
+
+
+def lower_with_numbers(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    changed: Mapping[NumberPlace, Any],
+    like: LoweredCall,
+    known: Sequence[NumberPlace],
+    *,
+    grad: bool,
+    partition: Any,
+) -> tuple[LoweredCall, list[NumberPlace]] | None:
+    """``module(*args, **kwargs)`` lowered with numbers as its first arguments, and which; ``None`` if it is not exact.
+
+    Args:
+        changed: where the numbers are, and the value that ``like`` was lowered for.
+        like: the lowered call that this one differs from by the numbers.
+        known: numbers that are inputs of ``like``.
+    """
+    places = sorted({*changed, *known}, key=_order)
+    try:
+        twin, twin_args = with_number_inputs(module, args, kwargs, places)
+        lowered = lower_once(twin, twin_args, kwargs, grad=grad, partition=partition)
+    except CompilationError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever forward raises where a number is used as none can be
+        log.info("%s: %s cannot be inputs: %s", type(module).__name__, _names(changed), error)
+        return None
+    values = {place: number_tensor(changed.get(place, _ANY)) for place in places}
+    compared = _Comparison(like.captured, lowered.captured, [values[each] for each in known], list(values.values()))
+    if not compared.holds():
+        log.info("%s: %s cannot be inputs: another graph", type(module).__name__, _names(changed))
+        return None
+    return lowered, places
+
+
+def _order(place: NumberPlace) -> tuple:
+    """Attributes come first, then arguments."""
+    return place.leaf is not None, place.leaf or 0, place.path, place.name
+
+
+def as_called(captured: Captured, args: tuple, kwargs: dict[str, Any], count: int) -> Captured:
+    """The captured call of a twin as the module is called: without its first ``count`` arguments, the numbers."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+    return replace(
+        captured,
+        arguments=captured.arguments[count:],
+        argument_leaves=tuple(None if tensor else leaf for leaf, tensor in zip(leaves, is_tensor, strict=True)),
+        argument_is_tensor=tuple(is_tensor),
+        in_spec=spec,
+    )
+
+
+def _names(numbers: Mapping[NumberPlace, Any]) -> list[str]:
+    return [place.name or f"argument {place.leaf}" for place in numbers]
+
+
+def _computed(captured: Captured, inputs: Mapping[int, torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
+    """The nodes that are computed of number inputs alone, with their values."""
+    found: dict[fx.Node, torch.Tensor] = {}
+    for node in captured.graph.nodes:
+        if node.op == "placeholder" and captured.placeholders.get(node.name) in inputs:
+            found[node] = inputs[captured.placeholders[node.name]]
+        elif node.op == "call_function" and node.all_input_nodes and found.keys() >= set(node.all_input_nodes):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), found.__getitem__)
+            found[node] = node.target(*args, **kwargs)
+    return found
+
+
+class _Comparison:
+    """Two graphs, node by node: whether the second is the first with inputs in the place of constants.
+
+    Args:
+        constant, inputs: the captured calls.
+        then, now: values of the numbers that are their first arguments.
+    """
+
+    def __init__(self, constant: Captured, inputs: Captured, then: Sequence[torch.Tensor], now: Sequence[torch.Tensor]):
+        self._captured = constant, inputs
+        self._owned = len(inputs.module_tensors)
+        self._theirs = _computed(constant, dict(enumerate(then, self._owned)))
+        self._ours = _computed(inputs, dict(enumerate(now, self._owned)))
+        self._more = len(now) - len(then)
+        self._twin_of: dict[fx.Node, fx.Node] = {}
+
+    def holds(self) -> bool:
+        """Whether they are the same graph."""
+        constant, inputs = self._captured
+        if [spec.names for spec in constant.module_tensors] != [spec.names for spec in inputs.module_tensors]:
+            return False
+        first, second = self._nodes(constant, self._theirs), self._nodes(inputs, self._ours)
+        return len(first) == len(second) and all(map(self._same_node, first, second))
+
+    @staticmethod
+    def _nodes(captured: Captured, numbers: Mapping[fx.Node, torch.Tensor]) -> list[fx.Node]:
+        return [
+            node
+            for node in captured.graph.nodes
+            if node not in numbers and not (node.op == "placeholder" and not node.users)
+        ]
+
+    def _same_node(self, then: fx.Node, now: fx.Node) -> bool:
+        self._twin_of[then] = now
+        if then.op != now.op:
+            return False
+        if then.op == "placeholder":
+            return self._same_input(then, now)
+        return (
+            (then.op == "output" or then.target == now.target)
+            and then.kwargs.keys() == now.kwargs.keys()
+            and self._same_value(then.args, now.args)
+            and all(self._same_value(value, now.kwargs[name]) for name, value in then.kwargs.items())
+        )
+
+    def _same_input(self, then: fx.Node, now: fx.Node) -> bool:
+        constant, inputs = self._captured
+        if then.name in constant.literals and now.name in inputs.literals:
+            first, second = constant.literals[then.name], inputs.literals[now.name]
+            return first.dtype == second.dtype and torch.equal(first, second)
+        first, second = constant.placeholders.get(then.name), inputs.placeholders.get(now.name)
+        if first is None or second is None:
+            return False
+        return second == first + (self._more if first >= self._owned else 0)
+
+    def _same_value(self, then: Any, now: Any) -> bool:
+        if isinstance(now, fx.Node) and now in self._ours:
+            value = self._theirs.get(then) if isinstance(then, fx.Node) else then
+            if value is None or isinstance(value, bool) or not isinstance(value, int | float | torch.Tensor):
+                return False
+            expected, found = torch.as_tensor(value, dtype=torch.float64), self._ours[now]
+            expected = expected.to(found.dtype)
+            return repr(expected.item()) == repr(found.item())  # zero has a sign
+        if isinstance(then, fx.Node) or isinstance(now, fx.Node):
+            return self._twin_of.get(then) is now
+        if isinstance(then, list | tuple):
+            return type(then) is type(now) and len(then) == len(now) and all(map(self._same_value, then, now))
+        return same(now, then)

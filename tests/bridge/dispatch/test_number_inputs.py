@@ -1,0 +1,192 @@
+"""Numbers that change from call to call: inputs where that is exact, else a bounded number of compilations."""
+
+import copy
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from bridge import add_tvm_dispatch, stats
+from bridge.capture import NotArithmeticError, NumberPlace, with_number_inputs
+from bridge.dispatch.budget import MAX_WASTED
+from bridge.dispatch.entry import compile_entry
+from tests.bridge.compare import Call, assert_same, run
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+
+
+class Annealed(nn.Module):
+    """A variational autoencoder's loss; the weight is used as it is, and computed with."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 3))
+        self.beta = 0.0
+
+    def forward(self, x):
+        mean = torch.tanh(x * self.weight)
+        kl = (mean**2).sum()
+        return ((mean + torch.randn_like(mean) - x) ** 2).sum() + self.beta * kl * (1 - self.beta / 2) + 2 * self.beta
+
+
+beta = None  # of the same name as the attribute, and none of forward's
+
+
+@pytest.mark.composes(
+    "numbers that change at every call: `self.beta`, `model(x, temperature)`",
+    "inputs from the second value on, where they scale and shift tensors",
+    section='`on_miss="compile"`',
+)
+def test_an_annealed_attribute_is_compiled_once_more(caplog):
+    global beta
+    module = Annealed()
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, X, on_miss="compile")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (module, eager)]
+    losses = [], []
+    with caplog.at_level(logging.INFO, logger="bridge.dispatch"):
+        for step in range(40):
+            beta = step / 40
+            for each, optimizer, curve in zip((module, eager), optimizers, losses, strict=True):
+                each.beta = beta
+                torch.manual_seed(step)
+                loss = each(X)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                curve.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert caplog.text.count("added Entry") == 1 and stats(module).hits == 40 and not stats(module).misses
+    assert type(module.beta) is float and module.beta == beta
+
+
+class Uses(nn.Module):
+    """A number as an argument, as an attribute, and as one of a module inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.linear.gain = 1.0
+        self.shift = 0.5
+        self.never_read = 0
+
+    def forward(self, x, temperature=1.0, count: int = 2):
+        assert isinstance(temperature, float)
+        y = self.linear(x) * self.linear.gain / temperature
+        z = (count * y + (-self.shift)).add_(count)
+        return torch.softmax(1.5 - z, -1) + (self.shift / 4 - z) * (3 * count + 1)
+
+
+def test_every_number_becomes_an_input():
+    torch.manual_seed(0)
+    module = Uses().double()
+    eager = copy.deepcopy(module)
+    x = X.double().requires_grad_()
+    add_tvm_dispatch(module, (x, 1.0, 2), on_miss="compile")
+    for step, (name, values) in enumerate([("gain", (0.3, -0.0)), ("shift", (0.1, 0.7)), ("never_read", (1, 2))]):
+        for value in values:
+            for each in (module, eager):
+                setattr(each.linear if name == "gain" else each, name, value)
+            call = Call((x, 1.0 + value), {"count": step * 3})
+            assert_same(run(module, call), run(eager, call))
+    assert stats(module).hits == 6 and len(stats(module).entries) == 1
+    (entry,) = stats(module).entries
+    assert len(entry.guard.numbers) == 5
+    for odd in (Call((x, 0.5, 2**30)), Call((x, 0.5, True)), Call((x, math.inf, 3)), Call((x, 0.5, -1))):
+        assert_same(run(module, odd), run(eager, odd), **CLOSE)
+
+
+def test_an_int_and_a_float_are_numbers_of_two_kinds(caplog):
+    module = Annealed()
+    module.beta = 0
+    add_tvm_dispatch(module, X, on_miss="compile")
+    with caplog.at_level(logging.INFO, logger="bridge.dispatch"):
+        for step in range(1, 10):
+            module.beta = step / 10
+            module(X)
+    assert caplog.text.count("added Entry") == 2 and stats(module).hits == 9
+
+
+def _branch(x, number):
+    return x * number if number > 0.5 else x
+
+
+def _type(x, number):
+    return x * number if type(number) is float else x
+
+
+OTHER_USES = {
+    "comparison": _branch,
+    "type": _type,
+    "dropout": lambda x, number: F.dropout(x, number / 100, training=True) * number,
+    "eps": lambda x, number: F.layer_norm(x, (3,), eps=number),
+    "math": lambda x, number: x * math.exp(number),
+    "power": lambda x, number: x * number**2,
+    "clamp": lambda x, number: x.clamp(max=number),
+    "alpha": lambda x, number: torch.add(x, x, alpha=number),
+    "truth": lambda x, number: x * (number or 1.0),
+    "rounded": lambda x, number: x * round(number, 1),
+    "divisor": lambda x, number: x * (1.0 / number),
+    "half": lambda x, number: (x.half() * number).float(),
+    "integers": lambda x, number: torch.arange(3) * number + x,
+    "literal": lambda x, number: x * torch.tensor(number),
+    "text": lambda x, number: x * float(f"{number}"),
+    "shape": lambda x, number: x.repeat(int(number * 10), 1).sum() * x,
+}
+
+
+class OtherUse(nn.Module):
+    def __init__(self, use):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.number = 0.1
+        self.use = use
+
+    def forward(self, x):
+        return torch.tanh(self.use(x * self.weight, self.number))
+
+
+@pytest.mark.parametrize("use", OTHER_USES)
+def test_a_number_that_is_used_otherwise_is_no_input(use):
+    module = add_tvm_dispatch(OtherUse(OTHER_USES[use]), X)
+    (known,) = stats(module).entries
+    module.number = 0.75
+    changed = known.guard.changed_numbers(module, (X,), {})
+    assert changed is None if use == "type" else changed == {NumberPlace(float, name="number"): 0.1}
+    made = changed and compile_entry(module, (X,), {}, partition="min_cut", target=None, numbers=(known, changed))
+    assert made is None and module.number == 0.75
+
+
+def test_a_number_that_cannot_be_an_input_is_compiled_for_a_few_times_only(caplog):
+    """A dropout rate that a schedule changes at every step."""
+    module = OtherUse(OTHER_USES["dropout"])
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, X, on_miss="compile")
+    for step in range(MAX_WASTED + 12):
+        module.number = eager.number = 0.2 + step / 100
+        assert_same(run(module, Call((X,))), run(eager, Call((X,))), **CLOSE)
+    assert stats(module).hits == MAX_WASTED and stats(module).misses.total() == 12
+    messages = [each.getMessage() for each in caplog.records if each.name.startswith("bridge") and each.levelno >= 30]
+    given_up = [message for message in messages if "from now on" in message]
+    assert len(given_up) == 1 and "attribute 'number'" in given_up[0] and "buffer" in given_up[0], messages
+
+
+def test_a_module_with_a_forward_of_its_own_has_no_twin():
+    module = Uses()
+    module.forward = module.forward
+    with pytest.raises(NotArithmeticError, match="forward"):
+        with_number_inputs(module, (X,), {}, [NumberPlace(float, name="shift")])
+
+
+def test_the_twin_is_the_module_with_objects_of_its_own():
+    module = Uses()
+    twin, args = with_number_inputs(module, (X, 0.5), {}, [NumberPlace(float, path="linear", name="gain")])
+    assert torch.equal(twin(*args), module(X, 0.5))
+    assert twin.linear.weight is module.linear.weight and twin.linear is not module.linear
+    twin.linear.gain = 7.0
+    twin.linear._parameters["bias"] = None
+    assert module.linear.gain == 1.0 and module.linear.bias is not None and "forward" not in module.__dict__
