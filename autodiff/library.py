@@ -50,10 +50,12 @@ everything else is a tensor. A result has the type of what it is the gradient of
 ``max_dim``, ``min_dim``, ``median_dim``,        x, axis:int -> tuple, the axis of extent 1
 ``nanmedian_dim``, ``mode_dim``
 ``cummax``, ``cummin``                           x, axis:int -> tuple
-``recurrent_layer``                              options:str, x, four weights and biases, hidden, cell -> tuple (y,
-                                                 hidden, cell), one layer in one direction; options are the library's
-``recurrent_layer_backward``                     as ``recurrent_layer``, then a gradient for each result -> tuple of a
-                                                 gradient for each tensor, computing the layer again
+``recurrent_layer``                              options:str, states:int, x, weights and biases, initial states ->
+                                                 tuple (y, last states, what the backward reads): one layer in one
+                                                 direction, time in front; options are JSON {cell, reverse, biases,
+                                                 fused}; states: how many the cell has
+``recurrent_layer_backward``                     options:str, count:int, the ``count`` tensors, all results, gradients
+                                                 of y and the last states -> tuple of a gradient for each tensor
 ``upsample``                                     x, mode:str, (output size), align_corners:int, then per axis
                                                  scale:float (0: from the sizes) -> y
 ``upsample_backward``                            grad, (shape of x), then as ``upsample`` -> dx

@@ -112,12 +112,14 @@ def index_copy(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
 
 @library_gradient("library.recurrent_layer")
 def recurrent_layer(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """dx, the gradients of weights and states: the library's backpropagation through time gives all at once"""
-    options, *tensors = call.args
-    grad_outs = [emit(TupleGetItem(g, index)) for index in range(len(y.ty.fields))]
+    """dx, the gradients of weights and states: backpropagation through time gives all at once"""
+    options, states, *tensors = call.args
+    results = [emit(TupleGetItem(y, index)) for index in range(len(y.ty.fields))]
+    grads = [emit(TupleGetItem(g, index)) for index in range(1 + int(states.value))]
     types = TupleType([tensor.ty for tensor in tensors])
-    grads = emit(library_call("recurrent_layer_backward", [options, *tensors, *grad_outs], types))
-    return [None, *(TupleGetItem(grads, index) for index in range(len(tensors)))]
+    count = relax.prim_value(len(tensors))
+    backward = emit(library_call("recurrent_layer_backward", [options, count, *tensors, *results, *grads], types))
+    return [None, None, *(TupleGetItem(backward, index) for index in range(len(tensors)))]
 
 
 @library_gradient("library.log1p", wide=True)

@@ -1,21 +1,110 @@
-"""Recurrent layers by oneDNN (an LSTM under autocast) → a library function."""
+"""Recurrent layers → library functions, one call for each direction of each layer; directions and layers put together.
+
+A call of a whole ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` is taken apart here, not step by step: unrolled, twenty steps
+would be hundreds of operators that compile for half a minute and run no faster. Dropout between layers has been taken
+out before (:mod:`bridge.capture.passes.recurrent`).
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Sequence
+from typing import Any
 
-from bridge.aten.registry import converts
+import torch
+from tvm import relax
+
+from autodiff.ir import Expr, dtype, shape
+from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import aten
+from bridge.capture import RECURRENT_LAYERS
 
-__all__ = ["recurrent_layer"]
+__all__ = ["recurrent_layer", "whole_layers"]
 
-_TENSORS = 7  # x, four weights and biases, two states
+op = relax.op
+
+_TENSORS = 7  # of oneDNN's operator: x, four weights and biases, two states
+_HAS_BIASES = 5  # among the operator's options
+
+
+@converts(RECURRENT_LAYERS)
+def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_ways, batch_first):
+    """Output and last states of all layers: ``[layers * directions, batch, hidden]``."""
+    if any(dtype(tensor) != dtype(x) for tensor in (*states, *weights)):
+        raise UnsupportedUse("a recurrent layer of several element types")
+    directions = 2 if both_ways else 1
+    count = len(weights) // (layers * directions)
+    projected = count % 2 == 1
+    fused = cell == "lstm" and dtype(x) == "float32" and not projected and torch.backends.mkldnn.enabled
+    finals: list[list[Expr]] = [[] for _ in states]
+    x = importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x
+    for layer in range(layers):
+        made = []
+        for direction in range(directions):
+            index = layer * directions + direction
+            first = [_row(importer, state, index) for state in states]
+            own = weights[index * count : (index + 1) * count]
+            options = {"cell": cell, "reverse": direction == 1, "biases": bool(biases), "fused": fused}
+            y, *last = _layer(importer, options, [x, *own, *first], len(states))
+            made.append(y)
+            for group, state in zip(finals, last, strict=True):
+                group.append(importer.reshape(state, (1, *shape(state))))
+        x = made[0] if len(made) == 1 else importer.emit(op.concat(made, 2))
+    x = importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x
+    return x, *(group[0] if len(group) == 1 else importer.emit(op.concat(group, 0)) for group in finals)
 
 
 @converts(aten.mkldnn_rnn_layer.default)
 def recurrent_layer(importer, node, *args):
-    """One layer in one direction; eager's result and rounding, so the kernel that eager calls."""
-    *values, workspace = node.meta["val"]
-    options = json.dumps(args[_TENSORS:])
-    made = importer.library("recurrent_layer", [options, *args[:_TENSORS]], values)
-    return *(importer.item(made, index) for index in range(len(values))), importer.filled(workspace, 0)
+    """oneDNN's operator for one layer in one direction, of which an LSTM in bfloat16 is made."""
+    x, *weights, h, c = args[:_TENSORS]
+    reverse, *_ = args[_TENSORS:]
+    biases = bool(args[_TENSORS:][_HAS_BIASES])
+    size = shape(h)[-1]
+    states = [importer.reshape(state, (shape(x)[1], size)) for state in (h, c)]
+    options = {"cell": "lstm", "reverse": bool(reverse), "biases": biases, "fused": True}
+    y, *last = _layer(importer, options, [x, *(weights if biases else weights[:2]), *states], 2)
+    *_, workspace = node.meta["val"]
+    return y, *(importer.reshape(each, shape(h)) for each in last), importer.filled(workspace, 0)
+
+
+def _layer(importer: Any, options: dict[str, Any], tensors: list[Expr], states: int) -> list[Expr]:
+    """Outputs and last states of one direction of one layer."""
+    x = tensors[0]
+    last = [_like(shape(state), dtype(x)) for state in tensors[-states:]]
+    results = [_like((*shape(x)[:2], last[0].shape[1]), dtype(x)), *last, *_read_backwards(options, tensors)]
+    made = importer.library("recurrent_layer", [json.dumps(options, sort_keys=True), states, *tensors], results)
+    return [importer.item(made, index) for index in range(1 + states)]
+
+
+def _read_backwards(options: dict[str, Any], tensors: list[Expr]) -> list[torch.Tensor]:
+    """Tensors like those that the function makes for its backward: gates after their activation, cell states, …"""
+    x, weight, *_, state = tensors
+    steps, batch, inputs = shape(x)
+    if options["fused"]:
+        return [_like((_workspace(steps, batch, inputs, shape(state)[1], options["biases"], dtype(x)),), "uint8")]
+    gates = _like((steps, batch, shape(weight)[0]), dtype(x))
+    inner = _like((steps, batch, shape(state)[1]), dtype(x))
+    return [gates, inner] if options["cell"] in ("lstm", "gru") else []
+
+
+@functools.lru_cache(maxsize=64)
+def _workspace(steps: int, batch: int, inputs: int, size: int, biases: bool, element_type: str) -> int:
+    """Bytes of oneDNN's workspace, which only the kernel knows."""
+    extents = [(steps, batch, inputs), (4 * size, inputs), (4 * size, size), (4 * size,), (4 * size,)]
+    extents += [(batch, size), (batch, size)]
+    tensors = [torch.zeros(each, dtype=getattr(torch, element_type)) for each in extents]
+    with torch.enable_grad():
+        return aten.mkldnn_rnn_layer(*tensors, False, [], 2, size, 1, biases, False, False, True)[3].numel()
+
+
+def _like(extents: Sequence[int], element_type: str) -> torch.Tensor:
+    return torch.empty(tuple(extents), dtype=getattr(torch, element_type), device="meta")
+
+
+def _row(importer: Any, state: Expr, index: int) -> Expr:
+    rows, *rest = shape(state)
+    if rows > 1:
+        state = importer.emit(op.strided_slice(state, [0], [index], [index + 1]))
+    return importer.reshape(state, rest)

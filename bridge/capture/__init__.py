@@ -7,6 +7,7 @@ from bridge.capture.fake_run import fake_run
 from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, number_tensor, with_number_inputs
 from bridge.capture.observation import Draw, Observation, Output
 from bridge.capture.passes.preserved_ops import UPSAMPLES, WHOLE
+from bridge.capture.passes.recurrent import RECURRENT_LAYERS
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
 from bridge.capture.pipeline import capture
 from bridge.capture.preconditions import check_call
@@ -15,6 +16,7 @@ from bridge.capture.thread_isolation import capturing
 from bridge.capture.tracing import is_capturing, is_traced_here, one_capture_at_a_time
 
 __all__ = [
+    "RECURRENT_LAYERS",
     "STOP_GRADIENT",
     "UPSAMPLES",
     "WHOLE",

@@ -19,8 +19,8 @@ from bridge.base.objects import packed
 from bridge.base.torch_internals import pytree, tracers_hooks_removed
 from bridge.capture.data_attribute import DataIsDetached
 from bridge.capture.inplace_rules import CHANGES_ARGUMENT
-from bridge.capture.passes.recurrent import lstm_as_in_eager
 from bridge.capture.patched_globals import here_only
+from bridge.capture.recurrent_formulas import lstm_as_in_eager
 from bridge.state import ModuleTensor
 
 __all__ = ["NotExportedError", "constants", "export", "placeholders", "requiring_grad", "results_and_mutations"]

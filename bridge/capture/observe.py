@@ -10,7 +10,7 @@ that the compiled module must reproduce; what cannot be reproduced is refused by
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from bridge.capture.inplace_rules import InPlaceRules, InPlaceWatcher
 from bridge.capture.observation import Observation, Output
 from bridge.capture.op_trace import OpTrace
 from bridge.capture.overlap import overlaps
+from bridge.capture.recurrent_formulas import RecurrentStandIns
 from bridge.capture.tracing import HERE
 
 __all__ = ["observe"]
@@ -58,8 +59,9 @@ def observe(
     trace = OpTrace(inputs) if traced else None
     recorders = InPlaceWatcher(rules, observation.calls), DrawRecorder(observation.draws, rules.complain, trace)
     geometry = [_geometry(tensor) for tensor in inputs]
+    stand_ins = RecurrentStandIns() if traced else nullcontext()
     with modes_put_back() as modes:
-        with mode, _exporting_flags(), generator_watch(rules), recorders[0], recorders[1]:
+        with mode, _exporting_flags(), generator_watch(rules), stand_ins, recorders[0], recorders[1]:
             result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
     if geometry != [_geometry(tensor) for tensor in inputs] and not rules.unsupported:
         reason = "gives a tensor of the module's or the caller's another shape, memory or requires_grad"

@@ -29,8 +29,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from bridge.base.interrupts import raise_deferred
 from bridge.base.torch_internals import has_saved_tensors_hooks
 from bridge.capture.module_calls import called_plainly, calls_wait, forwards_here
-from bridge.capture.passes.recurrent import final_states_as_in_eager
 from bridge.capture.patched_globals import patched_globals
+from bridge.capture.recurrent_formulas import recurrent_formulas
 from bridge.capture.registries import registries_here
 from bridge.capture.torch_messages import messages_logged
 from bridge.capture.tracing import changes_of_generators, marked_capturing, one_capture_at_a_time
@@ -58,7 +58,7 @@ def capturing(module: nn.Module, *, fakes: bool = True) -> Iterator[None]:
         stack.enter_context(registries_here(module))
         stack.enter_context(forwards_here(module))
         stack.enter_context(patched_globals())
-        stack.enter_context(final_states_as_in_eager())
+        stack.enter_context(recurrent_formulas())
         if has_saved_tensors_hooks():  # a checkpoint's, around the call: they count what autograd saves
             stack.enter_context(saved_tensors_hooks(_unchanged, _unchanged))
         stack.enter_context(messages_logged())

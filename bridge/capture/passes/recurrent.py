@@ -1,103 +1,100 @@
-"""Recurrent layers before decomposition: one operator for all layers → one for each.
+"""Recurrent layers before decomposition → ``tvm_dispatch::recurrent_layers``, which decomposition leaves whole.
 
-torch decomposes ``aten.lstm`` and its like into plain operators, but loses the dropout between the layers. So a call
-of several layers with dropout becomes calls of one layer each, with the dropout spelled out. And in bfloat16 it would
-round at every gate of every step, where eager's kernel (oneDNN's) computes a whole layer in float32: such an LSTM
-becomes that kernel.
-
-Under autocast too eager's kernel is that one, in the lower precision; :func:`lstm_as_in_eager` lets ``torch.export``
-know the element type that comes out of it.
+It would unroll ``aten.lstm`` and its like over the steps, and lose the dropout between the layers. So a call of several
+layers with dropout becomes calls of one layer each, with the dropout spelled out, and each of them an operator of ours
+that draws nothing. In other types than float32 and float64 a call becomes what it does in eager: an LSTM in bfloat16
+oneDNN's kernel, the others plain operators for each step, which round as eager's do.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import fx
 
-from bridge.base.torch_internals import FakeTensor, aten, replaced_formula
+from bridge.base.torch_internals import FakeTensor, aten, schema
 from bridge.capture.passes.composites import expand
 
-__all__ = ["final_states_as_in_eager", "lstm_as_in_eager", "split_layers"]
+__all__ = ["LAYERED", "RECURRENT_LAYERS", "keep_layers_whole"]
+
+_library = torch.library.Library("tvm_dispatch", "FRAGMENT")
+_library.define(
+    "recurrent_layers(str cell, Tensor x, Tensor[] states, Tensor[] weights, bool biases, int layers, bool both_ways, "
+    "bool batch_first) -> Tensor[]"
+)
 
 
-_LAYERED = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+def _like_results(cell, x, states, weights, biases, layers, both_ways, batch_first):
+    size = states[0].shape[2] * (2 if both_ways else 1)
+    steps = x.transpose(0, 1) if batch_first else x
+    y = x.new_empty(*steps.shape[:2], size)
+    return [y.transpose(0, 1) if batch_first else y, *(torch.empty_like(state) for state in states)]
 
 
-def lstm_as_in_eager() -> AbstractContextManager[None]:
-    """While modules are traced: an LSTM under autocast has the element type of eager's kernel.
-
-    torch's formula of it for tracing, which knows nothing of that kernel, would give float32, and what the user's code
-    does next may depend on it. Where this is mistaken, the module is refused: :mod:`bridge.capture.passes.autocast`
-    compares.
-    """
-    return replaced_formula(aten.lstm.input, _with_eagers_type)
+_library.impl("recurrent_layers", _like_results, "Meta")
+RECURRENT_LAYERS = torch.ops.tvm_dispatch.recurrent_layers.default
+"""Whole layers without dropout; ``cell``: the name of torch's operator. Results: the output, then the last states."""
 
 
-def _with_eagers_type(formula: Callable[..., Any]) -> Callable[..., Any]:
-    def lstm(x: torch.Tensor, states: list, weights: list, *options: Any) -> tuple[torch.Tensor, ...]:
-        made = formula(x, states, weights, *options)
-        projected = states[0].shape[-1] != states[1].shape[-1]
-        known = {each.dtype for each in (x, *states, *weights)} <= {torch.float32, torch.bfloat16}
-        fused = torch.backends.mkldnn.enabled and known and not projected and x.numel()
-        if not torch.is_autocast_enabled("cpu") or not fused:
-            return made
-        return tuple(each.to(torch.get_autocast_dtype("cpu")) for each in made)
-
-    return lstm
+LAYERED = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+"""What ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` call."""
 
 
-def final_states_as_in_eager() -> AbstractContextManager[None]:
-    """While modules are traced and run: an LSTM's final states have the shapes of its initial ones, as eager's have.
-
-    torch's formula of it for tracing gives them, up to torch 2.12, one axis too many where the batch is larger than 1.
-    """
-    return replaced_formula(aten.lstm.input, _with_eagers_shapes)
-
-
-def _with_eagers_shapes(formula: Callable[..., Any]) -> Callable[..., Any]:
-    def lstm(x: torch.Tensor, states: list, weights: list, *options: Any) -> tuple[torch.Tensor, ...]:
-        y, *finals = formula(x, states, weights, *options)
-        shaped = [f if f.shape == s.shape else f.reshape(s.shape) for f, s in zip(finals, states, strict=True)]
-        return (y, *shaped)
-
-    return lstm
-
-
-def split_layers(graph: fx.Graph) -> None:
-    """Rewrites the recurrent calls of a training-IR graph that draw dropout masks or are in bfloat16, in place."""
+def keep_layers_whole(graph: fx.Graph) -> None:
+    """Rewrites the recurrent calls of a training-IR graph, in place."""
     for node in list(graph.nodes):
-        values = _bfloat16_values(node) if node.target is aten.lstm.input else {}
-        if values and expand(node, values, None):
+        if node.op != "call_function" or node.target not in LAYERED or len(node.args) != 9:
             continue
-        if node.op == "call_function" and node.target in _LAYERED and len(node.args) == 9:
-            *_, layers, rate, train, _, _ = node.args
-            if layers > 1 and rate and train:
-                _split(graph, node)
+        *_, layers, rate, train, _, _ = node.args
+        is_half = bool(_half_values(node))
+        for part in _split(graph, node, is_half) if layers > 1 and rate and train else [node]:
+            if not is_half:
+                _keep_whole(graph, part)
+            else:
+                expand(part, _half_values(part), None)
 
 
-def _bfloat16_values(node: fx.Node) -> dict[fx.Node, FakeTensor]:
-    """Stand-ins for the tensors that a call reads; none if one of them is of another element type."""
+def _keep_whole(graph: fx.Graph, node: fx.Node) -> None:
+    x, states, weights, biases, layers, _, _, both_ways, batch_first = node.args
+    states = states if isinstance(states, list | tuple) else [states]
+    cell = schema(node.target).name.removeprefix("aten::")
+    arguments = (cell, x, list(states), list(weights), bool(biases), layers, bool(both_ways), bool(batch_first))
+    with graph.inserting_before(node):
+        made = graph.call_function(RECURRENT_LAYERS, arguments)
+    made.meta.update(node.meta)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
+
+
+def _half_values(node: fx.Node) -> dict[fx.Node, FakeTensor]:
+    """Stand-ins for the tensors that a call reads; none if one of them is in float32 or float64."""
     values = {source: source.meta.get("val") for source in node.all_input_nodes}
-    if not all(isinstance(value, FakeTensor) and value.dtype is torch.bfloat16 for value in values.values()):
+    if not all(isinstance(value, FakeTensor) and value.element_size() < 4 for value in values.values()):
         return {}
     return {source: torch.empty_like(value, requires_grad=False) for source, value in values.items()}
 
 
-def _split(graph: fx.Graph, node: fx.Node) -> None:
+def _split(graph: fx.Graph, node: fx.Node, with_values: bool) -> list[fx.Node]:
+    """Replaces a call of several layers by one for each, which it returns, with dropout between them.
+
+    Args:
+        with_values: whether the new nodes are to have fake tensors; unrolling the layers for them takes a while.
+    """
     x, given, weights, has_biases, layers, rate, _, both_ways, batch_first = node.args
     states = given if isinstance(given, list | tuple) else [given]
     directions = 2 if both_ways else 1
     count = len(weights) // layers
     finals: list[list[fx.Node]] = []
+    parts: list[fx.Node] = []
 
     def call(target: Any, *args: Any) -> fx.Node:
         made = graph.call_function(target, args)
         made.meta["stack_trace"] = node.meta.get("stack_trace")
+        if with_values:
+            with x.meta["val"].fake_mode, torch.no_grad():
+                made.meta["val"] = target(*fx.map_arg(args, lambda source: source.meta["val"]))
         return made
 
     with graph.inserting_before(node):
@@ -111,6 +108,7 @@ def _split(graph: fx.Graph, node: fx.Node) -> None:
             part = list(weights[layer * count : (layer + 1) * count])
             hidden = own if isinstance(given, list | tuple) else own[0]
             made = call(node.target, x, hidden, part, has_biases, 1, 0.0, True, both_ways, False)
+            parts.append(made)
             x = call(operator.getitem, made, 0)
             finals.append([call(operator.getitem, made, 1 + index) for index in range(len(states))])
         if batch_first:
@@ -120,3 +118,4 @@ def _split(graph: fx.Graph, node: fx.Node) -> None:
         user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)
     graph.erase_node(node)
+    return parts

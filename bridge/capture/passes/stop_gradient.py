@@ -22,7 +22,7 @@ from bridge.base.errors import Unsupported, user_line
 from bridge.base.torch_internals import HigherOrderOperator, aten
 from bridge.capture.passes.alias_analysis import Aliases, is_detach, is_view, written
 from bridge.capture.passes.attention import unfuse_learned_masks
-from bridge.capture.passes.recurrent import split_layers
+from bridge.capture.passes.recurrent import keep_layers_whole
 
 __all__ = ["STOP_GRADIENT", "inline", "origin_of", "prepare", "where_is"]
 
@@ -41,7 +41,7 @@ def prepare(graph_module: fx.GraphModule, requires_grad: Callable[[fx.Node], boo
         requires_grad: whether a placeholder's tensor requires grad.
     """
     problems = _inline_regions(graph_module)
-    split_layers(graph_module.graph)
+    keep_layers_whole(graph_module.graph)
     unfuse_learned_masks(graph_module.graph, requires_grad)
     _pass_through(graph_module.graph)
     problems += _stop_gradients(graph_module.graph, requires_grad)

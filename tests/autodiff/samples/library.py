@@ -6,11 +6,13 @@ import json
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from tvm import relax
 from tvm.relax import ShapeExpr, TupleGetItem, op
 
 from autodiff import library
 from autodiff.ir import StringImm
+from bridge.library import FUNCTIONS
 from tests.autodiff.evaluate import tensor_type
 from tests.autodiff.gradcheck import draw
 from tests.autodiff.samples import sample
@@ -200,22 +202,44 @@ _normalized(True)
 _normalized(False)
 
 
-def _lstm(x, w_x, w_h, b_x, b_h, h, c):
-    """One layer of an LSTM in one direction; gates in torch's order."""
-    steps, h, c = [], h[0], c[0]
-    for step in x:
-        i, f, g, o = (step @ w_x.T + b_x + h @ w_h.T + b_h).chunk(4, -1)
-        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-        h = o.sigmoid() * c.tanh()
-        steps.append(h)
-    return torch.stack(steps), h[None], c[None]
+def _recurrent(cell, kind, options, fused=False):
+    """One layer in one direction, beside ``torch.nn``'s; what the backward reads is no result of the sample."""
+    reverse = options.pop("reverse", False)
+    layer = kind(4, 5, bidirectional=reverse, **options, dtype=torch.float32 if fused else torch.float64)
+    names = [name for name, _ in layer.named_parameters() if name.endswith("_reverse") == reverse]
+    states = 2 if cell == "lstm" else 1
+    sizes = [layer.proj_size or 5, 5][:states]
+    shapes = [(3, 2, 4), *(layer.get_parameter(name).shape for name in names), *((2, size) for size in sizes)]
+    tensors = [draw(*extents, seed=seed).to(layer.weight_ih_l0.dtype) for seed, extents in enumerate(shapes)]
+    text = json.dumps({"cell": cell, "reverse": reverse, "biases": layer.bias, "fused": fused})
+    made = FUNCTIONS["recurrent_layer"](text, states, *tensors)
+
+    def build(scope, *params):
+        result = relax.TupleType([tensor_type(each) for each in made])
+        args = [StringImm(text), relax.prim_value(states), *params]
+        value = scope.emit(library.call("recurrent_layer", args, result))
+        return [TupleGetItem(value, index) for index in range(1 + states)]
+
+    def reference(x, *rest):
+        weights, first = dict(zip(names, rest, strict=False)), rest[len(names) :]
+        if reverse:  # the other direction's results are not looked at
+            weights |= {name.removesuffix("_reverse"): weights[name] for name in names}
+            first = [torch.stack([state, state]) for state in first]
+        else:
+            first = [state[None] for state in first]
+        first = tuple(first) if cell == "lstm" else first[0]
+        y, last = torch.func.functional_call(layer, weights, (x, first))
+        last = last if cell == "lstm" else (last,)
+        return [y[..., -sizes[0] :], *(state[-1] for state in last)]
+
+    sample("library.recurrent_layer", build, reference, *tensors, **({"rtol": 1e-4} if fused else {}))
 
 
-_shapes = [(3, 2, 4), (20, 4), (20, 5), (20,), (20,), (1, 2, 5), (1, 2, 5)]
-_library(
-    "recurrent_layer",
-    _lstm,
-    tuple(draw(*extents, seed=seed).float() for seed, extents in enumerate(_shapes)),
-    before=(json.dumps([False, [], 2, 5, 1, True, False, False, True]),),
-    rtol=1e-4,  # the kernel knows float32 alone
-)
+_recurrent("lstm", nn.LSTM, {}, fused=True)
+_recurrent("lstm", nn.LSTM, {"bias": False, "reverse": True}, fused=True)
+_recurrent("lstm", nn.LSTM, {})
+_recurrent("lstm", nn.LSTM, {"proj_size": 2, "bias": False, "reverse": True})
+_recurrent("gru", nn.GRU, {"reverse": True})
+_recurrent("gru", nn.GRU, {"bias": False})
+_recurrent("rnn_tanh", nn.RNN, {"reverse": True})
+_recurrent("rnn_relu", nn.RNN, {"nonlinearity": "relu", "bias": False})

@@ -1,4 +1,4 @@
-"""Embeddings, dropouts and other draws, recurrent layers, losses, einsum, sorting, triangles; what is refused."""
+"""Embeddings, dropouts and other draws, losses, einsum, sorting, triangles; what is refused."""
 
 import pytest
 import torch
@@ -143,22 +143,6 @@ def test_gumbel_softmax(hard):
 def test_a_draw_from_a_computed_distribution_is_refused():
     with pytest.raises(UnsupportedModule, match="bernoulli"):
         add_tvm_dispatch(Function(lambda x: torch.bernoulli(x.sigmoid()) * x), leaf(3))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True, dropout=0.3, batch_first=True),
-        lambda: nn.LSTM(3, 5, proj_size=2),
-        lambda: nn.GRU(3, 4, num_layers=2, dropout=0.3, bias=False),
-        lambda: nn.GRU(3, 4, bidirectional=True),
-        lambda: nn.RNN(3, 4, nonlinearity="relu", batch_first=True),
-    ],
-    ids="lstm_deep lstm_projected gru_deep gru_both_ways rnn".split(),
-)
-def test_recurrent_layers(make):
-    module = check_module(make, lambda: leaf(4, 3, 3), calls=2)
-    assert all(a is b for a, b in zip(module._flat_weights, module.parameters(), strict=True))
 
 
 class NormalizedLSTM(nn.Module):

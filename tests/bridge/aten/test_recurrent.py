@@ -1,0 +1,109 @@
+"""``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``: library calls for whole layers, eager's numbers and draws."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from bridge import add_tvm_dispatch, lower, stats
+from tests.bridge.compare import Call, assert_same, check_module, run
+
+LAYERS = {
+    "lstm_deep": lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True, dropout=0.3, batch_first=True),
+    "lstm_three": lambda: nn.LSTM(3, 4, num_layers=3, bias=False),
+    "lstm_projected": lambda: nn.LSTM(3, 5, proj_size=2, num_layers=2, bidirectional=True),
+    "lstm_projected_no_bias": lambda: nn.LSTM(3, 5, proj_size=2, bias=False),
+    "gru_deep": lambda: nn.GRU(3, 4, num_layers=2, dropout=0.3, bias=False),
+    "gru_both_ways": lambda: nn.GRU(3, 4, bidirectional=True, batch_first=True),
+    "rnn_relu": lambda: nn.RNN(3, 4, nonlinearity="relu", batch_first=True),
+    "rnn_tanh": lambda: nn.RNN(3, 4, num_layers=2, dropout=0.5, bidirectional=True),
+}
+
+
+class WithStates(nn.Module):
+    """Given initial states, of which gradients are wanted; only one of the results is used."""
+
+    def __init__(self, layer: nn.Module, result: int):
+        super().__init__()
+        self.layer, self.result = layer, result
+
+    def forward(self, x, *states):
+        y, last = self.layer(x, states if len(states) > 1 else states[0])
+        last = last if isinstance(last, tuple) else (last,)
+        return (y, *last)[self.result] * 2
+
+
+def leaf(*extents):
+    return torch.randn(*extents, requires_grad=True)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name):
+    module = check_module(LAYERS[name], lambda: leaf(4, 3, 3), calls=2)
+    assert all(a is b for a, b in zip(module._flat_weights, module.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("result", [0, 1, 2])
+def test_lstm_with_given_states(result):
+    make = lambda: WithStates(nn.LSTM(3, 4, bidirectional=True), result)  # noqa: E731
+    check_module(make, lambda: (leaf(5, 2, 3), leaf(2, 2, 4), leaf(2, 2, 4)))
+
+
+@pytest.mark.parametrize("result", [0, 1])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+def test_given_state(kind, result):
+    make = lambda: WithStates(kind(3, 4, num_layers=2, batch_first=True), result)  # noqa: E731
+    check_module(make, lambda: (leaf(2, 5, 3), leaf(2, 2, 4)))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_without_a_batch(kind):
+    check_module(lambda: kind(3, 4), lambda: leaf(5, 3))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_lstm_in_float32_is_eagers_kernel(bias):
+    def make():
+        torch.manual_seed(0)
+        return nn.LSTM(3, 4, num_layers=2, dropout=0.4, bidirectional=True, bias=bias)
+
+    ours, eager, x = make(), make(), leaf(6, 3, 3)
+    add_tvm_dispatch(ours, x)
+    assert_same(run(ours, Call((x,))), run(eager, Call((x,))), rtol=0, atol=0)
+    assert stats(ours).hits == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_without_gradients(dtype):
+    module, x = nn.LSTM(3, 4, 2, dropout=0.5, dtype=dtype).eval(), torch.randn(5, 2, 3, dtype=dtype)
+    with torch.no_grad():
+        wanted = module(x)[0]
+        torch.testing.assert_close(add_tvm_dispatch(module, x)(x)[0], wanted)
+
+
+@pytest.mark.parametrize("name", ["lstm_deep", "gru_both_ways"])
+def test_steps_are_not_unrolled(name):
+    """Neither in the program nor while tracing: unrolled, 200 steps would take minutes to add."""
+    lowered = [lower(LAYERS[name](), leaf(3, steps, 3)) for steps in (2, 200)]
+    few, many = (len(each.forward.body.blocks[0].bindings) for each in lowered)
+    assert few == many
+    few, many = (len(each.captured.fake_observation.trace) for each in lowered)
+    assert few == many
+
+
+def test_cells_by_hand_beside_whole_layers():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.cell = nn.GRU(3, 4), nn.LSTMCell(4, 4)
+
+        def forward(self, x):
+            y, h = self.layer(x)
+            h = (h[0], h[0] * 2)
+            for step in y:
+                h = self.cell(step, h)
+            return nn.functional.dropout(h[0], 0.5)
+
+    check_module(Both, lambda: leaf(3, 2, 3), calls=2)
