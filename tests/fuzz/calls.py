@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from tests.fuzz import inputs
 from tests.fuzz.program import Arguments, Program, make_arguments
 
 __all__ = ["Call", "calls_of", "every", "nothing"]
@@ -27,6 +28,7 @@ class Call:
         change: done to the module before it.
         outputs: which of so many outputs get a grad_out.
         context: entered around the forward.
+        special: whether an argument holds special values: what is finite, infinite or nan is compared by element.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Call:
     change: Callable[[nn.Module], Any]
     outputs: Callable[[int], list[bool]]
     context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    special: bool = False
 
 
 def nothing(module: nn.Module) -> None:
@@ -86,6 +89,13 @@ def _hook(module: nn.Module) -> None:
     module.register_forward_hook(lambda module, args, result: pytree.tree_map(_halved, result))
 
 
+def _renumber(module: nn.Module) -> None:
+    """Other numbers in its attributes (a schedule's weight, a count, a flag)."""
+    for name, value in list(vars(module).items()):
+        if name.startswith("m") and isinstance(value, bool | int | float):
+            setattr(module, name, not value if isinstance(value, bool) else value + 1)
+
+
 def _hook_inside(module: nn.Module) -> None:
     for child in module.children():
         child.register_forward_hook(lambda module, args, result: pytree.tree_map(_halved, result))
@@ -110,7 +120,8 @@ def _autocast() -> contextlib.AbstractContextManager:
 
 
 def calls_of(program: Program, names: Mapping[str, Any]) -> list[Call]:
-    """Two calls like the sample, with other numbers, and one that the seed chooses."""
+    """Two calls like the sample, with other numbers, and three that the seed chooses."""
+    spelled = [name for name, _, keyword in sorted(program.arguments, key=lambda argument: argument[2])]
 
     def arguments(seed: int) -> Callable[[], Arguments]:
         return lambda: make_arguments(names, seed)
@@ -122,6 +133,9 @@ def calls_of(program: Program, names: Mapping[str, Any]) -> list[Call]:
             return Arguments(args, kwargs, given.leaves)
 
         return build
+
+    def given(change: inputs.Change) -> Callable[[], Arguments]:
+        return lambda: change(make_arguments(names, 2))
 
     def with_rows(transform: Callable[[Tensor], Tensor]) -> Callable[[], Arguments]:
         return changed(lambda tensor: transform(tensor) if tensor.dim() else tensor)
@@ -148,7 +162,15 @@ def calls_of(program: Program, names: Mapping[str, Any]) -> list[Call]:
         Call("with hooks", same, _hook, every),
         Call("with hooks inside", same, _hook_inside, every),
         Call("of another dtype", same, nn.Module.double, every),
+        Call("by keyword", given(inputs.by_keyword(spelled)), nothing, every),
+        Call("by position", given(inputs.by_position(spelled)), nothing, every),
+        Call("with other numbers in attributes", same, _renumber, every),
+    ]
+    rng = random.Random(program.seed + 1)
+    strange = [
+        Call("with special values", given(inputs.special_values(rng.random())), nothing, every, special=True),
+        Call("with other indices", given(inputs.other_indices(rng.random())), nothing, every),
     ]
     first = Call("first call", arguments(0), nothing, every)
     second = Call("second call", arguments(1), nothing, every)
-    return [first, second, random.Random(program.seed + 1).choice(special)]
+    return [first, second, *strange, rng.choice(special)]

@@ -8,7 +8,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from tests.fuzz import pointwise, shapes
+from tests.fuzz import indices, pointwise, shapes
 from tests.fuzz.program import Program
 from tests.fuzz.scope import Scope, is_float
 from tests.fuzz.statements import RARE_STATEMENTS, STATEMENTS
@@ -51,8 +51,9 @@ def _generate(rng: random.Random, seed: int) -> Program:
     _add_arguments(scope)
     length = rng.randint(3, 16)
     rare_at = rng.randrange(length) if rng.random() < RARE_PROBABILITY else -1
-    expressions = {**pointwise.PROPOSALS, **shapes.PROPOSALS}
-    proposals = [(f, w, True) for f, w in expressions.items()] + [(f, w, False) for f, w in STATEMENTS.items()]
+    expressions = {**pointwise.PROPOSALS, **shapes.PROPOSALS, **indices.PROPOSALS}
+    statements = {**STATEMENTS, **indices.STATEMENTS}
+    proposals = [(f, w, True) for f, w in expressions.items()] + [(f, w, False) for f, w in statements.items()]
     weights = [weight for _, weight, _ in proposals]
     tries = 0
     while len(scope.body) < length and tries < 40 * length:
@@ -137,7 +138,8 @@ def _result(scope: Scope) -> str:
     last = made[-1]
     floats = [name for name in made if isinstance(scope[name], Tensor) and is_float(scope[name])]
     main = floats[-1] if floats else last
-    if floats and scope.chance(0.5):  # nothing is dead code
+    integers = any("randint" in text for _, text, _ in scope.arguments)
+    if floats and (integers or scope.chance(0.5)):  # nothing is dead code: eager raises for indices there, too
         return f"{main}, sum(t.to(D).sin().sum() for t in ({', '.join(floats)},)), {last}"
     some = [scope.choice(scope.variables) for _ in range(2)]
     return scope.choice(

@@ -99,6 +99,34 @@ class Recurrent(nn.Module):
         return states
 
 
+def halve(module, args, result):
+    """A forward hook that changes the result."""
+    return tuple(t * 0.5 for t in result) if isinstance(result, tuple) else result * 0.5
+
+
+def shift(module, args):
+    """A forward pre-hook that changes the arguments."""
+    return tuple(t + 0.25 if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in args)
+
+
+def look(module, args, result):
+    """A forward hook that changes nothing."""
+
+
+class Adapter:
+    """A forward hook with a parameter of its module: a low-rank adapter."""
+
+    def __call__(self, module, args, result):
+        return result + (args[0] * module.adapter).sum(-1, keepdim=True)
+
+
+class Gate(nn.Module):
+    """Its way depends on numbers."""
+
+    def forward(self, x):
+        return x * 2 if x.mean() > 0 else x - 1
+
+
 class Keep:
     """An object that is no tensor, number or string."""
 '''

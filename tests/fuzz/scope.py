@@ -71,6 +71,11 @@ class Scope:
         self.init.append(line)
         return f"self.{name}"
 
+    def extend(self, line: str) -> None:
+        """Adds a line to ``__init__`` that changes what the line before it defined."""
+        exec(line, self.names)
+        self.init[-1] += "\n" + line
+
     def undefine(self, count: int) -> None:
         """Takes back what ``define`` did after the first ``count`` lines."""
         for line in self.init[count:]:

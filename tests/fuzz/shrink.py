@@ -20,7 +20,7 @@ def shrink(program: Program, verdict: Verdict) -> tuple[Program, Verdict]:
             found = check(candidate)
         except Exception:  # noqa: BLE001 - a line that others need cannot be dropped
             continue
-        if found.status == verdict.status and found.detail[:12] == verdict.detail[:12]:
+        if found.status == verdict.status and found.detail[:40] == verdict.detail[:40]:
             program, verdict = candidate, found
             candidates = _smaller(program)
     return program, verdict

@@ -179,11 +179,20 @@ nn.Conv3d({c}, 2, 1, dtype=D)
 nn.ConvTranspose2d({c}, 2, 2, dtype=D)
 nn.MultiheadAttention({n}, 1, add_bias_kv=True, dtype=D)
 nn.AdaptiveLogSoftmaxWithLoss({n}, 6, cutoffs=[2, 4], dtype=D)
+nn.utils.weight_norm(nn.Linear({n}, {k}, dtype=D))
+nn.utils.spectral_norm(nn.Linear({n}, {k}, dtype=D))
+nn.TransformerEncoder(nn.TransformerEncoderLayer({n}, 1, 8, dropout=0.1, batch_first=True, dtype=D), 2)
 """
 
 RARE = r"""
 {v} = {x} * {x}.mean().item()
 if {x}.sum() > 0:\n    {v} = {x} * 2\nelse:\n    {v} = {x} * 3
+{v} = Gate()({x})
+if {x}.isnan().any():\n    raise ValueError("nan")\n{v} = {x} * 2
+assert {x}.isfinite().all(), "not finite"\n{v} = {x} + 1
+torch._assert({x}.max() < 1e6, "too large")\n{v} = {x} - 1
+{v} = torch.distributions.Normal({x}, 1.0).log_prob({x} * 0.5).sum() * {x}
+{v} = torch.distributions.Categorical(logits={x}).entropy()
 {v} = {x}[{x} > 0]
 {v} = Doubled.apply({x})
 {v} = torch.view_as_complex(torch.stack([{x}, {x}], -1)).abs()
@@ -287,6 +296,8 @@ def submodule(scope: Scope) -> str | None:
         channels = shape[1] if len(shape) > 1 else 1
         sizes = {"n": shape[-1] if shape else 1, "k": scope.integer(1, 6), "c": channels}
         name = scope.define(template.format(**sizes))
+        if scope.chance(0.1):
+            _hook(scope, name, sizes)
     value = f"{x}.clamp(0, 4)" if "Embedding" in template else x
     call = f"{name}({value})"
     if "Attention" in template or "Decoder" in template:
@@ -298,6 +309,42 @@ def submodule(scope: Scope) -> str | None:
     elif "Bilinear" in template or "Cosine" in template:
         call = f"{name}({x}, {x} + 1)"
     return f"{scope.fresh('v')} = {call}"
+
+
+def _hook(scope: Scope, name: str, sizes: dict[str, int]) -> None:
+    """A hook on a submodule, there before anything is dispatched."""
+    hook = scope.choice(HOOKS)
+    if "Adapter" in hook:
+        scope.extend(f"{name}.adapter = nn.Parameter(torch.randn({sizes['n']}, dtype=D) * 0.3)")
+    scope.extend(f"{name}.{hook}")
+
+
+HOOKS = (
+    "register_forward_hook(halve)",
+    "register_forward_hook(look)",
+    "register_forward_pre_hook(shift)",
+    "register_forward_hook(Adapter())",
+    "register_forward_hook(lambda m, args, kwargs, result: halve(m, args, result), with_kwargs=True)",
+)
+
+
+def number(scope: Scope) -> str | None:
+    """A number among the attributes, which a call may change."""
+    x = scope.pick()
+    if x is None:
+        return None
+    value, use = scope.choice(NUMBERS)
+    return f"{scope.fresh('v')} = {use.format(x=x, k=scope.define(value))}"
+
+
+NUMBERS = (
+    *(("0.5", "{x} * {k}"), ("0.5", "{x} + {k} * {x}.tanh()"), ("2", "{x} / {k}"), ("1.5", "{x}.clamp(max={k})")),
+    *(("2", "sum({x}.sin() for _ in range({k}))"), ("True", "{x} * 2 if {k} else {x} + 1"), ("1", "{x}[:{k}]")),
+    *(("0.1", "F.dropout({x}, {k})"), ("0.1", "F.leaky_relu({x}, {k})"), ("3", "{x} ** {k}"), ("1", "{x} - {k}")),
+    *(("0.3", "{x} * torch.tensor({k}, dtype=D)"), ("2.0", "torch.full_like({x}, {k}) * {x}"), ("0.0", "{x} * {k}")),
+    *(("1", "{x}.roll({k}, 0)"), ("0.1", "torch.lerp({x}, {x}.detach(), {k})")),
+)
+"""A first value, and its use as ``{k}``."""
 
 
 def parameter(scope: Scope) -> str | None:
@@ -325,6 +372,7 @@ STATEMENTS = {
     state: 1.0,
     submodule: 4.0,
     parameter: 2.0,
+    number: 1.0,
 }
 """Functions that propose a statement, with their weights."""
 

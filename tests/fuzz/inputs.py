@@ -1,0 +1,121 @@
+"""Arguments of a call changed: special values, indices out of range, other spellings of the same call."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tests.fuzz.program import Arguments
+
+__all__ = ["Change", "by_keyword", "by_position", "other_indices", "other_layout", "special_values"]
+
+Change = Callable[[Arguments], Arguments]
+
+
+def special_values(seed: float) -> Change:
+    """One to three elements of each float tensor become special; or all of them, ties."""
+
+    def change(given: Arguments) -> Arguments:
+        rng = random.Random(seed)
+        ties = rng.random() < 0.3
+
+        def fill(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point() or not tensor.numel():
+                return tensor
+            if ties:
+                return tensor.mul_(2).round_().div_(2)
+            limits = torch.finfo(tensor.dtype)
+            values = [float("inf"), float("-inf"), float("nan"), limits.max, -limits.max, limits.tiny, limits.tiny / 4]
+            values += [0.0, -0.0, 1.0, -1.0, limits.max / 2, 1e-30, 88.0, -104.0]
+            for _ in range(rng.randint(1, 3)):
+                position = tuple(rng.randrange(extent) for extent in tensor.shape)
+                tensor[position] = rng.choice(values)
+            return tensor
+
+        return _mapped(given, fill)
+
+    return change
+
+
+def other_indices(seed: float) -> Change:
+    """One element of each integer tensor becomes negative or too large."""
+
+    def change(given: Arguments) -> Arguments:
+        rng = random.Random(seed)
+
+        def fill(tensor: Tensor) -> Tensor:
+            if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or not tensor.numel():
+                return tensor
+            position = tuple(rng.randrange(extent) for extent in tensor.shape)
+            tensor[position] = rng.choice([1, 3, 4, 5, 7, 100] if tensor.dtype == torch.uint8 else INDICES)
+            return tensor
+
+        return _mapped(given, fill)
+
+    return change
+
+
+INDICES = (-1, -1, -2, -4, -5, -100, 3, 4, 5, 7, 100)
+
+
+def other_layout(given: Arguments) -> Arguments:
+    """The same numbers in other memory: eager takes its kernels' other paths."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        if not tensor.numel() or tensor.dim() == 0:
+            return tensor
+        wide = tensor.new_empty((*tensor.shape, 2))[..., 0]
+        with torch.no_grad():
+            wide.copy_(tensor)
+        return wide
+
+    return _mapped(given, copy)
+
+
+def by_keyword(names: Sequence[str]) -> Change:
+    """Every argument by its name; ``names`` are those of the signature, in order."""
+    return lambda given: Arguments((), {**dict(zip(names, given.args, strict=False)), **given.kwargs}, given.leaves)
+
+
+def by_position(names: Sequence[str]) -> Change:
+    """Every argument by its position."""
+
+    def change(given: Arguments) -> Arguments:
+        rest = [given.kwargs[name] for name in names[len(given.args) :]]
+        return Arguments((*given.args, *rest), {}, given.leaves)
+
+    return change
+
+
+def _mapped(given: Arguments, change: Callable[[Tensor], Tensor]) -> Arguments:
+    """Arguments with changed tensors: a leaf stays one, a tensor that occurs twice does so, what shares memory does
+    not."""
+    made: dict[int, Tensor] = {}
+
+    def build(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            with torch.no_grad():
+                new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype) if _dense(tensor) else None
+                new = tensor.detach().clone() if new is None else new.copy_(tensor)
+                made[id(tensor)] = change(new).requires_grad_(tensor.requires_grad)
+        return made[id(tensor)]
+
+    args, kwargs = pytree.tree_map_only(Tensor, build, (given.args, given.kwargs))
+    leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+    unique = [t for i, t in enumerate(leaves) if all(t is not other for other in leaves[:i])]
+    return Arguments(args, kwargs, tuple(unique))
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Whether no two elements share memory."""
+    pairs = sorted((s, e) for s, e in zip(tensor.stride(), tensor.shape, strict=True) if e != 1)
+    reach = 1
+    for stride, extent in pairs:
+        if stride < reach:
+            return False
+        reach = stride * extent
+    return True
