@@ -24,7 +24,6 @@ torch.take_along_dim({x}, {i}, {d})
 {x}.scatter_reduce({d}, {i}, {x} * 2, "{r}", include_self=False)
 {x}.index_add({d}, {i}.flatten(), {x}.narrow({d}, 0, {i}.numel()))
 {x}.index_add({d}, {i}.flatten(), {x}.narrow({d}, 0, {i}.numel()), alpha=0.5)
-{x}.index_copy({d}, {i}.flatten().unique(), {x}.narrow({d}, 0, {i}.flatten().unique().numel()))
 {x}.index_copy({d}, {i}.flatten()[:1], {x}.narrow({d}, 0, 1) * 2)
 {x}.index_fill({d}, {i}.flatten(), 0.3)
 {x}.index_reduce({d}, {i}.flatten(), {x}.narrow({d}, 0, {i}.numel()), "amax")
@@ -46,11 +45,9 @@ F.nll_loss({x}.log_softmax(-1), {i}.flatten()[: len({x})])
 F.multi_margin_loss({x}, {i}.flatten()[: len({x})])
 {x}.select({d}, 0)[{i}]
 {x}.unfold(0, 1, 1)[{i}]
-{x}.repeat_interleave({i}.flatten()[:1].abs().clamp(max=3).sum(), 0)
 {x}.flatten()[{i}].view({i}.shape)
 torch.arange(8, dtype={x}.dtype)[{i}] * {x}.mean()
 torch.where({i} > 0, {x}.sum(), {i}.to({x}.dtype))
-torch.bincount({i}.flatten().clamp(min=0), minlength=8)[:3].to({x}.dtype) * {x}.mean()
 """.strip().splitlines()
 
 WRITES = r"""
