@@ -198,11 +198,13 @@ def compiling_flags(value: Any) -> AbstractContextManager[None]:
 
 
 _saved_tensors_hooks = _find("torch._C._autograd._top_saved_tensors_default_hooks")
+saved_tensors_hooks: Callable[[], tuple[Any, Any] | None] = functools.partial(_saved_tensors_hooks, True)
+"""The innermost ``torch.autograd.graph.saved_tensors_hooks`` of this thread, or ``None``."""
 
 
 def has_saved_tensors_hooks() -> bool:
     """Whether ``torch.autograd.graph.saved_tensors_hooks`` are active in this thread."""
-    return _saved_tensors_hooks(True) is not None
+    return saved_tensors_hooks() is not None
 
 
 def is_exporting() -> bool:

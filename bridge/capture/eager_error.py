@@ -2,48 +2,81 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
 
-from bridge.base.errors import from_user_code, refused_by_eager
+from bridge.base.errors import Unsupported, from_user_code, refused_by_eager
 from bridge.base.objects import packed
 from bridge.base.torch_internals import pytree
+from bridge.capture.autograd_uses import derivatives_noted
 from bridge.capture.isolated_rng import IsolatedRNG
 
 __all__ = ["raise_if_eager_raises"]
 
 
-def raise_if_eager_raises(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def raise_if_eager_raises(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Unsupported]:
     """Runs the module once in eager, and the backward where there is one; to be called where a capture has failed.
 
     It runs on copies of its tensors and of the sample, in the same memory layout and with the same ``requires_grad``
     (a ``view`` may fit a contiguous tensor only, a write into a leaf only fails if that requires grad). Neither
     ``.grad`` nor the generator change; Python state that forward changes is left changed.
 
+    Returns:
+        the derivative that forward computes itself, if it does: what a capture may have failed for.
+
     Raises:
         Exception: what eager raises, marked by :func:`bridge.base.errors.refused_by_eager`.
     """
-    copies: dict[int, torch.Tensor] = {}  # one for each object: an argument may be given twice
-
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in copies:
-            copies[id(tensor)] = _copy(tensor)
-        return copies[id(tensor)]
-
-    own = (*module.named_parameters(), *module.named_buffers())
+    copies = _Copies()
     try:
-        state = {name: copied(tensor) for name, tensor in own}
-        copied_args, copied_kwargs = pytree.tree_map_only(torch.Tensor, copied, (args, kwargs))
+        state = {name: copies.of(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        copied_args, copied_kwargs = pytree.tree_map_only(torch.Tensor, copies.of, (args, kwargs))
         with IsolatedRNG():
-            result = torch.func.functional_call(module, state, copied_args, copied_kwargs)
-            _run_backward(result, copies.values())
+            with derivatives_noted() as found:
+                result = torch.func.functional_call(module, state, copied_args, copied_kwargs)
+            _run_backward(result, copies.made())
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises is raised again below
+        if (derivatives := _of_a_copy(module, args, kwargs)) is not None:
+            return derivatives
         eager = refused_by_eager(from_user_code(error))
     else:
-        return
+        return found
     raise eager from eager.__cause__  # hides what is being handled where this is called
+
+
+def _of_a_copy(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Unsupported] | None:
+    """As above, of a copy of the whole module; ``None`` if it raises, or there is no copy to be had.
+
+    Where a module holds a parameter in a list as well, that list knows nothing of a parameter that is swapped.
+    """
+    copies = _Copies()
+    try:
+        twin = copy.deepcopy(module)
+        copied_args, copied_kwargs = pytree.tree_map_only(torch.Tensor, copies.of, (args, kwargs))
+        with IsolatedRNG(), derivatives_noted() as found:
+            result = twin(*copied_args, **copied_kwargs)
+        _run_backward(result, [*twin.parameters(), *copies.made()])
+    except Exception:  # noqa: BLE001 - the user's code, or what it has instead of a copy
+        return None
+    return found
+
+
+class _Copies:
+    """Copies of tensors, one for each object: an argument may be given twice."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, torch.Tensor] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._copies:
+            self._copies[id(tensor)] = _copy(tensor)
+        return self._copies[id(tensor)]
+
+    def made(self) -> list[torch.Tensor]:
+        return list(self._copies.values())
 
 
 def _run_backward(result: Any, inputs: Any) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from bridge.base.errors import TORCH_DIR, Unsupported, line_of, user_line
 from bridge.capture.preconditions import CACHES, NO_CACHE
 
-__all__ = ["explain_error"]
+__all__ = ["explain_error", "is_unknown"]
 
 _BY_NUMBERS = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException")
 
@@ -83,6 +83,11 @@ def explain_error(error: BaseException) -> Unsupported:
     if kind == "UnsupportedOperatorException":
         return Unsupported(str(error).splitlines()[0], where, "an operator that torch.export cannot trace")
     return Unsupported("torch.export", where, f"{kind}: {_without_advice(first_line)}")
+
+
+def is_unknown(explained: Unsupported) -> bool:
+    """Whether the explanation is torch's words alone, so that another known cause says more."""
+    return explained.op in ("torch.export", "torch.func")
 
 
 def _by_numbers(kind: str, where: str, frames: traceback.StackSummary) -> Unsupported:

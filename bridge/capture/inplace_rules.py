@@ -18,6 +18,7 @@ from bridge.base.errors import Unsupported, user_line
 from bridge.base.interrupts import raise_deferred
 from bridge.base.threads import is_alone
 from bridge.base.torch_internals import applied_function, pytree, storage_id
+from bridge.capture.autograd_uses import use_of_autograd
 from bridge.capture.call_log import CallSequence
 
 __all__ = ["CHANGES_ARGUMENT", "InPlaceRules", "InPlaceWatcher"]
@@ -36,6 +37,7 @@ class InPlaceWatcher(TorchFunctionMode):
         super().__init__()
         self.rules = rules
         self.calls = calls
+        self.uses: list[tuple] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         raise_deferred()
@@ -44,8 +46,9 @@ class InPlaceWatcher(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         values = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor)]
-        if name in ("register_hook", "retain_grad", "register_post_accumulate_grad_hook"):
-            self.rules.complain(f"Tensor.{name}", "a tensor hook set inside forward")
+        if (use := use_of_autograd(func, name)) is not None and use not in self.uses:
+            self.uses.append(use)  # said once
+            self.rules.complain(*use)
         if name == "__set__" and func in _SETTERS:
             self.rules.complain(_SETTERS[func], "gives a tensor other memory or another gradient inside forward")
         versions = [tensor._version for tensor in tensors]

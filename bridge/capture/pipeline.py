@@ -21,7 +21,7 @@ from bridge.base.torch_internals import FakeTensor, pytree
 from bridge.capture.captured import Captured
 from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.eager_run import as_in_eager, real_run
-from bridge.capture.explain_error import explain_error
+from bridge.capture.explain_error import explain_error, is_unknown
 from bridge.capture.exported import (
     NotExportedError,
     constants,
@@ -126,12 +126,13 @@ def _trace_or_refuse(module: nn.Module, args: tuple, kwargs: dict[str, Any], fir
     first.restore()
     try:
         with capturing(module, fakes=False):
-            raise_if_eager_raises(module, args, kwargs)
+            derivatives = raise_if_eager_raises(module, args, kwargs)
     finally:
         first.restore()
     name = type(module).__name__
     log.debug("%s cannot be captured", name, exc_info=cause)
-    raise UnsupportedModule(name, [explain_error(cause)], cause=cause)
+    explained = explain_error(cause)
+    raise UnsupportedModule(name, derivatives or [explained] if is_unknown(explained) else [explained], cause=cause)
 
 
 def _trace(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> _Traced:
@@ -166,6 +167,10 @@ def _trace(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> _Traced:
     if len(results) != len(observation.outputs):
         reason = f"the exported graph returns {len(results)} values, eager {len(observation.outputs)}"
         raise UnsupportedModule(type(module).__name__, [Unsupported("torch.export", forward, reason)])
+    for index, (node, output) in enumerate(zip(results, observation.outputs, strict=True)):
+        if (node is not None) != output.is_tensor:
+            reason = "is a tensor in eager and none in the exported graph, or the reverse"
+            observation.unsupported.append(Unsupported(f"result {index}", forward, reason))
     captured = Captured(
         module_name=type(module).__name__,
         graph=functional.graph,

@@ -169,9 +169,12 @@ class Dispatcher:
 
     def _hit(self, entry: Entry, inputs: list[torch.Tensor]) -> Any:
         entry.last_used = next(self._clock)
-        result = entry(inputs)
         self.stats.hits += 1
-        return result
+        try:
+            return entry(inputs)
+        except GuardFailure:
+            self.stats.hits -= 1
+            raise
 
     @interrupts_deferred()
     def _compile(

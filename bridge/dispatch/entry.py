@@ -98,6 +98,7 @@ class Entry:
         Raises:
             GuardFailure: the forward program raised: the call is eager's. Nothing is changed, the generator included.
         """
+        self.hits += 1  # a checkpoint may leave off once it has what the backward needs
         state = torch.default_generator.get_state() if self._may_undo else None
         try:
             primals = inputs + self._draws.make()
@@ -108,10 +109,10 @@ class Entry:
                     computed = self.programs.run_forward(primals)
                     self.programs.write_back(primals, computed)
         except GuardFailure:
+            self.hits -= 1
             if state is not None:
                 undo_draws(state, self._draws.make)
             raise
-        self.hits += 1
         return self._result(computed, inputs)
 
 

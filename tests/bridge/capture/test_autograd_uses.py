@@ -1,0 +1,141 @@
+"""Uses of autograd inside forward: refused by name with the user's line, or traced with eager's numbers."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from bridge import UnsupportedModule, add_tvm_dispatch, examine, stats
+from tests.bridge.compare import check_module
+
+
+class WithForward(nn.Module):
+    """A linear layer, held in lists as well, and a forward that is given."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.held = list(self.layer.parameters())
+        self.hidden = [nn.Linear(3, 1)]
+        self.run = forward
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def of_a_leaf(self, x):
+    z = x.detach().requires_grad_(True)
+    energy = self.layer(z).tanh().sum()
+    return energy + torch.autograd.grad(energy, z, create_graph=True)[0].pow(2).sum()
+
+
+def of_what_a_list_holds(self, x):
+    return torch.autograd.grad(self.layer(x).pow(2).sum(), self.held, create_graph=True)[0].sum()
+
+
+def of_a_hidden_module(self, x):
+    loss = self.hidden[0](x).pow(2).sum()
+    return torch.autograd.grad(loss, [*self.hidden[0].parameters()])[0].sum() + self.layer(x)
+
+
+def by_backward(self, x):
+    with torch.enable_grad():
+        z = x.clone().requires_grad_(True)
+        self.layer(z).sum().backward()
+    return z.grad + x
+
+
+def by_func_grad(self, x):
+    return torch.func.grad(lambda t: self.layer(t).tanh().sum())(x)
+
+
+def by_jvp(self, x):
+    return torch.func.jvp(lambda t: self.layer(t).tanh(), (x,), (torch.ones_like(x),))[1]
+
+
+def by_dual_numbers(self, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(self.layer(forward_ad.make_dual(x, torch.ones_like(x))).tanh()).tangent
+
+
+def asks_for_gradients(self, x):
+    return self.layer(x if self.layer.weight.grad is None else 2 * x)
+
+
+def drops_gradients(self, x):
+    self.layer.zero_grad()
+    return self.layer(x)
+
+
+def packs_what_is_saved(self, x):
+    with saved_tensors_hooks(lambda saved: saved / 2, lambda packed: packed):
+        return self.layer(x).tanh()
+
+
+@pytest.mark.parametrize(
+    ("forward", "op"),
+    [
+        (of_a_leaf, "torch.autograd.grad or backward"),
+        (of_what_a_list_holds, "torch.autograd.grad or backward"),
+        (of_a_hidden_module, "torch.autograd.grad or backward|free"),
+        (by_backward, "torch.autograd.grad or backward"),
+        (by_func_grad, "torch.func"),
+        (by_jvp, "torch.func"),
+        (by_dual_numbers, "torch.func"),
+        (asks_for_gradients, "Tensor.grad"),
+        (drops_gradients, "Tensor.grad"),
+        (packs_what_is_saved, "saved_tensors_hooks"),
+    ],
+)
+def test_is_refused_with_the_users_line(forward, op):
+    module, x = WithForward(forward), torch.randn(4, 3)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    attributes = set(vars(module))
+    module(x)  # eager has nothing against it
+    module.zero_grad()
+    with pytest.raises(UnsupportedModule, match=op) as raised:
+        add_tvm_dispatch(module, x)
+    problem = raised.value.ops[0]
+    assert f"{__file__}:" in problem.where
+    assert [each.op for each in examine(module, x).unsupported] == [each.op for each in raised.value.ops]
+    assert set(vars(module)) == attributes
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def gradient_step(self, x):
+    """MAML's inner step: a derivative with respect to the parameters, differentiated again."""
+    weights = dict(self.layer.named_parameters())
+    loss = self.layer(x).pow(2).mean()
+    slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+    moved = {name: w - 0.1 * slope for (name, w), slope in zip(weights.items(), slopes, strict=True)}
+    return torch.func.functional_call(self.layer, moved, (x,))
+
+
+def saves_elsewhere(self, x):
+    with save_on_cpu():
+        return self.layer(x).tanh()
+
+
+@pytest.mark.parametrize("forward", [gradient_step, saves_elsewhere])
+def test_is_traced_with_eagers_numbers(forward):
+    check_module(partial(WithForward, forward), lambda: torch.randn(4, 3))
+
+
+def test_a_sample_that_eager_refuses_is_refused_in_eagers_words():
+    module = WithForward(lambda self, x: torch.autograd.grad(self.layer(x).sum(), x)[0])
+    with pytest.raises(RuntimeError, match="does not require grad") as raised:
+        add_tvm_dispatch(module, torch.randn(4, 3))
+    assert not isinstance(raised.value, UnsupportedModule)
+
+
+def test_a_call_that_misses_computes_it_in_eager():
+    module = WithForward(of_a_leaf)
+    module.run = lambda self, x: of_a_leaf(self, x) if len(x) > 3 else self.layer(x)
+    add_tvm_dispatch(module, torch.randn(3, 3), on_miss="compile")
+    x = torch.randn(4, 3)
+    assert torch.equal(module(x), module.forward(x))
+    assert stats(module).hits == 0
