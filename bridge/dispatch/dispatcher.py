@@ -245,7 +245,8 @@ class Dispatcher:
                 return entry
         entry = compile_entry(module, args, kwargs, partition=self.partition, target=self.target)
         entry.worth = measure_worth(entry, module, args, kwargs)
-        if entry.worth is not None and entry.worth.is_slower:
+        if entry.worth is not None and entry.worth.is_slower and TOO_SMALL not in self._warned:
+            self._warned.add(TOO_SMALL)
             log.warning("%s: %s. %s", type(module).__name__, entry.worth, TOO_SMALL)
         with self._adding:  # a new list: calls in other threads may be walking through the old one
             self.stats.entries = [*(each for each in self.stats.entries if each not in replaced), entry]
