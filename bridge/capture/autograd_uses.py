@@ -1,4 +1,4 @@
-"""Uses of autograd inside forward that no graph holds: hooks on tensors, ``.grad``, packed saved tensors, derivatives."""
+"""Uses of autograd in forward that no graph holds: hooks on tensors, ``.grad``, packed saved tensors, derivatives."""
 
 from __future__ import annotations
 

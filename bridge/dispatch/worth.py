@@ -17,7 +17,7 @@ from torch import nn
 
 from bridge.base.guard_failure import GuardFailure
 from bridge.base.threads import is_alone
-from bridge.base.torch_internals import has_global_hooks, pytree
+from bridge.base.torch_internals import has_global_hooks, has_saved_tensors_hooks, pytree
 from bridge.dispatch.entry import Entry
 from bridge.state import PythonState, generators_put_back
 
@@ -58,10 +58,10 @@ def measure_worth(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str
     """Times the call both ways; ``None`` where its work is not small, or where running it could be noticed.
 
     Generators and the module's Python state are put back. Nothing is added to any ``grad``. Calls that write buffers,
-    and tensors with hooks, are left alone.
+    and tensors with hooks, are left alone; so is a checkpoint around it, which counts what is saved.
     """
     captured = entry.lowered.captured
-    if not _is_small(entry) or captured.mutated or has_global_hooks():
+    if not _is_small(entry) or captured.mutated or has_global_hooks() or has_saved_tensors_hooks():
         return None
     if captured.draws and not is_alone():  # numbers that another thread draws meanwhile would come again
         return None
