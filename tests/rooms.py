@@ -33,6 +33,7 @@ BRIDGE = (
     "dynamo",
     "verify",
     "show",
+    "callbacks",
     "lower",
     "examine",
     "__init__",

@@ -1,6 +1,6 @@
 """Dispatch: entries, guards and the autograd Function behind a module's call."""
 
-from bridge.dispatch.api import add_tvm_dispatch, remove_tvm_dispatch, stats
+from bridge.dispatch.api import add_tvm_dispatch, dispatch_at_first_call, remove_tvm_dispatch, stats
 from bridge.dispatch.dispatcher import MAX_ENTRIES, require_capturable
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.guards import interpreter_state
@@ -11,6 +11,7 @@ __all__ = [
     "DispatchStats",
     "Entry",
     "add_tvm_dispatch",
+    "dispatch_at_first_call",
     "interpreter_state",
     "remove_tvm_dispatch",
     "require_capturable",

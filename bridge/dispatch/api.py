@@ -7,7 +7,7 @@ and pickles are plain modules.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 import tvm
@@ -141,6 +141,25 @@ def add_tvm_dispatch(
         installed.learns |= learns
     mark(module)
     return module
+
+
+def dispatch_at_first_call(
+    module: nn.Module,
+    on_refused: Callable[[str, object], None],
+    *,
+    on_miss: Literal["eager", "compile", "error"],
+    partition: str | Strategy = DEFAULT_PARTITION,
+) -> None:
+    """As ``add_tvm_dispatch(module)`` without a sample; what is refused is told, and neither raised nor logged.
+
+    Args:
+        on_refused: called with what is special about a call and with the reason why it runs eager.
+
+    Raises:
+        ValueError: as :func:`add_tvm_dispatch`.
+    """
+    add_tvm_dispatch(module, on_miss=on_miss, partition=partition)
+    _dispatcher(module).on_refused = on_refused
 
 
 def remove_tvm_dispatch(module: Module) -> Module:

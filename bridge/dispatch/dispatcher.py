@@ -11,12 +11,13 @@ import sys
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from bridge.base.errors import DispatchMiss, Unsupported, UnsupportedModule, is_refused_by_eager
+from bridge.base.errors import CompilationError, DispatchMiss, Unsupported, UnsupportedModule, is_refused_by_eager
 from bridge.base.guard_failure import INTERPRETER
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.log import channel
@@ -50,6 +51,8 @@ class Dispatcher:
 
     Attributes:
         learns: whether the next call that misses is compiled, whatever ``on_miss`` says: there was no sample.
+        on_refused: called with the condition that a call does not meet and with the reason why no entry serves it,
+            instead of a warning; failures of the compiler come here as well, and the call runs eager.
     """
 
     def __init__(self, module: nn.Module, *, partition: Any, on_miss: str, target: Any):
@@ -58,6 +61,7 @@ class Dispatcher:
         self.on_miss = on_miss
         self.target = target
         self.learns = False
+        self.on_refused: Callable[[str, object], None] | None = None
         self.stats = DispatchStats()
         self.budget = CompileBudget()
         self._unsupported: dict[str, None] = {}
@@ -198,7 +202,9 @@ class Dispatcher:
                 self._leave_to_eager(type(module).__name__, still, "it would never be dispatched")
                 return None
             except Exception as error:
-                if not is_refused_by_eager(error):
+                if isinstance(error, CompilationError) and self.on_refused is not None:
+                    self._leave_to_eager(type(module).__name__, failure, error)
+                elif not is_refused_by_eager(error):
                     raise
                 return None  # running it says so in eager's words, and leaves behind what eager leaves
             self.learns = False
@@ -212,7 +218,10 @@ class Dispatcher:
         self._unsupported[failure.reason] = None
         self.budget.note_wasted(failure.field)
         self.learns = False
-        log.warning("%s runs eager from now on where %s: %s", name, failure.reason, why)
+        if self.on_refused is not None:
+            self.on_refused(failure.reason, why)
+        else:
+            log.warning("%s runs eager from now on where %s: %s", name, failure.reason, why)
 
     def _let_one_leave(self, name: str, failure: GuardFailure) -> None:
         """Drops the least recently used entry if there are too many; warns once for each thing that keeps differing."""
