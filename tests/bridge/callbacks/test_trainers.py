@@ -99,7 +99,7 @@ def fit(callbacks):
 @pytest.mark.composes(
     "Lightning: `Trainer(callbacks=[LightningDispatch()])`",
     "dispatches the layers at the first batch of the training",
-    section="Other trainers",
+    section="HuggingFace",
 )
 @pytest.mark.parametrize("layers", [None, "whole"])
 def test_lightnings_trainer(layers):
