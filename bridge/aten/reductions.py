@@ -58,14 +58,15 @@ def amin(importer, node, x, dims=(), keepdim=False):
 @converts(aten.any.dim, aten.any.dims, aten.any.default)
 def any_(importer, node, x, dims=None, keepdim=False):
     counted = importer.cast(importer.cast(x, "bool"), "int64")
-    return importer.cast(reduce(importer, op.sum, counted, dims, keepdim), "bool")
+    found = importer.cast(reduce(importer, op.sum, counted, dims, keepdim), "bool")
+    return importer.cast(found, importer.out_dtype(node))  # of uint8 it is uint8
 
 
 @converts(aten.all.dim, aten.all.dims, aten.all.default)
 def all_(importer, node, x, dims=None, keepdim=False):
     zeros = importer.cast(importer.emit(op.logical_not(importer.cast(x, "bool"))), "int64")
     some = importer.cast(reduce(importer, op.sum, zeros, dims, keepdim), "bool")
-    return importer.emit(op.logical_not(some))
+    return importer.cast(importer.emit(op.logical_not(some)), importer.out_dtype(node))
 
 
 def _degenerate(x, dim, correction) -> bool:

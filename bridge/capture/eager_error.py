@@ -80,8 +80,9 @@ class _Copies:
 
 
 def _run_backward(result: Any, inputs: Any) -> None:
-    """The gradients of a result, which go nowhere."""
-    results = [leaf for leaf in pytree.tree_leaves(packed(result)) if isinstance(leaf, torch.Tensor) and leaf.grad_fn]
+    """The gradients of a result, which go nowhere; of dense tensors, as sparse ones take no gradient of ones."""
+    leaves = [leaf for leaf in pytree.tree_leaves(packed(result)) if isinstance(leaf, torch.Tensor) and leaf.grad_fn]
+    results = [leaf for leaf in leaves if leaf.layout is torch.strided and not leaf.is_nested]
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     if results and wanted:
         torch.autograd.grad(results, wanted, [torch.ones_like(each) for each in results], allow_unused=True)

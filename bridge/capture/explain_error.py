@@ -42,6 +42,12 @@ _TAKES_NUMBERS = (
     (r"\.numpy\(\)", "compute it with torch, or outside of forward"),
 )
 
+#: Patterns in the user's line that makes a shape of numbers -> what helps.
+_MAKES_SHAPES = (
+    (r"repeat_interleave\(", "pass output_size=, the sum of the repeats, as a Python number"),
+    (r"\bnonzero\(", "torch.nonzero_static(x, size=…) has a fixed shape"),
+)
+
 _BRANCH = "use torch.where, or dispatch the submodules on either side of it"
 _SHAPE = "keep the shape (torch.where, masked_fill, a multiplication by the mask), or dispatch the submodules around it"
 _DISTRIBUTION = "pass validate_args=False to the distribution (what is drawn from it then has to be a supported draw)"
@@ -103,8 +109,9 @@ def _by_numbers(kind: str, where: str, frames: traceback.StackSummary) -> Unsupp
     )
     if any(_is_torch_file(frame, "distributions/") for frame in frames):
         return replace(found, hint=_DISTRIBUTION)
-    code = "" if shape else re.sub(r"^.*?:\d+: ", "", where)
-    return replace(found, hint=next((hint for words, hint in _TAKES_NUMBERS if re.search(words, code)), found.hint))
+    code = re.sub(r"^.*?:\d+: ", "", where)
+    table = _MAKES_SHAPES if shape else _TAKES_NUMBERS
+    return replace(found, hint=next((hint for words, hint in table if re.search(words, code)), found.hint))
 
 
 def _torch_line(frames: traceback.StackSummary) -> str:

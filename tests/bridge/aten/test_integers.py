@@ -74,6 +74,11 @@ def test_extrema_and_signs_of_booleans():
     check(lambda x: [x.amax(1), x.amin(1), x.amax(), *x.aminmax(dim=1), x.sign(), x.sgn(), x.signbit()], x)
 
 
+def test_any_and_all_of_uint8_are_uint8():
+    x = torch.tensor([[3, 250, 0], [1, 2, 200]], dtype=torch.uint8)
+    check(lambda x: [x.any(), x.all(), x.any(1), x.all(1), x.any(0, keepdim=True)], x)
+
+
 @pytest.mark.parametrize(
     "function",
     [

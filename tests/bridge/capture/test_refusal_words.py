@@ -264,6 +264,19 @@ def test_eager_gets_a_copy_of_the_same_layout(layout, is_leaf, requires_grad):
     assert not sample.is_leaf or sample.grad is None
 
 
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_sparse_result_is_a_refusal_not_an_error_of_eagers(make):
+    with pytest.raises(UnsupportedModule, match="Sparse"):
+        add_tvm_dispatch(Calls(make), torch.randn(3, 4))
+
+
+def test_a_length_that_numbers_decide_can_be_given():
+    repeats = torch.tensor([1, 2, 0])
+    with pytest.raises(UnsupportedModule, match="output_size="):
+        add_tvm_dispatch(Calls(lambda y, r: y.repeat_interleave(r, dim=0)), (torch.randn(3, 4), repeats))
+
+
 def test_warnings_of_torchs_log_stay_where_they_are_outside_of_a_capture():
     records = []
     logger = logging.getLogger("torch.export")
