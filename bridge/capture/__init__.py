@@ -1,6 +1,7 @@
 """Capture: a module's call to a functional ATen graph, checked against a fake run and an eager run."""
 
 from bridge.capture.captured import Captured
+from bridge.capture.counters import Counter
 from bridge.capture.dynamic_shapes import refuse_dynamic
 from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.fake_run import fake_run
@@ -21,6 +22,7 @@ __all__ = [
     "UPSAMPLES",
     "WHOLE",
     "Captured",
+    "Counter",
     "Draw",
     "NotArithmeticError",
     "NumberPlace",

@@ -10,6 +10,7 @@ from torch import fx
 
 from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import pytree
+from bridge.capture.counters import Counter
 from bridge.capture.observation import Draw, Observation, Output
 from bridge.state import ModuleTensor
 
@@ -35,6 +36,7 @@ class Captured:
         fake_observation: the same in the fake run; other strides, at most (:mod:`bridge.capture.eager_run`).
         draw_of: name of each node that draws -> index into ``observation.draws``.
         literals: tensor literals of the module's code, by placeholder name.
+        counters: attributes that each call counts up.
     """
 
     module_name: str
@@ -51,6 +53,7 @@ class Captured:
     fake_observation: Observation
     draw_of: dict[str, int]
     literals: dict[str, torch.Tensor]
+    counters: tuple[Counter, ...] = ()
 
     @property
     def problems(self) -> list[Unsupported]:

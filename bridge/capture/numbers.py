@@ -22,7 +22,15 @@ from torch import nn
 
 from bridge.base.torch_internals import pytree
 
-__all__ = ["NotArithmeticError", "NumberPlace", "is_number", "number_tensor", "with_number_inputs"]
+__all__ = [
+    "NotArithmeticError",
+    "NumberPlace",
+    "is_number",
+    "number_tensor",
+    "refusing_all_use",
+    "twin_of",
+    "with_number_inputs",
+]
 
 _EXACT = (torch.float32, torch.float64)
 #: Integers are computed as float64: up to here each is one, and products of two such are.
@@ -92,7 +100,7 @@ def with_number_inputs(
     """
     if "forward" in module.__dict__:
         raise NotArithmeticError("a forward of the module's own, which is not bound to a twin")
-    twin = _twin(module)
+    twin = twin_of(module)
     run = twin.forward
     owners = {place: twin.get_submodule(place.path) for place in places if place.leaf is None}
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -123,7 +131,7 @@ def with_number_inputs(
     return twin, (tuple(tensors), *args)
 
 
-def _twin(root: nn.Module) -> nn.Module:
+def twin_of(root: nn.Module) -> nn.Module:
     """A module tree with the same tensors and attributes, whose registries and attributes can be set by themselves."""
     twins: dict[nn.Module, nn.Module] = {}
     for module in root.modules():
@@ -137,6 +145,27 @@ def _twin(root: nn.Module) -> nn.Module:
     return twins[root]
 
 
+#: What Python may ask of a number, besides the arithmetic that a stand-in has.
+_USES = (
+    "bool float int index complex hash str format abs eq ne lt le gt ge round trunc floor ceil pow rpow floordiv "
+    "rfloordiv mod rmod divmod rdivmod truediv rtruediv mul rmul add radd sub rsub neg pos invert lshift rlshift rshift "
+    "rrshift and rand or ror xor rxor reduce_ex getattr"
+)
+
+
+def refusing_all_use(kind: type) -> type:
+    """A class decorator: what a number can do and ``kind`` does not define raises :class:`NotArithmeticError`."""
+
+    def refuse(self: Any, *_: Any) -> Any:
+        raise NotArithmeticError("a number that changes from call to call is read")
+
+    for name in (f"__{use}__" for use in _USES.split()):
+        if name not in vars(kind) or vars(kind)[name] is None:  # __hash__ is None beside an __eq__
+            setattr(kind, name, refuse)
+    return kind
+
+
+@refusing_all_use
 class Number:
     """Stands for a Python number while forward is traced: a 0-d float64 tensor that can do what an input can.
 
@@ -223,14 +252,6 @@ class Number:
         return self
 
     __radd__, __rmul__ = __add__, __mul__
-
-    def _refuse(self, *_: Any) -> Any:
-        raise NotArithmeticError("a number that changes from call to call is read")
-
-    __bool__ = __float__ = __int__ = __index__ = __complex__ = __hash__ = __str__ = __format__ = __abs__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __round__ = __trunc__ = __floor__ = __ceil__ = _refuse
-    __pow__ = __rpow__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _refuse
-    __rtruediv__ = __reduce_ex__ = __getattr__ = _refuse
 
     def __repr__(self) -> str:
         return "a number input"

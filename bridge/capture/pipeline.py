@@ -19,6 +19,7 @@ from bridge.base.log import channel
 from bridge.base.modes import ambient_autocast
 from bridge.base.torch_internals import FakeTensor, pytree
 from bridge.capture.captured import Captured
+from bridge.capture.counters import counters_of
 from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.eager_run import as_in_eager, real_run
 from bridge.capture.explain_error import explain_error, is_unknown
@@ -89,19 +90,27 @@ class _Traced(NamedTuple):
 def _traced_and_settled(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> _Traced:
     """The traced call; where forward sets Python attributes, traced once more from the state that it left.
 
-    An attribute that the second run leaves alone (a window size that is clipped once) is a constant from then on; a
-    counter is refused.
+    An attribute that the second run leaves alone (a window size that is clipped once) is a constant from then on; one
+    that is only counted up is noted and put back; anything else that changes at every call is refused.
     """
     name = type(module).__name__
     first = PythonState(module)
     before = first
     traced = _trace_or_refuse(module, args, kwargs, first)
     before.restore_caches()
+    counters = None
     if (changed := before.changes()) and not traced.captured.problems:
-        before = PythonState(module)
-        traced = _trace_or_refuse(module, args, kwargs, first)
-        before.restore_caches()
-        changed = before.changes()
+        counters = counters_of(module, args, kwargs, changed)
+        if counters is None:
+            before = PythonState(module)
+            traced = _trace_or_refuse(module, args, kwargs, first)
+            before.restore_caches()
+            changed = before.changes()
+            counters = counters_of(module, args, kwargs, changed) if changed else None
+    if counters is not None:
+        for each in counters:
+            module.get_submodule(each.path).__dict__[each.name] = first.value_of(each.path, each.name)
+        return traced._replace(captured=replace(traced.captured, counters=tuple(counters)))
     reason = "Python state that forward changes at every call; a compiled call runs no Python"
     hint = "keep it in a buffer, or change it outside of forward"
     traced.captured.problems.extend(Unsupported(what, f"{name}.forward", reason, hint) for what in changed)

@@ -108,14 +108,14 @@ class Dispatcher:
             for entry in self.stats.entries:
                 inputs = entry.guard.quick(module, args, kwargs)
                 if inputs is not None:
-                    return self._hit(entry, inputs)
+                    return self._hit(module, entry, inputs)
             found = self._match(module, args, kwargs)
             if not isinstance(found, GuardFailure):
-                return self._hit(*found)
+                return self._hit(module, *found)
             if (self.on_miss == "compile" or self.learns) and self._may_compile(type(module).__name__, found):
                 added = self._compile(module, args, kwargs, found)
                 if added is not None:
-                    return self._hit(*added)
+                    return self._hit(module, *added)
         except GuardFailure as failure:  # of the forward program: nothing is changed, and the call begins anew
             found = failure
         return self._miss(module, found, eager or module.forward, args, kwargs)
@@ -171,14 +171,17 @@ class Dispatcher:
                     closest = failure
         return closest
 
-    def _hit(self, entry: Entry, inputs: list[torch.Tensor]) -> Any:
+    def _hit(self, module: nn.Module, entry: Entry, inputs: list[torch.Tensor]) -> Any:
         entry.last_used = next(self._clock)
         self.stats.hits += 1
         try:
-            return entry(inputs)
+            result = entry(inputs)
         except GuardFailure:
             self.stats.hits -= 1
             raise
+        if entry.guard.counts:
+            entry.guard.count(module)
+        return result
 
     @interrupts_deferred()
     def _compile(

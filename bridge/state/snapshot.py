@@ -35,6 +35,10 @@ class PythonState(Snapshot):
         attributes = [f"self.{name}" for name in sorted({*super().changes(), *inside})]
         return list(dict.fromkeys((*attributes, *self._code.differences())))
 
+    def mentions(self, *names: str) -> bool:
+        """Whether one of these names occurs in the code."""
+        return self._code.mentions(*names)
+
     def restore(self) -> None:
         """Puts back attributes, contents of containers, fields of objects, globals, variables of enclosing scopes."""
         super().restore()

@@ -129,8 +129,7 @@ class Program:
         layout = self.layout
         self._forms = [(torch.Size(v.shape), getattr(torch, v.dtype), True) for v in layout.params]
         self._fresh = [
-            (slot, partial(empty_strided(), shape, dense_strides(shape), dtype))
-            for slot, shape, dtype in layout.fresh
+            (slot, partial(empty_strided(), shape, dense_strides(shape), dtype)) for slot, shape, dtype in layout.fresh
         ]
         self._passed_on = [(i, slot) for i, slot in enumerate(layout.results) if slot < len(layout.params)]
 

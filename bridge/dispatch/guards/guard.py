@@ -48,7 +48,10 @@ class Guard:
         self._number_leaves = list(leaves)
         requires_grad = any(tensor.requires_grad for tensor in (*captured.module_tensors, *arguments))
         saves = torch.is_grad_enabled() and requires_grad
-        self._tree = ModuleGuard(module, captured.module_tensors, saves=saves, numbers=attributes)
+        self._tree = ModuleGuard(
+            module, captured.module_tensors, saves=saves, numbers=attributes, counters=captured.counters
+        )
+        self.counts = bool(captured.counters)
         self._modes = ModeGuard(requires_grad, self._tree.reads_grad_mode)
         self._states = self._modes.states
         self._arguments = ArgumentGuard(captured, arguments, module.forward, saves=saves, numbers=leaves)
@@ -104,6 +107,10 @@ class Guard:
             return None
         places = {NumberPlace(type(then), path=path, name=name): then for (path, name), then in attributes.items()}
         return {**places, **{NumberPlace(type(then), leaf=leaf): then for leaf, then in leaves.items()}}
+
+    def count(self, module: nn.Module) -> None:
+        """What the call does to the module's counters."""
+        self._tree.count(module)
 
     def _number_inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         values = self._tree.numbers(module)

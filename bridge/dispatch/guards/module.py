@@ -17,12 +17,14 @@ import torch
 from torch import nn
 
 from bridge.base.guard_failure import MODULE, GuardFailure
+from bridge.capture import Counter
 from bridge.dispatch.guards.module_conditions import (
     Tree,
     TreeConditions,
     owned_attributes,
     tree_reader,
 )
+from bridge.dispatch.guards.numbers import AnyNumber
 from bridge.dispatch.guards.tensors import TensorGuard
 from bridge.state import CodeGuard, ModuleTensor, Reached, dict_versions, same_versions
 
@@ -55,6 +57,7 @@ class ModuleGuard:
         tensors: those that the compiled code reads, in its order; all of the module's parameters and buffers.
         saves: whether autograd saves tensors of the call.
         numbers: the kinds of the attributes that the compiled code takes as inputs, by path and name.
+        counters: attributes that a call counts up.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class ModuleGuard:
         *,
         saves: bool,
         numbers: Mapping[tuple[str, str], type] = MappingProxyType({}),
+        counters: Sequence[Counter] = (),
     ):
         named = list(root.named_modules(remove_duplicate=False))
         paths: dict[nn.Module, str] = {}
@@ -81,11 +85,13 @@ class ModuleGuard:
         kinds = dict.fromkeys((*map(type, modules), *reached.kinds))
         self._code = CodeGuard(kinds, reached.functions, registered=reached.registered)
         index = {path: modules.index(module) for path, module in named}
-        kinds = {(index[path], name): kind for (path, name), kind in numbers.items()}
+        kinds = {(index[path], name): AnyNumber(kind) for (path, name), kind in numbers.items()}
+        self._number_places = list(kinds)
+        self._counters = [(index[each.path], each.name, each.step) for each in counters]
+        kinds.update(((i, name), AnyNumber(int, counts=True)) for i, name, _ in self._counters)
         self._conditions = TreeConditions(
             tree, list(paths.values()), attributes, reached.contents, tensors, index, kinds
         )
-        self._number_places = list(kinds)
         self._types = self._conditions.types.expected
         self._uncounted = self._conditions.uncounted
         self._attribute_places = self._conditions.attribute_places
@@ -169,6 +175,12 @@ class ModuleGuard:
         """The attributes that the compiled code takes as inputs."""
         modules = [root, *self._modules]
         return [modules[owner].__dict__[name] for owner, name in self._number_places]
+
+    def count(self, root: nn.Module) -> None:
+        """Counts the counters up, as a call of forward does."""
+        modules = [root, *self._modules]
+        for owner, name, step in self._counters:
+            modules[owner].__dict__[name] += step
 
     def changed_numbers(self, root: nn.Module) -> dict[tuple[str, str], Any] | None:
         """As :meth:`TreeConditions.changed_numbers`."""

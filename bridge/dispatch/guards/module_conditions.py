@@ -79,7 +79,7 @@ class TreeConditions:
         contents: of mutable attributes; ``place``: position of the module and name.
         tensors: those that the compiled code reads.
         index: the position of the module at each path, several paths of one module included.
-        numbers: the kinds of the attributes that the compiled code takes as inputs, by position of the module and name.
+        numbers: the attributes of which any number will do, by position of the module and name.
 
     Attributes:
         types: every module's class.
@@ -98,7 +98,7 @@ class TreeConditions:
         contents: Sequence[Contents],
         tensors: Sequence[ModuleTensor],
         index: Mapping[str, int],
-        numbers: Mapping[tuple[int, str], type] = MappingProxyType({}),
+        numbers: Mapping[tuple[int, str], AnyNumber] = MappingProxyType({}),
     ):
         self._paths = paths
         self._numbers = numbers
@@ -228,7 +228,7 @@ class TreeConditions:
         return Condition(
             "attributes",
             lambda tree: [value for i, read in readers for value in read(tree.dicts[i])],
-            [AnyNumber(self._numbers[i, name]) if (i, name) in self._numbers else value for i, name, value in owned],
+            [self._numbers.get((i, name), value) for i, name, value in owned],
             explain,
             exact=same_or_any_number if self._numbers else is_,
             same=same_or_any_number if self._numbers else same,

@@ -13,9 +13,15 @@ __all__ = ["AnyNumber", "changed_number", "same_or_any_number"]
 
 @dataclass(frozen=True)
 class AnyNumber:
-    """Stands among expected values where the compiled code takes the number as an input."""
+    """Stands among expected values where the compiled code takes the number as an input, or only counts it up.
+
+    Attributes:
+        kind: ``int`` or ``float``.
+        counts: whether it is a counter, which may have any size.
+    """
 
     kind: type
+    counts: bool = False
 
     def __repr__(self) -> str:
         return f"any {self.kind.__name__}"
@@ -23,7 +29,9 @@ class AnyNumber:
 
 def same_or_any_number(now: Any, then: Any) -> bool:
     """Whether a value is the expected one, or a number where any is."""
-    return is_number(now, then.kind) if type(then) is AnyNumber else same(now, then)
+    if type(then) is not AnyNumber:
+        return same(now, then)
+    return type(now) is int if then.counts else is_number(now, then.kind)
 
 
 def changed_number(now: Any, then: Any) -> bool:

@@ -190,3 +190,16 @@ def test_the_twin_is_the_module_with_objects_of_its_own():
     twin.linear.gain = 7.0
     twin.linear._parameters["bias"] = None
     assert module.linear.gain == 1.0 and module.linear.bias is not None and "forward" not in module.__dict__
+
+
+def test_a_number_that_is_returned_is_no_input():
+    class Returned(OtherUse):
+        def forward(self, x):
+            return x * self.number, self.number
+
+    module = add_tvm_dispatch(Returned(None), X, on_miss="compile")
+    for value in (0.2, 0.3):
+        module.number = value
+        result, number = module(X)
+        assert number == value and type(number) is float
+        torch.testing.assert_close(result, X * value)

@@ -67,6 +67,7 @@ def test_eager_being_quicker_is_told(monkeypatch, caplog, ours, told):
 
 def test_the_slower_one_is_found():
     """A forward that waits is slower in eager: its compiled call does not wait."""
+
     class Waits(nn.Linear):
         def forward(self, x):
             time.sleep(0.002)
