@@ -148,8 +148,8 @@ def twin_of(root: nn.Module) -> nn.Module:
 #: What Python may ask of a number, besides the arithmetic that a stand-in has.
 _USES = (
     "bool float int index complex hash str format abs eq ne lt le gt ge round trunc floor ceil pow rpow floordiv "
-    "rfloordiv mod rmod divmod rdivmod truediv rtruediv mul rmul add radd sub rsub neg pos invert lshift rlshift rshift "
-    "rrshift and rand or ror xor rxor reduce_ex getattr"
+    "rfloordiv mod rmod divmod rdivmod truediv rtruediv mul rmul add radd sub rsub neg pos invert lshift rlshift "
+    "rshift rrshift and rand or ror xor rxor reduce_ex getattr"
 )
 
 
