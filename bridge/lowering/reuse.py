@@ -81,7 +81,7 @@ def lower_once(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: 
     lowered.seconds = time.perf_counter() - started
     observation_key = _observation_key(captured.fake_observation)
     owned = all(tensor.kind != "attribute" for tensor in captured.module_tensors)
-    if call_key is not None and observation_key is not None and owned:
+    if call_key is not None and observation_key is not None and owned and not captured.counters:
         for key in [key for key, held in _LOWERED.items() if not held]:
             del _LOWERED[key]
         _LOWERED.setdefault(call_key, WeakValueDictionary())[observation_key] = lowered

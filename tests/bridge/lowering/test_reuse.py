@@ -197,12 +197,20 @@ def test_parameters_that_share_memory(captures):
     assert captures == [apart, together]
 
 
-@pytest.mark.parametrize("way", ["seeds", "counts"])
-def test_what_no_operator_shows_is_still_refused(way):
+@pytest.mark.parametrize("ways", [("plain", "counts", "plain"), ("counts", "plain", "counts")])
+def test_a_module_that_counts_is_not_one_that_does_not(ways):
+    x = sample()
+    for way in ways:
+        layer = add_tvm_dispatch(Block(way), x)
+        layer(x), layer(x)
+        assert layer.index == (2 if way == "counts" else 0) and stats(layer).hits == 2
+
+
+def test_what_no_operator_shows_is_still_refused():
     x = sample()
     known = Block("plain")
     add_tvm_dispatch(known, x)
-    layer = Block(way)
+    layer = Block("seeds")
     with pytest.raises(UnsupportedModule):
         add_tvm_dispatch(layer, x)
     assert layer.index == 0
