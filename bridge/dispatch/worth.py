@@ -55,7 +55,7 @@ class Worth:
 
 
 def measure_worth(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Worth | None:
-    """Times the call both ways; ``None`` where its work is not small, or where running it could be noticed.
+    """Times the call both ways; ``None`` where its work is not small, where it raises, or where it could be noticed.
 
     Generators and the module's Python state are put back. Nothing is added to any ``grad``. Calls that write buffers,
     and tensors with hooks, are left alone; so is a checkpoint around it, which counts what is saved.
@@ -80,7 +80,7 @@ def measure_worth(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str
                 lambda: _step(module.forward(*args, **kwargs), wanted),
             ]
             ours, eager = _quickest(steps)
-    except GuardFailure:  # its numbers are eager's matter
+    except Exception:  # noqa: BLE001 - eager's own, of numbers or of what has no derivative: for the call to raise
         return None
     finally:
         if state is not None:
