@@ -120,7 +120,7 @@ def _autocast() -> contextlib.AbstractContextManager:
 
 
 def calls_of(program: Program, names: Mapping[str, Any]) -> list[Call]:
-    """Two calls like the sample, with other numbers, and three that the seed chooses."""
+    """Two calls like the sample, with other numbers, and those that the seed chooses."""
     spelled = [name for name, _, keyword in sorted(program.arguments, key=lambda argument: argument[2])]
 
     def arguments(seed: int) -> Callable[[], Arguments]:
@@ -169,6 +169,7 @@ def calls_of(program: Program, names: Mapping[str, Any]) -> list[Call]:
     rng = random.Random(program.seed + 1)
     strange = [
         Call("with special values", given(inputs.special_values(rng.random())), nothing, every, special=True),
+        Call("with huge values", given(inputs.special_values(rng.random(), huge=True)), nothing, every, special=True),
         Call("with other indices", given(inputs.other_indices(rng.random())), nothing, every),
     ]
     first = Call("first call", arguments(0), nothing, every)

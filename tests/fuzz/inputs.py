@@ -16,12 +16,12 @@ __all__ = ["Change", "by_keyword", "by_position", "other_indices", "other_layout
 Change = Callable[[Arguments], Arguments]
 
 
-def special_values(seed: float) -> Change:
-    """One to three elements of each float tensor become special; or all of them, ties."""
+def special_values(seed: float, *, huge: bool = False) -> Change:
+    """One to three elements of each float tensor become special (or all of them ties), or as large as they can be."""
 
     def change(given: Arguments) -> Arguments:
         rng = random.Random(seed)
-        ties = rng.random() < 0.3
+        ties = not huge and rng.random() < 0.3
 
         def fill(tensor: Tensor) -> Tensor:
             if not tensor.is_floating_point() or not tensor.numel():
@@ -29,11 +29,10 @@ def special_values(seed: float) -> Change:
             if ties:
                 return tensor.mul_(2).round_().div_(2)
             limits = torch.finfo(tensor.dtype)
-            values = [float("inf"), float("-inf"), float("nan"), limits.max, -limits.max, limits.tiny, limits.tiny / 4]
-            values += [0.0, -0.0, 1.0, -1.0, limits.max / 2, 1e-30, 88.0, -104.0]
+            values = [float("inf"), float("-inf"), float("nan"), limits.tiny, limits.tiny / 4, 0.0, -0.0, 1.0, -1.0]
             for _ in range(rng.randint(1, 3)):
                 position = tuple(rng.randrange(extent) for extent in tensor.shape)
-                tensor[position] = rng.choice(values)
+                tensor[position] = rng.choice([limits.max, -limits.max, limits.max / 2] if huge else values)
             return tensor
 
         return _mapped(given, fill)

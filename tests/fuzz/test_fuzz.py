@@ -109,9 +109,7 @@ def test_a_wrong_number_is_reported(monkeypatch, statement, word):
     monkeypatch.setattr("tests.fuzz.check.add_tvm_dispatch", add)
     monkeypatch.setattr("tests.fuzz.check._attributes", lambda module: {})
     monkeypatch.setattr("tests.fuzz.check.stats", lambda module: DispatchStats(hits=5))
-    verdicts = [
-        check(replace(written, seed=seed)) for seed in range(8)
-    ]  # how it is called
+    verdicts = [check(replace(written, seed=seed)) for seed in range(8)]  # how it is called
     assert any(verdict.status == "wrong" and word in verdict.detail for verdict in verdicts), verdicts
 
 
