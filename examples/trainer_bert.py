@@ -2,8 +2,8 @@
 
     python -m examples.trainer_bert
 
-The one line that a script of one's own needs is ``dispatch_layers(model, batch)``: the ``Trainer`` is as it was, with
-gradient accumulation, clipping, evaluation, checkpoints, and a second run that resumes from one.
+All that a script of one's own needs is ``callbacks=[TrainerDispatch()]``: the ``Trainer`` is as it was, with gradient
+accumulation, clipping, evaluation, checkpoints, and a second run that resumes from one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-from torch.utils.data import default_collate
 from transformers import Trainer, TrainingArguments
 
 from bridge import stats
-from examples.layers import dispatch_layers, make_examples, make_model
+from bridge.callbacks import TrainerDispatch
+from examples.layers import make_examples, make_model
 
 __all__ = ["Run", "fine_tune", "largest_difference"]
 
@@ -40,9 +39,7 @@ def fine_tune(folder: pathlib.Path, *, dispatch: bool, resume: bool = False, siz
     """``STEPS`` optimizer steps of two micro-batches; with ``resume``, those from the checkpoint half-way on."""
     model = make_model(**size)
     examples, held_out = make_examples(64, length), make_examples(2 * BATCH, length, seed=1)
-    layers: list[nn.Module] = []
-    if dispatch:
-        layers = dispatch_layers(model.train(), default_collate(examples[:BATCH]))
+    callback = TrainerDispatch("BertLayer")
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=STEPS,
@@ -61,10 +58,16 @@ def fine_tune(folder: pathlib.Path, *, dispatch: bool, resume: bool = False, siz
         disable_tqdm=True,
         report_to=[],
     )
-    trainer = Trainer(model=model, args=arguments, train_dataset=examples, eval_dataset=held_out)
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=examples,
+        eval_dataset=held_out,
+        callbacks=[callback] if dispatch else [],
+    )
     half_way = str(folder / f"checkpoint-{STEPS - EVERY}")
     trainer.train(resume_from_checkpoint=half_way if resume else None)
-    counted = [stats(layer) for layer in layers]
+    counted = [stats(layer) for layer in callback.dispatched.values()]
     misses = sum((Counter(each.misses) for each in counted), Counter())
     return Run(trainer.state.log_history, [each.hits for each in counted], misses)
 

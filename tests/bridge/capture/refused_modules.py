@@ -65,7 +65,7 @@ REFUSED: dict[str, tuple[Any, tuple, str]] = {
     "a mask of rows": (lambda m, x, y: y[x[:, 0] > 0], (), "the shape of what comes out depends on the numbers"),
     "numpy": (lambda m, x, y: y + torch.from_numpy(x.detach().cpu().numpy()), (), "compute it with torch"),
     "a generator": (lambda m, x, y: (each for each in [y]), (), "a result of type generator"),
-    "an object": (lambda m, x, y: Answer(y), (), "return tensors, or a tuple, a list"),
+    "an object": (lambda m, x, y: Answer(lambda: y), (), "return tensors, or a tuple, a list"),
     "a set": (lambda m, x, y: {1}, (), "a result of type set|unhashable"),
     "an object's argument": (lambda m, x, y, o: y, (Answer(X),), "pass what forward takes from it"),
     "a function of one's own": (lambda m, x, y: Doubled.apply(y), (), "autograd.Function Doubled"),
