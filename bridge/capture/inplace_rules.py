@@ -30,6 +30,9 @@ CHANGES_ARGUMENT = "changes a tensor that was passed to the module"
 _SETTERS = {torch.Tensor.data.__set__: "Tensor.data =", torch.Tensor.grad.__set__: "Tensor.grad ="}
 
 
+_NOT_REENTRANT = "use_reentrant=False: checkpoint(..., use_reentrant=False), or gradient_checkpointing_kwargs"
+
+
 class InPlaceWatcher(TorchFunctionMode):
     """Every torch call of the module → its in-place writes checked by the rules, and the call appended to ``calls``."""
 
@@ -97,7 +100,8 @@ class InPlaceRules:
             return
         where = self.custom_functions.get(name, "forward")
         reason = "a custom autograd.Function: its backward is Python code that a graph does not hold"
-        self.unsupported.append(Unsupported(op, where, reason))
+        extra = {"hint": _NOT_REENTRANT} if name == "CheckpointFunction" else {}
+        self.unsupported.append(Unsupported(op, where, reason, **extra))
 
     def foreign_draw(self, name: str, where: str | None = None) -> None:
         """A draw from Python's or numpy's generator, which is said once."""

@@ -133,6 +133,8 @@ def _trace_or_refuse(module: nn.Module, args: tuple, kwargs: dict[str, Any], fir
         cause = error.__cause__ if isinstance(error, NotExportedError) else error
     # outside of the except clause, or each of these would show all of torch's exceptions above its own words
     first.restore()
+    if isinstance(cause, UnsupportedModule):
+        raise cause
     try:
         with capturing(module, fakes=False):
             derivatives = raise_if_eager_raises(module, args, kwargs)

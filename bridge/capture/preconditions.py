@@ -93,13 +93,25 @@ def _refuse_parallel(module: nn.Module, name: str) -> None:
 
 
 def _refuse_hooks(module: nn.Module, name: str) -> None:
+    """Forward hooks on inner modules are traced as forward is; those that are not functions of tensors are refused."""
     found = [
-        Unsupported(f"{kind} on '{path}'", f"{name}.{path}", "a hook on an inner module is Python code", "remove it")
+        Unsupported(f"{kind} on '{path}'", f"{name}.{path}", *problem)
         for path, child in module.named_modules()
-        if path and (kind := hooks_of(child))
+        for kind, hook in (hooks_of(child) if path else ())
+        if (problem := _problem_of_hook(kind, hook)) is not None
     ]
     if found:
         raise UnsupportedModule(name, found)
+
+
+def _problem_of_hook(kind: str, hook: Any) -> tuple[str, str] | None:
+    """Why a hook on an inner module cannot be traced, and what to do about it."""
+    if not kind.startswith("forward"):
+        return "a backward hook on an inner module is Python code in the middle of the backward", "remove it"
+    if type(hook).__module__.startswith("torch.nn.utils."):  # old weight_norm, spectral_norm, prune
+        hint = "use torch.nn.utils.parametrizations, or make it permanent (remove_weight_norm, prune.remove)"
+        return f"{type(hook).__name__} sets an attribute of the module at every call", hint
+    return None
 
 
 def _refuse_arguments(args: tuple, kwargs: dict[str, Any], name: str) -> None:

@@ -6,6 +6,7 @@ call in another thread goes on with the real ones.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.torch_internals import MODULE_HOOKS
 from bridge.capture.tracing import is_capturing
 
@@ -61,6 +63,8 @@ _REGISTRIES = ("_parameters", "_buffers")
 def registries_here(root: nn.Module) -> Iterator[None]:
     """This thread may swap parameters and buffers, and sees no hooks on ``root``: they run around the compiled call.
 
+    Hooks on inner modules run; one that returns nothing is there for what it does besides, and is refused.
+
     What it leaves changed (swaps are undone by those who make them) is changed for all in the end.
     """
     sides = [
@@ -70,6 +74,11 @@ def registries_here(root: nn.Module) -> Iterator[None]:
     ]
     before = [here.copy() for _, _, _, here in sides]
     hooks = [(root.__dict__, kind, root.__dict__[kind], OrderedDict()) for kind in MODULE_HOOKS]
+    for path, module in root.named_modules():
+        for kind in MODULE_HOOKS if module is not root else ():
+            if held := module.__dict__[kind]:
+                watched = [(key, _giving_a_result(hook, type(root).__name__, path, kind)) for key, hook in held.items()]
+                hooks.append((module.__dict__, kind, held, OrderedDict(watched)))
     for attributes, kind, real, here in sides + hooks:
         attributes[kind] = TwoSidedRegistry(real, here)
     try:
@@ -81,3 +90,21 @@ def registries_here(root: nn.Module) -> Iterator[None]:
                 real.pop(name, None)
         for attributes, kind, real, _ in sides + hooks:
             attributes[kind] = real
+
+
+def _giving_a_result(hook: Callable[..., Any], name: str, path: str, kind: str) -> Callable[..., Any]:
+    if getattr(hook, "__name__", "") == "make_inputs_require_grads":  # transformers': what it does is observed
+        return hook
+
+    @functools.wraps(hook, updated=())
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = hook(*args, **kwargs)
+        if result is None:
+            reason = "a hook that returns nothing is there for what it does besides; a compiled call runs no Python"
+            problem = Unsupported(
+                f"{kind[1:]} on '{path}'", f"{name}.{path}", reason, "remove it, or add it afterwards"
+            )
+            raise UnsupportedModule(name, [problem])
+        return result
+
+    return run

@@ -42,12 +42,11 @@ def _is_cache(module: nn.Module, name: str) -> bool:
     return name in _RECURRENT_CACHES and isinstance(module, nn.RNNBase)
 
 
-def hooks_of(module: nn.Module) -> str | None:
-    """The kind of hook registered on ``module``, as in ``"forward_hooks"``, or ``None``."""
+def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The hooks registered on ``module``: kind, as in ``"forward_hooks"``, and function."""
     for kind in MODULE_HOOKS:
-        if getattr(module, kind, None):
-            return kind[1:]
-    return None
+        for hook in getattr(module, kind, {}).values():
+            yield kind[1:], hook
 
 
 class Snapshot:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import nn
 
 from bridge.state.code import CodeGuard
-from bridge.state.module import Snapshot, own_attributes
+from bridge.state.module import Snapshot, hooks_of, own_attributes
 from bridge.state.reachable import Contents, Reached
 
 __all__ = ["PythonState"]
@@ -26,6 +26,8 @@ class PythonState(Snapshot):
         for path, module in modules.items():
             for name, value in own_attributes(module):
                 reached.add(f"{path}.{name}" if path else name, value)
+            for kind, hook in hooks_of(module) if path else ():
+                reached.add(f"{path}.{kind}", hook)
         self._inside: list[Contents] = reached.contents
         self._code = CodeGuard(dict.fromkeys((*map(type, modules.values()), *reached.kinds)), reached.functions)
 

@@ -26,7 +26,7 @@ from bridge.dispatch.guards.module_conditions import (
 )
 from bridge.dispatch.guards.numbers import AnyNumber
 from bridge.dispatch.guards.tensors import TensorGuard
-from bridge.state import CodeGuard, ModuleTensor, Reached, dict_versions, same_versions
+from bridge.state import CodeGuard, ModuleTensor, Reached, dict_versions, hooks_of, same_versions
 
 __all__ = ["ModuleGuard"]
 
@@ -39,13 +39,15 @@ class _Unwritten(NamedTuple):
     Attributes:
         versions: of the modules' own dictionaries, then of ``registries``, at that time; ``None`` if there are none.
         registries: those of parameters, buffers and children that hold something, and settings.
-        empty: the other ones, and hooks on inner modules: they must stay empty.
+        empty: the other ones, and registries of hooks on inner modules that hold none: they must stay empty.
+        hooked: whether inner modules have hooks, which are looked at in every call.
         tensors: the registry and the name of each parameter and buffer that the compiled code reads.
     """
 
     versions: list[int] | None
     registries: list[dict]
     empty: list[dict]
+    hooked: bool
     tensors: list[tuple[dict[str, torch.Tensor], str]]
 
 
@@ -82,6 +84,9 @@ class ModuleGuard:
         for i, name, value in attributes:
             if not isinstance(value, torch.Tensor):
                 reached.add((i, name), value)
+        for i, module in enumerate(modules[1:], start=1):
+            for kind, hook in hooks_of(module):
+                reached.add((i, kind), hook)
         kinds = dict.fromkeys((*map(type, modules), *reached.kinds))
         self._code = CodeGuard(kinds, reached.functions, registered=reached.registered)
         index = {path: modules.index(module) for path, module in named}
@@ -132,6 +137,8 @@ class ModuleGuard:
                 return None
         if self._uncounted.expected and not self._uncounted.holds(None):
             return None
+        if known.hooked and not self._conditions.hooks.holds(self._read(modules, dicts)):
+            return None
         tensors = [registry[name] for registry, name in known.tensors]
         tensors += [dicts[owner][name] for owner, name in self._attribute_places]
         alike = self._tensors.alike.get(inference)
@@ -149,8 +156,8 @@ class ModuleGuard:
             tensors = self._conditions.registered_tensors(tree)
         except KeyError:
             return None
-        empty = [*tree.hooks, *(registry for registry in registries if not registry)]
-        return _Unwritten(versions, written, empty, tensors)
+        empty = [registry for registry in (*tree.hooks, *registries) if not registry]
+        return _Unwritten(versions, written, empty, any(tree.hooks), tensors)
 
     def match(self, root: nn.Module, inference: bool = False) -> list[torch.Tensor]:
         """The module's tensors, in the order of the compiled code's inputs.

@@ -85,6 +85,7 @@ class TreeConditions:
         types: every module's class.
         before_tensors, after_tensors: in the order of the reasons, around the conditions on single tensors.
         watched: those that can only fail after a write to a dictionary.
+        hooks: on inner modules.
         uncounted: contents whose changes no count of writes tells.
         counted: the dictionaries behind the other contents.
         attribute_places: position and name of the tensors that are plain attributes.
@@ -107,7 +108,8 @@ class TreeConditions:
         self.counted = [each.counted for each in contents if each.counted is not None]
         self.types = self._types(tree)
         self.uncounted = self._contents("contents without counts", [c for c in contents if c.counted is None])
-        structure = [self._submodules(tree), self._order(tree), self._hooks(tree), self._training(tree)]
+        self.hooks = self._hooks(tree)
+        structure = [self._submodules(tree), self._order(tree), self.hooks, self._training(tree)]
         self._constants = [each for each in attributes if not isinstance(each[2], torch.Tensor)]
         self._constant = self._attributes(self._constants)
         held = [
@@ -181,11 +183,16 @@ class TreeConditions:
         return Condition("order of submodules", read, read(tree), explain, eq, eq)
 
     def _hooks(self, tree: Tree) -> Condition:
-        def explain(place: int, then: int, now: int) -> GuardFailure:
+        """The very hooks that were traced, in their order; what they read is a matter of the code guard."""
+
+        def read(tree: Tree) -> list[list[tuple[int, Any]]]:
+            return [list(hooks.items()) if hooks else [] for hooks in tree.hooks]
+
+        def explain(place: int, then: Any, now: Any) -> GuardFailure:
             kind, i = divmod(place, len(self._paths) - 1)
             return GuardFailure(MODULE, f"hook on submodule '{self._paths[i + 1]}' ({MODULE_HOOKS[kind][1:]})")
 
-        return Condition("hooks", lambda tree: map(len, tree.hooks), [0] * len(tree.hooks), explain, eq, eq)
+        return Condition("hooks", read, read(tree), explain, _same_hooks, _same_hooks)
 
     def _training(self, tree: Tree) -> Condition:
         def explain(i: int, then: Any, now: Any) -> GuardFailure:
@@ -323,6 +330,10 @@ def _places(
         places.append(first)
         ties += [(position, other) for other in others]
     return places, ties
+
+
+def _same_hooks(now: Sequence[tuple[int, Any]], then: Sequence[tuple[int, Any]]) -> bool:
+    return len(now) == len(then) and all(a == b and f is g for (a, f), (b, g) in zip(now, then, strict=True))
 
 
 def _attribute_failure(path: str, name: str, verb: str) -> GuardFailure:

@@ -169,7 +169,7 @@ def test_averaged_model(pair):
 
 @pytest.mark.composes(
     "hooks on modules inside",
-    "refused when added; registered later: eager, with a reason",
+    "forward hooks that return a result are traced; others are refused, or eager with a reason",
     section="The module stays the user's",
 )
 def test_hook_on_an_inner_module_is_refused_at_add_time(pair):

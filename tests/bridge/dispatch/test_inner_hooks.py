@@ -1,0 +1,181 @@
+"""Forward hooks on modules inside a dispatched one: traced where they are functions of tensors, guarded, or refused."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune, spectral_norm, weight_norm
+
+from bridge import UnsupportedModule, add_tvm_dispatch, examine, stats
+from tests.bridge.compare import check_module
+
+
+class Low(nn.Module):
+    """A low-rank adapter, as a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up, self.scale = nn.Linear(6, 2, bias=False), nn.Linear(2, 5, bias=False), 0.5
+
+    def __call__(self, layer, args, result):
+        return result + self.scale * self.up(self.down(args[0]))
+
+
+SETTINGS = {"scale": 3.0}
+
+
+def doubled(layer, args):
+    return (2 * args[0],)
+
+
+def scaled(layer, args, result):
+    return SETTINGS["scale"] * result
+
+
+def with_noise(layer, args, kwargs, result):
+    return result + torch.randn_like(result)
+
+
+def net():
+    return nn.Sequential(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)), nn.Tanh())
+
+
+def hooked(**hooks):
+    module = net()
+    for kind, hook in hooks.items():
+        getattr(module[0][0], f"register_{kind}")(hook)
+    return module
+
+
+def rows():
+    return torch.randn(4, 6)
+
+
+PURE = {
+    "pre-hook": partial(hooked, forward_pre_hook=doubled),
+    "hook": partial(hooked, forward_hook=scaled),
+    "both": partial(hooked, forward_pre_hook=doubled, forward_hook=scaled),
+}
+
+
+@pytest.mark.composes("hooks on modules inside")
+@pytest.mark.parametrize("make", PURE.values(), ids=PURE)
+def test_a_hook_that_is_a_function_of_tensors_is_traced(make):
+    check_module(make, rows)
+
+
+@pytest.mark.composes("hooks on modules inside")
+def test_a_hook_that_draws_follows_the_generator():
+    def make():
+        module = net()
+        module[0][0].register_forward_hook(with_noise, with_kwargs=True)
+        return module
+
+    check_module(make, rows)
+
+
+def test_a_low_rank_adapter_in_the_module_is_trained():
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.adapter = nn.Linear(6, 5), Low()
+            self.layer.register_forward_hook(self.adapted)
+
+        def adapted(self, layer, args, result):
+            return self.adapter(layer, args, result)
+
+        def forward(self, x):
+            return self.layer(x).tanh()
+
+    check_module(Adapted, rows)
+
+
+def changed_setting(module):
+    SETTINGS["scale"] = 7.0
+
+
+def removed(module):
+    module[0][0]._forward_hooks.clear()
+
+
+def another(module):
+    removed(module)
+    module[0][0].register_forward_hook(lambda layer, args, result: 5 * result)
+
+
+def one_more(module):
+    module[0][0].register_forward_hook(scaled)
+
+
+@pytest.mark.parametrize("change", [changed_setting, removed, another, one_more])
+def test_what_changes_later_is_seen(change, monkeypatch):
+    monkeypatch.setitem(SETTINGS, "scale", 3.0)
+    module, x = hooked(forward_hook=scaled), rows()
+    twin = copy.deepcopy(module)
+    add_tvm_dispatch(module, x)
+    assert torch.allclose(module(x), twin(x))
+    assert torch.allclose(module(x), twin(x))
+    assert stats(module).hits == 2
+    for each in (module, twin):
+        change(each)
+    assert torch.allclose(module(x), twin(x))
+    assert stats(module).hits == 2
+    assert len(stats(module).misses) == 1
+
+
+def test_what_is_inserted_by_itself_has_its_own_numbers():
+    """Equal modules share what was compiled, but not with one that has a hook."""
+    x, plain, other = rows(), net(), hooked(forward_hook=scaled)
+    other.load_state_dict(plain.state_dict())
+    wanted = [copy.deepcopy(each)(x) for each in (plain, other)]
+    for each, result in zip((plain, other), wanted, strict=True):
+        assert torch.allclose(add_tvm_dispatch(each, x)(x), result)
+
+
+SEEN = []
+
+
+def observes(layer, args, result):
+    SEEN.append(result.detach())
+
+
+def counts(layer, args, result):
+    SEEN.append(1)
+    return 2 * result
+
+
+def pruned():
+    module = net()
+    prune.l1_unstructured(module[0][0], "weight", amount=0.3)
+    return module
+
+
+def normed(norm):
+    module = net()
+    norm(module[0][0])
+    return module
+
+
+REFUSED = {
+    "observes": (partial(hooked, forward_hook=observes), "forward_hooks on '0.0': a hook that returns nothing"),
+    "counts": (partial(hooked, forward_hook=counts), "SEEN"),
+    "backward": (partial(hooked, full_backward_hook=lambda *_: None), "backward_hooks on '0.0'"),
+    "prune": (pruned, "L1Unstructured sets an attribute"),
+    "weight_norm": (partial(normed, weight_norm), "WeightNorm sets an attribute"),
+    "spectral_norm": (partial(normed, spectral_norm), "SpectralNorm sets an attribute"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.composes("hooks on modules inside")
+@pytest.mark.parametrize(("make", "words"), REFUSED.values(), ids=REFUSED)
+def test_others_are_refused_by_name(make, words):
+    SEEN.clear()
+    module, x = make(), rows()
+    with pytest.raises(UnsupportedModule, match=words):
+        add_tvm_dispatch(module, x)
+    assert examine(module, x).unsupported
+    assert not SEEN
+    assert "_compiled_call_impl" not in vars(module)
