@@ -87,5 +87,5 @@ def test_its_layers(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_reentrant_kind_is_refused_with_a_hint(name):
     model, _ = made(name, reentrant=True)
-    with pytest.raises(UnsupportedModule, match="CheckpointFunction(.|\n)*use_reentrant=False"):
+    with pytest.raises(UnsupportedModule, match=r"CheckpointFunction[\s\S]*use_reentrant=False"):
         add_tvm_dispatch(model, batch(None))
