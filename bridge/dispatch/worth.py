@@ -63,6 +63,8 @@ def measure_worth(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str
     captured = entry.lowered.captured
     if not _is_small(entry) or captured.mutated or has_global_hooks() or has_saved_tensors_hooks():
         return None
+    if any(vars(child).get("_compiled_call_impl") is not None for child in module.modules() if child is not module):
+        return None  # eager would run, and count, what is compiled already
     if captured.draws and not is_alone():  # numbers that another thread draws meanwhile would come again
         return None
     try:
