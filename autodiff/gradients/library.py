@@ -10,7 +10,7 @@ from tvm.relax import op
 
 from autodiff.gradients.registry import Emit, checks, library_gradient
 from autodiff.gradients.tools import const, zeros_like
-from autodiff.ir import Call, Expr, ShapeExpr, TupleGetItem, TupleType, Var, shape
+from autodiff.ir import Call, Expr, ShapeExpr, StringImm, TupleGetItem, TupleType, Var, shape
 from autodiff.library import call as library_call
 
 __all__ = []
@@ -120,6 +120,25 @@ def recurrent_layer(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]
     count = relax.prim_value(len(tensors))
     backward = emit(library_call("recurrent_layer_backward", [options, count, *tensors, *results, *grads], types))
     return [None, None, *(TupleGetItem(backward, index) for index in range(len(tensors)))]
+
+
+@library_gradient("library.draw")
+def draw(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+    """No gradient, but through a standard gamma (implicit reparameterization: Figurnov et al., 2018)"""
+    name, _, _, *parameters = call.args
+    if str(name.value) != "aten._standard_gamma.default":
+        return [None] * len(call.args)
+    (concentration,) = parameters
+    arguments = StringImm('[[{"$tensor": 0}, {"$tensor": 1}], {}]')
+    value, grad = emit(TupleGetItem(y, 0)), emit(TupleGetItem(g, 0))
+    operator = [StringImm("aten._standard_gamma_grad.default"), arguments, concentration, value]
+    return [None, None, None, grad * emit(library_call("operator", operator, concentration.ty))]
+
+
+@library_gradient("library.drawn")
+def drawn(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+    """dx = g"""
+    return [g, None, None]
 
 
 @library_gradient("library.log1p", wide=True)

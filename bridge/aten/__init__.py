@@ -16,6 +16,7 @@ from bridge.aten import (
     special,
     whole,
 )
+from bridge.aten.draws import described_draw
 from bridge.aten.importer import Imported, import_graph
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse
 
@@ -25,6 +26,7 @@ __all__ = [
     "UnsupportedUse",
     "conv",
     "creation",
+    "described_draw",
     "import_graph",
     "indexing",
     "linalg",

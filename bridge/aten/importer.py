@@ -27,6 +27,7 @@ from autodiff.ir import (
     shape,
 )
 from autodiff.library import call as library_call
+from bridge.aten.draws import ChainedDraws
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.torch_internals import ELEMENTWISE_TYPE_PROMOTION_KIND, HigherOrderOperator, elementwise_dtypes
@@ -91,6 +92,7 @@ class Importer:
         self.dropout_draws: list[int] = []
         self.draw_params: dict[int, Var] = {}
         self.assertions: list[tuple[Expr, str]] = []
+        self.draws = ChainedDraws(self, captured.draws)
         self._builder = relax.BlockBuilder()
         self._names: dict[str, int] = {}
         self._hint = "v"
@@ -217,6 +219,8 @@ class Importer:
         draw = self.captured.draws[index]
         if draw.shape != tuple(self.out(node).shape):
             raise UnsupportedUse(f"eager draws a tensor of shape {draw.shape}, the graph {tuple(self.out(node).shape)}")
+        if self.draws.is_chained(index):
+            return self.cast(self.draws.make(index, ()), self.out_dtype(node))
         self.draw_params[index] = Var(f"draw_{index}", TensorType(draw.shape, relax_dtype(draw.dtype)))
         return self.cast(self.draw_params[index], self.out_dtype(node))
 
@@ -335,7 +339,7 @@ def _finish(captured: Captured, importer: Importer, params: list[Var], env: dict
         results.append(env[node])
     num_outputs = len(results)
     results += [env[node] for _, node in captured.mutated]
-    results = importer.checked(results)
+    results = importer.draws.finished(importer.checked(results))
     used = sorted(importer.draw_params)
     function = build_function([*params, *(importer.draw_params[k] for k in used)], importer.bindings, results)
     return Imported(function, tuple(output_of), num_outputs, tuple(importer.dropout_draws), tuple(used))

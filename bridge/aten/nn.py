@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from tvm import relax
 
-from autodiff.ir import dtype, shape
+from autodiff.constants import const
+from autodiff.dropout import keep_scale
+from autodiff.ir import Expr, dtype, shape
 from bridge.aten.norm import moments, rstd_of
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.aten.whole import whole
 from bridge.base.torch_internals import aten
+from bridge.capture import COMPUTED_DRAWS
 
 op = relax.op
 
@@ -28,6 +31,10 @@ def native_dropout(importer, node, x, rate, train):
     keep = importer.captured.draws[draw].args[0]
     if abs(keep - (1 - rate)) > 1e-12 or importer.captured.draws[draw].shape != shape(x):
         raise UnsupportedUse(f"dropout of rate {rate} where eager keeps with probability {keep}")
+    if importer.draws.is_chained(draw):  # a draw before it is computed, so the mask cannot be drawn ahead
+        mask = importer.draws.make(draw, ())
+        noise = importer.emit(op.multiply(importer.cast(mask, dtype(x)), const(keep_scale(rate, dtype(x)), x)))
+        return importer.emit(op.multiply(x, noise)), importer.cast(mask, "bool")
     importer.dropout_draws.append(draw)
     pair = importer.emit(op.nn.dropout(x, rate))
     return importer.item(pair, 0), importer.item(pair, 1)
@@ -35,7 +42,10 @@ def native_dropout(importer, node, x, rate, train):
 
 @converts(
     aten.bernoulli.p,
+    aten.cauchy.default,
     aten.exponential.default,
+    aten.geometric.default,
+    aten.log_normal.default,
     aten.normal.float_float,
     aten.normal_functional.default,
     aten.rand.default,
@@ -51,6 +61,17 @@ def native_dropout(importer, node, x, rate, train):
 )
 def draw(importer, node, *args, **kwargs):
     return importer.draw(node)
+
+
+@converts(*COMPUTED_DRAWS)
+def computed_draw(importer, node, *args, **kwargs):
+    """Made in its place by eager's operator; see :mod:`bridge.aten.draws`."""
+    if node.name not in importer.captured.draw_of:
+        raise UnsupportedUse("a random draw that was not observed in eager")
+    tensors = [arg for arg in args if isinstance(arg, Expr)]
+    if node.target is aten.bernoulli.Tensor:  # the first is only filled
+        tensors = tensors[1:]
+    return importer.cast(importer.draws.make(importer.captured.draw_of[node.name], tensors), importer.out_dtype(node))
 
 
 @converts(aten.native_layer_norm.default)

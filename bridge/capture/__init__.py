@@ -5,9 +5,10 @@ from bridge.capture.counters import Counter
 from bridge.capture.dynamic_shapes import refuse_dynamic
 from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.fake_run import fake_run
+from bridge.capture.isolated_rng import with_generator
 from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, number_tensor, with_number_inputs
-from bridge.capture.observation import Draw, Observation, Output
-from bridge.capture.passes.preserved_ops import UPSAMPLES, WHOLE
+from bridge.capture.observation import Draw, Observation, Output, Parameter
+from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, UPSAMPLES, WHOLE
 from bridge.capture.passes.recurrent import RECURRENT_LAYERS
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
 from bridge.capture.pipeline import capture
@@ -17,6 +18,7 @@ from bridge.capture.thread_isolation import capturing
 from bridge.capture.tracing import is_capturing, is_traced_here, one_capture_at_a_time
 
 __all__ = [
+    "COMPUTED_DRAWS",
     "RECURRENT_LAYERS",
     "STOP_GRADIENT",
     "UPSAMPLES",
@@ -28,6 +30,7 @@ __all__ = [
     "NumberPlace",
     "Observation",
     "Output",
+    "Parameter",
     "capture",
     "capturing",
     "check_call",
@@ -41,5 +44,6 @@ __all__ = [
     "raise_if_eager_raises",
     "refuse_dynamic",
     "where_is",
+    "with_generator",
     "with_number_inputs",
 ]

@@ -9,8 +9,9 @@ import torch
 
 from bridge.base.torch_internals import TorchDispatchMode, current_graph_task_id, schema
 from bridge.capture.generator_watch import unwatched
-from bridge.capture.observation import Draw
+from bridge.capture.observation import Draw, Parameter
 from bridge.capture.op_trace import OpTrace
+from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS
 
 __all__ = ["DrawRecorder", "record_draws"]
 
@@ -59,13 +60,21 @@ class DrawRecorder(TorchDispatchMode):
             self.complain(str(func), "eager has no derivative of it, and fails in the backward")
             return
         rest = args[1:] if _only_filled(func) else args
-        values = (*rest, *kwargs.values())
-        if any(isinstance(value, torch.Tensor) for value in values) or kwargs.get("generator") is not None:
-            self.complain(str(func), "a random draw whose distribution is computed, or from a generator of its own")
+        if kwargs.get("generator") is not None:
+            self.complain(str(func), "a random draw from a generator of its own")
             return
+        if any(isinstance(value, torch.Tensor) for value in (*rest, *kwargs.values())):
+            if func not in COMPUTED_DRAWS:
+                self.complain(str(func), "a random draw whose distribution is computed")
+                return
+            rest = [_parameter(value) if isinstance(value, torch.Tensor) else value for value in rest]
         self.draws.append(
             Draw(str(func), tuple(result.shape), result.stride(), result.dtype, tuple(rest), tuple(kwargs.items()))
         )
+
+
+def _parameter(value: torch.Tensor) -> Parameter:
+    return Parameter(tuple(value.shape), value.dtype, value.stride())
 
 
 def _only_filled(func) -> bool:

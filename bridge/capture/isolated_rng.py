@@ -12,7 +12,7 @@ import torch
 
 from bridge.base.torch_internals import TorchDispatchMode, overload_name, overload_packet, schema
 
-__all__ = ["IsolatedRNG"]
+__all__ = ["IsolatedRNG", "with_generator"]
 
 
 class IsolatedRNG(TorchDispatchMode):
@@ -34,7 +34,7 @@ class IsolatedRNG(TorchDispatchMode):
         if (passed := kwargs.get("generator")) is not None:
             self._passed.append((passed, passed.get_state()))
             return func(*args, **kwargs)
-        if (taker := _taker(func)) is not None:
+        if (taker := with_generator(func)) is not None:
             return taker(*args, **kwargs, generator=self._generator)
         with torch.random.fork_rng(devices=[]):
             return func(*args, **kwargs)
@@ -46,7 +46,7 @@ class IsolatedRNG(TorchDispatchMode):
             generator.set_state(state)
 
 
-def _taker(func: Any) -> Any:
+def with_generator(func: Any) -> Any:
     """The operator with an argument for a generator, or its overload that has one."""
     name = overload_name(func)
     if any(argument.name == "generator" for argument in schema(func).arguments):

@@ -14,13 +14,26 @@ __all__ = ["Draw", "Observation", "Output"]
 
 
 @dataclass(frozen=True)
+class Parameter:
+    """A tensor among the arguments of a draw, as in ``torch.bernoulli(p)``: a computed parameter of the distribution.
+
+    Its strides decide which element gets which number; those of an observation on fake tensors may be others.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stride: tuple[int, ...] = field(compare=False)
+
+
+@dataclass(frozen=True)
 class Draw:
     """One random draw of eager's generator.
 
     Attributes:
         op: the ATen operator that drew, as in ``"aten.bernoulli_.float"``.
         shape, stride, dtype: of the tensor that it filled; the order in memory is the order of the draws.
-        args: its further arguments: numbers, strings, dtypes (for bernoulli_: the probability of a one).
+        args: its further arguments: numbers, strings, dtypes (for bernoulli_: the probability of a one), and
+            :class:`Parameter` for tensors.
         kwargs: its keyword arguments.
     """
 
@@ -30,6 +43,11 @@ class Draw:
     dtype: torch.dtype
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether its distribution depends on tensors: it can be made only where they are known."""
+        return any(isinstance(arg, Parameter) for arg in self.args)
 
 
 @dataclass(frozen=True)

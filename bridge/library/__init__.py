@@ -8,6 +8,7 @@ kernels that write into given tensors.
 from bridge.library import (  # noqa: F401
     attention,
     convolution,
+    draws,
     elementwise,
     indexing,
     operators,

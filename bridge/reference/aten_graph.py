@@ -12,7 +12,8 @@ from torch import fx
 from autodiff.dropout import keep_scale
 from bridge.aten import Imported
 from bridge.base.torch_internals import aten
-from bridge.capture import STOP_GRADIENT, Captured
+from bridge.capture import RECURRENT_LAYERS, STOP_GRADIENT, Captured, Parameter
+from bridge.reference.draws import Drawn
 from bridge.reference.relax import Run
 
 __all__ = ["interpret_graph", "run_graph"]
@@ -28,7 +29,9 @@ def interpret_graph(captured: Captured, imported: Imported, primals: Sequence[to
     wanted = given + len(imported.input_draws) + len(imported.dropout_draws)
     if len(primals) != wanted:
         raise ValueError(f"wanted {wanted} primals (module tensors, arguments, draws, masks), got {len(primals)}")
-    drawn = dict(zip((*imported.input_draws, *imported.dropout_draws), primals[given:], strict=True))
+    drawn = Drawn(
+        captured.draws, dict(zip((*imported.input_draws, *imported.dropout_draws), primals[given:], strict=True))
+    )
     env: dict[fx.Node, Any] = {}
     for node in captured.graph.nodes:
         if node.op == "placeholder":
@@ -57,7 +60,7 @@ def _placeholder(captured: Captured, node: fx.Node, primals: Sequence[torch.Tens
     return node.meta.get("val")
 
 
-def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: Mapping[int, torch.Tensor]) -> Any:
+def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: Drawn) -> Any:
     args = fx.node.map_arg(node.args, env.__getitem__)
     kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
     if node.target is operator.getitem:
@@ -66,8 +69,16 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
         return args[0].detach().clone()
     if node.target is aten.copy.default:  # torch has no derivative of its functional form
         return args[1].to(args[0].dtype).expand(args[0].shape)
+    if node.target is RECURRENT_LAYERS:  # an operator without a kernel: torch's of that name
+        cell, x, states, weights, biases, layers, both_ways, batch_first = args
+        layered = getattr(aten, cell).input
+        first = states if cell == "lstm" else states[0]
+        return layered(x, first, weights, biases, layers, 0.0, False, both_ways, batch_first)
     if node.name in captured.draw_of:
-        draw = drawn.get(captured.draw_of[node.name])
+        index = captured.draw_of[node.name]
+        count = len([arg for arg in captured.draws[index].args if isinstance(arg, Parameter)])
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)] if count else []
+        draw = drawn.at(index, tensors[len(tensors) - count :])  # what is only filled comes before the parameters
         if node.target is aten.native_dropout.default and draw is not None:
             x, rate = args[:2]
             scale = keep_scale(float(rate), str(x.dtype).removeprefix("torch."))

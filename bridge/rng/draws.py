@@ -37,6 +37,7 @@ class Draws:
 
     Args:
         draws: what eager draws, in order; all of them are made, used or not, to leave the generator in eager's state.
+            From the first that is computed on, the program makes them: in its place is the generator's state.
         masks: indices of those that are dropout masks (drawn as ``bool``).
         used: indices of the draws that the compiled code takes, in the order of its parameters.
 
@@ -54,11 +55,15 @@ class Draws:
                     module_name, [Unsupported(draws[index].op, module_name, "not a dropout's draw")]
                 )
         values = set(used).difference(masks)  # those that have to be of the draw's dtype
+        chained = next((index for index, draw in enumerate(draws) if draw.is_computed), None)
+        draws = draws[:chained]
         for op, group in groupby(enumerate(draws), key=lambda item: item[1].op):
             if op == _BERNOULLI:
                 self._makers += _bernoullis([(draw, index in values) for index, draw in group])
             else:
                 self._makers += [_replay(draw, module_name) for _, draw in group]
+        if chained is not None:
+            self._makers.append(_state)
 
     def __len__(self) -> int:
         return self._count
@@ -67,6 +72,10 @@ class Draws:
         """Makes every draw in order and returns the used ones."""
         made = [tensor for maker in self._makers for tensor in maker()]
         return [made[index] for index in self._used]
+
+
+def _state() -> list[torch.Tensor]:
+    return [torch.default_generator.get_state()]
 
 
 def _bernoullis(run: list[tuple[Draw, bool]]) -> list[_Maker]:

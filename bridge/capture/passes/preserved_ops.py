@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bridge.base.torch_internals import aten
 
-__all__ = ["PRESERVED", "UPSAMPLES", "WHOLE"]
+__all__ = ["COMPUTED_DRAWS", "PRESERVED", "UPSAMPLES", "WHOLE"]
 
 
 #: Computed by torch's own kernel, with torch's own derivative: see :mod:`bridge.aten.whole`. They are deterministic,
@@ -136,6 +136,20 @@ WHOLE = (
     aten.soft_margin_loss.default,
 )
 
+#: Draws whose distribution's parameters are tensors; each is made in its place, by torch's operator.
+COMPUTED_DRAWS = (
+    aten.bernoulli.default,
+    aten.bernoulli.Tensor,
+    aten.bernoulli_.Tensor,
+    aten.binomial.default,
+    aten.multinomial.default,
+    aten.normal.Tensor_Tensor,
+    aten.normal.Tensor_float,
+    aten.normal.float_Tensor,
+    aten.poisson.default,
+    aten._standard_gamma.default,
+)
+
 #: Interpolations, with torch's name for the library's mode: torch has kernels for both directions.
 UPSAMPLES = {
     getattr(aten, f"{prefix}upsample_{mode}"): mode
@@ -150,6 +164,7 @@ UPSAMPLES = {
 #: where torch's own backward formula has none.
 PRESERVED = (
     *WHOLE,
+    *COMPUTED_DRAWS,
     aten.linalg_householder_product.default,
     aten.ormqr.default,
     *(overload for packet in UPSAMPLES for overload in (packet.default, packet.vec)),

@@ -243,3 +243,27 @@ _recurrent("gru", nn.GRU, {"reverse": True})
 _recurrent("gru", nn.GRU, {"bias": False})
 _recurrent("rnn_tanh", nn.RNN, {"reverse": True})
 _recurrent("rnn_relu", nn.RNN, {"nonlinearity": "relu", "bias": False})
+
+
+def _gamma(state, concentration):
+    generator = torch.Generator()
+    generator.set_state(state)
+    return torch._standard_gamma(concentration, generator=generator)
+
+
+def _drawn_gamma(scope, state, concentration):
+    tensor = {"$tensor": 0, "stride": [4, 1], "dtype": "float64"}
+    description = json.dumps({"args": [tensor], "kwargs": {}, "result": [[3, 4], [4, 1], "float64"]})
+    args = [StringImm("aten._standard_gamma.default"), StringImm(description), state, concentration]
+    made = scope.emit(library.call("draw", args, relax.TupleType([concentration.ty, state.ty])))
+    return [TupleGetItem(made, 0)]
+
+
+_state = torch.Generator().manual_seed(0).get_state()
+sample("library.draw", _drawn_gamma, _gamma, _state, draw(3, 4, low=0.3))
+sample(
+    "library.drawn",
+    lambda scope, x, before, after: library.call("drawn", [x, before, after], x.ty),
+    lambda x, before, after: x * 1.0,
+    *(draw(3, 5), torch.zeros_like(_state), _state),
+)

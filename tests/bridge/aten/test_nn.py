@@ -140,11 +140,6 @@ def test_gumbel_softmax(hard):
     check(lambda x: F.gumbel_softmax(x, tau=0.7, hard=hard), leaf(5, 4), calls=2)
 
 
-def test_a_draw_from_a_computed_distribution_is_refused():
-    with pytest.raises(UnsupportedModule, match="bernoulli"):
-        add_tvm_dispatch(Function(lambda x: torch.bernoulli(x.sigmoid()) * x), leaf(3))
-
-
 class NormalizedLSTM(nn.Module):
     """A loop over time steps written by hand."""
 

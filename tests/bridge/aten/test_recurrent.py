@@ -93,6 +93,12 @@ def test_steps_are_not_unrolled(name):
     assert few == many
 
 
+@pytest.mark.parametrize("name", ["lstm_three", "gru_both_ways"])
+def test_the_stages_agree_with_each_other(name):
+    found = lower(LAYERS[name](), leaf(4, 3, 3)).check()
+    assert found.ok, found
+
+
 def test_cells_by_hand_beside_whole_layers():
     class Both(nn.Module):
         def __init__(self):

@@ -1,0 +1,130 @@
+"""Chained draws: draws whose distribution is computed, and those after them → library calls, each after the other.
+
+Draws with known parameters are made before a program runs. One like ``torch.bernoulli(p)`` is made inside, where p is
+known, and how far it moves the generator may depend on p; so all that eager draws after it are made inside too. Each
+call takes the generator's state and gives the next: a pure function, which draws the same where it is computed again.
+The first state is an input of the program, the last becomes the generator's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autodiff.ir import Expr, StringImm, TensorType, TupleType, Var, numel
+from autodiff.library import call as library_call
+from bridge.aten.registry import UnsupportedUse
+from bridge.base.torch_internals import is_dense
+from bridge.capture import Draw, Parameter
+
+__all__ = ["ChainedDraws", "described_draw"]
+
+_DTYPES = "float32 float64 int64 bool float16 bfloat16 int32 uint8 int8 int16".split()
+
+
+class ChainedDraws:
+    """The draws of one function from the first computed one on."""
+
+    def __init__(self, importer: Any, draws: Sequence[Draw]):
+        self._importer = importer
+        self._draws = draws
+        self._first = next((index for index, draw in enumerate(draws) if draw.is_computed), len(draws))
+        self._next = self._first
+        self._before: Var | None = None
+        self._state: Expr | None = None
+
+    def is_chained(self, index: int) -> bool:
+        """Whether a draw of eager's is made inside the program."""
+        return index >= self._first
+
+    def make(self, index: int, tensors: Sequence[Expr]) -> Expr:
+        """The draw, after all of eager's before it, of the type in which eager draws it.
+
+        Raises:
+            UnsupportedUse: it cannot be made in eager's order or layout.
+        """
+        if index < self._next:
+            raise UnsupportedUse("a random draw that the graph makes in another order than eager")
+        self._skip_to(index)
+        self._next = index + 1
+        return self._emit(index, tensors)
+
+    def finished(self, results: list[Expr]) -> list[Expr]:
+        """``results``, the smallest of which cannot be had before the generator has its new state."""
+        if self._first == len(self._draws):
+            return results
+        self._skip_to(len(self._draws))
+        if not results:
+            raise UnsupportedUse("a computed random draw in a module without a result")
+        position = min(range(len(results)), key=lambda index: numel(results[index]))
+        value = results[position]
+        value = self._importer.emit(library_call("drawn", [value, self._before, self._state], value.ty))
+        return [*results[:position], value, *results[position + 1 :]]
+
+    def _skip_to(self, index: int) -> None:
+        """Makes eager's draws up to one, whose results nobody uses."""
+        for unused in range(self._next, index):
+            if self._draws[unused].is_computed:
+                raise UnsupportedUse("a random draw whose distribution is computed, and whose result nobody uses")
+            self._emit(unused, ())
+
+    def _emit(self, index: int, tensors: Sequence[Expr]) -> Expr:
+        draw, importer = self._draws[index], self._importer
+        parameters = [arg for arg in draw.args if isinstance(arg, Parameter)]
+        if len(parameters) != len(tensors):
+            raise UnsupportedUse("a random draw with other parameters than eager's")
+        if not all(_is_plain(parameter) for parameter in parameters):
+            raise UnsupportedUse("a random draw whose parameters overlap in memory", "call .contiguous() on them")
+        if self._state is None:
+            size = torch.default_generator.get_state().numel()
+            self._before = self._state = Var(f"draw_{self._first}", TensorType((size,), "uint8"))
+            importer.draw_params[self._first] = self._before
+        element_type = str(draw.dtype).removeprefix("torch.")
+        if element_type not in _DTYPES:
+            raise UnsupportedUse(f"random numbers of type {draw.dtype}")
+        types = TupleType([TensorType(draw.shape, element_type), self._state.ty])
+        args = [StringImm(draw.op), StringImm(described_draw(draw)), self._state, *tensors]
+        made = importer.emit(library_call("draw", args, types))
+        self._state = importer.item(made, 1)
+        return importer.item(made, 0)
+
+
+def _is_plain(parameter: Parameter) -> bool:
+    """Whether every element has its own memory, or all along an axis share it (``expand``)."""
+    kept = [(e, s) for e, s in zip(parameter.shape, parameter.stride, strict=True) if s or e <= 1]
+    if not kept:
+        return True
+    shape, stride = zip(*kept, strict=True)
+    return 0 in parameter.shape or is_dense(torch.empty_strided(shape, stride, device="meta"))
+
+
+def described_draw(draw: Draw) -> str:
+    """Arguments, layout of the result and of the parameters, as JSON: see ``draw`` in :mod:`autodiff.library`."""
+    count = 0
+
+    def written(value: Any) -> Any:
+        nonlocal count
+        if isinstance(value, Parameter):
+            count += 1
+            return {
+                "$tensor": count - 1,
+                "stride": list(value.stride),
+                "dtype": str(value.dtype).removeprefix("torch."),
+            }
+        if isinstance(value, torch.dtype):
+            return {"$dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device | torch.layout | torch.memory_format):
+            return None
+        return list(value) if isinstance(value, tuple | list) else value
+
+    return json.dumps(
+        {
+            "args": [written(arg) for arg in draw.args],
+            "kwargs": {name: written(value) for name, value in draw.kwargs},
+            "result": [list(draw.shape), list(draw.stride), str(draw.dtype).removeprefix("torch.")],
+        },
+        sort_keys=True,
+    )

@@ -1,0 +1,69 @@
+"""Random draws inside a program: eager's operator, from a generator's state to the next."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from bridge.base.torch_internals import schema
+from bridge.capture import with_generator
+from bridge.library.registry import library_function
+
+__all__: list[str] = []
+
+
+@library_function("draw")
+def draw(name, description, state, *tensors):
+    """What eager's operator draws from a generator in this state, and the state that it leaves.
+
+    Parameters have the types that they have in eager, which decide about the bits, also where a check computes what is
+    around in float64.
+    """
+    _, packet, overload = name.split(".")
+    operator = getattr(getattr(torch.ops.aten, packet), overload)
+    described = json.loads(description)
+
+    def read(value: Any) -> Any:
+        if isinstance(value, dict) and "$tensor" in value:
+            return _laid_out(tensors[value["$tensor"]].to(getattr(torch, value["dtype"])), value["stride"])
+        if isinstance(value, dict):
+            return getattr(torch, value["$dtype"])
+        return value
+
+    args = [read(value) for value in described["args"]]
+    kwargs = {name: read(value) for name, value in described["kwargs"].items() if value is not None}
+    missing = sum(not argument.kwarg_only for argument in schema(operator).arguments) - len(args)
+    if missing and str(schema(operator).arguments[0].type) == "Tensor" and _fills(operator):
+        shape, stride, dtype = described["result"]
+        args.insert(0, torch.empty_strided(shape, stride, dtype=getattr(torch, dtype)))
+    generator = torch.Generator()
+    generator.set_state(state)
+    made = with_generator(operator)(*args, **kwargs, generator=generator)
+    if wide := [tensor.dtype for tensor in tensors if tensor.dtype is torch.float64]:  # a check, see above
+        made = made.to(wide[0]) if made.is_floating_point() else made
+    return made, generator.get_state()
+
+
+@library_function("drawn")
+def drawn(x, before, after):
+    """``x``; the default generator goes on from ``after``, if it still is where the draws began."""
+    if torch.equal(torch.default_generator.get_state(), before):
+        torch.default_generator.set_state(after)
+    return x
+
+
+def _fills(operator: Any) -> bool:
+    """Whether the operator's first tensor only says what to fill."""
+    name = schema(operator).name
+    return name.endswith(("_", "_like")) or str(operator) == "aten.bernoulli.p"
+
+
+def _laid_out(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:
+    """The tensor with eager's strides, which decide which element is drawn first."""
+    if list(tensor.stride()) == stride:
+        return tensor
+    once = tensor[tuple(slice(0, 1) if not step else slice(None) for step in stride)]
+    own = torch.empty_strided(once.shape, stride, dtype=tensor.dtype).copy_(once)
+    return own.expand(tensor.shape)

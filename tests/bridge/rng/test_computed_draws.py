@@ -1,0 +1,114 @@
+"""Draws with computed parameters: eager's bits, order, gradients and generator; distributions; what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import distributions, nn
+
+from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
+from tests.bridge.compare import Call, assert_same, check_module, run
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def leaf(*extents, dtype=torch.float64):
+    return torch.randn(*extents, dtype=dtype, requires_grad=True)
+
+
+def mixed(x):
+    """Masks before a computed draw, unused draws, other draws and masks after it."""
+    kept = F.dropout(x, 0.2) * torch.bernoulli(torch.rand_like(x) * x.sigmoid())
+    torch.rand(3)
+    chosen = torch.multinomial(kept.softmax(-1), 2)
+    return F.dropout(kept + torch.randn_like(x), 0.3) + x.gather(1, chosen).sum()
+
+
+DRAWS = {
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()) * x,
+    "bernoulli, transposed": lambda x: torch.bernoulli(x.t().sigmoid()) * x.t(),
+    "bernoulli, expanded": lambda x: torch.bernoulli(x[:1].sigmoid().expand(5, 32)) * x,
+    "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(x.detach().sigmoid()) * x,
+    "multinomial, one": lambda x: x.gather(1, torch.multinomial(x.softmax(-1), 1)),
+    "multinomial, several": lambda x: x.gather(1, torch.multinomial(x.softmax(-1), 3)),
+    "multinomial, replaced": lambda x: x.gather(1, torch.multinomial(x.softmax(-1), 7, True)),
+    "normal": lambda x: torch.normal(x, x.exp()) * x,
+    "normal, one number": lambda x: torch.normal(x, 2.0) + torch.normal(0.5, x.exp()) * x,
+    "poisson": lambda x: torch.poisson(x.exp()) * x,
+    "gamma": lambda x: torch._standard_gamma(x.exp()) * x,
+    "mixed": mixed,
+}
+NUMBERS = {
+    "exponential_": lambda x: torch.empty_like(x).exponential_(2.0) * x,
+    "uniform_": lambda x: torch.empty_like(x).uniform_(-1, 2) * x,
+    "normal_": lambda x: torch.empty_like(x).normal_(1, 2) * x,
+    "cauchy_": lambda x: torch.empty_like(x).cauchy_() * x,
+    "log_normal_": lambda x: torch.empty_like(x).log_normal_() * x,
+    "geometric_": lambda x: torch.empty_like(x).geometric_(0.3) * x,
+}
+OPTIONS = {"validate_args": False}
+DISTRIBUTIONS = {
+    "Normal.sample": lambda x: distributions.Normal(x, x.exp(), **OPTIONS).sample() * x,
+    "Normal.rsample": lambda x: distributions.Normal(x, x.exp(), **OPTIONS).rsample() * x,
+    "Categorical": lambda x: distributions.Categorical(logits=x, **OPTIONS).sample() + x.sum(1),
+    "Bernoulli": lambda x: distributions.Bernoulli(logits=x, **OPTIONS).sample() * x,
+    "Uniform": lambda x: distributions.Uniform(x, x + 1, **OPTIONS).rsample() * x,
+    "Gumbel": lambda x: distributions.Gumbel(x, 1.0, **OPTIONS).rsample() * x,
+    "Exponential": lambda x: distributions.Exponential(x.exp(), **OPTIONS).rsample() * x,
+    "LogNormal": lambda x: distributions.LogNormal(x, 1.0, **OPTIONS).rsample() * x,
+    "Laplace": lambda x: distributions.Laplace(x, x.exp(), **OPTIONS).rsample() * x,
+    "Poisson": lambda x: distributions.Poisson(x.exp(), **OPTIONS).sample() * x,
+}
+
+
+@pytest.mark.parametrize("name", {**DRAWS, **NUMBERS, **DISTRIBUTIONS})
+def test_draws_are_eagers(name):
+    """Over several seeds: values and gradients at rounding, the generator's state to the bit."""
+    function = {**DRAWS, **NUMBERS, **DISTRIBUTIONS}[name]
+    ours, eager, x = Function(function), Function(function), leaf(5, 32)
+    add_tvm_dispatch(ours, x)
+    for seed in range(5):
+        wanted = run(eager, Call((x,)), seed=seed)
+        assert_same(run(ours, Call((x,)), seed=seed), wanted, rtol=1e-10, atol=1e-12)
+    assert stats(ours).hits == 5 and not stats(ours).misses
+
+
+@pytest.mark.parametrize("name", ["bernoulli", "multinomial, replaced", "mixed"])
+def test_bits_in_float32(name):
+    check_module(lambda: Function(DRAWS[name]), lambda: leaf(5, 32, dtype=torch.float32), calls=3)
+
+
+@pytest.mark.parametrize("partition", ["recompute_all", "save_all"])
+def test_a_draw_that_is_computed_again_is_the_same(partition):
+    ours, eager, x = Function(mixed), Function(mixed), leaf(5, 32)
+    add_tvm_dispatch(ours, x, partition=partition)
+    assert_same(run(ours, Call((x,))), run(eager, Call((x,))), rtol=1e-10, atol=1e-12)
+
+
+def test_the_stages_agree_with_each_other():
+    found = lower(Function(mixed), leaf(5, 32)).check()
+    assert found.ok, found
+
+
+def test_what_eager_refuses_is_eagers_error():
+    module, x = Function(lambda x: torch.multinomial(x, 2)), torch.rand(4, 5)
+    add_tvm_dispatch(module, x)
+    with pytest.raises(RuntimeError, match="probability tensor contains either"):
+        module(-x)
+
+
+def test_an_unused_computed_draw_is_refused():
+    def forward(x):
+        torch.poisson(x.exp())
+        return torch.rand_like(x) * x
+
+    with pytest.raises(UnsupportedModule, match="draw"):
+        add_tvm_dispatch(Function(forward), leaf(3))
