@@ -41,7 +41,7 @@ assert_type(__version__, str)
 visualize(lower(model, x), "split", kernels=True)
 
 add_tvm_dispatch(x, x)  # error: type-var
-add_tvm_dispatch(model)  # error: call-arg
+add_tvm_dispatch()  # error: call-arg
 add_tvm_dispatch(model, x, on_miss="sometimes")  # error: arg-type
 add_tvm_dispatch(model, x, partition=0.5)  # error: arg-type
 add_tvm_dispatch(model, x, sample_kwargs=[x])  # error: arg-type
