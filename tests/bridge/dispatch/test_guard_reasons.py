@@ -300,7 +300,7 @@ def test_state_is_named():
 
 @pytest.mark.composes(
     "`torch.func.functional_call`, transforms",
-    "eager, with a reason",
+    "parameters are dispatched, whoever owns them; plain tensors and transforms: eager, with a reason",
     section="The module stays the user's",
 )
 def test_functional_call_misses(pair):
@@ -309,6 +309,32 @@ def test_functional_call_misses(pair):
     actual = torch.func.functional_call(module, parameters, (rows(),))
     torch.testing.assert_close(actual, torch.func.functional_call(eager, parameters, (rows(),)), rtol=0, atol=0)
     assert any("functional_call" in reason for reason in stats(module).misses)
+
+
+@pytest.mark.composes("`torch.func.functional_call`, transforms")
+@pytest.mark.parametrize("change", [lambda p: p, lambda p: nn.Parameter(p.detach() + 1)], ids=["own", "others"])
+def test_functional_call_with_parameters_is_dispatched(pair, change):
+    """Parameters are looked up at every call, so any of the same layout will do; gradients go to those."""
+    module, eager = pair
+    x, results, before = rows(), [], stats(module).hits
+    for each in (module, eager):
+        torch.manual_seed(3)
+        parameters = {name: change(parameter) for name, parameter in each.named_parameters()}
+        result = torch.func.functional_call(each, parameters, (x,))
+        results.append((result, *torch.autograd.grad(result.sum(), list(parameters.values()))))
+    for ours, eagers in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eagers)
+    assert stats(module).hits == before + 1
+
+
+@pytest.mark.composes("`torch.func.functional_call`, transforms")
+def test_functional_call_with_frozen_parameters_misses(pair):
+    module, eager = pair
+    x = rows()
+    frozen = {name: nn.Parameter(p.detach(), requires_grad=False) for name, p in module.named_parameters()}
+    wanted = torch.func.functional_call(eager, frozen, (x,))
+    torch.testing.assert_close(torch.func.functional_call(module, frozen, (x,)), wanted, rtol=0, atol=0)
+    assert any("requires_grad" in reason for reason in stats(module).misses)
 
 
 @pytest.mark.composes("`torch.func.functional_call`, transforms")
