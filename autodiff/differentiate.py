@@ -40,6 +40,7 @@ __all__ = ["differentiate"]
 
 Body = list[tuple[Var, Expr]]
 _STOP = "relax.grad.no_grad"
+_WITH_DERIVATIVE = "library.with_derivative"
 
 
 def differentiate(func: Function, outputs: Sequence[int], require_grads: Sequence[int]) -> Function:
@@ -48,7 +49,7 @@ def differentiate(func: Function, outputs: Sequence[int], require_grads: Sequenc
     The results are all results of ``func``, then for each index in ``require_grads`` the vector-Jacobian product of the
     listed ``outputs`` with respect to that parameter: of its type, exactly zero if no output depends on it, bound to a
     variable ``grad_<parameter>`` where a variable of its own computes it. ``relax.grad.no_grad(x)`` in ``func`` stops
-    gradients and becomes ``x``.
+    gradients and becomes ``x``; ``library.with_derivative(x, linear)`` becomes ``x`` and sends them to ``linear``.
 
     Bindings of ``func`` keep their order and their variables' names (see :func:`unique_names`), whatever is required;
     those that no result needs are dropped.
@@ -197,13 +198,15 @@ def _backward_of(
 
 
 def _remove_stops(body: Body) -> tuple[Body, dict[Var, Expr]]:
-    """``no_grad(x)`` becomes ``x``: its work is done."""
+    """``no_grad(x)`` becomes ``x``, and ``with_derivative(x, linear)`` too: their work is done."""
     remaining: Body = []
     stopped: dict[Var, Expr] = {}
     for var, value in body:
         value = substitute(value, stopped)
         if op_name(value) == _STOP:
             stopped[var] = value.args[0]
+        elif library_name(value) == _WITH_DERIVATIVE:
+            stopped[var] = value.args[1]  # after the function's name
         else:
             remaining.append((var, value))
     return remaining, stopped

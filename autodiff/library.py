@@ -40,7 +40,7 @@ everything else is a tensor. A result has the type of what it is the gradient of
 ``index_select``                                 x, axis:int, index -> the slices of x at the indices, none negative
 ``index_add``, ``index_copy``                    x, axis:int, index, source -> x with the slices of source added to, or
                                                  put in place of, those at the indices, none negative
-``log1p``, ``expm1``, ``erfc``                   x -> y, element by element
+``log1p``, ``expm1``, ``exp2``, ``erfc``         x -> y, element by element
 ``atan2``, ``fmod``, ``remainder``,              a, b of one shape -> y, element by element
 ``divide_floor``, ``divide_trunc``,
 ``binary_cross_entropy``
@@ -62,6 +62,7 @@ everything else is a tensor. A result has the type of what it is the gradient of
 ``upsample``                                     x, mode:str, (output size), align_corners:int, then per axis
                                                  scale:float (0: from the sizes) -> y
 ``upsample_backward``                            grad, (shape of x), then as ``upsample`` -> dx
+``with_derivative``                              x, linear, of one type -> x; its gradient goes to linear alone
 ``checked``                                      x, condition, message:str -> x; an error if the condition is false
 ``operator``                                     name:str, arguments:str, tensors.. -> the result (a tuple of them) of
                                                  the library's operator of that name; arguments is JSON

@@ -94,7 +94,7 @@ def power(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     slope = g * (b * op.power(a, b - const(1, b)))
     da = op.where(op.equal(b, const(0, b)), zeros, slope)
     flat = op.logical_and(op.equal(a, const(0, a)), op.greater_equal(b, const(0, b)))
-    db = op.where(flat, zeros, g * (y * op.log(a)))
+    db = g * op.where(flat, zeros, y * op.log(a))
     return [fit(da, a, emit), fit(db, b, emit)]
 
 

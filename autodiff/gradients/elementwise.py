@@ -103,7 +103,7 @@ def silu(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     """dx = g * s * (1 + x * (1 - s)), s = sigmoid(x)"""
     (x,) = call.args
     s = emit(op.sigmoid(x))
-    return [g * (s * (const(1, x) + x * (const(1, x) - s)))]
+    return [g * s * (const(1, x) + x * (const(1, x) - s))]
 
 
 @gradient("relax.nn.softplus", wide=True)

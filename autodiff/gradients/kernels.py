@@ -43,16 +43,19 @@ def atan2(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     """da = g b / (a^2 + b^2); db = -g a / (a^2 + b^2); 0 where both are 0"""
     a, b = call.args
     square = emit(emit(a * a) + emit(b * b))
-    scaled = emit(op.where(op.equal(square, const(0, a)), const(0, a), g / square))
-    return [scaled * b, op.negative(emit(scaled * a))]
+    inverse = emit(op.where(op.equal(square, const(0, a)), const(0, a), const(1, a) / square))
+    return [emit(g * b) * inverse, emit(g * op.negative(a)) * inverse]
 
 
-@library_gradient("library.fmod", "library.remainder")
-def fmod(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
-    """da = g; db = -g q, where a = q b + y and q is whole"""
-    a, b = call.args
-    quotient = emit(op.round(emit(emit(a - y) / b)))
-    return [g, op.negative(emit(g * quotient))]
+def _modulo(name: str, quotient: str) -> None:
+    @library_gradient(f"library.{name}")
+    def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
+        """da = g; db = -g q, where q is the quotient, rounded towards zero or down"""
+        return [g, op.negative(g) * emit(library_call(quotient, list(call.args), y.ty))]
+
+
+_modulo("fmod", "divide_trunc")
+_modulo("remainder", "divide_floor")
 
 
 @library_gradient("library.divide_trunc", "library.divide_floor")

@@ -159,3 +159,9 @@ def erfc(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     """dx = -g * 2 / sqrt(pi) * exp(-x^2)"""
     (x,) = call.args
     return [g * (const(-2 / math.sqrt(math.pi), x) * op.exp(op.negative(x * x)))]
+
+
+@library_gradient("library.exp2", wide=True)
+def exp2(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
+    """dx = g y log(2)"""
+    return [g * (y * const(math.log(2), y))]

@@ -31,3 +31,9 @@ def operator(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
 def checked(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = g"""
     return [g, None, None]
+
+
+@library_gradient("library.with_derivative")
+def with_derivative(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+    """dx = 0, dlinear = g: the value of the first with the derivative of the second"""
+    return [None, g]

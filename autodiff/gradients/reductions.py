@@ -55,7 +55,8 @@ def extremum(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     hit = emit(op.equal(x, keep_axes(y, call, emit)))
     wide = "float64" if dtype(x) == "float64" else "float32"  # counts in half types would be inexact
     count = emit(op.sum(op.astype(hit, wide), axes_of(call), keepdims=True))
-    shared = emit(op.where(hit, op.astype(keep_axes(g, call, emit), wide), const(0.0, count)))
+    # a product, as in PyTorch: an infinite gradient is nan where x is no extremum
+    shared = emit(op.astype(hit, wide) * op.astype(keep_axes(g, call, emit), wide))
     return [op.astype(shared / count, dtype(x))]
 
 

@@ -1,6 +1,7 @@
 """ATen → Relax with training semantics: one file per family of operators, one function per operator."""
 
 from bridge.aten import (
+    activations,
     conv,
     creation,
     indexing,
@@ -24,6 +25,7 @@ __all__ = [
     "CONVERSIONS",
     "Imported",
     "UnsupportedUse",
+    "activations",
     "conv",
     "creation",
     "described_draw",

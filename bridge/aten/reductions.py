@@ -6,7 +6,8 @@ import math
 
 from tvm import relax
 
-from autodiff.ir import dtype, shape
+from autodiff.ir import dtype, is_float, shape
+from bridge.aten.derivative import with_slope
 from bridge.aten.registry import UnsupportedUse, converts, rounds_once
 from bridge.aten.whole import whole
 from bridge.base.torch_internals import aten
@@ -33,6 +34,31 @@ def reduce(importer, make, x, dims, keepdim):
 def sum_(importer, node, x, dims=None, keepdim=False, *, dtype=None):
     (x,) = importer.operands(node, x)
     return reduce(importer, op.sum, x, dims, keepdim)
+
+
+@converts(aten.nansum.default)
+def nansum(importer, node, x, dims=None, keepdim=False, *, dtype=None):
+    """dx = g where x is a number, g times zero where it is nan"""
+    (x,) = importer.operands(node, x)
+    if not is_float(x):
+        return reduce(importer, op.sum, x, dims, keepdim)
+    there = importer.emit(op.equal(x, x))
+    value = importer.emit(op.where(there, x, importer.constant(0, importer.out_dtype(node))))
+    value = with_slope(importer, value, x, op.astype(there, importer.out_dtype(node)))
+    return reduce(importer, op.sum, value, dims, keepdim)
+
+
+@converts(aten.logsumexp.default)
+def logsumexp(importer, node, x, dims, keepdim=False):
+    """Less the largest, which has no share in the gradient: what it adds in one place it takes away in another."""
+    (x,) = importer.operands(node, x)
+    element_type = importer.out_dtype(node)
+    largest = importer.emit(op.grad.no_grad(reduce(importer, op.max, x, dims, True)))
+    infinite = importer.emit(op.equal(importer.emit(op.abs(largest)), importer.constant(math.inf, element_type)))
+    largest = importer.emit(op.where(infinite, importer.constant(0, element_type), largest))
+    powers = importer.emit(op.exp(importer.emit(op.subtract(x, largest))))
+    total = importer.emit(op.log(reduce(importer, op.sum, powers, dims, keepdim)))
+    return importer.emit(op.add(total, importer.reshape(largest, shape(total))))
 
 
 @converts(aten.mean.dim, aten.mean.default)
@@ -121,12 +147,16 @@ def std_mean(importer, node, x, dim=None, *, correction=1, keepdim=False):
     return deviation if isinstance(deviation, tuple) else (deviation, reduce(importer, op.mean, x, dim, keepdim))
 
 
-def _root(importer, total, root):
-    """``root`` of a sum of squares, and zero, with a gradient of zero, where the sum is zero."""
+def _root(importer, total, root, keeps_nan=False):
+    """``root`` of a sum of squares, and zero, with a gradient of zero, where the sum is zero.
+
+    With ``keeps_nan`` that is zero times what comes in: nan for an infinite gradient.
+    """
     zero = importer.constant(0, dtype(total))
     nothing = importer.emit(op.equal(total, zero))
+    none = importer.emit(op.multiply(total, zero)) if keeps_nan else zero
     safe = importer.emit(op.where(nothing, importer.constant(1, dtype(total)), total))
-    return importer.emit(op.where(nothing, zero, importer.emit(root(safe))))
+    return importer.emit(op.where(nothing, none, importer.emit(root(safe))))
 
 
 @converts(aten._softmax.default, aten._log_softmax.default)
@@ -177,5 +207,5 @@ def vector_norm(importer, node, x, ord=2, dim=None, keepdim=False, *, dtype=None
     powers = op.multiply(x, x) if ord == 2 else op.power(size, exponent)
     total = reduce(importer, op.sum, importer.emit(powers), dim, keepdim)
     if ord == 2:
-        return _root(importer, total, op.sqrt)
+        return _root(importer, total, op.sqrt, keeps_nan=True)
     return _root(importer, total, lambda safe: op.power(safe, importer.constant(1 / ord, element_type)))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 
+import torch
 from tvm import relax
 
-from autodiff.ir import dtype
+from autodiff.ir import dtype, is_float
+from bridge.aten.activations import log_sigmoid_of
+from bridge.aten.derivative import scaled, times, where, with_derivative, with_slope
 from bridge.aten.pointwise import broadcast
 from bridge.aten.registry import converts, rounds_once
 from bridge.base.torch_internals import aten, schema
@@ -14,100 +17,102 @@ from bridge.base.torch_internals import aten, schema
 op = relax.op
 
 
-def _where(importer, condition, x, y):
-    return importer.emit(op.where(importer.emit(condition), x, y))
-
-
-def _scaled(importer, x, factor):
-    return x if factor == 1 else importer.emit(op.multiply(x, importer.constant(factor, dtype(x))))
-
-
-@converts(aten.hardtanh.default)
-def hardtanh(importer, node, x, lower=-1, upper=1):
-    """The gradient stops at the bounds themselves; that of a nan does not."""
-    low, high = (importer.constant(bound, dtype(x)) for bound in (lower, upper))
-    return _where(importer, op.less_equal(x, low), low, _where(importer, op.greater_equal(x, high), high, x))
-
-
-@converts(aten.threshold.default)
-@rounds_once
-def threshold(importer, node, x, bound, value):
-    below = op.less_equal(x, importer.constant(bound, dtype(x)))
-    return _where(importer, below, importer.constant(value, dtype(x)), x)
-
-
-@converts(aten.leaky_relu.default)
-@rounds_once
-def leaky_relu(importer, node, x, slope=0.01):
-    return _where(importer, op.greater(x, importer.constant(0, dtype(x))), x, _scaled(importer, x, slope))
-
-
-@converts(aten.hardswish.default)
-@rounds_once
-def hardswish(importer, node, x):
-    zero, three, six = (importer.constant(value, dtype(x)) for value in (0, 3, 6))
-    middle = importer.emit(op.less(importer.emit(op.abs(x)), three))
-    inside = importer.emit(op.where(middle, x, zero))
-    curve = importer.emit(op.multiply(inside, importer.emit(op.add(inside, three))))
-    low = op.less_equal(x, importer.constant(-3, dtype(x)))
-    beyond = _where(importer, low, _scaled(importer, importer.emit(op.grad.no_grad(x)), 0), x)
-    return importer.emit(op.where(middle, importer.emit(op.divide(curve, six)), beyond))
-
-
-@converts(aten.elu.default)
-@rounds_once
-def elu(importer, node, x, alpha=1, scale=1, input_scale=1):
-    # the exponential only sees what is selected: its overflow would turn the gradient into nan
-    negative = importer.emit(op.clip(x, relax.prim_value(float("-inf")), relax.prim_value(0.0)))
-    bend = importer.library("expm1", [_scaled(importer, negative, input_scale)], importer.out(node))
-    bent = op.less_equal(x, importer.constant(0, dtype(x)))
-    return _where(importer, bent, _scaled(importer, bend, alpha * scale), _scaled(importer, x, scale))
-
-
-@converts(aten.celu.default)
-@rounds_once
-def celu(importer, node, x, alpha=1.0):
-    return elu(importer, node, x, alpha, 1, 1 / alpha)
-
-
-@converts(aten.softplus.default)
-@rounds_once
-def softplus(importer, node, x, beta=1, limit=20):
-    scaled = _scaled(importer, x, beta)
-    bound = importer.constant(limit, dtype(x))
-    beyond = importer.emit(op.greater(scaled, bound))
-    inside = importer.emit(op.where(beyond, bound, scaled))
-    smooth = importer.library("log1p", [importer.emit(op.exp(inside))], importer.out(node))
-    return importer.emit(op.where(beyond, x, _scaled(importer, smooth, 1 / beta)))
-
-
-@converts(aten.log_sigmoid_forward.default)
-@rounds_once
-def log_sigmoid(importer, node, x):
-    falling = importer.emit(op.exp(importer.emit(op.negative(importer.emit(op.abs(x))))))
-    tail = importer.library("log1p", [falling], importer.out(node)[0])
-    y = importer.emit(op.subtract(importer.emit(op.minimum(x, importer.constant(0, dtype(x)))), tail))
-    return y, importer.filled(importer.out(node)[1], 0)
-
-
 @converts(aten.logit.default)
 def logit(importer, node, x, eps=None):
+    """dx = g / (x (1 - x)); outside of the bounds 0, or nan where no eps is given (which then are 0 and 1)"""
     (x,) = importer.operands(node, x)
+    one = importer.constant(1, dtype(x))
+    low, high = (importer.constant(bound, dtype(x)) for bound in (float(eps or 0), 1 - float(eps or 0)))
+    above, below = importer.emit(op.greater_equal(x, low)), importer.emit(op.less_equal(x, high))
+    inside = importer.emit(op.logical_and(above, below))
+    inner = x
     if eps is not None:
-        low, high = (importer.constant(bound, dtype(x)) for bound in (float(eps), 1 - float(eps)))
-        x = _where(importer, op.less(x, low), low, _where(importer, op.greater(x, high), high, x))
-    rest = importer.emit(op.subtract(importer.constant(1, dtype(x)), x))
-    return importer.emit(op.log(importer.emit(op.divide(x, rest))))
+        inner = where(importer, op.less(x, low), low, where(importer, op.greater(x, high), high, x))
+    ratio = importer.emit(op.divide(inner, importer.emit(op.subtract(one, inner))))
+    product = importer.emit(op.multiply(x, importer.emit(op.subtract(one, x))))
+    outside = importer.constant(math.nan if eps is None else 1, dtype(x))
+    divisor = importer.emit(op.grad.no_grad(importer.emit(op.where(inside, product, outside))))
+    linear = importer.emit(op.divide(x, divisor))
+    if eps is not None:
+        linear = where(importer, inside, linear, op.grad.no_grad(x))
+    return with_derivative(importer, importer.emit(op.log(ratio)), linear)
 
 
 @converts(aten.sinc.default)
 @rounds_once
 def sinc(importer, node, x):
+    """dx = g (pi x cos(pi x) - sin(pi x)) / (pi x^2); 0 where pi x^2 is"""
     (x,) = importer.operands(node, x)
     zero, one = importer.constant(0, dtype(x)), importer.constant(1, dtype(x))
-    at_zero = importer.emit(op.equal(x, zero))
-    angle = _scaled(importer, importer.emit(op.where(at_zero, one, x)), math.pi)
-    return importer.emit(op.where(at_zero, one, importer.emit(op.divide(importer.emit(op.sin(angle)), angle))))
+    angle = scaled(importer, x, math.pi)
+    sine = importer.emit(op.sin(angle))
+    value = where(importer, op.equal(x, zero), one, op.divide(sine, angle))
+    square = scaled(importer, importer.emit(op.multiply(x, x)), math.pi)
+    turn = importer.emit(op.multiply(angle, importer.emit(op.cos(angle))))
+    slope = op.divide(importer.emit(op.subtract(turn, sine)), square)
+    flat = importer.emit(op.equal(square, zero))
+    linear = where(importer, flat, op.grad.no_grad(x), times(importer, x, where(importer, flat, zero, slope)))
+    return with_derivative(importer, value, linear)
+
+
+@converts(aten.nan_to_num.default)
+def nan_to_num(importer, node, x, nan=None, posinf=None, neginf=None):
+    """dx = g where x is finite, g times zero elsewhere"""
+    if not is_float(x):
+        return x
+    info = torch.finfo(importer.out(node).dtype)
+    given = (nan or 0.0, info.max if posinf is None else posinf, info.min if neginf is None else neginf)
+    nan, high, low = (importer.constant(number, dtype(x)) for number in given)
+    up, down = (importer.constant(number, dtype(x)) for number in (math.inf, -math.inf))
+    value = where(importer, op.not_equal(x, x), nan, x)
+    value = where(importer, op.equal(x, down), low, value)
+    value = where(importer, op.equal(x, up), high, value)
+    return with_slope(importer, value, x, op.astype(importer.emit(op.isfinite(x)), dtype(x)))
+
+
+@converts(aten.lerp.Scalar, aten.lerp.Tensor)
+@rounds_once
+def lerp(importer, node, start, end, weight):
+    """``start + weight (end - start)`` from the nearer end; dstart = g (1 - w), dend = g w, dw = g (end - start)"""
+    start, end, weight = broadcast(importer, node, *importer.operands(node, start, end, weight))
+    half, one = (importer.constant(number, dtype(start)) for number in (0.5, 1))
+    far = importer.emit(op.greater_equal(importer.emit(op.abs(weight)), half))
+    span, rest = importer.emit(op.subtract(end, start)), importer.emit(op.subtract(one, weight))
+    before = op.add(start, importer.emit(op.multiply(weight, span)))
+    after = op.subtract(end, importer.emit(op.multiply(span, rest)))
+    linear = op.add(times(importer, start, rest), times(importer, end, weight))
+    linear = importer.emit(op.add(importer.emit(linear), times(importer, weight, span)))
+    return with_derivative(importer, where(importer, far, after, before), linear)
+
+
+@converts(aten.binary_cross_entropy_with_logits.default)
+def binary_cross_entropy_with_logits(importer, node, x, target, weight=None, pos_weight=None, reduction=1):
+    """dx = g (s - t) with s = sigmoid(x), dt = -g x; with p = pos_weight g ((p t + 1 - t) s - p t)"""
+    fake = node.args[0].meta["val"]
+    target, weight, pos_weight = (
+        None if each is None else importer.expand(importer.cast(each, dtype(x)), fake.shape)
+        for each in (target, weight, pos_weight)
+    )
+    one = importer.constant(1, dtype(x))
+    falling = log_sigmoid_of(importer, x, fake)
+    rest = importer.emit(op.subtract(one, target))
+    sigmoid = importer.emit(op.sigmoid(x))
+    if pos_weight is None:
+        kept, slope = falling, op.subtract(sigmoid, target)
+        towards = op.negative(x)
+    else:
+        positive = importer.emit(op.multiply(pos_weight, target))
+        share = importer.emit(op.subtract(importer.emit(op.add(positive, one)), target))
+        kept = importer.emit(op.multiply(share, falling))
+        slope = op.subtract(importer.emit(op.multiply(share, sigmoid)), positive)
+        rising = log_sigmoid_of(importer, importer.emit(op.negative(x)), fake)
+        towards = op.subtract(rising, importer.emit(op.multiply(pos_weight, falling)))
+    loss = importer.emit(op.subtract(importer.emit(op.multiply(rest, x)), kept))
+    linear = importer.emit(op.add(times(importer, x, slope), times(importer, target, towards)))
+    loss = with_derivative(importer, loss, linear)
+    if weight is not None:
+        loss = importer.emit(op.multiply(loss, weight))
+    return loss if reduction == 0 else importer.emit((op.mean if reduction == 1 else op.sum)(loss))
 
 
 @converts(aten.binary_cross_entropy.default)
@@ -122,7 +127,7 @@ def binary_cross_entropy(importer, node, x, target, weight=None, reduction=1):
     return importer.emit((op.mean if reduction == 1 else op.sum)(loss))
 
 
-@converts(aten.log1p.default, aten.expm1.default, aten.erfc.default)
+@converts(aten.log1p.default, aten.expm1.default, aten.erfc.default, aten.exp2.default)
 def accurate(importer, node, x):
     """Functions whose textbook form loses digits: the library's."""
     (x,) = importer.operands(node, x)
@@ -132,16 +137,11 @@ def accurate(importer, node, x):
 @converts(aten.log2.default, aten.log10.default)
 @rounds_once
 def log_base(importer, node, x):
+    """dx = g / (x log(base))"""
     (x,) = importer.operands(node, x)
-    base = 2 if node.target is aten.log2.default else 10
-    return _scaled(importer, importer.emit(op.log(x)), 1 / math.log(base))
-
-
-@converts(aten.exp2.default)
-@rounds_once
-def exp2(importer, node, x):
-    (x,) = importer.operands(node, x)
-    return importer.emit(op.exp(_scaled(importer, x, math.log(2))))
+    base = math.log(2 if node.target is aten.log2.default else 10)
+    slope = importer.emit(op.grad.no_grad(scaled(importer, x, base)))
+    return with_derivative(importer, scaled(importer, importer.emit(op.log(x)), 1 / base), op.divide(x, slope))
 
 
 @converts(aten.atan2.default)

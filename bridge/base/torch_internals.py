@@ -308,6 +308,27 @@ def is_preservable(op: Any) -> bool:
     return isinstance(op, OpOverload) and _is_preservable(op)
 
 
+_AUTOGRAD = _find("torch._C.DispatchKey.Autograd")
+
+
+@contextmanager
+def without_python_kernels(ops: Iterable[Any]) -> Iterator[None]:
+    """While active, ``ops`` have no kernels that Python code registered above autograd: tracing leaves them whole.
+
+    torch decomposes a few of its losses and shrinking functions there, whatever the table of decompositions says.
+    """
+    ops = [op for op in ops if isinstance(op, OpOverload) and _AUTOGRAD in op.py_kernels]
+    aside = {op: op.py_kernels.pop(_AUTOGRAD) for op in ops}
+    for op in aside:
+        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, kernel in aside.items():
+            op.py_kernels[_AUTOGRAD] = kernel
+            op._dispatch_cache.clear()
+
+
 EXPORT_CONTEXTS = ("_compiling_state_context", "_override_builtin_ops", "_ignore_backend_decomps")
 """Contexts that torch.export traces in, by name: its flags; ``max``, ``min`` and ``math.pow``; oneDNN switched off."""
 

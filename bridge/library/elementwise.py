@@ -9,7 +9,7 @@ from bridge.library.registry import library_function
 
 __all__: list[str] = []
 
-for _function in (torch.erfc, torch.atan2, torch.fmod, torch.remainder):
+for _function in (torch.erfc, torch.exp2, torch.atan2, torch.fmod, torch.remainder):
     library_function(_function.__name__)(_function)
 
 

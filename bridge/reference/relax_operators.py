@@ -18,9 +18,25 @@ from autodiff.ir import Call
 __all__ = ["LIBRARY", "OPERATORS"]
 
 Meaning = Callable[..., Any]
+
+
+class _WithDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, grad
+
+
 OPERATORS: dict[str, Meaning] = {}
 #: Library functions that compiled programs generate code for instead of calling the library.
-LIBRARY: dict[str, Meaning] = {"library.log1p": torch.log1p, "library.expm1": torch.expm1}
+LIBRARY: dict[str, Meaning] = {
+    "library.log1p": torch.log1p,
+    "library.expm1": torch.expm1,
+    "library.with_derivative": _WithDerivative.apply,
+}
 
 
 def _means(*names: str) -> Callable[[Meaning], Meaning]:

@@ -23,8 +23,9 @@ from bridge.base.torch_internals import (
     is_preservable,
     preserve_composite,
     unset_fake_temporarily,
+    without_python_kernels,
 )
-from bridge.capture.passes.preserved_ops import PRESERVED
+from bridge.capture.passes.preserved_ops import PRESERVED, PRESERVED_ABOVE_AUTOGRAD
 
 __all__ = ["decompose"]
 
@@ -36,7 +37,7 @@ def decompose(exported: ExportedProgram) -> ExportedProgram:
     composite, others = _tables()
     targets = {node.target for node in exported.graph.nodes if isinstance(node.target, OpOverload)}
     met = {op: decomposition_of(op) for op in targets - composite.keys() if is_preservable(op)}
-    with unset_fake_temporarily():
+    with unset_fake_temporarily(), without_python_kernels(PRESERVED_ABOVE_AUTOGRAD):
         return decompose_exported_program(
             exported,
             cia_to_decomp={**composite, **met},

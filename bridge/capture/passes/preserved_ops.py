@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bridge.base.torch_internals import aten
 
-__all__ = ["COMPUTED_DRAWS", "PRESERVED", "UPSAMPLES", "WHOLE"]
+__all__ = ["COMPUTED_DRAWS", "PRESERVED", "PRESERVED_ABOVE_AUTOGRAD", "UPSAMPLES", "WHOLE"]
 
 
 #: Computed by torch's own kernel, with torch's own derivative: see :mod:`bridge.aten.whole`. They are deterministic,
@@ -175,8 +175,13 @@ PRESERVED = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten.adaptive_avg_pool1d.default,
     aten.binary_cross_entropy.default,
+    aten.binary_cross_entropy_with_logits.default,
     aten.celu.default,
+    aten.exp2.default,
+    aten.glu.default,
     aten.hardswish.default,
+    aten.lerp.Scalar,
+    aten.lerp.Tensor,
     aten.log_sigmoid_forward.default,
     aten.logit.default,
     aten.index_add.default,  # its decomposition, and that of index_copy, takes negative indices
@@ -187,10 +192,23 @@ PRESERVED = (
     aten.scatter.reduce,
     aten.scatter.value_reduce,
     aten.scatter_reduce.two,
+    aten.logsumexp.default,
+    aten.mish.default,
+    aten.nan_to_num.default,
+    aten.nansum.default,
     aten.one_hot.default,  # in torch 2.11 its decomposition checks no class
+    aten.silu.default,
     aten.sinc.default,
     aten.softplus.default,
+    aten.softshrink.default,
     aten.std.correction,
     aten.std_mean.correction,
     aten.threshold.default,
+)
+
+#: Those that torch takes apart before the table of decompositions is asked.
+PRESERVED_ABOVE_AUTOGRAD = (
+    aten.multi_margin_loss.default,
+    aten.multilabel_margin_loss_forward.default,
+    aten.softshrink.default,
 )

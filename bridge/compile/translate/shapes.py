@@ -79,3 +79,9 @@ def _identity(builder: Builder, call: Call) -> Operand | Scalar:
 @register("relax.grad.no_grad", "relax.grad.start_checkpoint", "relax.grad.end_checkpoint")
 def _marker(builder: Builder, call: Call) -> Operand | Scalar:
     return builder.get(call.args[0])
+
+
+@register("library.with_derivative")
+def _with_derivative(builder: Builder, call: Call) -> Operand | Scalar:
+    """What is not differentiated has the value alone."""
+    return builder.get(call.args[1])

@@ -1,0 +1,145 @@
+"""Activations → Relax forms whose gradients at kinks, infinities and nan are those of torch's backward formulas."""
+
+from __future__ import annotations
+
+from tvm import relax
+
+from autodiff.ir import dtype, shape
+from bridge.aten.derivative import scaled, times, where, with_derivative, with_slope
+from bridge.aten.registry import converts, rounds_once
+from bridge.base.torch_internals import aten
+
+op = relax.op
+
+
+def _constants(importer, x, *values):
+    return [importer.constant(value, dtype(x)) for value in values]
+
+
+@converts(aten.hardtanh.default)
+def hardtanh(importer, node, x, lower=-1, upper=1):
+    """The gradient stops at the bounds themselves; that of a nan does not."""
+    low, high = _constants(importer, x, lower, upper)
+    return where(importer, op.less_equal(x, low), low, where(importer, op.greater_equal(x, high), high, x))
+
+
+@converts(aten.threshold.default)
+@rounds_once
+def threshold(importer, node, x, bound, value):
+    bound, value = _constants(importer, x, bound, value)
+    return where(importer, op.less_equal(x, bound), value, x)
+
+
+@converts(aten.softshrink.default)
+@rounds_once
+def softshrink(importer, node, x, bound=0.5):
+    """The gradient stops within the bounds; that of a nan does not."""
+    low, high, zero = _constants(importer, x, -bound, bound, 0)
+    inner = where(importer, op.less(x, low), op.add(x, high), op.multiply(x, zero))
+    value = where(importer, op.greater(x, high), op.subtract(x, high), inner)
+    within = op.logical_and(importer.emit(op.greater_equal(x, low)), importer.emit(op.less_equal(x, high)))
+    return with_derivative(importer, value, where(importer, within, op.grad.no_grad(x), x))
+
+
+@converts(aten.leaky_relu.default)
+@rounds_once
+def leaky_relu(importer, node, x, slope=0.01):
+    (zero,) = _constants(importer, x, 0)
+    return where(importer, op.greater(x, zero), x, scaled(importer, x, slope))
+
+
+@converts(aten.hardswish.default)
+@rounds_once
+def hardswish(importer, node, x):
+    """dx = 0 where x <= -3, g (x / 3 + 1/2) where x < 3, else g"""
+    low, zero, half, one, three, six = _constants(importer, x, -3, 0, 0.5, 1, 3, 6)
+    ramp = importer.emit(op.minimum(importer.emit(op.maximum(importer.emit(op.add(x, three)), zero)), six))
+    value = importer.emit(op.divide(importer.emit(op.multiply(x, ramp)), six))
+    middle = op.add(importer.emit(op.divide(x, three)), half)
+    inside = importer.emit(op.less(importer.emit(op.abs(x)), three))
+    slope = where(importer, inside, middle, one)
+    linear = where(importer, op.less_equal(x, low), op.grad.no_grad(x), times(importer, x, slope))
+    return with_derivative(importer, value, linear)
+
+
+@converts(aten.elu.default)
+@rounds_once
+def elu(importer, node, x, alpha=1, scale=1, input_scale=1):
+    """dx = g input_scale (alpha scale) exp(input_scale x) where x <= 0, else g scale
+
+    Not the derivative of ``expm1``, its value plus one: that loses all digits where the result nears -alpha.
+    """
+    (zero,) = _constants(importer, x, 0)
+    bent = importer.emit(op.less_equal(x, zero))
+    inner = scaled(importer, importer.emit(op.where(bent, x, zero)), input_scale)
+    bend = scaled(importer, importer.library("expm1", [inner], importer.out(node)), alpha * scale)
+    value = where(importer, bent, bend, scaled(importer, x, scale))
+    falling = scaled(importer, scaled(importer, times(importer, x, op.exp(inner)), alpha * scale), input_scale)
+    return with_derivative(importer, value, where(importer, bent, falling, scaled(importer, x, scale)))
+
+
+@converts(aten.celu.default)
+@rounds_once
+def celu(importer, node, x, alpha=1.0):
+    return elu(importer, node, x, alpha, 1, 1 / alpha)
+
+
+@converts(aten.softplus.default)
+@rounds_once
+def softplus(importer, node, x, beta=1, limit=20):
+    rising = scaled(importer, x, beta)
+    bound = importer.constant(limit, dtype(x))
+    beyond = importer.emit(op.greater(rising, bound))
+    inside = importer.emit(op.where(beyond, bound, rising))
+    smooth = importer.library("log1p", [importer.emit(op.exp(inside))], importer.out(node))
+    return importer.emit(op.where(beyond, x, scaled(importer, smooth, 1 / beta)))
+
+
+@converts(aten.silu.default)
+def silu(importer, node, x):
+    return importer.emit(op.nn.silu(x))
+
+
+@converts(aten.mish.default)
+@rounds_once
+def mish(importer, node, x):
+    """dx = g (t + x sigmoid(x) (1 - t^2)), t = tanh(softplus(x))"""
+    (one,) = _constants(importer, x, 1)
+    t = importer.emit(op.tanh(softplus(importer, node, x)))
+    rest = importer.emit(op.subtract(one, importer.emit(op.multiply(t, t))))
+    gate = importer.emit(op.multiply(x, importer.emit(op.sigmoid(x))))
+    slope = op.add(t, importer.emit(op.multiply(gate, rest)))
+    return with_slope(importer, importer.emit(op.multiply(x, t)), x, slope)
+
+
+@converts(aten.log_sigmoid_forward.default)
+@rounds_once
+def log_sigmoid(importer, node, x):
+    fake, buffer = importer.out(node)
+    return log_sigmoid_of(importer, x, fake), importer.filled(buffer, 0)
+
+
+def log_sigmoid_of(importer, x, fake):
+    """dx = g (1 - z / (1 + z)) where x < 0, else g z / (1 + z), with z = exp(-|x|)"""
+    zero, one = _constants(importer, x, 0, 1)
+    falling = importer.emit(op.exp(importer.emit(op.negative(importer.emit(op.abs(x))))))
+    tail = importer.library("log1p", [falling], fake)
+    y = importer.emit(op.subtract(importer.emit(op.minimum(x, zero)), tail))
+    share = importer.emit(op.divide(falling, importer.emit(op.add(one, falling))))
+    slope = where(importer, op.less(x, zero), op.subtract(one, share), share)
+    return with_slope(importer, y, x, slope)
+
+
+@converts(aten.glu.default)
+@rounds_once
+def glu(importer, node, x, dim=-1):
+    """da = g s, db = g a (1 - s) s, with s = sigmoid(b) and a, b the halves of x"""
+    dim %= len(shape(x))
+    half = shape(x)[dim] // 2
+    a, b = (importer.emit(op.strided_slice(x, [dim], [at], [at + half], [1])) for at in (0, half))
+    (one,) = _constants(importer, x, 1)
+    s = importer.emit(op.sigmoid(b))
+    slope = importer.emit(op.multiply(importer.emit(op.subtract(one, s)), s))
+    slope = importer.emit(op.multiply(slope, a))
+    linear = op.add(times(importer, a, s), times(importer, b, slope))
+    return with_derivative(importer, importer.emit(op.multiply(a, s)), importer.emit(linear))

@@ -1,0 +1,1 @@
+"""Special points: every supported operator at zeros, ties, infinities, nan, subnormals and overflow, beside eager."""
