@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
+import torch
 from tvm import relax
 
 from autodiff.ir import dtype, is_float, shape
-from bridge.aten.derivative import with_slope
+from bridge.aten.derivative import times, where, with_derivative, with_slope
 from bridge.aten.registry import UnsupportedUse, converts, rounds_once
 from bridge.aten.whole import whole
-from bridge.base.torch_internals import aten
+from bridge.base.torch_internals import aten, schema
 
 op = relax.op
 
@@ -101,50 +102,61 @@ def _degenerate(x, dim, correction) -> bool:
     return not axes or math.prod(shape(x)[axis] for axis in axes) <= (1 if correction is None else correction)
 
 
-def _from_the_first(importer, x, axes):
-    """``x`` less its first element along ``axes``: equal elements have a variance of exactly zero then, as in torch.
+def _moments(importer, x, dim, correction, keepdim):
+    """Variance and mean over ``dim`` with torch's derivatives: sums in float64, as its kernel has them.
 
-    The gradient of a deviation jumps there: from zero to that of what rounding makes of the mean of equal numbers.
+    dx = g 2 / (n - correction) (x - mean). Squares of float32 neither overflow nor vanish in float64, and the mean of
+    equal numbers is that number, so that their variance is zero. Where the variance is nan the mean is, too.
     """
-    first = importer.emit(op.strided_slice(x, axes, [0] * len(axes), [1] * len(axes), [1] * len(axes)))
-    first = importer.emit(op.grad.no_grad(first))
-    finite = importer.emit(op.where(importer.emit(op.isfinite(first)), first, importer.constant(0, dtype(x))))
-    return importer.emit(op.subtract(x, finite))
-
-
-@converts(aten.var.correction)
-@rounds_once
-def var(importer, node, x, dim=None, *, correction=1, keepdim=False):
-    if _degenerate(x, dim, correction):
-        return whole(importer, node, x, dim, correction=correction, keepdim=keepdim)
-    axes = axes_of(x, dim)
+    axes, stored = axes_of(x, dim), dtype(x)
     count = math.prod(shape(x)[axis] for axis in axes)
-    correction = 1 if correction is None else correction
-    biased = reduce(importer, op.variance, _from_the_first(importer, x, axes), axes, keepdim)
-    return importer.emit(op.multiply(biased, importer.constant(count / (count - correction), dtype(x))))
+    degrees = count - (1 if correction is None else correction)
+    wide = importer.cast(x, "float64")
+    first = _first(importer, wide, axes) if stored == "float64" else importer.constant(0, "float64")
+    from_first = importer.emit(op.subtract(wide, first))
+    offset = importer.emit(op.mean(from_first, axis=axes, keepdims=True))
+    centred = importer.emit(op.subtract(from_first, offset))
+    total = importer.emit(op.sum(importer.emit(op.multiply(centred, centred)), axis=axes, keepdims=True))
+    variance = importer.emit(op.divide(total, importer.constant(degrees, "float64")))
+    centre = importer.emit(op.add(offset, first))
+    distance = op.subtract(x, importer.cast(centre, stored))
+    centre = where(importer, op.not_equal(variance, variance), variance, centre)
+    moment = reduce(importer, op.sum, times(importer, x, distance), dim, keepdim)
+    linear = importer.emit(op.multiply(moment, importer.constant(2 / degrees, stored)))
+    variance, centre = (importer.reshape(each, shape(linear)) for each in (variance, centre))
+    mean_of = with_derivative(importer, importer.cast(centre, stored), reduce(importer, op.mean, x, dim, keepdim))
+    return variance, linear, mean_of
 
 
-@converts(aten.var_mean.correction)
+def _first(importer, x, axes):
+    """The first element along ``axes``, 0 where it is not finite: less it, equal elements are exactly zero."""
+    first = importer.emit(op.strided_slice(x, axes, [0] * len(axes), [1] * len(axes), [1] * len(axes)))
+    return where(importer, op.isfinite(first), first, importer.constant(0, dtype(x)))
+
+
+def _deviation(importer, variance, linear, stored):
+    """The root of a variance in float64; dx = (g / (2 y)) of the variance's, 0 where y is."""
+    y = importer.cast(importer.emit(op.sqrt(variance)), stored)
+    flat = importer.emit(op.equal(y, importer.constant(0, stored)))
+    twice = importer.emit(op.multiply(y, importer.constant(2, stored)))
+    divisor = importer.emit(op.grad.no_grad(where(importer, flat, importer.constant(1, stored), twice)))
+    linear = where(importer, flat, op.grad.no_grad(linear), op.divide(linear, divisor))
+    return with_derivative(importer, y, linear)
+
+
+@converts(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction)
 @rounds_once
-def var_mean(importer, node, x, dim=None, *, correction=1, keepdim=False):
-    variance = var(importer, node, x, dim, correction=correction, keepdim=keepdim)
-    return variance if isinstance(variance, tuple) else (variance, reduce(importer, op.mean, x, dim, keepdim))
-
-
-@converts(aten.std.correction)
-@rounds_once
-def std(importer, node, x, dim=None, *, correction=1, keepdim=False):
-    """Where the variance is zero the gradient is zero, as torch has it."""
+def spread(importer, node, x, dim=None, *, correction=1, keepdim=False):
+    """``var``, ``std``, ``var_mean`` and ``std_mean``."""
     if _degenerate(x, dim, correction):
         return whole(importer, node, x, dim, correction=correction, keepdim=keepdim)
-    return _root(importer, var(importer, node, x, dim, correction=correction, keepdim=keepdim), op.sqrt)
-
-
-@converts(aten.std_mean.correction)
-@rounds_once
-def std_mean(importer, node, x, dim=None, *, correction=1, keepdim=False):
-    deviation = std(importer, node, x, dim, correction=correction, keepdim=keepdim)
-    return deviation if isinstance(deviation, tuple) else (deviation, reduce(importer, op.mean, x, dim, keepdim))
+    name, stored = schema(node.target).name.removeprefix("aten::"), dtype(x)
+    variance, linear, mean = _moments(importer, x, dim, correction, keepdim)
+    if name.startswith("std"):
+        result = _deviation(importer, variance, linear, stored)
+    else:
+        result = with_derivative(importer, importer.cast(variance, stored), linear)
+    return (result, mean) if name.endswith("_mean") else result
 
 
 def _root(importer, total, root, keeps_nan=False):
@@ -209,3 +221,20 @@ def vector_norm(importer, node, x, ord=2, dim=None, keepdim=False, *, dtype=None
     if ord == 2:
         return _root(importer, total, op.sqrt, keeps_nan=True)
     return _root(importer, total, lambda safe: op.power(safe, importer.constant(1 / ord, element_type)))
+
+
+@converts(aten.cosine_similarity.default)
+def cosine_similarity(importer, node, a, b, dim=1, eps=1e-8):
+    """The sum of products of normalized rows; the gradient passes the bound below the norms as if it were not there."""
+    extents = torch.broadcast_shapes(shape(a), shape(b))
+    a, b = (_normalized(importer, importer.expand(each, extents), dim, eps) for each in importer.operands(node, a, b))
+    return reduce(importer, op.sum, importer.emit(op.multiply(a, b)), dim, False)
+
+
+def _normalized(importer, x, dim, eps):
+    stored = dtype(x)
+    wide = importer.cast(x, "float32") if stored in ("float16", "bfloat16") else x
+    total = reduce(importer, op.sum, importer.emit(op.multiply(wide, wide)), dim, True)
+    norm = importer.cast(_root(importer, total, op.sqrt, keeps_nan=True), stored)
+    bounded = importer.emit(op.maximum(norm, importer.constant(eps, stored)))
+    return importer.emit(op.divide(x, with_derivative(importer, bounded, norm)))

@@ -23,11 +23,11 @@ def logit(importer, node, x, eps=None):
     (x,) = importer.operands(node, x)
     one = importer.constant(1, dtype(x))
     low, high = (importer.constant(bound, dtype(x)) for bound in (float(eps or 0), 1 - float(eps or 0)))
-    above, below = importer.emit(op.greater_equal(x, low)), importer.emit(op.less_equal(x, high))
-    inside = importer.emit(op.logical_and(above, below))
+    below, above = importer.emit(op.less(x, low)), importer.emit(op.greater(x, high))
+    inside = importer.emit(op.logical_not(importer.emit(op.logical_or(below, above))))  # nan, too
     inner = x
     if eps is not None:
-        inner = where(importer, op.less(x, low), low, where(importer, op.greater(x, high), high, x))
+        inner = where(importer, below, low, where(importer, above, high, x))
     ratio = importer.emit(op.divide(inner, importer.emit(op.subtract(one, inner))))
     product = importer.emit(op.multiply(x, importer.emit(op.subtract(one, x))))
     outside = importer.constant(math.nan if eps is None else 1, dtype(x))
@@ -83,6 +83,32 @@ def lerp(importer, node, start, end, weight):
     linear = op.add(times(importer, start, rest), times(importer, end, weight))
     linear = importer.emit(op.add(importer.emit(linear), times(importer, weight, span)))
     return with_derivative(importer, where(importer, far, after, before), linear)
+
+
+@converts(aten.addcmul.default)
+@rounds_once
+def addcmul(importer, node, x, a, b, *, value=1):
+    """``x + value a b``; dx = g, da = g (b value), db = g (a value)"""
+    x, a, b = broadcast(importer, node, *importer.operands(node, x, a, b))
+    result = importer.emit(op.add(x, importer.emit(op.multiply(scaled(importer, a, value), b))))
+    if not is_float(x):
+        return result
+    linear = op.add(x, times(importer, a, scaled(importer, b, value)))
+    linear = importer.emit(op.add(importer.emit(linear), times(importer, b, scaled(importer, a, value))))
+    return with_derivative(importer, result, linear)
+
+
+@converts(aten.addcdiv.default)
+@rounds_once
+def addcdiv(importer, node, x, a, b, *, value=1):
+    """``x + value a / b``; dx = g, da = g (value / b), db = -g (value a / (b b))"""
+    x, a, b = broadcast(importer, node, *importer.operands(node, x, a, b))
+    over = scaled(importer, a, value)
+    result = importer.emit(op.add(x, importer.emit(op.divide(over, b))))
+    falling = importer.emit(op.negative(importer.emit(op.divide(over, importer.emit(op.multiply(b, b))))))
+    linear = op.add(x, times(importer, a, op.divide(importer.constant(value, dtype(x)), b)))
+    linear = importer.emit(op.add(importer.emit(linear), times(importer, b, falling)))
+    return with_derivative(importer, result, linear)
 
 
 @converts(aten.binary_cross_entropy_with_logits.default)

@@ -313,12 +313,9 @@ _AUTOGRAD = _find("torch._C.DispatchKey.Autograd")
 
 @contextmanager
 def without_python_kernels(ops: Iterable[Any]) -> Iterator[None]:
-    """While active, ``ops`` have no kernels that Python code registered above autograd: tracing leaves them whole.
-
-    torch decomposes a few of its losses and shrinking functions there, whatever the table of decompositions says.
-    """
-    ops = [op for op in ops if isinstance(op, OpOverload) and _AUTOGRAD in op.py_kernels]
-    aside = {op: op.py_kernels.pop(_AUTOGRAD) for op in ops}
+    """While active, ``ops`` have no Python kernels above autograd, which would take them apart while they are traced."""
+    present = [op for op in ops if isinstance(op, OpOverload) and _AUTOGRAD in op.py_kernels]
+    aside = {op: op.py_kernels.pop(_AUTOGRAD) for op in present}
     for op in aside:
         op._dispatch_cache.clear()
     try:

@@ -174,9 +174,12 @@ PRESERVED = (
     aten._safe_softmax.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten.adaptive_avg_pool1d.default,
+    aten.addcdiv.default,
+    aten.addcmul.default,
     aten.binary_cross_entropy.default,
     aten.binary_cross_entropy_with_logits.default,
     aten.celu.default,
+    aten.cosine_similarity.default,
     aten.exp2.default,
     aten.glu.default,
     aten.hardswish.default,
@@ -204,6 +207,8 @@ PRESERVED = (
     aten.std.correction,
     aten.std_mean.correction,
     aten.threshold.default,
+    aten.var.correction,
+    aten.var_mean.correction,
 )
 
 #: Those that torch takes apart before the table of decompositions is asked.

@@ -186,7 +186,7 @@ def _softmax(builder: Builder, call: Call) -> Operand | Scalar:
 @register("relax.nn.relu")
 def _relu(builder: Builder, call: Call) -> Operand:
     x = builder.get(call.args[0])
-    return builder.pointwise("maximum", [x, Scalar(0, x.dtype)], dtype(call))
+    return builder.pointwise("maximum", [Scalar(0, x.dtype), x], dtype(call))  # of two zeros, the second
 
 
 @register("relax.clip")

@@ -139,8 +139,9 @@ _along("index_select", lambda x, i: x.index_select(1, i), _x, torch.tensor([3, 0
 _along("index_add", lambda x, i, s: x.index_add(1, i, s), _x, torch.tensor([3, 0, 3]), draw(3, 3, 5, seed=1))
 _along("index_copy", lambda x, i, s: x.index_copy(1, i, s), _x, torch.tensor([3, 0]), draw(3, 2, 5, seed=1))
 
-for _name in ("log1p", "expm1", "erfc"):
+for _name in ("log1p", "expm1", "exp2", "erfc"):
     _library(_name, getattr(torch, _name), (draw(3, 4, low=-0.9),))
+_library("with_derivative", lambda value, linear: value.detach() + linear - linear.detach(), (draw(3, 4), draw(3, 4)))
 _pair = (draw(3, 4, low=0.2, seed=1), draw(3, 4, low=0.2, seed=2))
 for _name in ("atan2", "fmod", "remainder"):
     _library(_name, getattr(torch, _name), _pair)

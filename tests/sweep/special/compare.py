@@ -38,6 +38,7 @@ def close_to_exact(ours: Tensor, wanted: Tensor, exact: Tensor) -> Tensor:
     info = torch.finfo(ours.dtype)
     a, b, exact = ours.double(), wanted.double(), exact.double()
     error, eager = (a - exact).abs(), (b - exact).abs()
+    eager = eager.nan_to_num(0.0, 0.0, 0.0)
     size = torch.maximum(b.abs(), exact.abs()).nan_to_num(0.0, 0.0, 0.0)
     if a.dim() > 1:
         eager, size = (each.flatten(1).amax(1).reshape(-1, *[1] * (a.dim() - 1)) for each in (eager, size))
