@@ -120,7 +120,7 @@ def binary_cross_entropy_with_logits(importer, node, x, target, weight=None, pos
         for each in (target, weight, pos_weight)
     )
     one = importer.constant(1, dtype(x))
-    falling = log_sigmoid_of(importer, x, fake)
+    falling = _log_sigmoid(importer, x, fake)
     rest = importer.emit(op.subtract(one, target))
     sigmoid = importer.emit(op.sigmoid(x))
     if pos_weight is None:
@@ -131,7 +131,7 @@ def binary_cross_entropy_with_logits(importer, node, x, target, weight=None, pos
         share = importer.emit(op.subtract(importer.emit(op.add(positive, one)), target))
         kept = importer.emit(op.multiply(share, falling))
         slope = op.subtract(importer.emit(op.multiply(share, sigmoid)), positive)
-        rising = log_sigmoid_of(importer, importer.emit(op.negative(x)), fake)
+        rising = _log_sigmoid(importer, importer.emit(op.negative(x)), fake)
         towards = op.subtract(rising, importer.emit(op.multiply(pos_weight, falling)))
     loss = importer.emit(op.subtract(importer.emit(op.multiply(rest, x)), kept))
     linear = importer.emit(op.add(times(importer, x, slope), times(importer, target, towards)))
@@ -139,6 +139,14 @@ def binary_cross_entropy_with_logits(importer, node, x, target, weight=None, pos
     if weight is not None:
         loss = importer.emit(op.multiply(loss, weight))
     return loss if reduction == 0 else importer.emit((op.mean if reduction == 1 else op.sum)(loss))
+
+
+def _log_sigmoid(importer, x, fake):
+    """Rounded once for half types, as torch's kernel does."""
+    if fake.dtype not in (torch.float16, torch.bfloat16):
+        return log_sigmoid_of(importer, x, fake)
+    wide = torch.empty(fake.shape, dtype=torch.float32, device="meta")
+    return importer.cast(log_sigmoid_of(importer, importer.cast(x, "float32"), wide), dtype(x))
 
 
 @converts(aten.binary_cross_entropy.default)

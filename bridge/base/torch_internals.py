@@ -308,21 +308,18 @@ def is_preservable(op: Any) -> bool:
     return isinstance(op, OpOverload) and _is_preservable(op)
 
 
-_AUTOGRAD = _find("torch._C.DispatchKey.Autograd")
-
-
 @contextmanager
 def without_python_kernels(ops: Iterable[Any]) -> Iterator[None]:
     """While active, ``ops`` have no Python kernels above autograd, which would take them apart while they are traced."""
-    present = [op for op in ops if isinstance(op, OpOverload) and _AUTOGRAD in op.py_kernels]
-    aside = {op: op.py_kernels.pop(_AUTOGRAD) for op in present}
+    key = _find("torch._C.DispatchKey.Autograd")
+    aside = {op: op.py_kernels.pop(key) for op in ops if isinstance(op, OpOverload) and key in op.py_kernels}
     for op in aside:
         op._dispatch_cache.clear()
     try:
         yield
     finally:
         for op, kernel in aside.items():
-            op.py_kernels[_AUTOGRAD] = kernel
+            op.py_kernels[key] = kernel
             op._dispatch_cache.clear()
 
 

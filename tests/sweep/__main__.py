@@ -42,7 +42,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Run the cases that were asked for; returns the exit status."""
     options = parse(arguments)
-    names = [name for name in importlib.import_module(SUITES[options.suite]).names() if re.search(options.only, name)]
+    suite = importlib.import_module(SUITES[options.suite])
+    names = [name for name in suite.names() if re.search(options.only, name)]
     if options.list:
         print("\n".join(names))
         return 0
@@ -57,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         threads=max(1, (os.cpu_count() or 1) // options.jobs),
     )
     counts: Counter[str] = Counter()
+    outcomes: list[Outcome] = []
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with options.out.open("w", newline="") as file, tqdm(total=len(names), unit="case") as progress:
         table = csv.DictWriter(file, COLUMNS)
@@ -67,12 +69,15 @@ def main(arguments: list[str] | None = None) -> int:
             file.flush()
             kind = outcome.status.partition("(")[0]
             counts[kind] += 1
+            outcomes.append(outcome)
             if kind in ("mismatch", "error"):
                 progress.write(f"{kind:8} {outcome.case}: {outcome.detail}")
             progress.set_postfix(counts)
             progress.update()
 
         run_cases(names, settings, report, jobs=options.jobs)
+    if hasattr(suite, "table"):
+        print(suite.table(outcomes))
     print(f"{options.suite}: " + ", ".join(f"{n} {kind}" for kind, n in counts.most_common()))
     return 1 if counts["mismatch"] or counts["error"] else 0
 

@@ -15,7 +15,7 @@ from tests.sweep.check import Outcome, Verdict, combine
 
 __all__ = ["SUITES", "Settings", "run_cases"]
 
-SUITES = {"opinfo": "tests.sweep.opinfo", "moduleinfo": "tests.sweep.moduleinfo", "zoo": "tests.sweep.zoo"}
+SUITES = {name: f"tests.sweep.{name}" for name in ("opinfo", "moduleinfo", "zoo", "special")}
 """The modules that offer ``names()`` and ``run_case(name, limit=, seed=)``."""
 
 START_SECONDS = 300.0

@@ -80,7 +80,7 @@ UNARY = {
     "sinh": torch.sinh,
     "softmax": lambda x: F.softmax(x.reshape(-1, 3), -1),
     "softplus": F.softplus,
-    "softshrink": lambda x: F.softshrink(x.nan_to_num(0.0)),  # torch.export's own form of it loses nan's gradient
+    "softshrink": F.softshrink,
     "softsign": F.softsign,
     "sqrt": torch.sqrt,
     "square": torch.square,

@@ -26,12 +26,14 @@ class Case:
         inputs: element type → tensors whose first axis counts the points.
         alone: a point is a call of its own (for what mixes points), not a row of one call.
         constant: positions of inputs that require no gradient though they are floats.
+        either_zero: a result of zero may have either sign (extrema of zeros, sums that cancel).
     """
 
     function: Callable
     inputs: Callable[[torch.dtype], Sequence[Tensor]]
     alone: bool = False
     constant: tuple[int, ...] = ()
+    either_zero: bool = False
 
 
 def _columns(*makers: Callable[[torch.dtype], Sequence[float]]) -> Callable[[torch.dtype], list[Tensor]]:
@@ -165,7 +167,6 @@ BINARY = {
     "poisson_nll_linear": lambda x, y: F.poisson_nll_loss(x, y, log_input=False, reduction="none"),
     "bce_with_logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y, reduction="none"),
     "glu": lambda x, y: F.glu(torch.stack([x, y], -1), -1).squeeze(-1),
-    "soft_margin": lambda x, y: F.soft_margin_loss(x, y, reduction="none"),
 }
 TERNARY = {
     "addcmul": lambda x, y, z: torch.addcmul(x, y, z, value=0.5),
@@ -211,7 +212,7 @@ ROW = {
     "softmin": lambda x: F.softmin(x, -1),
     "softmax_twice": lambda x: F.softmax(F.softmax(x, -1), -1),
     "sort": lambda x: x.sort(-1),
-    "sort_stable": lambda x: x.sort(-1, descending=True, stable=True),
+    "sort_stable": lambda x: torch.sort(x, stable=True, dim=-1, descending=True),
     "std": lambda x: x.std(-1),
     "std_biased": lambda x: x.std(-1, correction=0),
     "std_mean": lambda x: torch.std_mean(x, -1),
@@ -306,7 +307,7 @@ def _from_opinfo() -> dict[str, Case]:
         elif isinstance(info, BinaryUfuncInfo):
             found[name] = Case(function, _two)
         elif isinstance(info, ReductionOpInfo):
-            found[f"{name}:rows"] = Case(lambda x, call=info.op: call(x, dim=-1), _rows)
+            found[f"{name}:rows"] = Case(lambda x, call=info.op: call(x, dim=-1), _rows, either_zero=True)
     return found
 
 
@@ -335,11 +336,13 @@ def cases() -> dict[str, Case]:
         (ROW_PAIR, _row_pairs),
         (LABELLED, _labelled),
     ):
-        table.update({name: Case(function, inputs) for name, function in functions.items()})
-    table.update({name: Case(function, inputs, alone=True) for name, (inputs, function) in MEANS.items()})
+        zero = functions is ROW
+        table.update({name: Case(function, inputs, either_zero=zero) for name, function in functions.items()})
+    for name, (inputs, function) in MEANS.items():
+        table[name] = Case(function, inputs, alone=True, constant=(1,) if "soft_margin" in name else (), either_zero=True)
     signed = {
         "hinge_embedding": Case(lambda x, t: F.hinge_embedding_loss(x, t, reduction="none"), _signed(1)),
-        "soft_margin_signed": Case(lambda x, t: F.soft_margin_loss(x, t, reduction="none"), _signed(1)),
+        "soft_margin": Case(lambda x, t: F.soft_margin_loss(x, t, reduction="none"), _two, constant=(1,)),
         "margin_ranking_signed": Case(
             lambda x, y, t: F.margin_ranking_loss(x, y, t, margin=0.5, reduction="none"), _signed(2)
         ),

@@ -1,0 +1,120 @@
+"""Justified differences of the special-point sweep: operator and difference → one line of why, or nothing.
+
+Differences within eager itself (vectorized beside scalar code) and roundings are found by :mod:`.run`; here stands what
+differs on purpose, each with the points at which it may.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+import torch
+
+from tests.sweep.special.run import Difference
+
+__all__ = ["excuse"]
+
+
+def _size(difference: Difference) -> float:
+    """The largest finite magnitude among the inputs."""
+    return max((abs(x) for row in difference.inputs for x in row if math.isfinite(x)), default=0.0)
+
+
+def _overflows(dtype: torch.dtype, factor: float) -> Callable[[Difference], bool]:
+    """``factor`` times the largest input is no number of the type."""
+    return lambda difference: factor * _size(difference) > torch.finfo(dtype).max
+
+
+def _squares_overflow(dtype: torch.dtype) -> Callable[[Difference], bool]:
+    return lambda difference: 4 * _size(difference) ** 2 > torch.finfo(dtype).max
+
+
+def _tiny(dtype: torch.dtype) -> Callable[[Difference], bool]:
+    info = torch.finfo(dtype)
+    return lambda d: any(0 < abs(x) < info.smallest_normal / info.eps for row in d.inputs for x in row)
+
+
+def _gradient(difference: Difference) -> bool:
+    return difference.part.startswith("gradient")
+
+
+def _value(difference: Difference) -> bool:
+    return difference.part.startswith("value")
+
+
+#: Operators, which of value and gradient, at which points, and why.
+_RULES = (
+    (
+        r"^(square|pow_2|pow_3|mse|float_power|rms.*|lp_pool1d)$",
+        _gradient,
+        _squares_overflow,
+        "torch's factor 2 x (3 x^2) overflows before it meets a small upstream gradient; ours is g 2 x",
+    ),
+    (
+        r"^(add_alpha|sub_alpha|addcmul)$",
+        _value,
+        lambda dtype: _overflows(dtype, 2),
+        "torch's vector code fuses product and sum, which then do not overflow in between",
+    ),
+    (
+        r"^logsumexp$",
+        _gradient,
+        _squares_overflow,
+        "exp(x - result) loses the logarithm of the count in rounding; ours is the exact share",
+    ),
+    (
+        r"^(std|var)_all$",
+        _value,
+        lambda dtype: _overflows(dtype, 4),
+        "torch sums a whole tensor in its own type, and along axes in float64, as we do",
+    ),
+    (
+        r"^(std|var)",
+        _gradient,
+        lambda dtype: _overflows(dtype, 4),
+        "torch takes the mean of its gradient formula in the tensor's own type, where its sum overflows",
+    ),
+    (
+        r"^(layer_norm|group_norm)",
+        lambda difference: True,
+        _squares_overflow,
+        "where squares overflow torch gives 0 or nan, as the row's length (4, 8, 17) has it",
+    ),
+    (
+        r"^(batch_norm|instance_norm)",
+        lambda difference: True,
+        _squares_overflow,
+        "torch's batch sums are in float64, and it scales before it subtracts the mean",
+    ),
+    (r"^layer_norm_eps_0$", lambda difference: True, _tiny, "half of the smallest number is a tie of rounding"),
+    (
+        r"^(mse_mean|cosine_similarity)$",
+        _gradient,
+        _tiny,
+        "a product with a subnormal number rounds to zero, or not, in another order of factors",
+    ),
+    (
+        r"^cosine_similarity$",
+        lambda d: _gradient(d) and all(abs(a - b) < 1e-6 * abs(d.upstream) for a, b in zip(d.eager, d.ours, strict=True)),
+        lambda dtype: lambda difference: True,
+        "two terms cancel: what is left is their rounding",
+    ),
+    (
+        r"^logit_eps",
+        lambda d: _gradient(d) and math.isnan(d.inputs[0][0]),
+        lambda dtype: lambda difference: True,
+        "torch's vector code drops the gradient at nan, its scalar code has nan",
+    ),
+)
+
+
+def excuse(name: str, dtype: torch.dtype) -> Callable[[Difference], str | None]:
+    """The justification of an operator's differences: a function from a difference to its words, or ``None``."""
+    rules = [(part, where(dtype), words) for pattern, part, where, words in _RULES if re.search(pattern, name)]
+
+    def answer(difference: Difference) -> str | None:
+        return next((words for part, where, words in rules if part(difference) and where(difference)), None)
+
+    return answer
