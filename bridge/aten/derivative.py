@@ -17,7 +17,7 @@ op = relax.op
 
 
 def with_derivative(importer, value: Expr, linear: Expr) -> Expr:
-    """``value`` with the gradient of ``linear``, of the same type. What only ``linear`` reads is not computed forward."""
+    """``value`` with the gradient of ``linear``, of the same type; what only ``linear`` reads is never computed."""
     value, linear = importer.emit(op.grad.no_grad(value)), importer.emit(linear)
     return importer.emit(library_call("with_derivative", [value, linear], value.ty))
 

@@ -310,7 +310,7 @@ def is_preservable(op: Any) -> bool:
 
 @contextmanager
 def without_python_kernels(ops: Iterable[Any]) -> Iterator[None]:
-    """While active, ``ops`` have no Python kernels above autograd, which would take them apart while they are traced."""
+    """While active, ``ops`` have no Python kernels above autograd, which would take them apart in a trace."""
     key = _find("torch._C.DispatchKey.Autograd")
     aside = {op: op.py_kernels.pop(key) for op in ops if isinstance(op, OpOverload) and key in op.py_kernels}
     for op in aside:

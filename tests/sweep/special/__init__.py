@@ -57,7 +57,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
     lines = [f"{'':10}{'operators':>10}{'refused':>9}{'points':>10}{'equal':>10}{'justified':>11}{'differing':>11}"]
     for dtype in DTYPES:
         rows = [outcome for outcome in outcomes if outcome.case.endswith(f" {dtype}")]
-        points, equal, justified = (sum(getattr(row, name) for row in rows) for name in ("samples", "passed", "skipped"))
+        points, equal = sum(row.samples for row in rows), sum(row.passed for row in rows)
+        justified = sum(row.skipped for row in rows)
         refused = sum(row.refused for row in rows)
         counts = (len(rows) - refused, refused, points, equal, justified, points - equal - justified)
         widths = (10, 9, 10, 10, 11, 11)

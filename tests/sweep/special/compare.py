@@ -43,4 +43,5 @@ def close_to_exact(ours: Tensor, wanted: Tensor, exact: Tensor) -> Tensor:
     if a.dim() > 1:
         eager, size = (each.flatten(1).amax(1).reshape(-1, *[1] * (a.dim() - 1)) for each in (eager, size))
     signs = (a == 0) & (b == 0) & (ours.signbit() != wanted.signbit())
-    return ~signs & a.isfinite() & b.isfinite() & (error <= 2 * eager + ULPS * info.eps * size.clamp(min=info.smallest_normal))
+    rounding = 2 * eager + ULPS * info.eps * size.clamp(min=info.smallest_normal)
+    return ~signs & a.isfinite() & b.isfinite() & (error <= rounding)

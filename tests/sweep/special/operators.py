@@ -247,9 +247,7 @@ ROW_PAIR = {
 LABELLED = {
     "cross_entropy": lambda x, t: F.cross_entropy(x, t, reduction="none"),
     "cross_entropy_smooth": lambda x, t: F.cross_entropy(x, t, reduction="none", label_smoothing=0.1),
-    "cross_entropy_weighted": lambda x, t: F.cross_entropy(
-        x, t, x.new_tensor([0.0, 1.0, 2.0, 0.5]), reduction="none"
-    ),
+    "cross_entropy_weighted": lambda x, t: F.cross_entropy(x, t, x.new_tensor([0.0, 1.0, 2.0, 0.5]), reduction="none"),
     "cross_entropy_ignore": lambda x, t: F.cross_entropy(x, t, reduction="none", ignore_index=1),
     "nll_loss": lambda x, t: F.nll_loss(x, t, reduction="none"),
     "multi_margin": lambda x, t: F.multi_margin_loss(x, t, reduction="none"),
@@ -339,7 +337,8 @@ def cases() -> dict[str, Case]:
         zero = functions is ROW
         table.update({name: Case(function, inputs, either_zero=zero) for name, function in functions.items()})
     for name, (inputs, function) in MEANS.items():
-        table[name] = Case(function, inputs, alone=True, constant=(1,) if "soft_margin" in name else (), either_zero=True)
+        constant = (1,) if "soft_margin" in name else ()
+        table[name] = Case(function, inputs, alone=True, constant=constant, either_zero=True)
     signed = {
         "hinge_embedding": Case(lambda x, t: F.hinge_embedding_loss(x, t, reduction="none"), _signed(1)),
         "soft_margin": Case(lambda x, t: F.soft_margin_loss(x, t, reduction="none"), _two, constant=(1,)),

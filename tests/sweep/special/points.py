@@ -17,7 +17,7 @@ UPSTREAM = (1.0, -2.0, 0.0, INF, NAN)
 
 
 def _extremes(dtype: torch.dtype) -> list[float]:
-    """Around the ends of a type: subnormal, smallest normal, largest; where exp overflows and vanishes; one's neighbours."""
+    """Around the ends of a type: subnormal, smallest normal, largest; where exp overflows or vanishes; beside 1."""
     info = torch.finfo(dtype)
     subnormal = info.smallest_normal * info.eps
     overflow = torch.tensor(info.max, dtype=torch.float64).log().item()

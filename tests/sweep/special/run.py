@@ -104,7 +104,9 @@ def _leaf(tensor: Tensor, grad: bool) -> Tensor:
     return tensor.detach().clone().requires_grad_(grad)
 
 
-def _answer(module: nn.Module, columns: Sequence[Tensor], grads: Sequence[bool], upstream: Tensor, keep=False) -> Answer:
+def _answer(
+    module: nn.Module, columns: Sequence[Tensor], grads: Sequence[bool], upstream: Tensor, keep: bool = False
+) -> Answer:
     """Results and gradients of one call; ``keep`` leaves the inputs' strides as they are."""
     leaves = [
         column.detach().requires_grad_(grad) if keep else _leaf(column, grad)
@@ -135,7 +137,9 @@ def _upstream(result: Tensor, upstream: Tensor) -> Tensor:
     return spread.reshape(result.shape).to(result.dtype)
 
 
-def _each(module: nn.Module, columns: Sequence[Tensor], grads: Sequence[bool], upstream: Tensor, keep=False) -> Answer:
+def _each(
+    module: nn.Module, columns: Sequence[Tensor], grads: Sequence[bool], upstream: Tensor, keep: bool = False
+) -> Answer:
     """Each point a call of its own."""
     answers = [
         _answer(module, [column[index] for column in columns], grads, upstream[index : index + 1], keep)
@@ -223,9 +227,7 @@ def _all(masks: dict[str, Tensor]) -> Tensor:
 
 def _difference(part, ours, wanted, columns, upstream, index) -> Difference:
     inputs = tuple(_numbers(column[index]) for column in columns)
-    return Difference(
-        part, inputs, float(upstream[index]), _numbers(wanted[part][index]), _numbers(ours[part][index])
-    )
+    return Difference(part, inputs, float(upstream[index]), _numbers(wanted[part][index]), _numbers(ours[part][index]))
 
 
 def _numbers(value: Tensor) -> tuple[float, ...]:
