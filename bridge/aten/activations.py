@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tvm import relax
 
-from autodiff.ir import dtype, shape
+from autodiff.ir import dtype, is_float, shape
 from bridge.aten.derivative import scaled, times, where, with_derivative, with_slope
 from bridge.aten.registry import converts, rounds_once
 from bridge.base.torch_internals import aten
@@ -20,7 +20,13 @@ def _constants(importer, x, *values):
 def hardtanh(importer, node, x, lower=-1, upper=1):
     """The gradient stops at the bounds themselves; that of a nan does not."""
     low, high = _constants(importer, x, lower, upper)
-    return where(importer, op.less_equal(x, low), low, where(importer, op.greater_equal(x, high), high, x))
+    number = float if is_float(x) else int
+    value = importer.emit(op.clip(x, relax.prim_value(number(lower)), relax.prim_value(number(upper))))
+    if not is_float(x):
+        return value
+    below, above = importer.emit(op.less_equal(x, low)), importer.emit(op.greater_equal(x, high))
+    linear = where(importer, op.logical_or(below, above), op.grad.no_grad(x), x)
+    return with_derivative(importer, value, linear)
 
 
 @converts(aten.threshold.default)

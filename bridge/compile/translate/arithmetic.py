@@ -195,8 +195,8 @@ def _clip(builder: Builder, call: Call) -> Operand:
     low, high = (number(arg) for arg in call.args[1:])
     if "float" not in x.dtype and not (float(low).is_integer() and float(high).is_integer()):
         return NotImplemented
-    x = builder.pointwise("maximum", [x, Scalar(low, x.dtype)], x.dtype)
-    return builder.pointwise("minimum", [x, Scalar(high, x.dtype)], dtype(call))
+    x = builder.pointwise("maximum", [Scalar(low, x.dtype), x], x.dtype)  # of two zeros, the second
+    return builder.pointwise("minimum", [Scalar(high, x.dtype), x], dtype(call))
 
 
 @register("relax.nn.leakyrelu")

@@ -101,6 +101,7 @@ UNARY = {
     "clamp_crossed": lambda x: x.clamp(2, -1),
     "clamp_max": lambda x: x.clamp(max=0.5),
     "clamp_min": lambda x: x.clamp(min=0.5),
+    "clamp_0": lambda x: x.clamp(min=0.0),
     "clamp_nan": lambda x: x.clamp(min=points.NAN),
     "elu_alpha": lambda x: F.elu(x, 0.5),
     "fmod_number": lambda x: torch.fmod(x, 0.75),
