@@ -53,10 +53,10 @@ _RULES = (
         "torch's factor 2 x (3 x^2) overflows before it meets a small upstream gradient; ours is g 2 x",
     ),
     (
-        r"^(add_alpha|sub_alpha|addcmul)$",
+        r"^(add_alpha|sub_alpha|addcmul|lerp.*)$",
         _value,
-        lambda dtype: _overflows(dtype, 2),
-        "torch's vector code fuses product and sum, which then do not overflow in between",
+        lambda dtype: lambda difference: _overflows(dtype, 2)(difference) or _tiny(dtype)(difference),
+        "torch's vector code fuses product and sum, without overflow and underflow in between",
     ),
     (
         r"^logsumexp$",
