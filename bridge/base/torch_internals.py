@@ -308,20 +308,7 @@ def is_preservable(op: Any) -> bool:
     return isinstance(op, OpOverload) and _is_preservable(op)
 
 
-@contextmanager
-def without_python_kernels(ops: Iterable[Any]) -> Iterator[None]:
-    """While active, ``ops`` have no Python kernels above autograd, which would take them apart in a trace."""
-    key = _find("torch._C.DispatchKey.Autograd")
-    aside = {op: op.py_kernels.pop(key) for op in ops if isinstance(op, OpOverload) and key in op.py_kernels}
-    for op in aside:
-        op._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        for op, kernel in aside.items():
-            op.py_kernels[key] = kernel
-            op._dispatch_cache.clear()
-
+autograd_key = _find("torch._C.DispatchKey.Autograd")
 
 EXPORT_CONTEXTS = ("_compiling_state_context", "_override_builtin_ops", "_ignore_backend_decomps")
 """Contexts that torch.export traces in, by name: its flags; ``max``, ``min`` and ``math.pow``; oneDNN switched off."""

@@ -9,7 +9,8 @@ is to be left whole. The graph that comes out is the same.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.export import ExportedProgram
@@ -17,13 +18,13 @@ from torch.export.decomp_utils import PRESERVED_ATEN_CIA_OPS
 
 from bridge.base.torch_internals import (
     OpOverload,
+    autograd_key,
     core_decompositions,
     decompose_exported_program,
     decomposition_of,
     is_preservable,
     preserve_composite,
     unset_fake_temporarily,
-    without_python_kernels,
 )
 from bridge.capture.passes.preserved_ops import PRESERVED, PRESERVED_ABOVE_AUTOGRAD
 
@@ -37,7 +38,7 @@ def decompose(exported: ExportedProgram) -> ExportedProgram:
     composite, others = _tables()
     targets = {node.target for node in exported.graph.nodes if isinstance(node.target, OpOverload)}
     met = {op: decomposition_of(op) for op in targets - composite.keys() if is_preservable(op)}
-    with unset_fake_temporarily(), without_python_kernels(PRESERVED_ABOVE_AUTOGRAD):
+    with unset_fake_temporarily(), _without_python_kernels():
         return decompose_exported_program(
             exported,
             cia_to_decomp={**composite, **met},
@@ -45,6 +46,21 @@ def decompose(exported: ExportedProgram) -> ExportedProgram:
             joint_loss_index=None,
             decompose_custom_triton_ops=False,
         )
+
+
+@contextmanager
+def _without_python_kernels() -> Iterator[None]:
+    """While active, Python kernels that take a preserved operator apart above autograd are set aside."""
+    present = [op for op in PRESERVED_ABOVE_AUTOGRAD if isinstance(op, OpOverload) and autograd_key in op.py_kernels]
+    aside = {op: op.py_kernels.pop(autograd_key) for op in present}
+    for op in aside:
+        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, kernel in aside.items():
+            op.py_kernels[autograd_key] = kernel
+            op._dispatch_cache.clear()
 
 
 @functools.cache
