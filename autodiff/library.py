@@ -63,7 +63,6 @@ everything else is a tensor. A result has the type of what it is the gradient of
                                                  scale:float (0: from the sizes) -> y
 ``upsample_backward``                            grad, (shape of x), then as ``upsample`` -> dx
 ``with_derivative``                              x, linear, of one type -> x; its gradient goes to linear alone
-``checked``                                      x, condition, message:str -> x; an error if the condition is false
 ``operator``                                     name:str, arguments:str, tensors.. -> the result (a tuple of them) of
                                                  the library's operator of that name; arguments is JSON
                                                  ``[args, kwargs]`` in which ``{"$tensor": i}`` is the i-th tensor

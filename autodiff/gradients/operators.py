@@ -27,12 +27,6 @@ def operator(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     return [None, None, *partials]
 
 
-@library_gradient("library.checked")
-def checked(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """dx = g"""
-    return [g, None, None]
-
-
 @library_gradient("library.with_derivative")
 def with_derivative(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = 0, dlinear = g: the value of the first with the derivative of the second"""

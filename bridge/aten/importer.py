@@ -23,15 +23,15 @@ from autodiff.ir import (
     Var,
     build_function,
     dtype,
-    numel,
     shape,
 )
 from autodiff.library import call as library_call
 from bridge.aten.draws import ChainedDraws
+from bridge.aten.number_checks import computed_numbers, first_broken, holds
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.torch_internals import ELEMENTWISE_TYPE_PROMOTION_KIND, HigherOrderOperator, elementwise_dtypes
-from bridge.capture import Captured, where_is
+from bridge.capture import Captured, Reading, where_is
 
 __all__ = ["Imported", "Importer", "import_graph", "relax_dtype"]
 
@@ -47,6 +47,8 @@ _DTYPES = {
     torch.int64: "int64",
     torch.bool: "bool",
 }
+_SHOWN = 40
+"""Characters of a list of numbers that a reason quotes."""
 _HALF = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -62,6 +64,8 @@ class Imported:
         num_outputs: how many results are outputs; the rest belong to ``Captured.mutated``, in order.
         dropout_draws: eager draw of each ``relax.nn.dropout`` binding, in binding order.
         input_draws: eager draw of each ``draw_<k>`` parameter, in parameter order.
+        checks: conditions on numbers, in words: what is looked at, and what was found. If there are any, the function's
+            last result, int64 and 0-d, is the place of the first that does not hold, from 1 on, or 0.
     """
 
     function: Function
@@ -69,6 +73,7 @@ class Imported:
     num_outputs: int
     dropout_draws: tuple[int, ...]
     input_draws: tuple[int, ...]
+    checks: tuple[tuple[str, str], ...] = ()
 
 
 def relax_dtype(torch_dtype: torch.dtype) -> str:
@@ -83,7 +88,7 @@ class Importer:
 
     Attributes:
         bindings: what was emitted, in order.
-        assertions: truth values that must hold when the function runs, with the message if they do not.
+        assertions: truth values that must hold, or else the call is eager's, each with what it says in words.
     """
 
     def __init__(self, captured: Captured):
@@ -224,17 +229,6 @@ class Importer:
         self.draw_params[index] = Var(f"draw_{index}", TensorType(draw.shape, relax_dtype(draw.dtype)))
         return self.cast(self.draw_params[index], self.out_dtype(node))
 
-    def checked(self, results: list[Expr]) -> list[Expr]:
-        """``results``, the smallest of which cannot be had without the assertions."""
-        if not results:
-            return results
-        position = min(range(len(results)), key=lambda index: numel(results[index]))
-        value = results[position]
-        for condition, message in self.assertions:
-            self._hint = "checked"
-            value = self.emit(library_call("checked", [value, condition, StringImm(message)], value.ty))
-        return [*results[:position], value, *results[position + 1 :]]
-
     def convert(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         """The Relax value(s) of a ``call_function`` node."""
         args = fx.node.map_arg(node.args, env.__getitem__)
@@ -258,7 +252,7 @@ def import_graph(captured: Captured) -> Imported:
         UnsupportedModule: lists every operator without a conversion and every use that a conversion does not support.
         CompilationError: a conversion failed; names the operator and the user's line.
     """
-    problems = list(captured.problems)
+    problems = [*captured.problems, *computed_numbers(captured)]
     importer = Importer(captured)
     params, env = _parameters(captured)
     for node in captured.graph.nodes:
@@ -339,7 +333,24 @@ def _finish(captured: Captured, importer: Importer, params: list[Var], env: dict
         results.append(env[node])
     num_outputs = len(results)
     results += [env[node] for _, node in captured.mutated]
-    results = importer.draws.finished(importer.checked(results))
+    results = importer.draws.finished(results)
+    checks = [(condition, ("assertion in forward", message)) for condition, message in importer.assertions]
+    checks += [
+        (holds(importer, env[node], reading), (f"number read at {reading.where}", _compared(reading)))
+        for node, reading in zip(captured.read, captured.readings, strict=True)
+        if node is not None
+    ]
+    if checks:
+        results.append(first_broken(importer, [condition for condition, _ in checks]))
     used = sorted(importer.draw_params)
     function = build_function([*params, *(importer.draw_params[k] for k in used)], importer.bindings, results)
-    return Imported(function, tuple(output_of), num_outputs, tuple(importer.dropout_draws), tuple(used))
+    words = tuple(words for _, words in checks)
+    return Imported(function, tuple(output_of), num_outputs, tuple(importer.dropout_draws), tuple(used), words)
+
+
+def _compared(reading: Reading) -> str:
+    """What was read, and what is read where the check fails."""
+    if reading.value is True or reading.value is False:
+        return f"{reading.value} at the sample, now {not reading.value}"
+    text = repr(reading.value)
+    return f"{text if len(text) <= _SHOWN else text[:_SHOWN] + '...'} at the sample, now another"

@@ -82,14 +82,14 @@ def amin(importer, node, x, dims=(), keepdim=False):
     return reduce(importer, op.min, x, dims, keepdim)
 
 
-@converts(aten.any.dim, aten.any.dims, aten.any.default)
+@converts(aten.any.dim, aten.any.dims, aten.any.default, aten._is_any_true.default)
 def any_(importer, node, x, dims=None, keepdim=False):
     counted = importer.cast(importer.cast(x, "bool"), "int64")
     found = importer.cast(reduce(importer, op.sum, counted, dims, keepdim), "bool")
     return importer.cast(found, importer.out_dtype(node))  # of uint8 it is uint8
 
 
-@converts(aten.all.dim, aten.all.dims, aten.all.default)
+@converts(aten.all.dim, aten.all.dims, aten.all.default, aten._is_all_true.default)
 def all_(importer, node, x, dims=None, keepdim=False):
     zeros = importer.cast(importer.emit(op.logical_not(importer.cast(x, "bool"))), "int64")
     some = importer.cast(reduce(importer, op.sum, zeros, dims, keepdim), "bool")

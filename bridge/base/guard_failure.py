@@ -16,10 +16,12 @@ class GuardFailure(Exception):
         stage: ``INTERPRETER``, ``STRUCTURE``, ``ARGUMENTS``, ``MODULE`` or ``RUN``.
         field: what differs, without the values, as in ``"shape of args[0]"``.
         reason: with the values, as in ``"shape of args[0]: compiled for (5, 6), called with (3, 6)"``.
+        tried: entries whose forward program found it in this call, one after the other.
     """
 
     def __init__(self, stage: int, field: str, detail: str = ""):
         self.stage = stage
         self.field = field
         self.reason = f"{field}: {detail}" if detail else field
+        self.tried: tuple = ()
         super().__init__(self.reason)

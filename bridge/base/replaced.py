@@ -11,7 +11,8 @@ __all__ = ["replaced"]
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """While active, the attributes of ``owner`` that ``values`` names have those values."""
+    """While active, the attributes of ``owner`` that ``values`` names have those values; a class inherits again."""
+    inherited = {name for name in values if isinstance(owner, type) and name not in vars(owner)}
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -19,4 +20,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
         yield
     finally:
         for name, value in before.items():
-            setattr(owner, name, value)
+            if name in inherited:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)

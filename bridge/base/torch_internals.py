@@ -143,6 +143,8 @@ def replaced_formula(op: Any, make: Callable[[Callable[..., Any]], Callable[...,
 # Tensors
 
 has_storage: Callable[[torch.Tensor], bool] = _find("torch._C._has_storage")
+no_torch_function: Callable[[], AbstractContextManager] = _find("torch._C.DisableTorchFunction")
+"""While active, no torch-function mode sees the calls that this thread makes."""
 neg_view: Callable[[torch.Tensor], torch.Tensor] = _find("torch._neg_view")
 is_dense: Callable[[torch.Tensor], bool] = _find("torch._prims_common.is_non_overlapping_and_dense_or_false")
 elementwise_dtypes = _find("torch._prims_common.elementwise_dtypes")
@@ -160,6 +162,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 FakeTensor: type = _find("torch._subclasses.FakeTensor")
 FakeTensorMode: type = _find("torch._subclasses.FakeTensorMode")
+FunctionalTensor: type = _find("torch._subclasses.functional_tensor.FunctionalTensor")
 unset_fake_temporarily = _find("torch._subclasses.fake_tensor.unset_fake_temporarily")
 
 

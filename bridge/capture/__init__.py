@@ -13,6 +13,7 @@ from bridge.capture.passes.recurrent import RECURRENT_LAYERS
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
 from bridge.capture.pipeline import capture
 from bridge.capture.preconditions import check_call
+from bridge.capture.readings import Reading, given, numbers_read, same_numbers
 from bridge.capture.sample import normalize_sample
 from bridge.capture.thread_isolation import capturing
 from bridge.capture.tracing import is_capturing, is_traced_here, one_capture_at_a_time
@@ -31,18 +32,22 @@ __all__ = [
     "Observation",
     "Output",
     "Parameter",
+    "Reading",
     "capture",
     "capturing",
     "check_call",
     "fake_run",
+    "given",
     "is_capturing",
     "is_number",
     "is_traced_here",
     "normalize_sample",
     "number_tensor",
+    "numbers_read",
     "one_capture_at_a_time",
     "raise_if_eager_raises",
     "refuse_dynamic",
+    "same_numbers",
     "where_is",
     "with_generator",
     "with_number_inputs",

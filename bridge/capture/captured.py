@@ -12,6 +12,7 @@ from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import pytree
 from bridge.capture.counters import Counter
 from bridge.capture.observation import Draw, Observation, Output
+from bridge.capture.readings import Reading
 from bridge.state import ModuleTensor
 
 __all__ = ["Captured"]
@@ -37,6 +38,8 @@ class Captured:
         draw_of: name of each node that draws -> index into ``observation.draws``.
         literals: tensor literals of the module's code, by placeholder name.
         counters: attributes that each call counts up.
+        readings: numbers that forward took out of tensors on the sample, in order.
+        read: the nodes of those numbers.
     """
 
     module_name: str
@@ -54,6 +57,8 @@ class Captured:
     draw_of: dict[str, int]
     literals: dict[str, torch.Tensor]
     counters: tuple[Counter, ...] = ()
+    readings: tuple[Reading, ...] = ()
+    read: tuple[fx.Node, ...] = ()
 
     @property
     def problems(self) -> list[Unsupported]:

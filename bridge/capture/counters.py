@@ -15,6 +15,7 @@ from torch import nn
 
 from bridge.capture.fake_run import fake_run
 from bridge.capture.numbers import NotArithmeticError, refusing_all_use, twin_of
+from bridge.capture.readings import Reading, given
 from bridge.capture.thread_isolation import capturing
 from bridge.state import PythonState, module_tensors
 
@@ -35,11 +36,14 @@ class Counter:
     step: int
 
 
-def counters_of(module: nn.Module, args: tuple, kwargs: dict[str, Any], changed: Sequence[str]) -> list[Counter] | None:
+def counters_of(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], changed: Sequence[str], readings: Sequence[Reading] = ()
+) -> list[Counter] | None:
     """The counters that these attributes are; ``None`` if one of them is something else, or is read.
 
     Args:
         changed: what forward changes, as ``PythonState.changes`` calls it: ``"self.calls"``, ``"self.encoder.calls"``.
+        readings: numbers that forward takes out of tensors.
     """
     places = [what.removeprefix("self.").rpartition(".")[::2] for what in changed if what.startswith("self.")]
     if len(places) < len(changed) or "forward" in module.__dict__:
@@ -58,7 +62,7 @@ def counters_of(module: nn.Module, args: tuple, kwargs: dict[str, Any], changed:
     for index, (owner, (_, name)) in enumerate(zip(owners, places, strict=True)):
         owner[name] = _Counted(0, index)
     try:
-        with capturing(twin):
+        with capturing(twin), given(twin, readings):
             run = fake_run(twin, *module_tensors(twin), args, kwargs)
     except Exception:  # noqa: BLE001 - whatever forward raises where a counter is read
         before.restore()

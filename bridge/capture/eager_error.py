@@ -12,6 +12,7 @@ from bridge.base.errors import Unsupported, from_user_code, refused_by_eager
 from bridge.base.objects import packed
 from bridge.base.torch_internals import pytree
 from bridge.capture.autograd_uses import derivatives_noted
+from bridge.capture.copied_call import Copies, copied_call
 from bridge.capture.isolated_rng import IsolatedRNG
 
 __all__ = ["raise_if_eager_raises"]
@@ -20,9 +21,7 @@ __all__ = ["raise_if_eager_raises"]
 def raise_if_eager_raises(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[Unsupported]:
     """Runs the module once in eager, and the backward where there is one; to be called where a capture has failed.
 
-    It runs on copies of its tensors and of the sample, in the same memory layout and with the same ``requires_grad``
-    (a ``view`` may fit a contiguous tensor only, a write into a leaf only fails if that requires grad). Neither
-    ``.grad`` nor the generator change; Python state that forward changes is left changed.
+    It runs on copies (:func:`bridge.capture.copied_call.copied_call`).
 
     Returns:
         the derivative that forward computes itself, if it does: what a capture may have failed for.
@@ -30,14 +29,11 @@ def raise_if_eager_raises(module: nn.Module, args: tuple, kwargs: dict[str, Any]
     Raises:
         Exception: what eager raises, marked by :func:`bridge.base.errors.refused_by_eager`.
     """
-    copies = _Copies()
     try:
-        state = {name: copies.of(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-        copied_args, copied_kwargs = pytree.tree_map_only(torch.Tensor, copies.of, (args, kwargs))
-        with IsolatedRNG():
+        with copied_call(module, args, kwargs) as (call, copies):
             with derivatives_noted() as found:
-                result = torch.func.functional_call(module, state, copied_args, copied_kwargs)
-            _run_backward(result, copies.made())
+                result = call()
+            _run_backward(result, copies)
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises is raised again below
         if (derivatives := _of_a_copy(module, args, kwargs)) is not None:
             return derivatives
@@ -52,7 +48,7 @@ def _of_a_copy(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[U
 
     Where a module holds a parameter in a list as well, that list knows nothing of a parameter that is swapped.
     """
-    copies = _Copies()
+    copies = Copies()
     try:
         twin = copy.deepcopy(module)
         copied_args, copied_kwargs = pytree.tree_map_only(torch.Tensor, copies.of, (args, kwargs))
@@ -64,21 +60,6 @@ def _of_a_copy(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[U
     return found
 
 
-class _Copies:
-    """Copies of tensors, one for each object: an argument may be given twice."""
-
-    def __init__(self) -> None:
-        self._copies: dict[int, torch.Tensor] = {}
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._copies:
-            self._copies[id(tensor)] = _copy(tensor)
-        return self._copies[id(tensor)]
-
-    def made(self) -> list[torch.Tensor]:
-        return list(self._copies.values())
-
-
 def _run_backward(result: Any, inputs: Any) -> None:
     """The gradients of a result, which go nowhere; of dense tensors, as sparse ones take no gradient of ones."""
     leaves = [leaf for leaf in pytree.tree_leaves(packed(result)) if isinstance(leaf, torch.Tensor) and leaf.grad_fn]
@@ -86,15 +67,3 @@ def _run_backward(result: Any, inputs: Any) -> None:
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     if results and wanted:
         torch.autograd.grad(results, wanted, [torch.ones_like(each) for each in results], allow_unused=True)
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers in the same layout; a leaf of its own graph if the tensor is one."""
-    source = tensor.detach()
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
-        return source.clone().requires_grad_(tensor.requires_grad)
-    size = 1 + sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = source.as_strided((size if tensor.numel() else 0,), (1,)).clone()
-    if tensor.is_leaf or not torch.is_grad_enabled():
-        return memory.as_strided(tensor.shape, tensor.stride()).data.requires_grad_(tensor.requires_grad)  # no view
-    return memory.requires_grad_(tensor.requires_grad).clone().as_strided(tensor.shape, tensor.stride())

@@ -24,6 +24,7 @@ from bridge.capture.call_log import differences
 from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.observation import Observation
 from bridge.capture.observe import observe
+from bridge.capture.readings import NumberReader, Reading, reading, same_numbers
 from bridge.capture.tracing import times_asked
 from bridge.state import ModuleTensor, once_per_owner
 
@@ -36,11 +37,14 @@ def real_run(
     real_tensors: Sequence[torch.Tensor],
     args: tuple,
     kwargs: dict[str, Any],
+    readings: Sequence[Reading] = (),
 ) -> tuple[Observation, list[Unsupported]]:
     """What ``module(*args, **kwargs)`` does in eager. Neither tensors nor the generator are changed.
 
     Parameters and arguments are used as they are: the caller has made sure that forward writes into none of them.
     Python attributes that forward sets are left set.
+
+    ``readings``: what the traced forward was given.
 
     The run takes the branches that tracing takes. If forward asked whether it is traced, another run takes those of
     eager, and what follows from it is a problem if it computes other numbers.
@@ -52,10 +56,13 @@ def real_run(
     arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     owned, state = _state(module, tensors, real_tensors)
     parameters = [tensor for spec, tensor in zip(tensors, owned, strict=True) if spec.kind == "parameter"]
-    asked = times_asked()
+    asked, reader = times_asked(), NumberReader()
     try:
-        with IsolatedRNG():
+        with IsolatedRNG(), reading(module, reader) if readings else nullcontext():
             run = observe(module, state, parameters, [*owned, *arguments], args, kwargs, nullcontext(), traced=False)
+        if not same_numbers(reader.readings, readings):
+            hint = "do not let forward depend on what is left of earlier calls"
+            return run, [Unsupported("a number that forward reads", "forward", "differs when it is read again", hint)]
         if times_asked() == asked:
             return run, []
         untraced, state = _state(module, tensors, real_tensors)

@@ -25,6 +25,7 @@ class IsolatedRNG(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._generator = torch.Generator()
+        self._generator.set_state(torch.default_generator.get_state())  # a branch on a draw is the one that comes next
         self._passed: list[tuple[torch.Generator, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -7,6 +7,7 @@ A fake run observes what eager does and the graph no longer says, an eager run w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from bridge.capture.passes.decompose import decompose
 from bridge.capture.passes.stop_gradient import prepare
 from bridge.capture.preconditions import check_call
 from bridge.capture.random_nodes import draws_by_origin, match_draws
+from bridge.capture.readings import Reading, ReadsDifferError, given, numbers_read
 from bridge.capture.thread_isolation import capturing
 from bridge.state import PythonState, generators_put_back, module_tensors
 
@@ -72,7 +74,9 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     before = PythonState(module)
     try:
         with capturing(module, fakes=False):
-            real, differing = real_run(module, captured.module_tensors, traced.real_tensors, args, kwargs)
+            real, differing = real_run(
+                module, captured.module_tensors, traced.real_tensors, args, kwargs, captured.readings
+            )
     finally:
         before.restore()
     observation, differences = as_in_eager(captured.observation, real)
@@ -96,17 +100,17 @@ def _traced_and_settled(module: nn.Module, args: tuple, kwargs: dict[str, Any]) 
     name = type(module).__name__
     first = PythonState(module)
     before = first
-    traced = _trace_or_refuse(module, args, kwargs, first)
+    traced = _trace_or_refuse(module, args, kwargs, first, before)
     before.restore_caches()
     counters = None
     if (changed := before.changes()) and not traced.captured.problems:
-        counters = counters_of(module, args, kwargs, changed)
+        counters = counters_of(module, args, kwargs, changed, traced.captured.readings)
         if counters is None:
             before = PythonState(module)
-            traced = _trace_or_refuse(module, args, kwargs, first)
+            traced = _trace_or_refuse(module, args, kwargs, first, before)
             before.restore_caches()
             changed = before.changes()
-            counters = counters_of(module, args, kwargs, changed) if changed else None
+            counters = counters_of(module, args, kwargs, changed, traced.captured.readings) if changed else None
     if counters is not None:
         for each in counters:
             module.get_submodule(each.path).__dict__[each.name] = first.value_of(each.path, each.name)
@@ -117,39 +121,68 @@ def _traced_and_settled(module: nn.Module, args: tuple, kwargs: dict[str, Any]) 
     return traced
 
 
-def _trace_or_refuse(module: nn.Module, args: tuple, kwargs: dict[str, Any], first: PythonState) -> _Traced:
+def _trace_or_refuse(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], first: PythonState, before: PythonState
+) -> _Traced:
     """The traced call. If it cannot be had, ``first`` is put back and the sample is tried in eager.
+
+    If forward reads numbers there, the call is traced once more with the numbers that it reads in the state ``before``
+    (:mod:`bridge.capture.readings`).
 
     Raises:
         Exception: eager's own, where eager refuses the sample too.
         UnsupportedModule: in short words; the chain of torch's exceptions is its ``cause``, and in the log.
     """
-    try:
-        with capturing(module):
-            return _trace(module, args, kwargs)
-    except Exception as error:  # tracing and the fake run run the user's code, whatever that raises on fake tensors
-        if isinstance(error, UnsupportedModule) or is_refused_by_eager(error):
-            raise
-        cause = error.__cause__ if isinstance(error, NotExportedError) else error
+    traced = _trace_or_cause(module, args, kwargs)
+    if isinstance(traced, _Traced):
+        return traced
     # outside of the except clause, or each of these would show all of torch's exceptions above its own words
     first.restore()
-    if isinstance(cause, UnsupportedModule):
-        raise cause
+    if isinstance(traced, UnsupportedModule):
+        raise traced
     try:
         with capturing(module, fakes=False):
             derivatives = raise_if_eager_raises(module, args, kwargs)
+            before.restore()
+            readings = numbers_read(module, args, kwargs)
     finally:
         first.restore()
+    if readings:
+        before.restore()
+        again = _trace_or_cause(module, args, kwargs, readings)
+        if isinstance(again, _Traced):
+            return again
+        first.restore()
+        if isinstance(again, UnsupportedModule):
+            raise again
+        traced = traced if isinstance(again, ReadsDifferError) else again
     name = type(module).__name__
-    log.debug("%s cannot be captured", name, exc_info=cause)
-    explained = explain_error(cause)
-    raise UnsupportedModule(name, derivatives or [explained] if is_unknown(explained) else [explained], cause=cause)
+    log.debug("%s cannot be captured", name, exc_info=traced)
+    explained = explain_error(traced)
+    raise UnsupportedModule(name, derivatives or [explained] if is_unknown(explained) else [explained], cause=traced)
 
 
-def _trace(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> _Traced:
-    """Exports the call, observes it on fake tensors and brings the two together."""
+def _trace_or_cause(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], readings: Sequence[Reading] = ()
+) -> _Traced | BaseException:
+    """The traced call, or why torch could not trace it. Refusals of this package's and eager's errors are raised."""
+    try:
+        with capturing(module):
+            return _trace(module, args, kwargs, readings)
+    except Exception as error:  # tracing and the fake run run the user's code, whatever that raises on fake tensors
+        if isinstance(error, UnsupportedModule) or is_refused_by_eager(error):
+            raise
+        return error.__cause__ if isinstance(error, NotExportedError) else error
+
+
+def _trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], readings: Sequence[Reading]) -> _Traced:
+    """Exports the call, observes it on fake tensors and brings the two together.
+
+    ``readings``: what forward reads. Where it reads nothing, or tracing needs nothing of it, none.
+    """
     forward = f"{type(module).__name__}.forward"
-    exported = export(module, args, kwargs)
+    with given(module, readings, returned=True):
+        exported = export(module, args, kwargs)
     raise_deferred()
     tensors, real_tensors = module_tensors(module, constants(exported))
     unsupported = free_tensors(exported, {name for tensor in tensors for name in tensor.names})
@@ -160,7 +193,7 @@ def _trace(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> _Traced:
 
     unsupported += spell_out_casts(exported.graph_module, ambient_autocast(), needs_grad)
     unsupported += prepare(exported.graph_module, needs_grad)
-    with GradModesInRegions() as grad_modes:
+    with GradModesInRegions() as grad_modes, given(module, readings):
         run = fake_run(module, tensors, real_tensors, args, kwargs)
     unsupported += grad_modes.problems
     raise_deferred()
@@ -175,6 +208,7 @@ def _trace(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> _Traced:
         observation.unsupported += unmatched
     bound, literals = placeholders(functional, tensors, run.argument_is_tensor)
     results, mutated = results_and_mutations(functional, tensors, forward, observation.unsupported)
+    results, read = results[: len(results) - len(readings)], results[len(results) - len(readings) :]
     if len(results) != len(observation.outputs):
         reason = f"the exported graph returns {len(results)} values, eager {len(observation.outputs)}"
         raise UnsupportedModule(type(module).__name__, [Unsupported("torch.export", forward, reason)])
@@ -197,6 +231,8 @@ def _trace(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> _Traced:
         fake_observation=observation,
         draw_of=draw_of,
         literals=literals,
+        readings=tuple(readings),
+        read=tuple(read),
     )
     return _Traced(captured, real_tensors)
 

@@ -76,9 +76,10 @@ def add_tvm_dispatch(
         module: any module; it is changed in place only by one attribute that copies and pickles drop.
         sample_input: a tensor (one positional argument), a tuple or a list (positional arguments: a DataLoader's
             batch) or a mapping (keyword arguments: a dict, transformers' ``BatchEncoding``) of dense CPU tensors,
-            numbers, strings, flags and ``None``; of tensors only shape, strides, dtype and requires_grad count, not the
-            numbers. A list or a mapping that fits forward's signature as its one argument only is that argument; to
-            say so: ``(batch,)``.
+            numbers, strings, flags and ``None``; of tensors only shape, strides, dtype and requires_grad count, and the
+            numbers where forward reads them (``if x.any()``): the entry serves calls that read the same. A
+            list or a mapping that fits forward's signature as its one argument only is that argument; to say so:
+            ``(batch,)``.
         sample_kwargs: further keyword arguments.
         partition: what is saved for the backward: ``"min_cut"``, ``"save_all"``, ``"recompute_all"`` or a strategy.
         on_miss: for calls that match no entry: ``"eager"`` (the default where there is a sample), ``"compile"`` (the

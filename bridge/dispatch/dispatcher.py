@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from bridge.base.errors import CompilationError, DispatchMiss, Unsupported, UnsupportedModule, is_refused_by_eager
-from bridge.base.guard_failure import INTERPRETER
+from bridge.base.guard_failure import INTERPRETER, RUN
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.log import channel
 from bridge.base.torch_internals import MODULE_CALL, has_global_hooks, is_exporting
-from bridge.capture import NumberPlace, is_capturing, is_traced_here
+from bridge.capture import NumberPlace, is_capturing, is_traced_here, same_numbers
 from bridge.dispatch.advice import advice
 from bridge.dispatch.budget import CompileBudget
 from bridge.dispatch.entry import Entry, compile_entry
@@ -99,25 +99,38 @@ class Dispatcher:
             return call_with_hooks(module, lambda *args, **kwargs: self.dispatch(module, args, kwargs), args, kwargs)
         return self.dispatch(module, args, kwargs)
 
-    def dispatch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], eager: Any = None) -> Any:
+    def dispatch(
+        self,
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+        eager: Any = None,
+        failed: GuardFailure | None = None,
+    ) -> Any:
         """Runs the call in the entry that fits it; otherwise as ``on_miss`` says.
 
-        ``eager``: what to call if it runs eager, the module's forward by default.
+        ``eager``: what to call if it runs eager, the module's forward by default. ``failed``: what the programs of the
+        entries that were tried so far have found; nothing is changed by them, and the call begins anew.
         """
+        compiled = False
         try:
             for entry in self.stats.entries:
-                inputs = entry.guard.quick(module, args, kwargs)
-                if inputs is not None:
-                    return self._hit(module, entry, inputs)
-            found = self._match(module, args, kwargs)
+                if failed is None or entry not in failed.tried:
+                    inputs = entry.guard.quick(module, args, kwargs)
+                    if inputs is not None:
+                        return self._hit(module, entry, inputs, failed)
+            found = self._match(module, args, kwargs, failed)
             if not isinstance(found, GuardFailure):
-                return self._hit(module, *found)
+                return self._hit(module, *found, failed)
             if (self.on_miss == "compile" or self.learns) and self._may_compile(type(module).__name__, found):
                 added = self._compile(module, args, kwargs, found)
                 if added is not None:
-                    return self._hit(module, *added)
-        except GuardFailure as failure:  # of the forward program: nothing is changed, and the call begins anew
+                    compiled = True
+                    return self._hit(module, *added, failed)
+        except GuardFailure as failure:
             found = failure
+        if found.stage == RUN and found is not failed and not compiled:
+            return self.dispatch(module, args, kwargs, eager, found)  # another entry may be of the branch that it takes
         return self._miss(module, found, eager or module.forward, args, kwargs)
 
     def _miss(self, module: nn.Module, found: GuardFailure, eager: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -143,7 +156,7 @@ class Dispatcher:
 
     def _may_compile(self, name: str, failure: GuardFailure) -> bool:
         """Whether a call that missed may be compiled; says so once for each cause that has used up its budget."""
-        if failure.reason in self._unsupported:
+        if failure.reason in self._unsupported or failure.__cause__ is not None:  # eager raises, too
             return False
         if self.budget.allows(failure.field, self.stats.entries):
             return True
@@ -159,11 +172,16 @@ class Dispatcher:
         return False
 
     def _match(
-        self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], failed: GuardFailure | None = None
     ) -> tuple[Entry, list[torch.Tensor]] | GuardFailure:
-        """The entry that fits and its inputs, or how the call differs from the entry that it comes closest to."""
-        closest = GuardFailure(-1, "no entry")
+        """The entry that fits and its inputs, or how the call differs from the entry that it comes closest to.
+
+        ``failed``: from the entries that were tried already.
+        """
+        closest = failed or GuardFailure(-1, "no entry")
         for entry in reversed(self.stats.entries):  # among equally close ones, the newest
+            if entry in closest.tried:
+                continue
             try:
                 return entry, entry.guard.match(module, args, kwargs)
             except GuardFailure as failure:
@@ -171,13 +189,16 @@ class Dispatcher:
                     closest = failure
         return closest
 
-    def _hit(self, module: nn.Module, entry: Entry, inputs: list[torch.Tensor]) -> Any:
+    def _hit(
+        self, module: nn.Module, entry: Entry, inputs: list[torch.Tensor], failed: GuardFailure | None = None
+    ) -> Any:
         entry.last_used = next(self._clock)
         self.stats.hits += 1
         try:
             result = entry(inputs)
-        except GuardFailure:
+        except GuardFailure as failure:
             self.stats.hits -= 1
+            failure.tried = (*(failed.tried if failed else ()), entry)
             raise
         if entry.guard.counts:
             entry.guard.count(module)
@@ -189,12 +210,16 @@ class Dispatcher:
     ) -> tuple[Entry, list[torch.Tensor]] | None:
         """A new entry for the call and its inputs; ``None`` if it is unsupported, which is remembered and logged."""
         with self._adding:
-            found = self._match(module, args, kwargs)
+            found = self._match(module, args, kwargs, failure if failure.tried else None)
             if not isinstance(found, GuardFailure):  # another thread was quicker
                 return found
             try:
-                entry = self._add_with_numbers(module, args, kwargs) or self.add(module, args, kwargs)
+                entry = None if failure.tried else self._add_with_numbers(module, args, kwargs)
+                entry = entry or self.add(module, args, kwargs)
                 inputs = entry.guard.match(module, args, kwargs)
+                if entry in failure.tried:
+                    self._leave_to_eager(type(module).__name__, failure, "it reads other numbers at every run")
+                    return None
             except UnsupportedModule as error:
                 if self.on_miss == "error":
                     raise
@@ -250,12 +275,16 @@ class Dispatcher:
         One that serves it in the same way stays, and is returned. Raises as :func:`add_tvm_dispatch`.
         """
         require_capturable(type(module).__name__)
-        replaced = [entry for entry in self.stats.entries if _serves(entry, module, args, kwargs)]
-        for entry in replaced:
-            if _is_same(entry.partition, self.partition) and str(entry.target) == str(self.target):
-                log.info("%r serves the call already", entry)
-                return entry
+        fitting = [entry for entry in self.stats.entries if _serves(entry, module, args, kwargs)]
+        for served in fitting:
+            if self._is_alike(served) and not served.readings:
+                log.info("%r serves the call already", served)
+                return served
         entry = compile_entry(module, args, kwargs, partition=self.partition, target=self.target)
+        replaced = [served for served in fitting if same_numbers(served.readings, entry.readings)]
+        for served in replaced:
+            if self._is_alike(served):
+                return served
         entry.worth = measure_worth(entry, module, args, kwargs)
         if entry.worth is not None and entry.worth.is_slower and TOO_SMALL not in self._warned:
             self._warned.add(TOO_SMALL)
@@ -264,6 +293,10 @@ class Dispatcher:
             self.stats.entries = [*(each for each in self.stats.entries if each not in replaced), entry]
         log.info("added %r", entry)
         return entry
+
+    def _is_alike(self, entry: Entry) -> bool:
+        """Whether an entry was compiled with the same strategy and for the same target."""
+        return _is_same(entry.partition, self.partition) and str(entry.target) == str(self.target)
 
     def _add_with_numbers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry | None:
         """An entry that takes as inputs the numbers in which the call differs from an entry, whose place it takes.

@@ -17,7 +17,7 @@ from torch import nn
 from bridge.base.guard_failure import GuardFailure
 from bridge.base.interrupts import raise_deferred
 from bridge.base.torch_internals import pytree
-from bridge.capture import NumberPlace, one_capture_at_a_time
+from bridge.capture import NumberPlace, Reading, one_capture_at_a_time
 from bridge.compile import Program
 from bridge.dispatch.autograd import apply
 from bridge.dispatch.guards import Guard
@@ -78,6 +78,11 @@ class Entry:
     def backward(self) -> Program | None:
         """The backward program for grad_outs of all differentiable outputs, or ``None``."""
         return self.programs.backward
+
+    @property
+    def readings(self) -> tuple[Reading, ...]:
+        """Numbers that forward read: the entry is the branch of calls that read the same."""
+        return self.lowered.captured.readings
 
     @property
     def plan(self) -> Any:
@@ -172,7 +177,7 @@ def _compile_entry(
         else:
             known, changed = numbers
             found = lower_with_numbers(module, args, kwargs, changed, known.lowered, known.guard.numbers, **how)
-            if found is None:
+            if found is None or found[0].captured.readings:  # a number that Python reads decides by its value
                 before.restore()
                 return None
             lowered, places = found

@@ -40,14 +40,20 @@ class Programs:
         self._lowered = lowered
         self._target = target
         self.forward = _compiled(lowered.forward, captured.module_name, "forward", target)
-        self.can_fail = self.forward.can_fail
+        self.can_fail = bool(imported.checks) or self.forward.can_fail
         self._run_forward = _under_name(self.forward, captured.module_name, "forward")
-        self._relaid = result_layouts(lowered, self.forward)
         self.wanted = lowered.wanted
         self.differentiable = lowered.differentiable
         self.num_outputs = imported.num_outputs
         self.not_differentiable = [i for i in range(imported.num_outputs) if i not in lowered.differentiable]
-        self._num_results = lowered.num_results
+        self._checks = imported.checks
+        self._num_results = lowered.num_results - bool(imported.checks)
+        relaid = result_layouts(lowered, self.forward)
+        if imported.checks:  # their result is taken out before
+            relaid = [
+                (place - (place > self._num_results), relay) for place, relay in relaid if place != self._num_results
+            ]
+        self._relaid = relaid
         self._mutated = [index for index, _ in captured.mutated]
         self._saved_primals = lowered.plan.saved_primals if lowered.plan else ()
         self._saved_outputs = lowered.plan.saved_outputs if lowered.plan else ()
@@ -66,7 +72,8 @@ class Programs:
         Nothing has been written when this raises.
 
         Raises:
-            GuardFailure: the program raised an error (an index out of range); eager has its own words for it.
+            GuardFailure: the program raised an error (an index out of range), which eager has its own words for; or
+                forward would read other numbers than on the sample, and may go another way.
             MemoryError, RuntimeError: there is no memory left, also for eager.
         """
         try:
@@ -76,6 +83,8 @@ class Programs:
                 raise
             failure = GuardFailure(RUN, "error in the compiled forward", f"{type(error).__name__}: {error}")
             raise failure from error
+        if self._checks and (broken := int(values.pop(self._num_results))):
+            raise GuardFailure(RUN, *self._checks[broken - 1])
         for position, relay in self._relaid:
             values[position] = relay(values[position])
         return values

@@ -1,4 +1,4 @@
-"""Elementwise functions that torch computes more exactly than generated code would, and run-time checks."""
+"""Elementwise functions that torch computes more exactly than generated code would."""
 
 from __future__ import annotations
 
@@ -29,11 +29,3 @@ def divide_trunc(a, b):
 def binary_cross_entropy(x, target):
     """Of each element; its logarithms are bounded below by -100."""
     return aten.binary_cross_entropy(x, target, None, 0)
-
-
-@library_function("checked")
-def checked(x, condition, message):
-    """``x``. ``RuntimeError`` with the message if the condition is false."""
-    if not bool(condition):
-        raise RuntimeError(message)
-    return x

@@ -2,7 +2,7 @@
 
 A call is looked up in two steps. The *call key* is what it looks like before it is made: module classes, names and
 layouts of tensors, shared memory, arguments, modes. The *observation key* is what a fake run of it does: the operators
-in order, their constants, which tensors they read and which the call returns.
+in order, their constants, which tensors they read and which the call returns, and what numbers Python code reads.
 
 Why that is exact: two calls with equal keys run the same operators on the same inputs, so they are the same function of
 their inputs. The fake run is made in the very module that is to be dispatched, so a layer whose ``forward`` reads a
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import time
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -27,7 +28,18 @@ from bridge.base.errors import CompilationError
 from bridge.base.log import channel
 from bridge.base.modes import autocast_setting
 from bridge.base.torch_internals import pytree, storage_id
-from bridge.capture import Observation, Output, capture, capturing, check_call, fake_run, raise_if_eager_raises
+from bridge.capture import (
+    Observation,
+    Output,
+    Reading,
+    capture,
+    capturing,
+    check_call,
+    fake_run,
+    given,
+    numbers_read,
+    raise_if_eager_raises,
+)
 from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.pipeline import lower_captured
 from bridge.state import PythonState, constant_key, generators_put_back, module_tensors
@@ -67,7 +79,8 @@ def lower_once(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: 
     call_key = _call_key(module, args, kwargs, grad, partition)
     known = _LOWERED.get(call_key) if call_key is not None else None
     if known:
-        found = known.get(_observe(module, args, kwargs))
+        reads = any(lowered.captured.readings for lowered in known.values())
+        found = known.get(_observe(module, args, kwargs, reads))
         if found is not None:
             log.info("%s runs the operators of a call that is lowered already", type(module).__name__)
             return found
@@ -79,7 +92,7 @@ def lower_once(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: 
         raise_if_eager_raises(module, args, kwargs)  # fake tensors let some mistakes pass (mixed types in a product)
         raise
     lowered.seconds = time.perf_counter() - started
-    observation_key = _observation_key(captured.fake_observation)
+    observation_key = _observation_key(captured.fake_observation, captured.readings)
     owned = all(tensor.kind != "attribute" for tensor in captured.module_tensors)
     if call_key is not None and observation_key is not None and owned and not captured.counters:
         for key in [key for key, held in _LOWERED.items() if not held]:
@@ -124,11 +137,19 @@ def _strategy_key(partition: Any) -> tuple | None:
 
 
 @generators_put_back()
-def _observe(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
-    """The observation key of a fake run; ``None`` where only a capture can tell. The module is left as it was."""
+def _observe(module: nn.Module, args: tuple, kwargs: dict[str, Any], reads: bool) -> tuple | None:
+    """The observation key of a fake run; ``None`` where only a capture can tell. The module is left as it was.
+
+    ``reads``: calls like this one read numbers, which takes an eager run before.
+    """
     before = PythonState(module)
+    readings: tuple[Reading, ...] = ()
     try:
-        with capturing(module):
+        if reads:
+            with capturing(module, fakes=False):
+                readings = numbers_read(module, args, kwargs)
+            before.restore()
+        with capturing(module), given(module, readings):
             run = fake_run(module, *module_tensors(module), args, kwargs)
     except Exception:  # noqa: BLE001 - the capture that follows meets it again, and says what it is
         before.restore()
@@ -137,15 +158,15 @@ def _observe(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | 
     if before.changes():
         before.restore()
         return None
-    return _observation_key(run.observation)
+    return _observation_key(run.observation, readings)
 
 
-def _observation_key(observation: Observation) -> tuple | None:
+def _observation_key(observation: Observation, readings: Sequence[Reading]) -> tuple | None:
     """What a call did; ``None`` where that cannot be compared with another one."""
     outputs = [_output_key(output) for output in observation.outputs]
     if observation.trace is None or observation.unsupported or observation.objects or None in outputs:
         return None
-    return observation.trace, tuple(outputs), observation.out_spec
+    return observation.trace, tuple(outputs), observation.out_spec, tuple(reading.key for reading in readings)
 
 
 def _output_key(output: Output) -> tuple | None:

@@ -143,7 +143,7 @@ class Trace:
             if found is None:
                 continue
             scale = largest(wanted)
-            for mine, theirs, name in zip(found, wanted, names, strict=True):
+            for mine, theirs, name in zip(found[: len(names)], wanted, names, strict=True):  # checks are not eager's
                 off = deviation(mine, theirs, scale=scale)
                 if off > worst:
                     worst, where = off, name

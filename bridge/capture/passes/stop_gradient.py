@@ -44,6 +44,7 @@ def prepare(graph_module: fx.GraphModule, requires_grad: Callable[[fx.Node], boo
     keep_layers_whole(graph_module.graph)
     unfuse_learned_masks(graph_module.graph, requires_grad)
     _pass_through(graph_module.graph)
+    _word_assertions(graph_module.graph)
     problems += _stop_gradients(graph_module.graph, requires_grad)
     problems += _wrong_in_torch(graph_module.graph, requires_grad)
     for node in graph_module.graph.nodes:
@@ -87,6 +88,13 @@ def _pass_through(graph: fx.Graph) -> None:
         if node.target is aten.dropout.default and (not node.args[2] or node.args[1] == 0):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def _word_assertions(graph: fx.Graph) -> None:
+    """Assertions without a message get one: decomposition takes those for dead code."""
+    for node in graph.nodes:
+        if node.target is aten._assert_async.default:
+            node.target, node.args = aten._assert_async.msg, (*node.args, "a tensor that is asserted is zero")
 
 
 def _stop_gradients(graph: fx.Graph, requires_grad: Callable[[fx.Node], bool]) -> list[Unsupported]:

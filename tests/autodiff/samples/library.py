@@ -174,16 +174,6 @@ _operator("aten.lgamma.default", torch.lgamma, (draw(3, low=0.5),))
 _operator("aten.linalg_slogdet.default", lambda x: tuple(torch.linalg.slogdet(x)), (draw(3, 3) + 3 * torch.eye(3),))
 _operator("aten.xlogy.Tensor", torch.xlogy, _pair)
 
-sample(
-    "library.checked",
-    lambda scope, x, condition: library.call(
-        "checked", [x, condition, StringImm("never")], relax.TensorType((3, 5), "float64")
-    ),
-    lambda x, condition: x * 1.0,
-    draw(3, 5),
-    torch.tensor(True),
-)
-
 
 def _normalized(centre):
     def build(scope, x):

@@ -58,9 +58,8 @@ X = torch.randn(5, 4)
 #: What stands in the way → (what forward does with the module, x and linear(x), or a module), further arguments, and
 #: words that the refusal has.
 REFUSED: dict[str, tuple[Any, tuple, str]] = {
-    "control flow": (lambda m, x, y: y if y.sum() > 0 else -y, (), "use torch.where"),
-    "a number": (lambda m, x, y: y * int(y.sum().item()), (), r"keep it a tensor: without \.item\(\)"),
-    "a list": (lambda m, x, y: y * sum(x[0].tolist()), (), "pass Python numbers to forward"),
+    "a number": (lambda m, x, y: y * y.sum().item(), (), r"round it otherwise.*keep it a tensor"),
+    "a list": (lambda m, x, y: y * sum(y[0].tolist()), (), r"round it otherwise.*keep it a tensor"),
     "a shape": (lambda m, x, y: y[torch.nonzero(y[:, 0])[:, 0]], (), "keep the shape"),
     "a mask of rows": (lambda m, x, y: y[x[:, 0] > 0], (), "the shape of what comes out depends on the numbers"),
     "numpy": (lambda m, x, y: y + torch.from_numpy(x.detach().cpu().numpy()), (), "compute it with torch"),
@@ -127,7 +126,7 @@ def main() -> None:
             module = then if isinstance(then, nn.Module) else Block(then)
             found[group][name] = attempt(module, (X.clone(), *rest))
     set_logs("+dispatch")
-    found["logged"] = attempt(Block(REFUSED["control flow"][0]), (X,))
+    found["logged"] = attempt(Block(REFUSED["a shape"][0]), (X,))
     print(json.dumps(found))
 
 

@@ -33,14 +33,6 @@ class TwoUnsupportedOperators(Base):
         return self.dropout(x) * values + torch.linalg.qr(x).R.sum()
 
 
-class DataDependent(Base):
-    def forward(self, x):
-        x = self.dropout(self.linear(x))
-        if x.sum() > 0:
-            return x * 2
-        return x
-
-
 class DataDependentShape(Base):
     def forward(self, x):
         x = self.dropout(self.linear(x))
@@ -175,7 +167,6 @@ class ComplexNumbers(Base):
 
 REFUSED = [
     (UnsupportedOperator, "linalg_eig", "torch.linalg.eigvalsh(self.linear(x).T @ x)"),
-    (DataDependent, "", "if x.sum() > 0:"),
     (DataDependentShape, "", "return x[x > 0]"),
     (ReadsValue, "", "return y * y.abs().max().item()"),
     (MutatesInput, "", "x.add_(1)"),

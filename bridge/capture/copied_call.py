@@ -1,0 +1,68 @@
+"""Copied call: a module and a sample → a call on copies of all of its tensors, which changes none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.base.torch_internals import pytree
+from bridge.capture.isolated_rng import IsolatedRNG
+from bridge.state import own_attributes, tensor_problem
+
+__all__ = ["Copies", "copied_call"]
+
+
+@contextmanager
+def copied_call(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> Iterator[tuple[Callable[[], Any], list[torch.Tensor]]]:
+    """Gives ``(call, copies)``: what runs ``module(*args, **kwargs)`` on copies of its tensors and of the sample.
+
+    They have the same memory layout and the same ``requires_grad`` (a ``view`` may fit a contiguous tensor only, a
+    write into a leaf only fails if that requires grad). Neither ``.grad`` nor the generator change; tensors that are
+    plain attributes are written as they are, and put back. Python state that forward changes is left changed.
+    """
+    copies = Copies()
+    state = {name: copies.of(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    copied_args, copied_kwargs = pytree.tree_map_only(torch.Tensor, copies.of, (args, kwargs))
+    values = [value for child in module.modules() for _, value in own_attributes(child)]
+    attributes = [value for value in values if isinstance(value, torch.Tensor) and tensor_problem(value) is None]
+    before = [(value, value._version, value.detach().clone()) for value in attributes]
+    try:
+        with IsolatedRNG():
+            yield lambda: torch.func.functional_call(module, state, copied_args, copied_kwargs), copies.made()
+    finally:
+        for value, version, numbers in before:
+            if value._version != version:
+                value.detach().copy_(numbers)
+
+
+class Copies:
+    """Copies of tensors, one for each object: an argument may be given twice."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, torch.Tensor] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._copies:
+            self._copies[id(tensor)] = _copy(tensor)
+        return self._copies[id(tensor)]
+
+    def made(self) -> list[torch.Tensor]:
+        return list(self._copies.values())
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in the same layout; a leaf of its own graph if the tensor is one."""
+    source = tensor.detach()
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
+        return source.clone().requires_grad_(tensor.requires_grad)
+    size = 1 + sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = source.as_strided((size if tensor.numel() else 0,), (1,)).clone()
+    if tensor.is_leaf or not torch.is_grad_enabled():
+        return memory.as_strided(tensor.shape, tensor.stride()).data.requires_grad_(tensor.requires_grad)  # no view
+    return memory.requires_grad_(tensor.requires_grad).clone().as_strided(tensor.shape, tensor.stride())
