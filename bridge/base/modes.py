@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributions import Distribution
 
 from bridge.base.torch_internals import set_grad_enabled
 
@@ -18,6 +19,7 @@ __all__ = [
     "ambient_autocast",
     "autocast_depth",
     "autocast_setting",
+    "distributions_validate",
     "modes_put_back",
 ]
 
@@ -33,6 +35,11 @@ def autocast_setting() -> torch.dtype | str | bool:
         return False
     dtype = torch.get_autocast_dtype("cpu")
     return dtype if torch.is_autocast_cache_enabled() else f"{dtype} (cache_enabled=False)"
+
+
+def distributions_validate() -> bool | None:
+    """Whether ``torch.distributions`` check their arguments unless told otherwise; Dynamo switches that off."""
+    return getattr(Distribution, "_validate_args", None)
 
 
 def autocast_depth() -> int:

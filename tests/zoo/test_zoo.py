@@ -10,14 +10,8 @@ SLOW = ("char_model", "diffusion_unet", "lstm", "mae", "mamba", "neural_ode", "v
 """Over three seconds, most of them to add."""
 WAITING = {
     "ctc": "CTC loss",
-    "flow": "a distribution that validates",
     "lora_hook": "hooks inside the module",
-    "masked_encoder": "a mask compared in TransformerEncoder",
     "normed_gan": "hooks inside the module",
-    "ppo": "a distribution that validates",
-    "sac": "a distribution that validates, rsample",
-    "seq2seq": "a mask compared in TransformerEncoder",
-    "tabular": "gaussian_nll_loss checks its variance",
 }
 """Scripts that are not dispatched yet, with what is missing."""
 
@@ -34,7 +28,8 @@ def test_script(name):
     script = load(name)
     found = compare(script.train, STEPS)
     assert found.generator, "the generator's state is not eager's"
-    assert found.loss <= 1e-4 and found.state <= 1e-3, found
+    if found.loss > 1e-4 or found.state > 1e-3:  # rounding shrinks in float64, a mistake does not
+        assert_equal_in_float64(script)
     refused = getattr(script, "REFUSED", {})
     assert found.refusals.keys() == refused.keys(), found.refusals
     assert {module: word for module, word in refused.items() if word not in found.refusals[module]} == {}, found
@@ -47,5 +42,9 @@ def test_script(name):
 def test_script_in_float64(name):
     """Fifteen steps agree to what float64 resolves: what is larger in float32 is rounding (a ReLU's kink, Adam's steps
     where a gradient is zero in exact arithmetic)."""
-    found = compare(load(name).train, STEPS, torch.float64)
+    assert_equal_in_float64(load(name))
+
+
+def assert_equal_in_float64(script):
+    found = compare(script.train, STEPS, torch.float64)
     assert found.generator and found.loss <= 1e-8 and found.state <= 1e-6, found

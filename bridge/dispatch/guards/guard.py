@@ -52,7 +52,7 @@ class Guard:
             module, captured.module_tensors, saves=saves, numbers=attributes, counters=captured.counters
         )
         self.counts = bool(captured.counters)
-        self._modes = ModeGuard(requires_grad, self._tree.reads_grad_mode)
+        self._modes = ModeGuard(requires_grad, self._tree.reads_grad_mode, self._tree.names_distributions)
         self._states = self._modes.states
         self._arguments = ArgumentGuard(captured, arguments, module.forward, saves=saves, numbers=leaves)
         self._written = [(index, captured.module_tensors[index].name) for index, _ in captured.mutated]

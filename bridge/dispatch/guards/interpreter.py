@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bridge.base.guard_failure import INTERPRETER, GuardFailure
-from bridge.base.modes import autocast_setting
+from bridge.base.modes import autocast_setting, distributions_validate
 from bridge.base.torch_internals import (
     forward_ad_level,
     has_global_hooks,
@@ -51,14 +51,15 @@ MODES = (
     Mode("autocast", autocast_setting, is_capturable=True),
     Mode("default dtype", torch.get_default_dtype, is_capturable=True),
     Mode("deterministic algorithms", torch.are_deterministic_algorithms_enabled, is_capturable=True),
+    Mode("validation of distributions", distributions_validate, is_capturable=True),
     Mode("forward-mode differentiation", forward_ad_level, lambda level: level >= 0),
     Mode("torch dispatch mode", len_dispatch_stack, bool),
     Mode("torch function mode", len_function_stack, bool),
     Mode("functorch transform", innermost_transform, lambda innermost: innermost is not None),
     Mode("global module hooks", has_global_hooks),
 )
-GRAD, INFERENCE = 0, 1
 _NAMES = [mode.name for mode in MODES]
+GRAD, INFERENCE, VALIDATION = map(_NAMES.index, ("grad mode", "inference mode", "validation of distributions"))
 _READS = [mode.read for mode in MODES]
 _call = getattr(operator, "call", lambda read: read())  # in C since Python 3.11
 _SHOWN = [(i, mode.show) for i, mode in enumerate(MODES) if mode.show is not _as_it_is]
@@ -91,15 +92,18 @@ class ModeGuard:
     Args:
         requires_grad: whether some input requires a gradient.
         reads_grad_mode: whether the module's code asks for the grad mode, and so may do different things.
+        names_distributions: whether it names ``torch.distributions``, whose validation Dynamo switches off for good.
     """
 
-    def __init__(self, requires_grad: bool, reads_grad_mode: bool):
+    def __init__(self, requires_grad: bool, reads_grad_mode: bool, names_distributions: bool):
         now = read_modes()
         accepted: list[Sequence[Any]] = [(value,) for value in now]
         if not reads_grad_mode and not requires_grad:
             accepted[GRAD] = (now[GRAD], not now[GRAD])
         if not reads_grad_mode and not (now[GRAD] and requires_grad):
             accepted[INFERENCE] = (now[INFERENCE], not now[INFERENCE])
+        if not names_distributions:
+            accepted[VALIDATION] = (now[VALIDATION], not now[VALIDATION])
         self._accepted = accepted
         self.states = tuple(product(*accepted))
 

@@ -322,3 +322,22 @@ def test_transformers_with_masks(name):
     make, good, other = TRANSFORMERS[name]
     torch.manual_seed(0)
     check(make(), good, other=other)
+
+
+@pytest.mark.parametrize("names_them", [True, False])
+def test_validation_of_distributions_is_a_switch_of_the_process(names_them):
+    """Dynamo switches it off for good: an entry without the checks is not for a process that validates again."""
+    switch = D.Distribution.set_default_validate_args
+    module = Written((lambda h, x: D.Normal(h(x), x).entropy()) if names_them else (lambda h, x: h(x)))
+    switch(False)
+    try:
+        add_tvm_dispatch(module.double(), POSITIVE)
+    finally:
+        switch(True)
+    if names_them:
+        with pytest.raises(ValueError, match="constraint GreaterThan"):
+            module(-POSITIVE)
+        assert list(stats(module).misses) == ["validation of distributions: compiled for False, called with True"]
+    else:
+        module(-POSITIVE)
+        assert stats(module).hits == 1

@@ -46,6 +46,7 @@ class Everything(nn.Module):
         with torch.no_grad():
             self.mean.mul_(0.5)
         x = self.tied(self.plain(self.layers(x))) * self.scale * self.options["gain"] * self.sizes[1] * FACTOR
+        x = x * torch.distributions.Normal(0.0, 1.0).scale
         return (x * self.table + self.mean + shift) ** power
 
 
@@ -115,6 +116,11 @@ class Doubling(nn.Linear):
 def deterministic() -> Any:
     use = torch.use_deterministic_algorithms
     return undone(lambda: use(True), lambda: use(False))
+
+
+def unvalidated() -> Any:
+    switch = torch.distributions.Distribution.set_default_validate_args
+    return undone(lambda: switch(False), lambda: switch(True))
 
 
 def default_dtype() -> Any:
@@ -197,6 +203,11 @@ MUTATIONS: dict[str, tuple[Callable[[nn.Module, Callable[..., None]], None], int
     "autocast": (around(lambda: torch.autocast("cpu", torch.bfloat16)), INTERPRETER, "autocast: compiled for False"),
     "default dtype": (around(default_dtype), INTERPRETER, "default dtype: compiled for torch.float32"),
     "deterministic algorithms": (around(deterministic), INTERPRETER, "deterministic algorithms: compiled for False"),
+    "validation of distributions": (
+        around(unvalidated),
+        INTERPRETER,
+        "validation of distributions: compiled for True, called with False",
+    ),
     "forward-mode differentiation": (
         around(forward_ad.dual_level),
         INTERPRETER,
