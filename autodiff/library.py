@@ -58,7 +58,6 @@ everything else is a tensor. A result has the type of what it is the gradient of
                                                  of y and the last states -> tuple of a gradient for each tensor
 ``draw``                                         name:str, description:str, state, parameters.. -> tuple (what the
                                                  library's random operator of that name draws, the next state)
-``drawn``                                        x, state before, state after -> x; the generator goes on from there
 ``upsample``                                     x, mode:str, (output size), align_corners:int, then per axis
                                                  scale:float (0: from the sizes) -> y
 ``upsample_backward``                            grad, (shape of x), then as ``upsample`` -> dx

@@ -135,12 +135,6 @@ def draw(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     return [None, None, None, grad * emit(library_call("operator", operator, concentration.ty))]
 
 
-@library_gradient("library.drawn")
-def drawn(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """dx = g"""
-    return [g, None, None]
-
-
 @library_gradient("library.log1p", wide=True)
 def log1p(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     """dx = g / (1 + x)"""

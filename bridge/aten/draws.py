@@ -3,7 +3,7 @@
 Draws with known parameters are made before a program runs. One like ``torch.bernoulli(p)`` is made inside, where p is
 known, and how far it moves the generator may depend on p; so all that eager draws after it are made inside too. Each
 call takes the generator's state and gives the next: a pure function, which draws the same where it is computed again.
-The first state is an input of the program, the last becomes the generator's.
+The first state is an input of the program. The last is a result, which the generator gets once the call has succeeded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autodiff.ir import Expr, StringImm, TensorType, TupleType, Var, numel
+from autodiff.ir import Expr, StringImm, TensorType, TupleType, Var
 from autodiff.library import call as library_call
 from bridge.aten.registry import UnsupportedUse
 from bridge.base.torch_internals import is_dense
@@ -33,7 +33,6 @@ class ChainedDraws:
         self._draws = draws
         self._first = next((index for index, draw in enumerate(draws) if draw.is_computed), len(draws))
         self._next = self._first
-        self._before: Var | None = None
         self._state: Expr | None = None
 
     def is_chained(self, index: int) -> bool:
@@ -52,17 +51,12 @@ class ChainedDraws:
         self._next = index + 1
         return self._emit(index, tensors)
 
-    def finished(self, results: list[Expr]) -> list[Expr]:
-        """``results``, the smallest of which cannot be had before the generator has its new state."""
+    def last_state(self) -> list[Expr]:
+        """The generator's state after all of eager's draws, uint8; empty where no draw is made inside the program."""
         if self._first == len(self._draws):
-            return results
+            return []
         self._skip_to(len(self._draws))
-        if not results:
-            raise UnsupportedUse("a computed random draw in a module without a result")
-        position = min(range(len(results)), key=lambda index: numel(results[index]))
-        value = results[position]
-        value = self._importer.emit(library_call("drawn", [value, self._before, self._state], value.ty))
-        return [*results[:position], value, *results[position + 1 :]]
+        return [self._state]
 
     def _skip_to(self, index: int) -> None:
         """Makes eager's draws up to one, whose results nobody uses."""
@@ -80,8 +74,8 @@ class ChainedDraws:
             raise UnsupportedUse("a random draw whose parameters overlap in memory", "call .contiguous() on them")
         if self._state is None:
             size = torch.default_generator.get_state().numel()
-            self._before = self._state = Var(f"draw_{self._first}", TensorType((size,), "uint8"))
-            importer.draw_params[self._first] = self._before
+            self._state = Var(f"draw_{self._first}", TensorType((size,), "uint8"))
+            importer.draw_params[self._first] = self._state
         element_type = str(draw.dtype).removeprefix("torch.")
         if element_type not in _DTYPES:
             raise UnsupportedUse(f"random numbers of type {draw.dtype}")

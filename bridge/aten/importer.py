@@ -58,12 +58,15 @@ class Imported:
 
     Attributes:
         function: parameters are the module's tensors, the argument tensors, then ``draw_<k>`` inputs for random draws
-            that are no dropout; results are the computed outputs, then the new values of mutated buffers.
+            that are no dropout; results are the computed outputs, then the new values of mutated buffers, then the
+            generator's state and the place of a broken check, where there are such.
         output_of: for each leaf of the module's result, its index among the function's results, ``None`` if the
             leaf is not computed (a constant, or a view of something that the caller has).
-        num_outputs: how many results are outputs; the rest belong to ``Captured.mutated``, in order.
+        num_outputs: how many results are outputs; those after them belong to ``Captured.mutated``, in order.
         dropout_draws: eager draw of each ``relax.nn.dropout`` binding, in binding order.
         input_draws: eager draw of each ``draw_<k>`` parameter, in parameter order.
+        leaves_state: whether the program draws: then the result after the mutated buffers, uint8, is the state that the
+            default generator has after the call.
         checks: conditions on numbers, in words: what is looked at, and what was found. If there are any, the function's
             last result, int64 and 0-d, is the place of the first that does not hold, from 1 on, or 0.
     """
@@ -73,6 +76,7 @@ class Imported:
     num_outputs: int
     dropout_draws: tuple[int, ...]
     input_draws: tuple[int, ...]
+    leaves_state: bool = False
     checks: tuple[tuple[str, str], ...] = ()
 
 
@@ -333,7 +337,8 @@ def _finish(captured: Captured, importer: Importer, params: list[Var], env: dict
         results.append(env[node])
     num_outputs = len(results)
     results += [env[node] for _, node in captured.mutated]
-    results = importer.draws.finished(results)
+    state = importer.draws.last_state()
+    results += state
     checks = [(condition, ("assertion in forward", message)) for condition, message in importer.assertions]
     checks += [
         (holds(importer, env[node], reading), (f"number read at {reading.where}", _compared(reading)))
@@ -345,7 +350,8 @@ def _finish(captured: Captured, importer: Importer, params: list[Var], env: dict
     used = sorted(importer.draw_params)
     function = build_function([*params, *(importer.draw_params[k] for k in used)], importer.bindings, results)
     words = tuple(words for _, words in checks)
-    return Imported(function, tuple(output_of), num_outputs, tuple(importer.dropout_draws), tuple(used), words)
+    draws = tuple(importer.dropout_draws), tuple(used)
+    return Imported(function, tuple(output_of), num_outputs, *draws, bool(state), words)
 
 
 def _compared(reading: Reading) -> str:

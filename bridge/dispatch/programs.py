@@ -15,6 +15,7 @@ from bridge.base.interrupts import interrupts_deferred
 from bridge.compile import Program, compile_function
 from bridge.dispatch.results import result_layouts
 from bridge.lowering import LoweredCall
+from bridge.rng import go_on
 
 __all__ = ["Programs", "outside_autocast"]
 
@@ -47,14 +48,11 @@ class Programs:
         self.num_outputs = imported.num_outputs
         self.not_differentiable = [i for i in range(imported.num_outputs) if i not in lowered.differentiable]
         self._checks = imported.checks
-        self._num_results = lowered.num_results - bool(imported.checks)
-        relaid = result_layouts(lowered, self.forward)
-        if imported.checks:  # their result is taken out before
-            relaid = [
-                (place - (place > self._num_results), relay) for place, relay in relaid if place != self._num_results
-            ]
-        self._relaid = relaid
+        self._num_results = lowered.num_results
+        self._relaid = result_layouts(lowered, self.forward)
         self._mutated = [index for index, _ in captured.mutated]
+        self._state = self.num_outputs + len(self._mutated) if imported.leaves_state else None
+        self._state_before = len(captured.module_tensors) + len(captured.arguments) + len(imported.input_draws) - 1
         self._saved_primals = lowered.plan.saved_primals if lowered.plan else ()
         self._saved_outputs = lowered.plan.saved_outputs if lowered.plan else ()
         self._backwards: dict[tuple[int, ...], _Backward] = {}
@@ -67,9 +65,10 @@ class Programs:
         return self._backwards[self.differentiable].program if self._backwards else None
 
     def run_forward(self, primals: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Outputs, new buffer values, captures: each in eager's layout and in memory of its own.
+        """Outputs, new buffer values, what is for us, captures: each in eager's layout and in memory of its own.
 
-        Nothing has been written when this raises.
+        Draws that the program made have moved the default generator. Nothing has been written when this raises, and
+        the generator is where it was.
 
         Raises:
             GuardFailure: the program raised an error (an index out of range), which eager has its own words for; or
@@ -83,10 +82,12 @@ class Programs:
                 raise
             failure = GuardFailure(RUN, "error in the compiled forward", f"{type(error).__name__}: {error}")
             raise failure from error
-        if self._checks and (broken := int(values.pop(self._num_results))):
+        if self._checks and (broken := int(values[self._num_results - 1])):
             raise GuardFailure(RUN, *self._checks[broken - 1])
         for position, relay in self._relaid:
             values[position] = relay(values[position])
+        if self._state is not None:
+            go_on(primals[self._state_before], values[self._state])
         return values
 
     def write_back(self, primals: list[torch.Tensor], values: list[torch.Tensor]) -> None:

@@ -46,14 +46,6 @@ def draw(name, description, state, *tensors):
     return made, generator.get_state()
 
 
-@library_function("drawn")
-def drawn(x, before, after):
-    """``x``; the default generator goes on from ``after``, if it still is where the draws began."""
-    if torch.equal(torch.default_generator.get_state(), before):
-        torch.default_generator.set_state(after)
-    return x
-
-
 def _fills(operator: Any) -> bool:
     """Whether the operator's first tensor only says what to fill."""
     name = schema(operator).name

@@ -96,7 +96,7 @@ class LoweredCall:
 
     @cached_property
     def num_results(self) -> int:
-        """Outputs, new buffer values and the number of the broken check (if there are checks), without captures."""
+        """Outputs, new buffer values, the generator's state and the place of a broken check; without captures."""
         return len(results(self["forward"].function))
 
     def __getitem__(self, name: str) -> Stage:

@@ -1,4 +1,4 @@
-"""Draws undone: the state of torch's generator before a call's draws → the generator in that state."""
+"""The default generator after a call: the state that its program's draws leave, or the one before its draws."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import torch
 
 from bridge.base.threads import others_wait
 
-__all__ = ["undo_draws"]
+__all__ = ["go_on", "undo_draws"]
+
+
+def go_on(before: torch.Tensor, after: torch.Tensor) -> None:
+    """Moves torch's default generator to ``after``, if it still is at ``before``: else another thread has drawn."""
+    generator = torch.default_generator
+    if torch.equal(generator.get_state(), before):
+        generator.set_state(after)
 
 
 def undo_draws(before: torch.Tensor, draw_again: Callable[[], object]) -> None:

@@ -252,9 +252,3 @@ def _drawn_gamma(scope, state, concentration):
 
 _state = torch.Generator().manual_seed(0).get_state()
 sample("library.draw", _drawn_gamma, _gamma, _state, draw(3, 4, low=0.3))
-sample(
-    "library.drawn",
-    lambda scope, x, before, after: library.call("drawn", [x, before, after], x.ty),
-    lambda x, before, after: x * 1.0,
-    *(draw(3, 5), torch.zeros_like(_state), _state),
-)

@@ -105,6 +105,47 @@ def test_what_eager_refuses_is_eagers_error():
         module(-x)
 
 
+def failing_index(x, index):
+    """A computed draw, then a library step that raises for an index out of range."""
+    drawn = distributions.Categorical(logits=F.dropout(x, 0.2), **OPTIONS).sample()
+    return drawn.sum() + (torch.bernoulli(x.sigmoid()) * x).gather(1, index)
+
+
+def failing_check(x, index):
+    """A computed draw, then a number that Python reads."""
+    drawn = torch.bernoulli(x.sigmoid()) * F.dropout(x, 0.5)
+    return drawn * 2 if index.sum() > 3 else drawn + torch.rand_like(x)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("function, error", [(failing_index, True), (failing_check, False)])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_call_that_fails_after_a_draw_is_eagers_from_the_same_state(function, error, alone, gradients, monkeypatch):
+    monkeypatch.setattr("bridge.rng.undo.others_wait", lambda: alone)
+
+    class Chosen(nn.Module):
+        def forward(self, x, index):
+            return function(x, index)
+
+    ours, eager, x = Chosen(), Chosen(), leaf(5, 4)
+    good, bad = torch.ones(5, 1, dtype=torch.int64), torch.full((5, 1), 9 if error else 0)
+    found = []
+    with torch.set_grad_enabled(gradients):
+        add_tvm_dispatch(ours, (x, good))
+        for module in (eager, ours):
+            torch.manual_seed(3)
+            first = module(x, good)
+            if error:
+                with pytest.raises(RuntimeError, match="out of bounds") as raised:
+                    module(x, bad)
+                second = torch.frombuffer(bytearray(str(raised.value).encode()), dtype=torch.uint8)
+            else:
+                second = module(x, bad).detach()
+            found.append((first.detach(), second, module(x, good).detach(), torch.get_rng_state()))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+    assert stats(ours).hits == 2 and stats(ours).misses
+
+
 def test_an_unused_computed_draw_is_refused():
     def forward(x):
         torch.poisson(x.exp())
