@@ -10,7 +10,7 @@ from torch import nn
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.pytrees import leaf_names
 from bridge.base.torch_internals import pytree
-from bridge.state import hooks_of, tensor_problem
+from bridge.state import derived_attribute, hooks_of, tensor_problem
 
 __all__ = ["CACHES", "NO_CACHE", "check_call"]
 
@@ -18,6 +18,7 @@ __all__ = ["CACHES", "NO_CACHE", "check_call"]
 CACHES = "transformers.cache_utils"
 NO_CACHE = "set model.config.use_cache = False: training has no use for the keys and values of earlier tokens"
 
+_OTHERWISE = "use torch.nn.utils.parametrizations, or make it permanent (remove_weight_norm, prune.remove)"
 _PASS_CONTENTS = "make it an attribute of the module, or pass what forward takes from it"
 _PLAIN_ARGUMENTS = (type(None), bool, int, float, str)
 
@@ -95,23 +96,34 @@ def _refuse_parallel(module: nn.Module, name: str) -> None:
 def _refuse_hooks(module: nn.Module, name: str) -> None:
     """Forward hooks on inner modules are traced as forward is; those that are not functions of tensors are refused."""
     found = [
-        Unsupported(f"{kind} on '{path}'", f"{name}.{path}", *problem)
+        Unsupported(f"{kind} on '{path}'" if path else kind, f"{name}.{path}" if path else name, *problem)
         for path, child in module.named_modules()
-        for kind, hook in (hooks_of(child) if path else ())
-        if (problem := _problem_of_hook(kind, hook)) is not None
+        for kind, hook in hooks_of(child)
+        if (problem := _problem_of_hook(kind, hook, child) if path else _problem_of_own_hook(hook)) is not None
     ]
     if found:
         raise UnsupportedModule(name, found)
 
 
-def _problem_of_hook(kind: str, hook: Any) -> tuple[str, str] | None:
+def _problem_of_hook(kind: str, hook: Any, module: nn.Module) -> tuple[str, str] | None:
     """Why a hook on an inner module cannot be traced, and what to do about it."""
     if not kind.startswith("forward"):
         return "a backward hook on an inner module is Python code in the middle of the backward", "remove it"
-    if type(hook).__module__.startswith("torch.nn.utils."):  # old weight_norm, spectral_norm, prune
-        hint = "use torch.nn.utils.parametrizations, or make it permanent (remove_weight_norm, prune.remove)"
-        return f"{type(hook).__name__} sets an attribute of the module at every call", hint
+    if derived_attribute(hook) is not None:
+        if type(module).__setattr__ is not nn.Module.__setattr__:  # recurrent modules keep their weights elsewhere too
+            return f"{type(hook).__name__} on a module that does more where an attribute is set", _OTHERWISE
+        return None
+    if type(hook).__module__.startswith("torch.nn.utils."):
+        return f"{type(hook).__name__} sets an attribute of the module at every call", _OTHERWISE
     return None
+
+
+def _problem_of_own_hook(hook: Any) -> tuple[str, str] | None:
+    """The module's own hooks run around the compiled call, which would take what they set as an input."""
+    if derived_attribute(hook) is None:
+        return None
+    hint = "dispatch a module around it: nn.Sequential(module)"
+    return f"{type(hook).__name__} on the dispatched module itself", hint
 
 
 def _refuse_arguments(args: tuple, kwargs: dict[str, Any], name: str) -> None:

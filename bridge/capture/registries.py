@@ -16,6 +16,7 @@ from torch import nn
 
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.torch_internals import MODULE_HOOKS
+from bridge.capture.derived_attributes import DerivedAttributes
 from bridge.capture.tracing import is_capturing
 
 __all__ = ["registries_here"]
@@ -60,10 +61,11 @@ _REGISTRIES = ("_parameters", "_buffers")
 
 
 @contextmanager
-def registries_here(root: nn.Module) -> Iterator[None]:
+def registries_here(root: nn.Module, derived: DerivedAttributes) -> Iterator[None]:
     """This thread may swap parameters and buffers, and sees no hooks on ``root``: they run around the compiled call.
 
-    Hooks on inner modules run; one that returns nothing is there for what it does besides, and is refused.
+    Hooks on inner modules run; one that returns nothing and sets no derived attribute is there for what it does
+    besides, and is refused.
 
     What it leaves changed (swaps are undone by those who make them) is changed for all in the end.
     """
@@ -77,7 +79,10 @@ def registries_here(root: nn.Module) -> Iterator[None]:
     for path, module in root.named_modules():
         for kind in MODULE_HOOKS if module is not root else ():
             if held := module.__dict__[kind]:
-                watched = [(key, _giving_a_result(hook, type(root).__name__, path, kind)) for key, hook in held.items()]
+                watched = [
+                    (key, derived.watched(hook) or _giving_a_result(hook, type(root).__name__, path, kind))
+                    for key, hook in held.items()
+                ]
                 hooks.append((module.__dict__, kind, held, OrderedDict(watched)))
     for attributes, kind, real, here in sides + hooks:
         attributes[kind] = TwoSidedRegistry(real, here)

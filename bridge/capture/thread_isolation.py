@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bridge.base.interrupts import raise_deferred
 from bridge.base.torch_internals import has_saved_tensors_hooks
+from bridge.capture.derived_attributes import DerivedAttributes
 from bridge.capture.module_calls import called_plainly, calls_wait, forwards_here
 from bridge.capture.patched_globals import patched_globals
 from bridge.capture.recurrent_formulas import recurrent_formulas
@@ -55,8 +56,10 @@ def capturing(module: nn.Module, *, fakes: bool = True) -> Iterator[None]:
         if fakes:
             stack.enter_context(calls_wait(module))
         stack.enter_context(called_plainly(module))
-        stack.enter_context(registries_here(module))
+        derived = DerivedAttributes(module)
+        stack.enter_context(registries_here(module, derived))
         stack.enter_context(forwards_here(module))
+        stack.enter_context(derived.hidden())
         stack.enter_context(patched_globals())
         stack.enter_context(recurrent_formulas())
         if has_saved_tensors_hooks():  # a checkpoint's, around the call: they count what autograd saves

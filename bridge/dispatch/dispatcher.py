@@ -200,8 +200,8 @@ class Dispatcher:
             self.stats.hits -= 1
             failure.tried = (*(failed.tried if failed else ()), entry)
             raise
-        if entry.guard.counts:
-            entry.guard.count(module)
+        if entry.guard.sets_attributes:
+            entry.guard.set_attributes(module)
         return result
 
     @interrupts_deferred()

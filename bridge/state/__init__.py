@@ -1,6 +1,7 @@
 """A module as Python sees it: its tensors, attributes and the names that its code reads; snapshot, restore, compare."""
 
 from bridge.state.code import CodeGuard
+from bridge.state.derived import derived_attribute, derived_attributes, renew_derived
 from bridge.state.generators import generators_put_back, moved_generators
 from bridge.state.module import hooks_of, own_attributes, written_class
 from bridge.state.reachable import Contents, Reached
@@ -16,6 +17,8 @@ __all__ = [
     "PythonState",
     "Reached",
     "constant_key",
+    "derived_attribute",
+    "derived_attributes",
     "dict_versions",
     "generators_put_back",
     "hooks_of",
@@ -23,6 +26,7 @@ __all__ = [
     "moved_generators",
     "once_per_owner",
     "own_attributes",
+    "renew_derived",
     "same",
     "same_versions",
     "tensor_problem",

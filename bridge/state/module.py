@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from bridge.base.torch_internals import MODULE_HOOKS
+from bridge.state.derived import derived_attributes
 from bridge.state.values import same_inside, snapshot
 
 __all__ = ["Snapshot", "hooks_of", "own_attributes", "written_class"]
@@ -26,9 +27,9 @@ _SHARDING_NOTES = ("__composable_api_state", "_fsdp_use_orig_params", "_is_fsdp_
 
 
 def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The attributes that a module's own code put on it: everything in ``__dict__`` that is not nn.Module's."""
+    """The attributes that a module's own code put on it: all in ``__dict__`` that is not nn.Module's or derived."""
     for name, value in module.__dict__.items():
-        if name not in _INTERNAL and not name.startswith(_SHARDING_NOTES) and not _is_cache(module, name):
+        if name not in _INTERNAL and not name.startswith(_SHARDING_NOTES) and not _is_renewed(module, name):
             yield name, value
 
 
@@ -38,8 +39,9 @@ def written_class(kind: type[nn.Module]) -> type[nn.Module]:
     return kind if position is None else kind.__mro__[position]
 
 
-def _is_cache(module: nn.Module, name: str) -> bool:
-    return name in _RECURRENT_CACHES and isinstance(module, nn.RNNBase)
+def _is_renewed(module: nn.Module, name: str) -> bool:
+    """Whether forward computes the attribute of the module's tensors, or renews it where it is stale."""
+    return (name in _RECURRENT_CACHES and isinstance(module, nn.RNNBase)) or name in derived_attributes(module)
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -73,12 +75,12 @@ class Snapshot:
             found += [
                 prefix + key
                 for key in keys
-                if not _is_cache(module, key)
+                if not _is_renewed(module, key)
                 if key not in before or key not in module.__dict__ or not same_inside(before[key], module.__dict__[key])
             ]
         owners = {id(module): name for name, module, _ in self._modules}
         for module, key, value, contents in self._containers:
-            if not _is_cache(module, key) and not same_inside(contents, value):
+            if not _is_renewed(module, key) and not same_inside(contents, value):
                 prefix = owners[id(module)]
                 found.append(f"{prefix}.{key}" if prefix else key)
         return sorted(set(found))
@@ -96,12 +98,12 @@ class Snapshot:
         for _, module, before in self._modules:
             attributes = module.__dict__
             for key, value in before.items():
-                if _is_cache(module, key):
+                if _is_renewed(module, key):
                     attributes[key] = value
                 elif key in attributes and attributes[key] is not value and same_inside(value, attributes[key]):
                     attributes[key] = value
         for module, key, value, contents in self._containers:
-            if _is_cache(module, key):
+            if _is_renewed(module, key):
                 value[:] = contents
 
     def restore(self) -> None:

@@ -10,8 +10,6 @@ SLOW = ("char_model", "diffusion_unet", "lstm", "mae", "mamba", "neural_ode", "v
 """Over three seconds, most of them to add."""
 WAITING = {
     "ctc": "CTC loss",
-    "lora_hook": "hooks inside the module",
-    "normed_gan": "hooks inside the module",
 }
 """Scripts that are not dispatched yet, with what is missing."""
 

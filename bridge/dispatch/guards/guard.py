@@ -51,7 +51,7 @@ class Guard:
         self._tree = ModuleGuard(
             module, captured.module_tensors, saves=saves, numbers=attributes, counters=captured.counters
         )
-        self.counts = bool(captured.counters)
+        self.sets_attributes = bool(captured.counters) or self._tree.has_derived
         self._modes = ModeGuard(requires_grad, self._tree.reads_grad_mode, self._tree.names_distributions)
         self._states = self._modes.states
         self._arguments = ArgumentGuard(captured, arguments, module.forward, saves=saves, numbers=leaves)
@@ -108,9 +108,9 @@ class Guard:
         places = {NumberPlace(type(then), path=path, name=name): then for (path, name), then in attributes.items()}
         return {**places, **{NumberPlace(type(then), leaf=leaf): then for leaf, then in leaves.items()}}
 
-    def count(self, module: nn.Module) -> None:
-        """What the call does to the module's counters."""
-        self._tree.count(module)
+    def set_attributes(self, module: nn.Module) -> None:
+        """What the call does to the module's counters and derived attributes."""
+        self._tree.set_attributes(module)
 
     def _number_inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         values = self._tree.numbers(module)

@@ -26,7 +26,16 @@ from bridge.dispatch.guards.module_conditions import (
 )
 from bridge.dispatch.guards.numbers import AnyNumber
 from bridge.dispatch.guards.tensors import TensorGuard
-from bridge.state import CodeGuard, ModuleTensor, Reached, dict_versions, hooks_of, same_versions
+from bridge.state import (
+    CodeGuard,
+    ModuleTensor,
+    Reached,
+    derived_attributes,
+    dict_versions,
+    hooks_of,
+    renew_derived,
+    same_versions,
+)
 
 __all__ = ["ModuleGuard"]
 
@@ -87,6 +96,7 @@ class ModuleGuard:
         for i, module in enumerate(modules[1:], start=1):
             for kind, hook in hooks_of(module):
                 reached.add((i, kind), hook)
+        self._derived = [(i, hook) for i, each in enumerate(modules) if i for hook in derived_attributes(each).values()]
         kinds = dict.fromkeys((*map(type, modules), *reached.kinds))
         self._code = CodeGuard(kinds, reached.functions, registered=reached.registered)
         index = {path: modules.index(module) for path, module in named}
@@ -188,9 +198,16 @@ class ModuleGuard:
         modules = [root, *self._modules]
         return [modules[owner].__dict__[name] for owner, name in self._number_places]
 
-    def count(self, root: nn.Module) -> None:
-        """Counts the counters up, as a call of forward does."""
+    @property
+    def has_derived(self) -> bool:
+        """Whether modules inside have derived attributes."""
+        return bool(self._derived)
+
+    def set_attributes(self, root: nn.Module) -> None:
+        """Counts the counters up and renews the derived attributes, as a call of forward does."""
         modules = [root, *self._modules]
+        for owner, hook in self._derived:
+            renew_derived(modules[owner], hook)
         for owner, name, step in self._counters:
             modules[owner].__dict__[name] += step
 

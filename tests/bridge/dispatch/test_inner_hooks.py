@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune, spectral_norm, weight_norm
 
 from bridge import UnsupportedModule, add_tvm_dispatch, examine, stats
 from tests.bridge.compare import check_module
@@ -146,29 +145,13 @@ def counts(layer, args, result):
     return 2 * result
 
 
-def pruned():
-    module = net()
-    prune.l1_unstructured(module[0][0], "weight", amount=0.3)
-    return module
-
-
-def normed(norm):
-    module = net()
-    norm(module[0][0])
-    return module
-
-
 REFUSED = {
     "observes": (partial(hooked, forward_hook=observes), "forward_hooks on '0.0': a hook that returns nothing"),
     "counts": (partial(hooked, forward_hook=counts), "SEEN"),
     "backward": (partial(hooked, full_backward_hook=lambda *_: None), "backward_hooks on '0.0'"),
-    "prune": (pruned, "L1Unstructured sets an attribute"),
-    "weight_norm": (partial(normed, weight_norm), "WeightNorm sets an attribute"),
-    "spectral_norm": (partial(normed, spectral_norm), "SpectralNorm sets an attribute"),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 @pytest.mark.composes("hooks on modules inside")
 @pytest.mark.parametrize(("make", "words"), REFUSED.values(), ids=REFUSED)
 def test_others_are_refused_by_name(make, words):

@@ -12,7 +12,7 @@ def train(dispatch):
     )
     first = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.0, 0.9))
     second = torch.optim.Adam(discriminator.parameters(), lr=4e-3, betas=(0.0, 0.9))
-    dispatch(generator, torch.randn(32, 4))
+    dispatch(generator, torch.randn(32, 4), on_miss="compile")
     dispatch(discriminator, torch.randn(32, 2), on_miss="compile")
     while True:
         angle = torch.rand(32) * 6.2832
