@@ -15,7 +15,7 @@ import torch
 from autodiff.ir import Expr, shape
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import aten, pytree
-from bridge.capture import WHOLE
+from bridge.capture import CTC_LOSSES, WHOLE
 
 __all__ = ["describe", "whole"]
 
@@ -36,10 +36,11 @@ def describe(args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Expr]]:
     return text, tensors
 
 
-@converts(*WHOLE)
+@converts(*WHOLE, *CTC_LOSSES)
 def whole(importer, node, *args, **kwargs):
     text, tensors = describe(args, kwargs)
-    made = importer.library("operator", [str(node.target), text, *tensors], node.meta["val"])
+    name = str(CTC_LOSSES.get(node.target, node.target))
+    made = importer.library("operator", [name, text, *tensors], node.meta["val"])
     if isinstance(node.meta["val"], torch.Tensor):
         return made
     return tuple(importer.item(made, index) for index in range(len(node.meta["val"])))

@@ -2,6 +2,7 @@
 
 from bridge.capture.captured import Captured
 from bridge.capture.counters import Counter
+from bridge.capture.ctc_loss import CTC_LOSSES
 from bridge.capture.dynamic_shapes import refuse_dynamic
 from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.fake_run import fake_run
@@ -20,6 +21,7 @@ from bridge.capture.tracing import is_capturing, is_traced_here, one_capture_at_
 
 __all__ = [
     "COMPUTED_DRAWS",
+    "CTC_LOSSES",
     "RECURRENT_LAYERS",
     "STOP_GRADIENT",
     "UPSAMPLES",

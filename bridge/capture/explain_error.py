@@ -28,11 +28,6 @@ _LOOK_AT_NUMBERS = {
         "torch compares the mask with a causal one, number by number",
         "pass is_causal=True or is_causal=False beside the mask: nothing is compared then",
     ),
-    "ctc_loss": (
-        "ctc_loss",
-        "its shapes are the numbers in the lengths",
-        "compute the loss outside of the module that is dispatched",
-    ),
 }
 
 #: What a line of the user's code has, if it takes numbers out of a tensor, and what to do instead.

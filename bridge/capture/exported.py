@@ -17,6 +17,7 @@ from bridge.base.errors import Unsupported, refused_by_eager
 from bridge.base.modes import modes_put_back
 from bridge.base.objects import packed
 from bridge.base.torch_internals import pytree, tracers_hooks_removed
+from bridge.capture.ctc_loss import WholeCTCLoss
 from bridge.capture.data_attribute import DataIsDetached
 from bridge.capture.inplace_rules import CHANGES_ARGUMENT
 from bridge.capture.patched_globals import here_only
@@ -43,7 +44,7 @@ def export(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> ExportedPr
     leaves = [_stand_in(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     stand_in_args, stand_in_kwargs = pytree.tree_unflatten(leaves, spec)
     try:
-        with lstm_as_in_eager(), tracers_hooks_removed(), DataIsDetached(), _packed_results(module):
+        with lstm_as_in_eager(), tracers_hooks_removed(), DataIsDetached(), WholeCTCLoss(), _packed_results(module):
             return torch.export.export(module, stand_in_args, stand_in_kwargs, strict=False)
     except Exception as error:
         signature = inspect.signature(type(module).forward)

@@ -19,6 +19,7 @@ from bridge.base.errors import Unsupported
 from bridge.base.modes import modes_put_back
 from bridge.base.objects import objects_of, packed
 from bridge.base.torch_internals import compiling_flags, is_dense, pytree, storage_id
+from bridge.capture.ctc_loss import OUR_DERIVATIVES, WholeCTCLoss
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.generator_watch import generator_watch
 from bridge.capture.inplace_rules import InPlaceRules, InPlaceWatcher
@@ -59,9 +60,9 @@ def observe(
     trace = OpTrace(inputs) if traced else None
     recorders = InPlaceWatcher(rules, observation.calls), DrawRecorder(observation.draws, rules.complain, trace)
     geometry = [_geometry(tensor) for tensor in inputs]
-    stand_ins = RecurrentStandIns() if traced else nullcontext()
+    stand_ins = (RecurrentStandIns(), WholeCTCLoss()) if traced else (nullcontext(), nullcontext())
     with modes_put_back() as modes:
-        with mode, _exporting_flags(), generator_watch(rules), stand_ins, recorders[0], recorders[1]:
+        with mode, _exporting_flags(), generator_watch(rules), stand_ins[0], stand_ins[1], recorders[0], recorders[1]:
             result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
     if geometry != [_geometry(tensor) for tensor in inputs] and not rules.unsupported:
         reason = "gives a tensor of the module's or the caller's another shape, memory or requires_grad"
@@ -188,7 +189,8 @@ def _reachable(leaf: torch.Tensor, inputs: Sequence[torch.Tensor], rules: InPlac
             found.add(index_of[id(node.variable)])
         elif hasattr(node, "variable"):
             rules.new_leaf()
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
+        is_ours = type(node).__name__.startswith(OUR_DERIVATIVES)
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_ours:
             rules.custom_function(type(node).__name__.removesuffix("Backward"))
         stack.extend(parent for parent, _ in node.next_functions if parent is not None)
     return frozenset(found)

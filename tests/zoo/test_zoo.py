@@ -8,9 +8,7 @@ from tests.zoo.run import compare, load, names
 STEPS = 15
 SLOW = ("char_model", "diffusion_unet", "lstm", "mae", "mamba", "neural_ode", "vit")
 """Over three seconds, most of them to add."""
-WAITING = {
-    "ctc": "CTC loss",
-}
+WAITING: dict[str, str] = {}
 """Scripts that are not dispatched yet, with what is missing."""
 
 
