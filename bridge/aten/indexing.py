@@ -21,8 +21,8 @@ def gather(importer, node, x, dim, index, *, sparse_grad=False):
     if 0 in shape(index):
         return importer.filled(importer.out(node), 0)
     index = importer.cast(index, "int64")
-    if not shape(x):  # as if it had one axis, of extent 1
-        taken = op.gather_elements(importer.reshape(x, (1,)), importer.reshape(index, (numel(index),)), 0)
+    if not shape(x) or not shape(index):  # as if it had one axis, of extent 1
+        taken = op.gather_elements(importer.reshape(x, (numel(x),)), importer.reshape(index, (numel(index),)), 0)
         return importer.reshape(importer.emit(taken), importer.out(node).shape)
     dim %= len(shape(x))
     return importer.emit(op.gather_elements(_cut(importer, x, shape(index), dim), index, dim))
@@ -52,13 +52,15 @@ def _cut(importer, x, extents, dim):
 
 @converts(aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
 def scatter(importer, node, x, dim, index, source):
-    if not shape(x):
+    tensors = [x, index] if isinstance(source, int | float) else [x, index, source]
+    index = importer.cast(index, "int64")
+    if 0 in shape(index) or not all(len(shape(tensor)) == len(shape(x)) > 0 for tensor in tensors):
+        # torch takes () for (1,), and tensors of any rank beside an index that is empty
         return whole(importer, node, x, dim, index, source)
     reduction = "add" if node.target is aten.scatter_add.default else "update"
     if isinstance(source, int | float):
         fill = op.full(shape(index), importer.constant(source, dtype(x)), dtype(x))
         source = importer.emit(fill)
-    index = importer.cast(index, "int64")
     source = _cut(importer, _cut(importer, source, shape(index), -1), shape(index), -1)
     return importer.emit(op.scatter_elements(x, index, source, dim % len(shape(x)), reduction))
 

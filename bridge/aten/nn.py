@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
+from torch import fx
 from tvm import relax
 
 from autodiff.constants import const
@@ -102,9 +105,17 @@ def embedding(importer, node, weight, indices, padding_idx=-1, scale_grad_by_fre
 
 @converts(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 def embedding_bag(importer, node, weight, indices, offsets, scale_grad_by_freq=False, mode=0, sparse=False, *rest):
-    if sparse and node.target is aten._embedding_bag.default:  # the other one has no gradient
+    # the trace takes the form without a gradient for all computed weights: only a placeholder surely needs none
+    frozen = node.target is aten._embedding_bag_forward_only.default and node.args[0].op == "placeholder"
+    if sparse and not frozen:
         raise UnsupportedUse("sparse gradients", "set sparse=False")
-    return whole(importer, node, weight, indices, offsets, scale_grad_by_freq, mode, False, *rest)
+    args = (indices, offsets, scale_grad_by_freq, mode, False, *rest)
+    if frozen:
+        return whole(importer, node, weight, *args)
+    target = aten._embedding_bag.default
+    fakes = target(*fx.node.map_arg(node.args, lambda arg: arg.meta["val"]), **node.kwargs)
+    with_gradient = SimpleNamespace(target=target, meta={**node.meta, "val": fakes})
+    return whole(importer, with_gradient, weight, *args)
 
 
 @converts(aten._scaled_dot_product_flash_attention_for_cpu.default)

@@ -58,6 +58,11 @@ def test_sparse_gradients_are_refused_in_advance(make):
     assert "sparse gradients" in str(examine(make(), index))
 
 
+def test_sparse_gradients_of_computed_weights_are_refused():
+    with pytest.raises(UnsupportedModule, match="sparse gradients"):
+        add_tvm_dispatch(ComputedBag("sum", sparse=True), (torch.arange(5), torch.arange(0, 5, 2)))
+
+
 class Gather(nn.Module):
     def __init__(self, **options):
         super().__init__()
@@ -76,6 +81,24 @@ def test_embedding_bag(mode, frozen):
         lambda: (torch.tensor([0, 3, 2, 2, 6]), torch.tensor([0, 1, 3])),
         calls=1,
     )
+
+
+class ComputedBag(nn.Module):
+    """The trace takes the operator without a gradient for a weight that is computed."""
+
+    def __init__(self, mode, sparse=False):
+        super().__init__()
+        self.mode, self.sparse = mode, sparse
+        self.weight = nn.Parameter(torch.randn(7, 3))
+
+    def forward(self, index, offsets):
+        return F.embedding_bag(index, self.weight.sin(), offsets, mode=self.mode, sparse=self.sparse)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("count", [0, 5])
+def test_embedding_bag_of_computed_weights(mode, count):
+    check_module(lambda: ComputedBag(mode), lambda: (torch.arange(count), torch.arange(0, count, 2)), calls=1)
 
 
 @pytest.mark.parametrize("bias", [False, True])
