@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["concat", "gather", "index_select", "matmul", "scan", "scatter", "stack"]
+__all__ = ["concat", "copy", "gather", "index_select", "matmul", "scan", "scatter", "stack"]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -17,6 +17,11 @@ Tensors = Sequence[torch.Tensor]
 def concat(outs: Tensors, args: Tensors, *, axis: int) -> None:
     """The args one after another along an axis."""
     torch.cat(list(args), axis, out=outs[0])
+
+
+def copy(outs: Tensors, args: Tensors) -> None:
+    """The only arg's elements in order."""
+    outs[0].copy_(args[0])
 
 
 def stack(outs: Tensors, args: Tensors, *, axis: int) -> None:

@@ -14,11 +14,12 @@ import torch
 from autodiff.ir import Constant, Expr, Tuple, Var, dtype, shape
 from bridge.compile.codegen.pointwise import compute_type
 from bridge.compile.loop_ir import views
-from bridge.compile.loop_ir.graph import Concat, Node, Operand, Pointwise, Reduction, Scalar, Value, whole
+from bridge.compile.loop_ir.graph import Concat, LibraryCall, Node, Operand, Pointwise, Reduction, Scalar, Value, whole
 from bridge.compile.passes.recompute import box_of_arithmetic, permuted_arithmetic
 from bridge.compile.schedule.products import ProductPolicy
 from bridge.compile.schedule.reduction import identity, reduction_stages
 from bridge.compile.schedule.space import share_loops
+from bridge.library import outputs
 
 __all__ = ["Builder"]
 
@@ -115,8 +116,6 @@ class Builder:
         views_read = [operand.view for operand in operands if isinstance(operand, Operand)]
         if elements == 0 or share_loops(views_read, elements, inside):
             return operands
-        if len(operands) == 1 and inside is None:
-            raise AssertionError(f"a single view always has loop extents: {operands}")
         return [operand if isinstance(operand, Scalar) else self.dense(operand) for operand in operands]
 
     def cast(self, operand: Operand | Scalar, element_type: str) -> Operand | Scalar:
@@ -168,6 +167,10 @@ class Builder:
 
     def _copy(self, operand: Operand | Scalar) -> Operand:
         if isinstance(operand, Operand):
+            if operand.view.numel and not share_loops([operand.view], operand.view.numel):  # more axes than loops
+                out = self.fresh(operand.shape, operand.dtype)
+                self.add(LibraryCall("copy", (operand,), (out,), outputs.copy))
+                return whole(out)
             node = self.producer(operand.value)
             moved = permuted_arithmetic(node, operand)
             if moved is not None and self._walkable(moved, operand.view.numel, None) is moved:
