@@ -23,6 +23,7 @@ from bridge.base.torch_internals import HigherOrderOperator, aten
 from bridge.capture.passes.alias_analysis import Aliases, is_detach, is_view, written
 from bridge.capture.passes.attention import unfuse_learned_masks
 from bridge.capture.passes.recurrent import keep_layers_whole
+from bridge.capture.passes.straight_through import write_straight_through
 
 __all__ = ["STOP_GRADIENT", "inline", "origin_of", "prepare", "where_is"]
 
@@ -45,6 +46,7 @@ def prepare(graph_module: fx.GraphModule, requires_grad: Callable[[fx.Node], boo
     unfuse_learned_masks(graph_module.graph, requires_grad)
     _pass_through(graph_module.graph)
     _word_assertions(graph_module.graph)
+    write_straight_through(graph_module.graph, requires_grad, STOP_GRADIENT)
     problems += _stop_gradients(graph_module.graph, requires_grad)
     problems += _wrong_in_torch(graph_module.graph, requires_grad)
     for node in graph_module.graph.nodes:

@@ -268,3 +268,10 @@ def test_an_operator_without_a_kernel_is_refused_by_name(monkeypatch):
     clear_cache()
     with pytest.raises(UnsupportedModule, match=r"relax\.erf"):
         add_tvm_dispatch(Function(torch.erf), leaf(7))
+
+
+@pytest.mark.parametrize("variance", [[0.5, 1.0, 2.0], [0.0, 1e-9, float("inf")], [1.0]])
+def test_gaussian_nll_passes_the_gradient_through_its_clamp(variance):
+    """It clamps the variance in place where autograd does not hear of it: the gradient there is not 0."""
+    variance = torch.tensor(variance, dtype=torch.float64).expand(2, -1).clone().requires_grad_()
+    check(lambda x, y, v: F.gaussian_nll_loss(x, y, v, reduction="none", full=True), leaf(2, 3), leaf(2, 3), variance)

@@ -53,7 +53,13 @@ _RULES = (
         "torch's factor 2 x (3 x^2) overflows before it meets a small upstream gradient; ours is g 2 x",
     ),
     (
-        r"^(add_alpha|sub_alpha|addcmul|lerp.*)$",
+        r"^addcmul$",
+        _value,
+        lambda dtype: lambda difference: _squares_overflow(dtype)(difference) or _tiny(dtype)(difference),
+        "torch's vector code fuses product and sum: the product itself may be beyond the largest number",
+    ),
+    (
+        r"^(add_alpha|sub_alpha|lerp.*)$",
         _value,
         lambda dtype: lambda difference: _overflows(dtype, 2)(difference) or _tiny(dtype)(difference),
         "torch's vector code fuses product and sum, without overflow and underflow in between",
