@@ -62,7 +62,8 @@ class ChainedDraws:
         """Makes eager's draws up to one, whose results nobody uses."""
         for unused in range(self._next, index):
             if self._draws[unused].is_computed:
-                raise UnsupportedUse("a random draw whose distribution is computed, and whose result nobody uses")
+                drawn = f"a random draw ({self._draws[unused].op}) whose distribution is computed"
+                raise UnsupportedUse(f"{drawn}, and whose result nobody uses", "leave the draw out")
             self._emit(unused, ())
 
     def _emit(self, index: int, tensors: Sequence[Expr]) -> Expr:

@@ -243,10 +243,13 @@ class Importer:
         return CONVERSIONS[node.target](self, node, *args, **kwargs)
 
 
-def _unsupported(captured: Captured, node: fx.Node, reason: str, hint: str | None = None) -> Unsupported:
+def _unsupported(captured: Captured, node: fx.Node, use: UnsupportedUse) -> Unsupported:
     where = where_is(node) or f"inside {captured.module_name} ({node.name})"
-    extra = {"hint": hint} if hint else {}
-    return Unsupported(str(node.target), where, reason, **extra)
+    return _explained(str(node.target), where, use)
+
+
+def _explained(op: str, where: str, use: UnsupportedUse) -> Unsupported:
+    return Unsupported(op, where, use.reason, **({"hint": use.hint} if use.hint else {}))
 
 
 def import_graph(captured: Captured) -> Imported:
@@ -256,7 +259,10 @@ def import_graph(captured: Captured) -> Imported:
         UnsupportedModule: lists every operator without a conversion and every use that a conversion does not support.
         CompilationError: a conversion failed; names the operator and the user's line.
     """
-    problems = [*captured.problems, *computed_numbers(captured)]
+    unknown = _unknown_types(captured)
+    problems = [*captured.problems, *computed_numbers(captured), *unknown]
+    if unknown:
+        raise UnsupportedModule(captured.module_name, problems)
     importer = Importer(captured)
     params, env = _parameters(captured)
     for node in captured.graph.nodes:
@@ -270,7 +276,7 @@ def import_graph(captured: Captured) -> Imported:
             env[node] = importer.convert(node, env)
         except UnsupportedUse as unsupported:
             if not any(problem.op == str(node.target) for problem in problems):
-                problems.append(_unsupported(captured, node, unsupported.reason, unsupported.hint))
+                problems.append(_unsupported(captured, node, unsupported))
             env[node] = _stand_in(node.meta.get("val"))
         except Exception as error:
             if problems:  # what stands in for an unsupported value need not suit every operator
@@ -280,6 +286,17 @@ def import_graph(captured: Captured) -> Imported:
     if problems:
         raise UnsupportedModule(captured.module_name, problems)
     return _finish(captured, importer, params, env)
+
+
+def _unknown_types(captured: Captured) -> list[Unsupported]:
+    """Tensors that enter the function and are of types that Relax does not compute with."""
+    nodes = {node.name: node for node in captured.graph.nodes if node.op == "placeholder"}
+    entering = [(spec.name, spec.name, spec.dtype) for spec in captured.module_tensors]
+    entering += [(f"argument {index}", "forward", fake.dtype) for index, fake in enumerate(captured.arguments)]
+    for name, value in captured.literals.items():
+        where = next(filter(None, map(where_is, nodes[name].users)), captured.module_name)
+        entering.append(("a tensor literal", where, value.dtype))
+    return [Unsupported(what, at, f"values of type {t}") for what, at, t in entering if t not in _DTYPES]
 
 
 def _stand_in(value: Any) -> Any:
@@ -337,7 +354,11 @@ def _finish(captured: Captured, importer: Importer, params: list[Var], env: dict
         results.append(env[node])
     num_outputs = len(results)
     results += [env[node] for _, node in captured.mutated]
-    state = importer.draws.last_state()
+    try:
+        state = importer.draws.last_state()
+    except UnsupportedUse as unsupported:
+        problem = _explained("the generator's state", captured.module_name, unsupported)
+        raise UnsupportedModule(captured.module_name, [problem]) from unsupported
     results += state
     checks = [(condition, ("assertion in forward", message)) for condition, message in importer.assertions]
     checks += [
