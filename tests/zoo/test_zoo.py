@@ -31,7 +31,7 @@ def test_script(name):
 
 
 def assert_equal_in_float64(script):
-    """To what float64 resolves: a larger difference in float32 is rounding (a ReLU's kink, Adam where a gradient is zero
+    """To what float64 resolves: a larger difference in float32 is rounding (a kink, Adam where a gradient is zero
     in exact arithmetic). ``python -m tests.zoo --float64`` does it for all."""
     found = compare(script.train, STEPS, torch.float64)
     assert found.generator and found.loss <= 1e-8 and found.state <= 1e-6, found
