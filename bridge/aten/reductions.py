@@ -211,6 +211,8 @@ def vector_norm(importer, node, x, ord=2, dim=None, keepdim=False, *, dtype=None
     if abs(ord) == float("inf") or ord < 1:
         return whole(importer, node, x, ord, dim, keepdim, dtype=dtype)
     (x,) = importer.operands(node, x)
+    if ord != 1 and _of_one(x, dim):
+        return reduce(importer, op.sum, _size(importer, x, ord), dim, keepdim)
     size = importer.emit(op.abs(x))
     if ord == 1:
         return reduce(importer, op.sum, size, dim, keepdim)
@@ -223,6 +225,26 @@ def vector_norm(importer, node, x, ord=2, dim=None, keepdim=False, *, dtype=None
     return _root(importer, total, lambda safe: op.power(safe, importer.constant(1 / ord, element_type)))
 
 
+def _of_one(x, dims):
+    """Whether a norm along ``dims`` is one of single elements: torch takes their size, whose square may overflow."""
+    return math.prod(shape(x)[axis] for axis in axes_of(x, dims)) == 1
+
+
+def _size(importer, x, order):
+    """The size of each element, with the gradient of its norm as torch computes it: ``x |x|^(p-2) / |x|^(p-1)``.
+
+    That is zero at zero, nan at infinity, and unless ``p`` is 2 nan wherever a power overflows or vanishes.
+    """
+    size = importer.emit(op.abs(x))
+    zero = importer.constant(0, dtype(x))
+    slope, divisor = x, size
+    if order != 2:
+        slope, divisor = (op.power(size, importer.constant(float(order - less), dtype(x))) for less in (2, 1))
+        slope, divisor = importer.emit(op.multiply(x, importer.emit(slope))), importer.emit(divisor)
+    quotient = importer.emit(op.divide(slope, divisor))
+    return with_slope(importer, size, x, where(importer, op.equal(x, zero), zero, quotient))
+
+
 @converts(aten.cosine_similarity.default)
 def cosine_similarity(importer, node, a, b, dim=1, eps=1e-8):
     """The sum of products of normalized rows; the gradient passes the bound below the norms as if it were not there."""
@@ -233,8 +255,11 @@ def cosine_similarity(importer, node, a, b, dim=1, eps=1e-8):
 
 def _normalized(importer, x, dim, eps):
     stored = dtype(x)
-    wide = importer.cast(x, "float32") if stored in ("float16", "bfloat16") else x
-    total = reduce(importer, op.sum, importer.emit(op.multiply(wide, wide)), dim, True)
-    norm = importer.cast(_root(importer, total, op.sqrt, keeps_nan=True), stored)
+    if _of_one(x, [dim]):
+        norm = _size(importer, x, 2)
+    else:
+        wide = importer.cast(x, "float32") if stored in ("float16", "bfloat16") else x
+        total = reduce(importer, op.sum, importer.emit(op.multiply(wide, wide)), dim, True)
+        norm = importer.cast(_root(importer, total, op.sqrt, keeps_nan=True), stored)
     bounded = importer.emit(op.maximum(norm, importer.constant(eps, stored)))
     return importer.emit(op.divide(x, with_derivative(importer, bounded, norm)))

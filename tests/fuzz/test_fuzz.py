@@ -9,9 +9,12 @@ from torch import nn
 
 from bridge import DispatchStats
 from bridge.compile import clear_cache
-from tests.fuzz.check import Verdict, check
+from tests.fuzz.calls import calls_of
+from tests.fuzz.check import Verdict, _unraised, check
 from tests.fuzz.generate import generate
-from tests.fuzz.program import Program
+from tests.fuzz.play import play
+from tests.fuzz.program import Program, make_module
+from tests.fuzz.reordered import Reordered
 from tests.fuzz.shrink import shrink
 
 pytestmark = pytest.mark.slow
@@ -117,6 +120,33 @@ def test_noise_is_not_a_bug():
     """A difference of large numbers moves by more than a few roundings; eager itself does."""
     lines = ["y = ((x * 1e6 + 1).sin() + 1).cumsum(-1).softmax(0)", "y = torch.nn.functional.layer_norm(y, (4,))"]
     assert check(program(*lines)).status == "same"
+
+
+@pytest.mark.parametrize("result", ["y", "y + z.mean()"])
+def test_an_error_may_go_unnoticed_only_where_nothing_uses_the_result(result):
+    """Without the dead operator a compiled call returns what eager would; with a use it raises, as eager does."""
+    rows = ("rows", "torch.tensor([0, 1, 2, 2])", False)
+    written = program("z = x[rows].sin()", "z[rows] *= 2", "y = x * 2", result=result)
+    written = replace(written, arguments=(*written.arguments, rows))
+    call = next(call for call in calls_of(written, written.load()) if call.name == "with other indices")
+    module = make_module(written.load())
+    with pytest.raises(IndexError):
+        play(module, call)
+    played = _unraised(module, call)
+    assert (played is not None) == (result == "y")
+    assert check(written).status == "same"
+
+
+def test_sums_that_overflow_in_some_order_only_are_not_compared():
+    """Eager's sum of ``max, max, -max`` depends on the order; what overflows in every order is nobody's choice."""
+    largest = torch.finfo(torch.float32).max
+    numbers = torch.tensor([largest, 1.0, -largest, 2.0, largest, -largest] * 2)
+    found = []
+    for run in range(8):
+        with Reordered(run):
+            found.append([bool(total.isfinite()) for total in (numbers.sum(), (numbers * 0 + largest).sum())])
+    first, second = zip(*found, strict=True)
+    assert len(set(first)) == 2 and set(second) == {False}
 
 
 def test_shrinking_drops_what_does_not_matter():

@@ -201,3 +201,18 @@ def test_the_spread_of_equal_numbers_is_zero_and_so_is_its_gradient(spread, dim)
         (gradient,) = torch.autograd.grad(result.sum(), x)
         assert not result.any() and not gradient.any()
     assert stats(module).hits == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_norm_of_single_elements_is_their_size_even_where_the_square_overflows(dtype):
+    """torch takes the size; so do 0-d tensors, and the norms inside a cosine similarity."""
+    largest, tiny = torch.finfo(dtype).max, torch.finfo(dtype).tiny
+    numbers = [largest, -largest / 2, tiny, 0.0, -2.0, float("inf"), float("nan")]
+    column = torch.tensor(numbers, dtype=dtype).unsqueeze(-1)
+    functions = [
+        *(lambda x, order=order: torch.linalg.vector_norm(x, order, -1, keepdim=True) for order in (1, 2, 3)),
+        lambda x: torch.nn.functional.cosine_similarity(x, x * 0.5, -1),
+        lambda x: torch.stack([row.norm() for row in x[:, 0]]),
+    ]
+    inputs = tuple(column.clone().requires_grad_() for _ in functions)
+    check_module(lambda: Functions(functions), lambda: inputs, calls=1)

@@ -1,0 +1,72 @@
+"""Eager with other orders inside its sums: what overflows on the way is a kernel's choice, not the operator's meaning.
+
+``max + max / 2 - max`` is infinite from the left, finite from the right; a vectorized kernel adds every eighth element
+first, a blocked one blocks. The same holds for ``a + alpha * b``, one rounding in a vectorized kernel of eager's and
+two in a scalar one: ``max - 2 * max`` is ``-max`` or ``-inf``; and for BatchNorm, whose kernel for transposed inputs
+sums in float64, so that squares do not overflow, while the one for contiguous inputs does not. LayerNorm and GroupNorm of a
+row whose squares overflow are 0 or nan, by the length of the row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Reordered"]
+
+aten = torch.ops.aten
+
+SCALED = {aten.add.Tensor: 1, aten.sub.Tensor: 1, aten.add_.Tensor: 1, aten.sub_.Tensor: 1, aten.rsub.Tensor: 0}
+"""Operators that multiply the operand at this place by ``alpha``."""
+REDUCTIONS = frozenset((aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim))
+"""Sums along some dimensions, or all of them."""
+NORMALIZATIONS = frozenset((aten.native_layer_norm.default, aten.native_group_norm.default))
+CONTRACTIONS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.bmm.default: (0, 1)}
+"""Products of two matrices, at these places."""
+
+
+class Reordered(TorchDispatchMode):
+    """Shuffles what is added up, and computes a product with ``alpha`` before it is added.
+
+    Reductions and matrix products are shuffled; the sums inside other kernels (convolutions, normalizations) are not.
+    """
+
+    def __init__(self, seed: int):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, args = dict(kwargs or {}), list(args)
+        if func in SCALED and kwargs.get("alpha", 1) != 1 and isinstance(args[SCALED[func]], Tensor):
+            args[SCALED[func]] = args[SCALED[func]] * kwargs.pop("alpha")
+        elif func in REDUCTIONS:
+            args[0] = self._shuffled(args[0], args[1] if len(args) > 1 else None)
+        elif func is aten.native_batch_norm.default:
+            args[0] = args[0].contiguous()
+        elif func in CONTRACTIONS:
+            left, right = CONTRACTIONS[func]
+            order = self._order(args[left].shape[-1])
+            args[left], args[right] = args[left][..., order], args[right][..., order, :]
+        result = func(*args, **kwargs)
+        return _overflowed(*result) if func in NORMALIZATIONS else result
+
+    def _shuffled(self, x: Tensor, dims: Any) -> Tensor:
+        """Its elements in another order along what is reduced; all of them if that is everything."""
+        if not dims or len(dims) == x.dim():
+            return x.flatten()[self._order(x.numel())].view(x.shape)
+        for dim in dims:
+            x = x.index_select(dim, self._order(x.shape[dim]))
+        return x
+
+    def _order(self, count: int) -> Tensor:
+        return torch.randperm(count, generator=self.generator)
+
+
+def _overflowed(normalized: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A normalization that is nan where the variance has overflowed; ``scale`` has one element a row."""
+    lost = (scale == 0) | ~scale.isfinite()
+    spread = lost.reshape(-1, 1).expand(-1, normalized.numel() // max(lost.numel(), 1)).reshape(normalized.shape)
+    return normalized.masked_fill(spread, float("nan")), mean, scale.masked_fill(lost, float("nan"))
