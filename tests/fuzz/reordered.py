@@ -3,8 +3,8 @@
 ``max + max / 2 - max`` is infinite from the left, finite from the right; a vectorized kernel adds every eighth element
 first, a blocked one blocks. The same holds for ``a + alpha * b``, one rounding in a vectorized kernel of eager's and
 two in a scalar one: ``max - 2 * max`` is ``-max`` or ``-inf``; and for BatchNorm, whose kernel for transposed inputs
-sums in float64, so that squares do not overflow, while the one for contiguous inputs does not. LayerNorm and GroupNorm of a
-row whose squares overflow are 0 or nan, by the length of the row.
+sums in float64, so that squares do not overflow, while the one for contiguous inputs does not. LayerNorm and GroupNorm
+of a row whose squares overflow are 0 or nan, by the length of the row.
 """
 
 from __future__ import annotations
