@@ -68,7 +68,7 @@ class DerivedAttributes:
         try:
             yield
         finally:
-            del attributes["forward"]
+            attributes.pop("forward", None)  # a run on the side may have put the attributes back already
             if own is not None:
                 attributes["forward"] = own
 

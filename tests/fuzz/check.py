@@ -160,9 +160,18 @@ def _level(module: nn.Module, reference: nn.Module) -> None:
                 one.copy_(other)
 
 
+def _copied(module: nn.Module) -> nn.Module:
+    """A copy; what ``weight_norm`` and its kin have computed, which no copy takes along, is computed anew by a call."""
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                vars(part)[name] = value.detach()
+    return copy.deepcopy(module)
+
+
 def _compare(eager: nn.Module, dispatched: nn.Module, call: Call) -> bool:
     """Whether both returned, and the same; ``False`` if both raised the same."""
-    reference = copy.deepcopy(eager)
+    reference = _copied(eager)
     want = _attempt(eager, call)
     left = _left(eager)
     got = _attempt(dispatched, call)
@@ -197,7 +206,7 @@ def _unraised(reference: nn.Module, call: Call) -> Played | None:
     runs = []
     for factor in (2, 3):
         with Unraised(factor):
-            runs.append(_attempt(copy.deepcopy(reference), call))
+            runs.append(_attempt(_copied(reference), call))
     if any(isinstance(run, Exception) for run in runs):
         return None
     one, other = (run.values for run in runs)
@@ -223,7 +232,7 @@ def _assert_same(reference: nn.Module, call: Call, got: Played, want: Played) ->
     moved = dict.fromkeys(far, 0.0)
     for run in range(NOISE_RUNS):
         with Noise(run):
-            noisy = play(copy.deepcopy(reference), call)
+            noisy = play(_copied(reference), call)
         for name in far:
             moved[name] = max(moved[name], _distance(noisy.values[name], want.values[name]))
     for name in far:
@@ -245,11 +254,11 @@ def _assert_same_kinds(reference: nn.Module, call: Call, got: Played, want: Play
     others = []
     for run in range(NOISE_RUNS):
         with Noise(run):
-            others.append(play(copy.deepcopy(reference), call))
+            others.append(play(_copied(reference), call))
     for run in range(REORDERED_RUNS if "huge" in call.name else 0):
         with Reordered(run):
-            others.append(play(copy.deepcopy(reference), call))
-    strided = _attempt(copy.deepcopy(reference), replace(call, arguments=lambda: other_layout(call.arguments())))
+            others.append(play(_copied(reference), call))
+    strided = _attempt(_copied(reference), replace(call, arguments=lambda: other_layout(call.arguments())))
     if isinstance(strided, Played):  # a view of those strides may be refused, an in-place write for example
         others.append(strided)
     for name in far:

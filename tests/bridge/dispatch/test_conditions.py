@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge.base import tensor_properties
 from bridge.base.guard_failure import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, GuardFailure
+from bridge.base.modes import distributions_validate
 from bridge.capture.pipeline import capture
 from bridge.dispatch.guards import Guard
 from bridge.dispatch.guards.interpreter import MODES
@@ -119,8 +120,8 @@ def deterministic() -> Any:
 
 
 def unvalidated() -> Any:
-    switch = torch.distributions.Distribution.set_default_validate_args
-    return undone(lambda: switch(False), lambda: switch(True))
+    switch, now = torch.distributions.Distribution.set_default_validate_args, distributions_validate()
+    return undone(lambda: switch(not now), lambda: switch(now))  # Dynamo may have switched it off already
 
 
 def default_dtype() -> Any:
@@ -206,7 +207,7 @@ MUTATIONS: dict[str, tuple[Callable[[nn.Module, Callable[..., None]], None], int
     "validation of distributions": (
         around(unvalidated),
         INTERPRETER,
-        "validation of distributions: compiled for True, called with False",
+        "validation of distributions: compiled for",
     ),
     "forward-mode differentiation": (
         around(forward_ad.dual_level),
