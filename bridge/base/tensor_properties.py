@@ -115,7 +115,7 @@ def tensor_checks(tensors: Sequence[torch.Tensor]) -> Checks:
 
 
 def _by_dynamo(tensors: Sequence[torch.Tensor]) -> Checks:
-    check = tensor_guards()(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    check = tensor_guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return lambda now: check(*now)
 
 

@@ -146,6 +146,10 @@ has_storage: Callable[[torch.Tensor], bool] = _find("torch._C._has_storage")
 no_torch_function: Callable[[], AbstractContextManager] = _find("torch._C.DisableTorchFunction")
 """While active, no torch-function mode sees the calls that this thread makes."""
 neg_view: Callable[[torch.Tensor], torch.Tensor] = _find("torch._neg_view")
+empty_strided: Callable[..., torch.Tensor] = _find(
+    "torch._C._dynamo.guards._empty_strided_cpu", lambda *form: torch.empty_strided(*form[:2], dtype=form[2])
+)
+"""Shape, strides, element type → a CPU tensor; Inductor's, half a microsecond quicker than ``torch.empty_strided``."""
 is_dense: Callable[[torch.Tensor], bool] = _find("torch._prims_common.is_non_overlapping_and_dense_or_false")
 elementwise_dtypes = _find("torch._prims_common.elementwise_dtypes")
 ELEMENTWISE_TYPE_PROMOTION_KIND = _find("torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND")
@@ -221,8 +225,10 @@ BatchNormBase: type[torch.nn.Module] = _find("torch.nn.modules.batchnorm._BatchN
 """What all batch normalizations are subclasses of."""
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of a module that hold its hooks."""
+COMPILED_CALL = "_compiled_call_impl"
+"""Attribute of a module that is called in its place, where ``nn.Module.compile`` and the dispatcher put theirs."""
 MODULE_CALL: CodeType = _find("torch.nn.Module._wrapped_call_impl").__code__
-"""Code of the method that asks for a compiled call (attribute ``_compiled_call_impl``)."""
+"""Code of the method that asks for it."""
 _GLOBAL_HOOKS = [
     _find(f"torch.nn.modules.module._global_{kind}")
     for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
@@ -313,6 +319,11 @@ def is_preservable(op: Any) -> bool:
 
 autograd_key = _find("torch._C.DispatchKey.Autograd")
 
+FOR_SLICES = "torch._export.non_strict_utils"
+"""The module in which torch.export reads the limits of a slice that are tensors, in forward's place."""
+_TRACERS = "_decomp _export _functorch _higher_order_ops _ops _prims _refs _subclasses _tensor_str export fx utils._"
+TRACER_MODULES = tuple(f"torch.{name}" for name in _TRACERS.split())
+"""Where the functions of torch's tracers, and of its printing, are from."""
 EXPORT_CONTEXTS = ("_compiling_state_context", "_override_builtin_ops", "_ignore_backend_decomps")
 """Contexts that torch.export traces in, by name: its flags; ``max``, ``min`` and ``math.pow``; oneDNN switched off."""
 
@@ -359,6 +370,10 @@ def torch_partitioner() -> Partitioner:
 
 # Dynamo: imported at first use
 
+tensor_guards: Any = _find("torch._C._dynamo.guards.TensorGuards", None)
+"""Dynamo's class of checks of a list of tensors, or ``None``."""
+dict_version: Callable[[dict[str, Any]], int] | None = _find("torch._C._dynamo.guards.dict_version", None)
+"""Dynamo's function for a number that changes with each write to a dictionary, or ``None``."""
 TRANSFORM_MODULES = ("torch._C._functorch", "torch._functorch", "torch.autograd.forward_ad")
 """Where the functions of ``torch.func`` transforms and of forward-mode differentiation are from."""
 
@@ -366,25 +381,6 @@ TRANSFORM_MODULES = ("torch._C._functorch", "torch._functorch", "torch.autograd.
 def compile_lock() -> Any:
     """The lock under which Dynamo compiles."""
     return importlib.import_module("torch._dynamo.convert_frame").compile_lock
-
-
-def tensor_guards() -> Any:
-    """Dynamo's class of checks of a list of tensors, or ``None``."""
-    return _find("torch._C._dynamo.guards.TensorGuards", None)
-
-
-def empty_strided() -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
-    """Inductor's allocation of CPU tensors, half a microsecond quicker than ``torch.empty_strided``, its fallback."""
-
-    def public(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty_strided(shape, strides, dtype=dtype)
-
-    return _find("torch._C._dynamo.guards._empty_strided_cpu", public)
-
-
-def dict_version() -> Callable[[dict[str, Any]], int] | None:
-    """Dynamo's function for a number that changes with each write to a dictionary, or ``None``."""
-    return _find("torch._C._dynamo.guards.dict_version", None)
 
 
 def leave_frames_alone(code: CodeType) -> bool:

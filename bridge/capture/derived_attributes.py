@@ -18,7 +18,7 @@ from torch import nn
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.modes import autocast_setting
 from bridge.base.torch_internals import pytree
-from bridge.capture.patched_globals import here_only
+from bridge.capture.module_calls import forward_here
 from bridge.state import derived_attribute, derived_attributes
 
 __all__ = ["DerivedAttributes"]
@@ -63,14 +63,9 @@ class DerivedAttributes:
         if not self._places:
             yield
             return
-        attributes, own, forward = self._root.__dict__, self._root.__dict__.get("forward"), self._root.forward
-        attributes["forward"] = here_only(functools.wraps(forward)(functools.partial(self._run, forward)), forward)
-        try:
+        forward = self._root.forward
+        with forward_here(self._root, functools.wraps(forward)(functools.partial(self._run, forward))):
             yield
-        finally:
-            attributes.pop("forward", None)  # a run on the side may have put the attributes back already
-            if own is not None:
-                attributes["forward"] = own
 
     def _run(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._modes is not None:  # the module calls itself

@@ -20,7 +20,7 @@ from bridge.base.torch_internals import pytree, tracers_hooks_removed
 from bridge.capture.ctc_loss import WholeCTCLoss
 from bridge.capture.data_attribute import DataIsDetached
 from bridge.capture.inplace_rules import CHANGES_ARGUMENT
-from bridge.capture.patched_globals import here_only
+from bridge.capture.module_calls import forward_here
 from bridge.capture.recurrent_formulas import lstm_as_in_eager
 from bridge.state import ModuleTensor
 
@@ -59,20 +59,14 @@ def export(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> ExportedPr
 @contextmanager
 def _packed_results(module: nn.Module) -> Iterator[None]:
     """While active, the module returns objects as the pytree nodes that they are observed as, to this thread alone."""
-    own, forward = module.__dict__.get("forward"), module.forward
+    forward = module.forward
 
     @functools.wraps(forward)
     def packing(*args: Any, **kwargs: Any) -> Any:
         return packed(forward(*args, **kwargs))
 
-    module.__dict__["forward"] = here_only(packing, forward)
-    try:
+    with forward_here(module, packing):
         yield
-    finally:
-        if own is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = own
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
 
@@ -19,21 +19,31 @@ from bridge.capture.passes.cumulative import averages_cumulatively, cumulative_f
 from bridge.capture.patched_globals import here_only
 from bridge.capture.tracing import is_capturing
 
-__all__ = ["called_plainly", "calls_wait", "forwards_here"]
+__all__ = ["called_plainly", "calls_wait", "forward_here", "forwards_here"]
 
 
 @contextmanager
 def forwards_here(root: nn.Module) -> Iterator[None]:
     """Layers that must be traced in another form than they are written run another forward in this thread."""
     layers = [layer for layer in root.modules() if "forward" not in layer.__dict__]
-    forwards = [(layer, forward) for layer in layers if (forward := _forward_here(layer)) is not None]
-    for layer, forward in forwards:
-        layer.__dict__["forward"] = here_only(forward, layer.forward)
+    with ExitStack() as stack:
+        for layer in layers:
+            if (forward := _forward_here(layer)) is not None:
+                stack.enter_context(forward_here(layer, forward))
+        yield
+
+
+@contextmanager
+def forward_here(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """While active, ``module`` runs ``forward`` instead of its own in the thread that captures."""
+    attributes, own = module.__dict__, module.__dict__.get("forward")
+    attributes["forward"] = here_only(forward, module.forward)
     try:
         yield
     finally:
-        for layer, _ in forwards:
-            layer.__dict__.pop("forward", None)
+        del attributes["forward"]
+        if own is not None:
+            attributes["forward"] = own
 
 
 def _forward_here(layer: nn.Module) -> Callable[..., Any] | None:

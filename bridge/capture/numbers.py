@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.torch_internals import pytree
+from bridge.base.torch_internals import COMPILED_CALL, pytree
 
 __all__ = [
     "NotArithmeticError",
@@ -137,7 +137,7 @@ def twin_of(root: nn.Module) -> nn.Module:
     for module in root.modules():
         twin = twins[module] = object.__new__(type(module))
         twin.__dict__.update(module.__dict__)
-        twin.__dict__.pop("_compiled_call_impl", None)
+        twin.__dict__.pop(COMPILED_CALL, None)
         for registry in ("_parameters", "_buffers"):
             twin.__dict__[registry] = dict(module.__dict__[registry])
     for module, twin in twins.items():

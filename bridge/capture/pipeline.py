@@ -143,7 +143,8 @@ def _trace_or_refuse(
     try:
         with capturing(module, fakes=False):
             derivatives = raise_if_eager_raises(module, args, kwargs)
-            before.restore()
+        before.restore()
+        with capturing(module, fakes=False):
             readings = numbers_read(module, args, kwargs)
     finally:
         first.restore()

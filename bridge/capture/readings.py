@@ -25,9 +25,16 @@ from torch import nn
 from bridge.base.errors import TORCH_DIR, is_user_file, line_of
 from bridge.base.modes import modes_put_back
 from bridge.base.replaced import replaced
-from bridge.base.torch_internals import FakeTensor, FunctionalTensor, compiling_flags, no_torch_function
+from bridge.base.torch_internals import (
+    FOR_SLICES,
+    TRACER_MODULES,
+    FakeTensor,
+    FunctionalTensor,
+    compiling_flags,
+    no_torch_function,
+)
 from bridge.capture.copied_call import copied_call
-from bridge.capture.patched_globals import here_only
+from bridge.capture.module_calls import forward_here
 from bridge.capture.tracing import HERE
 
 __all__ = ["NumberReader", "Reading", "ReadsDifferError", "given", "numbers_read", "reading", "same_numbers"]
@@ -142,18 +149,12 @@ def reading(module: nn.Module, reader: NumberReader, *, returned: bool = False) 
         reader.finish()
         return (result, tuple(reader.tensors)) if returned else result
 
-    attributes, own = module.__dict__, module.__dict__.get("forward")
     with ExitStack() as stack:
         for owner, names in _READERS:
             readers = {name: _through_reader(getattr(owner, name), name) for name in names}
             stack.enter_context(replaced(owner, **readers))
-        attributes["forward"] = here_only(read_by, forward)
-        try:
-            yield
-        finally:
-            attributes.pop("forward")
-            if own is not None:
-                attributes["forward"] = own
+        stack.enter_context(forward_here(module, read_by))
+        yield
 
 
 def given(module: nn.Module, readings: Sequence[Reading], *, returned: bool = False) -> AbstractContextManager:
@@ -178,17 +179,11 @@ def _through_reader(original: Callable[..., Any], name: str) -> Callable[..., An
 
 def _is_tracer(frame: Any) -> bool:
     name = frame.f_globals.get("__name__", "")
-    return name.startswith(_TRACERS) and name != _FOR_SLICES
+    return name.startswith(_NOT_FORWARDS) and name != FOR_SLICES
 
 
-#: Where torch.export reads the limits of a slice that are tensors, in forward's place.
-_FOR_SLICES = "torch._export.non_strict_utils"
 #: Modules whose own reading is no part of what forward computes: torch's tracers, its printing, this package.
-_TRACERS = (
-    *(f"torch.{name}" for name in ("_decomp", "_export", "_functorch", "_higher_order_ops", "_ops", "_prims")),
-    *(f"torch.{name}" for name in ("_refs", "_subclasses", "_tensor_str", "export", "fx", "utils._")),
-    "bridge.",
-)
+_NOT_FORWARDS = (*TRACER_MODULES, "bridge.")
 _METHODS = ("item", "__bool__", "__int__", "__float__", "__index__", "tolist", "is_nonzero", "equal", "allclose")
 _READERS = (
     (torch.Tensor, _METHODS),

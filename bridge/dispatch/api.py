@@ -14,6 +14,7 @@ import tvm
 from torch import nn
 
 from bridge.base.interrupts import interrupts_deferred
+from bridge.base.torch_internals import COMPILED_CALL
 from bridge.capture import normalize_sample, refuse_dynamic
 from bridge.dispatch.dispatcher import Dispatcher
 from bridge.dispatch.outer_compiler import mark, unmark
@@ -27,13 +28,12 @@ __all__ = ["add_tvm_dispatch", "remove_tvm_dispatch", "stats"]
 Module = TypeVar("Module", bound=nn.Module)
 
 ON_MISS = ("eager", "compile", "error")
-_ATTRIBUTE = "_compiled_call_impl"
 _NAMED = 8
 """Modules that a message names."""
 
 
 def _dispatcher(module: nn.Module) -> Dispatcher | None:
-    found = module.__dict__.get(_ATTRIBUTE)
+    found = module.__dict__.get(COMPILED_CALL)
     return found if isinstance(found, Dispatcher) else None
 
 
@@ -119,7 +119,7 @@ def add_tvm_dispatch(
     if learns and dynamic_shapes is not None:
         raise TypeError("dynamic_shapes: wanted a sample_input that they are shapes of")
     refuse_dynamic(module, args, kwargs, dynamic_shapes)
-    if module.__dict__.get(_ATTRIBUTE) is not None and _dispatcher(module) is None:
+    if module.__dict__.get(COMPILED_CALL) is not None and _dispatcher(module) is None:
         raise ValueError(f"{type(module).__name__} was compiled with module.compile(); dispatch a module that was not")
     target = tvm.target.Target(target) if target is not None else None
     dispatcher = _dispatcher(module) or Dispatcher(module, partition=partition, on_miss=on_miss, target=target)
@@ -134,9 +134,9 @@ def add_tvm_dispatch(
             dispatcher.partition, dispatcher.on_miss, dispatcher.target = before
             raise
     dispatcher.budget.clear()
-    if module.__dict__.get(_ATTRIBUTE) is None:
-        module.__dict__.pop(_ATTRIBUTE, None)
-    installed = module.__dict__.setdefault(_ATTRIBUTE, dispatcher)
+    if module.__dict__.get(COMPILED_CALL) is None:
+        module.__dict__.pop(COMPILED_CALL, None)
+    installed = module.__dict__.setdefault(COMPILED_CALL, dispatcher)
     if installed is not dispatcher:  # another thread's, for another sample
         installed.adopt(dispatcher.stats.entries)
         installed.learns |= learns
@@ -181,7 +181,7 @@ def remove_tvm_dispatch(module: Module) -> Module:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
     if _dispatcher(module) is not None:
-        module.__dict__.pop(_ATTRIBUTE, None)
+        module.__dict__.pop(COMPILED_CALL, None)
     unmark(module)  # where module.compile() has taken the dispatcher's place, too
     return module
 

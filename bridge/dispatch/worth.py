@@ -17,7 +17,7 @@ from torch import nn
 
 from bridge.base.guard_failure import GuardFailure
 from bridge.base.threads import is_alone
-from bridge.base.torch_internals import has_global_hooks, has_saved_tensors_hooks, pytree
+from bridge.base.torch_internals import COMPILED_CALL, has_global_hooks, has_saved_tensors_hooks, pytree
 from bridge.dispatch.entry import Entry
 from bridge.state import PythonState, generators_put_back
 
@@ -63,7 +63,7 @@ def measure_worth(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str
     captured = entry.lowered.captured
     if not _is_small(entry) or captured.mutated or has_global_hooks() or has_saved_tensors_hooks():
         return None
-    if any(vars(child).get("_compiled_call_impl") is not None for child in module.modules() if child is not module):
+    if any(vars(child).get(COMPILED_CALL) is not None for child in module.modules() if child is not module):
         return None  # eager would run, and count, what is compiled already
     if captured.draws and not is_alone():  # numbers that another thread draws meanwhile would come again
         return None

@@ -18,6 +18,6 @@ from bridge.library import (  # noqa: F401
     resize,
     sorting,
 )
-from bridge.library.registry import FUNCTIONS, TensorAt, TensorsAt, invoke
+from bridge.library.registry import FUNCTIONS, NEVER_RAISE, TensorAt, TensorsAt, invoke
 
-__all__ = ["FUNCTIONS", "TensorAt", "TensorsAt", "invoke", "outputs"]
+__all__ = ["FUNCTIONS", "NEVER_RAISE", "TensorAt", "TensorsAt", "invoke", "outputs"]

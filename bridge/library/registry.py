@@ -15,12 +15,18 @@ import torch
 
 from bridge.base.torch_internals import AbsentOperator
 
-__all__ = ["FUNCTIONS", "TensorAt", "TensorsAt", "invoke", "library_function"]
+__all__ = ["FUNCTIONS", "NEVER_RAISE", "TensorAt", "TensorsAt", "invoke", "library_function"]
 
 Function = Callable[..., Any]
 
 FUNCTIONS: dict[str, Function] = {}
 """``library.<name>`` by name."""
+
+NEVER_RAISE = frozenset(
+    "mm bmm cat stack cumsum cumprod convolution max_pool avg_pool adaptive_avg_pool adaptive_max_pool upsample "
+    "scaled_dot_product_flash_attention recurrent_layer sort topk erfc atan2".split()
+)
+"""Calls, of functions and of kernels that write into given tensors, that take any numbers."""
 
 
 def library_function(name: str, *operators: object) -> Callable[[Function], Function]:

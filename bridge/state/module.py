@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from bridge.base.torch_internals import MODULE_HOOKS
+from bridge.base.torch_internals import COMPILED_CALL, MODULE_HOOKS
 from bridge.state.derived import derived_attributes
 from bridge.state.values import same_inside, snapshot
 
@@ -19,7 +19,7 @@ __all__ = ["Snapshot", "hooks_of", "own_attributes", "written_class"]
 
 # What nn.Module keeps in __dict__ for itself; parameters, buffers, submodules and flags are guarded separately.
 # torch.compile(module) notes on the module that it did.
-_INTERNAL = frozenset(nn.Module().__dict__) | {"_compiled_call_impl", "_is_hf_initialized", "_is_torch_compile"}
+_INTERNAL = frozenset(nn.Module().__dict__) | {COMPILED_CALL, "_is_hf_initialized", "_is_torch_compile"}
 # What torch's recurrent modules keep of their parameters in another form, and renew in forward where it is stale.
 _RECURRENT_CACHES = ("_flat_weights", "_flat_weight_refs")
 # How attributes begin in which fully_shard and replicate note on a module what they did to it.

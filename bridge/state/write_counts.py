@@ -29,8 +29,7 @@ def same_versions(dicts: Iterable[dict[str, Any]], then: list[int] | None) -> bo
 
 @functools.cache
 def _version() -> Callable[[dict[str, Any]], int] | None:
-    version = dict_version()
-    return version if version is not None and _is_exact(version) else None
+    return dict_version if dict_version is not None and _is_exact(dict_version) else None
 
 
 class _Owner:

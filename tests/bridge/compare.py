@@ -19,7 +19,17 @@ from torch.utils import _pytree as pytree
 
 from bridge import add_tvm_dispatch, stats
 
-__all__ = ["Call", "Run", "as_call", "assert_as_close_as_eager", "assert_same", "check_module", "clone_tree", "run"]
+__all__ = [
+    "Call",
+    "Function",
+    "Run",
+    "as_call",
+    "assert_as_close_as_eager",
+    "assert_same",
+    "check_module",
+    "clone_tree",
+    "run",
+]
 
 FLOOR_ULPS = 8
 """Rounding units (of the tensor's largest element) that float32 may be off where eager happens to be exact."""
@@ -27,6 +37,17 @@ FLOOR_ULPS = 8
 SMALL_GRADIENT = 0.01
 """A gradient below this share of the largest one is judged at that share: the bias of an attention key has gradient
 zero up to rounding, and the ratio of two roundings says nothing."""
+
+
+class Function(nn.Module):
+    """A function of tensors as a module."""
+
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,7 @@ torch.manual_seed(3)\n{v} = {x} + torch.rand_like({x})
 {v} = torch.quantize_per_tensor({x}.detach().float(), 0.1, 0, torch.qint8).dequantize().to(D)
 {v} = {x}.histc(3)
 {v} = torch.bincount(({x}.detach() > 0).long().flatten()).sum() * {x}
-while {x}.abs().sum() > 1000:\n    {x} = {x} / 2\n{v} = {x} + 1
+while 1000 < {x}.abs().sum() < math.inf:\n    {x} = {x} / 2\n{v} = {x} + 1
 try:\n    {v} = {x}.view(7, 7, 7)\nexcept RuntimeError:\n    {v} = {x} * 2
 {v} = getattr({x}, "grad", None)\n{v} = {x} if {v} is None else {v}
 {v} = {x} * ({x}.requires_grad + 1)

@@ -25,6 +25,7 @@ from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.arena import ArenaPlan
 from bridge.compile.runtime.contents import Contents
 from bridge.compile.runtime.source import kernel_source
+from bridge.library import NEVER_RAISE
 
 __all__ = ["KernelStep", "LibraryStep", "Program", "Step", "ViewStep"]
 
@@ -72,11 +73,6 @@ class ViewStep:
         return f"{self.outputs[0]} = view {self.name}({self.inputs[0]}, {geometry})"
 
 
-#: Library steps that take any numbers; of the others it is not known.
-_NEVER_RAISE = frozenset(
-    "mm bmm cat stack cumsum cumprod convolution max_pool avg_pool adaptive_avg_pool adaptive_max_pool upsample "
-    "scaled_dot_product_flash_attention recurrent_layer sort topk erfc atan2".split()
-)
 _FORM = attrgetter("shape", "dtype", "is_cpu")
 #: Ways that fitting inputs may look: some require grad, or are parameters, or belong to inference mode.
 _MAX_FITTING = 4
@@ -129,14 +125,14 @@ class Program:
         layout = self.layout
         self._forms = [(torch.Size(v.shape), getattr(torch, v.dtype), True) for v in layout.params]
         self._fresh = [
-            (slot, partial(empty_strided(), shape, dense_strides(shape), dtype)) for slot, shape, dtype in layout.fresh
+            (slot, partial(empty_strided, shape, dense_strides(shape), dtype)) for slot, shape, dtype in layout.fresh
         ]
         self._passed_on = [(i, slot) for i, slot in enumerate(layout.results) if slot < len(layout.params)]
 
     @property
     def can_fail(self) -> bool:
         """Whether some step may raise because of the numbers it is given, such as an index out of range."""
-        return any(isinstance(step, LibraryStep) and step.name not in _NEVER_RAISE for step in self.steps)
+        return any(isinstance(step, LibraryStep) and step.name not in NEVER_RAISE for step in self.steps)
 
     @property
     def arena_bytes(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bridge.base.guard_failure import MODULE, GuardFailure
-from bridge.base.torch_internals import MODULE_HOOKS
+from bridge.base.torch_internals import COMPILED_CALL, MODULE_HOOKS
 from bridge.dispatch.guards.condition import Condition, differs
 from bridge.dispatch.guards.numbers import AnyNumber, changed_number, same_or_any_number
 from bridge.state import Contents, ModuleTensor, own_attributes, same, written_class
@@ -21,8 +21,6 @@ __all__ = ["Tree", "TreeConditions", "owned_attributes", "tree_reader"]
 
 _STATE = itemgetter("_parameters", "_buffers", "_modules", "training", *MODULE_HOOKS)
 _REGISTRY_OF = {"parameter": "_parameters", "buffer": "_buffers", "attribute": ""}
-# The dispatcher sits in this attribute of the module that it serves; it says nothing about what forward does.
-_DISPATCHER = "_compiled_call_impl"
 
 
 class Tree(NamedTuple):
@@ -206,7 +204,7 @@ class TreeConditions:
         The quick path only counts them: the other conditions read every attribute that there was, and one that is gone
         is a ``KeyError``.
         """
-        counts = [len(held) - (_DISPATCHER in held) for held in tree.dicts]
+        counts = [len(held) - (COMPILED_CALL in held) for held in tree.dicts]
         counts[0] += 1  # a call comes here through the root's dispatcher
 
         def read(tree: Tree) -> list[frozenset[str]]:

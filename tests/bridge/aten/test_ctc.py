@@ -8,22 +8,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from bridge import add_tvm_dispatch, lower, stats
-from tests.bridge.compare import Call, assert_same, run
+from tests.bridge.compare import Call, Function, assert_same, run
 
 STEPS, BATCH, LETTERS, LONGEST = 12, 3, 5, 4
 LENGTHS, COUNTS = torch.tensor([12, 10, 8]), torch.tensor([4, 3, 2])
 ROWS = torch.tensor([[1, 2, 2, 4], [3, 1, 3, 1], [4, 4, 1, 1]])
 LINE = torch.cat([row[:count] for row, count in zip(ROWS, COUNTS, strict=True)])
 TOO_SHORT = torch.tensor([12, 10, 1])
-
-
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *tensors):
-        return self.function(*tensors)
 
 
 def frames(*extents, dtype=torch.float64):

@@ -4,19 +4,9 @@ import operator
 
 import pytest
 import torch
-from torch import nn
 
 from bridge import add_tvm_dispatch, stats
-from tests.bridge.compare import check_module
-
-
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
+from tests.bridge.compare import Function, check_module
 
 
 def leaf(*values):

@@ -8,16 +8,7 @@ import torch.nn.functional as F
 from torch import distributions, nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
-from tests.bridge.compare import Call, assert_same, check_module, run
-
-
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
+from tests.bridge.compare import Call, Function, assert_same, check_module, run
 
 
 def leaf(*extents, dtype=torch.float64):
