@@ -319,6 +319,8 @@ def is_preservable(op: Any) -> bool:
 
 autograd_key = _find("torch._C.DispatchKey.Autograd")
 
+ASSERT = "_assert"
+"""torch's own ``assert``, which torch.export takes out of forward's hands since 2.15."""
 FOR_SLICES = "torch._export.non_strict_utils"
 """The module in which torch.export reads the limits of a slice that are tensors, in forward's place."""
 _TRACERS = "_decomp _export _functorch _higher_order_ops _ops _prims _refs _subclasses _tensor_str export fx utils._"

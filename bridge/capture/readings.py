@@ -26,6 +26,7 @@ from bridge.base.errors import TORCH_DIR, is_user_file, line_of
 from bridge.base.modes import modes_put_back
 from bridge.base.replaced import replaced
 from bridge.base.torch_internals import (
+    ASSERT,
     FOR_SLICES,
     TRACER_MODULES,
     FakeTensor,
@@ -35,6 +36,8 @@ from bridge.base.torch_internals import (
 )
 from bridge.capture.copied_call import copied_call
 from bridge.capture.module_calls import forward_here
+from bridge.capture.patched_globals import here_only
+from bridge.capture.plain_assert import plain_assert
 from bridge.capture.tracing import HERE
 
 __all__ = ["NumberReader", "Reading", "ReadsDifferError", "given", "numbers_read", "reading", "same_numbers"]
@@ -153,6 +156,7 @@ def reading(module: nn.Module, reader: NumberReader, *, returned: bool = False) 
         for owner, names in _READERS:
             readers = {name: _through_reader(getattr(owner, name), name) for name in names}
             stack.enter_context(replaced(owner, **readers))
+        stack.enter_context(replaced(torch, **{ASSERT: here_only(plain_assert, getattr(torch, ASSERT))}))
         stack.enter_context(forward_here(module, read_by))
         yield
 
@@ -179,11 +183,12 @@ def _through_reader(original: Callable[..., Any], name: str) -> Callable[..., An
 
 def _is_tracer(frame: Any) -> bool:
     name = frame.f_globals.get("__name__", "")
-    return name.startswith(_NOT_FORWARDS) and name != FOR_SLICES
+    return name.startswith(_NOT_FORWARDS) and name not in _IN_FORWARDS_PLACE
 
 
 #: Modules whose own reading is no part of what forward computes: torch's tracers, its printing, this package.
 _NOT_FORWARDS = (*TRACER_MODULES, "bridge.")
+_IN_FORWARDS_PLACE = (FOR_SLICES, plain_assert.__module__)
 _METHODS = ("item", "__bool__", "__int__", "__float__", "__index__", "tolist", "is_nonzero", "equal", "allclose")
 _READERS = (
     (torch.Tensor, _METHODS),
