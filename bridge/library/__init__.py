@@ -1,10 +1,10 @@
 """torch's kernels as named functions with attributes: what compiled programs call, and reference interpreters run.
 
-:data:`FUNCTIONS` holds ``library.<name>`` (see :mod:`autodiff.library`) by name; :mod:`bridge.library.outputs` the
-kernels that write into given tensors.
+:data:`FUNCTIONS` holds ``library.<name>`` (see :mod:`autodiff.library`) by name, which return tensors of their own;
+:data:`OUT_KERNELS` the kernels that write into given tensors (:mod:`bridge.library.outputs`). No name is in both.
 """
 
-# Importing these registers their functions.
+# Importing these registers their functions and kernels.
 from bridge.library import (  # noqa: F401
     attention,
     convolution,
@@ -18,6 +18,6 @@ from bridge.library import (  # noqa: F401
     resize,
     sorting,
 )
-from bridge.library.registry import FUNCTIONS, NEVER_RAISE, TensorAt, TensorsAt, invoke
+from bridge.library.registry import FUNCTIONS, NEVER_RAISE, OUT_KERNELS, TensorAt, TensorsAt, invoke
 
-__all__ = ["FUNCTIONS", "NEVER_RAISE", "TensorAt", "TensorsAt", "invoke", "outputs"]
+__all__ = ["FUNCTIONS", "NEVER_RAISE", "OUT_KERNELS", "TensorAt", "TensorsAt", "invoke"]

@@ -15,12 +15,24 @@ import torch
 
 from bridge.base.torch_internals import AbsentOperator
 
-__all__ = ["FUNCTIONS", "NEVER_RAISE", "TensorAt", "TensorsAt", "invoke", "library_function"]
+__all__ = [
+    "FUNCTIONS",
+    "NEVER_RAISE",
+    "OUT_KERNELS",
+    "TensorAt",
+    "TensorsAt",
+    "invoke",
+    "library_function",
+    "out_kernel",
+]
 
 Function = Callable[..., Any]
 
 FUNCTIONS: dict[str, Function] = {}
-"""``library.<name>`` by name."""
+"""``library.<name>`` by name: ``function(*arguments)`` returns tensors."""
+
+OUT_KERNELS: dict[str, Function] = {}
+"""Kernels that write into given tensors, by name: ``kernel(outs, args, *attributes)``. None is named as a function."""
 
 NEVER_RAISE = frozenset(
     "mm bmm cat stack cumsum cumprod convolution max_pool avg_pool adaptive_avg_pool adaptive_max_pool upsample "
@@ -34,10 +46,26 @@ def library_function(name: str, *operators: object) -> Callable[[Function], Func
 
     def register(function: Function) -> Function:
         if not any(isinstance(operator, AbsentOperator) for operator in operators):
-            FUNCTIONS[name] = function
+            FUNCTIONS[_unused(name)] = function
         return function
 
     return register
+
+
+def out_kernel(name: str) -> Callable[[Function], Function]:
+    """Registers a kernel that writes into given tensors; its attributes are plain data."""
+
+    def register(function: Function) -> Function:
+        OUT_KERNELS[_unused(name)] = function
+        return function
+
+    return register
+
+
+def _unused(name: str) -> str:
+    if name in FUNCTIONS or name in OUT_KERNELS:
+        raise ValueError(f"there is a library kernel named {name!r} already")
+    return name
 
 
 @dataclass(frozen=True)

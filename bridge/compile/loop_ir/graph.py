@@ -15,7 +15,6 @@ Shape operations are no nodes: they are the :class:`~bridge.compile.loop_ir.view
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import tvm
@@ -130,12 +129,16 @@ class Reduction:
 
 @dataclass(frozen=True, eq=False)
 class LibraryCall:
-    """``run(outs, args)``: torch computes into ``outs`` (all dense), or returns its own tensors if ``allocates``."""
+    """A kernel of :mod:`bridge.library` by name.
+
+    One of ``OUT_KERNELS`` computes into ``outs``, all dense; if ``allocates``, one of ``FUNCTIONS`` returns tensors of
+    its own. ``attrs`` are its attributes, or its arguments with places for tensors: plain frozen data.
+    """
 
     name: str
     operands: tuple[Operand, ...]
     outs: tuple[Value, ...]
-    run: Callable
+    attrs: tuple = ()
     allocates: bool = False
 
 

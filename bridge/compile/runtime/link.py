@@ -25,6 +25,7 @@ from bridge.compile.runtime.contents import contents
 from bridge.compile.runtime.program import Action, KernelStep, Layout, LibraryStep, Program, Step, ViewStep
 from bridge.compile.schedule.fuse import Group, fuse
 from bridge.compile.schedule.row_plan import plan_rows
+from bridge.library import FUNCTIONS, OUT_KERNELS, invoke
 
 __all__ = ["assemble"]
 
@@ -263,12 +264,17 @@ def _action(functions: dict, what: object, arguments: tuple[int, ...], results: 
 
 
 def _library_action(node: LibraryCall, arguments: tuple[int, ...], results: tuple[int, ...]) -> Action:
-    run = node.run
+    attrs = node.attrs
     if not node.allocates:
-        return lambda registers: run([registers[slot] for slot in results], [registers[slot] for slot in arguments])
+        write = OUT_KERNELS[node.name]
+        return lambda registers: write(
+            [registers[slot] for slot in results], [registers[slot] for slot in arguments], *attrs
+        )
+    function = FUNCTIONS[node.name]
+    values = [list(value) if isinstance(value, tuple) else value for value in attrs]  # torch's lists of integers
 
     def allocate(registers: list) -> None:
-        made = run([registers[slot] for slot in arguments])
+        made = invoke(function, values, [registers[slot] for slot in arguments])
         for slot, tensor in zip(results, made, strict=True):
             registers[slot] = tensor
 

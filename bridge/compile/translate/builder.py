@@ -19,7 +19,6 @@ from bridge.compile.passes.recompute import box_of_arithmetic, permuted_arithmet
 from bridge.compile.schedule.products import ProductPolicy
 from bridge.compile.schedule.reduction import identity, reduction_stages
 from bridge.compile.schedule.space import share_loops
-from bridge.library import outputs
 
 __all__ = ["Builder"]
 
@@ -169,7 +168,7 @@ class Builder:
         if isinstance(operand, Operand):
             if operand.view.numel and not share_loops([operand.view], operand.view.numel):  # more axes than loops
                 out = self.fresh(operand.shape, operand.dtype)
-                self.add(LibraryCall("copy", (operand,), (out,), outputs.copy))
+                self.add(LibraryCall("copy", (operand,), (out,)))
                 return whole(out)
             node = self.producer(operand.value)
             moved = permuted_arithmetic(node, operand)

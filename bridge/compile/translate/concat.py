@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 from autodiff.ir import Call, Tuple, TupleType, dtype, shape
 from bridge.compile.codegen.emit import LANES
@@ -22,7 +21,6 @@ from bridge.compile.schedule.fuse import sections_of
 from bridge.compile.schedule.space import make_space
 from bridge.compile.translate.builder import Builder
 from bridge.compile.translate.registry import register
-from bridge.library import outputs
 
 __all__: list[str] = []
 
@@ -97,5 +95,5 @@ def _joined(builder: Builder, operands: Sequence[Operand | Scalar], axis: int, c
 def _library(builder: Builder, operands: Sequence[Operand | Scalar], axis: int, call: Call) -> Operand:
     tensors = [builder.dense(operand) if isinstance(operand, Scalar) else operand for operand in operands]
     out = builder.fresh(shape(call), dtype(call))
-    builder.add(LibraryCall("cat", tuple(tensors), (out,), partial(outputs.concat, axis=axis)))
+    builder.add(LibraryCall("cat", tuple(tensors), (out,), (axis,)))
     return whole(out)

@@ -6,7 +6,6 @@ tensors of their own. Transposed and sliced operands are passed as strided views
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from autodiff.ir import Call, Expr, ShapeExpr, TensorType, Tuple, TupleType, Var
 from bridge.compile.loop_ir.graph import LibraryCall, Operand, Scalar, Value, whole
 from bridge.compile.translate.builder import Builder
 from bridge.compile.translate.registry import number, register
-from bridge.library import FUNCTIONS, TensorAt, TensorsAt, invoke, outputs
+from bridge.library import FUNCTIONS, TensorAt, TensorsAt
 
 __all__ = ["emit", "tensor"]
 
@@ -25,9 +24,9 @@ def tensor(builder: Builder, expr: Expr) -> Operand:
     return builder.dense(operand) if isinstance(operand, Scalar) else operand
 
 
-def emit(builder: Builder, name: str, operands: list[Operand], outs: list[Value], run: Callable) -> list[Operand]:
+def emit(builder: Builder, name: str, operands: list[Operand], outs: list[Value], *attrs: int) -> list[Operand]:
     """Adds a call of a kernel that writes into ``outs``, and returns those."""
-    builder.add(LibraryCall(name, tuple(operands), tuple(outs), run))
+    builder.add(LibraryCall(name, tuple(operands), tuple(outs), attrs))
     return [whole(out) for out in outs]
 
 
@@ -36,7 +35,7 @@ def _stack(builder: Builder, call: Call) -> Operand:
     operands = [tensor(builder, field) for field in _fields(builder, call.args[0])]
     axis = 0 if call.attrs.axis is None else int(call.attrs.axis)
     out = builder.fresh(shape(call), dtype(call))
-    return emit(builder, "stack", operands, [out], partial(outputs.stack, axis=axis))[0]
+    return emit(builder, "stack", operands, [out], axis)[0]
 
 
 @register("relax.cumsum", "relax.cumprod")
@@ -45,9 +44,8 @@ def _scan(builder: Builder, call: Call) -> Operand:
         return NotImplemented
     name = str(call.op.name).removeprefix("relax.")
     out = builder.fresh(shape(call), dtype(call))
-    exclusive = bool(call.attrs.exclusive)
-    run = partial(outputs.scan, product=name == "cumprod", axis=int(call.attrs.axis), exclusive=exclusive)
-    return emit(builder, name, [tensor(builder, call.args[0])], [out], run)[0]
+    axis, exclusive = int(call.attrs.axis), bool(call.attrs.exclusive)
+    return emit(builder, name, [tensor(builder, call.args[0])], [out], axis, exclusive)[0]
 
 
 @register("relax.gather_elements")
@@ -55,7 +53,7 @@ def _gather_elements(builder: Builder, call: Call) -> Operand:
     axis = int(call.attrs.axis)
     x, index = tensor(builder, call.args[0]), builder.cast(tensor(builder, call.args[1]), "int64")
     out = builder.fresh(shape(call), dtype(call))
-    return emit(builder, "gather", [x, index], [out], partial(outputs.gather, axis=axis))[0]
+    return emit(builder, "gather", [x, index], [out], axis)[0]
 
 
 @register("relax.scatter_elements")
@@ -66,9 +64,7 @@ def _scatter_elements(builder: Builder, call: Call) -> Operand:
     x, index, source = (tensor(builder, arg) for arg in call.args)
     index = builder.cast(index, "int64")
     out = builder.fresh(shape(call), dtype(call))
-    add = reduction == "add"
-    run = partial(outputs.scatter, axis=axis, add=add)
-    return emit(builder, "scatter_add" if add else "scatter", [x, index, source], [out], run)[0]
+    return emit(builder, "scatter_add" if reduction == "add" else "scatter", [x, index, source], [out], axis)[0]
 
 
 @register("relax.take")
@@ -85,7 +81,7 @@ def _take(builder: Builder, call: Call) -> Operand:
     out = builder.fresh((*x.shape[:axis], index.view.numel, *x.shape[axis + 1 :]), x.dtype)
     if index.dtype not in ("int32", "int64"):
         flat = builder.cast(flat, "int64")
-    emit(builder, "index_select", [x, flat], [out], partial(outputs.index_select, axis=axis))
+    emit(builder, "take", [x, flat], [out], axis)
     return builder.reshape(whole(out), shape(call))
 
 
@@ -98,11 +94,10 @@ def _fields(builder: Builder, expr: Expr) -> list[Expr]:
 def _library_function(builder: Builder, call: Call, name: str) -> Operand | list[Operand]:
     """A call of ``library.<name>``: its tensors are the node's operands, its other arguments attributes."""
     operands: list[Operand] = []
-    arguments = [_argument(builder, arg, operands) for arg in call.args[1:]]
+    arguments = tuple(_argument(builder, arg, operands) for arg in call.args[1:])
     types = call.ty.fields if isinstance(call.ty, TupleType) else [call.ty]
     outs = [builder.fresh(tuple(int(extent) for extent in ty.shape), str(ty.dtype)) for ty in types]
-    run = partial(invoke, FUNCTIONS[name], arguments)
-    builder.add(LibraryCall(name, tuple(operands), tuple(outs), run, allocates=True))
+    builder.add(LibraryCall(name, tuple(operands), tuple(outs), arguments, allocates=True))
     results = [whole(out) for out in outs]
     return results if isinstance(call.ty, TupleType) else results[0]
 
@@ -117,7 +112,7 @@ def _argument(builder: Builder, arg: Expr, operands: list[Operand]) -> Any:
         operands.append(tensor(builder, arg))
         return TensorAt(len(operands) - 1)
     if isinstance(arg, ShapeExpr):
-        return [int(extent) for extent in arg.values]
+        return tuple(int(extent) for extent in arg.values)
     if hasattr(arg, "value") and isinstance(arg.value, str):
         return arg.value
     return number(arg)

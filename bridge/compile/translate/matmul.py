@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
@@ -21,7 +20,6 @@ from bridge.compile.passes.layout import order_of_readers
 from bridge.compile.translate.builder import Builder
 from bridge.compile.translate.libcalls import emit, tensor
 from bridge.compile.translate.registry import register
-from bridge.library import outputs
 
 __all__: list[str] = []
 
@@ -60,13 +58,13 @@ def _library(builder: Builder, a: Operand, b: Operand, batch: Sequence[int]) -> 
         rows = math.prod(batch) * m
         a, b = builder.reshape(a, (rows, k)), builder.reshape(b, (k, n))
         out = builder.fresh((rows, n), a.dtype)
-        emit(builder, "mm", [a, b], [out], partial(outputs.matmul, batched=False))
+        emit(builder, "mm", [a, b], [out])
         return whole(out)
     count = math.prod(batch)
     a = builder.reshape(builder.expand(a, (*batch, m, k)), (count, m, k))
     b = builder.reshape(builder.expand(b, (*batch, k, n)), (count, k, n))
     out = builder.fresh((count, m, n), a.dtype)
-    emit(builder, "bmm", [a, b], [out], partial(outputs.matmul, batched=True))
+    emit(builder, "bmm", [a, b], [out])
     return whole(out)
 
 
