@@ -13,10 +13,14 @@ __all__ = ["Kernel"]
 
 @dataclass(frozen=True)
 class Kernel:
-    """``func(inputs…, outputs…, scratch…)``; ``ops`` are the operators it computes, in order."""
+    """``func(inputs…, outputs…, scratch…, descriptor)``; ``ops`` are the operators it computes, in order.
+
+    The descriptor, a pointer, is there only if ``scalars`` is not empty: those integers, as int64, which a launch passes.
+    """
 
     func: PrimFunc = field(repr=False)
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     scratch: tuple[Value, ...] = ()
     ops: tuple[str, ...] = ()
+    scalars: tuple[int, ...] = ()

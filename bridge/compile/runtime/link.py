@@ -96,7 +96,7 @@ class _Linker:
         self.label: dict[int, str] = {}
         self.lifetimes: dict[Value, tuple[int, int]] = {}
         self.steps: list[Step] = []
-        self.calls: list[tuple] = []  # (kernel name or library node, slots of arguments, slots of results)
+        self.calls: list[tuple] = []  # ((kernel name, scalars) or node, slots of arguments, slots of results)
         self.functions: dict[str, PrimFunc] = {}
         self.static_views: list[tuple] = []
         # What a product is added onto lives where the sum will: in the slot of the last sum of the chain.
@@ -198,7 +198,8 @@ class _Linker:
         self.functions[name] = kernel.func
         outputs = self._names(results[: len(kernel.outputs)])
         inside = contents(group.nodes, kernel.outputs, self._name)
-        self._step(KernelStep(name, self._names(arguments), outputs, kernel.ops, inside), name, arguments, results)
+        step = KernelStep(name, self._names(arguments), outputs, kernel.ops, inside)
+        self._step(step, (name, kernel.scalars), arguments, results)
 
     def _kernel_name(self, kernel: Kernel) -> str:
         words = list(dict.fromkeys(op.removeprefix("relax.").replace(".", "_") for op in kernel.ops))
@@ -256,11 +257,25 @@ def _action(functions: dict, what: object, arguments: tuple[int, ...], results: 
         return _library_action(what, arguments, results)
     if isinstance(what, Product):
         return _product_action(functions[f"product_{what.out.dtype}"], what, (*arguments, *results))
-    kernel = functions[what]
+    name, scalars = what
+    kernel = functions[name]
     pick = itemgetter(*arguments, *results)
+    if scalars:
+        return _launch(kernel, scalars, (*arguments, *results))
     if len(arguments) + len(results) == 1:
         return lambda registers: kernel(pick(registers))
     return lambda registers: kernel(*pick(registers))
+
+
+def _launch(kernel: Callable, scalars: tuple[int, ...], slots: tuple[int, ...]) -> Action:
+    """A kernel that reads ``scalars`` from a descriptor."""
+    descriptor = torch.tensor(scalars, dtype=torch.int64)
+    where = ctypes.c_void_p(descriptor.data_ptr())
+
+    def run(registers: list, _alive: torch.Tensor = descriptor) -> None:
+        kernel(*[registers[slot] for slot in slots], where)
+
+    return run
 
 
 def _library_action(node: LibraryCall, arguments: tuple[int, ...], results: tuple[int, ...]) -> Action:
