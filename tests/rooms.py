@@ -40,7 +40,10 @@ BRIDGE = (
 )
 """Rooms and loose files of ``bridge/``; each imports only from those before it, through their ``__init__``."""
 
-COMPILE = ("loop_ir", "codegen", "schedule", "passes", "translate", "cpu", "runtime", "pipeline", "__init__")
+COMPILE = (
+    *("loop_ir", "codegen", "schedule", "backend", "passes", "translate", "runtime", "options", "cpu", "targets"),
+    *("pipeline", "__init__"),
+)
 """Rooms of ``bridge/compile/``, likewise."""
 
 

@@ -1,24 +1,28 @@
 """The compiler: :func:`compile_function` turns a Relax function into a :class:`Program`, a flat list of steps."""
 
-from bridge.compile.cpu.backend import host_target
+from bridge.compile.backend import Backend, Built
+from bridge.compile.cpu.backend import host_backend
 from bridge.compile.cpu.mt19937 import STATE_WORDS, bernoulli_function
+from bridge.compile.options import CompileOptions
 from bridge.compile.pipeline import clear_cache, compile_function
-from bridge.compile.runtime.build import Built, build_kernels
 from bridge.compile.runtime.contents import Operation
 from bridge.compile.runtime.program import KernelStep, LibraryStep, Program, Step, ViewStep
+from bridge.compile.targets import backend_for
 
 __all__ = [
     "STATE_WORDS",
+    "Backend",
     "Built",
+    "CompileOptions",
     "KernelStep",
     "LibraryStep",
     "Operation",
     "Program",
     "Step",
     "ViewStep",
+    "backend_for",
     "bernoulli_function",
-    "build_kernels",
     "clear_cache",
     "compile_function",
-    "host_target",
+    "host_backend",
 ]

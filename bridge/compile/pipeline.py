@@ -3,7 +3,7 @@
     translate     Relax → loop graph                                  bridge.compile.translate
     accumulate    sums of products in place, where that is allowed    bridge.compile.passes.accumulate
     fuse          loop graph → groups                                 bridge.compile.schedule.fuse
-    generate      groups → row plans → PrimFuncs                      bridge.compile.schedule.row_plan, .cpu
+    generate      groups → row plans → PrimFuncs                      bridge.compile.schedule.row_plan, .backend
     build         PrimFuncs → machine code                            bridge.compile.runtime.build
     plan          steps over torch-owned memory                       bridge.compile.runtime.link
 
@@ -16,18 +16,18 @@ import threading
 import time
 from collections import Counter
 
-import tvm
 from tvm_ffi import structural_equal, structural_hash
 
 from autodiff.ir import Function, bindings
 from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
-from bridge.compile.cpu.backend import CpuProducts, host_target
+from bridge.compile.options import CompileOptions
 from bridge.compile.passes.accumulate import accumulate
 from bridge.compile.runtime.build import clear_kernels
 from bridge.compile.runtime.cache import WeakCache
 from bridge.compile.runtime.link import assemble
 from bridge.compile.runtime.program import LibraryStep, Program
+from bridge.compile.targets import backend_for
 from bridge.compile.translate import translate
 
 __all__ = ["clear_cache", "compile_function"]
@@ -38,30 +38,29 @@ _LOCK = threading.Lock()
 log, fallbacks_log = channel("compile"), channel("fallbacks")
 
 
-def compile_function(
-    func: Function, *, name: str, target: tvm.target.Target | None = None, sums_in_place: bool = False
-) -> Program:
+def compile_function(func: Function, *, name: str, options: CompileOptions | None = None) -> Program:
     """Compile a function in flat form (see :mod:`autodiff.ir`) with static shapes.
 
-    While a program is in use, equal functions share it; it keeps the ``name`` it was first compiled under. ``target``
-    is this machine unless given. Raises ``NotImplementedError`` naming an operator that cannot be compiled.
+    While a program is in use, equal functions share it; it keeps the ``name`` it was first compiled under. ``options``
+    are the current ones for this machine's processor unless given. Raises ``NotImplementedError`` naming an operator
+    that cannot be compiled.
 
     No value depends, in any bit, on which other values are results: see :mod:`bridge.compile.schedule.fuse`. That is
-    given up with ``sums_in_place``, for :mod:`bridge.compile.passes.accumulate`.
+    given up with ``options.sums_in_place``, for :mod:`bridge.compile.passes.accumulate`.
     """
-    target = host_target() if target is None else target
-    key = (str(target), sums_in_place, structural_hash(func, map_free_vars=True))
+    options = CompileOptions.current(backend_for(None)) if options is None else options
+    key = (options.key, structural_hash(func, map_free_vars=True))
     with _LOCK:
         program = _PROGRAMS.get(key, func)
         if program is not None:
             return program
     raise_deferred()
     started = time.perf_counter()
-    graph = translate(func, CpuProducts())
-    if sums_in_place:
+    graph = translate(func, options.backend.products)
+    if options.sums_in_place:
         graph = accumulate(graph)
     timings = {"translate": time.perf_counter() - started}
-    program = assemble(graph, name, target, timings)
+    program = assemble(graph, name, options.backend, timings)
     program.variables = tuple(var.name for var in (*func.params, *(var for var, _ in bindings(func))))
     _tell(program)
     with _LOCK:

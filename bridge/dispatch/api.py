@@ -16,6 +16,7 @@ from torch import nn
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.torch_internals import COMPILED_CALL
 from bridge.capture import normalize_sample, refuse_dynamic
+from bridge.compile import backend_for
 from bridge.dispatch.dispatcher import Dispatcher
 from bridge.dispatch.outer_compiler import mark, unmark
 from bridge.dispatch.stats import DispatchStats
@@ -85,7 +86,7 @@ def add_tvm_dispatch(
         on_miss: for calls that match no entry: ``"eager"`` (the default where there is a sample), ``"compile"`` (the
             default without one; at most ``MAX_ENTRIES`` entries are kept, and what differs in the same thing at every
             call is compiled for a few times only, then runs eager) or ``"error"``.
-        target: TVM target; by default this machine's CPU.
+        target: TVM target of kind ``llvm``; by default this machine's CPU.
         dynamic_shapes: torch.export's specification. Shapes are static here: a dimension that is meant to vary is
             unsupported, by name.
 
@@ -121,17 +122,17 @@ def add_tvm_dispatch(
     refuse_dynamic(module, args, kwargs, dynamic_shapes)
     if module.__dict__.get(COMPILED_CALL) is not None and _dispatcher(module) is None:
         raise ValueError(f"{type(module).__name__} was compiled with module.compile(); dispatch a module that was not")
-    target = tvm.target.Target(target) if target is not None else None
-    dispatcher = _dispatcher(module) or Dispatcher(module, partition=partition, on_miss=on_miss, target=target)
-    before = dispatcher.partition, dispatcher.on_miss, dispatcher.target
-    dispatcher.partition, dispatcher.on_miss, dispatcher.target = partition, on_miss, target
+    backend = backend_for(target)
+    dispatcher = _dispatcher(module) or Dispatcher(module, partition=partition, on_miss=on_miss, backend=backend)
+    before = dispatcher.partition, dispatcher.on_miss, dispatcher.backend
+    dispatcher.partition, dispatcher.on_miss, dispatcher.backend = partition, on_miss, backend
     if learns:
         dispatcher.learns = True
     else:
         try:
             dispatcher.add(module, args, kwargs)
         except BaseException:
-            dispatcher.partition, dispatcher.on_miss, dispatcher.target = before
+            dispatcher.partition, dispatcher.on_miss, dispatcher.backend = before
             raise
     dispatcher.budget.clear()
     if module.__dict__.get(COMPILED_CALL) is None:

@@ -23,6 +23,7 @@ from bridge.base.interrupts import interrupts_deferred
 from bridge.base.log import channel
 from bridge.base.torch_internals import MODULE_CALL, has_global_hooks, is_exporting
 from bridge.capture import NumberPlace, is_capturing, is_traced_here, same_numbers
+from bridge.compile import Backend
 from bridge.dispatch.advice import advice
 from bridge.dispatch.budget import CompileBudget
 from bridge.dispatch.entry import Entry, compile_entry
@@ -55,11 +56,11 @@ class Dispatcher:
             instead of a warning; failures of the compiler come here as well, and the call runs eager.
     """
 
-    def __init__(self, module: nn.Module, *, partition: Any, on_miss: str, target: Any):
+    def __init__(self, module: nn.Module, *, partition: Any, on_miss: str, backend: Backend):
         self._module = weakref.ref(module)  # the module owns its dispatcher, not the other way round
         self.partition = partition
         self.on_miss = on_miss
-        self.target = target
+        self.backend = backend
         self.learns = False
         self.on_refused: Callable[[str, object], None] | None = None
         self.stats = DispatchStats()
@@ -280,7 +281,7 @@ class Dispatcher:
             if self._is_alike(served) and not served.readings:
                 log.info("%r serves the call already", served)
                 return served
-        entry = compile_entry(module, args, kwargs, partition=self.partition, target=self.target)
+        entry = compile_entry(module, args, kwargs, partition=self.partition, backend=self.backend)
         replaced = [served for served in fitting if same_numbers(served.readings, entry.readings)]
         for served in replaced:
             if self._is_alike(served):
@@ -295,8 +296,8 @@ class Dispatcher:
         return entry
 
     def _is_alike(self, entry: Entry) -> bool:
-        """Whether an entry was compiled with the same strategy and for the same target."""
-        return _is_same(entry.partition, self.partition) and str(entry.target) == str(self.target)
+        """Whether an entry was compiled with the same strategy by the same backend."""
+        return _is_same(entry.partition, self.partition) and entry.backend.key == self.backend.key
 
     def _add_with_numbers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry | None:
         """An entry that takes as inputs the numbers in which the call differs from an entry, whose place it takes.
@@ -308,7 +309,7 @@ class Dispatcher:
             if changed is None or self._not_inputs[tuple(changed)] >= MAX_ATTEMPTS:
                 continue
             require_capturable(type(module).__name__)
-            how = {"partition": self.partition, "target": self.target, "numbers": (known, changed)}
+            how = {"partition": self.partition, "backend": self.backend, "numbers": (known, changed)}
             entry = compile_entry(module, args, kwargs, **how)
             if entry is None:
                 self._not_inputs[tuple(changed)] += 1

@@ -18,7 +18,7 @@ from bridge.base.guard_failure import GuardFailure
 from bridge.base.interrupts import raise_deferred
 from bridge.base.torch_internals import pytree
 from bridge.capture import NumberPlace, Reading, one_capture_at_a_time
-from bridge.compile import Program
+from bridge.compile import Backend, Program
 from bridge.dispatch.autograd import apply
 from bridge.dispatch.guards import Guard
 from bridge.dispatch.number_inputs import as_called, lower_with_numbers
@@ -39,17 +39,17 @@ class Entry:
         programs: its forward and its backwards.
         compile_seconds: from capture to the compiled programs.
         hits: calls that this entry ran.
-        partition, target: what it was compiled with, as they were given.
+        partition, backend: what it was compiled with.
         worth: a step of it beside one of eager, where the work is small (:mod:`bridge.dispatch.worth`).
         cause: in what the call that it was compiled for differed from the earlier entries; ``None``: added by hand.
     """
 
     partition: Any = None
-    target: Any = None
+    backend: Backend
     cause: str | None = None
     worth: Any = None
 
-    def __init__(self, guard: Guard | None, lowered: LoweredCall, target: Any):
+    def __init__(self, guard: Guard | None, lowered: LoweredCall, backend: Backend):
         started = time.perf_counter()
         captured, imported = lowered.captured, lowered.imported
         self.guard = guard
@@ -62,7 +62,7 @@ class Entry:
             used=imported.input_draws + imported.dropout_draws,
             module_name=captured.module_name,
         )
-        self.programs = Programs(lowered, target)
+        self.programs = Programs(lowered, backend)
         self._may_undo = len(self._draws) > 0 and self.programs.can_fail  # reading the state takes 4 us
         self._wanted = lowered.wanted
         self._is_differentiable = bool(lowered.differentiable)
@@ -127,7 +127,7 @@ def compile_entry(
     kwargs: dict[str, Any],
     *,
     partition: Any,
-    target: Any,
+    backend: Backend,
     numbers: tuple[Entry, Mapping[NumberPlace, Any]] | None = None,
 ) -> Entry | None:
     """Captures, lowers and compiles ``module(*args, **kwargs)`` in the current mode; the module is not changed.
@@ -144,10 +144,10 @@ def compile_entry(
     with torch.inference_mode(False), torch.set_grad_enabled(gradients), one_capture_at_a_time():
         if not gradients:
             args, kwargs = pytree.tree_map_only(torch.Tensor, _outside_inference, (args, kwargs))
-        entry = _compile_entry(module, args, kwargs, partition, target, numbers)
+        entry = _compile_entry(module, args, kwargs, partition, backend, numbers)
     if entry is None:
         return None
-    entry.partition, entry.target = partition, target
+    entry.partition, entry.backend = partition, backend
     return entry
 
 
@@ -164,7 +164,7 @@ def _compile_entry(
     args: tuple,
     kwargs: dict[str, Any],
     partition: Any,
-    target: Any,
+    backend: Backend,
     numbers: tuple[Entry, Mapping[NumberPlace, Any]] | None,
 ) -> Entry | None:
     started = time.perf_counter()
@@ -183,7 +183,7 @@ def _compile_entry(
             lowered, places = found
             captured = as_called(lowered.captured, args, kwargs, len(places))
         arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        entry = Entry(Guard(module, captured, arguments, places), lowered, target)
+        entry = Entry(Guard(module, captured, arguments, places), lowered, backend)
         raise_deferred()
         entry.compile_seconds = time.perf_counter() - started  # less than ``lowered`` took, where it was reused
         return entry

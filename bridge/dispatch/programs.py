@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from autodiff.ir import Function
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule, is_out_of_memory
 from bridge.base.guard_failure import RUN, GuardFailure
 from bridge.base.interrupts import interrupts_deferred
-from bridge.compile import Program, compile_function
+from bridge.compile import Backend, CompileOptions, Program, compile_function
 from bridge.dispatch.results import result_layouts
 from bridge.lowering import LoweredCall
 from bridge.rng import go_on
@@ -36,11 +37,11 @@ class Programs:
         CompilationError: compiling failed, a bug of this package.
     """
 
-    def __init__(self, lowered: LoweredCall, target: Any):
+    def __init__(self, lowered: LoweredCall, backend: Backend):
         captured, imported = lowered.captured, lowered.imported
         self._lowered = lowered
-        self._target = target
-        self.forward = _compiled(lowered.forward, captured.module_name, "forward", target)
+        self._options = CompileOptions.current(backend)
+        self.forward = _compiled(lowered.forward, captured.module_name, "forward", self._options)
         self.can_fail = bool(imported.checks) or self.forward.can_fail
         self._run_forward = _under_name(self.forward, captured.module_name, "forward")
         self.wanted = lowered.wanted
@@ -108,17 +109,17 @@ class Programs:
         found = self._backwards.get(outputs)
         if found is None:
             with interrupts_deferred():
-                found = self._backwards[outputs] = _Backward(self._lowered, outputs, self._target)
+                found = self._backwards[outputs] = _Backward(self._lowered, outputs, self._options)
         return found
 
 
 class _Backward:
     """The backward program of one pattern of grad_outs; called with saved tensors and grad_outs."""
 
-    def __init__(self, lowered: LoweredCall, outputs: tuple[int, ...], target: Any):
+    def __init__(self, lowered: LoweredCall, outputs: tuple[int, ...], options: CompileOptions):
         full = outputs == lowered.differentiable
         function = lowered.backward if full else lowered.backward_for(outputs)
-        self.program = _compiled(function, lowered.captured.module_name, "backward", target)
+        self.program = _compiled(function, lowered.captured.module_name, "backward", options)
         self._run = _under_name(self.program, lowered.captured.module_name, "backward")
         count = len(function.params)
         self._copies = self.program.shared_results(handed_on=range(count - len(outputs), count))
@@ -135,12 +136,11 @@ class _Backward:
         return gradients
 
 
-def _compiled(function: Function, module_name: str, direction: str, target: Any) -> Program:
+def _compiled(function: Function, module_name: str, direction: str, options: CompileOptions) -> Program:
     """The program of a function. :class:`UnsupportedModule` names an operator that there is no kernel for."""
     try:
-        return compile_function(
-            function, name=f"{module_name}_{direction}", target=target, sums_in_place=direction == "backward"
-        )
+        options = replace(options, sums_in_place=direction == "backward")
+        return compile_function(function, name=f"{module_name}_{direction}", options=options)
     except NotImplementedError as error:
         words = str(error).replace(":", " ").split()
         op = next((word for word in words if word.startswith(("relax.", "library."))), "a Relax operator")

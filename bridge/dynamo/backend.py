@@ -20,13 +20,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import tvm
 from torch import fx
 
 from bridge.base.errors import UnsupportedModule, user_line
 from bridge.base.guard_failure import GuardFailure
 from bridge.base.interrupts import interrupts_deferred
 from bridge.capture import is_traced_here
+from bridge.compile import Backend, backend_for
 from bridge.dispatch import MAX_ENTRIES, DispatchStats, interpreter_state, require_capturable
 from bridge.dynamo.compiled import Compiled, layout
 from bridge.dynamo.graph import inline_checkpoints
@@ -76,12 +76,12 @@ def tvm_dispatch(
         raise ValueError(f"backend 'tvm_dispatch': unknown options {unknown}; wanted some of {list(_OPTIONS)}")
     partition = options.get("partition", DEFAULT_PARTITION)
     resolve_strategy(partition)
-    target = tvm.target.Target(options["target"]) if options.get("target") is not None else None
+    backend = backend_for(options.get("target"))
     max_entries = options.get("max_entries", MAX_ENTRIES)
     if type(max_entries) is not int or max_entries < 1:
         raise ValueError(f"backend 'tvm_dispatch': wanted max_entries of 1 or more, got {max_entries!r}")
     inline_checkpoints(graph_module)
-    return CompiledGraph(graph_module, partition=partition, target=target, max_entries=max_entries)
+    return CompiledGraph(graph_module, partition=partition, backend=backend, max_entries=max_entries)
 
 
 def graphs() -> list[CompiledGraph]:
@@ -101,7 +101,7 @@ class CompiledGraph:
         stats: hits; misses with their reasons; entries.
     """
 
-    def __init__(self, graph_module: fx.GraphModule, *, partition: Any, target: Any, max_entries: int):
+    def __init__(self, graph_module: fx.GraphModule, *, partition: Any, backend: Backend, max_entries: int):
         serial = next(_serial)
         lines = (user_line(node.meta.get("stack_trace")) for node in graph_module.graph.nodes)
         self.name = f"graph {serial}"
@@ -109,7 +109,7 @@ class CompiledGraph:
         self.stats = DispatchStats()
         self._graph_module = graph_module
         self._partition = partition
-        self._target = target
+        self._backend = backend
         self._max_entries = max_entries
         self._numbers = numbers_of(graph_module.graph)
         self._varying: frozenset[int] = frozenset()
@@ -172,7 +172,7 @@ class CompiledGraph:
             with _outside_inference_mode():
                 require_capturable(self.name)
                 graph_module = read_directly(self._graph_module, self._numbers)
-                compiled = Compiled(graph_module, inputs, self._partition, self._target)
+                compiled = Compiled(graph_module, inputs, self._partition, self._backend)
         except UnsupportedModule as error:
             reason = brief(error)
             log.warning("%s (%s) runs eager: %s", self.name, self.where or "no source line", reason)

@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from bridge.base.torch_internals import storage_id
 from bridge.capture import one_capture_at_a_time
+from bridge.compile import Backend
 from bridge.dispatch import Entry
 from bridge.dynamo.graph import DynamoGraph
 from bridge.dynamo.unsupported import check_graph
@@ -28,14 +29,14 @@ class Compiled:
         UnsupportedModule, CompilationError: as :func:`bridge.lower`.
     """
 
-    def __init__(self, graph_module: fx.GraphModule, inputs: Sequence[Any], partition: Any, target: Any):
+    def __init__(self, graph_module: fx.GraphModule, inputs: Sequence[Any], partition: Any, backend: Backend):
         check_graph(graph_module, inputs)
         region = DynamoGraph(graph_module, inputs)
         arguments = tuple(inputs[position] for position in region.arguments)
         with one_capture_at_a_time():
             lowered = lower_once(region, arguments, {}, grad=torch.is_grad_enabled(), partition=partition)
         captured = lowered.captured
-        self.entry = Entry(None, lowered, target)
+        self.entry = Entry(None, lowered, backend)
         self._owned = [
             (None, region.input_of[spec.name])
             if spec.name in region.input_of

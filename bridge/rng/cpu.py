@@ -26,7 +26,7 @@ import tvm_ffi
 from bridge.base.locks import free_in_children
 from bridge.base.log import channel
 from bridge.base.threads import others_wait
-from bridge.compile import STATE_WORDS, Built, bernoulli_function, build_kernels, host_target
+from bridge.compile import STATE_WORDS, Built, bernoulli_function, host_backend
 
 __all__ = ["Kernels", "Mask", "compiled", "draw", "draw_by_torch"]
 
@@ -160,7 +160,7 @@ def compiled() -> Kernels | None:
 
     Compiled when first asked for, and compared with PyTorch, bits and states, on generators of their own.
     """
-    (bernoulli,) = build_kernels([("bridge_bernoulli", bernoulli_function())], host_target())
+    (bernoulli,) = host_backend().build([("bridge_bernoulli", bernoulli_function())])
     return _checked(bernoulli)
 
 

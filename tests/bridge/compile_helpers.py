@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from tvm import relax
 
 from autodiff.ir import Function
-from bridge.compile import Program, compile_function
+from bridge.compile import CompileOptions, Program, backend_for, compile_function
 
 
 def function(params: Sequence[tuple[Sequence[int], str]], body: Callable) -> Function:
@@ -23,6 +24,11 @@ def function(params: Sequence[tuple[Sequence[int], str]], body: Callable) -> Fun
             ]
         builder.emit_func_output(relax.Tuple(results))
     return builder.get()["main"]
+
+
+def current_options(sums_in_place: bool = False) -> CompileOptions:
+    """What this machine's processor compiles with now."""
+    return replace(CompileOptions.current(backend_for(None)), sums_in_place=sums_in_place)
 
 
 def program(params: Sequence[tuple[Sequence[int], str]], body: Callable) -> Program:

@@ -1,18 +1,28 @@
-"""The CPU backend's choices: this processor → its compiler target and its policy for matrix products."""
+"""The CPU backend: a processor → kernels and machine code for it, and its policy for matrix products."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import tvm
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
+from bridge.compile.backend import Backend, Built
+from bridge.compile.codegen.kernel import Kernel
+from bridge.compile.cpu.build import build_library, kernel_source
+from bridge.compile.cpu.columns import generate_column_reduction
 from bridge.compile.cpu.gemm import gemm_function
 from bridge.compile.cpu.gemm_buffers import ROWS, WIDEST_BLOCK, columns
+from bridge.compile.cpu.loops import generate
+from bridge.compile.loop_ir.graph import Reduction
+from bridge.compile.runtime.build import build_kernels
+from bridge.compile.schedule.row_plan import RowPlan
 
-__all__ = ["CpuProducts", "host_cpu", "host_target"]
+__all__ = ["CpuBackend", "CpuProducts", "host_backend"]
 
 #: LLVM unrolls a loop completely if less than this many instructions come out, then the loop around it likewise. With
 #: its own limit, 300, a short column sum (6 chunks of rows of 48 vectors) grows to 14,000 instructions, half a second
@@ -39,13 +49,49 @@ def host_cpu() -> str:
     return str(tvm.get_global_func("target.llvm_get_system_cpu")())
 
 
-def host_target() -> Target:
-    """LLVM for this processor. The number of threads is torch's, at every call: :mod:`bridge.compile.cpu.threads`.
-
-    No fast-math flag is set: values must not depend on what a kernel is fused with.
-    """
+@functools.cache
+def host_backend() -> CpuBackend:
+    """The backend of this machine's processor."""
     options = [f"-unroll-threshold-aggressive:uint={_UNROLLED_INSTRUCTIONS}"]
-    return Target({"kind": "llvm", "mcpu": host_cpu(), "cl-opt": options})
+    return CpuBackend(Target({"kind": "llvm", "mcpu": host_cpu(), "cl-opt": options}))
+
+
+@dataclass(frozen=True)
+class CpuBackend(Backend):
+    """Kernels by LLVM on torch's threads, as many as torch says at every call: :mod:`bridge.compile.cpu.threads`.
+
+    Attributes:
+        target: of kind ``llvm``; no fast-math flag: values must not depend on what a kernel is fused with.
+    """
+
+    target: Target
+
+    @property
+    def key(self) -> str:
+        return f"cpu {self.target}"
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def threads(self) -> int:
+        return torch.get_num_threads()
+
+    @property
+    def products(self) -> CpuProducts:
+        return CpuProducts()
+
+    def kernel(self, plan: RowPlan | Reduction) -> Kernel:
+        return generate_column_reduction(plan) if isinstance(plan, Reduction) else generate(plan)
+
+    def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
+        return build_kernels(functions, self.key, self._library)
+
+    def _library(self, functions: Mapping[str, PrimFunc], loops: bool) -> tvm.runtime.Module:
+        return build_library(functions, self.target, loops)
+
+    def source(self, function: PrimFunc, name: str, form: str) -> str:
+        return kernel_source(function, name, self.target, form)
 
 
 class CpuProducts:

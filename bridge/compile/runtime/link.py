@@ -9,18 +9,15 @@ from collections.abc import Callable
 from operator import itemgetter
 
 import torch
-from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from autodiff.ir import itemsize
 from bridge.base.interrupts import raise_deferred
+from bridge.compile.backend import Backend
 from bridge.compile.codegen.kernel import Kernel
-from bridge.compile.cpu.columns import generate_column_reduction
-from bridge.compile.cpu.loops import generate
 from bridge.compile.loop_ir.graph import Fallback, Graph, LibraryCall, Operand, Product, Reduction, Value
 from bridge.compile.loop_ir.views import dense
 from bridge.compile.runtime.arena import plan_arena
-from bridge.compile.runtime.build import build_kernels
 from bridge.compile.runtime.contents import contents
 from bridge.compile.runtime.program import Action, KernelStep, Layout, LibraryStep, Program, Step, ViewStep
 from bridge.compile.schedule.fuse import Group, fuse
@@ -30,19 +27,19 @@ from bridge.library import FUNCTIONS, OUT_KERNELS, invoke
 __all__ = ["assemble"]
 
 
-def assemble(graph: Graph, name: str, target: Target, timings: dict[str, float]) -> Program:
-    """Group, generate, build and plan. ``timings`` is extended by the seconds of each stage."""
+def assemble(graph: Graph, name: str, backend: Backend, timings: dict[str, float]) -> Program:
+    """Group, generate, build and plan for a backend. ``timings`` is extended by the seconds of each stage."""
     clock = _Clock(timings)
     groups = fuse(graph)
     clock.stop("fuse")
     stored = _stored(graph, groups)
     groups = [group for group in groups if any(value in stored for value in group.made)]
-    kernels = [_kernel(group, stored) for group in groups]
+    kernels = [_kernel(group, stored, backend) for group in groups]
     clock.stop("generate")
     linker = _Linker(graph, groups, kernels, name)
-    built = build_kernels(list(linker.functions.items()), target)
+    built = backend.build(list(linker.functions.items()))
     clock.stop("build")
-    program = linker.finish([kernel.function for kernel in built], timings, target)
+    program = linker.finish([kernel.function for kernel in built], timings, backend)
     program.code = tuple(built)
     clock.stop("plan")
     return program
@@ -69,7 +66,7 @@ def _stored(graph: Graph, groups: list[Group]) -> set[Value]:
     return stored
 
 
-def _kernel(group: Group, stored: set[Value]) -> Kernel | LibraryCall | Product | None:
+def _kernel(group: Group, stored: set[Value], backend: Backend) -> Kernel | LibraryCall | Product | None:
     """How a group is computed; ``None`` if all it makes are tensors without elements."""
     node = group.nodes[0]
     if all(value.numel == 0 for value in group.made):
@@ -79,8 +76,8 @@ def _kernel(group: Group, stored: set[Value]) -> Kernel | LibraryCall | Product 
     if isinstance(node, Fallback):
         return Kernel(node.kernel, tuple(op.value for op in node.operands), node.outs, (), (node.op,))
     if isinstance(node, Reduction) and not group.fusable:
-        return generate_column_reduction(node)
-    return generate(plan_rows(group, stored))
+        return backend.kernel(node)
+    return backend.kernel(plan_rows(group, stored))
 
 
 class _Linker:
@@ -215,7 +212,7 @@ class _Linker:
             last_uses.append(tuple(sorted(last)))
         return last_uses[::-1]
 
-    def finish(self, functions: list, timings: dict[str, float], target: Target) -> Program:
+    def finish(self, functions: list, timings: dict[str, float], backend: Backend) -> Program:
         by_name = dict(zip(self.functions, functions, strict=True))
         constants = tuple((self.slot(value), tensor) for value, tensor in self.graph.constants.items())
         arena = plan_arena(self.lifetimes)
@@ -239,7 +236,7 @@ class _Linker:
         )
         actions = tuple(zip((_action(by_name, *call) for call in self.calls), self._last_uses(persistent), strict=True))
         results = tuple(self._name(op.value) for op in self.graph.results)
-        return Program(self.name, tuple(self.steps), timings, actions, layout, self.functions, target, results)
+        return Program(self.name, tuple(self.steps), timings, actions, layout, self.functions, backend, results)
 
 
 def _action(functions: dict, what: object, arguments: tuple[int, ...], results: tuple[int, ...]) -> Action:

@@ -15,16 +15,15 @@ from operator import attrgetter
 
 import torch
 from torch.autograd import profiler
-from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from bridge.base.tensor_properties import Checks, is_nested, tensor_checks
 from bridge.base.torch_internals import empty_strided
+from bridge.compile.backend import Backend
 from bridge.compile.loop_ir.graph import Value
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.arena import ArenaPlan
 from bridge.compile.runtime.contents import Contents
-from bridge.compile.runtime.source import kernel_source
 from bridge.library import NEVER_RAISE
 
 __all__ = ["KernelStep", "LibraryStep", "Program", "Step", "ViewStep"]
@@ -114,7 +113,7 @@ class Program:
     actions: tuple[tuple[Action, tuple[int, ...]], ...] = field(repr=False)  # with the slots last used by each
     layout: Layout = field(repr=False)
     kernels: Mapping[str, PrimFunc] = field(repr=False)
-    target: Target | None = field(default=None, repr=False)
+    backend: Backend = field(repr=False)
     results: tuple[str, ...] = field(default=(), repr=False)
     variables: tuple[str, ...] = field(default=(), repr=False)
     code: tuple[object, ...] = field(default=(), repr=False)  # the kernels' machine code, which lives as long as this
@@ -246,7 +245,7 @@ class Program:
         """
         if kernel not in self.kernels:
             raise KeyError(f"no kernel {kernel!r} in {self.name}; there are {', '.join(self.kernels)}")
-        return kernel_source(self.kernels[kernel], kernel, self.target, form)
+        return self.backend.source(self.kernels[kernel], kernel, form)
 
     def __str__(self) -> str:
         seconds = ", ".join(f"{stage} {spent:.3f}" for stage, spent in self.timings.items())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.compile.cpu.backend import CpuProducts, host_target
+from bridge.compile.cpu.backend import CpuProducts, host_backend
 from bridge.compile.loop_ir.graph import Graph, Operand, Reduction
 from bridge.compile.runtime.link import assemble
 from bridge.compile.schedule import fuse as fusion
@@ -80,12 +80,12 @@ def test_groups_are_legal(seed):
 @pytest.mark.parametrize("seed", range(8))
 def test_fusion_changes_no_bit(seed, dtype, monkeypatch):
     graph, tensors = random_graph(200 + seed, 18, dtype)
-    fused = assemble(graph, "fused", host_target(), {})
+    fused = assemble(graph, "fused", host_backend(), {})
     monkeypatch.setattr(fusion, "_MAX_NODES", 1)
     single = fuse(graph)
     assert_legal(graph, single)
     assert all(len(group.nodes) == 1 for group in single)
-    alone = assemble(graph, "alone", host_target(), {})
+    alone = assemble(graph, "alone", host_backend(), {})
     assert len(fused.steps) <= len(alone.steps)
     for ours, theirs in zip(fused(tensors), alone(tensors), strict=True):
         assert torch.equal(ours.nan_to_num(), theirs.nan_to_num()) and torch.equal(ours.isnan(), theirs.isnan())

@@ -14,7 +14,7 @@ from bridge import add_tvm_dispatch, stats
 from bridge.compile import KernelStep, ViewStep, compile_function
 from bridge.compile.cpu.backend import CpuProducts
 from tests.bridge.compare import check_module
-from tests.bridge.compile_helpers import function, program
+from tests.bridge.compile_helpers import current_options, function, program
 
 SIZES = [(1, 1, 1), (3, 5, 7), (14, 16, 32), (15, 33, 17), (29, 600, 70), (13, 40, 40), (100, 257, 193), (64, 512, 96)]
 LAYOUTS = list(itertools.product((False, True), repeat=2))
@@ -128,7 +128,7 @@ def test_sums_of_products_grow_in_one_place(order):
         return [emit(R.reshape(total, (2, 10, 40)))]
 
     relax_function = function(params, body)
-    summed = compile_function(relax_function, name="test", sums_in_place=True)
+    summed = compile_function(relax_function, name="test", options=current_options(sums_in_place=True))
     plain = compile_function(relax_function, name="test")
     exact = sum(a.double() @ b.double() for a, b in zip(inputs[:3], inputs[3:], strict=True)).view(2, 10, 40)
     plainly, in_place = ([step.ops for step in p.steps if isinstance(step, KernelStep)] for p in (plain, summed))
@@ -152,7 +152,8 @@ def test_a_product_that_is_read_elsewhere_is_not_added_onto():
         ]
 
     relax_function = function([((16, 32), "float32"), ((32, 48), "float32"), ((32, 48), "float32")], body)
-    first, total, last = compile_function(relax_function, name="test", sums_in_place=True)([a, b, c])
+    compiled = compile_function(relax_function, name="test", options=current_options(sums_in_place=True))
+    first, total, last = compiled([a, b, c])
     torch.testing.assert_close(first, a @ b, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(total, a @ b + a @ c, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(last, b @ c.T + 1, rtol=1e-4, atol=1e-4)

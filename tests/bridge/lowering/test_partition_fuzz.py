@@ -12,6 +12,7 @@ from autodiff.ir import Function
 from bridge.compile import clear_cache, compile_function
 from bridge.reference.relax import interpret
 from partition import STRATEGIES, MinCut, Partitioned, partition
+from tests.bridge.compile_helpers import current_options
 from tests.partition.random_joints import random_forward
 
 CHOICES = [
@@ -59,7 +60,7 @@ def run_compiled(parts: Partitioned, args: list[torch.Tensor], sums_in_place: bo
     plan, primals, grad_outs = parts.plan, args[:PRIMALS], args[PRIMALS:]
     found = compile_function(parts.forward, name="forward")(primals)
     saved = [primals[i] for i in plan.saved_primals] + [found[i] for i in plan.saved_outputs] + found[OUTPUTS:]
-    backward = compile_function(parts.backward, name="backward", sums_in_place=sums_in_place)
+    backward = compile_function(parts.backward, name="backward", options=current_options(sums_in_place))
     return [*found[:OUTPUTS], *backward([*saved, *grad_outs])]
 
 

@@ -19,8 +19,7 @@ from torch.nn import functional as F
 from bridge import add_tvm_dispatch, stats
 from bridge.base.threads import others_wait
 from bridge.compile.cpu import mt19937 as code
-from bridge.compile.cpu.backend import host_target
-from bridge.compile.runtime.build import build_kernels
+from bridge.compile.cpu.backend import host_backend
 from bridge.rng import cpu as mt19937
 from bridge.rng.cpu import Mask
 
@@ -346,6 +345,6 @@ def test_masks_of_a_rule_that_depends_on_the_dtype(monkeypatch):
 
 
 def test_kernels_are_built_once(kernels):
-    (built,) = build_kernels([("another_name", code.bernoulli_function())], host_target())
+    (built,) = host_backend().build([("another_name", code.bernoulli_function())])
     assert built.function == kernels.bernoulli
     assert mt19937.compiled() == kernels

@@ -1,0 +1,65 @@
+"""Backend: a target as one object, which the compiler asks for kernels, machine code and choices of matrix products.
+
+Everything that differs between targets is asked of a :class:`Backend`; loop IR, passes, schedule and run time know no
+target. The CPU's is :class:`bridge.compile.cpu.backend.CpuBackend`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import tvm_ffi
+from tvm.tirx import PrimFunc
+
+from bridge.compile.codegen.kernel import Kernel
+from bridge.compile.loop_ir.graph import Reduction
+from bridge.compile.schedule.products import ProductPolicy
+from bridge.compile.schedule.row_plan import RowPlan
+
+__all__ = ["Backend", "Built"]
+
+
+@dataclass(eq=False)
+class Built:
+    """A kernel's machine code: it is freed when nobody holds this object or the function."""
+
+    function: tvm_ffi.Function
+
+
+@dataclass(frozen=True)
+class Backend(ABC):
+    """One target. Frozen: what is compiled for equal backends is the same."""
+
+    @property
+    @abstractmethod
+    def key(self) -> str:
+        """Everything that code or values depend on, as text; backends of one key share programs and kernels."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the tensors of a program live."""
+
+    @abstractmethod
+    def threads(self) -> int:
+        """How many threads a kernel would run on if it were launched now."""
+
+    @property
+    @abstractmethod
+    def products(self) -> ProductPolicy:
+        """Choices for matrix products."""
+
+    @abstractmethod
+    def kernel(self, plan: RowPlan | Reduction) -> Kernel:
+        """The kernel of a plan; of a column reduction that is alone in its kernel."""
+
+    @abstractmethod
+    def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
+        """Machine code for functions given with names; equal functions share it while somebody holds it."""
+
+    @abstractmethod
+    def source(self, function: PrimFunc, name: str, form: str) -> str:
+        """A kernel as text: ``"tvmscript"``, or a form of the target's. ``ValueError`` names the forms there are."""

@@ -1,0 +1,57 @@
+"""Compile options: everything beside the function that a program depends on, as one frozen value and as a key."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tvm
+
+import autodiff
+import partition
+from bridge.compile.backend import Backend
+
+__all__ = ["CompileOptions"]
+
+
+@functools.cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    """``(name, version)`` of what makes code; ours is a digest of the sources, for a version may cover many states."""
+    digest = hashlib.sha256()
+    for root in (Path(__file__).parents[1], *(Path(package.__file__).parent for package in (autodiff, partition))):
+        for path in sorted(root.rglob("*.py")):
+            digest.update(path.relative_to(root.parent).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return ("torch", str(torch.__version__)), ("tvm", str(tvm.__version__)), ("sources", digest.hexdigest())
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """How functions are compiled; made once per entry by :meth:`current`. Equal keys and equal functions: one program.
+
+    Attributes:
+        backend: the target.
+        threads: of a kernel at most; the program runs on as many as there are when it is called, but its choices are
+            made for this number.
+        versions: see :attr:`key`.
+        sums_in_place: whether the order of additions may depend on what else is computed, see
+            :mod:`bridge.compile.passes.accumulate`.
+    """
+
+    backend: Backend
+    threads: int
+    versions: tuple[tuple[str, str], ...]
+    sums_in_place: bool = False
+
+    @classmethod
+    def current(cls, backend: Backend) -> CompileOptions:
+        """For this process as it is set up now."""
+        return cls(backend, backend.threads(), _versions())
+
+    @property
+    def key(self) -> tuple:
+        """Everything a program depends on beside its function, as plain data: backend, threads, versions of torch, TVM
+        and our own sources."""
+        return self.backend.key, self.threads, self.versions, self.sums_in_place
