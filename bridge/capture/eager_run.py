@@ -8,7 +8,7 @@ what eager computes, and the module is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import zip_longest
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from bridge.base.errors import Unsupported, from_user_code, refused_by_eager
 from bridge.base.objects import packed
@@ -29,6 +30,9 @@ from bridge.capture.tracing import times_asked
 from bridge.state import ModuleTensor, once_per_owner
 
 __all__ = ["as_in_eager", "real_run"]
+
+#: Elements that are compared at a time.
+_PIECE = 1 << 20
 
 
 def real_run(
@@ -49,6 +53,9 @@ def real_run(
     The run takes the branches that tracing takes. If forward asked whether it is traced, another run takes those of
     eager, and what follows from it is a problem if it computes other numbers.
 
+    Autograd's graphs are made, as in eager, and hold no numbers: nothing runs backward here. So the run takes no more
+    memory than a forward under ``no_grad``.
+
     Raises:
         Exception: whatever forward raises, marked by :func:`bridge.base.errors.refused_by_eager`.
     """
@@ -58,7 +65,7 @@ def real_run(
     parameters = [tensor for spec, tensor in zip(tensors, owned, strict=True) if spec.kind == "parameter"]
     asked, reader = times_asked(), NumberReader()
     try:
-        with IsolatedRNG(), reading(module, reader) if readings else nullcontext():
+        with IsolatedRNG(), _nothing_saved(), reading(module, reader) if readings else nullcontext():
             run = observe(module, state, parameters, [*owned, *arguments], args, kwargs, nullcontext(), traced=False)
         if not same_numbers(reader.readings, readings):
             hint = "do not let forward depend on what is left of earlier calls"
@@ -66,7 +73,7 @@ def real_run(
         if times_asked() == asked:
             return run, []
         untraced, state = _state(module, tensors, real_tensors)
-        with IsolatedRNG():
+        with IsolatedRNG(), _nothing_saved():
             result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises
         raise refused_by_eager(from_user_code(error)) from error.__cause__
@@ -74,6 +81,15 @@ def real_run(
         return run, []
     reason = "eager takes another branch than what is traced, and gets other results"
     return run, [Unsupported("torch.compiler.is_compiling or is_exporting", "forward", reason, "do not ask in forward")]
+
+
+def _nothing_saved() -> saved_tensors_hooks:
+    """While active, autograd saves no tensors: its graphs have their nodes, and cannot run backward."""
+    return saved_tensors_hooks(lambda tensor: None, _never)
+
+
+def _never(saved: None) -> torch.Tensor:
+    raise RuntimeError("a backward through a run that saved nothing")
 
 
 def _state(
@@ -100,22 +116,33 @@ def _all_close(some: Sequence[Any], others: Sequence[Any]) -> bool:
             continue
         if (one.shape, one.dtype, one.requires_grad) != (other.shape, other.dtype, other.requires_grad):
             return False
-        if one.is_floating_point() or one.is_complex():
-            tolerance = min(1e3 * torch.finfo(one.dtype).eps, 0.05)
-            one, other = _in_float64(one), _in_float64(other)
-            finite = other[other.isfinite()].abs()
-            scale = finite.max().item() if finite.numel() else 1.0
-            if not torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale, equal_nan=True):
-                return False
-        elif not torch.equal(one, other):
+        if not _same_numbers(one.detach(), other.detach()):
             return False
     return True
 
 
-def _in_float64(tensor: torch.Tensor) -> torch.Tensor:
-    """Few operators know the smaller types, fewest half complex numbers."""
-    tensor = tensor.detach()
-    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+def _same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors of one shape and type hold the same numbers, up to rounding relative to the largest."""
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    tolerance = min(1e3 * torch.finfo(one.dtype).eps, 0.05)
+    flat = [_reals(tensor).reshape(-1) for tensor in (one, other)]
+    if torch.equal(*flat):
+        return True
+    largest = [finite.abs().max().item() for _, b in _pieces(flat) if (finite := b[b.isfinite()]).numel()]
+    scale = max(largest, default=1.0)
+    return all(torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True) for a, b in _pieces(flat))
+
+
+def _pieces(flat: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Some elements of each at a time, in float64: a copy of all of them would need more memory than the run."""
+    for pieces in zip(*(tensor.split(_PIECE) for tensor in flat), strict=True):
+        yield tuple(piece.double() for piece in pieces)
+
+
+def _reals(tensor: torch.Tensor) -> torch.Tensor:
+    """Few operators know complex numbers, fewest those of half precision."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _own_leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.peak import peak_of
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
+from bridge.capture import capture
 from bridge.capture.eager_run import as_in_eager
 from bridge.capture.observation import Draw, Observation, Output
 
@@ -222,3 +224,22 @@ def test_the_same_result_in_another_way_is_fine(asks):
         results.append(each(x))
     torch.testing.assert_close(*results)
     assert stats(module).hits == 1
+
+
+class Deep(nn.Module):
+    """Every layer's activations are saved for the backward; the result is of their size."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)))
+
+    def forward(self, x):
+        y = self.layers(x)
+        return y if torch.compiler.is_compiling() else y.clone()
+
+
+def test_capturing_takes_less_memory_than_a_step():
+    """It is run twice, as forward asks whether it is traced, and no graph of either holds activations."""
+    module, x = Deep(), torch.randn(4096, 64)
+    capture(module, (x[:2],), {})  # imports
+    assert peak_of(lambda: capture(module, (x,), {})) <= 0.5 * peak_of(lambda: module(x).sum().backward())
