@@ -25,7 +25,7 @@ def record_draws(run: Callable[[], Any], draws: list[Draw]) -> Any:
 class DrawRecorder(TorchDispatchMode):
     """Appends a :class:`Draw` for every random operator that runs; tells what it cannot express.
 
-    With a ``trace``, every operator is written down there.
+    With a ``trace``, every operator is written down there. ``differentiates``: whether one ran in a backward.
     """
 
     def __init__(self, draws: list[Draw], complain: Callable[[str, str], None], trace: OpTrace | None = None):
@@ -33,6 +33,7 @@ class DrawRecorder(TorchDispatchMode):
         self.draws = draws
         self.complain = complain
         self.trace = trace
+        self.differentiates = False
         self.in_backward = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -43,9 +44,12 @@ class DrawRecorder(TorchDispatchMode):
             with unwatched():
                 result = func(*args, **(kwargs or {}))
             self.trace.add(func, arguments, result)
-        if current_graph_task_id() != -1 and not torch.is_grad_enabled() and not self.in_backward:
-            self.in_backward = True  # said once
-            self.complain("torch.autograd.grad or backward", "runs autograd inside forward: its result is a constant")
+        if current_graph_task_id() != -1:
+            self.differentiates = True
+            if not torch.is_grad_enabled() and not self.in_backward:
+                self.in_backward = True  # said once
+                reason = "runs autograd inside forward: its result is a constant"
+                self.complain("torch.autograd.grad or backward", reason)
         if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args):
             self._record(func, args, kwargs or {}, result)
         return result

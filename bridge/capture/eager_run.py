@@ -42,18 +42,20 @@ def real_run(
     args: tuple,
     kwargs: dict[str, Any],
     readings: Sequence[Reading] = (),
+    *,
+    differentiates: bool,
 ) -> tuple[Observation, list[Unsupported]]:
     """What ``module(*args, **kwargs)`` does in eager. Neither tensors nor the generator are changed.
 
     Parameters and arguments are used as they are: the caller has made sure that forward writes into none of them.
     Python attributes that forward sets are left set.
 
-    ``readings``: what the traced forward was given.
+    ``readings``: what the traced forward was given. ``differentiates``: whether it ran a backward itself.
 
     The run takes the branches that tracing takes. If forward asked whether it is traced, another run takes those of
     eager, and what follows from it is a problem if it computes other numbers.
 
-    Autograd's graphs are made, as in eager, and hold no numbers: nothing runs backward here. So the run takes no more
+    Autograd's graphs are made, as in eager, and hold no numbers where nothing runs backward. So the run takes no more
     memory than a forward under ``no_grad``.
 
     Raises:
@@ -63,9 +65,9 @@ def real_run(
     arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     owned, state = _state(module, tensors, real_tensors)
     parameters = [tensor for spec, tensor in zip(tensors, owned, strict=True) if spec.kind == "parameter"]
-    asked, reader = times_asked(), NumberReader()
+    asked, reader, graphs = times_asked(), NumberReader(), nullcontext if differentiates else _nothing_saved
     try:
-        with IsolatedRNG(), _nothing_saved(), reading(module, reader) if readings else nullcontext():
+        with IsolatedRNG(), graphs(), reading(module, reader) if readings else nullcontext():
             run = observe(module, state, parameters, [*owned, *arguments], args, kwargs, nullcontext(), traced=False)
         if not same_numbers(reader.readings, readings):
             hint = "do not let forward depend on what is left of earlier calls"
@@ -73,7 +75,7 @@ def real_run(
         if times_asked() == asked:
             return run, []
         untraced, state = _state(module, tensors, real_tensors)
-        with IsolatedRNG(), _nothing_saved():
+        with IsolatedRNG(), graphs():
             result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises
         raise refused_by_eager(from_user_code(error)) from error.__cause__
@@ -89,7 +91,7 @@ def _nothing_saved() -> saved_tensors_hooks:
 
 
 def _never(saved: None) -> torch.Tensor:
-    raise RuntimeError("a backward through a run that saved nothing")
+    raise RuntimeError("forward runs a backward that it does not run on fake tensors")
 
 
 def _state(

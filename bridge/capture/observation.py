@@ -90,6 +90,7 @@ class Observation:
         trace: the operators that ran (:mod:`bridge.capture.op_trace`); ``None`` where they cannot be compared with
             those of another run.
         results: the leaves of its result themselves, of a run on real tensors.
+        differentiates: whether forward runs a backward itself.
         objects: the objects in its result that a compiled call makes anew (:mod:`bridge.base.objects`).
     """
 
@@ -100,4 +101,5 @@ class Observation:
     calls: CallSequence = field(default_factory=CallSequence)
     trace: tuple | None = None
     results: list[Any] = field(default_factory=list)
+    differentiates: bool = False
     objects: list[Any] = field(default_factory=list)

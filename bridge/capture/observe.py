@@ -70,6 +70,7 @@ def observe(
     for changed in modes:
         reason = "forward leaves it changed for what comes after the call"
         rules.unsupported.append(Unsupported(changed, "forward", reason, "set it around the call"))
+    observation.differentiates = recorders[1].differentiates
     leaves_now, spec_now = pytree.tree_flatten((args, kwargs))
     if spec_now != argument_spec or any(now is not then for now, then in zip(leaves_now, argument_leaves, strict=True)):
         reason = "changes a list, a dict or an object that was passed to the module"

@@ -75,7 +75,13 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     try:
         with capturing(module, fakes=False):
             real, differing = real_run(
-                module, captured.module_tensors, traced.real_tensors, args, kwargs, captured.readings
+                module,
+                captured.module_tensors,
+                traced.real_tensors,
+                args,
+                kwargs,
+                captured.readings,
+                differentiates=captured.observation.differentiates,
             )
     finally:
         before.restore()
