@@ -28,6 +28,14 @@ def gather(importer, node, x, dim, index, *, sparse_grad=False):
     return importer.emit(op.gather_elements(_cut(importer, x, shape(index), dim), index, dim))
 
 
+@converts(aten.item.default, aten._local_scalar_dense.default)
+def item(importer, node, x):
+    """A position that a tensor gives (:mod:`bridge.capture.number_index`): the tensor itself, as an index of one."""
+    if any(user.target not in (aten.select.int, aten.select_scatter.default) for user in node.users):
+        raise UnsupportedUse("a number that forward reads, and computes with")
+    return importer.cast(x, "int64")
+
+
 @converts(aten.one_hot.default)
 def one_hot(importer, node, index, num_classes=-1):
     """``out[..., c] = (index == c)``; eager's errors for classes outside of ``[0, num_classes)``."""

@@ -32,6 +32,8 @@ _MOVES = {
     STOP_GRADIENT,
     *(getattr(aten, name).default for name in "alias amax amin clone detach expand permute squeeze unsqueeze".split()),
     *(getattr(aten, name).default for name in "lift_fresh_copy max min repeat reshape view _unsafe_view".split()),
+    aten.item.default,
+    aten._local_scalar_dense.default,
     aten.select.int,
     aten.slice.Tensor,
     aten.squeeze.dim,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tvm import relax
 
-from autodiff.ir import dtype, shape
+from autodiff.ir import Expr, dtype, shape
 from bridge.aten.registry import converts
 from bridge.base.torch_internals import aten
 
@@ -81,6 +81,8 @@ def slice_(importer, node, x, dim=0, start=None, end=None, step=1):
 @converts(aten.select.int)
 def select(importer, node, x, dim, index):
     dim %= len(shape(x))
+    if isinstance(index, Expr):
+        return importer.library("index", [x, [dim], [index]], importer.out(node))
     index %= shape(x)[dim]
     return importer.reshape(_sliced(importer, x, dim, index, index + 1), importer.out(node).shape)
 
@@ -140,6 +142,8 @@ def slice_scatter(importer, node, x, source, dim=0, start=None, end=None, step=1
 @converts(aten.select_scatter.default)
 def select_scatter(importer, node, x, source, dim, index):
     dim %= len(shape(x))
+    if isinstance(index, Expr):
+        return importer.library("index_put", [x, source, [dim], [index], False], importer.out(node))
     index %= shape(x)[dim]
     row = (*shape(x)[:dim], 1, *shape(x)[dim + 1 :])
     return slice_scatter(importer, node, x, importer.reshape(source, row), dim, index, index + 1)

@@ -81,6 +81,9 @@ def explain_error(error: BaseException) -> Unsupported:
         return Unsupported("Tensor.numpy", where, reason, "compute it with torch, or outside of forward")
     if "BatchedTensor" in first_line or "functorch" in first_line:
         return Unsupported("torch.func", where, "a transform (vmap, grad, jacrev, …) inside forward")
+    if kind == "PendingUnbackedSymbolNotFound":  # autograd takes the view anew, at a number that nobody knows
+        reason = "a view at a position that a tensor gives is written, or read after what it is a view of was written"
+        return Unsupported("Tensor.__getitem__", where, reason, "clone what is read; write with x[t] = value")
     if kind == "UnsupportedOperatorException":
         return Unsupported(str(error).splitlines()[0], where, "an operator that torch.export cannot trace")
     return Unsupported("torch.export", where, f"{kind}: {_without_advice(first_line)}")

@@ -21,6 +21,7 @@ from bridge.capture.ctc_loss import WholeCTCLoss
 from bridge.capture.data_attribute import DataIsDetached
 from bridge.capture.inplace_rules import CHANGES_ARGUMENT
 from bridge.capture.module_calls import forward_here
+from bridge.capture.number_index import SymbolicNumberIndices
 from bridge.capture.recurrent_formulas import lstm_as_in_eager
 from bridge.state import ModuleTensor
 
@@ -44,7 +45,13 @@ def export(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> ExportedPr
     leaves = [_stand_in(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     stand_in_args, stand_in_kwargs = pytree.tree_unflatten(leaves, spec)
     try:
-        with lstm_as_in_eager(), tracers_hooks_removed(), DataIsDetached(), WholeCTCLoss(), _packed_results(module):
+        with (
+            lstm_as_in_eager(),
+            tracers_hooks_removed(),
+            DataIsDetached(),
+            WholeCTCLoss(),
+            _forward_as_exported(module),
+        ):
             return torch.export.export(module, stand_in_args, stand_in_kwargs, strict=False)
     except Exception as error:
         signature = inspect.signature(type(module).forward)
@@ -57,13 +64,17 @@ def export(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> ExportedPr
 
 
 @contextmanager
-def _packed_results(module: nn.Module) -> Iterator[None]:
-    """While active, the module returns objects as the pytree nodes that they are observed as, to this thread alone."""
+def _forward_as_exported(module: nn.Module) -> Iterator[None]:
+    """While active, for this thread alone: objects that forward returns are the pytree nodes that they are observed as.
+
+    The mode for number indices is entered here, since it has to come before torch.export's own.
+    """
     forward = module.forward
 
     @functools.wraps(forward)
     def packing(*args: Any, **kwargs: Any) -> Any:
-        return packed(forward(*args, **kwargs))
+        with SymbolicNumberIndices():
+            return packed(forward(*args, **kwargs))
 
     with forward_here(module, packing):
         yield

@@ -10,7 +10,7 @@ that the compiled module must reproduce; what cannot be reproduced is refused by
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from bridge.capture.ctc_loss import OUR_DERIVATIVES, WholeCTCLoss
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.generator_watch import generator_watch
 from bridge.capture.inplace_rules import InPlaceRules, InPlaceWatcher
+from bridge.capture.number_index import NumberIndices
 from bridge.capture.observation import Observation, Output
 from bridge.capture.op_trace import OpTrace
 from bridge.capture.overlap import overlaps
@@ -60,10 +61,12 @@ def observe(
     trace = OpTrace(inputs) if traced else None
     recorders = InPlaceWatcher(rules, observation.calls), DrawRecorder(observation.draws, rules.complain, trace)
     geometry = [_geometry(tensor) for tensor in inputs]
-    stand_ins = (RecurrentStandIns(), WholeCTCLoss()) if traced else (nullcontext(), nullcontext())
-    with modes_put_back() as modes:
-        with mode, _exporting_flags(), generator_watch(rules), stand_ins[0], stand_ins[1], recorders[0], recorders[1]:
-            result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
+    number_indices = NumberIndices()
+    stand_ins = (RecurrentStandIns(), WholeCTCLoss(), number_indices) if traced else ()
+    with modes_put_back() as modes, ExitStack() as stack:
+        for context in (mode, _exporting_flags(), generator_watch(rules), *stand_ins, *recorders):
+            stack.enter_context(context)
+        result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
     if geometry != [_geometry(tensor) for tensor in inputs] and not rules.unsupported:
         reason = "gives a tensor of the module's or the caller's another shape, memory or requires_grad"
         rules.complain("detach_, requires_grad_, set_ or a view in place", reason, "work on a view or a clone of it")
@@ -84,12 +87,9 @@ def observe(
     if not traced:
         observation.results = leaves
     _describe_outputs(leaves, inputs, observation, rules)
-    own = [
-        leaf
-        for leaf, output in zip(leaves, observation.outputs, strict=True)
-        if output.is_tensor and not output.alias_of
-    ]
-    observation.unsupported += overlaps(own)
+    returned = [pair for pair in zip(leaves, observation.outputs, strict=True) if pair[1].is_tensor]
+    observation.unsupported += number_indices.returned(returned)
+    observation.unsupported += overlaps([leaf for leaf, output in returned if not output.alias_of])
     observation.trace = trace.finish(leaves, list(state.items())) if trace else None
     return observation
 

@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from bridge.base.errors import Unsupported, user_line
 from bridge.base.torch_internals import FakeTensorMode, OpOverload, aten
 from bridge.capture.draw_recorder import record_draws
+from bridge.capture.number_index import PositionsAreZero
 from bridge.capture.observation import Draw
 from bridge.capture.passes.stop_gradient import origin_of
 
@@ -36,7 +37,7 @@ def draws_by_origin(exported: ExportedProgram, mode: FakeTensorMode) -> tuple[li
             return result
 
     fakes = [_fake_placeholder(mode, node) for node in exported.graph.nodes if node.op == "placeholder"]
-    with mode:
+    with mode, PositionsAreZero():
         Counting(exported.graph_module).run(*fakes)
     return draws, by_origin
 

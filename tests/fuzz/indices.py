@@ -10,6 +10,10 @@ EXPRESSIONS = """
 {x}[{i}]
 {x}[..., {i}]
 {x}[{i}, {i}]
+{x}[{i}.flatten()[0]] * 2
+{x}[..., {i}.sum() % 2].sin()
+({x} * 1)[{i}.flatten()[-1], None]
+{x}.flatten()[{x}.flatten().argmax()] * 2
 {x}[:, {i}]
 {x}[{i}[:1]] * 2
 {x}.index_select({d}, {i}.flatten())
@@ -55,6 +59,9 @@ WRITES = r"""
 {v} = {x}.clone()\n{v}[{i}] += {x}[{i}]
 {v} = {x}.clone()\n{v}[{i}.flatten()[:1]] = {x}[:1] * 2
 {v} = {x}.clone()\n{v}[..., {i}] *= 2
+{v} = {x}.clone()\n{v}[{i}.flatten()[0]] = {x}[0] * 2
+{v} = {x} * 1\n{v}[..., {i}.sum() % 2] = 0.5
+{v} = {x}.clone()\n{v}[{i}.flatten()[-1]] = {v}[{i}.flatten()[0]].tanh()
 {v} = {x} * 1\n{v}.index_add_(0, {i}.flatten(), {x}[: {i}.numel()])
 {v} = {x} * 1\n{v}.index_fill_({d}, {i}.flatten(), 2.0)
 {v} = {x} * 1\n{v}.index_copy_(0, {i}.flatten()[:1], {x}[:1].sin())

@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.export import ExportedProgram
 from torch.export.decomp_utils import PRESERVED_ATEN_CIA_OPS
 
 from bridge.base.torch_internals import (
     OpOverload,
+    aten,
     autograd_key,
     core_decompositions,
     decompose_exported_program,
@@ -31,6 +33,7 @@ from bridge.capture.passes.preserved_ops import PRESERVED, PRESERVED_ABOVE_AUTOG
 __all__ = ["decompose"]
 
 Table = dict[Any, Callable]
+_SELECT_SCATTER = aten.select_scatter.default
 
 
 def decompose(exported: ExportedProgram) -> ExportedProgram:
@@ -67,7 +70,17 @@ def _without_python_kernels() -> Iterator[None]:
 def _tables() -> tuple[Table, Table]:
     """What composite operators do instead of their own kernel, and the decompositions of all other operators."""
     others = {op: formula for op, formula in core_decompositions().items() if op not in PRESERVED}
+    others[_SELECT_SCATTER] = _unless_symbolic(others[_SELECT_SCATTER])
     composite = {op: others.pop(op) for op in list(others) if is_preservable(op)}
     whole = {*PRESERVED_ATEN_CIA_OPS, *PRESERVED} - composite.keys()
     composite.update((op, preserve_composite) for op in whole if is_preservable(op))
     return composite, others
+
+
+def _unless_symbolic(formula: Callable) -> Callable:
+    """A decomposition of ``select_scatter`` that leaves it whole where nothing is known of the position."""
+
+    def decomposed(x: torch.Tensor, source: torch.Tensor, dim: int, index: Any) -> Any:
+        return NotImplemented if isinstance(index, torch.SymInt) else formula(x, source, dim, index)
+
+    return decomposed

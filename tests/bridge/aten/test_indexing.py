@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bridge import add_tvm_dispatch, stats
+from bridge import UnsupportedModule, add_tvm_dispatch, stats
 
 TALL, WIDE, SQUARE, VECTOR, SCALAR = (5, 3), (3, 5), (5, 5), (5,), ()
 
@@ -22,6 +22,11 @@ def rows(i):
 
 def assigned(x, place, value):
     x[place] = value
+    return x
+
+
+def plus(x, place, value):
+    x[place] += value
     return x
 
 
@@ -54,6 +59,18 @@ CASES = {
     "x[:, i]": (lambda x, i: x[:, i], WIDE, (0, 3, 2), 5),
     "x[i] = v": (lambda x, i: assigned(x * 1, i, 2 * x[:3]), TALL, (0, 3, 2), 5),
     "x[:, i] = v": (lambda x, i: assigned(x * 1, (slice(None), i), 2 * x[:, :3]), WIDE, (0, 3, 2), 5),
+    "x[t]": (lambda x, i: x[i[-1]] * 2, TALL, (0, 3, 2), 5),
+    "x[t], a result": (lambda x, i: (x * 1)[i[-1]], TALL, (0, 3, 2), 5),
+    "x[..., t, None]": (lambda x, i: x[..., i[-1], None] * 2, WIDE, (0, 3, 2), 5),
+    "x[t, t]": (lambda x, i: x[i[-1], i[-1]] * 2, SQUARE, (0, 3, 2), 5),
+    "x[i, t]": (lambda x, i: x[[1, 0, 1], i[-1]] * 2, WIDE, (0, 3, 2), 5),
+    "x[t] = v": (lambda x, i: assigned(x * 1, i[-1], 2 * x[0]), TALL, (0, 3, 2), 5),
+    "x[t] = 2": (lambda x, i: assigned(x * 1, i[-1], 2), TALL, (0, 3, 2), 5),
+    "x[t, 1:] = v": (lambda x, i: assigned(x * 1, (i[-1], slice(1, None)), x[0, :2].float()), TALL, (0, 3, 2), 5),
+    "x[i, t] = v": (lambda x, i: assigned(x * 1, ([2, 0], i[-1]), 2 * x[:2, 0]), WIDE, (0, 3, 2), 5),
+    "x[t] = f(x[t])": (lambda x, i: assigned(y := x * 1, i[-1], y[i[-1]].tanh() + x[0]), TALL, (0, 3, 2), 5),
+    "x[t] += v": (lambda x, i: plus(x.detach().clone(), i[-1], 2) * x, TALL, (0, 3, 2), 5),
+    "x[t] under dropout": (lambda x, i: F.dropout(x, 0.0)[i[-1]] * 2, TALL, (0, 3, 2), 5),
     "take": (lambda x, i: x.take(i), TALL, (0, 3, 2), 15),
     "take_along_dim": (lambda x, i: torch.take_along_dim(x, rows(i), 0), TALL, (0, 3, 2), 5),
     "take_along_dim, flat": (lambda x, i: torch.take_along_dim(x, i), TALL, (0, 3, 2), 15),
@@ -180,6 +197,61 @@ def _agrees(name, dtype):
     add_tvm_dispatch(dispatched, (tensor_of(shape), valid_index))
     served = check(eager, dispatched, shape, indices(valid, n, dtype))
     assert stats(dispatched).hits == served
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8], ids=str)
+@pytest.mark.parametrize("name", ["x[t]", "x[t] = v"])
+def test_numbers_of_other_types(name, dtype):
+    _agrees(name, dtype)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x, t: x[t], "returns a view, at a position that a tensor gives"),
+        (lambda x, t: (y := x * 1, y[t]), "returns a view, at a position that a tensor gives"),
+        (lambda x, t: plus(x * 1, t, x[0]), "is written, or read after"),
+        (lambda x, t: (lambda y, z: (y.mul_(2), z * x[0])[1])(y := x * 1, y[t]), "is written, or read after"),
+        (lambda x, t: assigned((x[0] * 1).expand(5, 3), t, 2), "(data-dependent|is written, or read after)"),
+        (lambda x, t: x[t.byte()] * 2, "data-dependent"),
+        (lambda x, t: x[t > 1] * 2, "data-dependent"),
+    ],
+)
+def test_what_depends_on_where_a_number_points(function, words):
+    with pytest.raises(UnsupportedModule, match=words):
+        add_tvm_dispatch(Indexing(function), (tensor_of(TALL), torch.tensor(0)))
+
+
+def test_a_number_is_no_constant():
+    """Entries of equal calls share what was compiled: one at position 0 and one at a number that is 0 are not equal."""
+    x = tensor_of(TALL)
+    functions = (lambda x, t: x[0] * 2 + t), (lambda x, t: x[t] * 2 + t), (lambda x, t: x[0] * 2 + t)
+    modules = [add_tvm_dispatch(Indexing(function), (x, torch.tensor(0))) for function in functions]
+    for module in modules:
+        torch.testing.assert_close(module(x, torch.tensor(2)), module.forward(x, torch.tensor(2)))
+        assert stats(module).hits == 1
+
+
+def test_a_number_that_is_drawn_beside_is_eagers():
+    class Memory(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("cells", torch.zeros(4, 3))
+
+        def forward(self, x, t):
+            self.cells[t] = F.dropout(x.detach())
+            self.cells[t] += 1
+            return self.cells[t] * x if t > 0 else x
+
+    x, eager, dispatched = tensor_of((3,)), Memory(), Memory()
+    add_tvm_dispatch(dispatched, (x, torch.tensor(1)))
+    for place in (1, 3, 2):
+        runs = []
+        for module in (eager, dispatched):
+            torch.manual_seed(place)
+            runs += [module(x, torch.tensor(place)), module.cells.clone(), torch.get_rng_state()]
+        torch.testing.assert_close(runs[:3], runs[3:])
+    assert stats(dispatched).hits == 3
 
 
 @pytest.mark.parametrize("name", ["index_select", "index_add", "nll_loss", "max_unpool2d"])
