@@ -15,7 +15,7 @@ __all__ = ["Kernel"]
 class Kernel:
     """``func(inputs…, outputs…, scratch…, descriptor)``; ``ops`` are the operators it computes, in order.
 
-    The descriptor, a pointer, is there only if ``scalars`` is not empty: those integers as int64, which a launch passes.
+    The descriptor, a pointer, is there only if ``scalars`` is not empty: those integers, as int64, of a launch.
     """
 
     func: PrimFunc = field(repr=False)
