@@ -230,9 +230,9 @@ visualize(apart)
 # Inside the kernel that holds the GELU: bias, error function and scaling in one pass over memory.
 
 # %%
-from bridge.compile import KernelStep
+from bridge.compile import Launch
 
-kernels = [step for step in apart.steps if isinstance(step, KernelStep)]
+kernels = [step for step in apart.steps if isinstance(step, Launch)]
 holds = next(step.name for step in kernels if any(operation.op == "erf" for operation in step.contents.operations))
 visualize(apart, kernel=holds)
 

@@ -85,7 +85,7 @@ assert calls["aten.tanh.default"] == 2 * STEPS
 # width, the sigmoids and tanhs, the new cell, its LayerNorm and the new state.
 
 # %%
-from bridge.compile import KernelStep, LibraryStep, clear_cache, compile_function
+from bridge.compile import CallLibrary, Launch, clear_cache, compile_function
 
 with torch.no_grad():  # nothing is saved for a backward: fewer arrows
     program = compile_function(lower(module, x[:, :3]).forward, name="three_steps")
@@ -95,7 +95,7 @@ visualize(program)
 # Inside the second of them:
 
 # %%
-kernels = [step for step in program.steps if isinstance(step, KernelStep)]
+kernels = [step for step in program.steps if isinstance(step, Launch)]
 cell = next(step for step in kernels if any(operation.op == "sigmoid" for operation in step.contents.operations))
 print(f"{len(cell.contents.operations)} operations, {cell.contents.bytes / 1024:.1f} KiB read and written")
 visualize(program, kernel=cell.name)
@@ -131,7 +131,7 @@ def eager_calls(module, x):
 def program_steps(module, x):
     lowered = lower(module, x.detach().requires_grad_())
     programs = [compile_function(part, name="cell") for part in (lowered.forward, lowered.backward)]
-    return sum(isinstance(step, KernelStep | LibraryStep) for program in programs for step in program.steps)
+    return sum(isinstance(step, Launch | CallLibrary) for program in programs for step in program.steps)
 
 
 lengths = (2, 4, 8, 12)

@@ -1,4 +1,4 @@
-"""The compiler: :func:`compile_function` turns a Relax function into a :class:`Program`, a flat list of steps."""
+"""The compiler: :func:`compile_function` turns a Relax function into a :class:`Program`, a list of instructions."""
 
 from bridge.compile.backend import Backend, Built
 from bridge.compile.cpu.backend import host_backend
@@ -6,20 +6,21 @@ from bridge.compile.cpu.mt19937 import STATE_WORDS, bernoulli_function
 from bridge.compile.options import CompileOptions
 from bridge.compile.pipeline import clear_cache, compile_function
 from bridge.compile.runtime.contents import Operation
-from bridge.compile.runtime.program import KernelStep, LibraryStep, Program, Step, ViewStep
+from bridge.compile.runtime.instructions import CallLibrary, Instruction, Launch, View
+from bridge.compile.runtime.program import Program
 from bridge.compile.targets import backend_for
 
 __all__ = [
     "STATE_WORDS",
     "Backend",
     "Built",
+    "CallLibrary",
     "CompileOptions",
-    "KernelStep",
-    "LibraryStep",
+    "Instruction",
+    "Launch",
     "Operation",
     "Program",
-    "Step",
-    "ViewStep",
+    "View",
     "backend_for",
     "bernoulli_function",
     "clear_cache",

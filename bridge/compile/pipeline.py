@@ -5,7 +5,7 @@
     fuse          loop graph → groups                                 bridge.compile.schedule.fuse
     generate      groups → row plans → PrimFuncs                      bridge.compile.schedule.row_plan, .backend
     build         PrimFuncs → machine code                            bridge.compile.runtime.build
-    plan          steps over torch-owned memory                       bridge.compile.runtime.link
+    plan          instructions over torch-owned memory                bridge.compile.runtime.link
 
 :func:`compile_function` runs them all; equal functions share one program while it is in use.
 """
@@ -25,8 +25,9 @@ from bridge.compile.options import CompileOptions
 from bridge.compile.passes.accumulate import accumulate
 from bridge.compile.runtime.build import clear_kernels
 from bridge.compile.runtime.cache import WeakCache
+from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.link import assemble
-from bridge.compile.runtime.program import LibraryStep, Program
+from bridge.compile.runtime.program import Program
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import translate
 
@@ -60,8 +61,8 @@ def compile_function(func: Function, *, name: str, options: CompileOptions | Non
     if options.sums_in_place:
         graph = accumulate(graph)
     timings = {"translate": time.perf_counter() - started}
-    program = assemble(graph, name, options.backend, timings)
-    program.variables = tuple(var.name for var in (*func.params, *(var for var, _ in bindings(func))))
+    variables = tuple(var.name for var in (*func.params, *(var for var, _ in bindings(func))))
+    program = assemble(graph, name, options.backend, timings, variables)
     _tell(program)
     with _LOCK:
         _PROGRAMS.put(key, func, program)
@@ -73,7 +74,7 @@ def _tell(program: Program) -> None:
     first, *steps = str(program).splitlines()
     log.info("%s", first)
     log.debug("%s", "\n".join(steps))
-    by_torch = Counter(step.name for step in program.steps if isinstance(step, LibraryStep))
+    by_torch = Counter(step.name for step in program.steps if isinstance(step, CallLibrary))
     if by_torch:
         told = ", ".join(f"{count} x {name}" for name, count in by_torch.most_common())
         fallbacks_log.info("%s: torch computes %s", program.name, told)

@@ -153,14 +153,15 @@ def _compiled(function: Function, module_name: str, direction: str, options: Com
 def _under_name(program: Program, module_name: str, direction: str) -> Callable[..., list[torch.Tensor]]:
     """The program; if it was compiled for an equal module of another class, a profiler is told the name of this one."""
     name = f"{module_name}_{direction}"
+    execute = program.executor
     if program.name == name:
-        return program
+        return execute
 
     def run(inputs: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
         if not profiler._is_profiler_enabled:
-            return program(inputs, **options)
+            return execute(inputs, **options)
         with profiler.record_function(f"tvm: {name}"):
-            return program(inputs, **options)
+            return execute(inputs, **options)
 
     return run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from autodiff.ir import Function, bindings
-from bridge.compile import KernelStep, LibraryStep, Program, Step
+from bridge.compile import CallLibrary, Instruction, Launch, Program
 from bridge.dispatch import Entry, stats
 from bridge.lowering import LoweredCall, Origin
 from bridge.show.memory.measure import kept_bytes
@@ -103,13 +103,13 @@ def program_report(lowered: LoweredCall, direction: str, function: Function, pro
     return ProgramReport(direction, program, tuple(rows))
 
 
-def _row(index: int, step: Step, name_of: dict[str, str], origins: dict[str, Origin]) -> StepRow:
+def _row(index: int, step: Instruction, name_of: dict[str, str], origins: dict[str, Origin]) -> StepRow:
     outputs = tuple(name_of.get(name, name) for name in step.outputs)
-    if not isinstance(step, KernelStep | LibraryStep):
+    if not isinstance(step, Launch | CallLibrary):
         return StepRow(index, "view", step.name, "view", outputs, 0, 0, ())
     inside = step.contents
     found = [origins.get(name_of.get(name, name)) for name in inside.bindings]
-    kind = "kernel" if isinstance(step, KernelStep) else "library"
+    kind = "kernel" if isinstance(step, Launch) else "library"
     what = " ".join(operation.op.removeprefix("relax.").removeprefix("nn.") for operation in inside.operations)
     known = tuple(dict.fromkeys(origin for origin in found if origin is not None))
     return StepRow(index, kind, step.name, what, outputs, inside.flops, inside.bytes, known)

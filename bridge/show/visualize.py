@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from autodiff.ir import Function, bindings
-from bridge.compile import KernelStep, Program, compile_function
+from bridge.compile import Launch, Program, compile_function
 from bridge.lowering import LoweredCall, Stage
 from bridge.show.picture import Picture, draw
 from bridge.show.program_picture import kernel_picture, program_picture
@@ -127,7 +127,7 @@ def _groups(picture: Picture, function: Function, prefix: str) -> dict[str, str]
     name_of = dict(zip(program.variables, own, strict=True))
     found: dict[str, str] = {}
     for step in program.steps:
-        if isinstance(step, KernelStep):
+        if isinstance(step, Launch):
             fresh = [name_of.get(name, name) for name in step.contents.bindings]
             fresh = [name for name in fresh if name not in found]
             if len(fresh) > 1:

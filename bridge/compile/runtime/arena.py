@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from bridge.compile.loop_ir.graph import Value
 
-__all__ = ["ArenaPlan", "plan_arena"]
+__all__ = ["ALIGNMENT", "ArenaPlan", "plan_arena"]
 
-_ALIGNMENT = 64  # a cache line, and the widest vector
+ALIGNMENT = 64  # a cache line, and the widest vector
 
 
 @dataclass(frozen=True)
@@ -20,20 +18,6 @@ class ArenaPlan:
 
     offsets: Mapping[Value, int]
     size: int
-
-    def allocate(self) -> dict[Value, torch.Tensor]:
-        """A new block from torch's allocator and the values as tensors in it."""
-        block = torch.empty(self.size + _ALIGNMENT, dtype=torch.uint8)
-        shift = -block.data_ptr() % _ALIGNMENT
-        tensors = {}
-        for value, offset in self.offsets.items():
-            kind = getattr(torch, value.dtype)
-            if value.numel == 0:
-                tensors[value] = torch.empty(value.shape, dtype=kind)
-                continue
-            raw = block[shift + offset : shift + offset + value.nbytes]
-            tensors[value] = raw.view(kind).view(value.shape)
-        return tensors
 
 
 def plan_arena(lifetimes: Mapping[Value, tuple[int, int]]) -> ArenaPlan:
@@ -46,7 +30,7 @@ def plan_arena(lifetimes: Mapping[Value, tuple[int, int]]) -> ArenaPlan:
     offsets: dict[Value, int] = {}
     for value in sorted(lifetimes, key=lambda value: -value.nbytes):
         first, last = lifetimes[value]
-        size = -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
+        size = -(-value.nbytes // ALIGNMENT) * ALIGNMENT
         taken = sorted((begin, end) for begin, end, start, stop in placed if start <= last and first <= stop)
         offset = 0
         for begin, end in taken:

@@ -1,34 +1,36 @@
-"""Linking: a loop graph → groups, kernels, slots, lifetimes, bound steps: a program."""
+"""Linking: a loop graph → groups, kernels, slots, lifetimes, instructions: a program."""
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections import Counter
-from collections.abc import Callable
-from operator import itemgetter
 
-import torch
 from tvm.tirx import PrimFunc
 
 from autodiff.ir import itemsize
 from bridge.base.interrupts import raise_deferred
-from bridge.compile.backend import Backend
+from bridge.compile.backend import Backend, Built
 from bridge.compile.codegen.kernel import Kernel
 from bridge.compile.loop_ir.graph import Fallback, Graph, LibraryCall, Operand, Product, Reduction, Value
 from bridge.compile.loop_ir.views import dense
 from bridge.compile.runtime.arena import plan_arena
 from bridge.compile.runtime.contents import contents
-from bridge.compile.runtime.program import Action, KernelStep, Layout, LibraryStep, Program, Step, ViewStep
+from bridge.compile.runtime.instructions import CallLibrary, Instruction, Launch, View
+from bridge.compile.runtime.layout import Layout, Register
+from bridge.compile.runtime.program import Program
 from bridge.compile.schedule.fuse import Group, fuse
 from bridge.compile.schedule.row_plan import plan_rows
-from bridge.library import FUNCTIONS, OUT_KERNELS, invoke
 
 __all__ = ["assemble"]
 
 
-def assemble(graph: Graph, name: str, backend: Backend, timings: dict[str, float]) -> Program:
-    """Group, generate, build and plan for a backend. ``timings`` is extended by the seconds of each stage."""
+def assemble(
+    graph: Graph, name: str, backend: Backend, timings: dict[str, float], variables: tuple[str, ...] = ()
+) -> Program:
+    """Group, generate, build and plan for a backend. ``timings`` is extended by the seconds of each stage.
+
+    ``variables``: names of the Relax function's parameters and bindings.
+    """
     clock = _Clock(timings)
     groups = fuse(graph)
     clock.stop("fuse")
@@ -39,8 +41,7 @@ def assemble(graph: Graph, name: str, backend: Backend, timings: dict[str, float
     linker = _Linker(graph, groups, kernels, name)
     built = backend.build(list(linker.functions.items()))
     clock.stop("build")
-    program = linker.finish([kernel.function for kernel in built], timings, backend)
-    program.code = tuple(built)
+    program = linker.finish(built, timings, backend, variables)
     clock.stop("plan")
     return program
 
@@ -92,16 +93,15 @@ class _Linker:
         self.names: Counter[str] = Counter()
         self.label: dict[int, str] = {}
         self.lifetimes: dict[Value, tuple[int, int]] = {}
-        self.steps: list[Step] = []
-        self.calls: list[tuple] = []  # ((kernel name, scalars) or node, slots of arguments, slots of results)
+        self.steps: list[Instruction] = []
         self.functions: dict[str, PrimFunc] = {}
-        self.static_views: list[tuple] = []
+        self.static_views: list[View] = []
         # What a product is added onto lives where the sum will: in the slot of the last sum of the chain.
         self.merged: dict[Value, Value] = {}
         for node in reversed(graph.nodes):
             if isinstance(node, Product) and node.onto is not None:
                 self.merged[node.onto] = self.merged.get(node.out, node.out)
-        self.results = {op.value for op in graph.results if op.value.source == "node"}
+        self.results = dict.fromkeys(op.value for op in graph.results if op.value.source == "node")
         self.allocated = {
             out for node in kernels if isinstance(node, LibraryCall) and node.allocates for out in node.outs
         }
@@ -125,7 +125,7 @@ class _Linker:
         if key not in self.slots:
             self._new_slot(key, value.name)
         if value.source == "node" and value not in self.results and value not in self.allocated:
-            now = len(self.calls)
+            now = len(self.steps)
             first, _ = self.lifetimes.get(value, (now, now))
             self.lifetimes[value] = (first, now)
         return self.slots[key]
@@ -145,17 +145,11 @@ class _Linker:
         key = (value, view)
         if key not in self.slots:
             slot = self._new_slot(key, value.name + "_view")
-            geometry = (view.shape, view.strides, view.offset)
-            if value in self.lifetimes or value.source == "constant":
-                self.static_views.append((slot, base, *geometry))
-            else:
-                step = ViewStep("as_strided", (self.label[base],), (self.label[slot],), *geometry)
-                self._step(step, step, (base,), (slot,))
+            names = (self.label[base],), (self.label[slot],)
+            made = View("as_strided", *names, (base,), (slot,), view.shape, view.strides, view.offset)
+            constant = value in self.lifetimes or value.source == "constant"
+            (self.static_views if constant else self.steps).append(made)
         return self.slots[key]
-
-    def _step(self, step: Step, what: object, arguments: tuple[int, ...], results: tuple[int, ...]) -> None:
-        self.steps.append(step)
-        self.calls.append((what, arguments, results))
 
     def _names(self, slots: tuple[int, ...]) -> tuple[str, ...]:
         return tuple(self.label[slot] for slot in slots)
@@ -170,9 +164,8 @@ class _Linker:
         arguments = tuple(self.operand(operand) for operand in node.operands)
         results = tuple(self.slot(out) for out in node.outs)
         inside = contents([node], node.outs, self._name)
-        self._step(
-            LibraryStep(node.name, self._names(arguments), self._names(results), inside), node, arguments, results
-        )
+        names = self._names(arguments), self._names(results)
+        self.steps.append(CallLibrary(node.name, *names, arguments, results, node.attrs, node.allocates, inside))
 
     def _product(self, node: Product) -> None:
         arguments = tuple(self.slot(operand.value) for operand in node.operands[:2])
@@ -181,8 +174,9 @@ class _Linker:
         self.functions[name] = node.kernel
         ops = ("matmul",) if node.onto is None else ("matmul", "add")
         inside = contents([node], node.outs, self._name)
-        step = KernelStep(name, self._names(arguments), self._names((result,)), ops, inside)
-        self._step(step, node, arguments, (result,))
+        offsets = (*(offset * itemsize(node.out.dtype) for offset in node.offsets), 0)
+        names = self._names(arguments), self._names((result,))
+        self.steps.append(Launch(name, *names, ops, arguments, (result,), node.descriptor, offsets, inside))
 
     def _kernel(self, group: Group, kernel: Kernel) -> None:
         fallback = isinstance(group.nodes[0], Fallback)
@@ -193,120 +187,42 @@ class _Linker:
         results = tuple(self.slot(value) for value in (*kernel.outputs, *kernel.scratch))
         name = self._kernel_name(kernel)
         self.functions[name] = kernel.func
-        outputs = self._names(results[: len(kernel.outputs)])
+        names = self._names(arguments), self._names(results[: len(kernel.outputs)])
         inside = contents(group.nodes, kernel.outputs, self._name)
-        step = KernelStep(name, self._names(arguments), outputs, kernel.ops, inside)
-        self._step(step, (name, kernel.scalars), arguments, results)
+        self.steps.append(Launch(name, *names, kernel.ops, arguments, results, kernel.scalars, contents=inside))
 
     def _kernel_name(self, kernel: Kernel) -> str:
         words = list(dict.fromkeys(op.removeprefix("relax.").replace(".", "_") for op in kernel.ops))
         return f"k{len(self.functions)}_" + "_".join(words)[:60]
 
-    def _last_uses(self, persistent: set[int]) -> list[tuple[int, ...]]:
-        """After each step, the slots that no later step reads and that are not persistent, filled for every call."""
-        needed = persistent | set(self.returned)
-        last_uses = []
-        for _, arguments, results in reversed(self.calls):
-            last = {*arguments, *results} - needed
-            needed |= last
-            last_uses.append(tuple(sorted(last)))
-        return last_uses[::-1]
-
-    def finish(self, functions: list, timings: dict[str, float], backend: Backend) -> Program:
-        by_name = dict(zip(self.functions, functions, strict=True))
+    def finish(
+        self, built: list[Built], timings: dict[str, float], backend: Backend, variables: tuple[str, ...]
+    ) -> Program:
+        """The program of everything linked so far; ``built`` are its kernels' machine code."""
         constants = tuple((self.slot(value), tensor) for value, tensor in self.graph.constants.items())
         arena = plan_arena(self.lifetimes)
-        arena_slots = tuple((self.slots[value, None], value) for value in self.lifetimes)
-        fresh = tuple(
-            (self.slots[value, None], value.shape, getattr(torch, value.dtype))
-            for value in self.results
-            if value not in self.allocated
-        )
-        persistent = {slot for slot, *_ in (*constants, *arena_slots, *self.static_views)}
         layout = Layout(
-            len(self.slots),
-            tuple(self.graph.params),
-            constants,
-            arena,
-            arena_slots,
-            tuple(self.static_views),
-            fresh,
-            tuple(self.returned),
-            tuple(self.slot(operand.value) for operand in self.graph.results),
+            size=len(self.slots),
+            params=tuple(map(self._register, self.graph.params)),
+            arena=tuple(self._register(value, arena.offsets[value]) for value in self.lifetimes),
+            arena_bytes=arena.size,
+            fresh=tuple(self._register(value) for value in self.results if value not in self.allocated),
+            views=tuple(self.static_views),
+            results=tuple(self.returned),
+            memory=tuple(self.slot(operand.value) for operand in self.graph.results),
         )
-        actions = tuple(zip((_action(by_name, *call) for call in self.calls), self._last_uses(persistent), strict=True))
-        results = tuple(self._name(op.value) for op in self.graph.results)
-        return Program(self.name, tuple(self.steps), timings, actions, layout, self.functions, backend, results)
-
-
-def _action(functions: dict, what: object, arguments: tuple[int, ...], results: tuple[int, ...]) -> Action:
-    """A step as a function of the registers, everything else bound."""
-    if isinstance(what, ViewStep):
-        (base,), (slot,) = arguments, results
-        shape, strides, offset = what.shape, what.strides, what.offset
-
-        def make_view(registers: list) -> None:
-            tensor = registers[base]
-            registers[slot] = tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
-
-        return make_view
-    if isinstance(what, LibraryCall):
-        return _library_action(what, arguments, results)
-    if isinstance(what, Product):
-        return _product_action(functions[f"product_{what.out.dtype}"], what, (*arguments, *results))
-    name, scalars = what
-    kernel = functions[name]
-    pick = itemgetter(*arguments, *results)
-    if scalars:
-        return _launch(kernel, scalars, (*arguments, *results))
-    if len(arguments) + len(results) == 1:
-        return lambda registers: kernel(pick(registers))
-    return lambda registers: kernel(*pick(registers))
-
-
-def _launch(kernel: Callable, scalars: tuple[int, ...], slots: tuple[int, ...]) -> Action:
-    """A kernel that reads ``scalars`` from a descriptor."""
-    descriptor = torch.tensor(scalars, dtype=torch.int64)
-    where = ctypes.c_void_p(descriptor.data_ptr())
-
-    def run(registers: list, _alive: torch.Tensor = descriptor) -> None:
-        kernel(*[registers[slot] for slot in slots], where)
-
-    return run
-
-
-def _library_action(node: LibraryCall, arguments: tuple[int, ...], results: tuple[int, ...]) -> Action:
-    attrs = node.attrs
-    if not node.allocates:
-        write = OUT_KERNELS[node.name]
-        return lambda registers: write(
-            [registers[slot] for slot in results], [registers[slot] for slot in arguments], *attrs
-        )
-    function = FUNCTIONS[node.name]
-    values = [list(value) if isinstance(value, tuple) else value for value in attrs]  # torch's lists of integers
-
-    def allocate(registers: list) -> None:
-        made = invoke(function, values, [registers[slot] for slot in arguments])
-        for slot, tensor in zip(results, made, strict=True):
-            registers[slot] = tensor
-
-    return allocate
-
-
-def _product_action(multiply: Callable, node: Product, slots: tuple[int, ...]) -> Action:
-    """The kernel takes addresses: the geometry of views is in the descriptor, so none of them is made at a call."""
-    descriptor = torch.tensor(node.descriptor, dtype=torch.int64)
-    where = ctypes.c_void_p(descriptor.data_ptr())
-    a, b, c = slots
-    a_bytes, b_bytes = (offset * itemsize(node.out.dtype) for offset in node.offsets)
-    address = ctypes.c_void_p
-
-    def run(registers: list, _alive: torch.Tensor = descriptor) -> None:
-        multiply(
-            address(registers[a].data_ptr() + a_bytes),
-            address(registers[b].data_ptr() + b_bytes),
-            address(registers[c].data_ptr()),
-            where,
+        return Program(
+            name=self.name,
+            steps=tuple(self.steps),
+            layout=layout,
+            constants=constants,
+            kernels=self.functions,
+            backend=backend,
+            results=tuple(self._name(op.value) for op in self.graph.results),
+            variables=variables,
+            code=dict(zip(self.functions, built, strict=True)),
+            timings=timings,
         )
 
-    return run
+    def _register(self, value: Value, offset: int = 0) -> Register:
+        return Register(self.slots[value, None], value.name, value.shape, value.dtype, offset)

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import bridge
 from bridge import add_tvm_dispatch, stats
 from bridge.base.log import CHANNELS, channel, set_logs
-from bridge.compile import KernelStep, clear_cache
+from bridge.compile import Launch, clear_cache
 from bridge.lowering.reuse import clear_lowered
 from tests.bridge.models import MLP
 
@@ -178,7 +178,7 @@ def test_profiler_ranges_name_module_and_kernel():
         assert names.count(f"tvm: {program.name}") == 1
         for step in program.steps:
             assert f"tvm: {program.name}/{step.name}" in names
-    kernels = [step for step in entry.forward.steps if isinstance(step, KernelStep)]
+    kernels = [step for step in entry.forward.steps if isinstance(step, Launch)]
     outer = next(event for event in profiled.events() if event.name == f"tvm: {entry.forward.name}")
     inner = next(e for e in profiled.events() if e.name == f"tvm: {entry.forward.name}/{kernels[0].name}")
     assert outer.time_range.start <= inner.time_range.start <= inner.time_range.end <= outer.time_range.end
@@ -198,9 +198,7 @@ def test_profiler_ranges_name_the_module_that_was_called(tmp_path):
     profiled.export_chrome_trace(str(tmp_path / "trace.json"))
     told = (tmp_path / "trace.json").read_text()
     for direction in ("forward", "backward"):
-        kernel = next(
-            step for step in getattr(stats(module).entries[0], direction).steps if isinstance(step, KernelStep)
-        )
+        kernel = next(step for step in getattr(stats(module).entries[0], direction).steps if isinstance(step, Launch))
         assert f'"tvm: SameMLP_{direction}"' in told and f'"tvm: MLP_{direction}/{kernel.name}"' in told
 
 

@@ -10,6 +10,7 @@ import torch
 
 from bridge.compile.loop_ir.graph import Value
 from bridge.compile.runtime.arena import ArenaPlan, plan_arena
+from bridge.compile.runtime.layout import Layout, Register
 
 STEPS = 12
 ALIGNMENT = 64
@@ -53,7 +54,10 @@ def test_tensors_hold_what_was_written_for_as_long_as_they_live(seed):
     rng = random.Random(100 + seed)
     lives = lifetimes(rng)
     plan = plan_arena(lives)
-    tensors = plan.allocate()
+    placed = tuple(Register(i, v.name, v.shape, v.dtype, plan.offsets[v]) for i, v in enumerate(lives))
+    registers = [None] * len(lives)
+    Layout(len(lives), (), placed, plan.size, (), (), (), ()).fill(registers)
+    tensors = dict(zip(lives, registers, strict=True))
     number = {
         value: torch.tensor(rng.randint(0, 1) if value.dtype == "bool" else index) for index, value in enumerate(lives)
     }

@@ -8,7 +8,7 @@ from tvm import relax
 from tvm.relax import Tuple
 from tvm.relax import op as R
 
-from bridge.compile import KernelStep, LibraryStep
+from bridge.compile import CallLibrary, Launch
 from tests.bridge.compile_helpers import assert_same, program, run
 
 
@@ -25,7 +25,7 @@ def params(tensors):
 
 
 def steps(tensors, body):
-    return [s for s in program(params(tensors), body).steps if isinstance(s, KernelStep | LibraryStep)]
+    return [s for s in program(params(tensors), body).steps if isinstance(s, Launch | CallLibrary)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int64", "bool"])

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from bridge import lower
-from bridge.compile import KernelStep, LibraryStep, Program, compile_function
+from bridge.compile import CallLibrary, Launch, Program, compile_function
 
 ROWS, COLUMNS = 256, 64
 
@@ -85,8 +85,8 @@ CASES = {
 }
 
 
-def steps_of(program: Program) -> list[KernelStep | LibraryStep]:
-    return [step for step in program.steps if isinstance(step, KernelStep | LibraryStep)]
+def steps_of(program: Program) -> list[Launch | CallLibrary]:
+    return [step for step in program.steps if isinstance(step, Launch | CallLibrary)]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -97,4 +97,4 @@ def test_kernels(name):
     programs = [compile_function(half, name=name) for half in (lowered.forward, lowered.backward)]
     counts = tuple(len(steps_of(program)) for program in programs)
     assert counts == (forward, backward), "\n".join(map(str, programs))
-    assert all(isinstance(step, KernelStep) for program in programs for step in steps_of(program))
+    assert all(isinstance(step, Launch) for program in programs for step in steps_of(program))

@@ -11,7 +11,7 @@ from tvm import relax
 from tvm.relax import op as R
 
 from bridge import add_tvm_dispatch, stats
-from bridge.compile import KernelStep, ViewStep, compile_function
+from bridge.compile import Launch, View, compile_function
 from bridge.compile.cpu.backend import CpuProducts
 from tests.bridge.compare import check_module
 from tests.bridge.compile_helpers import current_options, function, program
@@ -109,7 +109,7 @@ def test_heads_are_split_and_joined_without_a_copy():
         return [emit(R.reshape(emit(R.permute_dims(mixed, [0, 2, 1, 3])), (32, 24)))]
 
     compiled = program([((2, 16, 3, 8), "float32")] * 2, body)
-    assert [type(step) for step in compiled.steps if not isinstance(step, ViewStep)] == [KernelStep, KernelStep]
+    assert [type(step) for step in compiled.steps if not isinstance(step, View)] == [Launch, Launch]
     heads = [x.double().permute(0, 2, 1, 3) for x in (q, k)]
     exact = (heads[0] @ heads[1].mT @ heads[1]).permute(0, 2, 1, 3).reshape(32, 24)
     torch.testing.assert_close(compiled([q, k])[0].double(), exact, rtol=1e-4, atol=1e-4)
@@ -131,7 +131,7 @@ def test_sums_of_products_grow_in_one_place(order):
     summed = compile_function(relax_function, name="test", options=current_options(sums_in_place=True))
     plain = compile_function(relax_function, name="test")
     exact = sum(a.double() @ b.double() for a, b in zip(inputs[:3], inputs[3:], strict=True)).view(2, 10, 40)
-    plainly, in_place = ([step.ops for step in p.steps if isinstance(step, KernelStep)] for p in (plain, summed))
+    plainly, in_place = ([step.ops for step in p.steps if isinstance(step, Launch)] for p in (plain, summed))
     assert [ops[0] for ops in plainly] == ["matmul", "matmul", "matmul", "add"], str(plain)
     assert ("matmul", "add") in in_place, str(summed)
     assert len(in_place) == (3 if order[-1] == max(order) else 4), str(summed)

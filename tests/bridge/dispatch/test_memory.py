@@ -118,7 +118,7 @@ def test_compiled_code_dies_with_the_last_module_that_uses_it():
     second = add_tvm_dispatch(MLP(6, 11), rows())
     assert len(_PROGRAMS) == 2 and len(_KERNELS) > 0, "equal modules share one forward and one backward"
     program = weakref.ref(stats(first).entries[0].forward)
-    kernels = [weakref.ref(built) for built in stats(first).entries[0].forward.code]
+    kernels = [weakref.ref(built) for built in stats(first).entries[0].forward.code.values()]
     first(rows()).sum().backward()
     del first
     gc.collect()
@@ -170,7 +170,8 @@ def fail(*_):
 
 
 def frames(module: nn.Module) -> list[int]:
-    return [len(program._idle) for entry in stats(module).entries for program in (entry.forward, entry.backward)]
+    entries = stats(module).entries
+    return [len(program.executor._idle) for entry in entries for program in (entry.forward, entry.backward)]
 
 
 @pytest.mark.parametrize("where", ["after", "before"])
@@ -204,13 +205,14 @@ def test_an_exception_inside_a_program(module, direction, monkeypatch):
     module(rows()).sum().backward()
     entry = stats(module).entries[0]
     program, count = getattr(entry, direction), frames(module)
-    actions = program.actions
-    monkeypatch.setattr(program, "actions", (*actions[:1], (fail, ()), *actions[1:]))
+    executor = program.executor
+    actions = executor.actions
+    monkeypatch.setattr(executor, "actions", (*actions[:1], (fail, ()), *actions[1:]))
     x = rows()
     alive = weakref.ref(x)
     with pytest.raises(Interrupted):
         module(x).sum().backward()
-    monkeypatch.setattr(program, "actions", actions)
+    monkeypatch.setattr(executor, "actions", actions)
     del x
     gc.collect()
     assert alive() is None and frames(module) == count

@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from bridge.compile import KernelStep, Program
+from bridge.compile import Launch
+from bridge.compile.runtime.executor import Executor
 from bridge.dispatch.dispatcher import MAX_ENTRIES
 from bridge.dynamo.backend import graphs
 from tests.bridge.dynamo_helpers import CLOSE, compare, made_since, outcome, total, x
@@ -72,13 +73,13 @@ def train(model, call, kind):
 @pytest.mark.parametrize("kind", ["bert", "resnet"])
 def test_trains_with_eagers_losses_forward_and_backward_in_tvm(kind, monkeypatch):
     runs = []
-    call = Program.__call__
+    call = Executor.__call__
 
     def counted(program, *args, **kwargs):
         runs.append(program)
         return call(program, *args, **kwargs)
 
-    monkeypatch.setattr(Program, "__call__", counted)
+    monkeypatch.setattr(Executor, "__call__", counted)
     known = graphs()
     model, eager = make(kind), make(kind)
     losses, generator = train(model, torch.compile(model, backend="tvm_dispatch"), kind)
@@ -92,7 +93,7 @@ def test_trains_with_eagers_losses_forward_and_backward_in_tvm(kind, monkeypatch
     for direction in ("forward", "backward"):
         programs = [program for program in runs if program.name == f"DynamoGraph_{direction}"]
         assert len(programs) == 20
-        assert all(any(isinstance(step, KernelStep) for step in program.steps) for program in programs)
+        assert all(any(isinstance(step, Launch) for step in program.steps) for program in programs)
 
 
 def test_dropout_draws_what_eager_draws():

@@ -9,7 +9,7 @@ from torch import nn
 
 from autodiff.ir import bindings, op_name
 from bridge import lower, visualize
-from bridge.compile import KernelStep, compile_function
+from bridge.compile import Launch, compile_function
 from bridge.show.picture import KINDS
 from tests.bridge.models import bert_layer
 
@@ -74,7 +74,7 @@ def test_the_split_shows_what_is_computed_again(lowered):
 
 def test_operators_that_share_a_kernel_are_framed(lowered, program):
     source = visualize(lowered, "split forward", kernels=True).source
-    fused = [s for s in program.steps if isinstance(s, KernelStep) and len(s.contents.bindings) > 1]
+    fused = [s for s in program.steps if isinstance(s, Launch) and len(s.contents.bindings) > 1]
     assert 0 < source.count("subgraph") <= len(fused)
 
 
@@ -83,7 +83,7 @@ def test_a_program_shows_its_steps_and_a_kernel_its_operations(program):
     steps = [step for step in program.steps if hasattr(step, "contents")]
     assert boxes(source, "kernel") + boxes(source, "library") == len(steps)
     assert "·" in source
-    largest = max((s for s in steps if isinstance(s, KernelStep)), key=lambda s: len(s.contents.operations))
+    largest = max((s for s in steps if isinstance(s, Launch)), key=lambda s: len(s.contents.operations))
     inside = visualize(program, kernel=largest.name).source
     assert boxes(inside, "node") == len(largest.contents.operations)
     with pytest.raises(KeyError, match="no kernel 'nothing' in layer_forward; there are"):
@@ -150,6 +150,6 @@ def test_a_slice_is_no_permutation():
 
     with torch.no_grad():
         program = compile_function(lower(Gate(), torch.randn(4, 6)).forward, name="gate")
-    (step,) = [step for step in program.steps if isinstance(step, KernelStep)]
+    (step,) = [step for step in program.steps if isinstance(step, Launch)]
     source = visualize(program, kernel=step.name).source
     assert source.count("4x6 in part") == 2 and "ᵀ" not in source

@@ -1,0 +1,112 @@
+"""Binding: an instruction → a function of the registers, with everything else that it needs looked up once."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import itemgetter
+
+import torch
+
+from bridge.compile.runtime.instructions import CallLibrary, Instruction, Launch, View
+from bridge.library import FUNCTIONS, OUT_KERNELS, invoke
+
+__all__ = ["Action", "bind", "last_uses"]
+
+Action = Callable[[list], None]
+"""An instruction as a function of the registers."""
+
+
+def bind(instruction: Instruction, functions: Mapping[str, Callable]) -> Action:
+    """The action of an instruction; ``functions`` are the program's kernels by name.
+
+    ``KeyError`` for a kernel that is in neither ``functions`` nor :mod:`bridge.library`.
+    """
+    match instruction:
+        case View():
+            return _view(instruction)
+        case CallLibrary():
+            return _library(instruction)
+        case Launch(offsets=None):
+            return _launch(instruction, functions[instruction.name])
+        case Launch():
+            return _launch_at_addresses(instruction, functions[instruction.name])
+
+
+def last_uses(instructions: Sequence[Instruction], kept: Collection[int]) -> list[tuple[int, ...]]:
+    """After each instruction, the slots that it and no later one uses, but for those that are ``kept``."""
+    needed = set(kept)
+    uses = []
+    for instruction in reversed(instructions):
+        last = {*instruction.reads, *instruction.writes} - needed
+        needed |= last
+        uses.append(tuple(sorted(last)))
+    return uses[::-1]
+
+
+def _view(view: View) -> Action:
+    (base,), (slot,) = view.reads, view.writes
+    shape, strides, offset = view.shape, view.strides, view.offset
+
+    def make_view(registers: list) -> None:
+        tensor = registers[base]
+        registers[slot] = tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
+
+    return make_view
+
+
+def _library(call: CallLibrary) -> Action:
+    reads, writes, attrs = call.reads, call.writes, call.attrs
+    if not call.allocates:
+        write = OUT_KERNELS[call.name]
+        return lambda registers: write(
+            [registers[slot] for slot in writes], [registers[slot] for slot in reads], *attrs
+        )
+    function = FUNCTIONS[call.name]
+    values = [list(value) if isinstance(value, tuple) else value for value in attrs]  # torch's lists of integers
+
+    def allocate(registers: list) -> None:
+        made = invoke(function, values, [registers[slot] for slot in reads])
+        for slot, tensor in zip(writes, made, strict=True):
+            registers[slot] = tensor
+
+    return allocate
+
+
+def _launch(launch: Launch, kernel: Callable) -> Action:
+    slots = (*launch.reads, *launch.writes)
+    if launch.scalars:
+        scalars, where = _array(launch.scalars)
+
+        def run(registers: list, _alive: torch.Tensor = scalars) -> None:
+            kernel(*[registers[slot] for slot in slots], where)
+
+        return run
+    pick = itemgetter(*slots)
+    if len(slots) == 1:
+        return lambda registers: kernel(pick(registers))
+    return lambda registers: kernel(*pick(registers))
+
+
+def _launch_at_addresses(launch: Launch, kernel: Callable) -> Action:
+    """The geometry of views is in the scalars, so none of them is made at a call."""
+    scalars, where = _array(launch.scalars)
+    (a, b), (c,) = launch.reads, launch.writes
+    a_bytes, b_bytes, c_bytes = launch.offsets
+    address = ctypes.c_void_p
+
+    def run(registers: list, _alive: torch.Tensor = scalars) -> None:
+        kernel(
+            address(registers[a].data_ptr() + a_bytes),
+            address(registers[b].data_ptr() + b_bytes),
+            address(registers[c].data_ptr() + c_bytes),
+            where,
+        )
+
+    return run
+
+
+def _array(scalars: tuple[int, ...]) -> tuple[torch.Tensor, ctypes.c_void_p]:
+    """Integers as int64 in memory, and where that is."""
+    tensor = torch.tensor(scalars, dtype=torch.int64)
+    return tensor, ctypes.c_void_p(tensor.data_ptr())

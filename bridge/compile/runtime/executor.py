@@ -1,0 +1,141 @@
+"""Executor: a program bound to callables: ``executor(inputs) -> results``.
+
+A run works on *registers*: a list with a slot for every tensor that the instructions touch. Slots of intermediates and
+constants are filled once, when the registers are made, with tensors in an arena of their own; slots of inputs, results
+and views of those are filled during a call and emptied after it. Registers wait in a free-list between calls, so
+concurrent and re-entrant calls never share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter
+
+import torch
+from torch.autograd import profiler
+
+from bridge.base.tensor_properties import Checks, is_nested, tensor_checks
+from bridge.base.torch_internals import empty_strided
+from bridge.compile.backend import Built
+from bridge.compile.loop_ir.views import dense_strides
+from bridge.compile.runtime.bind import bind, last_uses
+from bridge.compile.runtime.instructions import Instruction
+from bridge.compile.runtime.layout import Layout
+
+__all__ = ["Executor"]
+
+_FORM = attrgetter("shape", "dtype", "is_cpu")
+#: Ways that fitting inputs may look: some require grad, or are parameters, or belong to inference mode.
+_MAX_FITTING = 4
+
+
+class Executor:
+    """Runs one program; safe to call from any thread.
+
+    Attributes:
+        steps: the instructions.
+        actions: they as functions of the registers, each with the slots that it is the last to use.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        steps: Sequence[Instruction],
+        layout: Layout,
+        constants: Sequence[tuple[int, torch.Tensor]],
+        code: dict[str, Built],
+    ):
+        self.name = name
+        self.steps = steps
+        self._layout = layout
+        self._constants = constants
+        self._code = code  # alive as long as this
+        functions = {kernel: built.function for kernel, built in code.items()}
+        kept = {*layout.filled, *(slot for slot, _ in constants), *layout.results}
+        self.actions = tuple(zip([bind(step, functions) for step in steps], last_uses(steps, kept), strict=True))
+        self._static_views = [bind(view, {}) for view in layout.views]
+        self._forms = [(torch.Size(param.shape), param.torch_dtype, True) for param in layout.params]
+        self._fresh = [
+            (made.slot, partial(empty_strided, made.shape, dense_strides(made.shape), made.torch_dtype))
+            for made in layout.fresh
+        ]
+        self._passed_on = [(i, slot) for i, slot in enumerate(layout.results) if slot < len(layout.params)]
+        self._fitting: list[Checks] = []  # inputs that look like these fit, and are dense
+        self._idle: list[tuple[list, list]] = []
+
+    def __call__(self, inputs: Sequence[torch.Tensor], *, consume: bool = False) -> list[torch.Tensor]:
+        """See :meth:`bridge.compile.runtime.program.Program.__call__`."""
+        try:
+            registers, between_calls = self._idle.pop()
+        except IndexError:
+            registers = self._new_registers()
+            between_calls = registers.copy()
+        try:
+            if not torch.is_grad_enabled():
+                return self._run(registers, inputs, consume)
+            with torch.no_grad():
+                return self._run(registers, inputs, consume)
+        finally:
+            registers[:] = between_calls
+            self._idle.append((registers, between_calls))
+
+    def _run(self, registers: list, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
+        torch.get_num_threads()  # a new thread's OpenMP setting becomes torch's when torch is first asked in it
+        self._load(registers, inputs)
+        passed_on = [(i, inputs[slot]) for i, slot in self._passed_on]
+        if consume:
+            inputs.clear()
+        for slot, make in self._fresh:
+            registers[slot] = make()
+        if profiler._is_profiler_enabled:
+            self._act_recorded(registers)
+        else:
+            for action, last_used in self.actions:
+                action(registers)
+                for slot in last_used:
+                    registers[slot] = None
+        results = [registers[slot] for slot in self._layout.results]
+        for i, tensor in passed_on:
+            results[i] = tensor
+        return results
+
+    def _act_recorded(self, registers: list) -> None:
+        """The actions under a profiler: a range for the program, one for each instruction in it."""
+        with profiler.record_function(f"tvm: {self.name}"):
+            for (action, last_used), step in zip(self.actions, self.steps, strict=True):
+                with profiler.record_function(f"tvm: {self.name}/{step.name}"):
+                    action(registers)
+                for slot in last_used:
+                    registers[slot] = None
+
+    def _load(self, registers: list, inputs: Sequence[torch.Tensor]) -> None:
+        """Puts the inputs into their slots, dense. Some may require grad: nothing records it."""
+        if any(map(is_nested, inputs)) or not any(alike(inputs) for alike in self._fitting):
+            if list(map(_FORM, inputs)) != self._forms:
+                self._reject(inputs)
+            if not all(map(torch.Tensor.is_contiguous, inputs)):
+                inputs = [tensor.contiguous() for tensor in inputs]
+            elif len(self._fitting) < _MAX_FITTING:
+                self._fitting.append(tensor_checks(inputs))
+        registers[: len(inputs)] = inputs
+
+    def _reject(self, inputs: Sequence[torch.Tensor]) -> None:
+        if len(inputs) != len(self._forms):
+            raise ValueError(f"{self.name}: wanted {len(self._forms)} inputs, got {len(inputs)}")
+        for slot, (tensor, form) in enumerate(zip(inputs, self._forms, strict=True)):
+            if _FORM(tensor) != form:
+                raise ValueError(
+                    f"{self.name}: input {slot} ({self._layout.params[slot].name}) has shape {tuple(tensor.shape)} and"
+                    f" {tensor.dtype} on {tensor.device}, wanted {tuple(form[0])} and {form[1]} on the CPU"
+                )
+
+    @torch.inference_mode(False)  # its tensors serve calls of any mode
+    def _new_registers(self) -> list:
+        registers: list = [None] * self._layout.size
+        self._layout.fill(registers)
+        for slot, tensor in self._constants:
+            registers[slot] = tensor
+        for make_view in self._static_views:
+            make_view(registers)
+        return registers

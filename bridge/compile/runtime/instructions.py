@@ -1,0 +1,83 @@
+"""Instructions of a program: frozen data for people and for the executor.
+
+An instruction works on *registers*, by slot: it reads the tensors in some slots and writes into, or fills, others.
+``inputs`` and ``outputs`` are the names of those tensors, for people.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bridge.compile.runtime.contents import Contents
+
+__all__ = ["CallLibrary", "Instruction", "Launch", "View"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A generated kernel: ``name(reads…, writes…)``; ``ops`` are the operators it fuses, in order.
+
+    ``writes`` are the slots of the outputs, then of scratch memory. ``scalars``, if there are any, reach the kernel as
+    an array of int64, its last argument. With ``offsets`` it takes addresses, that many bytes behind each tensor's own.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    ops: tuple[str, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    scalars: tuple[int, ...] = ()
+    offsets: tuple[int, ...] | None = None
+    contents: Contents = field(default=Contents(), repr=False)
+
+    def __str__(self) -> str:
+        arguments = _arguments(self.inputs, self.scalars)
+        return f"{', '.join(self.outputs)} = kernel {self.name}({arguments})  # {' '.join(self.ops)}"
+
+
+@dataclass(frozen=True)
+class CallLibrary:
+    """A kernel of torch by its name in :mod:`bridge.library`.
+
+    One of ``OUT_KERNELS`` writes into the tensors of ``writes``; if ``allocates``, one of ``FUNCTIONS`` returns tensors
+    of its own, which fill those slots. ``attrs``: plain data, see :class:`bridge.compile.loop_ir.graph.LibraryCall`.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    attrs: tuple = ()
+    allocates: bool = False
+    contents: Contents = field(default=Contents(), repr=False)
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.outputs)} = library {self.name}({_arguments(self.inputs, self.attrs)})"
+
+
+@dataclass(frozen=True)
+class View:
+    """A strided view: ``torch.as_strided`` of the dense tensor in ``reads[0]`` fills ``writes[0]``. No data moves."""
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def __str__(self) -> str:
+        geometry = f"{self.shape}, {self.strides}, {self.offset}"
+        return f"{self.outputs[0]} = view {self.name}({self.inputs[0]}, {geometry})"
+
+
+Instruction = Launch | CallLibrary | View
+
+
+def _arguments(names: tuple[str, ...], others: tuple) -> str:
+    """Names of tensors, then other arguments behind a semicolon."""
+    return "; ".join(", ".join(map(str, part)) for part in (names, others) if part)

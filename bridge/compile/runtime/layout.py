@@ -1,0 +1,78 @@
+"""Layout of a program's registers: for each slot, what is in it and where it comes from, as data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from autodiff.ir import itemsize
+from bridge.compile.runtime.arena import ALIGNMENT
+from bridge.compile.runtime.instructions import View
+
+__all__ = ["Layout", "Register"]
+
+
+@dataclass(frozen=True)
+class Register:
+    """A dense tensor in a slot; one in the arena lies ``offset`` bytes behind its beginning."""
+
+    slot: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * itemsize(self.dtype)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Slots of the registers.
+
+    Attributes:
+        size: how many there are.
+        params: the inputs, in the first slots.
+        arena: intermediates, which lie in ``arena_bytes`` bytes.
+        fresh: results, in new memory at each call.
+        views: of tensors in the arena and of constants, made once.
+        results: slots of the results.
+        memory: of each result, the slot of the tensor whose memory it is, or is a view of.
+    """
+
+    size: int
+    params: tuple[Register, ...]
+    arena: tuple[Register, ...]
+    arena_bytes: int
+    fresh: tuple[Register, ...]
+    views: tuple[View, ...]
+    results: tuple[int, ...]
+    memory: tuple[int, ...]
+
+    @property
+    def filled(self) -> set[int]:
+        """Slots of the arena and of views that stay filled between calls; those of constants also do."""
+        return {*(register.slot for register in self.arena), *(view.writes[0] for view in self.views)}
+
+    def fill(self, registers: list) -> None:
+        """Puts tensors of a new arena into their slots."""
+        block = torch.empty(self.arena_bytes + ALIGNMENT, dtype=torch.uint8)
+        shift = -block.data_ptr() % ALIGNMENT
+        for placed in self.arena:
+            begin = shift + placed.offset
+            if placed.numel == 0:
+                registers[placed.slot] = torch.empty(placed.shape, dtype=placed.torch_dtype)
+            else:
+                raw = block[begin : begin + placed.nbytes]
+                registers[placed.slot] = raw.view(placed.torch_dtype).view(placed.shape)
