@@ -47,7 +47,7 @@ def peers_of(shapes: list[tuple[int, ...]], kernels: mt19937.Kernels) -> dict[st
     return {
         "eager": lambda: [torch.empty(shape).bernoulli_(KEEP) for shape in shapes],
         "torch": lambda: [mt19937.draw_by_torch(mask) for mask in masks],
-        "compiled": lambda: mt19937.draw(kernels, masks),
+        "compiled": mt19937.MaskRun(kernels, masks).draw,
         "module": chosen.make,
     }
 

@@ -2,7 +2,10 @@
 
 from bridge.compile.backend import Backend, Built
 from bridge.compile.cpu.backend import host_backend
-from bridge.compile.cpu.mt19937 import STATE_WORDS, bernoulli_function
+from bridge.compile.cpu.mt19937 import PER_BLOCK
+from bridge.compile.cpu.mt19937_draw import ENGINE_BYTES, bernoulli_function
+from bridge.compile.cpu.mt19937_jump import DEGREE
+from bridge.compile.cpu.mt19937_lock import hold_function
 from bridge.compile.options import CompileOptions
 from bridge.compile.pipeline import clear_cache, compile_function
 from bridge.compile.runtime.contents import Operation
@@ -11,7 +14,9 @@ from bridge.compile.runtime.program import Program
 from bridge.compile.targets import backend_for
 
 __all__ = [
-    "STATE_WORDS",
+    "DEGREE",
+    "ENGINE_BYTES",
+    "PER_BLOCK",
     "Backend",
     "Built",
     "CallLibrary",
@@ -25,5 +30,6 @@ __all__ = [
     "bernoulli_function",
     "clear_cache",
     "compile_function",
+    "hold_function",
     "host_backend",
 ]

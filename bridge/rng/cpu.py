@@ -1,39 +1,38 @@
 """Compiled Bernoulli draws: masks and a CPU generator → PyTorch's bits and PyTorch's state afterwards.
 
 PyTorch draws Bernoulli masks one element after another. Here a vectorized Mersenne Twister
-(:mod:`bridge.compile.cpu.mt19937`) starts from the generator's state, fills the masks and puts the advanced state
-back, so what draws next, ours or PyTorch's, goes on where eager PyTorch would.
+(:mod:`bridge.compile.cpu.mt19937_draw`) takes the generator's own lock, as PyTorch's draws do, fills the masks and
+advances the generator's engine in place; large masks on all threads. Whatever other threads draw, it is before or
+after.
 
-The rule that it follows is PyTorch's own, not a documented one, and other builds have others (on Intel's processors a
-generator of MKL). So the code is compared with PyTorch before it is used: :func:`compiled`.
+Both the memory that it works in (:mod:`bridge.rng.engine`) and the rule that it follows are PyTorch's own, not
+documented ones, and other builds have others (on Intel's processors a generator of MKL). So the code is compared with
+PyTorch before it is used: :func:`compiled`. Where it cannot be, PyTorch draws.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import threading
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
-from operator import not_
 
 import torch
-import tvm_ffi
 
 from bridge.base.locks import free_in_children
 from bridge.base.log import channel
-from bridge.base.threads import others_wait
-from bridge.compile import STATE_WORDS, Built, bernoulli_function, host_backend
+from bridge.compile import Built, bernoulli_function, hold_function, host_backend
+from bridge.rng.engine import Layout, find_layout, is_the_lock
+from bridge.rng.stream import Stream, stream
 
-__all__ = ["Kernels", "Mask", "compiled", "draw", "draw_by_torch"]
+__all__ = ["Kernels", "Mask", "MaskRun", "compiled", "draw_by_torch"]
 
 log = channel("mt19937")
 
-_LOCK = free_in_children(threading.Lock())  # a generator's state is read, advanced and put back by one thread at a time
-_ATTEMPTS = 8
+_LOCK = free_in_children(threading.RLock())  # so that no generator is locked when the process forks
 
 
 @dataclass(frozen=True)
@@ -80,62 +79,71 @@ class Mask:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The compiled functions of :mod:`bridge.compile.cpu.mt19937`."""
+    """The compiled functions of :mod:`bridge.compile.cpu.mt19937_draw`, and where they find lock and engine."""
 
-    bernoulli: tvm_ffi.Function = field(repr=False)
-    code: tuple[Built, ...] = field(default=(), repr=False, compare=False)  # machine code, which lives as long as this
+    serial: Built = field(repr=False)
+    layout: Layout
 
-    def fill(self, state: torch.Tensor, masks: Sequence[Mask], tensors: Sequence[torch.Tensor]) -> bool:
-        """Fills the tensors in order and advances ``state``, uint8 [5056]; ``False`` if that is no state."""
-        pointer = _pointer(state)
-        return all(
-            self.bernoulli(pointer, _pointer(tensor), mask.count, mask.threshold)
-            for mask, tensor in zip(masks, tensors, strict=True)
-        )
+    @cached_property
+    def parallel(self) -> Built:
+        """For a stream of several chunks; compiled when first asked for."""
+        (built,) = host_backend().build([("bridge_bernoulli_parallel", bernoulli_function(True))])
+        return built
+
+    def fill(self, generator: torch.Generator, tensors: Sequence[torch.Tensor], tables: Stream) -> bool:
+        """Fills the tensors in order and advances the generator; ``False`` if its engine is in no valid state."""
+        lock, engine = self.layout.addresses(generator)
+        masks = array("q", [tensor.data_ptr() for tensor in tensors])
+        built = self.serial if tables.count == 1 else self.parallel
+        with _LOCK:
+            return bool(built.function(lock, engine, masks.buffer_info()[0], *tables.addresses))
 
 
-def _pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
-
-
-def draw(kernels: Kernels, masks: Sequence[Mask], generator: torch.Generator | None = None) -> list[torch.Tensor]:
-    """Draws dense masks in order, and leaves the generator where PyTorch would have left it.
+class MaskRun:
+    """Dense masks that are drawn one after the other.
 
     Args:
         kernels: what :func:`compiled` gave.
-        generator: a CPU generator; PyTorch's default one if ``None``.
-
-    Returns:
-        bool tensors with the masks' shapes and strides, each in memory of its own.
-
-    Another thread may draw by PyTorch meanwhile, whose lock cannot be taken from here: then its numbers would come
-    again. So PyTorch draws while any other thread does anything but wait. One that begins to is noticed, for the state
-    is looked at again before the advanced one replaces it; masks are then drawn anew, by PyTorch. What is left is a
-    thread that wakes or is started and draws between those two calls.
     """
-    generator = torch.default_generator if generator is None else generator
-    if not others_wait():
-        return [draw_by_torch(mask, generator) for mask in masks]
-    tensors = [mask.empty() for mask in masks]
-    with _LOCK:
-        for _ in range(_ATTEMPTS):
-            state = generator.get_state()
-            before = state.numpy().tobytes()
-            if state.numel() != 8 * STATE_WORDS or not kernels.fill(state, masks, tensors):
-                break
-            if _replace_state(generator, before, state):
-                return tensors
-        return [draw_by_torch(mask, generator) for mask in masks]
 
+    def __init__(self, kernels: Kernels, masks: Sequence[Mask]):
+        self._kernels, self._masks = kernels, tuple(masks)
+        self._streams: dict[int, Stream] = {}
 
-def _replace_state(generator: torch.Generator, before: bytes, state: torch.Tensor) -> bool:
-    """Sets the state if it still is what it was, in one go: no bytecode in between, after which another thread might
-    have its turn, and nothing that lets go of the interpreter's lock, as ``ndarray.tobytes`` does, and a tensor that
-    dies."""
-    now: list[torch.Tensor] = []  # keeps it
-    read = map(not_, map(now.append, map(torch.Generator.get_state, [generator])))
-    is_same = map(before.__eq__, map(bytes, map(memoryview, map(torch.Tensor.numpy, now))))
-    return all(chain(read, is_same, map(generator.set_state, [state])))
+    def draw(self, generator: torch.Generator | None = None) -> list[torch.Tensor]:
+        """Draws the masks, and leaves the generator where PyTorch would have left it.
+
+        Args:
+            generator: a CPU generator; PyTorch's default one if ``None``.
+
+        Returns:
+            bool tensors with the masks' shapes and strides, each in memory of its own.
+        """
+        generator = torch.default_generator if generator is None else generator
+        tensors = [mask.empty() for mask in self._masks]
+        if self._kernels.fill(generator, tensors, self._stream(torch.get_num_threads())):
+            return tensors
+        return [draw_by_torch(mask, generator) for mask in self._masks]
+
+    def _stream(self, threads: int) -> Stream:
+        found = self._streams.get(threads)
+        if found is None:
+            found = self._streams[threads] = self._checked(threads)
+        return found
+
+    def _checked(self, threads: int) -> Stream:
+        """The stream on so many threads, if it gives what it gives on one, bits and state."""
+        sizes = [(mask.count, mask.threshold) for mask in self._masks]
+        tables, serial = stream(sizes, threads), stream(sizes, 1)
+        if tables.count == 1:
+            return serial
+        generators = [torch.Generator().manual_seed(_SEED) for _ in range(2)]
+        made = [[mask.empty() for mask in self._masks] for _ in range(2)]
+        filled = map(self._kernels.fill, generators, made, (tables, serial))
+        if all(filled) and all(map(torch.equal, *made)) and _equal_states(*generators):
+            return tables
+        log.warning("masks drawn on %d threads are not those drawn on one; one draws them", tables.count)
+        return serial
 
 
 def draw_by_torch(mask: Mask, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -156,17 +164,21 @@ def _same_bits(dtype: torch.dtype) -> bool:
 
 
 def compiled() -> Kernels | None:
-    """The compiled draws, or ``None`` where this build of PyTorch draws otherwise (logged once).
+    """The compiled draws, or ``None`` where this build of PyTorch draws otherwise or hides its lock (logged once).
 
-    Compiled when first asked for, and compared with PyTorch, bits and states, on generators of their own.
+    Compiled when first asked for, and compared with PyTorch, lock, bits and states, on generators of their own.
     """
-    (bernoulli,) = host_backend().build([("bridge_bernoulli", bernoulli_function())])
-    return _checked(bernoulli)
+    functions = [("bridge_bernoulli", bernoulli_function(False)), ("bridge_hold", hold_function())]
+    return _checked(*host_backend().build(functions))
 
 
 @functools.lru_cache(maxsize=1)
-def _checked(bernoulli: Built) -> Kernels | None:
-    kernels = Kernels(bernoulli.function, (bernoulli,))
+def _checked(serial: Built, hold: Built) -> Kernels | None:
+    layout = find_layout()
+    if layout is None or not is_the_lock(hold.function, layout):
+        log.info("the lock of PyTorch %s's generators was not found; dropout masks are left to it.", torch.__version__)
+        return None
+    kernels = Kernels(serial, layout)
     if _draws_as_torch(kernels):
         return kernels
     log.info(
@@ -181,22 +193,25 @@ _CHECKS = ((1, 0.9), (311, 0.5), (2, 0.1), (1000, 0.9), (0, 0.5), (313, 1.0), (6
 
 
 def _draws_as_torch(kernels: Kernels) -> bool:
-    """Whether bits and states are PyTorch's from a fresh seed, and when an odd number of outputs has been used."""
+    """Whether bits and states are PyTorch's from a fresh seed, and when an odd number of outputs has been used.
+
+    A normal number that torch has kept for later is part of the state.
+    """
     for used in (0, 1, 622):
         ours, theirs = (torch.Generator().manual_seed(_SEED + used) for _ in range(2))
         for generator in (ours, theirs):
             torch.rand(used, generator=generator)  # one output an element
+            torch.randn(used, generator=generator)
+            torch.randn(used % 2, dtype=torch.float64, generator=generator)
         if not _equal_states(ours, theirs):
             return False
         for count, probability in _CHECKS:
             mask = Mask((count,), (1,), probability)
             expected = torch.empty(count, dtype=torch.bool).bernoulli_(probability, generator=theirs)
-            state = ours.get_state()
-            made = [mask.empty()]
-            if state.numel() != 8 * STATE_WORDS or not kernels.fill(state, [mask], made):
+            made = mask.empty()
+            if not kernels.fill(ours, [made], stream([(mask.count, mask.threshold)], 1)):
                 return False
-            ours.set_state(state)
-            if not torch.equal(made[0], expected) or not _equal_states(ours, theirs):
+            if not torch.equal(made, expected) or not _equal_states(ours, theirs):
                 return False
     return True
 

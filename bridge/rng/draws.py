@@ -22,9 +22,9 @@ from bridge.rng import cpu as mt19937
 
 __all__ = ["Draws"]
 
-_WORTH = 1000
-"""Elements of consecutive Bernoulli draws from which compiled code is faster: it reads and replaces the generator's
-state (4 us), torch takes 5 ns for an element."""
+_WORTH = 300
+"""Elements of consecutive Bernoulli draws from which compiled code is faster: a call of it takes 3 us, torch 5 ns for
+an element."""
 
 _BERNOULLI = "aten.bernoulli_.float"
 
@@ -85,7 +85,7 @@ def _bernoullis(run: list[tuple[Draw, bool]]) -> list[_Maker]:
     if sum(mask.count for mask in masks) >= _WORTH and all(mask.dense for mask in masks):
         kernels = mt19937.compiled()
         if kernels is not None:
-            make = partial(mt19937.draw, kernels, masks)
+            make = mt19937.MaskRun(kernels, masks).draw
             return [make if set(dtypes) == {torch.bool} else partial(_converted, make, dtypes)]
     return [partial(_by_torch, mask, dtype) for mask, dtype in zip(masks, dtypes, strict=True)]
 

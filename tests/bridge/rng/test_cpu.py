@@ -8,8 +8,6 @@ import itertools
 import logging
 import math
 import random
-import threading
-import time
 
 import pytest
 import torch
@@ -17,11 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bridge import add_tvm_dispatch, stats
-from bridge.base.threads import others_wait
+from bridge.compile import Built
 from bridge.compile.cpu import mt19937 as code
+from bridge.compile.cpu import mt19937_draw as draw_code
 from bridge.compile.cpu.backend import host_backend
+from bridge.compile.cpu.mt19937_draw import ENGINE_BYTES
 from bridge.rng import cpu as mt19937
+from bridge.rng import engine
 from bridge.rng.cpu import Mask
+from bridge.rng.stream import stream
 
 EDGES = [*range(1, 34), 155, 156, 157, *range(308, 318), *range(620, 630), 935, 936, 937, 4096]
 
@@ -38,11 +40,15 @@ def flat(count: int, probability: float = 0.9) -> Mask:
     return Mask((count,), (1,), probability)
 
 
+def draw(kernels: mt19937.Kernels, masks: list[Mask], generator: torch.Generator | None = None) -> list[Tensor]:
+    return mt19937.MaskRun(kernels, masks).draw(generator)
+
+
 def assert_draws_alike(kernels: mt19937.Kernels, masks: list[Mask], generator: torch.Generator) -> None:
     """Draws from the generator, and as torch does from its twin; compares masks and states. Leaves it advanced."""
     twin = torch.Generator()
     twin.set_state(generator.get_state())
-    drawn = mt19937.draw(kernels, masks, generator)
+    drawn = draw(kernels, masks, generator)
     for mask, ours in zip(masks, drawn, strict=True):
         theirs = torch.empty_strided(mask.shape, mask.stride, dtype=torch.float32)
         theirs.bernoulli_(mask.probability, generator=twin)
@@ -94,7 +100,7 @@ def test_between_draws_of_torch(kernels):
     for name, count in itertools.product(OTHERS, (1, 3, 15, 16, 17, 333)):
         assert torch.equal(OTHERS[name](ours, count), OTHERS[name](theirs, count)), f"{name} after a mask"
         mask = flat(choose.choice(EDGES))
-        drawn = mt19937.draw(kernels, [mask], ours)[0]
+        drawn = draw(kernels, [mask], ours)[0]
         assert torch.equal(drawn, torch.empty(mask.count, dtype=torch.bool).bernoulli_(0.9, generator=theirs)), name
         assert torch.equal(ours.get_state(), theirs.get_state()), f"a mask after {name}"
 
@@ -104,7 +110,7 @@ def test_a_normal_number_kept_for_later_survives(kernels):
     for generator in (ours, theirs):
         torch.randn(1, generator=generator)
         torch.randn(1, dtype=torch.float64, generator=generator)
-    mt19937.draw(kernels, [flat(500)], ours)
+    draw(kernels, [flat(500)], ours)
     torch.empty(500).bernoulli_(0.9, generator=theirs)
     for dtype in (torch.float32, torch.float64):
         assert torch.equal(torch.randn(1, generator=ours, dtype=dtype), torch.randn(1, generator=theirs, dtype=dtype))
@@ -141,7 +147,7 @@ def test_the_threshold_is_exact(kernels):
             (math.nextafter(number, 0), False),
         ):
             generator = torch.Generator().manual_seed(seed)
-            assert mt19937.draw(kernels, [flat(1, probability)], generator)[0].item() is kept
+            assert draw(kernels, [flat(1, probability)], generator)[0].item() is kept
     for probability in (5e-324, 2**-53, 2**-53 * 1.5, 1 - 2**-53):
         assert_draws_alike(kernels, [flat(2000, probability)], torch.Generator().manual_seed(0))
 
@@ -152,92 +158,18 @@ def test_a_probability_outside_0_and_1_is_refused():
             flat(3, probability)
 
 
-def test_a_state_that_is_none_is_not_followed(kernels):
+@pytest.mark.parametrize("left, following", [(0, 0), (625, 1), (300, 400), (-1, 0), (1, 2**32 - 1)])
+def test_an_engine_in_no_valid_state_is_not_followed(kernels, left, following):
     generator = torch.Generator().manual_seed(0)
-    state = generator.get_state()
-    words = state.view(torch.int64)
-    for left, following in ((0, 0), (625, 1), (300, 400), (1, -1)):
-        words[1] = left | 1 << 32
-        words[2] = following
-        mask, before = flat(10).empty().fill_(True), state.clone()
-        assert not kernels.fill(state, [flat(10, 0.0)], [mask])
-        assert mask.all() and torch.equal(state, before)
-
-
-# Threads
-
-
-class Interrupted(torch.Generator):
-    """A generator from which another thread draws just before its state is looked at for the ``times``-th time."""
-
-    times: tuple[int, ...] = ()
-    looked = 0
-
-    def get_state(self) -> Tensor:
-        self.looked += 1
-        if self.looked in self.times:
-            torch.rand(5, generator=self)
-        return super().get_state()
-
-
-@pytest.mark.parametrize("times", [(3,), (2,), (3, 6), tuple(range(1, 100))], ids=["once", "early", "twice", "always"])
-def test_numbers_of_another_thread_are_not_drawn_again(kernels, times):
-    ours, theirs = Interrupted(), torch.Generator()
-    ours.manual_seed(2)
-    theirs.manual_seed(2)
-    ours.times = times
-    mask = flat(1000, 0.5)
-    drawn = mt19937.draw(kernels, [mask], ours)[0]
-    interruptions = sum(time <= ours.looked for time in times)
-    torch.rand(5 * interruptions, generator=theirs)
-    assert torch.equal(drawn, torch.empty(1000, dtype=torch.bool).bernoulli_(0.5, generator=theirs))
-    ours.times = ()
-    assert torch.equal(ours.get_state(), theirs.get_state())
-
-
-def test_threads_share_one_stream(kernels):
-    """Masks that threads draw at the same time are pieces of the one stream, each drawn once."""
-    ours, theirs = torch.Generator().manual_seed(4), torch.Generator().manual_seed(4)
-    pieces: list[bytes] = []
-
-    def work() -> None:
-        for _ in range(25):
-            pieces.extend(bytes(mask.numpy()) for mask in mt19937.draw(kernels, [flat(2000, 0.5)], ours))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    expected = torch.empty(100, 2000, dtype=torch.bool).bernoulli_(0.5, generator=theirs)
-    assert sorted(pieces) == sorted(bytes(row.numpy()) for row in expected)
-    assert torch.equal(ours.get_state(), theirs.get_state())
-
-
-def test_torch_draws_while_another_thread_works(kernels, monkeypatch):
-    """Its draws come from the same generator under torch's lock; one that waits is no reason."""
-    by_torch = []
-    monkeypatch.setattr(mt19937, "draw_by_torch", lambda mask, generator: by_torch.append(mask))
-    waiting, working = threading.Event(), threading.Event()
-    stop = threading.Event()
-
-    def work() -> None:
-        while not stop.is_set():
-            working.set()
-
-    waiter, worker = threading.Thread(target=waiting.wait, daemon=True), threading.Thread(target=work, daemon=True)
-    waiter.start()
-    deadline = time.monotonic() + 60
-    while not others_wait() and time.monotonic() < deadline:  # it is starting
-        pass
-    mt19937.draw(kernels, [flat(1000, 0.5)], torch.Generator())
-    assert not by_torch
-    worker.start()
-    working.wait(60)
-    mt19937.draw(kernels, [flat(1000, 0.5)], torch.Generator())
-    stop.set()
-    waiting.set()
-    assert len(by_torch) == 1
+    _, engine = kernels.layout.addresses(generator)
+    head = (ctypes.c_uint32 * 3).from_address(engine + 8)
+    before = head[0], head[2]
+    head[0], head[2] = left % 2**32, following
+    mask, state = flat(10).empty().fill_(True), generator.get_state()
+    assert not kernels.fill(generator, [mask], stream([(10, 0)], 1))
+    assert mask.all() and torch.equal(generator.get_state(), state)
+    head[0], head[2] = before
+    assert_draws_alike(kernels, [flat(10)], generator)
 
 
 # Where torch draws by another rule
@@ -248,7 +180,7 @@ def unchecked():
     """Forgets what was compiled and checked, before and after."""
 
     def forget() -> None:
-        code.bernoulli_function.cache_clear()
+        draw_code.bernoulli_function.cache_clear()
         mt19937._checked.cache_clear()
         mt19937._same_bits.cache_clear()
 
@@ -262,18 +194,22 @@ def test_the_check_finds_another_generator_and_says_so_once(unchecked, monkeypat
     with caplog.at_level(logging.INFO, "bridge.mt19937"):
         assert mt19937.compiled() is None
         assert mt19937.compiled() is None
-    assert len(caplog.records) == 1 and "left to it" in caplog.text
+    assert len(caplog.records) == 1 and "rule of its own" in caplog.text
 
 
-@pytest.mark.parametrize("wrong", ["bits", "state"])
+@pytest.mark.parametrize("wrong", ["bits", "state", "refused"])
 def test_the_check_compares_bits_and_states(kernels, wrong):
-    def bernoulli(state, mask, count, threshold):
+    def bernoulli(lock, engine, masks, chunks, segments, terms, count):
         if wrong == "bits":
-            return kernels.bernoulli(state, mask, count, min(threshold, 2**52))
-        room = ctypes.create_string_buffer(ctypes.string_at(state.value, 8 * code.STATE_WORDS))
-        return kernels.bernoulli(ctypes.c_void_p(ctypes.addressof(room)), mask, count, threshold)
+            threshold = ctypes.c_int64.from_address(segments + 24)
+            threshold.value = min(threshold.value, 2**52)
+        if wrong == "state":
+            room = ctypes.create_string_buffer(ctypes.string_at(engine, ENGINE_BYTES))
+            engine = ctypes.addressof(room)
+        return wrong != "refused" and kernels.serial.function(lock, engine, masks, chunks, segments, terms, count)
 
-    assert not mt19937._draws_as_torch(mt19937.Kernels(bernoulli))
+    assert mt19937._draws_as_torch(kernels)
+    assert not mt19937._draws_as_torch(mt19937.Kernels(Built(bernoulli), kernels.layout))
 
 
 class Drops(nn.Module):
@@ -314,23 +250,37 @@ def check_module(calls: int) -> nn.Module:
 
 def test_a_module_draws_its_masks_by_compiled_code(kernels, monkeypatch):
     runs = []
-    draw = mt19937.draw
+    draw = mt19937.MaskRun.draw
 
-    def counting(kernels: mt19937.Kernels, masks: list[Mask]) -> list[Tensor]:
-        runs.append([mask.shape for mask in masks])
-        return draw(kernels, masks)
+    def counting(run: mt19937.MaskRun) -> list[Tensor]:
+        runs.append([mask.shape for mask in run._masks])
+        return draw(run)
 
-    monkeypatch.setattr(mt19937, "draw", counting)
+    monkeypatch.setattr(mt19937.MaskRun, "draw", counting)
     monkeypatch.setattr("bridge.dispatch.dispatcher.measure_worth", lambda *_: None)  # calls of its own
     check_module(calls=3)
     full, turned, path = (3, 20, 40), (20, 3, 40), (3, 20, 1)
     assert runs == [[full, full], [full, full, turned, path]] * 3, "the last mask, of a few elements, is left to torch"
 
 
-def test_a_module_where_torch_draws_by_another_rule(unchecked, monkeypatch):
-    monkeypatch.setattr(mt19937, "_draws_as_torch", lambda kernels: False)
-    monkeypatch.setattr(mt19937, "draw", None)
-    check_module(calls=2)
+FAULTS = {
+    "another rule": (mt19937, "_draws_as_torch", lambda kernels: False),
+    "no layout": (mt19937, "find_layout", lambda: None),
+    "not the lock": (mt19937, "is_the_lock", lambda hold, layout: False),
+    "lock elsewhere": (engine, "_LOCK", 24),
+    "lock in the engine": (engine, "_LOCK", 104),
+    "object elsewhere": (engine, "_HANDLE", 8),
+    "no memory": (engine, "_read", lambda address, size: b""),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_module_where_the_check_fails_draws_by_torch(kernels, unchecked, fault, monkeypatch, caplog):
+    monkeypatch.setattr(*FAULTS[fault])
+    monkeypatch.setattr(mt19937, "MaskRun", None)
+    with caplog.at_level(logging.INFO, "bridge.mt19937"):
+        check_module(calls=2)
+    assert len(caplog.records) == 1 and "left to it" in caplog.text
 
 
 def test_masks_of_a_rule_that_depends_on_the_dtype(monkeypatch):
@@ -345,6 +295,6 @@ def test_masks_of_a_rule_that_depends_on_the_dtype(monkeypatch):
 
 
 def test_kernels_are_built_once(kernels):
-    (built,) = host_backend().build([("another_name", code.bernoulli_function())])
-    assert built.function == kernels.bernoulli
+    (built,) = host_backend().build([("another_name", draw_code.bernoulli_function(False))])
+    assert built is kernels.serial
     assert mt19937.compiled() == kernels
