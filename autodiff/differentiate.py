@@ -16,12 +16,9 @@ from autodiff.ir import (
     DataflowVar,
     Expr,
     Function,
-    IRModule,
-    Tuple,
     TupleType,
     Var,
     bindings,
-    build_function,
     dtype,
     is_float,
     library_name,
@@ -33,10 +30,12 @@ from autodiff.ir import (
     with_outputs,
 )
 from autodiff.names import unique_names
+from autodiff.reverse import accumulate
 from autodiff.rewrite import NameSupply, names
 from autodiff.seed import seed_vjp
+from autodiff.transposes import simplify_transposes
 
-__all__ = ["differentiate"]
+__all__ = ["backward_bindings", "differentiate"]
 
 Body = list[tuple[Var, Expr]]
 _STOP = "relax.grad.no_grad"
@@ -62,8 +61,7 @@ def differentiate(func: Function, outputs: Sequence[int], require_grads: Sequenc
     seeded = seed_vjp(func, outputs)
     required = [seeded.params[index] for index in require_grads]
     body = fold_normalizations(_live_and_active(seeded, required), results(seeded)[0])
-    partials = _gradient(seeded, body, required) if body else ([], {})
-    backward, gradients = partials
+    backward, gradients = backward_bindings(body, results(seeded)[0]) if body else ([], {})
     forward, stopped = _remove_stops(list(bindings(seeded)))
     backward = [(var, substitute(value, stopped)) for var, value in backward]
     primal = [stopped.get(output, output) if isinstance(output, Var) else output for output in results(seeded)[1:]]
@@ -100,7 +98,7 @@ def _check_required(func: Function, require_grads: Sequence[int]) -> None:
 def _live_and_active(seeded: Function, required: Sequence[Var]) -> Body:
     """The bindings on a way from a required parameter to the seeded scalar: what there is to differentiate.
 
-    Nothing else is shown to TVM's pass, so that an operator without a gradient matters only where one is needed.
+    Nothing else is differentiated, so that an operator without a gradient matters only where one is needed.
     """
     active = set(required)
     body = []
@@ -135,66 +133,18 @@ def _undifferentiable(var: Var, value: Expr, active: set[Var]) -> Undifferentiab
     return None if reason is None else UndifferentiableOp(name, var.name, reason)
 
 
-def _gradient(seeded: Function, body: Body, required: Sequence[Var]) -> tuple[Body, dict[Var, Expr]]:
-    """The backward bindings of TVM's ``Gradient`` for the active ``body``, in terms of the variables of ``seeded``.
-
-    The function it sees has the active bindings only, under names by which its forward part can be told from the
-    backward part: TVM rewrites transposed products in both, and ours must stay as it is.
-    """
-    scalar = results(seeded)[0]
-    defined = {var for var, _ in body}
-    free: dict[Var, None] = dict.fromkeys(required)
-    for _, value in body:
-        free.update(dict.fromkeys(used for used in used_vars(value) if used not in defined))
-    originals = [*free, *(var for var, _ in body)]
-    inner = {var: relax.Var(f"fw_{count}", var.ty) for count, var in enumerate(originals)}
-    by_name = {new.name: var for var, new in inner.items()}
-    small = build_function(
-        [inner[var] for var in free],
-        [(inner[var], substitute(value, inner)) for var, value in body],
-        [inner[scalar]],
-    )
-    # One scalar result, not a tuple of one; the target is required to be a variable.
-    small = relax.Function(small.params, relax.SeqExpr(small.body.blocks, results(small)[0]), scalar.ty)
-    module = relax.transform.Normalize()(IRModule({"main": small}))
-    gradient = relax.transform.Gradient("main", require_grads=_targets(module["main"], required, inner))
-    joint = gradient(module)
-    return _backward_of(joint["main_adjoint"], by_name, list(free), required)
-
-
-def _targets(small: Function, required: Sequence[Var], inner: dict[Var, Var]) -> list[Var] | None:
-    """The parameters to differentiate; ``None`` (all) for bfloat16, which TVM accepts only when it is not named."""
-    names_wanted = {inner[var].name for var in required}
-    if any(dtype(var) == "bfloat16" for var in required):
-        return None
-    return [param for param in small.params if param.name in names_wanted]
-
-
-def _backward_of(
-    joint: Function, by_name: dict[str, Var], free: list[Var], required: Sequence[Var]
-) -> tuple[Body, dict[Var, Expr]]:
-    outer: dict[Var, Expr] = dict(zip(joint.params, free, strict=True))
-    backward: Body = []
-    tuples: dict[Var, Tuple] = {}
-    for var, value in bindings(joint):
-        if var.name in by_name:
-            outer[var] = by_name[var.name]
-            continue
-        value = substitute(value, outer)
-        if isinstance(value, Var | Constant):
-            outer[var] = value
-            continue
-        new = DataflowVar(var.name, var.ty)
-        outer[var] = new
-        backward.append((new, value))
-        if isinstance(value, Tuple):
-            tuples[new] = value
-    _, gradients = joint.body.body.fields
-    gradients = outer.get(gradients, gradients) if isinstance(gradients, Var) else gradients
-    fields = tuples.get(gradients, gradients).fields
-    fields = [outer.get(field, field) if isinstance(field, Var) else field for field in fields]
-    sources = free if len(fields) == len(free) else [var for var in free if var in set(required)]
-    return backward, {var: field for var, field in zip(sources, fields, strict=True) if var in set(required)}
+def backward_bindings(body: Body, scalar: Var) -> tuple[Body, dict[Var, Expr]]:
+    """The backward bindings of the active ``body``, and the gradient of each of its variables."""
+    backward, gradients = accumulate(body, scalar)
+    backward, equal = simplify_transposes(body, backward)
+    remaining: Body = []
+    for var, value in backward:
+        value = substitute(value, equal)
+        if isinstance(value, Var | Constant):  # a copy
+            equal[var] = value
+        else:
+            remaining.append((var, value))
+    return remaining, {var: equal.get(gradient, gradient) for var, gradient in gradients.items()}
 
 
 def _remove_stops(body: Body) -> tuple[Body, dict[Var, Expr]]:

@@ -1,0 +1,121 @@
+"""Reverse accumulation: bindings and a scalar -> the bindings of its backward, and the gradient of each variable.
+
+The chain rule over the bindings, last to first: the gradient of a variable is complete when its own binding is reached,
+and the operator's rule then says what it adds to the gradients of its operands. It is the walk of TVM's ``Gradient``
+pass, with the same rules and the same order of sums, in time proportional to the bindings.
+"""
+
+from __future__ import annotations
+
+from tvm import relax
+from tvm.relax import op
+
+from autodiff.ir import Call, Expr, Op, Tuple, TupleGetItem, TupleType, Var, dtype, op_name, shape
+
+__all__ = ["accumulate"]
+
+Body = list[tuple[Var, Expr]]
+_NO_GRADIENT = "relax.grad.no_grad"
+
+
+def accumulate(body: Body, scalar: Var) -> tuple[Body, dict[Var, Var]]:
+    """The bindings of the backward, and by variable the one of them that holds its gradient.
+
+    Args:
+        body: bindings in flat form; each call has a rule.
+        scalar: what is differentiated, a floating point tensor of no axes.
+    """
+    builder = relax.BlockBuilder()
+    builder._begin_dataflow_block()  # collects what the rules emit
+    gradients = _Gradients(builder)
+    gradients.add(scalar, op.ones(shape(scalar), dtype(scalar)))
+    for var, value in reversed(body):
+        if var in gradients.of:
+            gradients.propagate(var, value)
+    block = builder._end_block()
+    return [(binding.var, binding.value) for binding in block.bindings], gradients.of
+
+
+class _Gradients:
+    """The gradients so far, as variables of the backward: ``of`` holds the sum of what was added for each variable."""
+
+    def __init__(self, builder: relax.BlockBuilder):
+        self.of: dict[Var, Var] = {}
+        self._builder = builder
+
+    def propagate(self, var: Var, value: Expr) -> None:
+        """Adds to the gradients of what ``value`` reads, now that the gradient of ``var`` is complete."""
+        gradient = self.of[var]
+        if isinstance(value, Call):
+            rule = Op.get(op_name(value)).get_attr("FPrimalGradient")
+            partials = rule(var, value, gradient, self._builder)
+            for arg, partial in zip(value.args, partials, strict=True):
+                if op_name(partial) != _NO_GRADIENT:
+                    self.add(arg, partial)
+        elif isinstance(value, TupleGetItem):
+            self._add_field(value, gradient)
+        elif isinstance(value, Var | Tuple):
+            self.add(value, gradient)
+
+    def add(self, expr: Expr, partial: Expr) -> None:
+        """``partial`` more for an operand: a variable, a constant (which has no gradient), or a tuple of those."""
+        self._add(expr, _fields(self._builder.normalize(partial)))
+
+    def _add(self, expr: Expr, partial: Expr | list) -> None:
+        if isinstance(expr, Tuple):
+            for field, part in zip(expr.fields, partial, strict=True):
+                self._add(field, part)
+        elif isinstance(expr, Var):
+            value = self._builder.normalize(_joined(partial))
+            known = self.of.get(expr)
+            self.of[expr] = self._builder.emit(value if known is None else _sum(known, value))
+
+    def _add_field(self, item: TupleGetItem, gradient: Var) -> None:
+        """One field of a tuple's gradient; the other ones stay, or are zeros."""
+        source = item.tuple_value
+        known = self.of.get(source)
+        if known is None:
+            fields = [_zeros(field) for field in source.ty.fields]
+            fields[item.index] = gradient
+        else:
+            fields = [TupleGetItem(known, index) for index in range(len(source.ty.fields))]
+            fields[item.index] = _sum(fields[item.index], gradient)
+        self.of[source] = self._builder.emit(Tuple(fields))
+
+
+def _fields(value: Expr) -> Expr | list:
+    """A tensor itself; the fields of a tuple (and of the tuples in it) as a list."""
+    if not isinstance(value.ty, TupleType):
+        return value
+    if isinstance(value, Tuple):
+        return [_fields(field) for field in value.fields]
+    return [_fields(TupleGetItem(value, index)) for index in range(len(value.ty.fields))]
+
+
+def _joined(value: Expr | list) -> Expr:
+    """A list of fields as a tuple: the variable they are the fields of, if they are all of one in order."""
+    if not isinstance(value, list):
+        return value
+    fields = [_joined(field) for field in value]
+    if fields and all(isinstance(field, TupleGetItem) and field.index == i for i, field in enumerate(fields)):
+        source = fields[0].tuple_value
+        if all(field.tuple_value.same_as(source) for field in fields):
+            return source
+    return Tuple(fields)
+
+
+def _sum(left: Expr, right: Expr) -> Expr:
+    """``left + right``, field by field for tuples."""
+
+    def add(a: Expr | list, b: Expr | list) -> Expr | list:
+        if isinstance(a, list):
+            return [add(x, y) for x, y in zip(a, b, strict=True)]
+        return op.add(a, b)
+
+    return _joined(add(_fields(left), _fields(right)))
+
+
+def _zeros(ty: relax.Type) -> Expr:
+    if isinstance(ty, TupleType):
+        return Tuple([_zeros(field) for field in ty.fields])
+    return op.zeros([int(extent) for extent in ty.shape], str(ty.dtype))
