@@ -1,6 +1,7 @@
 """The compiler's pipeline: a Relax function in flat form → a :class:`~bridge.compile.runtime.program.Program`.
 
     translate     Relax → loop graph                                  bridge.compile.translate
+    optimize      loop graph → loop graph, pass by pass               bridge.compile.passes
     accumulate    sums of products in place, where that is allowed    bridge.compile.passes.accumulate
     fuse          loop graph → groups                                 bridge.compile.schedule.fuse
     generate      groups → row plans → PrimFuncs                      bridge.compile.schedule.row_plan, .backend
@@ -15,14 +16,21 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 
 from tvm_ffi import structural_equal, structural_hash
 
 from autodiff.ir import Function, bindings
 from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
+from bridge.compile.loop_ir.graph import Graph
 from bridge.compile.options import CompileOptions
 from bridge.compile.passes.accumulate import accumulate
+from bridge.compile.passes.dead_code import eliminate_dead_code
+from bridge.compile.passes.permutations import recompute_permutations
+from bridge.compile.passes.sections import recompute_sections
+from bridge.compile.passes.slices import recompute_slices
+from bridge.compile.passes.walkable import make_walkable
 from bridge.compile.runtime.build import clear_kernels
 from bridge.compile.runtime.cache import WeakCache
 from bridge.compile.runtime.instructions import CallLibrary
@@ -31,7 +39,16 @@ from bridge.compile.runtime.program import Program
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import translate
 
-__all__ = ["clear_cache", "compile_function"]
+__all__ = ["clear_cache", "compile_function", "optimize"]
+
+PASSES: tuple[Callable[[Graph], Graph], ...] = (
+    recompute_permutations,
+    recompute_slices,
+    make_walkable,
+    recompute_sections,
+    eliminate_dead_code,
+)
+"""What every translated graph goes through, in order. None changes a bit of any value."""
 
 _PROGRAMS: WeakCache[Function, Program] = WeakCache(lambda a, b: structural_equal(a, b, map_free_vars=True))
 _LOCK = threading.Lock()
@@ -57,7 +74,7 @@ def compile_function(func: Function, *, name: str, options: CompileOptions | Non
             return program
     raise_deferred()
     started = time.perf_counter()
-    graph = translate(func, options.backend.products)
+    graph = optimize(translate(func, options.backend.products))
     if options.sums_in_place:
         graph = accumulate(graph)
     timings = {"translate": time.perf_counter() - started}
@@ -67,6 +84,13 @@ def compile_function(func: Function, *, name: str, options: CompileOptions | Non
     with _LOCK:
         _PROGRAMS.put(key, func, program)
     return program
+
+
+def optimize(graph: Graph) -> Graph:
+    """The graph after :data:`PASSES`."""
+    for each in PASSES:
+        graph = each(graph)
+    return graph
 
 
 def _tell(program: Program) -> None:

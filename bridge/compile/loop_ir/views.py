@@ -25,6 +25,7 @@ __all__ = [
     "permute",
     "reshape",
     "slice_view",
+    "without_broadcast",
 ]
 
 
@@ -99,6 +100,16 @@ def expand(view: View, shape: Sequence[int]) -> View:
             raise ValueError(f"cannot broadcast {view.shape} to {shape}")
         strides.append(stride if have == want else 0)
     return View(shape, tuple(strides), view.offset)
+
+
+def without_broadcast(view: View, rank: int) -> View | None:
+    """The view of ``rank`` dimensions, each element once, that :func:`expand` makes this view of; ``None`` if none."""
+    missing = len(view.shape) - rank
+    dims = list(zip(view.shape, view.strides, strict=True))
+    if missing < 0 or any(extent != 1 and stride for extent, stride in dims[:missing]):
+        return None
+    shape = tuple(extent if stride else min(extent, 1) for extent, stride in dims[missing:])
+    return View(shape, view.strides[missing:], view.offset)
 
 
 def slice_view(view: View, axis: int, begin: int, end: int, step: int) -> View:

@@ -1,20 +1,20 @@
-"""Dead code elimination: nodes in order → those that the results need."""
+"""Dead code elimination: a graph → its nodes that the results need."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
-from bridge.compile.loop_ir.graph import Node, Operand
+from bridge.compile.loop_ir.graph import Graph, Operand
 
-__all__ = ["live_nodes"]
+__all__ = ["eliminate_dead_code"]
 
 
-def live_nodes(nodes: Sequence[Node], outputs: Sequence[Operand]) -> list[Node]:
-    """The nodes that the outputs need. Others are left where an operator was recomputed in another order."""
-    needed = {output.value for output in outputs}
+def eliminate_dead_code(graph: Graph) -> Graph:
+    """The graph without nodes that no result needs: what is computed elsewhere since a pass recomputes it."""
+    needed = {output.value for output in graph.results}
     live = []
-    for node in reversed(nodes):
+    for node in reversed(graph.nodes):
         if not needed.isdisjoint(node.outs):
             live.append(node)
             needed.update(operand.value for operand in node.operands if isinstance(operand, Operand))
-    return live[::-1]
+    return replace(graph, nodes=live[::-1])

@@ -1,24 +1,20 @@
 """Graph builder: operands in, loop IR nodes out; what every translation builds with.
 
-Shape operations give views, not nodes. Where a view does not fit the loops that read it, the builder copies, or
-recomputes the arithmetic that made it (:mod:`bridge.compile.passes.recompute`).
+Shape operations give views, not nodes, except where no view of the same value has the shape: there it is copied.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
 from autodiff.ir import Constant, Expr, Tuple, Var, dtype, shape
 from bridge.compile.codegen.pointwise import compute_type
 from bridge.compile.loop_ir import views
-from bridge.compile.loop_ir.graph import Concat, LibraryCall, Node, Operand, Pointwise, Reduction, Scalar, Value, whole
-from bridge.compile.passes.recompute import box_of_arithmetic, permuted_arithmetic
+from bridge.compile.loop_ir.graph import Node, Operand, Pointwise, Reduction, Scalar, Value, whole
 from bridge.compile.schedule.products import ProductPolicy
 from bridge.compile.schedule.reduction import identity, reduction_stages
-from bridge.compile.schedule.space import share_loops
 
 __all__ = ["Builder"]
 
@@ -39,9 +35,7 @@ class Builder:
         self.nodes: list[Node] = []
         self.constants: dict[Value, torch.Tensor] = {}
         self._literals: dict[Constant, Operand | Scalar] = {}
-        self._producers: dict[Value, Pointwise] = {}
-        self._copies: dict[Operand | Scalar, Operand] = {}
-        self._slices: dict[Operand, Operand | Scalar] = {}
+        self._copies: dict[Hashable, Operand] = {}
         self.variable: Var | None = None
         self.readers: dict[Var, list[Expr]] = {}
         self.hint = "t"
@@ -79,43 +73,14 @@ class Builder:
 
     def add(self, node: Node) -> Node:
         self.nodes.append(node)
-        if isinstance(node, Pointwise) and not isinstance(node, Concat):
-            self._producers[node.out] = node
         return node
-
-    def producer(self, value: Value) -> Pointwise | None:
-        """The node that computes a value by arithmetic, or ``None``."""
-        return self._producers.get(value)
-
-    def _through(self, operand: Operand | Scalar) -> Operand | Scalar:
-        """A slice of the result of cheap arithmetic is computed where it is read, and the rest perhaps never."""
-        if isinstance(operand, Scalar) or operand.view.numel >= operand.value.numel:
-            return operand
-        if operand not in self._slices:
-            found = box_of_arithmetic(self.producer(operand.value), operand)
-            self._slices[operand] = operand if found is None else self.pointwise(*found, operand.dtype)
-        return self._slices[operand]
 
     def pointwise(self, op: str, operands: Sequence[Operand | Scalar], element_type: str) -> Operand:
         """``op`` on operands broadcast against each other."""
-        operands = [self._through(operand) for operand in operands]
         extents = torch.broadcast_shapes(*(operand.shape for operand in operands))
-        operands = self._walkable([self.expand(operand, extents) for operand in operands], math.prod(extents), None)
         out = self.fresh(extents, element_type)
-        self.add(Pointwise(op, tuple(operands), out))
+        self.add(Pointwise(op, tuple(self.expand(operand, extents) for operand in operands), out))
         return whole(out)
-
-    def _walkable(
-        self, operands: list[Operand | Scalar], elements: int, inside: tuple[int, int] | None
-    ) -> list[Operand | Scalar]:
-        """Operands that one loop nest can read: those whose shapes cut the elements differently are copied first.
-
-        ``inside``: ``(reduced, inner)`` extents of a reduction.
-        """
-        views_read = [operand.view for operand in operands if isinstance(operand, Operand)]
-        if elements == 0 or share_loops(views_read, elements, inside):
-            return operands
-        return [operand if isinstance(operand, Scalar) else self.dense(operand) for operand in operands]
 
     def cast(self, operand: Operand | Scalar, element_type: str) -> Operand | Scalar:
         """``operand`` as another element type; itself if it has that type."""
@@ -141,7 +106,6 @@ class Builder:
         if not stages:
             return self.reshape(self.cast(operand, element_type), remaining)
         for left, (outer, length, inner) in zip(reversed(range(len(stages))), stages, strict=True):
-            (operand,) = self._walkable([operand], outer * length * inner, (length, inner))
             accumulated = compute_type(element_type) if left else element_type
             out = self.fresh((outer * inner,) if left else remaining, accumulated)
             self.add(Reduction(op, operand, outer, length, inner, out))
@@ -155,28 +119,11 @@ class Builder:
         return self.copy(operand)
 
     def copy(self, operand: Operand | Scalar) -> Operand:
-        """The operand's elements in order, in a value of their own.
-
-        What is a permutation of the result of cheap arithmetic is computed in the new order from the start: a bias is
-        added while the heads are transposed, and where nothing else reads the first order it is never stored.
-        """
-        if operand not in self._copies:
-            self._copies[operand] = self._copy(operand)
-        return self._copies[operand]
-
-    def _copy(self, operand: Operand | Scalar) -> Operand:
-        if isinstance(operand, Operand):
-            if operand.view.numel and not share_loops([operand.view], operand.view.numel):  # more axes than loops
-                out = self.fresh(operand.shape, operand.dtype)
-                self.add(LibraryCall("copy", (operand,), (out,)))
-                return whole(out)
-            node = self.producer(operand.value)
-            moved = permuted_arithmetic(node, operand)
-            if moved is not None and self._walkable(moved, operand.view.numel, None) is moved:
-                out = self.fresh(operand.shape, operand.dtype)
-                self.add(Pointwise(node.op, tuple(moved), out))
-                return whole(out)
-        return self.pointwise("copy", [operand], operand.dtype)
+        """The operand's elements in order, in a value of their own."""
+        key = (operand, str(operand.number)) if isinstance(operand, Scalar) else operand  # 0.0 equals -0.0
+        if key not in self._copies:
+            self._copies[key] = self.pointwise("copy", [operand], operand.dtype)
+        return self._copies[key]
 
     def expand(self, operand: Operand | Scalar, extents: Sequence[int]) -> Operand | Scalar:
         if isinstance(operand, Scalar):

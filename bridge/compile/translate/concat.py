@@ -3,7 +3,7 @@
 A concatenation along ``axis`` walks ``(rows, sections, inner)``: the loop over the sections is unrolled, and each reads
 its own operand. So the gradient of a chunked tensor (the gates of an LSTM, query, key and value) is put together where
 it is summed up and normalized, and a rotary embedding is one kernel. What the operands are made of by cheap arithmetic
-is computed again in its section.
+is computed again in its section: :mod:`bridge.compile.passes.sections`.
 
 Where there is little to gain (few rows, short or many sections) torch concatenates.
 """
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from autodiff.ir import Call, Tuple, TupleType, dtype, shape
 from bridge.compile.codegen.emit import LANES
-from bridge.compile.loop_ir.graph import Concat, LibraryCall, Operand, Pointwise, Scalar, whole
-from bridge.compile.passes.recompute import Sections
+from bridge.compile.loop_ir.graph import Concat, LibraryCall, Operand, Scalar, whole
+from bridge.compile.loop_ir.views import View
 from bridge.compile.schedule.fuse import sections_of
 from bridge.compile.schedule.space import make_space
 from bridge.compile.translate.builder import Builder
@@ -26,7 +26,6 @@ __all__: list[str] = []
 
 _MAX_SECTIONS = 8  # the code of a row is repeated for each
 _MIN_ROWS = 8  # fewer rows than that are copied by columns
-_DEPTH = 4  # operators under an operand that are computed again
 
 
 @register("relax.concat")
@@ -74,22 +73,23 @@ def _joined(builder: Builder, operands: Sequence[Operand | Scalar], axis: int, c
         return None
     places = [(operand, begin) for operand in operands for begin in range(0, operand.shape[axis], step)]
     spread = (*extents[:axis], sections, step, *extents[axis + 1 :])
-
-    def emit(op: str, reads: Sequence[Operand | Scalar], shape: Sequence[int], element_type: str) -> Operand:
-        made = builder.fresh(shape, element_type)
-        builder.add(Pointwise(op, tuple(reads), made))
-        return whole(made)
-
-    cut = Sections(axis, spread, builder.producer, emit)
+    placed = tuple(_placed(operand, axis, begin, spread) for operand, begin in places)
     out = builder.fresh(extents, dtype(call))
-    plain = [cut.place(operand, begin, depth=0) for operand, begin in places]
-    node = Concat("concat", tuple(plain), out, inner)
-    accesses = [(operand.view, 1) for operand in plain if isinstance(operand, Operand)]
+    node = Concat("concat", placed, out, inner)
+    accesses = [(operand.view, 1) for operand in placed if isinstance(operand, Operand)]
     if make_space(out.numel, sections * inner, [*accesses, (sections_of(node), 1)], reduces=False) is None:
         return None
-    computed = tuple(cut.place(operand, begin, depth=_DEPTH) for operand, begin in places)
-    builder.add(Concat("concat", computed, out, inner))
+    builder.add(node)
     return whole(out)
+
+
+def _placed(operand: Operand | Scalar, axis: int, begin: int, spread: tuple[int, ...]) -> Operand | Scalar:
+    """``spread[axis + 1]`` elements from ``begin`` on along the axis, the same in each of ``spread[axis]`` sections."""
+    if isinstance(operand, Scalar):
+        return Scalar(operand.number, operand.dtype, spread)
+    view = operand.view
+    strides = (*view.strides[:axis], 0, *view.strides[axis:])
+    return Operand(operand.value, View(spread, strides, view.offset + begin * view.strides[axis]))
 
 
 def _library(builder: Builder, operands: Sequence[Operand | Scalar], axis: int, call: Call) -> Operand:

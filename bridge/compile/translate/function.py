@@ -28,7 +28,6 @@ from autodiff.ir import (
 )
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Graph, Operand, Scalar, Value, whole
-from bridge.compile.passes.dead_code import live_nodes
 from bridge.compile.schedule.products import ProductPolicy
 from bridge.compile.translate.builder import Builder
 from bridge.compile.translate.registry import TRANSLATIONS
@@ -55,7 +54,7 @@ def translate(func: Function, products: ProductPolicy) -> Graph:
         if var not in builder.env:
             _bind(builder, var, value)
     outputs = [_result(builder, builder.get(output), output) for output in results(func)]
-    return Graph(params, builder.constants, live_nodes(builder.nodes, outputs), outputs)
+    return Graph(params, builder.constants, builder.nodes, outputs)
 
 
 def _bind(builder: Builder, var: Var, value: Expr) -> None:

@@ -1,0 +1,72 @@
+"""Recomputation of cheap arithmetic where it is read: a view of its result → the same arithmetic on views of operands.
+
+The rest of the result is then perhaps never computed, or never stored. The values are the same, bit for bit: the same
+operator is applied to the same elements.
+
+*Cheap* means one operator, not a transcendental one, with at most one operand as large as the result: no more is read
+than the result itself.
+"""
+
+from __future__ import annotations
+
+from bridge.compile.codegen.pointwise import EXPENSIVE
+from bridge.compile.loop_ir import views
+from bridge.compile.loop_ir.graph import Concat, Node, Operand, Pointwise, Scalar, Value
+
+__all__ = ["Producers", "box_of_arithmetic", "permuted_arithmetic"]
+
+
+class Producers:
+    """Of each value seen so far, the point-wise node that computes it; a concatenation is none."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[Value, Pointwise] = {}
+
+    def add(self, node: Node) -> None:
+        """A node that later ones may read."""
+        if isinstance(node, Pointwise) and not isinstance(node, Concat):
+            self._nodes[node.out] = node
+
+    def cheap(self, value: Value) -> Pointwise | None:
+        """The cheap arithmetic that computes a value, or ``None``."""
+        node = self._nodes.get(value)
+        return node if node is not None and _is_cheap(node) else None
+
+
+def _is_cheap(node: Pointwise) -> bool:
+    large = [read for read in node.operands if isinstance(read, Operand) and 4 * read.value.numel > node.out.numel]
+    return node.op not in EXPENSIVE and len(large) <= 1
+
+
+def box_of_arithmetic(node: Pointwise, read: Operand) -> list[Operand | Scalar] | None:
+    """The operands from which ``node``'s operator computes a box of its result; ``None`` if the view cuts out no box.
+
+    Example: ``(x + b)[:, 2:4]`` → ``x[:, 2:4]`` and ``b[2:4]``.
+    """
+    corner = views.box(read.view, node.out.shape)
+    if corner is None:
+        return None
+    return [
+        Scalar(operand.number, operand.dtype, read.shape)
+        if isinstance(operand, Scalar)
+        else Operand(operand.value, views.cut_out(operand.view, corner, read.shape))
+        for operand in node.operands
+    ]
+
+
+def permuted_arithmetic(node: Pointwise, read: Operand) -> list[Operand | Scalar] | None:
+    """The operands from which ``node``'s operator computes a permutation of its result; ``None`` where no views
+    express them.
+
+    Example: the transpose of ``x + b`` → ``x`` transposed, ``b`` along the other dimension.
+    """
+    moved: list[Operand | Scalar] = []
+    for operand in node.operands:
+        if isinstance(operand, Scalar):
+            moved.append(Scalar(operand.number, operand.dtype, read.shape))
+            continue
+        view = views.compose(read.view, operand.view)
+        if view is None:
+            return None
+        moved.append(Operand(operand.value, view))
+    return moved

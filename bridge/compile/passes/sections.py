@@ -1,0 +1,72 @@
+"""Sections: operands of a concatenation that cheap arithmetic made → the arithmetic inside their section.
+
+The gates of an LSTM's gradient, the halves of a rotary embedding: each is computed where the concatenation puts it, and
+never stored by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from bridge.compile.loop_ir.graph import Concat, Graph, Node, Operand, Pointwise, Scalar, Value, whole
+from bridge.compile.loop_ir.views import View
+from bridge.compile.passes.cheap import Producers, box_of_arithmetic
+
+__all__ = ["recompute_sections"]
+
+_DEPTH = 4  # operators under an operand that are computed again
+
+
+def recompute_sections(graph: Graph) -> Graph:
+    """The graph with concatenations of what they are made of by up to four operators of cheap arithmetic each."""
+    producers, nodes = Producers(), []
+    for node in graph.nodes:
+        if isinstance(node, Concat):
+            sections = _Sections(node, producers)
+            computed = tuple(sections.computed(operand, _DEPTH) for operand in node.operands)
+            nodes += sections.nodes
+            node = replace(node, operands=computed)
+        nodes.append(node)
+        producers.add(node)
+    return replace(graph, nodes=nodes)
+
+
+class _Sections:
+    """The operands of one concatenation; they are constant along the axis of the sections."""
+
+    def __init__(self, concat: Concat, producers: Producers) -> None:
+        self.nodes: list[Node] = []
+        self._name = concat.out.name
+        self._producers = producers
+        self._spread = concat.operands[0].shape
+        self._axis = next(
+            axis
+            for axis, extent in enumerate(self._spread)
+            if extent == len(concat.operands) and math.prod(self._spread[axis + 1 :]) == concat.inner
+        )
+
+    def computed(self, operand: Operand | Scalar, depth: int) -> Operand | Scalar:
+        """The operand, or the result of what made it, computed for all sections alike."""
+        producer = self._producers.cheap(operand.value) if depth and isinstance(operand, Operand) else None
+        reads = None if producer is None else box_of_arithmetic(producer, self._one(operand))
+        if reads is None:
+            return operand
+        placed = tuple(self.computed(self._in_all(read), depth - 1) for read in reads)
+        out = Value(self._name, self._spread, operand.dtype)
+        self.nodes.append(Pointwise(producer.op, placed, out))
+        return whole(out)
+
+    def _one(self, operand: Operand) -> Operand:
+        """The operand in one section."""
+        view, axis = operand.view, self._axis
+        shape, strides = ((*each[:axis], *each[axis + 1 :]) for each in (view.shape, view.strides))
+        return Operand(operand.value, View(shape, strides, view.offset))
+
+    def _in_all(self, read: Operand | Scalar) -> Operand | Scalar:
+        """The same elements in every section."""
+        if isinstance(read, Scalar):
+            return Scalar(read.number, read.dtype, self._spread)
+        strides = read.view.strides
+        strides = (*strides[: self._axis], 0, *strides[self._axis :])
+        return Operand(read.value, View(self._spread, strides, read.view.offset))

@@ -1,0 +1,94 @@
+"""Legalization of views: operands that no one loop nest can read together → copies of them, which it can.
+
+Shape operations are views, and a kernel needs no division inside its rows only where the views of its operands cut the
+iteration space at extents that divide one another (:mod:`bridge.compile.schedule.space`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bridge.compile.loop_ir.graph import (
+    Concat,
+    Graph,
+    LibraryCall,
+    Node,
+    Operand,
+    Pointwise,
+    Reduction,
+    Scalar,
+    Value,
+    whole,
+)
+from bridge.compile.loop_ir.views import is_dense
+from bridge.compile.passes.cheap import Producers
+from bridge.compile.passes.permutations import arithmetic_of_copy
+from bridge.compile.schedule.space import share_loops
+
+__all__ = ["make_walkable"]
+
+
+def make_walkable(graph: Graph) -> Graph:
+    """The graph with every point-wise node and reduction reading views that share loops.
+
+    A concatenation is made of such views in the first place. A view with more axes than loops is copied by the library.
+    """
+    copier = _Copier()
+    for node in graph.nodes:
+        copier.add(node)
+    return replace(graph, nodes=copier.nodes)
+
+
+class _Copier:
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self._producers = Producers()
+        self._known: dict[tuple, Operand] = {}
+
+    def add(self, node: Node) -> None:
+        match node:
+            case Concat():
+                pass
+            case Pointwise() if not _is_walkable(node.operands, node.out.numel):
+                if node.op == "copy":
+                    node = LibraryCall("copy", node.operands, node.outs)
+                else:
+                    node = replace(node, operands=tuple(self._dense(read, node.out.name) for read in node.operands))
+            case Reduction() if not _is_walkable(node.operands, node.operand.view.numel, (node.reduced, node.inner)):
+                node = replace(node, operand=self._dense(node.operand, node.out.name))
+        self._append(node)
+
+    def _append(self, node: Node) -> None:
+        self.nodes.append(node)
+        self._producers.add(node)
+        if type(node) is Pointwise or (isinstance(node, LibraryCall) and node.name == "copy"):
+            self._known.setdefault(_key(node), whole(node.outs[0]))
+
+    def _dense(self, operand: Operand | Scalar, name: str) -> Operand | Scalar:
+        """The operand's elements in order, in a value of their own."""
+        if isinstance(operand, Scalar) or (is_dense(operand.view) and operand.view.numel == operand.value.numel):
+            return operand
+        copy: Node = Pointwise("copy", (operand,), Value(name, operand.shape, operand.dtype))
+        if not _is_walkable(copy.operands, copy.out.numel):
+            copy = LibraryCall("copy", copy.operands, copy.outs)
+        else:
+            copy = arithmetic_of_copy(copy, self._producers) or copy
+        if _key(copy) not in self._known:
+            self._append(copy)
+        return self._known[_key(copy)]
+
+
+def _is_walkable(operands: tuple[Operand | Scalar, ...], elements: int, inside: tuple[int, int] | None = None) -> bool:
+    views = [operand.view for operand in operands if isinstance(operand, Operand)]
+    return elements == 0 or share_loops(views, elements, inside)
+
+
+def _key(node: Pointwise | LibraryCall) -> tuple:
+    """Equal for nodes that compute the same; numbers by their text, for 0.0 equals -0.0."""
+    op = node.op if isinstance(node, Pointwise) else ("library", node.name)
+    return (
+        op,
+        node.outs[0].shape,
+        node.outs[0].dtype,
+        *((repr(read.number), read.dtype) if isinstance(read, Scalar) else read for read in node.operands),
+    )
