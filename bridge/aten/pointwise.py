@@ -282,10 +282,15 @@ def fmax(importer, node, x, y):
     return importer.emit(op.where(importer.emit(keep), x, y))
 
 
+@converts(aten.frac.default)
+def frac(importer, node, x):
+    return importer.emit(op.subtract(x, importer.emit(op.trunc(x))))
+
+
 @converts(aten.clamp.default)
 def clamp(importer, node, x, lower=None, upper=None):
     at_bound = clamp_at_bound() if is_float(x) else 1.0
-    if at_bound is None:
+    if at_bound is None or any(bound != bound for bound in (lower, upper)):  # nan is no bound in torch 2.11
         return whole(importer, node, x, lower, upper)
     (x,) = importer.operands(node, x)
     low, high = _bounds(dtype(x), lower, upper)

@@ -38,6 +38,8 @@ class Noise(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket.__name__ in SUMS:
             args = pytree.tree_map_only(Tensor, self._disturbed, args)
+        if func.overloadpacket is torch.ops.aten.bernoulli:
+            args = pytree.tree_map_only(Tensor, lambda p: p.clamp(max=1), args)
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags or any(r.alias_info for r in func._schema.returns):
             return result

@@ -3,8 +3,8 @@
 ``max + max / 2 - max`` is infinite from the left, finite from the right; a vectorized kernel adds every eighth element
 first, a blocked one blocks. The same holds for ``a + alpha * b``, one rounding in a vectorized kernel of eager's and
 two in a scalar one: ``max - 2 * max`` is ``-max`` or ``-inf``; and for BatchNorm, whose kernel for transposed inputs
-sums in float64, so that squares do not overflow, while the one for contiguous inputs does not. LayerNorm and GroupNorm
-of a row whose squares overflow are 0 or nan, by the length of the row.
+sums in float64, so that squares do not overflow, while the one for contiguous inputs does not. ``lerp`` is such a
+sum as well. LayerNorm and GroupNorm of a row whose squares overflow are 0 or nan, by the length of the row.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ SCALED = {aten.add.Tensor: 1, aten.sub.Tensor: 1, aten.add_.Tensor: 1, aten.sub_
 REDUCTIONS = frozenset((aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim))
 """Sums along some dimensions, or all of them."""
 NORMALIZATIONS = frozenset((aten.native_layer_norm.default, aten.native_group_norm.default))
+LERPS = frozenset((aten.lerp.Scalar, aten.lerp.Tensor))
 CONTRACTIONS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.bmm.default: (0, 1)}
 """Products of two matrices, at these places."""
 
@@ -50,7 +51,7 @@ class Reordered(TorchDispatchMode):
             left, right = CONTRACTIONS[func]
             order = self._order(args[left].shape[-1])
             args[left], args[right] = args[left][..., order], args[right][..., order, :]
-        result = func(*args, **kwargs)
+        result = _lerp(*args) if func in LERPS else func(*args, **kwargs)
         return _overflowed(*result) if func in NORMALIZATIONS else result
 
     def _shuffled(self, x: Tensor, dims: Any) -> Tensor:
@@ -63,6 +64,12 @@ class Reordered(TorchDispatchMode):
 
     def _order(self, count: int) -> Tensor:
         return torch.randperm(count, generator=self.generator)
+
+
+def _lerp(start: Tensor, end: Tensor, weight: Tensor | float) -> Tensor:
+    """Interpolation whose product is rounded before it is added."""
+    weight, distance = torch.as_tensor(weight, dtype=start.dtype), end - start
+    return torch.where(weight.abs() < 0.5, start + weight * distance, end - distance * (1 - weight))
 
 
 def _overflowed(normalized: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:

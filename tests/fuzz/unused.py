@@ -27,6 +27,8 @@ class Unraised(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except (IndexError, RuntimeError):
+            if _adds_nothing(func, args):
+                return args[0]
             result = func(*_zeroed(func, args), **pytree.tree_map_only(Tensor, torch.zeros_like, kwargs))
             tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
             if not tensors:
@@ -34,6 +36,13 @@ class Unraised(TorchDispatchMode):
             for tensor in tensors:
                 tensor.fill_(self.factor)
             return result
+
+
+def _adds_nothing(func: torch._ops.OpOverload, args: tuple) -> bool:
+    """Whether it adds zeros to its first argument: the gradient of a result that was overwritten."""
+    floats = [arg for arg in args[1:] if isinstance(arg, Tensor) and arg.is_floating_point()]
+    accumulates = "index_put" in func.overloadpacket.__name__ and args[-1] is True
+    return accumulates and bool(floats) and not any(value.any() for value in floats)
 
 
 def _zeroed(func: torch._ops.OpOverload, args: tuple) -> list[Any]:

@@ -181,6 +181,7 @@ PRESERVED = (
     aten.celu.default,
     aten.cosine_similarity.default,
     aten.exp2.default,
+    aten.frac.default,  # of -0.0, torch's formula makes -0.0
     aten.glu.default,
     aten.hardswish.default,
     aten.lerp.Scalar,

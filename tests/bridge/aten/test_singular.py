@@ -22,6 +22,7 @@ UNARY = {
     "celu": F.celu,
     "clamp": lambda x: x.clamp(-1, 2),
     "clamp_crossed": lambda x: x.clamp(2, -1),
+    "clamp_nan": lambda x: x.clamp(min=float("nan")),
     "clamp_max": lambda x: x.clamp(max=0.5),
     "clamp_min": lambda x: x.clamp(min=0.5),
     "cos": torch.cos,
