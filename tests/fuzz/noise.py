@@ -25,6 +25,10 @@ SUMS = frozenset(
 """Operators that add up: the order may differ, which is as if their operands were rounded (cancellation shows it)."""
 
 
+SIGNS = (torch.ops.aten.copysign, torch.ops.aten.signbit)
+"""Operators that read a sign: that of nan is any processor's and compiler's own choice, so it is turned round."""
+
+
 class Noise(TorchDispatchMode):
     """Multiplies every newly computed float by ``1 + e``, ``|e| <= ULPS * eps``; masks and draws are left alone.
 
@@ -40,6 +44,10 @@ class Noise(TorchDispatchMode):
             args = pytree.tree_map_only(Tensor, self._disturbed, args)
         if func.overloadpacket is torch.ops.aten.bernoulli:
             args = pytree.tree_map_only(Tensor, lambda p: p.clamp(max=1), args)
+        elif func.overloadpacket in SIGNS:
+            args = pytree.tree_map_only(
+                Tensor, lambda x: torch.where(x.isnan(), -x, x) if x.is_floating_point() else x, args
+            )
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags or any(r.alias_info for r in func._schema.returns):
             return result
