@@ -6,8 +6,8 @@ the largest running sum of one step. What is alive before the step (parameters, 
 for all and not in it; gradients are, because every step makes them anew. Not seen: scratch memory that a library takes
 past the allocator, the stack of our kernels. Resident pages (RSS) would show what the C library holds back as well.
 
-A compiled program keeps its *arena*, the memory of its intermediates, between calls, so a steady step does not allocate
-it. It is counted apart, and added for the total: arenas of distinct programs only, equal layers share theirs.
+The *arena*, the memory of a program's intermediates, is kept between calls, so a steady step does not allocate it. It
+is counted apart, and added for the total: programs that run in turn share it, so it is the largest of theirs.
 """
 
 from __future__ import annotations
@@ -66,10 +66,9 @@ def peak_of(step: Callable[[], object]) -> int:
 
 
 def arena_bytes(modules: Iterable[nn.Module]) -> int:
-    """Bytes of the arenas of all distinct programs behind dispatched modules; one thread uses one arena of each."""
+    """Bytes of the arena of one thread: the largest of the programs behind dispatched modules."""
     entries = [entry for module in modules for entry in stats(module).entries]
-    programs = {id(program): program for entry in entries for program in (entry.forward, entry.backward)}
-    return sum(program.arena_bytes for program in programs.values())
+    return max(program.arena_bytes for entry in entries for program in (entry.forward, entry.backward))
 
 
 def train(model: nn.Module, batches: list[dict], options: argparse.Namespace, partition: Any) -> Measured:

@@ -35,6 +35,7 @@ from bridge.compile.runtime.build import clear_kernels
 from bridge.compile.runtime.cache import WeakCache
 from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.link import assemble
+from bridge.compile.runtime.pool import ARENAS
 from bridge.compile.runtime.program import Program
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import translate
@@ -105,7 +106,8 @@ def _tell(program: Program) -> None:
 
 
 def clear_cache() -> None:
-    """Forget all programs and kernels compiled in this process."""
+    """Forget all programs and kernels compiled in this process, and give back memory that no run is using."""
     with _LOCK:
         _PROGRAMS.clear()
     clear_kernels()
+    ARENAS.clear()

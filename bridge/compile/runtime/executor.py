@@ -1,9 +1,10 @@
 """Executor: a program bound to callables: ``executor(inputs) -> results``.
 
-A run works on *registers*: a list with a slot for every tensor that the instructions touch. Slots of intermediates and
-constants are filled once, when the registers are made, with tensors in an arena of their own; slots of inputs, results
-and views of those are filled during a call and emptied after it. Registers wait in a free-list between calls, so
-concurrent and re-entrant calls never share them.
+A run works on *registers*: a list with a slot for every tensor that the instructions touch. A run takes a block of the
+process's arena pool (:mod:`bridge.compile.runtime.pool`) and finds, or makes once, its registers there: slots of
+intermediates are filled with tensors in that block, those of constants with the constants. Slots of inputs, results and
+views of those are filled during a call and emptied after it. Who has the block has the registers that are bound to it,
+so concurrent and re-entrant calls never share them. Results are never in the block.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.bind import bind, last_uses
 from bridge.compile.runtime.instructions import Instruction
 from bridge.compile.runtime.layout import Layout
+from bridge.compile.runtime.pool import ARENAS, Block
 
 __all__ = ["Executor"]
 
@@ -62,23 +64,23 @@ class Executor:
         ]
         self._passed_on = [(i, slot) for i, slot in enumerate(layout.results) if slot < len(layout.params)]
         self._fitting: list[Checks] = []  # inputs that look like these fit, and are dense
-        self._idle: list[tuple[list, list]] = []
+        self._arena_bytes = layout.arena_bytes
+        self._key = ARENAS.enroll(self, self._arena_bytes)
 
     def __call__(self, inputs: Sequence[torch.Tensor], *, consume: bool = False) -> list[torch.Tensor]:
         """See :meth:`bridge.compile.runtime.program.Program.__call__`."""
+        block = ARENAS.take(self._arena_bytes)
         try:
-            registers, between_calls = self._idle.pop()
-        except IndexError:
-            registers = self._new_registers()
-            between_calls = registers.copy()
-        try:
-            if not torch.is_grad_enabled():
-                return self._run(registers, inputs, consume)
-            with torch.no_grad():
-                return self._run(registers, inputs, consume)
+            registers, between_calls = block.bound.get(self._key) or self._bound_to(block)
+            try:
+                if not torch.is_grad_enabled():
+                    return self._run(registers, inputs, consume)
+                with torch.no_grad():
+                    return self._run(registers, inputs, consume)
+            finally:
+                registers[:] = between_calls
         finally:
-            registers[:] = between_calls
-            self._idle.append((registers, between_calls))
+            ARENAS.give(block)
 
     def _run(self, registers: list, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
         torch.get_num_threads()  # a new thread's OpenMP setting becomes torch's when torch is first asked in it
@@ -131,11 +133,13 @@ class Executor:
                 )
 
     @torch.inference_mode(False)  # its tensors serve calls of any mode
-    def _new_registers(self) -> list:
+    def _bound_to(self, block: Block) -> tuple[list, list]:
+        """The registers of runs in a block, and what is in them between runs."""
         registers: list = [None] * self._layout.size
-        self._layout.fill(registers)
+        self._layout.fill(registers, block.memory)
         for slot, tensor in self._constants:
             registers[slot] = tensor
         for make_view in self._static_views:
             make_view(registers)
-        return registers
+        block.bound[self._key] = bound = registers, registers.copy()
+        return bound

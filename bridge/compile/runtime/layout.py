@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from autodiff.ir import itemsize
-from bridge.compile.runtime.arena import ALIGNMENT
 from bridge.compile.runtime.instructions import View
 
 __all__ = ["Layout", "Register"]
@@ -65,14 +64,11 @@ class Layout:
         """Slots of the arena and of views that stay filled between calls; those of constants also do."""
         return {*(register.slot for register in self.arena), *(view.writes[0] for view in self.views)}
 
-    def fill(self, registers: list) -> None:
-        """Puts tensors of a new arena into their slots."""
-        block = torch.empty(self.arena_bytes + ALIGNMENT, dtype=torch.uint8)
-        shift = -block.data_ptr() % ALIGNMENT
+    def fill(self, registers: list, memory: torch.Tensor) -> None:
+        """Puts the tensors of the arena, which is to lie in ``memory``, aligned uint8, into their slots."""
         for placed in self.arena:
-            begin = shift + placed.offset
             if placed.numel == 0:
                 registers[placed.slot] = torch.empty(placed.shape, dtype=placed.torch_dtype)
             else:
-                raw = block[begin : begin + placed.nbytes]
+                raw = memory[placed.offset : placed.offset + placed.nbytes]
                 registers[placed.slot] = raw.view(placed.torch_dtype).view(placed.shape)

@@ -1,0 +1,158 @@
+"""Arena pool: one block for runs in turn, one for each of those together, none when nobody needs it."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+
+import pytest
+import torch
+from tvm.relax import op as R
+
+from bridge.compile import Program
+from bridge.compile.runtime import pool as pools
+from bridge.compile.runtime.pool import ARENAS, ArenaPool
+from tests.bridge.compile_helpers import program
+
+
+class User:
+    pass
+
+
+def enrolled(pool: ArenaPool, *sizes: int) -> list[User]:
+    users = [User() for _ in sizes]
+    for user, size in zip(users, sizes, strict=True):
+        pool.enroll(user, size)
+    return users
+
+
+def softmax_of_products(rows: int, columns: int = 32) -> Program:
+    """Intermediates of some kilobytes for a few rows."""
+    params = [((rows, columns), "float32"), ((columns, columns), "float32")]
+
+    def body(emit, x, w):
+        y = emit(R.nn.softmax(emit(R.matmul(emit(R.matmul(x, w)), w))))
+        return [emit(R.matmul(y, w)), emit(R.sum(y, axis=0))]
+
+    return program(params, body)
+
+
+def inputs(rows: int, columns: int = 32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return [torch.randn(rows, columns, generator=generator), torch.randn(columns, columns, generator=generator)]
+
+
+@pytest.mark.parametrize("sizes", [(10, 20, 30), (30, 20, 10), (10, 30, 20, 30, 10)])
+def test_runs_in_turn_share_the_largest_block(sizes):
+    pool = ArenaPool()
+    _users = enrolled(pool, *sizes)
+    for size in sizes:
+        block = pool.take(size)
+        assert block.size >= size and len(block.memory) == block.size and not block.memory.data_ptr() % 64
+        pool.give(block)
+        del block
+    assert pool.held_bytes == pool.free_bytes == max(sizes)
+
+
+@pytest.mark.parametrize("sizes", itertools.permutations((10, 20, 30)))
+def test_runs_under_way_together_have_blocks_of_their_own(sizes):
+    pool = ArenaPool()
+    _users = enrolled(pool, *sizes)
+    for _ in range(2):
+        blocks = [pool.take(size) for size in sizes]
+        assert len(set(map(id, blocks))) == len(sizes)
+        assert pool.free_bytes == 0
+        for block in blocks:
+            pool.give(block)
+    del block, blocks
+    assert pool.held_bytes == sum(sizes)
+
+
+def test_blocks_that_stay_free_are_let_go(monkeypatch):
+    monkeypatch.setattr(pools, "_USES", 8)
+    pool = ArenaPool()
+    _users = enrolled(pool, 10, 20, 30)
+    for block in [pool.take(size) for size in (10, 20, 30)]:
+        pool.give(block)
+    for _ in range(8):  # two at a time: one is left over
+        pair = [pool.take(30), pool.take(20)]
+        for block in pair:
+            pool.give(block)
+    del block, pair
+    assert pool.held_bytes == 50
+    for _ in range(16):
+        pool.give(pool.take(30))
+    assert pool.held_bytes == 30
+
+
+def test_memory_goes_with_its_users():
+    pool = ArenaPool()
+    small, large = enrolled(pool, 10, 30)
+    pool.give(pool.take(30))
+    del large
+    assert pool.held_bytes == 0, "nobody needs as much"
+    block = pool.take(10)
+    block.bound[pool.enroll(small, 10)] = "kept"
+    del small
+    assert not block.bound
+    pool.give(block)
+    pool.clear()
+    del block
+    assert pool.held_bytes == 0
+
+
+def test_eight_programs_keep_the_arena_of_the_largest():
+    gc.collect()
+    ARENAS.clear()
+    held = ARENAS.held_bytes
+    programs = {rows: softmax_of_products(rows) for rows in (3, 40, 7, 64, 12, 31, 5, 9)}
+    serial = {rows: compiled(inputs(rows)) for rows, compiled in programs.items()}
+    for rows, compiled in programs.items():
+        assert all(map(torch.equal, compiled(inputs(rows)), serial[rows])), "results are nobody else's"
+    sizes = [compiled.arena_bytes for compiled in programs.values()]
+    assert ARENAS.held_bytes - held == max(sizes)
+    del programs, compiled
+    assert ARENAS.held_bytes == held, "without the garbage collector"
+
+
+def test_a_program_that_runs_inside_itself(monkeypatch):
+    compiled = softmax_of_products(8)
+    expected, given = compiled(inputs(8)), inputs(8)
+    executor = compiled.executor
+    inner: list[list[torch.Tensor]] = []
+
+    def between(registers):
+        if len(inner) < 3:
+            inner.append([])
+            inner[-1] = compiled(given)
+
+    woven = tuple(itertools.chain.from_iterable(((between, ()), action) for action in executor.actions))
+    monkeypatch.setattr(executor, "actions", woven)
+    outer = compiled(given)
+    assert len(inner) == 3
+    for results in (*inner, outer):
+        assert all(map(torch.equal, results, expected))
+
+
+def test_threads_compute_what_one_does_alone():
+    sizes = (5, 64, 17, 33)
+    programs = {rows: softmax_of_products(rows) for rows in sizes}
+    expected = {rows: compiled(inputs(rows)) for rows, compiled in programs.items()}
+    wrong: list[int] = []
+    gate = threading.Barrier(4)
+
+    def work(first: int) -> None:
+        gate.wait()
+        for index in range(first, first + 200):
+            rows = sizes[index % len(sizes)]
+            if not all(map(torch.equal, programs[rows](inputs(rows)), expected[rows])):
+                wrong.append(rows)
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert ARENAS.held_bytes == ARENAS.free_bytes
