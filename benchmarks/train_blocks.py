@@ -29,7 +29,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from benchmarks.results import Results, Row, machine, versions
 from benchmarks.tables import FORMS, header, line
 from bridge import add_tvm_dispatch, stats
-from bridge.compile import clear_cache
+from bridge.compile import clear_cache, clear_choices
 
 WARM_UP = 3
 
@@ -150,6 +150,7 @@ def measure(name: str, rounds: int, with_compile: bool) -> Row:
     eager = make().train()
     x, grad = torch.randn(shape, requires_grad=True), torch.randn(shape)
     clear_cache()
+    clear_choices()
     dispatched = copy.deepcopy(eager)
     started = time.perf_counter()
     add_tvm_dispatch(dispatched, x)

@@ -119,6 +119,8 @@ class _Aten:
 
 
 aten = _Aten()
+linear_pointwise: Any = _find("torch.ops.mkldnn._linear_pointwise", None)
+"""oneDNN's linear layer ``(x, weight, bias, "none", [], "")``, or ``None`` in a build without oneDNN."""
 
 
 def implements_composite(op: Any) -> bool:

@@ -6,6 +6,7 @@ from bridge.compile.cpu.mt19937 import PER_BLOCK
 from bridge.compile.cpu.mt19937_draw import ENGINE_BYTES, bernoulli_function
 from bridge.compile.cpu.mt19937_jump import DEGREE
 from bridge.compile.cpu.mt19937_lock import hold_function
+from bridge.compile.cpu.products import clear_choices
 from bridge.compile.options import CompileOptions
 from bridge.compile.pipeline import clear_cache, compile_function
 from bridge.compile.runtime.contents import Operation
@@ -29,6 +30,7 @@ __all__ = [
     "backend_for",
     "bernoulli_function",
     "clear_cache",
+    "clear_choices",
     "compile_function",
     "hold_function",
     "host_backend",

@@ -47,10 +47,9 @@ class Backend(ABC):
     def threads(self) -> int:
         """How many threads a kernel would run on if it were launched now."""
 
-    @property
     @abstractmethod
-    def products(self) -> ProductPolicy:
-        """Choices for matrix products."""
+    def products(self, threads: int, deterministic: bool) -> ProductPolicy:
+        """Choices for matrix products on a number of threads; ``deterministic``: the same in every process."""
 
     @abstractmethod
     def kernel(self, plan: RowPlan | Reduction) -> Kernel:

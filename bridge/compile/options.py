@@ -36,6 +36,7 @@ class CompileOptions:
         threads: of a kernel at most; the program runs on as many as there are when it is called, but its choices are
             made for this number.
         versions: see :attr:`key`.
+        deterministic: whether torch's deterministic algorithms are asked for: a backend then measures nothing.
         sums_in_place: whether the order of additions may depend on what else is computed, see
             :mod:`bridge.compile.passes.accumulate`.
     """
@@ -44,14 +45,16 @@ class CompileOptions:
     threads: int
     versions: tuple[tuple[str, str], ...]
     sums_in_place: bool = False
+    deterministic: bool = False
 
     @classmethod
     def current(cls, backend: Backend) -> CompileOptions:
         """For this process as it is set up now."""
-        return cls(backend, backend.threads(), _versions())
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return cls(backend, backend.threads(), _versions(), deterministic=deterministic)
 
     @property
     def key(self) -> tuple:
         """Everything a program depends on beside its function, as plain data: backend, threads, versions of torch, TVM
         and our own sources."""
-        return self.backend.key, self.threads, self.versions, self.sums_in_place
+        return self.backend.key, self.threads, self.versions, self.sums_in_place, self.deterministic

@@ -75,7 +75,7 @@ def compile_function(func: Function, *, name: str, options: CompileOptions | Non
             return program
     raise_deferred()
     started = time.perf_counter()
-    graph = optimize(translate(func, options.backend.products))
+    graph = optimize(translate(func, options.backend.products(options.threads, options.deterministic)))
     if options.sums_in_place:
         graph = accumulate(graph)
     timings = {"translate": time.perf_counter() - started}

@@ -1,7 +1,8 @@
 """torch's kernels as named functions with attributes: what compiled programs call, and reference interpreters run.
 
 :data:`FUNCTIONS` holds ``library.<name>`` (see :mod:`autodiff.library`) by name, which return tensors of their own;
-:data:`OUT_KERNELS` the kernels that write into given tensors (:mod:`bridge.library.outputs`). No name is in both.
+:data:`OUT_KERNELS` the kernels that write into given tensors (:mod:`bridge.library.outputs`,
+:mod:`bridge.library.products`). No name is in both.
 """
 
 # Importing these registers their functions and kernels.
@@ -14,6 +15,7 @@ from bridge.library import (  # noqa: F401
     operators,
     outputs,
     pooling,
+    products,
     recurrent,
     resize,
     sorting,

@@ -80,15 +80,3 @@ def _scatter_add(outs: Tensors, args: Tensors, axis: int) -> None:
 def _take(outs: Tensors, args: Tensors, axis: int) -> None:
     """``args = (x, index)``, index 1-D, int32 or int64. ``IndexError`` from torch for one outside of the tensor."""
     torch.index_select(args[0], axis, args[1], out=outs[0])
-
-
-@out_kernel("mm")
-def _mm(outs: Tensors, args: Tensors) -> None:
-    """A product of matrices."""
-    torch.mm(args[0], args[1], out=outs[0])
-
-
-@out_kernel("bmm")
-def _bmm(outs: Tensors, args: Tensors) -> None:
-    """A product of two equally long batches of matrices."""
-    torch.bmm(args[0], args[1], out=outs[0])

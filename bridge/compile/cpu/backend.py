@@ -16,31 +16,20 @@ from bridge.compile.codegen.kernel import Kernel
 from bridge.compile.cpu.build import build_library, kernel_source
 from bridge.compile.cpu.columns import generate_column_reduction
 from bridge.compile.cpu.gemm import gemm_function
-from bridge.compile.cpu.gemm_buffers import ROWS, WIDEST_BLOCK, columns
 from bridge.compile.cpu.loops import generate
+from bridge.compile.cpu.product_ways import Multiply
+from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.loop_ir.graph import Reduction
 from bridge.compile.runtime.build import build_kernels
 from bridge.compile.schedule.row_plan import RowPlan
 
-__all__ = ["CpuBackend", "CpuProducts", "host_backend"]
+__all__ = ["CpuBackend", "host_backend"]
 
 #: LLVM unrolls a loop completely if less than this many instructions come out, then the loop around it likewise. With
 #: its own limit, 300, a short column sum (6 chunks of rows of 48 vectors) grows to 14,000 instructions, half a second
 #: of compilation, and is no faster. At 270 nearly every other kernel's machine code is what it is at 300; at 220 a
 #: softmax over 128 columns, which gains from unrolling, is a tenth slower.
 _UNROLLED_INSTRUCTIONS = 270
-
-_SMALL = 2**15
-"""Multiplications below which a product is torch's: little to gain, and the first of ours costs a compilation."""
-
-_WASTE = 2
-"""How many times its own elements a product may compute, padded to whole register tiles, before torch's is better."""
-
-_TALLEST_BLOCK = 96 * ROWS
-"""Rows of one task at most: each task packs its part of ``b``, which is worth the more, the more rows read it."""
-
-_GENERATED_CPUS = ("znver4", "znver5")
-"""LLVM's names of processors with AVX-512 on which MKL does not use it."""
 
 
 @functools.cache
@@ -77,9 +66,12 @@ class CpuBackend(Backend):
     def threads(self) -> int:
         return torch.get_num_threads()
 
-    @property
-    def products(self) -> CpuProducts:
-        return CpuProducts()
+    def products(self, threads: int, deterministic: bool) -> CpuProducts:
+        return CpuProducts(self.target, self._multiply, threads, deterministic)
+
+    def _multiply(self, element_type: str) -> Multiply:
+        (built,) = self.build([(f"product_{element_type}", gemm_function(element_type))])
+        return built.function
 
     def kernel(self, plan: RowPlan | Reduction) -> Kernel:
         return generate_column_reduction(plan) if isinstance(plan, Reduction) else generate(plan)
@@ -92,33 +84,3 @@ class CpuBackend(Backend):
 
     def source(self, function: PrimFunc, name: str, form: str) -> str:
         return kernel_source(function, name, self.target, form)
-
-
-class CpuProducts:
-    """Matrix products on this processor; a :class:`~bridge.compile.schedule.products.ProductPolicy`.
-
-    torch multiplies float32 and float64 with Intel's MKL, which leaves processors of other makers with code for
-    narrower vectors: on an AVX-512 EPYC generated code is twice as fast.
-    """
-
-    def generated(self, element_type: str, m: int, n: int, k: int) -> bool:
-        """Whether a product of ``[m, k]`` and ``[k, n]`` matrices is generated code."""
-        if element_type not in ("float32", "float64") or m * n * k < _SMALL or host_cpu() not in _GENERATED_CPUS:
-            return False
-        width = columns(element_type)
-        return -(-n // width) * width * -(-m // 4) * 4 <= _WASTE * m * n
-
-    def block(self, element_type: str, batch: int, m: int, n: int) -> tuple[int, int]:
-        """Rows and columns of one task: tall blocks, because each packs its part of ``b``; enough for every thread."""
-        panel = columns(element_type)
-        parts = -(-m // _TALLEST_BLOCK)
-        rows = -(-m // (parts * ROWS)) * ROWS
-        wanted = 2 * torch.get_num_threads()
-        panels = min(WIDEST_BLOCK, -(-n // panel))
-        while panels > 1 and batch * -(-m // rows) * -(-n // (panels * panel)) < wanted:
-            panels -= 1
-        return rows, panels * panel
-
-    def function(self, element_type: str) -> PrimFunc:
-        """The kernel of :mod:`bridge.compile.cpu.gemm`."""
-        return gemm_function(element_type)

@@ -2,21 +2,67 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from tvm.tirx import PrimFunc
 
-__all__ = ["ProductPolicy"]
+__all__ = ["GENERATED", "LayoutClass", "ProductPolicy", "ProductShape"]
+
+GENERATED = "generated"
+"""First word of the ways that are generated code; every other way is a kernel of :data:`bridge.library.OUT_KERNELS`."""
+
+
+@dataclass(frozen=True)
+class LayoutClass:
+    """How an operand lies in memory.
+
+    Attributes:
+        unit: the dimension whose neighbours are neighbours in memory: ``"row"`` (along a row), ``"column"``, or
+            ``"none"``.
+        copied: whether a library's kernel needs a dense copy of it first.
+    """
+
+    unit: str = "row"
+    copied: bool = False
+
+    def __str__(self) -> str:
+        return f"copied {self.unit}" if self.copied else self.unit
+
+
+@dataclass(frozen=True)
+class ProductShape:
+    """``batch`` products of ``[m, k]`` and ``[k, n]`` matrices of one element type."""
+
+    element_type: str
+    batch: int
+    m: int
+    n: int
+    k: int
+    a: LayoutClass = LayoutClass()
+    b: LayoutClass = LayoutClass()
+
+    @property
+    def multiplications(self) -> int:
+        return self.batch * self.m * self.n * self.k
+
+    def __str__(self) -> str:
+        batch = f"{self.batch} x " if self.batch > 1 else ""
+        return f"{self.element_type} {batch}{self.m} x {self.k} x {self.n} ({self.a}, {self.b})"
 
 
 class ProductPolicy(Protocol):
-    """A backend's choices for ``[m, k] @ [k, n]`` products of one element type."""
+    """A backend's choices for matrix products.
 
-    def generated(self, element_type: str, m: int, n: int, k: int) -> bool:
-        """Whether generated code computes it; torch's library does otherwise."""
+    The way of a product decides its bits. So it depends on the product's shape and on nothing else, for as long as the
+    process lives: a value that a backward computes again has the forward's bits.
+    """
 
-    def block(self, element_type: str, batch: int, m: int, n: int) -> tuple[int, int]:
-        """Rows and columns of the result that one task computes."""
+    def choose(self, product: ProductShape) -> str:
+        """The way to compute a product: the name of a library kernel, or :data:`GENERATED` and a blocking."""
+
+    def block(self, way: str, product: ProductShape) -> tuple[int, int]:
+        """Rows and columns of the result that one task of a generated way computes; changes no bit."""
 
     def function(self, element_type: str) -> PrimFunc:
         """The kernel, which reads extents, strides and block from :data:`bridge.compile.loop_ir.product.FIELDS`."""

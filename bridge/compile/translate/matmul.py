@@ -1,4 +1,4 @@
-"""Matrix products: ``relax.matmul`` → generated code where the backend's policy says so, torch's ``mm`` elsewhere.
+"""Matrix products: ``relax.matmul`` → the way that the backend's policy chooses: generated code or a library kernel.
 
 Generated code reads operands through any strides, so heads of an attention are never copied into place, and writes its
 result in the order in which it is read next. The policy is a
@@ -17,11 +17,12 @@ from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Operand, Product, whole
 from bridge.compile.loop_ir.product import Geometry
 from bridge.compile.passes.layout import order_of_readers
+from bridge.compile.schedule.products import GENERATED, LayoutClass, ProductShape
 from bridge.compile.translate.builder import Builder
 from bridge.compile.translate.libcalls import emit, tensor
 from bridge.compile.translate.registry import register
 
-__all__: list[str] = []
+__all__ = ["product_shape"]
 
 
 @register("relax.matmul")
@@ -37,28 +38,55 @@ def _matmul(builder: Builder, call: Call) -> Operand:
     if len(b.shape) == 1:
         b = builder.reshape(b, (*b.shape, 1))
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     readers = builder.readers.get(builder.variable, ())
     order = order_of_readers(readers, len(extents)) if len(batch) + 2 == len(extents) else None
-    if order is None and math.prod(b.shape[:-2]) == 1:
-        # Every row of every batch meets the same matrix: one product, if the rows lie so that they are one dimension.
-        rows = views.reshape(a.view, (math.prod(a.shape[:-1]), k))
-        if rows is not None:
-            a, b, batch, m = Operand(a.value, rows), builder.reshape(b, (k, n)), (), rows.shape[0]
-    product = None
-    if min(m, k, n, *batch) > 0 and builder.products.generated(result, m, n, k):
-        product = _generated(builder, a, b, batch, order)
-    return builder.reshape(product or _library(builder, a, b, batch), extents)
+    # Where every row of every batch meets the same matrix: one product, if the rows lie so that they are one dimension.
+    # What is asked of the policy does not depend on the order, for that depends on the readers.
+    rows = views.reshape(a.view, (math.prod(a.shape[:-1]), a.shape[-1])) if math.prod(b.shape[:-2]) == 1 else None
+    product = product_shape(result, a.view, b.view, batch, rows)
+    way = builder.products.choose(product) if product.multiplications else "mm"
+    if rows is not None and (order is None or not way.startswith(GENERATED)):
+        a, b, batch, order = Operand(a.value, rows), builder.reshape(b, b.shape[-2:]), (), None
+    made = _generated(builder, way, a, b, batch, order) if way.startswith(GENERATED) else None
+    return builder.reshape(made or _library(builder, way, a, b, batch), extents)
 
 
-def _library(builder: Builder, a: Operand, b: Operand, batch: Sequence[int]) -> Operand:
-    """2-D products by ``torch.mm``, batches by ``torch.bmm``."""
+def product_shape(
+    element_type: str, a: views.View, b: views.View, batch: Sequence[int], rows: views.View | None
+) -> ProductShape:
+    """What decides how a product is computed.
+
+    Args:
+        batch: extents that both operands' batches broadcast to.
+        rows: all rows of ``a`` as one dimension, where every one meets the same ``b`` and that needs no copy.
+    """
+    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    count = math.prod(batch)
+    if math.prod(b.shape[:-2]) == 1:
+        a_layout = _layout(a if rows is None else rows, rows is None)
+        return ProductShape(element_type, 1, count * m, n, k, a_layout, _layout(b, False))
+    layouts = []
+    for view in (a, b):
+        flat = views.reshape(views.expand(view, (*batch, *view.shape[-2:])), (count, *view.shape[-2:]))
+        layouts.append(_layout(view, flat is None))
+    return ProductShape(element_type, count, m, n, k, *layouts)
+
+
+def _layout(view: views.View, is_copied: bool) -> LayoutClass:
+    """The class of a matrix or a batch of them; a dimension of extent 1 has no stride to speak of."""
+    strides = [1 if extent == 1 else stride for extent, stride in zip(view.shape[-2:], view.strides[-2:], strict=True)]
+    unit = "row" if strides[1] == 1 else "column" if strides[0] == 1 else "none"
+    return LayoutClass(unit, is_copied)
+
+
+def _library(builder: Builder, way: str, a: Operand, b: Operand, batch: Sequence[int]) -> Operand:
+    """2-D products by the kernel that ``way`` names, by ``torch.mm`` if it names none; batches by ``torch.bmm``."""
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     if math.prod(b.shape[:-2]) == 1:
         rows = math.prod(batch) * m
         a, b = builder.reshape(a, (rows, k)), builder.reshape(b, (k, n))
         out = builder.fresh((rows, n), a.dtype)
-        emit(builder, "mm", [a, b], [out])
+        emit(builder, "mm" if way.startswith(GENERATED) else way, [a, b], [out])
         return whole(out)
     count = math.prod(batch)
     a = builder.reshape(builder.expand(a, (*batch, m, k)), (count, m, k))
@@ -69,7 +97,7 @@ def _library(builder: Builder, a: Operand, b: Operand, batch: Sequence[int]) -> 
 
 
 def _generated(
-    builder: Builder, a: Operand, b: Operand, batch: Sequence[int], order: Sequence[int] | None
+    builder: Builder, way: str, a: Operand, b: Operand, batch: Sequence[int], order: Sequence[int] | None
 ) -> Operand | None:
     """``a @ b``, stored in ``order``; ``None`` where the batch has more dimensions than the kernel."""
     rank = len(batch) + 2
@@ -84,11 +112,12 @@ def _generated(
     if geometry is None:
         return None
     if 1 not in geometry.c[2:]:
-        return _generated(builder, a, b, batch, None)
+        return _generated(builder, way, a, b, batch, None)
     if geometry.c[3] != 1:  # the product of the transposes writes the transposed result
         a, b, geometry = b, a, geometry.transposed()
-    outer, inner, m, n, _ = geometry.extents
-    descriptor = geometry.descriptor(builder.products.block(a.dtype, outer * inner, m, n))
+    outer, inner, m, n, k = geometry.extents
+    product = ProductShape(a.dtype, outer * inner, m, n, k)
+    descriptor = geometry.descriptor(builder.products.block(way, product))
     offsets = (geometry.a_offset, geometry.b_offset)
     builder.add(Product((a, b), out, descriptor, offsets, builder.products.function(a.dtype)))
     return Operand(out, result)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bridge.compile.cpu.backend import CpuProducts, host_backend
+from bridge.compile import host_backend
 from bridge.compile.loop_ir.graph import Graph, Operand, Reduction
 from bridge.compile.pipeline import optimize
 from bridge.compile.runtime.link import assemble
@@ -25,7 +25,7 @@ def random_graph(seed: int, length: int, dtype: str = "float32") -> tuple[Graph,
     wanted = sorted({count - 1, *random.Random(seed).sample(range(len(inputs), count), 3)})
     function = build(inputs, program, dtype, wanted)
     tensors = [tensor.to(getattr(torch, dtype)) for tensor in sample(inputs, torch.float32, seed)]
-    return optimize(translate(function, CpuProducts())), tensors
+    return optimize(translate(function, host_backend().products(1, False))), tensors
 
 
 def assert_legal(graph: Graph, groups: list[Group]) -> None:

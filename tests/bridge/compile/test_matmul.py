@@ -12,7 +12,8 @@ from tvm.relax import op as R
 
 from bridge import add_tvm_dispatch, stats
 from bridge.compile import Launch, View, compile_function
-from bridge.compile.cpu.backend import CpuProducts
+from bridge.compile.cpu.products import CpuProducts
+from bridge.compile.schedule.products import GENERATED
 from tests.bridge.compare import check_module
 from tests.bridge.compile_helpers import current_options, function, program
 
@@ -23,7 +24,7 @@ LAYOUTS = list(itertools.product((False, True), repeat=2))
 @pytest.fixture(autouse=True)
 def generated_everywhere(monkeypatch):
     """Every product of these tests is generated code, whatever the processor and the size."""
-    monkeypatch.setattr(CpuProducts, "generated", lambda policy, dtype, *_: dtype in ("float32", "float64"))
+    monkeypatch.setattr(CpuProducts, "choose", lambda policy, product: GENERATED)
 
 
 def operand(shape, transposed, dtype):

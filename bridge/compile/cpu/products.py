@@ -1,0 +1,200 @@
+"""Product policy of the CPU: the class of a product's shape → the way that was measured to be fastest on this machine.
+
+A class stands for all products whose extents round to the same steps, a quarter of an octave wide; large products are
+represented by smaller ones of the same proportions. Each class is measured once per process, some milliseconds, under a
+lock, and its choice stays: equal products are computed alike, in the bit, by every program of the process. Between
+processes the choice may differ where two ways are about as fast, and with it the rounding of sums. Where torch's
+deterministic algorithms are asked for, nothing is measured: products are torch's, as in eager.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import tvm
+from tvm.target import Target
+from tvm.tirx import PrimFunc
+
+from bridge.base.interrupts import held
+from bridge.base.log import channel
+from bridge.compile.cpu.attainable import attainable_rate
+from bridge.compile.cpu.gemm import gemm_function
+from bridge.compile.cpu.gemm_buffers import ROWS, WIDEST_BLOCK, columns
+from bridge.compile.cpu.measure import in_a_plain_thread, seconds_of
+from bridge.compile.cpu.product_ways import Multiply, Trial, library_ways
+from bridge.compile.schedule.products import GENERATED, ProductShape
+
+__all__ = ["CpuProducts", "Measure", "clear_choices", "measured", "shape_class"]
+
+_LOG = channel("compile")
+
+_SMALL = 2**15
+"""Multiplications below which a product is torch's: little to gain, and the first of ours costs a compilation."""
+
+_WASTE = 2
+"""How many times its own elements a product may compute, padded to whole register tiles, before torch's is better."""
+
+_REPRESENTED = 2**26
+"""Multiplications per thread of the largest product that is measured; larger ones are represented by it."""
+
+_MOST_CLASSES = 512
+"""Classes that one process measures; products of further ones are torch's."""
+
+_WORTH = 0.95
+"""What a way may take, of the time of torch's own product, to be chosen instead of it."""
+
+_NEAR_THE_LIMIT = 0.6
+"""Part of the processor's attainable rate from which on torch's own product is not bettered by code of ours, which
+costs a compilation of half a second."""
+
+_RELATIVE_RATE = {"float32": 1.0, "float64": 0.5}
+"""Attainable rate of the element types that are generated, of float32's."""
+
+_TALLEST = {GENERATED: 96 * ROWS, f"{GENERATED} short": 8 * ROWS}
+"""Rows of one task at most, by way. Each task packs its part of ``b``, which is worth the more, the more rows read it;
+shorter ones are of more even lengths."""
+
+Measure = Callable[[ProductShape, Sequence[str]], Mapping[str, float]]
+"""``(product, ways)`` → seconds of each way that can compute it."""
+
+_CHOSEN: dict[tuple, str] = {}
+_LOCK = threading.Lock()
+
+
+def clear_choices() -> None:
+    """Forget every choice made in this process."""
+    with _LOCK:
+        _CHOSEN.clear()
+
+
+@dataclass(frozen=True)
+class CpuProducts:
+    """Matrix products on this processor; a :class:`~bridge.compile.schedule.products.ProductPolicy`.
+
+    Attributes:
+        target: what generated code is built for.
+        multiply: builds the kernel of an element type, for measuring.
+        threads: that products will run on.
+        deterministic: nothing is measured, products are torch's.
+        measure: takes the place of measuring, for tests.
+    """
+
+    target: Target
+    multiply: Callable[[str], Multiply]
+    threads: int
+    deterministic: bool = False
+    measure: Measure | None = None
+
+    def choose(self, product: ProductShape) -> str:
+        """The fastest way for the product's class, measured when the class is first met."""
+        usual = "mm" if product.batch == 1 else "bmm"
+        if product.multiplications < _SMALL or not getattr(torch, product.element_type).is_floating_point:
+            return usual
+        if self.deterministic:
+            return usual
+        product = shape_class(product, self.threads)
+        key = (str(self.target), self.threads, self.measure, product)
+        with held(_LOCK):
+            if key not in _CHOSEN:
+                _CHOSEN[key] = self._fastest(product, usual) if len(_CHOSEN) < _MOST_CLASSES else usual
+            return _CHOSEN[key]
+
+    def _fastest(self, product: ProductShape, usual: str) -> str:
+        libraries, ours = library_ways(product), self._generated_ways(product)
+        if self.measure is not None:
+            times = dict(self.measure(product, [*libraries, *ours]))
+        else:
+            times = measured(self, product, libraries, ours)
+        best = min(times, key=times.__getitem__, default=usual)
+        if usual in times and times[best] > _WORTH * times[usual]:
+            best = usual
+        told = ", ".join(f"{way} {1e3 * seconds:.3f}" for way, seconds in times.items())
+        _LOG.info("product %s: %s (milliseconds: %s)", product, best, told)
+        return best
+
+    def _generated_ways(self, product: ProductShape) -> list[str]:
+        """Blockings of generated code: its register tile wants AVX-512's registers."""
+        if product.element_type not in _RELATIVE_RATE or not _has_wide_vectors(self.target):
+            return []
+        width = columns(product.element_type)
+        if -(-product.n // width) * width * -(-product.m // 4) * 4 > _WASTE * product.m * product.n:
+            return []
+        short = [way for way, tallest in _TALLEST.items() if way != GENERATED and product.m > tallest]
+        return [GENERATED, *short]
+
+    def block(self, way: str, product: ProductShape) -> tuple[int, int]:
+        """Rows and columns of one task: tall blocks, because each packs its part of ``b``; enough for every thread."""
+        panel = columns(product.element_type)
+        parts = -(-product.m // _TALLEST[way])
+        rows = -(-product.m // (parts * ROWS)) * ROWS
+        wanted = 2 * self.threads
+        panels = min(WIDEST_BLOCK, -(-product.n // panel))
+        while panels > 1 and product.batch * -(-product.m // rows) * -(-product.n // (panels * panel)) < wanted:
+            panels -= 1
+        return rows, panels * panel
+
+    def function(self, element_type: str) -> PrimFunc:
+        """The kernel of :mod:`bridge.compile.cpu.gemm`."""
+        return gemm_function(element_type)
+
+
+def measured(
+    policy: CpuProducts, product: ProductShape, libraries: Sequence[str], ours: Sequence[str]
+) -> dict[str, float]:
+    """Seconds of each way on this machine.
+
+    Those of libraries first: where torch's own is near what the processor can do, ours need not be built.
+    """
+    times = in_a_plain_thread(lambda: _seconds(product, libraries))
+    if not ours:
+        return times
+    limit = attainable_rate(policy.target) * policy.threads * _RELATIVE_RATE[product.element_type]
+    if 2 * product.multiplications / times.get(libraries[0], math.inf) > _NEAR_THE_LIMIT * limit:
+        return times
+    multiply, blocks = policy.multiply(product.element_type), {way: policy.block(way, product) for way in ours}
+    best = min(times, key=times.__getitem__, default=libraries[0])
+    again = in_a_plain_thread(lambda: _seconds(product, [best], multiply, blocks))
+    # The other libraries' times are of another moment: only their ratios to the best one's are kept.
+    scale = again[best] / times[best] if best in times and best in again else 1.0
+    return {way: seconds * scale for way, seconds in times.items()} | again
+
+
+def _seconds(
+    product: ProductShape,
+    libraries: Sequence[str],
+    multiply: Multiply | None = None,
+    blocks: Mapping[str, tuple[int, int]] | None = None,
+) -> dict[str, float]:
+    """What each way takes, on memory of one trial that is let go afterwards."""
+    trial = Trial.of(product)
+    runs = {way: trial.library(way) for way in libraries}
+    if multiply is not None and blocks is not None:
+        runs |= {way: trial.generated(multiply, block) for way, block in blocks.items()}
+    return seconds_of(runs)
+
+
+def shape_class(product: ProductShape, threads: int) -> ProductShape:
+    """The product that stands for all of a class: extents in steps of a quarter octave, large ones halved."""
+    batch, extents = _step(product.batch), [_step(extent) for extent in (product.m, product.n, product.k)]
+    while batch > 4 * threads:
+        batch = _step(batch // 2)
+    while batch * extents[0] * extents[1] * extents[2] > _REPRESENTED * threads:
+        longest = extents.index(max(extents))
+        extents[longest] = _step(extents[longest] // 2)
+    m, n, k = extents
+    return replace(product, batch=batch, m=m, n=n, k=k)
+
+
+def _step(extent: int) -> int:
+    """The next of 1, 2, …, 8, 10, 12, 14, 16, 20, 24, 28, 32, …"""
+    unit = 1 << max(extent.bit_length() - 3, 0)
+    return -(-extent // unit) * unit
+
+
+def _has_wide_vectors(target: Target) -> bool:
+    """Whether the target has AVX-512's registers: vectors of 64 bytes, 32 of them."""
+    return bool(tvm.get_global_func("target.target_has_feature")("avx512f", target))

@@ -1,0 +1,279 @@
+"""Products chosen by measurement: every way gives the numbers, the fastest is taken, once per class, in any mode."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from tvm.relax import op as R
+
+from bridge.compile import backend_for, clear_choices, compile_function, host_backend
+from bridge.compile.cpu.attainable import attainable_rate
+from bridge.compile.cpu.measure import seconds_of
+from bridge.compile.cpu.product_ways import Trial, library_ways
+from bridge.compile.cpu.products import CpuProducts, measured, shape_class
+from bridge.compile.schedule.products import GENERATED, LayoutClass, ProductShape
+from tests.bridge.compile_helpers import function, program
+
+BLOCKINGS = [GENERATED, f"{GENERATED} short"]
+WAYS = ["mm", "mm_swapped", "linear", *BLOCKINGS]
+SIZES = [(1, 13, 15), (13, 1, 14), (14, 15, 1), (15, 14, 33), (29, 257, 70), (130, 31, 13)]
+ROW, COLUMN = LayoutClass("row"), LayoutClass("column")
+LINEAR = ProductShape("float32", 1, 256, 48, 32, ROW, COLUMN)
+
+
+@pytest.fixture(autouse=True)
+def _without_choices():
+    clear_choices()
+    yield
+    clear_choices()
+
+
+class Stopwatch:
+    """Stands in for measuring: the favourite takes 1 second, every other way 2; keeps what it was asked."""
+
+    def __init__(self, *favourites: str) -> None:
+        self.favourites = itertools.cycle(favourites)
+        self.asked: list[tuple[ProductShape, tuple[str, ...]]] = []
+
+    def __call__(self, product, ways):
+        self.asked.append((product, tuple(ways)))
+        favourite = next(self.favourites)
+        return {way: 1.0 if way == favourite else 2.0 for way in ways}
+
+
+def products(measure=None, backend=None, deterministic: bool = False) -> CpuProducts:
+    return replace((backend or host_backend()).products(2, deterministic), measure=measure)
+
+
+def forced(monkeypatch, way: str) -> None:
+    monkeypatch.setattr(CpuProducts, "choose", lambda policy, product: way if product.batch == 1 else "bmm")
+
+
+def cut(emit, x, turned):
+    """The operand inside a stored matrix that is larger by a row and a column, and transposed if ``turned``."""
+    rows, columns = (int(extent) for extent in x.ty.shape)
+    inside = emit(R.strided_slice(x, [0, 1], [1, 1], [rows, columns]))
+    return emit(R.permute_dims(inside)) if turned else inside
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["whole", "cut out"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_computes_every_layout_and_edge(monkeypatch, way, is_cut):
+    forced(monkeypatch, way)
+    torch.manual_seed(0)
+    dtype = torch.float32 if way == "linear" else torch.float64
+    for (m, k, n), turned in itertools.product(SIZES, itertools.product((False, True), repeat=2)):
+        stored = [shape[::-1] if t else shape for shape, t in zip(((m, k), (k, n)), turned, strict=True)]
+        tensors = [torch.randn(rows + is_cut, columns + is_cut, dtype=dtype) for rows, columns in stored]
+
+        def body(emit, *operands, turned=turned):
+            if is_cut:
+                return [emit(R.matmul(*(cut(emit, x, t) for x, t in zip(operands, turned, strict=True))))]
+            return [
+                emit(R.matmul(*(emit(R.permute_dims(x)) if t else x for x, t in zip(operands, turned, strict=True))))
+            ]
+
+        compiled = program([(tuple(x.shape), str(dtype)[6:]) for x in tensors], body)
+        steps = [step.name for step in compiled.steps]
+        assert ("product_float64" if way.startswith(GENERATED) else way) in steps, str(compiled)
+        a, b = (x[is_cut:, is_cut:].double() for x in tensors)
+        exact = (a.T if turned[0] else a) @ (b.T if turned[1] else b)
+        bound = 1e-5 if dtype is torch.float32 else 1e-10
+        torch.testing.assert_close(compiled(tensors)[0].double(), exact, rtol=bound, atol=bound * k)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("layouts", list(itertools.product((ROW, COLUMN, LayoutClass("none")), repeat=2)), ids=str)
+def test_what_is_measured_computes_the_product(layouts, dtype):
+    """Every way that is offered for a class, in batches with the copies that a library needs."""
+    policy = products()
+    for batch, copied in ((1, False), (3, False), (3, True)):
+        a, b = (LayoutClass(x.unit, copied or x.unit == "none") for x in layouts)
+        shape = ProductShape(dtype, batch, 6, 40, 9, a, b)
+        trial = Trial.of(shape)
+        runs = {way: trial.library(way) for way in library_ways(shape)}
+        if dtype != "bfloat16":
+            multiply = policy.multiply(dtype)
+            runs |= {way: trial.generated(multiply, policy.block(way, shape)) for way in BLOCKINGS}
+        for run in runs.values():
+            trial.c.zero_()
+            run()
+            assert torch.all(trial.c == 9)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_fastest_way_is_taken_and_measured_once_per_class(way):
+    measure = Stopwatch(way)
+    policy = products(measure)
+    assert [policy.choose(LINEAR) for _ in range(3)] == [way] * 3
+    assert measure.asked == [(LINEAR, tuple(WAYS))]
+    turned = ProductShape("float32", 1, 256, 48, 32, COLUMN, ROW)
+    policy.choose(turned)
+    assert [product for product, _ in measure.asked] == [LINEAR, turned]
+
+
+def test_torch_stays_unless_another_way_gains():
+    for seconds, chosen in ((0.96, "mm"), (0.94, GENERATED)):
+        clear_choices()
+        policy = products(lambda _, ways, seconds=seconds: {"mm": 1.0, GENERATED: seconds})
+        assert policy.choose(LINEAR) == chosen
+    assert products(lambda *_: {}).choose(LINEAR) == "mm"
+
+
+def test_a_class_is_a_quarter_of_an_octave_and_large_products_are_represented():
+    near = [ProductShape("float32", 1, m, 96, 32, ROW, COLUMN) for m in (57, 60, 64)]
+    assert {shape_class(product, 2) for product in near} == {near[-1]}
+    assert shape_class(ProductShape("float32", 1, 13, 5, 1), 2) == ProductShape("float32", 1, 14, 5, 1)
+    large = [shape_class(ProductShape("float32", 512, m, 4096, 768), 2) for m in (8192, 16384)]
+    assert large[0] == large[1]
+    assert large[0].multiplications <= 2**27
+
+
+def test_nothing_is_measured_for_small_products_integers_and_deterministic_algorithms():
+    measure = Stopwatch(GENERATED)
+    policy = products(measure)
+    assert policy.choose(ProductShape("float32", 1, 4, 4, 4)) == "mm"
+    assert policy.choose(ProductShape("int64", 3, 64, 64, 64)) == "bmm"
+    assert products(measure, deterministic=True).choose(LINEAR) == "mm"
+    assert not measure.asked
+    assert policy.choose(LINEAR) == GENERATED
+
+
+def test_a_process_measures_a_bounded_number_of_classes(monkeypatch):
+    monkeypatch.setattr("bridge.compile.cpu.products._MOST_CLASSES", 2)
+    measure = Stopwatch(GENERATED)
+    policy = products(measure)
+    shapes = [ProductShape("float32", 1, m, 96, 32) for m in (32, 64, 128)]
+    assert [policy.choose(shape) for shape in shapes] == [GENERATED, GENERATED, "mm"]
+    assert [policy.choose(shape) for shape in shapes] == [GENERATED, GENERATED, "mm"]
+    assert len(measure.asked) == 2
+
+
+def test_equal_products_of_one_process_have_equal_bits(monkeypatch):
+    """Whoever wins later: what a backward computes again is what the forward computed."""
+    measure = Stopwatch("mm", GENERATED, "linear", "mm_swapped")
+    policy = products(measure)
+    monkeypatch.setattr("bridge.compile.cpu.backend.CpuBackend.products", lambda *_: policy)
+    torch.manual_seed(1)
+    x, w = torch.randn(64, 300), torch.randn(40, 300)
+    shapes = [((64, 300), "float32"), ((40, 300), "float32")]
+
+    def forward(emit, x, w):
+        return [emit(R.matmul(x, emit(R.permute_dims(w))))]
+
+    def backward(emit, x, w):
+        y = forward(emit, x, w)[0]
+        return [emit(R.matmul(emit(R.permute_dims(y)), x)), emit(R.tanh(y)), emit(R.permute_dims(y))]
+
+    ours = [compile_function(function(shapes, body), name="test")([x, w]) for body in (forward, backward)]
+    assert torch.equal(ours[1][2], ours[0][0].T)
+    assert len(measure.asked) == 2
+
+
+def test_deterministic_algorithms_take_torchs_products():
+    """A program of its own: what was compiled before does not serve."""
+    relax_function = function([((64, 64), "float32"), ((64, 96), "float32")], lambda emit, a, b: [emit(R.matmul(a, b))])
+    plain = compile_function(relax_function, name="test")
+    torch.use_deterministic_algorithms(True)
+    try:
+        strict = compile_function(relax_function, name="test")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "product_float32" in str(plain)
+    assert "library mm(" in str(strict)
+
+
+@pytest.mark.parametrize("way", ["mm_swapped", "linear", GENERATED])
+def test_a_program_names_its_ways(monkeypatch, way):
+    forced(monkeypatch, way)
+    compiled = program(
+        [((8, 64), "float32"), ((96, 64), "float32")],
+        lambda emit, x, w: [emit(R.matmul(x, emit(R.permute_dims(w))))],
+    )
+    named = "product_float32" if way == GENERATED else f"library {way}("
+    assert named in str(compiled)
+
+
+def in_vmap(call):
+    torch.func.vmap(lambda x: call() and x)(torch.ones(2))
+
+
+def in_mode(mode):
+    def inside(call):
+        with mode():
+            call()
+
+    return inside
+
+
+MODES = {
+    "fake": in_mode(FakeTensorMode),
+    "inference": in_mode(torch.inference_mode),
+    "autocast": in_mode(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "meta device": in_mode(lambda: torch.device("meta")),
+    "vmap": in_vmap,
+    "enabled grad": in_mode(torch.enable_grad),
+}
+
+
+def really(product, ways):
+    """Measures, whatever the fixture of all tests says."""
+    libraries = [way for way in ways if not way.startswith(GENERATED)]
+    return measured(products(), product, libraries, ways[len(libraries) :])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_measuring_sees_no_mode_and_leaves_no_trace(mode):
+    times = {}
+    policy = products(lambda *asked: times.update(really(*asked)) or times)
+    before = torch.get_rng_state(), torch.is_grad_enabled(), torch.get_num_threads()
+    MODES[mode](lambda: policy.choose(LINEAR) is not None)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (torch.is_grad_enabled(), torch.get_num_threads()) == before[1:]
+    assert times.keys() >= {"mm", "mm_swapped", "linear"}
+    assert all(0 < seconds < 10 for seconds in times.values())
+
+
+def test_real_measuring_chooses_one_of_the_ways():
+    assert products(really).choose(LINEAR) in WAYS
+    assert 1e8 < attainable_rate(host_backend().target) < 1e13
+
+
+def test_functions_take_turns_and_what_raises_is_left_out():
+    now, calls = 0.0, []
+
+    def takes(name, seconds):
+        def run():
+            nonlocal now
+            calls.append(name)
+            now += seconds
+
+        return run
+
+    def fails():
+        raise RuntimeError("no kernel")
+
+    times = seconds_of(
+        {"a": takes("a", 1e-4), "b": takes("b", 5e-5), "slow": takes("slow", 1.0), "no": fails}, lambda: now
+    )
+    assert times.keys() == {"a", "b", "slow"}
+    assert times["b"] == pytest.approx(5e-5)
+    assert times["a"] == pytest.approx(1e-4)
+    assert calls[:6] == ["a", "b", "slow"] * 2
+    assert calls.count("slow") == 2
+
+
+def test_without_wide_vectors_generated_code_is_right_and_not_a_candidate(monkeypatch):
+    backend = backend_for({"kind": "llvm", "mcpu": "haswell"})
+    measure = Stopwatch(GENERATED)
+    policy = products(measure, backend)
+    assert policy.choose(LINEAR) == "mm"
+    assert not any(way.startswith(GENERATED) for way in measure.asked[0][1])
+    shape = ProductShape("float64", 2, 17, 37, 300, ROW, COLUMN)
+    trial = Trial.of(shape)
+    trial.generated(policy.multiply("float64"), policy.block(GENERATED, shape))()
+    assert torch.all(trial.c == 300)
