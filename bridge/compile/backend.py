@@ -7,8 +7,9 @@ target. The CPU's is :class:`bridge.compile.cpu.backend.CpuBackend`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import tvm_ffi
@@ -58,6 +59,10 @@ class Backend(ABC):
     @abstractmethod
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
         """Machine code for functions given with names; equal functions share it while somebody holds it."""
+
+    @abstractmethod
+    def executor(self, program: Any) -> Callable[..., list[torch.Tensor]]:
+        """What runs a :class:`~bridge.compile.runtime.program.Program`: ``(inputs, *, consume)`` → results."""
 
     @abstractmethod
     def source(self, function: PrimFunc, name: str, form: str) -> str:

@@ -21,6 +21,8 @@ from bridge.compile.cpu.product_ways import Multiply
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.loop_ir.graph import Reduction
 from bridge.compile.runtime.build import build_kernels
+from bridge.compile.runtime.executor import Executor
+from bridge.compile.runtime.program import Program
 from bridge.compile.schedule.row_plan import RowPlan
 
 __all__ = ["CpuBackend", "host_backend"]
@@ -81,6 +83,11 @@ class CpuBackend(Backend):
 
     def _library(self, functions: Mapping[str, PrimFunc], loops: bool) -> tvm.runtime.Module:
         return build_library(functions, self.target, loops)
+
+    def executor(self, program: Program) -> Executor:
+        # A new thread's OpenMP setting becomes torch's when torch is first asked in it.
+        parts = (program.name, program.steps, program.layout, program.constants, program.code)
+        return Executor(*parts, device=self.device, prepare=torch.get_num_threads)
 
     def source(self, function: PrimFunc, name: str, form: str) -> str:
         return kernel_source(function, name, self.target, form)

@@ -9,7 +9,7 @@ so concurrent and re-entrant calls never share them. Results are never in the bl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 
@@ -27,7 +27,7 @@ from bridge.compile.runtime.pool import ARENAS, Block
 
 __all__ = ["Executor"]
 
-_FORM = attrgetter("shape", "dtype", "is_cpu")
+_FORM = attrgetter("shape", "dtype", "device")
 #: Ways that fitting inputs may look: some require grad, or are parameters, or belong to inference mode.
 _MAX_FITTING = 4
 
@@ -38,6 +38,10 @@ class Executor:
     Attributes:
         steps: the instructions.
         actions: they as functions of the registers, each with the slots that it is the last to use.
+
+    Args:
+        device: of the inputs.
+        prepare: called before each run, in the thread that runs.
     """
 
     def __init__(
@@ -46,9 +50,13 @@ class Executor:
         steps: Sequence[Instruction],
         layout: Layout,
         constants: Sequence[tuple[int, torch.Tensor]],
-        code: dict[str, Built],
+        code: Mapping[str, Built],
+        *,
+        device: torch.device,
+        prepare: Callable[[], object],
     ):
         self.name = name
+        self._prepare = prepare
         self.steps = steps
         self._layout = layout
         self._constants = constants
@@ -57,7 +65,7 @@ class Executor:
         kept = {*layout.filled, *(slot for slot, _ in constants), *layout.results}
         self.actions = tuple(zip([bind(step, functions) for step in steps], last_uses(steps, kept), strict=True))
         self._static_views = [bind(view, {}) for view in layout.views]
-        self._forms = [(torch.Size(param.shape), param.torch_dtype, True) for param in layout.params]
+        self._forms = [(torch.Size(param.shape), param.torch_dtype, device) for param in layout.params]
         self._fresh = [
             (made.slot, partial(empty_strided, made.shape, dense_strides(made.shape), made.torch_dtype))
             for made in layout.fresh
@@ -83,7 +91,7 @@ class Executor:
             ARENAS.give(block)
 
     def _run(self, registers: list, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
-        torch.get_num_threads()  # a new thread's OpenMP setting becomes torch's when torch is first asked in it
+        self._prepare()
         self._load(registers, inputs)
         passed_on = [(i, inputs[slot]) for i, slot in self._passed_on]
         if consume:
@@ -129,7 +137,7 @@ class Executor:
             if _FORM(tensor) != form:
                 raise ValueError(
                     f"{self.name}: input {slot} ({self._layout.params[slot].name}) has shape {tuple(tensor.shape)} and"
-                    f" {tensor.dtype} on {tensor.device}, wanted {tuple(form[0])} and {form[1]} on the CPU"
+                    f" {tensor.dtype} on {tensor.device}, wanted {tuple(form[0])} and {form[1]} on {form[2]}"
                 )
 
     @torch.inference_mode(False)  # its tensors serve calls of any mode

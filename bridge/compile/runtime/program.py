@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,7 +11,6 @@ from tvm.tirx import PrimFunc
 from tvm_ffi import structural_equal
 
 from bridge.compile.backend import Backend, Built
-from bridge.compile.runtime.executor import Executor
 from bridge.compile.runtime.instructions import CallLibrary, Instruction
 from bridge.compile.runtime.layout import Layout
 from bridge.library import NEVER_RAISE
@@ -47,9 +46,9 @@ class Program:
     timings: Mapping[str, float]
 
     @cached_property
-    def executor(self) -> Executor:
+    def executor(self) -> Callable[..., list[torch.Tensor]]:
         """The program bound to its machine code; calling it is calling the program."""
-        return Executor(self.name, self.steps, self.layout, self.constants, self.code)
+        return self.backend.executor(self)
 
     def __call__(self, inputs: Sequence[torch.Tensor], *, consume: bool = False) -> list[torch.Tensor]:
         """Run on inputs in parameter order, of any strides.
