@@ -10,7 +10,7 @@ from tvm import relax
 from tvm.relax import Tuple, op
 
 from bridge.compile import clear_cache, compile_function, pipeline
-from bridge.compile.cpu.backend import CpuProducts
+from bridge.compile.cpu.backend import host_backend
 from bridge.compile.loop_ir.graph import Concat, Graph, Operand, Scalar, Value
 from bridge.compile.loop_ir.views import dense
 from bridge.compile.passes.dead_code import eliminate_dead_code
@@ -46,7 +46,7 @@ def text(graph: Graph) -> list[str]:
 
 
 def translated(params: list[tuple], body: Callable) -> Graph:
-    return translate(function([(shape, "float32") for shape in params], body), CpuProducts())
+    return translate(function([(shape, "float32") for shape in params], body), host_backend().products(1, False))
 
 
 def part(emit: Callable, x: relax.Expr, axis: int, begin: int, end: int) -> relax.Var:
