@@ -1,7 +1,8 @@
-"""Matrix products in generated code beside torch's, and what merging three products that share an operand would gain.
+"""Ways to compute matrix products beside torch's own, and which the compiler chose by measuring their classes.
 
-The three products of a linear layer (rows x inputs times inputs x outputs): the result, the gradient of its input, the
-gradient of its weight. Peers take turns; medians, ratios, and the arithmetic rate of each.
+The three products of a linear layer (the result, the gradient of its input, the gradient of its weight) and those of an
+attention, at their real sizes. The ways take turns; medians, as ratios to torch's. On request, what merging three
+products that share an operand would gain.
 
     python -m benchmarks.products
 """
@@ -19,9 +20,14 @@ from tvm.relax import BlockBuilder, TensorType, Var
 from tvm.relax import op as R
 
 from autodiff.ir import build_function
-from bridge.compile import Program, clear_choices, compile_function
+from bridge.compile import Program, clear_choices, compile_function, host_backend
+from bridge.compile.cpu.attainable import attainable_rate
+from bridge.compile.cpu.product_ways import Trial
+from bridge.compile.cpu.products import CpuProducts
+from bridge.compile.schedule.products import LayoutClass, ProductShape
 
 LINEARS = [(14, 768, 768), (14, 768, 3072), (128, 768, 768), (128, 3072, 768), (1024, 768, 3072), (1024, 3072, 768)]
+ATTENTIONS = [(1, 14), (1, 128), (8, 128)]
 MERGED = [(14, 768, 768), (128, 768, 768), (1024, 768, 768)]
 WARM_UP = 3
 
@@ -57,18 +63,36 @@ def medians(peers: dict[str, Callable[[], object]], rounds: int) -> dict[str, fl
     return {name: statistics.median(values[WARM_UP:]) for name, values in times.items()}
 
 
-def linear_rows(m: int, k: int, n: int, rounds: int) -> list[str]:
-    x, w, g = torch.randn(m, k), torch.randn(n, k), torch.randn(m, n)
-    rows = []
-    for name, a, b in (("result", x, w.t()), ("input's gradient", g, w), ("weight's gradient", g.t(), x)):
-        out = torch.empty(a.shape[0], b.shape[1])
-        found = medians({"torch": lambda a=a, b=b, out=out: torch.mm(a, b, out=out), "ours": product(a, b)}, rounds)
-        rate = {peer: f"{2e-6 * m * k * n / ms:.0f}" for peer, ms in found.items()}
-        rows.append(
-            f"| {m} x {k} to {n} | {name} | {found['torch']:.3f} | {found['ours']:.3f} |"
-            f" {found['ours'] / found['torch']:.2f} | {rate['torch']} | {rate['ours']} |"
-        )
-    return rows
+def linear_shapes(m: int, k: int, n: int, element_type: str) -> dict[str, ProductShape]:
+    """The three products of a linear layer, operands laid out as in training."""
+    row, column = LayoutClass("row"), LayoutClass("column")
+    return {
+        "result": ProductShape(element_type, 1, m, n, k, row, column),
+        "input's gradient": ProductShape(element_type, 1, m, k, n, row, row),
+        "weight's gradient": ProductShape(element_type, 1, n, k, m, column, row),
+    }
+
+
+def attention_shapes(batch: int, length: int, element_type: str) -> dict[str, ProductShape]:
+    """Scores and mixed values of twelve heads of 64, read from where the linear layers left them."""
+    heads = LayoutClass("row", copied=True)
+    keys = LayoutClass("column", copied=True)
+    return {
+        "scores": ProductShape(element_type, 12 * batch, length, length, 64, heads, keys),
+        "mixed": ProductShape(element_type, 12 * batch, length, 64, length, LayoutClass("row"), heads),
+    }
+
+
+def way_row(policy: CpuProducts, name: str, shape: ProductShape, rounds: int) -> str:
+    """Every way's time as a ratio to torch's own, and the way that the policy chose."""
+    ways = policy.ways(shape)
+    found = medians(policy.runs(shape, Trial.of(shape), ways), rounds)
+    usual, chosen = ways[0], policy.choose(shape)
+    ratios = ", ".join(f"{way} {ms / found[usual]:.2f}" for way, ms in found.items() if way != usual)
+    best = min(found, key=found.__getitem__)
+    lost = found.get(chosen, found[usual]) / found[best]
+    rate = 2e-6 * shape.multiplications / found[usual]
+    return f"| {name} | {shape} | {found[usual]:.3f} | {rate:.0f} | {ratios} | {chosen} | {lost:.2f} |"
 
 
 def merged_row(m: int, k: int, n: int, rounds: int) -> str:
@@ -81,16 +105,25 @@ def merged_row(m: int, k: int, n: int, rounds: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--merged", action="store_true", help="also three products that share an operand beside one")
     options = parser.parse_args()
     clear_choices()
-    print(f"float32, torch {torch.__version__}, TVM {tvm.__version__}, {torch.get_num_threads()} threads\n")
-    print("| linear layer | product | torch ms | ours ms | ours / torch | torch GFLOP/s | ours GFLOP/s |")
-    print("|---|---|---:|---:|---:|---:|---:|")
-    for size in LINEARS:
-        print("\n".join(linear_rows(*size, options.rounds)), flush=True)
-    print("\n| query, key, value | three products ms | one merged ms | one / three |\n|---|---:|---:|---:|")
-    for size in MERGED:
-        print(merged_row(*size, options.rounds), flush=True)
+    threads = torch.get_num_threads()
+    policy, rate = host_backend().products(threads, False), attainable_rate(host_backend().target) / 1e9
+    print(
+        f"torch {torch.__version__}, TVM {tvm.__version__}, {threads} threads of {rate:.0f} GFLOP/s at most (float32)\n"
+    )
+    print("| product | shape | torch ms | GFLOP/s | ratios to torch's | chosen | chosen / best |")
+    print("|---|---|---:|---:|---|---|---:|")
+    for element_type in ("float32", "bfloat16"):
+        shapes = [item for size in LINEARS for item in linear_shapes(*size, element_type).items()]
+        shapes += [item for size in ATTENTIONS for item in attention_shapes(*size, element_type).items()]
+        for name, shape in shapes:
+            print(way_row(policy, name, shape, options.rounds), flush=True)
+    if options.merged:
+        print("\n| query, key, value | three products ms | one merged ms | one / three |\n|---|---:|---:|---:|")
+        for size in MERGED:
+            print(merged_row(*size, options.rounds), flush=True)
 
 
 if __name__ == "__main__":

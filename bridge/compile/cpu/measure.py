@@ -24,8 +24,8 @@ _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 20
 _SHORTEST = 30e-6
 """Seconds that are measured at a time: shorter functions run several times in a row."""
 
-_HOPELESS = {1: 3.0, 2: 1.5}
-"""Times the fastest one's seconds, after one round and after more, from which on a function is measured no further."""
+_HOPELESS = 2.0
+"""Times the fastest one's seconds, after two rounds, from which on a function is measured no further."""
 
 Result = TypeVar("Result")
 
@@ -52,7 +52,7 @@ def seconds_of(
         if turn >= _FEWEST_ROUNDS and clock() - started > _BUDGET:
             break
         for name in best:
-            if turn and best[name] > _HOPELESS[min(turn, 2)] * min(best.values()):
+            if turn > 1 and best[name] > _HOPELESS * min(best.values()):
                 continue
             function, count = functions[name], repeats[name]
             begun = clock()

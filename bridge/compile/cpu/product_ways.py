@@ -33,11 +33,12 @@ def library_ways(product: ProductShape) -> list[str]:
     if product.batch > 1:
         return ["bmm"]
     ways = ["mm"]
+    # The others want the rows of a and the columns of b dense, as activations and weights are.
+    if (product.a.unit, product.b.unit) != ("row", "column"):
+        return ways
     if min(product.m, product.n) <= _SKINNY:
         ways.append("mm_swapped")
-    # oneDNN's linear wants the rows of a and the columns of b dense, as activations and weights are.
-    dense = (product.a.unit, product.b.unit) == ("row", "column")
-    if dense and product.element_type in ("float32", "bfloat16") and linear_pointwise is not None:
+    if product.element_type in ("float32", "bfloat16") and linear_pointwise is not None:
         ways.append("linear")
     return ways
 
@@ -64,6 +65,13 @@ class Trial:
         b = _operand(product.batch, product.k, product.n, product.b, dtype)
         c = torch.zeros(product.batch, product.m, product.n, dtype=dtype)
         return cls(a, b, c, (product.a.copied, product.b.copied))
+
+    @property
+    def shape(self) -> ProductShape:
+        """The product's shape; operands that a library takes as they lie are no copies."""
+        batch, m, n = self.c.shape
+        a, b = (LayoutClass(_unit(x), copied) for x, copied in zip((self.a, self.b), self.copied, strict=True))
+        return ProductShape(str(self.c.dtype).removeprefix("torch."), batch, m, n, self.a.shape[2], a, b)
 
     def library(self, way: str) -> Callable[[], None]:
         """A function that computes ``c`` by a library's kernel, with the copies that it needs."""
@@ -93,6 +101,10 @@ class Trial:
             multiply(*addresses)
 
         return run
+
+
+def _unit(matrices: torch.Tensor) -> str:
+    return "row" if matrices.stride(2) == 1 else "column" if matrices.stride(1) == 1 else "none"
 
 
 def _operand(batch: int, rows: int, columns: int, layout: LayoutClass, dtype: torch.dtype) -> torch.Tensor:

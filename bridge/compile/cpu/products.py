@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import tvm
@@ -26,7 +27,7 @@ from bridge.compile.cpu.gemm import gemm_function
 from bridge.compile.cpu.gemm_buffers import ROWS, WIDEST_BLOCK, columns
 from bridge.compile.cpu.measure import in_a_plain_thread, seconds_of
 from bridge.compile.cpu.product_ways import Multiply, Trial, library_ways
-from bridge.compile.schedule.products import GENERATED, ProductShape
+from bridge.compile.schedule.products import GENERATED, ProductShape, is_generated
 
 __all__ = ["CpuProducts", "Measure", "clear_choices", "measured", "shape_class"]
 
@@ -104,11 +105,8 @@ class CpuProducts:
             return _CHOSEN[key]
 
     def _fastest(self, product: ProductShape, usual: str) -> str:
-        libraries, ours = library_ways(product), self._generated_ways(product)
-        if self.measure is not None:
-            times = dict(self.measure(product, [*libraries, *ours]))
-        else:
-            times = measured(self, product, libraries, ours)
+        ways = self.ways(product)
+        times = (self.measure or partial(measured, self))(product, ways)
         best = min(times, key=times.__getitem__, default=usual)
         if usual in times and times[best] > _WORTH * times[usual]:
             best = usual
@@ -116,15 +114,25 @@ class CpuProducts:
         _LOG.info("product %s: %s (milliseconds: %s)", product, best, told)
         return best
 
-    def _generated_ways(self, product: ProductShape) -> list[str]:
-        """Blockings of generated code: its register tile wants AVX-512's registers."""
+    def ways(self, product: ProductShape) -> list[str]:
+        """The ways that may compute a product, torch's own first, generated code last."""
+        ways = library_ways(product)
         if product.element_type not in _RELATIVE_RATE or not _has_wide_vectors(self.target):
-            return []
+            return ways
         width = columns(product.element_type)
         if -(-product.n // width) * width * -(-product.m // 4) * 4 > _WASTE * product.m * product.n:
-            return []
-        short = [way for way, tallest in _TALLEST.items() if way != GENERATED and product.m > tallest]
-        return [GENERATED, *short]
+            return ways
+        return [*ways, *(way for way, tallest in _TALLEST.items() if way == GENERATED or product.m > tallest)]
+
+    def runs(self, product: ProductShape, trial: Trial, ways: Sequence[str]) -> dict[str, Callable[[], None]]:
+        """A function for each way that computes a product in a trial's memory."""
+        multiply = self.multiply(product.element_type) if any(map(is_generated, ways)) else None
+        return {
+            way: trial.library(way)
+            if multiply is None or not is_generated(way)
+            else trial.generated(multiply, self.block(way, product))
+            for way in ways
+        }
 
     def block(self, way: str, product: ProductShape) -> tuple[int, int]:
         """Rows and columns of one task: tall blocks, because each packs its part of ``b``; enough for every thread."""
@@ -142,39 +150,27 @@ class CpuProducts:
         return gemm_function(element_type)
 
 
-def measured(
-    policy: CpuProducts, product: ProductShape, libraries: Sequence[str], ours: Sequence[str]
-) -> dict[str, float]:
+def measured(policy: CpuProducts, product: ProductShape, ways: Sequence[str]) -> dict[str, float]:
     """Seconds of each way on this machine.
 
     Those of libraries first: where torch's own is near what the processor can do, ours need not be built.
     """
-    times = in_a_plain_thread(lambda: _seconds(product, libraries))
+
+    def seconds(ways: Sequence[str]) -> dict[str, float]:
+        return in_a_plain_thread(lambda: seconds_of(policy.runs(product, Trial.of(product), ways)))
+
+    libraries, ours = ([way for way in ways if is_generated(way) is wanted] for wanted in (False, True))
+    times = seconds(libraries)
     if not ours:
         return times
     limit = attainable_rate(policy.target) * policy.threads * _RELATIVE_RATE[product.element_type]
-    if 2 * product.multiplications / times.get(libraries[0], math.inf) > _NEAR_THE_LIMIT * limit:
+    if 2 * product.multiplications / times.get(ways[0], math.inf) > _NEAR_THE_LIMIT * limit:
         return times
-    multiply, blocks = policy.multiply(product.element_type), {way: policy.block(way, product) for way in ours}
-    best = min(times, key=times.__getitem__, default=libraries[0])
-    again = in_a_plain_thread(lambda: _seconds(product, [best], multiply, blocks))
+    best = min(times, key=times.__getitem__, default=ways[0])
+    again = seconds([best, *ours])
     # The other libraries' times are of another moment: only their ratios to the best one's are kept.
     scale = again[best] / times[best] if best in times and best in again else 1.0
-    return {way: seconds * scale for way, seconds in times.items()} | again
-
-
-def _seconds(
-    product: ProductShape,
-    libraries: Sequence[str],
-    multiply: Multiply | None = None,
-    blocks: Mapping[str, tuple[int, int]] | None = None,
-) -> dict[str, float]:
-    """What each way takes, on memory of one trial that is let go afterwards."""
-    trial = Trial.of(product)
-    runs = {way: trial.library(way) for way in libraries}
-    if multiply is not None and blocks is not None:
-        runs |= {way: trial.generated(multiply, block) for way, block in blocks.items()}
-    return seconds_of(runs)
+    return {way: each * scale for way, each in times.items()} | again
 
 
 def shape_class(product: ProductShape, threads: int) -> ProductShape:

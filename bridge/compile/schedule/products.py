@@ -7,10 +7,15 @@ from typing import Protocol
 
 from tvm.tirx import PrimFunc
 
-__all__ = ["GENERATED", "LayoutClass", "ProductPolicy", "ProductShape"]
+__all__ = ["GENERATED", "LayoutClass", "ProductPolicy", "ProductShape", "is_generated"]
 
 GENERATED = "generated"
 """First word of the ways that are generated code; every other way is a kernel of :data:`bridge.library.OUT_KERNELS`."""
+
+
+def is_generated(way: str) -> bool:
+    """Whether a way is generated code."""
+    return way.startswith(GENERATED)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Operand, Product, whole
 from bridge.compile.loop_ir.product import Geometry
 from bridge.compile.passes.layout import order_of_readers
-from bridge.compile.schedule.products import GENERATED, LayoutClass, ProductShape
+from bridge.compile.schedule.products import LayoutClass, ProductShape, is_generated
 from bridge.compile.translate.builder import Builder
 from bridge.compile.translate.libcalls import emit, tensor
 from bridge.compile.translate.registry import register
@@ -45,9 +45,9 @@ def _matmul(builder: Builder, call: Call) -> Operand:
     rows = views.reshape(a.view, (math.prod(a.shape[:-1]), a.shape[-1])) if math.prod(b.shape[:-2]) == 1 else None
     product = product_shape(result, a.view, b.view, batch, rows)
     way = builder.products.choose(product) if product.multiplications else "mm"
-    if rows is not None and (order is None or not way.startswith(GENERATED)):
+    if rows is not None and (order is None or not is_generated(way)):
         a, b, batch, order = Operand(a.value, rows), builder.reshape(b, b.shape[-2:]), (), None
-    made = _generated(builder, way, a, b, batch, order) if way.startswith(GENERATED) else None
+    made = _generated(builder, way, a, b, batch, order) if is_generated(way) else None
     return builder.reshape(made or _library(builder, way, a, b, batch), extents)
 
 
@@ -86,7 +86,7 @@ def _library(builder: Builder, way: str, a: Operand, b: Operand, batch: Sequence
         rows = math.prod(batch) * m
         a, b = builder.reshape(a, (rows, k)), builder.reshape(b, (k, n))
         out = builder.fresh((rows, n), a.dtype)
-        emit(builder, "mm" if way.startswith(GENERATED) else way, [a, b], [out])
+        emit(builder, "mm" if is_generated(way) else way, [a, b], [out])
         return whole(out)
     count = math.prod(batch)
     a = builder.reshape(builder.expand(a, (*batch, m, k)), (count, m, k))

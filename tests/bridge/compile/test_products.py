@@ -95,11 +95,8 @@ def test_what_is_measured_computes_the_product(layouts, dtype):
         a, b = (LayoutClass(x.unit, copied or x.unit == "none") for x in layouts)
         shape = ProductShape(dtype, batch, 6, 40, 9, a, b)
         trial = Trial.of(shape)
-        runs = {way: trial.library(way) for way in library_ways(shape)}
-        if dtype != "bfloat16":
-            multiply = policy.multiply(dtype)
-            runs |= {way: trial.generated(multiply, policy.block(way, shape)) for way in BLOCKINGS}
-        for run in runs.values():
+        ways = library_ways(shape) + (BLOCKINGS if dtype != "bfloat16" else [])
+        for run in policy.runs(shape, trial, ways).values():
             trial.c.zero_()
             run()
             assert torch.all(trial.c == 9)
@@ -222,8 +219,7 @@ MODES = {
 
 def really(product, ways):
     """Measures, whatever the fixture of all tests says."""
-    libraries = [way for way in ways if not way.startswith(GENERATED)]
-    return measured(products(), product, libraries, ways[len(libraries) :])
+    return measured(products(), product, ways)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -264,7 +260,7 @@ def test_functions_take_turns_and_what_raises_is_left_out():
     assert times["b"] == pytest.approx(5e-5)
     assert times["a"] == pytest.approx(1e-4)
     assert calls[:6] == ["a", "b", "slow"] * 2
-    assert calls.count("slow") == 2
+    assert calls.count("slow") == 3
 
 
 def test_without_wide_vectors_generated_code_is_right_and_not_a_candidate(monkeypatch):
@@ -275,5 +271,5 @@ def test_without_wide_vectors_generated_code_is_right_and_not_a_candidate(monkey
     assert not any(way.startswith(GENERATED) for way in measure.asked[0][1])
     shape = ProductShape("float64", 2, 17, 37, 300, ROW, COLUMN)
     trial = Trial.of(shape)
-    trial.generated(policy.multiply("float64"), policy.block(GENERATED, shape))()
+    policy.runs(shape, trial, [GENERATED])[GENERATED]()
     assert torch.all(trial.c == 300)
