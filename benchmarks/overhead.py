@@ -3,11 +3,10 @@
 Ours, eager and, on request, torch.compile take turns in one process; medians. The second table takes our call apart:
 
     guard      is this call what was compiled (:meth:`bridge.dispatch.guards.Guard.quick`)
-    draws      random numbers, the arithmetic of which is in here
+    draws      random numbers, the arithmetic of which is in here; nothing where there are none
     function   an ``autograd.Function`` with the same tensors that computes nothing, forward and backward
-    steps      the two programs, kernels and library calls included
-    rest       what is left of the whole: finding the entry, building the result, saved tensors, autograd's engine
-               adding up gradients
+    steps      the two programs, kernels and library calls included, and what belongs to the forward: what is saved
+    rest       what is left of the whole: finding the entry, building the result, autograd's engine adding up gradients
 
 The third table is the decision alone, of modules small and large:
 
@@ -36,6 +35,7 @@ from transformers.models.bert.modeling_bert import BertEncoder, BertLayer
 
 from bridge import add_tvm_dispatch, stats
 from bridge.capture.pipeline import capture
+from bridge.dispatch.call_run import Action, Call
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.guards import Guard
 
@@ -120,19 +120,21 @@ def parts(module: nn.Module, x: Tensor) -> dict[str, Callable[[], object]]:
     """The pieces of a dispatched call, each to be timed alone."""
     (entry,) = stats(module).entries
     inputs = entry.guard.match(module, (x,), {})
-    primals = inputs + entry._draws.make()
+    call = Call()
+    call.inputs = call.primals = inputs
     with torch.no_grad():
-        values = entry.programs.run_forward(primals)
-        saved = entry.programs.saved(primals, values)
-        results = tuple(values[: entry.lowered.imported.num_outputs])
+        for act in (*entry.run.before, *entry.run.forward):
+            act(call)
+        saved = call.saved
+        results = tuple(call.values[: entry.programs.num_outputs])
         grad_outs = [torch.randn_like(results[i]) for i in entry.lowered.differentiable]
         gradients = entry.programs.backward_for(entry.lowered.differentiable)(saved + grad_outs)
     wanted = [inputs[i] for i in entry.lowered.wanted]
     return {
         "guard": lambda: entry.guard.quick(module, (x,), {}),
-        "draws": entry._draws.make,
+        "draws": lambda: _act(entry.run.before, call),
         "function": lambda: _function(results, saved, gradients, wanted, grad_outs),
-        "forward steps": lambda: _without_grad(entry.programs.run_forward, primals),
+        "forward steps": lambda: _without_grad(_act, entry.run.forward, call),
         "backward steps": lambda: _without_grad(_backward, entry, saved + grad_outs),
     }
 
@@ -142,6 +144,11 @@ def _function(
 ) -> None:
     made = Nothing.apply(results, saved, gradients, *wanted)
     torch.autograd.backward(made[: len(grad_outs)], grad_outs)
+
+
+def _act(actions: list[Action], call: Call) -> None:
+    for act in actions:
+        act(call)
 
 
 def _without_grad(run: Callable, *args: object) -> None:

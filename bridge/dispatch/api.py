@@ -139,7 +139,7 @@ def add_tvm_dispatch(
         module.__dict__.pop(COMPILED_CALL, None)
     installed = module.__dict__.setdefault(COMPILED_CALL, dispatcher)
     if installed is not dispatcher:  # another thread's, for another sample
-        installed.adopt(dispatcher.stats.entries)
+        installed.adopt(dispatcher.entries.all)
         installed.learns |= learns
     mark(module)
     return module

@@ -10,19 +10,34 @@ from __future__ import annotations
 import torch
 
 from bridge.base.torch_internals import has_storage
-from bridge.dispatch.programs import Programs, outside_autocast
+from bridge.dispatch.call_run import Action, Call, outside_autocast
+from bridge.dispatch.programs import Programs
 
 __all__ = ["apply"]
 
 
+_TWICE = (
+    "create_graph=True through a module dispatched to TVM: its backward is compiled and cannot be "
+    "differentiated again. Call remove_tvm_dispatch(module) first (or keep it out of what "
+    "torch.compile(backend='tvm_dispatch') compiles), or leave create_graph off."
+)
+_BATCHED = (
+    "batched gradients (is_grads_batched=True, jacobian(vectorize=True), torch.func) through a module "
+    "dispatched to TVM: its backward is compiled for one. Call remove_tvm_dispatch(module) first, or "
+    "compute them one by one."
+)
+
+
 class _Dispatched(torch.autograd.Function):
-    """Forward and backward of a call. Inputs: the programs, all primals, then the inputs that get a gradient."""
+    """Forward and backward of a call. Inputs: programs, what the forward does, the call, inputs that get a gradient."""
 
     @staticmethod
-    def forward(ctx, programs: Programs, primals: list[torch.Tensor], *wanted: torch.Tensor):
-        values = programs.run_forward(primals)
-        ctx.save_for_backward(*programs.saved(primals, values))
-        programs.write_back(primals, values)
+    def forward(ctx, programs: Programs, actions: list[Action], call: Call, *wanted: torch.Tensor):
+        for act in actions:
+            act(call)
+        values = call.values
+        ctx.save_for_backward(*call.saved)
+        call.values = call.saved = None  # autograd's from here on
         ctx.programs = programs
         ctx.set_materialize_grads(False)
         if programs.not_differentiable:
@@ -32,26 +47,23 @@ class _Dispatched(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grad_outs: torch.Tensor | None):
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True through a module dispatched to TVM: its backward is compiled and cannot be "
-                "differentiated again. Call remove_tvm_dispatch(module) first (or keep it out of what "
-                "torch.compile(backend='tvm_dispatch') compiles), or leave create_graph off."
-            )
-        if any(grad is not None and not has_storage(grad) for grad in grad_outs):
-            raise RuntimeError(
-                "batched gradients (is_grads_batched=True, jacobian(vectorize=True), torch.func) through a module "
-                "dispatched to TVM: its backward is compiled for one. Call remove_tvm_dispatch(module) first, or "
-                "compute them one by one."
-            )
-        programs = ctx.programs
-        present = tuple([i for i in programs.differentiable if grad_outs[i] is not None])
+            raise RuntimeError(_TWICE)
+        programs, present = ctx.programs, []
+        for i in programs.differentiable:
+            if grad_outs[i] is not None:
+                present.append(i)
+                if not has_storage(grad_outs[i]):
+                    raise RuntimeError(_BATCHED)
         if not present:
-            return (None, None, *[None] * len(programs.wanted))
+            return (None, None, None, *[None] * programs.num_wanted)
         inputs = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
-        inputs += [grad_outs[i] for i in present]
+        for i in present:
+            inputs.append(grad_outs[i])
         del grad_outs
-        return (None, None, *outside_autocast(programs.backward_for(present), inputs))
+        run = programs.backward_for(tuple(present))
+        gradients = outside_autocast(run, inputs) if torch.is_autocast_enabled("cpu") else run(inputs)
+        return (None, None, None, *gradients)
 
 
 # autograd.Function.apply looks for functorch's wrappers, argument by argument; the guard has seen that there are none

@@ -26,7 +26,9 @@ from bridge.capture import NumberPlace, is_capturing, is_traced_here, same_numbe
 from bridge.compile import Backend
 from bridge.dispatch.advice import advice
 from bridge.dispatch.budget import CompileBudget
-from bridge.dispatch.entry import Entry, compile_entry
+from bridge.dispatch.compile_entry import compile_entry
+from bridge.dispatch.entries import Entries
+from bridge.dispatch.entry import Entry
 from bridge.dispatch.guards import GuardFailure, active_modes
 from bridge.dispatch.hooks import call_with_hooks
 from bridge.dispatch.outer_compiler import call_opaque, hide
@@ -51,6 +53,7 @@ class Dispatcher:
     """Stands in for a module's call: finds the entry that fits, or runs eager and says why.
 
     Attributes:
+        entries: what is compiled, and what became of the calls; ``stats``: the user's view of it.
         learns: whether the next call that misses is compiled, whatever ``on_miss`` says: there was no sample.
         on_refused: called with the condition that a call does not meet and with the reason why no entry serves it,
             instead of a warning; failures of the compiler come here as well, and the call runs eager.
@@ -63,7 +66,8 @@ class Dispatcher:
         self.backend = backend
         self.learns = False
         self.on_refused: Callable[[str, object], None] | None = None
-        self.stats = DispatchStats()
+        self.entries = Entries()
+        self.stats = DispatchStats(self.entries)
         self.budget = CompileBudget()
         self._unsupported: dict[str, None] = {}
         self._not_inputs: Counter[tuple[NumberPlace, ...]] = Counter()  # how often numbers could not be inputs
@@ -115,7 +119,7 @@ class Dispatcher:
         """
         compiled = False
         try:
-            for entry in self.stats.entries:
+            for entry in self.entries.all:
                 if failed is None or entry not in failed.tried:
                     inputs = entry.guard.quick(module, args, kwargs)
                     if inputs is not None:
@@ -137,9 +141,9 @@ class Dispatcher:
     def _miss(self, module: nn.Module, found: GuardFailure, eager: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.on_miss == "error":
             raise DispatchMiss(f"{type(module).__name__}: {found.reason}") from found.__cause__
-        self.stats.misses[found.reason] += 1
+        self.entries.misses[found.reason] += 1
         guards_log.info("%s runs eager: %s", type(module).__name__, found.reason)
-        if not self.stats.hits and self.on_miss == "eager":
+        if not self.entries.hits and self.on_miss == "eager":
             self._note_no_hit(type(module).__name__, found)
         if self.on_miss == "compile":
             with self._adding:  # what forward keeps on the module (a cache) is not for another thread's capture
@@ -150,7 +154,7 @@ class Dispatcher:
         """Says so once if no call has ever been a hit, and all of the latest were misses for the same cause."""
         field, count = self._missed
         self._missed = field, count = found.field, count + 1 if field == found.field else 1
-        if count == MISSES_BEFORE_WARNING and self.stats.entries and field not in self._warned:
+        if count == MISSES_BEFORE_WARNING and self.entries.all and field not in self._warned:
             self._warned.add(field)
             words = "%s: no call has been served by TVM yet, the last %d ran eager. What differs: %s. What helps: %s."
             log.warning(words, name, count, found.reason, advice(field, found.reason))
@@ -159,7 +163,7 @@ class Dispatcher:
         """Whether a call that missed may be compiled; says so once for each cause that has used up its budget."""
         if failure.reason in self._unsupported or failure.__cause__ is not None:  # eager raises, too
             return False
-        if self.budget.allows(failure.field, self.stats.entries):
+        if self.budget.allows(failure.field, self.entries.all):
             return True
         if (failure.field, "budget") not in self._warned:
             self._warned.add((failure.field, "budget"))
@@ -180,7 +184,7 @@ class Dispatcher:
         ``failed``: from the entries that were tried already.
         """
         closest = failed or GuardFailure(-1, "no entry")
-        for entry in reversed(self.stats.entries):  # among equally close ones, the newest
+        for entry in reversed(self.entries.all):  # among equally close ones, the newest
             if entry in closest.tried:
                 continue
             try:
@@ -194,16 +198,11 @@ class Dispatcher:
         self, module: nn.Module, entry: Entry, inputs: list[torch.Tensor], failed: GuardFailure | None = None
     ) -> Any:
         entry.last_used = next(self._clock)
-        self.stats.hits += 1
         try:
-            result = entry(inputs)
+            return entry(inputs, module)
         except GuardFailure as failure:
-            self.stats.hits -= 1
             failure.tried = (*(failed.tried if failed else ()), entry)
             raise
-        if entry.guard.sets_attributes:
-            entry.guard.set_attributes(module)
-        return result
 
     @interrupts_deferred()
     def _compile(
@@ -214,8 +213,10 @@ class Dispatcher:
             found = self._match(module, args, kwargs, failure if failure.tried else None)
             if not isinstance(found, GuardFailure):  # another thread was quicker
                 return found
+            entry = None
             try:
-                entry = None if failure.tried else self._add_with_numbers(module, args, kwargs)
+                if not failure.tried:
+                    entry = self._add_with_numbers(module, args, kwargs)
                 entry = entry or self.add(module, args, kwargs)
                 inputs = entry.guard.match(module, args, kwargs)
                 if entry in failure.tried:
@@ -227,7 +228,7 @@ class Dispatcher:
                 self._leave_to_eager(type(module).__name__, failure, error)
                 return None
             except GuardFailure as still:
-                self.stats.entries = self.stats.entries[:-1]
+                self.entries.drop(entry)  # it was added, but does not serve the call that it was made for
                 self._leave_to_eager(type(module).__name__, still, "it would never be dispatched")
                 return None
             except Exception as error:
@@ -254,11 +255,11 @@ class Dispatcher:
 
     def _let_one_leave(self, name: str, failure: GuardFailure) -> None:
         """Drops the least recently used entry if there are too many; warns once for each thing that keeps differing."""
-        entries = self.stats.entries
+        entries = self.entries.all
         if len(entries) <= MAX_ENTRIES:
             return
         oldest = min(entries[:-1], key=lambda entry: entry.last_used)
-        self.stats.entries = [entry for entry in entries if entry is not oldest]
+        self.entries.drop(oldest)
         self.budget.note_left(oldest)
         if (failure.field, "entries") not in self._warned:
             self._warned.add((failure.field, "entries"))
@@ -276,7 +277,7 @@ class Dispatcher:
         One that serves it in the same way stays, and is returned. Raises as :func:`add_tvm_dispatch`.
         """
         require_capturable(type(module).__name__)
-        fitting = [entry for entry in self.stats.entries if _serves(entry, module, args, kwargs)]
+        fitting = [entry for entry in self.entries.all if _serves(entry, module, args, kwargs)]
         for served in fitting:
             if self._is_alike(served) and not served.readings:
                 log.info("%r serves the call already", served)
@@ -290,8 +291,8 @@ class Dispatcher:
         if entry.worth is not None and entry.worth.is_slower and TOO_SMALL not in self._warned:
             self._warned.add(TOO_SMALL)
             log.warning("%s: %s. %s", type(module).__name__, entry.worth, TOO_SMALL)
-        with self._adding:  # a new list: calls in other threads may be walking through the old one
-            self.stats.entries = [*(each for each in self.stats.entries if each not in replaced), entry]
+        with self._adding:
+            self.entries.replace(replaced, entry)
         log.info("added %r", entry)
         return entry
 
@@ -304,7 +305,7 @@ class Dispatcher:
 
         ``None`` if there is no such entry, or the numbers cannot be inputs.
         """
-        for known in reversed(self.stats.entries):
+        for known in reversed(self.entries.all):
             changed = known.guard.changed_numbers(module, args, kwargs)
             if changed is None or self._not_inputs[tuple(changed)] >= MAX_ATTEMPTS:
                 continue
@@ -314,7 +315,7 @@ class Dispatcher:
             if entry is None:
                 self._not_inputs[tuple(changed)] += 1
                 return None
-            self.stats.entries = [*(each for each in self.stats.entries if each is not known), entry]
+            self.entries.replace([known], entry)
             log.info("added %r, which takes %s as inputs", entry, entry.guard.numbers)
             return entry
         return None
@@ -322,7 +323,7 @@ class Dispatcher:
     def adopt(self, entries: list[Entry]) -> None:
         """Adds entries that were compiled for the same module."""
         with self._adding:
-            self.stats.entries = [*self.stats.entries, *(entry for entry in entries if entry not in self.stats.entries)]
+            self.entries.add(*entries)
 
 
 #: A hook of the deprecated kind is handed the gradients of the module's last operator, which is not there any more.

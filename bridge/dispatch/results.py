@@ -14,7 +14,7 @@ from bridge.capture import Output
 from bridge.compile import Program
 from bridge.lowering import LoweredCall
 
-__all__ = ["assembly", "result_layouts"]
+__all__ = ["assembly", "relaid", "result_layouts"]
 
 
 def assembly(
@@ -67,17 +67,22 @@ def _leaf(observed: Output, position: int | None, computed: Any, inputs: list[to
     return base.as_strided(observed.shape, observed.stride, base.storage_offset() + observed.offset)
 
 
-def result_layouts(lowered: LoweredCall, program: Program) -> list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]:
-    """The results of the forward that do not look like eager's yet, each with what gives it strides or memory."""
+def result_layouts(lowered: LoweredCall, program: Program) -> list[tuple[int, tuple[int, ...] | None]]:
+    """The results of the forward that do not look like eager's yet, each with eager's strides.
+
+    ``None``: with the strides that it has, but in memory that others can see.
+    """
     strides = {
         position: stride
         for observed, position in zip(lowered.captured.outputs, lowered.imported.output_of, strict=True)
         if position is not None and (stride := _other_order(observed)) is not None
     }
-    return [
-        (position, partial(_strided_copy, stride=strides[position]) if position in strides else torch.clone)
-        for position in sorted({*program.shared_results(), *strides})
-    ]
+    return [(position, strides.get(position)) for position in sorted({*program.shared_results(), *strides})]
+
+
+def relaid(stride: tuple[int, ...] | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What copies a result into memory of its own, with these strides."""
+    return torch.clone if stride is None else partial(_strided_copy, stride=stride)
 
 
 def _strided_copy(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 
+from bridge.dispatch.entries import Entries
 from bridge.dispatch.entry import Entry
 
 __all__ = ["DispatchStats"]
@@ -17,19 +17,26 @@ _REASONS = 20
 _HINT = 'add_tvm_dispatch(module, sample) in the state of such a call adds an entry for it; on_miss="compile" by itself'
 
 
-@dataclass
 class DispatchStats:
-    """Counts of a dispatched module.
+    """What became of a dispatched module's calls: a view, which later calls change."""
 
-    Attributes:
-        hits: calls that ran in TVM.
-        misses: calls that ran eager, by the reason, which names what differed.
-        entries: the compiled calls.
-    """
+    def __init__(self, entries: Entries):
+        self._entries = entries
 
-    hits: int = 0
-    misses: Counter[str] = field(default_factory=Counter)
-    entries: list[Entry] = field(default_factory=list)
+    @property
+    def hits(self) -> int:
+        """Calls that ran in TVM."""
+        return self._entries.hits
+
+    @property
+    def misses(self) -> Counter[str]:
+        """Calls that ran eager, by the reason, which names what differed."""
+        return self._entries.misses
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The compiled calls."""
+        return self._entries.all
 
     def __repr__(self) -> str:
         lines = [f"DispatchStats(hits={self.hits}, misses={sum(self.misses.values())})"]

@@ -78,7 +78,7 @@ def measure_worth(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str
     try:
         with generators_put_back():
             steps = [
-                lambda: _step(entry(list(inputs)), wanted),
+                lambda: _step(entry(list(inputs), module), wanted),
                 lambda: _step(module.forward(*args, **kwargs), wanted),
             ]
             ours, eager = _quickest(steps)

@@ -27,7 +27,7 @@ from bridge.base.guard_failure import GuardFailure
 from bridge.base.interrupts import interrupts_deferred
 from bridge.capture import is_traced_here
 from bridge.compile import Backend, backend_for
-from bridge.dispatch import MAX_ENTRIES, DispatchStats, interpreter_state, require_capturable
+from bridge.dispatch import MAX_ENTRIES, DispatchStats, Entries, interpreter_state, require_capturable
 from bridge.dynamo.compiled import Compiled, layout
 from bridge.dynamo.graph import inline_checkpoints
 from bridge.dynamo.numbers import numbers_of, read_directly
@@ -106,7 +106,8 @@ class CompiledGraph:
         lines = (user_line(node.meta.get("stack_trace")) for node in graph_module.graph.nodes)
         self.name = f"graph {serial}"
         self.where = next((line for line in lines if line), None)
-        self.stats = DispatchStats()
+        self._entries = Entries()
+        self.stats = DispatchStats(self._entries)
         self._graph_module = graph_module
         self._partition = partition
         self._backend = backend
@@ -135,13 +136,10 @@ class CompiledGraph:
         reason = compiled if isinstance(compiled, str) else compiled.objection(values)
         if reason is None:
             try:
-                result = compiled(values)
+                return compiled(values)
             except GuardFailure as failure:  # of the forward program: nothing is changed, and the call begins anew
                 reason = failure.reason
-            else:
-                self.stats.hits += 1
-                return result
-        self.stats.misses[reason] += 1
+        self._entries.misses[reason] += 1
         return self._graph_module(*inputs)
 
     def _values(self, inputs: Sequence[Any]) -> list[Any]:
@@ -161,7 +159,7 @@ class CompiledGraph:
             if differing <= numbers:
                 given_up = self._compiled.pop(known)
                 if isinstance(given_up, Compiled):
-                    self.stats.entries.remove(given_up.entry)
+                    self._entries.drop(given_up.entry)
                 return differing
         return frozenset()
 
@@ -177,12 +175,12 @@ class CompiledGraph:
             reason = brief(error)
             log.warning("%s (%s) runs eager: %s", self.name, self.where or "no source line", reason)
             return reason
-        self.stats.entries.append(compiled.entry)
+        self._entries.add(compiled.entry)
         return compiled
 
     def _give_up(self) -> str:
         reason = f"more than {self._max_entries} combinations of sizes, layouts and modes"
-        if reason not in self.stats.misses:
+        if reason not in self._entries.misses:
             log.warning(
                 "%s (%s) runs eager where it was not compiled yet: %s. Pad or bucket the calls, or allow more of them "
                 "with options={'max_entries': ...}.",

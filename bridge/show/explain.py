@@ -16,7 +16,7 @@ __all__ = ["explain", "program_report"]
 
 
 def explain(module: nn.Module, *, full: bool = False) -> Report:
-    """Reports on a dispatched module: entries and guards, steps, saved tensors with reasons, compile time, misses.
+    """Reports on a dispatched module: guards, what a call does, programs, saved tensors with reasons, compile time.
 
     Args:
         module: one that :func:`add_tvm_dispatch` was called on.
@@ -52,6 +52,7 @@ def _entry(entry: Entry, module: nn.Module) -> EntryReport:
     return EntryReport(
         repr(entry),
         _guards(lowered, module),
+        entry.steps,
         tuple(programs),
         lowered.plan,
         kept_bytes(lowered) if lowered.plan else 0,

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from bridge.dispatch import CallStep
 from bridge.lowering import LoweredCall, html_table, megabytes
 from bridge.show.program_report import ROOT, ProgramReport
 from bridge.show.tables import cut, more, table
@@ -34,6 +35,7 @@ class EntryReport:
     Attributes:
         title: the call, hits and compile seconds.
         guards: what a call must have to run here, in words.
+        call: what a call does, in order, each step with the tensors that it touches.
         programs: forward, then backward if there is one.
         plan: what is saved for the backward, with a reason each; ``None`` where nothing requires grad.
         kept_bytes: captures and random draws: what the entry keeps from forward to backward.
@@ -43,6 +45,7 @@ class EntryReport:
 
     title: str
     guards: tuple[str, ...]
+    call: tuple[CallStep, ...]
     programs: tuple[ProgramReport, ...]
     plan: Plan | None
     kept_bytes: int
@@ -54,6 +57,7 @@ class EntryReport:
         out = [self.title]
         guards = self.guards if full else self.guards[:FEW_GUARDS]
         out += [cut(f"  guard     {guard}", full) for guard in guards] + more(self.guards, guards, "guards")
+        out += [cut(f"  call      {step}", full) for step in self.call]
         out.append(f"  compiled  {1e3 * sum(self.seconds.values()):.0f} ms: {self._spent(full)}")
         for program in self.programs:
             out.append(cut(f"  {program.summary(full)}", full))
@@ -101,6 +105,7 @@ class EntryReport:
         """The entry's tables, to fold out."""
         parts = [f"<p>{html.escape(self.title)}</p>"]
         parts.append(_fold("guards", html_table(("a call must have",), [(guard,) for guard in self.guards])))
+        parts.append(_fold("a call", html_table(("step", "what"), [(step.kind, step.text()) for step in self.call])))
         rows = [(name, f"{1e3 * seconds:.1f}") for name, seconds in self.seconds.items()]
         total = 1e3 * sum(self.seconds.values())
         parts.append(_fold(f"compile time: {total:.0f} ms", html_table(("stage", "ms"), rows, right=(1,))))

@@ -1,13 +1,14 @@
 """Sixty random modules: each matches eager, or is refused or missed with a reason (more: ``python -m tests.fuzz``)."""
 
 import ast
+from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from bridge import DispatchStats
 from bridge.compile import clear_cache
 from tests.fuzz.calls import calls_of
 from tests.fuzz.check import Verdict, _unraised, check
@@ -111,7 +112,7 @@ def test_a_wrong_number_is_reported(monkeypatch, statement, word):
     assert wrong
     monkeypatch.setattr("tests.fuzz.check.add_tvm_dispatch", add)
     monkeypatch.setattr("tests.fuzz.check._attributes", lambda module: {})
-    monkeypatch.setattr("tests.fuzz.check.stats", lambda module: DispatchStats(hits=5))
+    monkeypatch.setattr("tests.fuzz.check.stats", lambda module: SimpleNamespace(hits=5, misses=Counter()))
     verdicts = [check(replace(written, seed=seed)) for seed in range(8)]  # how it is called
     assert any(verdict.status == "wrong" and word in verdict.detail for verdict in verdicts), verdicts
 

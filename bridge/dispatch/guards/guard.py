@@ -51,7 +51,7 @@ class Guard:
         self._tree = ModuleGuard(
             module, captured.module_tensors, saves=saves, numbers=attributes, counters=captured.counters
         )
-        self.sets_attributes = bool(captured.counters) or self._tree.has_derived
+        self.sets_attributes = bool(captured.counters or self._tree.derived)
         self._modes = ModeGuard(requires_grad, self._tree.reads_grad_mode, self._tree.names_distributions)
         self._states = self._modes.states
         self._arguments = ArgumentGuard(captured, arguments, module.forward, saves=saves, numbers=leaves)
@@ -107,6 +107,11 @@ class Guard:
             return None
         places = {NumberPlace(type(then), path=path, name=name): then for (path, name), then in attributes.items()}
         return {**places, **{NumberPlace(type(then), leaf=leaf): then for leaf, then in leaves.items()}}
+
+    @property
+    def derived(self) -> tuple[str, ...]:
+        """Names of the attributes that :meth:`set_attributes` derives anew."""
+        return self._tree.derived
 
     def set_attributes(self, module: nn.Module) -> None:
         """What the call does to the module's counters and derived attributes."""

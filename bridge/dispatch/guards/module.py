@@ -96,7 +96,12 @@ class ModuleGuard:
         for i, module in enumerate(modules[1:], start=1):
             for kind, hook in hooks_of(module):
                 reached.add((i, kind), hook)
-        self._derived = [(i, hook) for i, each in enumerate(modules) if i for hook in derived_attributes(each).values()]
+        self._derived = {
+            f"{paths[each]}.{name}": (i, hook)
+            for i, each in enumerate(modules)
+            if i
+            for name, hook in derived_attributes(each).items()
+        }
         kinds = dict.fromkeys((*map(type, modules), *reached.kinds))
         self._code = CodeGuard(kinds, reached.functions, registered=reached.registered)
         index = {path: modules.index(module) for path, module in named}
@@ -199,14 +204,14 @@ class ModuleGuard:
         return [modules[owner].__dict__[name] for owner, name in self._number_places]
 
     @property
-    def has_derived(self) -> bool:
-        """Whether modules inside have derived attributes."""
-        return bool(self._derived)
+    def derived(self) -> tuple[str, ...]:
+        """Names of the derived attributes of modules inside."""
+        return tuple(self._derived)
 
     def set_attributes(self, root: nn.Module) -> None:
         """Counts the counters up and renews the derived attributes, as a call of forward does."""
         modules = [root, *self._modules]
-        for owner, hook in self._derived:
+        for owner, hook in self._derived.values():
             renew_derived(modules[owner], hook)
         for owner, name, step in self._counters:
             modules[owner].__dict__[name] += step

@@ -13,7 +13,7 @@ from bridge import add_tvm_dispatch, stats
 from bridge.capture import NotArithmeticError, NumberPlace, with_number_inputs
 from bridge.compile import backend_for
 from bridge.dispatch.budget import MAX_WASTED
-from bridge.dispatch.entry import compile_entry
+from bridge.dispatch.compile_entry import compile_entry
 from tests.bridge.compare import Call, assert_same, run
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}

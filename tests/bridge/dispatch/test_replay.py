@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bridge import DispatchMiss, add_tvm_dispatch, stats
+from bridge.dispatch.call_run import CallRun
 from bridge.dynamo import graphs
 from tests.bridge.compare import Call, assert_same, run
 
@@ -92,15 +93,20 @@ def test_hooks_run_once():
     assert seen == ["before", "before", "after"]
 
 
-def test_a_program_that_fails_where_eager_does_not_gives_eagers_result(monkeypatch):
+def fail(module, error):
+    """From now on the forward program of the only entry raises."""
+
+    def fails(_):
+        raise error
+
+    (entry,) = stats(module).entries
+    entry.run = CallRun(entry.steps, fails, entry.guard, "Classifier")
+
+
+def test_a_program_that_fails_where_eager_does_not_gives_eagers_result():
     torch.manual_seed(0)
     eager, module = dispatched()
-    programs = stats(module).entries[0].programs
-
-    def fails(*_, **__):
-        raise ArithmeticError("for a test")
-
-    monkeypatch.setattr(programs, "_run_forward", fails)
+    fail(module, ArithmeticError("for a test"))
     assert_same(run(module, sample()), run(eager, sample()))
     assert dict(stats(module).misses) == {"error in the compiled forward: ArithmeticError: for a test": 1}
 
@@ -110,13 +116,9 @@ def test_a_program_that_fails_where_eager_does_not_gives_eagers_result(monkeypat
     [KeyboardInterrupt(), MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")],
     ids=["interrupt", "memory", "torch's memory"],
 )
-def test_what_is_no_error_of_the_call_is_raised_as_it_is(monkeypatch, error):
+def test_what_is_no_error_of_the_call_is_raised_as_it_is(error):
     _, module = dispatched()
-
-    def fails(*_, **__):
-        raise error
-
-    monkeypatch.setattr(stats(module).entries[0].programs, "_run_forward", fails)
+    fail(module, error)
     with pytest.raises(type(error)) as caught:
         sample()(module)
     assert caught.value is error and int(module.calls) == 0 and not stats(module).misses

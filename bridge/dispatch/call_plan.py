@@ -1,0 +1,89 @@
+"""Call plan: a lowered call, its compiled forward and its guard → the steps that a call takes, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autodiff.ir import results
+from bridge.compile import Program
+from bridge.dispatch import call_steps as steps
+from bridge.dispatch.guards import Guard
+from bridge.dispatch.results import result_layouts
+from bridge.lowering import LoweredCall
+
+__all__ = ["input_names", "plan_call"]
+
+
+def plan_call(lowered: LoweredCall, forward: Program, guard: Guard | None) -> tuple[steps.CallStep, ...]:
+    """The steps from the guard to the module's result; what a call does not need is no step.
+
+    Args:
+        forward: the compiled forward.
+        guard: ``None`` where somebody else gives the inputs.
+    """
+    captured, imported = lowered.captured, lowered.imported
+    inputs = input_names(lowered)
+    draws = tuple(param.name for param in lowered["forward"].function.params[len(inputs) :])
+    values = _result_names(lowered)
+    numbers = [place.name or f"argument {place.leaf}" for place in guard.numbers] if guard is not None else []
+    strided = [
+        name
+        for name, fake in zip(inputs[len(captured.module_tensors) :], captured.arguments, strict=False)
+        if not fake.is_contiguous()
+    ]
+    found: list[steps.CallStep] = [steps.Inputs(inputs, tuple(numbers), tuple(strided))]
+    can_fail = bool(imported.checks) or forward.can_fail
+    if captured.draws:
+        used = imported.input_draws + imported.dropout_draws
+        found.append(steps.Draws(tuple(captured.draws), imported.dropout_draws, used, draws, undone=can_fail))
+    name = f"{captured.module_name}_forward"
+    found.append(steps.Forward(name, inputs + draws, values))
+    if imported.checks:
+        found.append(steps.Checks(lowered.num_results - 1, imported.checks))
+    if layouts := result_layouts(lowered, forward):
+        found.append(steps.Layout(tuple((place, values[place], stride) for place, stride in layouts)))
+    first_buffer = imported.num_outputs
+    if imported.leaves_state:
+        before = len(inputs) + len(imported.input_draws) - 1
+        found.append(steps.Generator(before, first_buffer + len(captured.mutated)))
+    if lowered.differentiable:
+        found.append(_save(lowered, inputs + draws, values))
+    if captured.mutated:
+        places = enumerate((index for index, _ in captured.mutated), first_buffer)
+        found.append(steps.WriteBack(tuple((index, result, inputs[index]) for result, index in places)))
+    spec = captured.observation.out_spec
+    found.append(steps.Results(tuple(captured.outputs), imported.output_of, spec, inputs))
+    if guard is not None and guard.sets_attributes:
+        found.append(steps.SetAttributes(captured.counters, guard.derived))
+    return tuple(found)
+
+
+def input_names(lowered: LoweredCall) -> tuple[str, ...]:
+    """Names of module tensors and argument tensors, as the user has them."""
+    captured = lowered.captured
+    name_of = {index: name for name, index in captured.placeholders.items()}
+    owned = [spec.name for spec in captured.module_tensors]
+    places = range(len(owned), len(owned) + len(captured.arguments))
+    return (*owned, *(name_of.get(place, f"argument {place - len(owned)}") for place in places))
+
+
+def _result_names(lowered: LoweredCall) -> tuple[str, ...]:
+    def names() -> Iterator[str]:
+        captured, imported = lowered.captured, lowered.imported
+        yield from (f"output {place}" for place in range(imported.num_outputs))
+        yield from (f"new {captured.module_tensors[index].name}" for index, _ in captured.mutated)
+        yield from ["the generator's state"] * imported.leaves_state
+        yield from ["the place of a broken check"] * bool(imported.checks)
+        yield from (getattr(value, "name", "a constant") for value in results(lowered.forward)[lowered.num_results :])
+
+    return tuple(names())
+
+
+def _save(lowered: LoweredCall, primals: Sequence[str], values: Sequence[str]) -> steps.Save:
+    plan, changed = lowered.plan, {index for index, _ in lowered.captured.mutated}
+    saved, outputs = tuple(plan.saved_primals), tuple(plan.saved_outputs)
+    copied = tuple(place for place, index in enumerate(saved) if index in changed)
+    names = (
+        [primals[index] for index in saved] + [values[index] for index in outputs] + [*values[lowered.num_results :]]
+    )
+    return steps.Save(saved, copied, outputs, lowered.num_results, tuple(names))

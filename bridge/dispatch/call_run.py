@@ -1,0 +1,188 @@
+"""Call run: the steps of a call → functions of the call's values, in the order of the steps.
+
+What runs before autograd's function, inside it and after it is told by the kinds of the steps; the rest of the order is
+theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.base.errors import is_out_of_memory
+from bridge.base.guard_failure import RUN, GuardFailure
+from bridge.dispatch import call_steps as steps
+from bridge.dispatch.guards import Guard
+from bridge.dispatch.results import assembly, relaid
+from bridge.rng import Draws, go_on, undo_draws
+
+__all__ = ["Action", "Call", "CallRun", "outside_autocast", "taken"]
+
+Execute = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+
+
+class Call:
+    """The values of one call.
+
+    Attributes:
+        inputs: what the guard gave; ``module``: whose call it is.
+        primals: inputs and draws.
+        values: the program's results.
+        saved: what autograd saves.
+        computed: the results that are the caller's, as autograd returns them.
+        result: what the module returns.
+        undo: takes the draws back; ``None`` where none were made.
+    """
+
+    __slots__ = ("computed", "inputs", "module", "primals", "result", "saved", "undo", "values")
+
+    module: nn.Module | None
+    inputs: list[torch.Tensor]
+    primals: list[torch.Tensor]
+    values: list[torch.Tensor]
+    saved: list[torch.Tensor]
+    computed: Sequence[torch.Tensor]
+    result: Any
+    undo: Callable[[], None] | None
+
+
+Action = Callable[[Call], None]
+
+
+class CallRun:
+    """The steps of an entry, bound.
+
+    Attributes:
+        before: what happens before the forward program.
+        forward: the forward program, and what belongs to it; within autograd's function where something requires grad.
+        after: what is left when autograd has its results.
+    """
+
+    def __init__(self, given: Sequence[steps.CallStep], execute: Execute, guard: Guard | None, module_name: str):
+        makers: dict[type, tuple[list[Action], Callable[[Any], Action]]] = {}
+        self.before: list[Action] = []
+        self.forward: list[Action] = []
+        self.after: list[Action] = []
+        makers[steps.Draws] = self.before, partial(_draws, module_name=module_name)
+        makers[steps.Forward] = self.forward, partial(_forward, execute=execute)
+        makers[steps.Checks] = self.forward, _checks
+        makers[steps.Layout] = self.forward, _layout
+        makers[steps.Generator] = self.forward, _generator
+        makers[steps.Save] = self.forward, _save
+        makers[steps.WriteBack] = self.forward, _write_back
+        makers[steps.Results] = self.after, _results
+        makers[steps.SetAttributes] = self.after, partial(_set_attributes, guard=guard)
+        for step in given:
+            if type(step) in makers:  # inputs are there when a call begins, the backward is autograd's
+                actions, make = makers[type(step)]
+                actions.append(make(step))
+
+
+def _draws(step: steps.Draws, module_name: str) -> Action:
+    make = Draws(step.draws, masks=step.masks, used=step.used, module_name=module_name).make
+
+    def draw(call: Call) -> None:
+        call.primals = call.inputs + make()
+
+    def draw_to_be_undone(call: Call) -> None:
+        call.undo = partial(undo_draws, torch.default_generator.get_state(), make)
+        call.primals = call.inputs + make()
+
+    return draw_to_be_undone if step.undone else draw
+
+
+def _forward(step: steps.Forward, execute: Execute) -> Action:
+    def forward(call: Call) -> None:
+        try:
+            if torch.is_autocast_enabled("cpu"):
+                call.values = outside_autocast(execute, call.primals)
+            else:
+                call.values = execute(call.primals)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            failure = GuardFailure(RUN, "error in the compiled forward", f"{type(error).__name__}: {error}")
+            raise failure from error
+
+    return forward
+
+
+def outside_autocast(execute: Callable[[list], list], inputs: list) -> list:
+    """Runs compiled code: the casts that autocast made are in it, those of the backward included."""
+    with torch.autocast("cpu", enabled=False):
+        return execute(inputs)
+
+
+def _checks(step: steps.Checks) -> Action:
+    place, checks = step.result, step.checks
+
+    def check(call: Call) -> None:
+        if broken := int(call.values[place]):
+            raise GuardFailure(RUN, *checks[broken - 1])
+
+    return check
+
+
+def _layout(step: steps.Layout) -> Action:
+    ways = [(place, relaid(stride)) for place, _, stride in step.results]
+
+    def lay_out(call: Call) -> None:
+        for place, relay in ways:
+            call.values[place] = relay(call.values[place])
+
+    return lay_out
+
+
+def _generator(step: steps.Generator) -> Action:
+    def move_on(call: Call) -> None:
+        go_on(call.primals[step.before], call.values[step.after])
+
+    return move_on
+
+
+def _save(step: steps.Save) -> Action:
+    primals, outputs, copied, captures = taken(step.primals), taken(step.outputs), step.copied, step.captures
+
+    def save(call: Call) -> None:
+        values = call.values
+        call.saved = [*primals(call.primals), *outputs(values), *values[captures:]]
+        for place in copied:
+            call.saved[place] = call.saved[place].clone()
+
+    return save
+
+
+def taken(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What takes the elements at these places."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
+
+
+def _write_back(step: steps.WriteBack) -> Action:
+    def write(call: Call) -> None:
+        for index, result, _ in step.buffers:
+            call.primals[index].detach().copy_(call.values[result])
+
+    return write
+
+
+def _results(step: steps.Results) -> Action:
+    assemble = assembly(step.outputs, step.computed, step.spec)
+
+    def put_together(call: Call) -> None:
+        call.result = assemble(call.computed, call.inputs)
+
+    return put_together
+
+
+def _set_attributes(step: steps.SetAttributes, guard: Guard) -> Action:
+    def set_attributes(call: Call) -> None:
+        guard.set_attributes(call.module)
+
+    return set_attributes

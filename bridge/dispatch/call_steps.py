@@ -1,0 +1,275 @@
+"""Call steps: a lowered and compiled call → what each call of its entry does, in order, as frozen data that prints.
+
+One line per step, with the tensors that it touches: module tensors and arguments by name, draws and values by the names
+that they have in the lowered functions. :mod:`bridge.dispatch.call_run` binds the steps to functions, and an entry runs
+these and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from bridge.base.torch_internals import pytree
+from bridge.capture import Counter, Draw, Output
+
+__all__ = [
+    "Backward",
+    "CallStep",
+    "Checks",
+    "Draws",
+    "Forward",
+    "Generator",
+    "Inputs",
+    "Layout",
+    "Results",
+    "Save",
+    "SetAttributes",
+    "WriteBack",
+]
+
+
+@dataclass(frozen=True)
+class CallStep:
+    """One step of a call."""
+
+    kind: ClassVar[str]
+
+    def __str__(self) -> str:
+        return f"{self.kind:<11} {self.text()}"
+
+    def text(self) -> str:
+        """What it does, without the name of its kind."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Inputs(CallStep):
+    """The guard gives the tensors that the programs read.
+
+    Attributes:
+        names: module tensors, numbers, arguments.
+        numbers: those of them that are Python numbers of the module or among the arguments, made 0-d float64 tensors.
+        strided: those that the program reads through a dense copy, since the sample's are not.
+    """
+
+    kind = "inputs"
+    names: tuple[str, ...]
+    numbers: tuple[str, ...] = ()
+    strided: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        return _parts(_list(self.names), numbers=self.numbers, **{"made dense": self.strided})
+
+
+@dataclass(frozen=True)
+class Draws(CallStep):
+    """Random numbers from torch's generator.
+
+    Attributes:
+        draws: eager's, in its order.
+        masks: places of those that are dropout masks.
+        used: places of those that the program takes, in its order, and ``names``: what it calls them.
+        undone: whether the generator's state is kept, for a call that turns out to be eager's.
+    """
+
+    kind = "draws"
+    draws: tuple[Draw, ...]
+    masks: tuple[int, ...]
+    used: tuple[int, ...]
+    names: tuple[str, ...]
+    undone: bool
+
+    def text(self) -> str:
+        name_of = dict(zip(self.used, self.names, strict=True))
+        first = next((place for place, draw in enumerate(self.draws) if draw.is_computed), len(self.draws))
+        made = [f"{name_of.get(place, 'unused')} = {_draw(draw)}" for place, draw in enumerate(self.draws[:first])]
+        if first < len(self.draws):
+            inside = _list(f"{_draw(draw)}" for draw in self.draws[first:])
+            made.append(f"{name_of.get(first, 'unused')} = the generator's state, for {inside} in the program")
+        return _list(made) + ("; undone if the call turns out to be eager's" if self.undone else "")
+
+
+@dataclass(frozen=True)
+class Forward(CallStep):
+    """The forward program: inputs and draws → outputs, new values of buffers, what is for us, captures."""
+
+    kind = "forward"
+    program: str
+    inputs: tuple[str, ...]
+    results: tuple[str, ...]
+
+    def text(self) -> str:
+        return f"{self.program}({_list(self.inputs)}) -> {_list(self.results)}"
+
+
+@dataclass(frozen=True)
+class Checks(CallStep):
+    """Numbers that forward reads are the sample's, or the call is eager's.
+
+    Attributes:
+        result: the program's result that says which is not, from 1 on; 0 if all are.
+        checks: what is looked at, and what was found.
+    """
+
+    kind = "checks"
+    result: int
+    checks: tuple[tuple[str, str], ...]
+
+    def text(self) -> str:
+        return _list(": ".join(check).partition(" at the sample")[0] for check in self.checks)
+
+
+@dataclass(frozen=True)
+class Layout(CallStep):
+    """Results in eager's strides, or in memory of their own.
+
+    Attributes:
+        results: place, name and strides of each; ``None``: a copy as it is, of what others can see.
+    """
+
+    kind = "layout"
+    results: tuple[tuple[int, str, tuple[int, ...] | None], ...]
+
+    def text(self) -> str:
+        return _list(f"{name} {f'strided {s}' if s else 'copied'}" for _, name, s in self.results)
+
+
+@dataclass(frozen=True)
+class Generator(CallStep):
+    """The generator moves to the state that the program's own draws leave.
+
+    Attributes:
+        before: the program's input that is the state before; ``after``: its result that is the state after.
+    """
+
+    kind = "generator"
+    before: int
+    after: int
+
+    def text(self) -> str:
+        return "the state that the program's draws leave"
+
+
+@dataclass(frozen=True)
+class Save(CallStep):
+    """What the backward reads, for autograd to save.
+
+    Attributes:
+        primals: places of inputs and draws.
+        copied: which of them are buffers that the call changes, by their place in ``primals``.
+        outputs: places of outputs.
+        captures: the first capture among the results; all from there on are saved.
+        names: of all that is saved.
+    """
+
+    kind = "save"
+    primals: tuple[int, ...]
+    copied: tuple[int, ...]
+    outputs: tuple[int, ...]
+    captures: int
+    names: tuple[str, ...]
+
+    def text(self) -> str:
+        return _parts(_list(self.names), **{"copies of": tuple(self.names[place] for place in self.copied)})
+
+
+@dataclass(frozen=True)
+class WriteBack(CallStep):
+    """Buffers get their new values, as eager did in place.
+
+    Attributes:
+        buffers: place among the inputs, place of the new value among the results, name.
+    """
+
+    kind = "write back"
+    buffers: tuple[tuple[int, int, str], ...]
+
+    def text(self) -> str:
+        return _list(name for *_, name in self.buffers)
+
+
+@dataclass(frozen=True)
+class Results(CallStep):
+    """The module's result, in its structure: computed tensors, constants, views of what the caller has.
+
+    Attributes:
+        outputs: its leaves as they were observed.
+        computed: of each its place among the computed tensors; ``None`` for a constant or a view.
+        spec: its structure.
+        inputs: names of what a leaf may be a view of.
+    """
+
+    kind = "results"
+    outputs: tuple[Output, ...]
+    computed: tuple[int | None, ...]
+    spec: pytree.TreeSpec
+    inputs: tuple[str, ...]
+
+    def text(self) -> str:
+        return _list(map(self._leaf, self.outputs, self.computed))
+
+    def _leaf(self, output: Output, place: int | None) -> str:
+        if not output.is_tensor:
+            return repr(output.value)
+        if place is not None:
+            return f"output {place}"
+        source, index = output.alias_of
+        base = self.inputs[index] if source == "input" else f"result {index}"
+        return base if output.is_same_object else f"view {output.shape} of {base}"
+
+
+@dataclass(frozen=True)
+class SetAttributes(CallStep):
+    """Python attributes that forward counts up or that hooks derive.
+
+    Attributes:
+        counters: with what a call adds.
+        derived: names of attributes that are computed again for whoever reads them.
+    """
+
+    kind = "attributes"
+    counters: tuple[Counter, ...]
+    derived: tuple[str, ...]
+
+    def text(self) -> str:
+        counted = (f"{f'{each.path}.{each.name}'.strip('.')} += {each.step}" for each in self.counters)
+        return _list([*counted, *(f"{name} anew" for name in self.derived)])
+
+
+@dataclass(frozen=True)
+class Backward(CallStep):
+    """The backward program, when autograd calls it: what was saved and grad_outs → gradients.
+
+    Attributes:
+        grad_outs: places of the outputs that got one.
+        gradients: names of the inputs that get a gradient.
+        copied: places of gradients in memory that others can see.
+        absent: places, among all inputs that require one, at which eager has none for these grad_outs.
+    """
+
+    kind = "backward"
+    program: str
+    grad_outs: tuple[int, ...]
+    gradients: tuple[str, ...]
+    copied: tuple[int, ...]
+    absent: tuple[int, ...]
+
+    def text(self) -> str:
+        given = _list(["saved", *(f"grad_out of output {place}" for place in self.grad_outs)])
+        return f"{self.program}({given}) -> gradients of {_list(self.gradients)}"
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(names) or "nothing"
+
+
+def _parts(first: str, **others: tuple[str, ...]) -> str:
+    return "; ".join([first, *(f"{title}: {_list(names)}" for title, names in others.items() if names)])
+
+
+def _draw(draw: Draw) -> str:
+    extents = "x".join(map(str, draw.shape)) or "scalar"
+    given = ", ".join(repr(arg) for arg in draw.args if isinstance(arg, bool | int | float))
+    return f"{draw.op.split('.')[1]}{f'({given})' if given else ''} of {extents}"

@@ -1,0 +1,93 @@
+"""Compiling an entry: a module and a call of it → captured, lowered, compiled, with its guard; or a refusal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.base.interrupts import raise_deferred
+from bridge.base.torch_internals import pytree
+from bridge.capture import NumberPlace, one_capture_at_a_time
+from bridge.compile import Backend
+from bridge.dispatch.entry import Entry
+from bridge.dispatch.guards import Guard
+from bridge.dispatch.number_inputs import as_called, lower_with_numbers
+from bridge.lowering import lower_once
+from bridge.state import PythonState
+
+__all__ = ["compile_entry"]
+
+
+def compile_entry(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    *,
+    partition: Any,
+    backend: Backend,
+    numbers: tuple[Entry, Mapping[NumberPlace, Any]] | None = None,
+) -> Entry | None:
+    """Captures, lowers and compiles ``module(*args, **kwargs)`` in the current mode; the module is not changed.
+
+    Args:
+        numbers: an entry that the call differs from by these numbers, with the values that it was compiled for: the
+            new entry takes them as inputs. ``None`` is returned if that is not exact.
+
+    Raises:
+        UnsupportedModule, CompilationError: as :func:`bridge.lower`.
+    """
+    gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    # to the code that is compiled, inference mode is the same as no_grad
+    with torch.inference_mode(False), torch.set_grad_enabled(gradients), one_capture_at_a_time():
+        if not gradients:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, _outside_inference, (args, kwargs))
+        entry = _compile_entry(module, args, kwargs, partition, backend, numbers)
+    if entry is None:
+        return None
+    entry.partition, entry.backend = partition, backend
+    return entry
+
+
+def _outside_inference(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or one of the same layout and numbers that was not made in inference mode."""
+    if not tensor.is_inference():
+        return tensor
+    storage = tensor.untyped_storage().clone()
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _compile_entry(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    partition: Any,
+    backend: Backend,
+    numbers: tuple[Entry, Mapping[NumberPlace, Any]] | None,
+) -> Entry | None:
+    started = time.perf_counter()
+    before = PythonState(module)
+    how = {"grad": torch.is_grad_enabled(), "partition": partition}
+    try:
+        if numbers is None:
+            places, lowered = (), lower_once(module, args, kwargs, **how)
+            captured = lowered.captured
+        else:
+            known, changed = numbers
+            found = lower_with_numbers(module, args, kwargs, changed, known.lowered, known.guard.numbers, **how)
+            if found is None or found[0].captured.readings:  # a number that Python reads decides by its value
+                before.restore()
+                return None
+            lowered, places = found
+            captured = as_called(lowered.captured, args, kwargs, len(places))
+        arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        entry = Entry(Guard(module, captured, arguments, places), lowered, backend)
+        raise_deferred()
+        entry.compile_seconds = time.perf_counter() - started  # less than ``lowered`` took, where it was reused
+        return entry
+    except BaseException:
+        before.restore()
+        raise
