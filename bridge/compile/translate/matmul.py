@@ -22,7 +22,7 @@ from bridge.compile.translate.builder import Builder
 from bridge.compile.translate.libcalls import emit, tensor
 from bridge.compile.translate.registry import register
 
-__all__ = ["product_shape"]
+__all__: list[str] = []
 
 
 @register("relax.matmul")
@@ -43,7 +43,7 @@ def _matmul(builder: Builder, call: Call) -> Operand:
     # Where every row of every batch meets the same matrix: one product, if the rows lie so that they are one dimension.
     # What is asked of the policy does not depend on the order, for that depends on the readers.
     rows = views.reshape(a.view, (math.prod(a.shape[:-1]), a.shape[-1])) if math.prod(b.shape[:-2]) == 1 else None
-    product = product_shape(result, a.view, b.view, batch, rows)
+    product = _product_shape(result, a.view, b.view, batch, rows)
     way = builder.products.choose(product) if product.multiplications else "mm"
     if rows is not None and (order is None or not is_generated(way)):
         a, b, batch, order = Operand(a.value, rows), builder.reshape(b, b.shape[-2:]), (), None
@@ -51,7 +51,7 @@ def _matmul(builder: Builder, call: Call) -> Operand:
     return builder.reshape(made or _library(builder, way, a, b, batch), extents)
 
 
-def product_shape(
+def _product_shape(
     element_type: str, a: views.View, b: views.View, batch: Sequence[int], rows: views.View | None
 ) -> ProductShape:
     """What decides how a product is computed.

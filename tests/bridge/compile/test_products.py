@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tvm.relax import op as R
 
-from bridge.compile import backend_for, clear_choices, compile_function, host_backend
+from bridge import add_tvm_dispatch, explain, stats
+from bridge.compile import backend_for, clear_cache, clear_choices, compile_function, host_backend
 from bridge.compile.cpu.attainable import attainable_rate
 from bridge.compile.cpu.measure import seconds_of
 from bridge.compile.cpu.product_ways import Trial, library_ways
@@ -193,6 +197,30 @@ def test_a_program_names_its_ways(monkeypatch, way):
     )
     named = "product_float32" if way == GENERATED else f"library {way}("
     assert named in str(compiled)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "in turn"])
+def test_a_module_trains_whichever_way_wins(monkeypatch, way):
+    """Forward and backward, which computes products again, go the way that was measured; each class its own."""
+    clear_cache()  # programs of an equal module, compiled under another policy
+    measure = Stopwatch(*(WAYS if way == "in turn" else [way]))
+    policy = products(measure)
+    monkeypatch.setattr("bridge.compile.cpu.backend.CpuBackend.products", lambda *_: policy)
+    torch.manual_seed(2)
+    module = nn.Sequential(nn.Linear(96, 160), nn.GELU(), nn.Linear(160, 48))
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, torch.randn(3, 50, 96, requires_grad=True), partition="recompute_all")
+    x = torch.randn(3, 50, 96, requires_grad=True)
+    results = []
+    for each in (module, eager):
+        y = each(x)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [x, *each.parameters()])])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert stats(module).hits == 1
+    assert len({shape for shape, _ in measure.asked}) == len(measure.asked)
+    named = "product" if way.startswith(GENERATED) else "mm" if way == "in turn" else way
+    assert re.search(rf"\b{named}\b", str(explain(module).full))
 
 
 def in_vmap(call):
