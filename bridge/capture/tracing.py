@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from bridge.base.collector import collection_paused, only_new_objects_collected
 from bridge.base.interrupts import held
 from bridge.base.locks import free_in_children
 from bridge.base.torch_internals import compile_lock, export_tracer, len_dispatch_stack, len_function_stack
@@ -87,6 +88,7 @@ def one_capture_at_a_time() -> Iterator[None]:
     """The lock of those who trace, which a thread may take again: one module is captured, or one of Dynamo's graphs."""
     # Here, since these import the whole of Dynamo, as torch.export does. Before anything is replaced in nn.Module:
     # they remember what they find there.
-    export_tracer()
-    with held(_capturing), held(compile_lock()):
+    with collection_paused():
+        export_tracer()
+    with held(_capturing), held(compile_lock()), only_new_objects_collected():
         yield

@@ -28,6 +28,7 @@ from bridge.base.torch_internals import (
     preserve_composite,
     unset_fake_temporarily,
 )
+from bridge.capture.passes.kinds import Functional, functional_by_kind
 from bridge.capture.passes.preserved_ops import PRESERVED, PRESERVED_ABOVE_AUTOGRAD
 
 __all__ = ["decompose"]
@@ -36,8 +37,16 @@ Table = dict[Any, Callable]
 _SELECT_SCATTER = aten.select_scatter.default
 
 
-def decompose(exported: ExportedProgram) -> ExportedProgram:
+def decompose(exported: ExportedProgram) -> Functional:
     """What ``exported.run_decompositions`` gives for the default table without ``PRESERVED``: a functional graph."""
+    functional = functional_by_kind(exported, _decomposed)
+    if functional is None:
+        whole = _decomposed(exported)
+        functional = Functional(whole.graph, whole.graph_signature, whole.constants)
+    return functional
+
+
+def _decomposed(exported: ExportedProgram) -> ExportedProgram:
     composite, others = _tables()
     targets = {node.target for node in exported.graph.nodes if isinstance(node.target, OpOverload)}
     met = {op: decomposition_of(op) for op in targets - composite.keys() if is_preservable(op)}

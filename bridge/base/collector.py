@@ -1,0 +1,41 @@
+"""Garbage collector: a stretch of work that makes many objects and hardly any cyclic garbage → cheap collections.
+
+Python collects whenever enough objects have been made, and each full collection walks through all objects of the
+process: with torch, TVM and transformers imported that took a sixth of the time of adding a model, and found nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["collection_paused", "only_new_objects_collected"]
+
+
+@contextmanager
+def only_new_objects_collected() -> Iterator[None]:
+    """While active, collections pass over the objects that there were before; garbage among them goes afterwards.
+
+    Where somebody has frozen objects himself (before a fork, say), nothing changes: they could not be told apart.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """While active, nothing is collected: around imports, whose objects stay."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

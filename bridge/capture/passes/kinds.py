@@ -1,0 +1,264 @@
+"""Kinds of calls: a training-IR graph → its functional graph, with equal operator calls decomposed once.
+
+Two calls are of one kind if they call the same operator with the same constants on tensors of the same layout. One
+program with a call of each kind is decomposed; what that gives for a kind replaces every call of it. Of twelve equal
+layers or a hundred time steps one is decomposed.
+
+This is exact for graphs without writes: there an operator computes the same whatever else is in the graph, views need
+no functionalization, and a decomposition sees of its arguments nothing but layout and ``requires_grad``. A graph with
+anything else in it, or one in which a decomposition gives another layout than the training IR has, is left to the
+caller.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
+
+from bridge.base.torch_internals import FakeTensor, OpOverload, aten, pytree, schema
+from bridge.state import constant_key
+
+__all__ = ["Functional", "functional_by_kind"]
+
+_HANDED_ON = ("custom", "stack_trace", "nn_module_stack")
+_NAME = re.compile(r"_\d+$")
+
+
+@dataclass(frozen=True)
+class Functional:
+    """A functional graph with what its inputs and results are; as in ``ExportedProgram``."""
+
+    graph: fx.Graph
+    graph_signature: ExportGraphSignature
+    constants: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The first call of a kind: the node, and the tensors that it reads, each once."""
+
+    node: fx.Node
+    sources: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class _Formula:
+    """What a kind of call decomposes to: its inputs, the calls, and a result per tensor that the operator returns."""
+
+    inputs: tuple[fx.Node, ...]
+    calls: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+
+
+def functional_by_kind(
+    exported: ExportedProgram, decompose: Callable[[ExportedProgram], ExportedProgram]
+) -> Functional | None:
+    """The functional graph of a training-IR program, or ``None`` where it has to be decomposed as a whole.
+
+    Args:
+        decompose: decomposes a program; it is given one of distinct calls.
+    """
+    kind_of = _kinds(exported)
+    if kind_of is None:
+        return None
+    kinds = list(dict.fromkeys(kind_of.values()))
+    formulas = _formulas(kinds, decompose(_program(kinds, exported)))
+    return None if formulas is None else _put_together(exported, kind_of, formulas)
+
+
+def _kinds(exported: ExportedProgram) -> dict[fx.Node, _Kind] | None:
+    """The kind of every call in order, ``None`` if the graph has something else than operators that only read."""
+    if any(spec.kind != OutputKind.USER_OUTPUT for spec in exported.graph_signature.output_specs):
+        return None
+    known: dict[tuple, _Kind] = {}
+    found: dict[fx.Node, _Kind] = {}
+    for node in exported.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.op != "call_function":
+            return None
+        if node.target is operator.getitem:
+            if node.args[0] not in found or not isinstance(node.meta["val"], FakeTensor):
+                return None
+            continue
+        if not isinstance(node.target, OpOverload) or not _only_reads(node.target):
+            return None
+        sources = tuple(node.all_input_nodes)
+        values = [*_tensors(node.meta.get("val")), *(source.meta.get("val") for source in sources)]
+        if not all(map(_is_plain, values)):
+            return None
+        key = _key((node.args, node.kwargs), sources)
+        found[node] = known.setdefault((node.target, key), _Kind(node, sources))
+    return found
+
+
+def _only_reads(op: Any) -> bool:
+    """Whether an operator writes nothing, as far as its schema tells, and looks at no memory beside its tensors'."""
+    if schema(op).is_mutable or op.namespace not in ("aten", "tvm_dispatch"):
+        return False
+    return op.overloadpacket not in _WRITES
+
+
+#: Running statistics are written although the schema does not say so; an assertion is an effect; memory beyond a view.
+_WRITES = (aten.batch_norm, aten.instance_norm, aten._assert_async, aten.as_strided)
+
+
+def _tensors(value: Any) -> list[Any]:
+    """What an operator returns: a tensor, several, or none."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, tuple | list) else [value]
+
+
+def _is_plain(value: Any) -> bool:
+    if not isinstance(value, FakeTensor) or value.layout is not torch.strided:
+        return False
+    return not (value.is_conj() or value.is_neg()) and all(type(extent) is int for extent in value.shape)
+
+
+def _form(value: torch.Tensor) -> tuple:
+    return tuple(value.shape), value.stride(), value.dtype, value.device
+
+
+def _key(value: Any, sources: Sequence[fx.Node]) -> Any:
+    """Hashable: constants, the layouts of tensors, and which of them are the same one."""
+    if isinstance(value, fx.Node):
+        return "tensor", sources.index(value), _form(value.meta["val"]), _requires_grad(value)
+    if isinstance(value, tuple | list):
+        return "list", tuple(_key(item, sources) for item in value)
+    if isinstance(value, dict):
+        return "dict", tuple((name, _key(item, sources)) for name, item in value.items())
+    key = constant_key(value)
+    return ("object", id(value)) if key is None else key
+
+
+def _program(kinds: Sequence[_Kind], exported: ExportedProgram) -> ExportedProgram:
+    """One call of each kind, on inputs of its own; its tensors are the results."""
+    graph, results = fx.Graph(), []
+    for index, kind in enumerate(kinds):
+        own = {source: _placeholder(graph, f"x{index}_{k}", source) for k, source in enumerate(kind.sources)}
+        args, kwargs = fx.map_arg((kind.node.args, kind.node.kwargs), own.__getitem__)
+        call = graph.call_function(kind.node.target, args, kwargs)
+        call.meta = {**kind.node.meta, "custom": {"origin": str(index)}}
+        value = kind.node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            results.append(call)
+            continue
+        for k, tensor in enumerate(_tensors(value)):
+            results.append(graph.call_function(operator.getitem, (call, k)))
+            results[-1].meta = {**call.meta, "val": tensor}
+    graph.output(tuple(results))
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    signature = ExportGraphSignature(
+        [InputSpec(InputKind.USER_INPUT, TensorArgument(name=node.name), None) for node in inputs],
+        [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=node.name), None) for node in results],
+    )
+    in_spec = pytree.tree_flatten((tuple(inputs), {}))[1]
+    call_signature = ModuleCallSignature([], [], in_spec, pytree.tree_flatten(tuple(results))[1])
+    return ExportedProgram(
+        torch.nn.Module(),
+        graph,
+        signature,
+        {},
+        {},
+        [ModuleCallEntry("", call_signature)],
+        verifiers=exported.verifiers,
+    )
+
+
+def _placeholder(graph: fx.Graph, name: str, source: fx.Node) -> fx.Node:
+    made, value = graph.placeholder(name), source.meta["val"]
+    with value.fake_mode:
+        like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    made.meta["val"] = like.requires_grad_(_requires_grad(source))
+    return made
+
+
+def _requires_grad(source: fx.Node) -> bool:
+    """Whether a decomposition sees that a tensor requires grad: it runs on what the graph is given, under no_grad."""
+    return source.op == "placeholder" and source.meta["val"].requires_grad
+
+
+def _formulas(kinds: Sequence[_Kind], program: ExportedProgram) -> dict[_Kind, _Formula] | None:
+    """What each kind became; ``None`` if something was written, made outside of the calls or given another layout."""
+    signature, nodes = program.graph_signature, {node.name: node for node in program.graph.nodes}
+    if any(spec.kind != InputKind.USER_INPUT for spec in signature.input_specs):
+        return None
+    if any(spec.kind != OutputKind.USER_OUTPUT for spec in signature.output_specs):
+        return None
+    inputs = iter([nodes[spec.arg.name] for spec in signature.input_specs])
+    results = iter([nodes[spec.arg.name] for spec in signature.output_specs])
+    calls: dict[str, list[fx.Node]] = {str(index): [] for index in range(len(kinds))}
+    for node in program.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        origin = (node.meta.get("custom") or {}).get("origin")
+        if node.op != "call_function" or origin not in calls:
+            return None
+        calls[origin].append(node)
+    found = {}
+    for index, kind in enumerate(kinds):
+        given = _tensors(kind.node.meta.get("val"))
+        own = tuple(next(inputs) for _ in kind.sources)
+        made = tuple(next(results) for _ in given)
+        if any(_form(node.meta["val"]) != _form(value) for node, value in zip(made, given, strict=True)):
+            return None
+        found[kind] = _Formula(own, tuple(calls[str(index)]), made)
+    return found
+
+
+def _put_together(
+    exported: ExportedProgram, kind_of: dict[fx.Node, _Kind], formulas: dict[_Kind, _Formula]
+) -> Functional:
+    graph = fx.Graph()
+    new: dict[fx.Node, Any] = {}
+    for node in exported.graph.nodes:
+        if node.op == "placeholder":
+            new[node] = made = graph.create_node("placeholder", node.target, name=node.name)
+            made.name, made.meta = node.name, dict(node.meta)  # also "input", which is no name for a new node
+        elif node.op == "output":
+            graph.output(fx.map_arg(node.args[0], new.__getitem__))
+        elif node in kind_of:
+            results = _call(graph, node, formulas[kind_of[node]], new)
+            new[node] = results if isinstance(node.meta.get("val"), tuple | list) else next(iter(results), None)
+        else:
+            source, index = node.args
+            new[node] = new[source][index]
+    for node in reversed(graph.nodes):  # torch drops unused draws too: who makes a call draws for it (bridge.rng)
+        if node.op == "call_function" and not node.users and node.meta.get("val") is not None:
+            graph.erase_node(node)
+    signature = exported.graph_signature
+    outputs = zip(signature.output_specs, graph.output_node().args[0], strict=True)
+    results = [
+        replace(spec, arg=TensorArgument(name=made.name)) if isinstance(made, fx.Node) else spec
+        for spec, made in outputs
+    ]
+    return Functional(graph, ExportGraphSignature(signature.input_specs, results), exported.constants)
+
+
+def _call(graph: fx.Graph, node: fx.Node, formula: _Formula, new: dict[fx.Node, Any]) -> tuple[fx.Node, ...]:
+    """The calls that a kind decomposes to, in the place of ``node``; what they are from and where is that node's."""
+    handed_on = {key: node.meta[key] for key in _HANDED_ON if key in node.meta}
+    own = dict(zip(formula.inputs, (new[source] for source in node.all_input_nodes), strict=True))
+    for call in formula.calls:
+        args, kwargs = fx.map_arg((call.args, call.kwargs), own.__getitem__)
+        name = _NAME.sub("", call.name)
+        own[call] = made = graph.create_node("call_function", call.target, args, kwargs, name=name)
+        made.meta = {**({"val": call.meta["val"]} if "val" in call.meta else {}), **handed_on}
+    return tuple(own[result] for result in formula.results)

@@ -1,0 +1,65 @@
+"""Collections are cheap while a model is added, and as before afterwards."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from bridge import add_tvm_dispatch
+from bridge.base.collector import collection_paused, only_new_objects_collected
+from bridge.lowering import reuse
+
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+
+def test_what_was_there_is_passed_over_and_collected_afterwards():
+    gc.collect()
+    old = weakref.ref(Cycle())
+    with only_new_objects_collected():
+        new = weakref.ref(Cycle())
+        gc.collect()
+        assert old() is not None and new() is None
+    gc.collect()
+    assert old() is None and gc.get_freeze_count() == 0
+
+
+def test_objects_that_the_user_froze_stay_frozen():
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with only_new_objects_collected():
+            pass
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_pause_leaves_the_setting_as_it_was(enabled):
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with collection_paused():
+            assert not gc.isenabled()
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+
+
+def test_adding_a_module_walks_through_no_old_objects(monkeypatch):
+    seen = []
+
+    def noted(*args, **kwargs):
+        seen.append(gc.get_freeze_count())
+        return original(*args, **kwargs)
+
+    original = reuse.capture
+    monkeypatch.setattr(reuse, "capture", noted)
+    add_tvm_dispatch(nn.Linear(3, 2), torch.randn(4, 3))
+    assert seen[0] > 10_000 and gc.get_freeze_count() == 0
