@@ -41,7 +41,7 @@ BRIDGE = (
 """Rooms and loose files of ``bridge/``; each imports only from those before it, through their ``__init__``."""
 
 COMPILE = (
-    *("loop_ir", "codegen", "schedule", "backend", "passes", "translate", "runtime", "options", "cpu", "targets"),
+    *("loop_ir", "codegen", "schedule", "backend", "passes", "translate", "options", "runtime", "cpu", "targets"),
     *("pipeline", "__init__"),
 )
 """Rooms of ``bridge/compile/``, likewise."""

@@ -14,11 +14,11 @@ import autodiff
 import partition
 from bridge.compile.backend import Backend
 
-__all__ = ["CompileOptions"]
+__all__ = ["CompileOptions", "versions"]
 
 
 @functools.cache
-def _versions() -> tuple[tuple[str, str], ...]:
+def versions() -> tuple[tuple[str, str], ...]:
     """``(name, version)`` of what makes code; ours is a digest of the sources, for a version may cover many states."""
     digest = hashlib.sha256()
     for root in (Path(__file__).parents[1], *(Path(package.__file__).parent for package in (autodiff, partition))):
@@ -51,7 +51,7 @@ class CompileOptions:
     def current(cls, backend: Backend) -> CompileOptions:
         """For this process as it is set up now."""
         deterministic = torch.are_deterministic_algorithms_enabled()
-        return cls(backend, backend.threads(), _versions(), deterministic=deterministic)
+        return cls(backend, backend.threads(), versions(), deterministic=deterministic)
 
     @property
     def key(self) -> tuple:

@@ -79,7 +79,7 @@ def compile_function(func: Function, *, name: str, options: CompileOptions | Non
     if options.sums_in_place:
         graph = accumulate(graph)
     timings = {"translate": time.perf_counter() - started}
-    variables = tuple(var.name for var in (*func.params, *(var for var, _ in bindings(func))))
+    variables = tuple(str(var.name) for var in (*func.params, *(var for var, _ in bindings(func))))
     program = assemble(graph, name, options.backend, timings, variables)
     _tell(program)
     with _LOCK:

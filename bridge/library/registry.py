@@ -78,6 +78,9 @@ class TensorAt:
         """The argument."""
         return tensors[self.position]
 
+    def __str__(self) -> str:
+        return f"#{self.position}"
+
 
 @dataclass(frozen=True)
 class TensorsAt:
@@ -89,6 +92,9 @@ class TensorsAt:
     def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The argument."""
         return list(tensors[self.first : self.first + self.count])
+
+    def __str__(self) -> str:
+        return f"[{', '.join(f'#{self.first + index}' for index in range(self.count))}]"
 
 
 def invoke(function: Function, arguments: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

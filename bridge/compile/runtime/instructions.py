@@ -32,8 +32,7 @@ class Launch:
     contents: Contents = field(default=Contents(), repr=False)
 
     def __str__(self) -> str:
-        arguments = _arguments(self.inputs, self.scalars)
-        return f"{', '.join(self.outputs)} = kernel {self.name}({arguments})  # {' '.join(self.ops)}"
+        return f"{', '.join(self.outputs)} = kernel {self.name}({', '.join(self.inputs)})  # {' '.join(self.ops)}"
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,8 @@ class CallLibrary:
     contents: Contents = field(default=Contents(), repr=False)
 
     def __str__(self) -> str:
-        return f"{', '.join(self.outputs)} = library {self.name}({_arguments(self.inputs, self.attrs)})"
+        arguments = "; ".join(", ".join(map(str, part)) for part in (self.inputs, self.attrs) if part)
+        return f"{', '.join(self.outputs)} = library {self.name}({arguments})"
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,3 @@ class View:
 
 
 Instruction = Launch | CallLibrary | View
-
-
-def _arguments(names: tuple[str, ...], others: tuple) -> str:
-    """Names of tensors, then other arguments behind a semicolon."""
-    return "; ".join(", ".join(map(str, part)) for part in (names, others) if part)

@@ -56,7 +56,7 @@ def _fallback(builder: Builder, call: Call) -> Operand | list[Operand]:
     env = {var: builder.get(arg) for arg, var in params.items()}
     local = _Local(builder, module, env)
     for var, value in bindings(module["main"]):
-        local.env[var] = local.bind(value, op_name(call))
+        local.env[var] = local.bind(value, str(op_name(call)))
     (field,) = module["main"].body.body.fields
     return local.get(field)
 

@@ -42,7 +42,7 @@ def translate(func: Function, products: ProductPolicy) -> Graph:
     neither this package nor TVM's legalization can compile.
     """
     builder = Builder(products)
-    params = [Value(param.name, shape(param), dtype(param), "param") for param in func.params]
+    params = [Value(str(param.name), shape(param), dtype(param), "param") for param in func.params]
     builder.env.update((var, whole(value)) for var, value in zip(func.params, params, strict=True))
     for _, value in bindings(func):
         for argument in used_vars(value):
@@ -59,7 +59,7 @@ def translate(func: Function, products: ProductPolicy) -> Graph:
 
 def _bind(builder: Builder, var: Var, value: Expr) -> None:
     """Translates one binding."""
-    builder.hint, builder.variable = var.name, var
+    builder.hint, builder.variable = str(var.name), var
     builder.env[var] = _translated(builder, value)
     _check(var, builder.env[var], value)
 
@@ -102,7 +102,7 @@ def _check(var: Var, result: Operand | Scalar | list, value: Expr) -> None:
 
 def _result(builder: Builder, operand: Operand | Scalar, output: Expr) -> Operand:
     if isinstance(output, Var):
-        builder.hint = output.name
+        builder.hint = str(output.name)
     if isinstance(operand, Scalar) or not views.is_dense(operand.view) or operand.view.numel != operand.value.numel:
         return builder.pointwise("copy", [operand], operand.dtype)
     if operand.value.source == "node" or (operand.value.source == "param" and operand.shape == operand.value.shape):

@@ -114,7 +114,7 @@ def _argument(builder: Builder, arg: Expr, operands: list[Operand]) -> Any:
     if isinstance(arg, ShapeExpr):
         return tuple(int(extent) for extent in arg.values)
     if hasattr(arg, "value") and isinstance(arg.value, str):
-        return arg.value
+        return str(arg.value)
     return number(arg)
 
 

@@ -1,0 +1,138 @@
+"""Programs as files: a program ↔ one file in the safetensors format, without pickle.
+
+The tensors of the file are the program's constants, its metadata texts: instructions and layout as JSON, kernels as
+TVM's JSON of their functions. Reading makes tensors and frozen data and builds the kernels again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import tvm
+import tvm_ffi
+
+from bridge.compile.backend import Backend
+from bridge.compile.options import versions
+from bridge.compile.runtime.plain import from_plain, to_plain
+from bridge.compile.runtime.program import Program
+
+__all__ = ["load", "save", "texts"]
+
+_FORMAT = "bridge program 1"
+_SAME = ("format", "backend", "versions")
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    "BF16": torch.bfloat16,
+}
+"""Element types by their names in the format."""
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+_SMALL_FLOAT = re.compile(r'"value":(-?\d[\d.]*e-3\d\d)\b')
+
+
+def texts(program: Program) -> dict[str, str]:
+    """The program but for its constants' elements, as texts: equal programs have equal ones, in any process.
+
+    Raises:
+        ValueError: a kernel has a literal that TVM's JSON cannot hold, a float64 below 2.3e-308.
+    """
+    parts = {name: getattr(program, name) for name in ("name", "steps", "layout", "results", "variables")}
+    kernels = tvm.ir.save_json(tvm_ffi.Array(list(program.kernels.values())))
+    for number in _SMALL_FLOAT.findall(kernels):
+        if abs(float(number)) < sys.float_info.min:
+            raise ValueError(f"{program.name}: TVM's JSON cannot hold a kernel's literal {number}")
+    return {
+        "format": _FORMAT,
+        "backend": program.backend.key,
+        "versions": json.dumps(versions()),
+        "program": json.dumps({name: to_plain(part) for name, part in parts.items()}, allow_nan=False),
+        "kernel names": json.dumps(list(program.kernels)),
+        "kernels": kernels,
+    }
+
+
+def save(program: Program, path: str | os.PathLike) -> None:
+    """Writes a program to a file, which appears complete or not at all.
+
+    Raises:
+        ValueError: see :func:`texts`.
+        OSError: the file cannot be written.
+    """
+    header: dict[str, Any] = {}
+    data = b""
+    for slot, tensor in program.constants:
+        begin, data = len(data), data + _bytes(tensor)
+        offsets = [begin, len(data)]
+        header[str(slot)] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+    told = texts(program)
+    text = json.dumps({"__metadata__": {**told, "sha256": _digest(told, header, data)}, **header}).encode()
+    text += b" " * (-len(text) % 8)
+    unfinished = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
+    try:
+        unfinished.write_bytes(len(text).to_bytes(8, "little") + text + data)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def load(path: str | os.PathLike, backend: Backend) -> Program:
+    """The program of a file that :func:`save` wrote: equal to the saved one, and the same bits when it runs.
+
+    Args:
+        path: the file. Its kernels are code: take it only from where you would take a library.
+        backend: the one that the program was compiled for.
+
+    Raises:
+        ValueError: the file is no program, damaged, for another backend, or of other versions of torch, TVM or this
+            package.
+        OSError: the file cannot be read.
+    """
+    content = Path(path).read_bytes()
+    try:
+        begin = 8 + int.from_bytes(content[:8], "little")
+        header, data = json.loads(content[8:begin]), content[begin:]
+        told = header.pop("__metadata__")
+        saved, digest = {name: told[name] for name in _SAME}, told.pop("sha256")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{os.fspath(path)} is no saved program: {error!r}") from error
+    for name, here in zip(_SAME, (_FORMAT, backend.key, json.dumps(versions())), strict=True):
+        if saved[name] != here:
+            raise ValueError(f"{os.fspath(path)} was saved for {name} {saved[name]!r}, here it is {here!r}")
+    if digest != _digest(told, header, data):
+        raise ValueError(f"{os.fspath(path)} is damaged: its checksum does not fit")
+    parts = {name: from_plain(part) for name, part in json.loads(told["program"]).items()}
+    kernels = dict(zip(json.loads(told["kernel names"]), tvm.ir.load_json(told["kernels"]), strict=True))
+    constants = tuple((int(slot), _tensor(entry, data)) for slot, entry in header.items())
+    code = dict(zip(kernels, backend.build(list(kernels.items())), strict=True))
+    return Program(**parts, constants=constants, kernels=kernels, backend=backend, code=code, timings={})
+
+
+def _digest(told: dict[str, str], header: dict[str, Any], data: bytes) -> str:
+    text = json.dumps([told, header], sort_keys=True).encode()
+    return hashlib.sha256(text + data).hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    """A dense tensor's memory."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
+
+
+def _tensor(entry: dict[str, Any], data: bytes) -> torch.Tensor:
+    """A tensor of the file, in memory of its own."""
+    begin, end = entry["data_offsets"]
+    tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]])
+    if end > begin:
+        ctypes.memmove(tensor.data_ptr(), data[begin:end], tensor.nbytes)
+    return tensor
