@@ -1,7 +1,8 @@
 """Dropout masks: torch's own drawing beside the compiled one, bit for bit the same, in one process by turns.
 
 Medians. A mask is one byte per element, as a dispatched module draws it; eager draws it in the module's dtype, which is
-the third column. The last rows are the three masks of a BertLayer, drawn together.
+the third column. The last rows are the three masks of a BertLayer, drawn together. A second table: the same masks on
+1, 2, 4, … threads, and on all of them beside threads that sleep and compute.
 
     python -m benchmarks.draws
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 import argparse
 import platform
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import tvm
@@ -52,11 +55,11 @@ def peers_of(shapes: list[tuple[int, ...]], kernels: mt19937.Kernels) -> dict[st
     }
 
 
-def measure(name: str, shapes: list[tuple[int, ...]], kernels: mt19937.Kernels, rounds: int) -> str:
-    """One row of the table."""
-    peers = peers_of(shapes, kernels)
+def medians(peers: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Microseconds of each, by turns."""
     repeats = {}
     for peer, draw in peers.items():
+        draw()
         started = time.perf_counter()
         draw()
         repeats[peer] = max(1, int(PER_ROUND / (time.perf_counter() - started)))
@@ -67,16 +70,59 @@ def measure(name: str, shapes: list[tuple[int, ...]], kernels: mt19937.Kernels, 
             for _ in range(repeats[peer]):
                 draw()
             times[peer].append((time.perf_counter() - started) / repeats[peer])
-    median = {peer: 1e6 * statistics.median(values) for peer, values in times.items()}
+    return {peer: 1e6 * statistics.median(values) for peer, values in times.items()}
+
+
+def measure(name: str, shapes: list[tuple[int, ...]], kernels: mt19937.Kernels, rounds: int) -> str:
+    """One row of the table."""
+    median = medians(peers_of(shapes, kernels), rounds)
     elements = sum(torch.Size(shape).numel() for shape in shapes)
     ratio = median["compiled"] / median["torch"]
     cells = [
         name,
-        *(f"{median[peer]:.1f}" for peer in peers),
+        *(f"{value:.1f}" for value in median.values()),
         f"{ratio:.3f}",
         f"{1e3 * median['compiled'] / elements:.2f}",
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+@contextmanager
+def foreign_threads(count: int = 12) -> Iterator[None]:
+    """While active, as many threads of Python's: one that computes, others that sleep or wait."""
+    stop = threading.Event()
+
+    def compute() -> None:
+        while not stop.is_set():
+            sum(range(100))
+            time.sleep(1e-3)
+
+    works = [compute, stop.wait, lambda: time.sleep(0.1)]
+    threads = [threading.Thread(target=works[min(number, 2)], daemon=True) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+
+
+def measure_threads(name: str, shapes: list[tuple[int, ...]], kernels: mt19937.Kernels, rounds: int) -> list[str]:
+    """Rows of the second table: threads, microseconds, ratio to one thread."""
+    most, rows, single = torch.get_num_threads(), [], 0.0
+    counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count < most] + [most]
+    for count in counts:
+        torch.set_num_threads(count)
+        taken = medians({"run": peers_of(shapes, kernels)["compiled"]}, rounds)["run"]
+        single = single or taken
+        rows.append(f"| {name} | {count} | {taken:.1f} | {taken / single:.3f} |")
+    with foreign_threads():
+        taken = medians({"run": peers_of(shapes, kernels)["compiled"]}, rounds)["run"]
+    rows.append(f"| {name} | {most}, beside 12 others | {taken:.1f} | {taken / single:.3f} |")
+    return rows
+
+
+BERT = ((1, 14), (1, 128), (8, 128), (32, 128))
 
 
 def main() -> None:
@@ -95,9 +141,15 @@ def main() -> None:
     print("| masks | " + " | ".join([*peers, "compiled / torch", "ns per element"]) + " |\n|---" + "|---:" * 6 + "|")
     for size in SIZES:
         print(measure(f"{size:,}", [(size,)], kernels, options.rounds), flush=True)
-    for batch, tokens in ((1, 14), (1, 128), (8, 128)):
+    for batch, tokens in BERT:
         name = f"BertLayer ({batch}, {tokens})"
         print(measure(name, bert_masks(batch, tokens), kernels, options.rounds), flush=True)
+    print("\n| masks | threads | us | of one thread |\n|---" + "|---:" * 3 + "|")
+    for batch, tokens in BERT[1:]:
+        for row in measure_threads(
+            f"BertLayer ({batch}, {tokens})", bert_masks(batch, tokens), kernels, options.rounds
+        ):
+            print(row, flush=True)
 
 
 if __name__ == "__main__":

@@ -78,8 +78,6 @@ _COMPOSITE_KEY = _find(f"torch._C.DispatchKey.{_COMPOSITE}")
 
 schema: Callable[[Any], Any] = attrgetter("_schema")
 """An operator's overload → its schema: name, arguments, returns, aliasing."""
-overload_name: Callable[[Any], str] = attrgetter("_overloadname")
-"""An operator's overload → that overload's name, as in ``"default"``."""
 overload_packet: Callable[[Any], Any] = attrgetter("_overloadpacket")
 """An operator's overload → the packet of all of its overloads."""
 

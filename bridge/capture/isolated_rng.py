@@ -6,11 +6,13 @@ would make its numbers come again.
 
 from __future__ import annotations
 
+import functools
+from functools import partial
 from typing import Any
 
 import torch
 
-from bridge.base.torch_internals import TorchDispatchMode, overload_name, overload_packet, schema
+from bridge.base.torch_internals import TorchDispatchMode, overload_packet, schema
 
 __all__ = ["IsolatedRNG", "with_generator"]
 
@@ -47,11 +49,19 @@ class IsolatedRNG(TorchDispatchMode):
             generator.set_state(state)
 
 
+@functools.cache
 def with_generator(func: Any) -> Any:
-    """The operator with an argument for a generator, or its overload that has one."""
-    name = overload_name(func)
-    if any(argument.name == "generator" for argument in schema(func).arguments):
+    """The operator with an argument for a generator, or its overload that differs in that only; ``None`` without."""
+
+    def arguments(operator: Any) -> list[tuple[str, str]]:
+        return [(argument.name, str(argument.type)) for argument in schema(operator).arguments]
+
+    generator, wanted = ("generator", "Optional[Generator]"), arguments(func)
+    if generator in wanted:
         return func
     packet = overload_packet(func)
-    other = "generator" if name == "default" else f"{name}_generator"
-    return getattr(packet, other) if other in packet.overloads() else None
+    for overload in map(partial(getattr, packet), packet.overloads()):
+        found = arguments(overload)
+        if generator in found and [argument for argument in found if argument != generator] == wanted:
+            return overload
+    return None

@@ -3,9 +3,11 @@
 from bridge.compile.backend import Backend, Built
 from bridge.compile.cpu.backend import host_backend
 from bridge.compile.cpu.mt19937 import PER_BLOCK
-from bridge.compile.cpu.mt19937_draw import ENGINE_BYTES, bernoulli_function
+from bridge.compile.cpu.mt19937_draw import bernoulli_function
+from bridge.compile.cpu.mt19937_engine import DOUBLE, FLOAT, STATE_WORDS, WORDS
 from bridge.compile.cpu.mt19937_jump import DEGREE
 from bridge.compile.cpu.mt19937_lock import hold_function
+from bridge.compile.cpu.mt19937_swap import swap_function
 from bridge.compile.cpu.products import clear_choices
 from bridge.compile.options import CompileOptions
 from bridge.compile.pipeline import clear_cache, compile_function
@@ -16,8 +18,11 @@ from bridge.compile.targets import backend_for
 
 __all__ = [
     "DEGREE",
-    "ENGINE_BYTES",
+    "DOUBLE",
+    "FLOAT",
     "PER_BLOCK",
+    "STATE_WORDS",
+    "WORDS",
     "Backend",
     "Built",
     "CallLibrary",
@@ -34,4 +39,5 @@ __all__ = [
     "compile_function",
     "hold_function",
     "host_backend",
+    "swap_function",
 ]

@@ -32,7 +32,7 @@ def plan_call(lowered: LoweredCall, forward: Program, guard: Guard | None) -> tu
         if not fake.is_contiguous()
     ]
     found: list[steps.CallStep] = [steps.Inputs(inputs, tuple(numbers), tuple(strided))]
-    can_fail = bool(imported.checks) or forward.can_fail
+    can_fail = bool(imported.checks) or imported.leaves_state or forward.can_fail
     if captured.draws:
         used = imported.input_draws + imported.dropout_draws
         found.append(steps.Draws(tuple(captured.draws), imported.dropout_draws, used, draws, undone=can_fail))

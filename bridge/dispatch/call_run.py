@@ -19,7 +19,7 @@ from bridge.base.guard_failure import RUN, GuardFailure
 from bridge.dispatch import call_steps as steps
 from bridge.dispatch.guards import Guard
 from bridge.dispatch.results import assembly, relaid
-from bridge.rng import Draws, go_on, undo_draws
+from bridge.rng import Draws, swap_state, undo_draws
 
 __all__ = ["Action", "Call", "CallRun", "outside_autocast", "taken"]
 
@@ -140,7 +140,9 @@ def _layout(step: steps.Layout) -> Action:
 
 def _generator(step: steps.Generator) -> Action:
     def move_on(call: Call) -> None:
-        go_on(call.primals[step.before], call.values[step.after])
+        if not swap_state(call.primals[step.before], call.values[step.after]):
+            failure = GuardFailure(RUN, "random numbers of the call", "another thread has drawn them as well")
+            raise failure from RuntimeError(failure.reason)  # a cause: another entry would not help
 
     return move_on
 

@@ -138,7 +138,7 @@ class Layout(CallStep):
 
 @dataclass(frozen=True)
 class Generator(CallStep):
-    """The generator moves to the state that the program's own draws leave.
+    """The generator moves to the state that the program's own draws leave; the call is eager's if it was moved before.
 
     Attributes:
         before: the program's input that is the state before; ``after``: its result that is the state after.

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,17 +21,15 @@ from functools import cached_property
 
 import torch
 
-from bridge.base.locks import free_in_children
 from bridge.base.log import channel
-from bridge.compile import Built, bernoulli_function, hold_function, host_backend
-from bridge.rng.engine import Layout, find_layout, is_the_lock
+from bridge.compile import Built, bernoulli_function, host_backend
+from bridge.rng.engine import Layout
+from bridge.rng.functions import LOCK, functions, layout_for
 from bridge.rng.stream import Stream, stream
 
 __all__ = ["Kernels", "Mask", "MaskRun", "compiled", "draw_by_torch"]
 
 log = channel("mt19937")
-
-_LOCK = free_in_children(threading.RLock())  # so that no generator is locked when the process forks
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ class Kernels:
         lock, engine = self.layout.addresses(generator)
         masks = array("q", [tensor.data_ptr() for tensor in tensors])
         built = self.serial if tables.count == 1 else self.parallel
-        with _LOCK:
+        with LOCK:
             return bool(built.function(lock, engine, masks.buffer_info()[0], *tables.addresses))
 
 
@@ -168,16 +165,13 @@ def compiled() -> Kernels | None:
 
     Compiled when first asked for, and compared with PyTorch, lock, bits and states, on generators of their own.
     """
-    functions = [("bridge_bernoulli", bernoulli_function(False)), ("bridge_hold", hold_function())]
-    return _checked(*host_backend().build(functions))
+    serial, hold, _ = functions()
+    layout = layout_for(hold)
+    return None if layout is None else _checked(serial, layout)
 
 
 @functools.lru_cache(maxsize=1)
-def _checked(serial: Built, hold: Built) -> Kernels | None:
-    layout = find_layout()
-    if layout is None or not is_the_lock(hold.function, layout):
-        log.info("the lock of PyTorch %s's generators was not found; dropout masks are left to it.", torch.__version__)
-        return None
+def _checked(serial: Built, layout: Layout) -> Kernels | None:
     kernels = Kernels(serial, layout)
     if _draws_as_torch(kernels):
         return kernels

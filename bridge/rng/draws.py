@@ -17,7 +17,7 @@ import torch
 
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.torch_internals import schema
-from bridge.capture import Draw
+from bridge.capture import Draw, with_generator
 from bridge.rng import cpu as mt19937
 
 __all__ = ["Draws"]
@@ -28,8 +28,8 @@ an element."""
 
 _BERNOULLI = "aten.bernoulli_.float"
 
-_Maker = Callable[[], list[torch.Tensor]]
-"""Makes one draw, or several that follow each other."""
+_Maker = Callable[[torch.Generator | None], list[torch.Tensor]]
+"""Makes one draw, or several that follow each other, from a generator; torch's default one if ``None``."""
 
 
 class Draws:
@@ -68,14 +68,14 @@ class Draws:
     def __len__(self) -> int:
         return self._count
 
-    def make(self) -> list[torch.Tensor]:
-        """Makes every draw in order and returns the used ones."""
-        made = [tensor for maker in self._makers for tensor in maker()]
+    def make(self, generator: torch.Generator | None = None) -> list[torch.Tensor]:
+        """Makes every draw in order, from torch's default generator or another one, and returns the used ones."""
+        made = [tensor for maker in self._makers for tensor in maker(generator)]
         return [made[index] for index in self._used]
 
 
-def _state() -> list[torch.Tensor]:
-    return [torch.default_generator.get_state()]
+def _state(generator: torch.Generator | None) -> list[torch.Tensor]:
+    return [(generator or torch.default_generator).get_state()]
 
 
 def _bernoullis(run: list[tuple[Draw, bool]]) -> list[_Maker]:
@@ -90,18 +90,23 @@ def _bernoullis(run: list[tuple[Draw, bool]]) -> list[_Maker]:
     return [partial(_by_torch, mask, dtype) for mask, dtype in zip(masks, dtypes, strict=True)]
 
 
-def _by_torch(mask: mt19937.Mask, dtype: torch.dtype) -> list[torch.Tensor]:
+def _by_torch(mask: mt19937.Mask, dtype: torch.dtype, generator: torch.Generator | None) -> list[torch.Tensor]:
     if dtype is torch.bool:
-        return [mt19937.draw_by_torch(mask)]
-    return [torch.empty_strided(mask.shape, mask.stride, dtype=dtype).bernoulli_(mask.probability)]
+        return [mt19937.draw_by_torch(mask, generator)]
+    drawn = torch.empty_strided(mask.shape, mask.stride, dtype=dtype)
+    return [drawn.bernoulli_(mask.probability, generator=generator)]
 
 
-def _converted(make: _Maker, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
-    return [mask.to(dtype) for mask, dtype in zip(make(), dtypes, strict=True)]
+def _converted(make: _Maker, dtypes: list[torch.dtype], generator: torch.Generator | None) -> list[torch.Tensor]:
+    return [mask.to(dtype) for mask, dtype in zip(make(generator), dtypes, strict=True)]
 
 
-def _value(draw: Draw, operator: Callable[..., torch.Tensor], takes_tensor: bool) -> list[torch.Tensor]:
+def _value(
+    draw: Draw, operator: Callable[..., torch.Tensor], takes_tensor: bool, generator: torch.Generator | None
+) -> list[torch.Tensor]:
     kwargs = dict(draw.kwargs)
+    if generator is not None:
+        operator, kwargs["generator"] = with_generator(operator), generator
     if not takes_tensor:
         return [operator(*draw.args, **kwargs)]
     return [operator(torch.empty_strided(draw.shape, draw.stride, dtype=draw.dtype), *draw.args, **kwargs)]
@@ -112,6 +117,6 @@ def _replay(draw: Draw, module_name: str) -> _Maker:
     operator = getattr(getattr(torch.ops.aten, name), overload)
     first = schema(operator).arguments[0]
     takes_tensor = str(first.type) == "Tensor"
-    if len(schema(operator).returns) != 1:
+    if len(schema(operator).returns) != 1 or with_generator(operator) is None:
         raise UnsupportedModule(module_name, [Unsupported(draw.op, module_name, "a draw that cannot be replayed")])
     return partial(_value, draw, operator, takes_tensor)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bridge.compile import ENGINE_BYTES
+from bridge.compile import DOUBLE, FLOAT, STATE_WORDS, WORDS
 
 __all__ = ["Layout", "find_layout", "is_the_lock"]
 
@@ -57,8 +57,15 @@ def find_layout() -> Layout | None:
     for used in (0, 1, 623, 1000):  # outputs of a fresh block, of one in the middle, of one that is used up
         generator = torch.Generator().manual_seed(1 + used)
         torch.rand(used, generator=generator)
+        state = generator.get_state()
+        if state.numel() != _STATE_BYTES:
+            return None
+        has_double, has_float = used == 1, used == 623
+        words = state.view(torch.int64)
+        words[[628, 630, 631]] = torch.tensor([0x123456789ABCDEF, has_double, has_float << 32 | 0x3F812345])
+        generator.set_state(state)
         start = ctypes.c_uint64.from_address(id(generator) + _HANDLE).value
-        memory = _read(start, _FARTHEST + ENGINE_BYTES)
+        memory = _read(start, _FARTHEST + 4 * STATE_WORDS)
         found.add(_engine_at(memory, generator.get_state()))
         if memory[_LOCK : _LOCK + _LOCK_BYTES] != bytes(_LOCK_BYTES):
             return None
@@ -70,17 +77,20 @@ def find_layout() -> Layout | None:
 
 def _engine_at(memory: bytes, state: torch.Tensor) -> int | None:
     """Where the engine that ``get_state`` speaks of is in the memory, if anywhere."""
-    if state.numel() != _STATE_BYTES:
-        return None
     seed, left, seeded, following, *words = struct.unpack_from("<QiiQ624Q", bytes(state.tolist()))
-    block = struct.pack("<624I", *words)
-    head = struct.pack("<QiBxxxI", seed, left, seeded, following)
-    at = memory.find(block) - len(head)
-    if at < 0 or at % 8 or len(head) + len(block) != ENGINE_BYTES:
+    _, double, _, has_double, single, has_single = struct.unpack_from("<dQdQII", bytes(state.tolist()), 8 * 627)
+    at = memory.find(struct.pack("<624I", *words)) - 4 * WORDS
+    if at < 0 or at % 8:
         return None
-    same = zip(head, memory[at : at + len(head)], strict=True)
-    padding = range(13, 16)
-    return at if all(a == b or i in padding for i, (a, b) in enumerate(same)) else None
+    engine = memory[at : at + 4 * STATE_WORDS]
+    expected = {0: ("<Qi", seed, left), 12: ("<B", seeded), 16: ("<I", following)}
+    expected[4 * FLOAT + 4], expected[4 * DOUBLE + 8] = ("<B", has_single), ("<B", has_double)
+    if has_single:
+        expected[4 * FLOAT] = ("<I", single)
+    if has_double:
+        expected[4 * DOUBLE] = ("<Q", double)
+    fits = (engine[offset:].startswith(struct.pack(*packed)) for offset, packed in expected.items())
+    return at if len(engine) == 4 * STATE_WORDS and all(fits) else None
 
 
 def _read(address: int, size: int) -> bytes:

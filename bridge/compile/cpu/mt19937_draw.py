@@ -1,15 +1,5 @@
 """Bernoulli masks from a generator of torch's, in place: lock, draw, unlock in one call without Python in between.
 
-A ``CPUGeneratorImpl`` of torch's holds a mutex, which its own draws lock, and an engine:
-
-    byte 8    ``left``, int32: one more than the outputs that the current block still has
-    byte 12   ``seeded``, one byte
-    byte 16   ``next``, uint32: index of the next output in the block
-    byte 20   the block, 624 words of 32 bits
-
-Nobody is asked to believe that: :mod:`bridge.rng.engine` looks and tries. The lock is held by compiled code only, which
-neither raises nor waits for the interpreter: whoever holds the interpreter's lock may wait for the generator's.
-
 The stream is cut into chunks, each a whole number of blocks after the first, so that all of them start at the same
 position in a block; one thread jumps to the start of a chunk (:mod:`bridge.compile.cpu.mt19937_jump`) and draws it.
 """
@@ -20,13 +10,10 @@ import functools
 from collections.abc import Callable, Sequence
 
 from tvm import tirx
-from tvm.ir import PointerType, PrimType
 from tvm.tirx import (
-    Bind,
     Buffer,
     BufferLoad,
     BufferStore,
-    DeclBuffer,
     Expr,
     ForKind,
     IfThenElse,
@@ -39,29 +26,16 @@ from tvm.tirx import (
 from bridge.compile.codegen.emit import Emitter, stack_buffer
 from bridge.compile.codegen.tir import INDEX, const, loop_function, sequence
 from bridge.compile.cpu.mt19937 import BLOCK, FIRST, PER_BLOCK, elements, emit_loop, twist, working_buffer
+from bridge.compile.cpu.mt19937_engine import LEFT, NEXT, SEEDED, WORDS, at_address, locked
 from bridge.compile.cpu.mt19937_jump import jump
 
-__all__ = ["CHUNK_FIELDS", "ENGINE_BYTES", "SEGMENT_FIELDS", "bernoulli_function"]
+__all__ = ["CHUNK_FIELDS", "SEGMENT_FIELDS", "bernoulli_function"]
 
 CHUNK_FIELDS = ("first_segment", "end_segment", "first_term", "end_term")
 """A chunk, four int64: its segments, and the terms of the polynomial that jumps to it (the first chunk needs none)."""
 
 SEGMENT_FIELDS = ("mask", "offset", "count", "threshold")
 """What a chunk draws of one mask, four int64: its elements ``[offset, offset + count)``."""
-
-_LEFT, _SEEDED, _NEXT, _WORDS = 2, 3, 4, 5
-"""Where they are in an engine, in units of 32 bits."""
-
-ENGINE_BYTES = 4 * (_WORDS + BLOCK)
-"""Size of an engine."""
-
-
-def _at(address: Expr, dtype: str, name: str) -> tuple[Buffer, list[Stmt]]:
-    """Memory at an address as a flat buffer, and the statements that declare it."""
-    kind = PointerType(PrimType(dtype))
-    pointer = Var(f"{name}_pointer", kind)
-    buffer = tirx.decl_buffer((1 << 40,), dtype, name, data=pointer, data_alignment=1)
-    return buffer, [Bind(pointer, tirx.reinterpret(kind, address)), DeclBuffer(buffer, data=pointer)]
 
 
 def _copy(count: int, source: Buffer, offset: int, target: Buffer, to: int) -> Stmt:
@@ -120,15 +94,15 @@ def bernoulli_function(parallel: bool) -> PrimFunc:
     types = {"engine": "uint32", "masks": INDEX, "chunks": INDEX, "segments": INDEX, "terms": "uint16"}
     memory, declared = {}, []
     for name, dtype in types.items():
-        memory[name], stmts = _at(params[name], dtype, name)
+        memory[name], stmts = at_address(params[name], dtype, name)
         declared += stmts
     engine = memory["engine"]
     start, start_room = stack_buffer(BLOCK, "uint32", "start")
     drawn, drawn_room = stack_buffer(1, INDEX, "drawn")
 
     head = Emitter(1)
-    left, begin = (head.bind(tirx.Cast(INDEX, BufferLoad(engine, [const(at)]))) for at in (_LEFT, _NEXT))
-    seeded = head.bind(BufferLoad(engine, [const(_SEEDED)]) & tirx.const(0xFF, "uint32"))
+    left, begin = (head.bind(tirx.Cast(INDEX, BufferLoad(engine, [const(at)]))) for at in (LEFT, NEXT))
+    seeded = head.bind(BufferLoad(engine, [const(SEEDED)]) & tirx.const(0xFF, "uint32"))
     valid = tirx.all(seeded.equal(tirx.const(1, "uint32")), left >= const(1), begin + left - const(1) <= const(BLOCK))
 
     def chunk(e: Emitter, index: Expr) -> None:
@@ -145,37 +119,26 @@ def bernoulli_function(parallel: bool) -> PrimFunc:
         def segment(inside: Emitter, i: Var) -> None:
             number, offset, elements, threshold = _fields(inside, memory["segments"], first + i, SEGMENT_FIELDS)
             address = inside.bind(BufferLoad(memory["masks"], [number]) + offset)
-            mask, stmts = _at(address, "bool", "mask")
+            mask, stmts = at_address(address, "bool", "mask")
             inside.stmts += stmts
             _draw(inside, words, position, mask, elements, threshold)
 
         e.stmts.append(emit_loop(end - first, segment))
-        store = [_copy(BLOCK, words, FIRST, engine, _WORDS)]
-        for i, at in enumerate((_LEFT, _NEXT)):
+        store = [_copy(BLOCK, words, FIRST, engine, WORDS)]
+        for i, at in enumerate((LEFT, NEXT)):
             store.append(BufferStore(engine, tirx.Cast("uint32", BufferLoad(position, [const(i)])), [const(at)]))
         e.stmts.append(IfThenElse((index + const(1)).equal(count), sequence(store), None))
 
     draw: Callable[[Emitter, Var], None] = chunk
-    work = [_copy(BLOCK, engine, _WORDS, start, 0)]
+    work = [_copy(BLOCK, engine, WORDS, start, 0)]
     work.append(emit_loop(count, draw, ForKind.PARALLEL if parallel else ForKind.SERIAL))
     work.append(BufferStore(drawn, const(1), [const(0)]))
-    locked = sequence(
-        [
-            *head.stmts,
-            IfThenElse(valid, sequence(work), None),
-            tirx.Evaluate(_mutex("pthread_mutex_unlock", params["lock"])),
-        ]
-    )
     body = [
         *declared,
         start_room,
         drawn_room,
         BufferStore(drawn, const(0), [const(0)]),
-        IfThenElse(_mutex("pthread_mutex_lock", params["lock"]).equal(tirx.const(0, "int32")), locked, None),
+        locked(params["lock"], [*head.stmts, IfThenElse(valid, sequence(work), None)]),
         Return(BufferLoad(drawn, [const(0)])),
     ]
     return loop_function([*params.values(), count], sequence(body))
-
-
-def _mutex(name: str, address: Var) -> Expr:
-    return tirx.call_extern("int32", name, tirx.reinterpret("handle", address))

@@ -19,9 +19,9 @@ from bridge.compile import Built
 from bridge.compile.cpu import mt19937 as code
 from bridge.compile.cpu import mt19937_draw as draw_code
 from bridge.compile.cpu.backend import host_backend
-from bridge.compile.cpu.mt19937_draw import ENGINE_BYTES
+from bridge.compile.cpu.mt19937_engine import STATE_WORDS
 from bridge.rng import cpu as mt19937
-from bridge.rng import engine
+from bridge.rng import engine, functions
 from bridge.rng.cpu import Mask
 from bridge.rng.stream import stream
 
@@ -181,6 +181,7 @@ def unchecked():
 
     def forget() -> None:
         draw_code.bernoulli_function.cache_clear()
+        functions.layout_for.cache_clear()
         mt19937._checked.cache_clear()
         mt19937._same_bits.cache_clear()
 
@@ -204,7 +205,7 @@ def test_the_check_compares_bits_and_states(kernels, wrong):
             threshold = ctypes.c_int64.from_address(segments + 24)
             threshold.value = min(threshold.value, 2**52)
         if wrong == "state":
-            room = ctypes.create_string_buffer(ctypes.string_at(engine, ENGINE_BYTES))
+            room = ctypes.create_string_buffer(ctypes.string_at(engine, 4 * STATE_WORDS))
             engine = ctypes.addressof(room)
         return wrong != "refused" and kernels.serial.function(lock, engine, masks, chunks, segments, terms, count)
 
@@ -252,9 +253,9 @@ def test_a_module_draws_its_masks_by_compiled_code(kernels, monkeypatch):
     runs = []
     draw = mt19937.MaskRun.draw
 
-    def counting(run: mt19937.MaskRun) -> list[Tensor]:
+    def counting(run: mt19937.MaskRun, generator: torch.Generator | None) -> list[Tensor]:
         runs.append([mask.shape for mask in run._masks])
-        return draw(run)
+        return draw(run, generator)
 
     monkeypatch.setattr(mt19937.MaskRun, "draw", counting)
     monkeypatch.setattr("bridge.dispatch.dispatcher.measure_worth", lambda *_: None)  # calls of its own
@@ -265,8 +266,8 @@ def test_a_module_draws_its_masks_by_compiled_code(kernels, monkeypatch):
 
 FAULTS = {
     "another rule": (mt19937, "_draws_as_torch", lambda kernels: False),
-    "no layout": (mt19937, "find_layout", lambda: None),
-    "not the lock": (mt19937, "is_the_lock", lambda hold, layout: False),
+    "no layout": (functions, "find_layout", lambda: None),
+    "not the lock": (functions, "is_the_lock", lambda hold, layout: False),
     "lock elsewhere": (engine, "_LOCK", 24),
     "lock in the engine": (engine, "_LOCK", 104),
     "object elsewhere": (engine, "_HANDLE", 8),
