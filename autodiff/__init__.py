@@ -2,9 +2,11 @@
 
 Every pass is a function ``Function -> Function`` in flat form (see :mod:`autodiff.ir`) and returns the same object if
 it changed nothing. The usual line: ``clean(differentiate(mask_dropout(spell_out(func)), outputs, require_grads))``.
+Given a :class:`Body` instead, a pass edits it: several passes in a row build no function in between.
 """
 
 from autodiff import gradients
+from autodiff.body import Body, RewriteCounts
 from autodiff.clean import clean
 from autodiff.cse import common_subexpression_elimination
 from autodiff.dce import dead_code_elimination
@@ -20,7 +22,9 @@ from autodiff.views import deduplicate_views
 from autodiff.zapp import one_zapp, zapp_like, zero_zapp
 
 __all__ = [
+    "Body",
     "NoGradient",
+    "RewriteCounts",
     "UndifferentiableOp",
     "clean",
     "common_subexpression_elimination",

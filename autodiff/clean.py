@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from autodiff.body import Body, on_functions
 from autodiff.cse import common_subexpression_elimination
 from autodiff.dce import dead_code_elimination
 from autodiff.dropout import project
@@ -17,13 +18,16 @@ from autodiff.zapp import one_zapp, zapp_like, zero_zapp
 __all__ = ["PASSES", "clean", "project_tuples"]
 
 
-def project_tuples(func: Function) -> Function:
+@on_functions
+def project_tuples(body: Body, since: int = 0) -> None:
     """Field ``i`` of a tuple that is spelled out becomes that field, and copies of variables disappear.
 
     Safe: nothing is computed by either.
     """
-    return rewrite(func, {None: [project]})
+    rewrite(body, _PROJECT, since)
 
+
+_PROJECT = {None: [project]}
 
 PASSES: list[Callable[[Function], Function]] = [
     project_tuples,
@@ -37,8 +41,9 @@ PASSES: list[Callable[[Function], Function]] = [
 ]
 
 
-def clean(func: Function, *, merge_casts: bool = True) -> Function:
-    """Applies :data:`PASSES` until nothing changes.
+@on_functions
+def clean(body: Body, *, merge_casts: bool = True) -> None:
+    """Applies :data:`PASSES` until nothing changes; after the first round they look at what has changed only.
 
     ``merge_casts=False`` is for what is to be differentiated yet, see :func:`common_subexpression_elimination`.
 
@@ -48,9 +53,12 @@ def clean(func: Function, *, merge_casts: bool = True) -> Function:
     """
     cse = common_subexpression_elimination
     passes = [partial(cse, merge_casts=merge_casts) if apply is cse else apply for apply in PASSES]
+    since = [0] * len(passes)
     while True:
-        before = func
-        for apply in passes:
-            func = apply(func)
-        if func is before:
-            return func
+        before = body.edits
+        for index, apply in enumerate(passes):
+            started = body.tick()
+            apply(body, since=since[index])
+            since[index] = started
+        if body.edits == before:
+            return

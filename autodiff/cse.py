@@ -6,51 +6,40 @@ from collections.abc import Hashable
 
 from tvm_ffi import StructuralKey
 
-from autodiff.ir import (
-    Call,
-    Expr,
-    Function,
-    Tuple,
-    TupleGetItem,
-    Var,
-    bindings,
-    dtype,
-    is_float,
-    itemsize,
-    op_name,
-    results,
-    substitute,
-    with_outputs,
-)
+from autodiff.body import Binding, Body, on_functions
+from autodiff.ir import Call, Expr, Tuple, TupleGetItem, Var, dtype, is_float, itemsize, op_name
 
 __all__ = ["common_subexpression_elimination"]
 
 
-def common_subexpression_elimination(func: Function, *, merge_casts: bool = True) -> Function:
+@on_functions
+def common_subexpression_elimination(body: Body, since: int = 0, *, merge_casts: bool = True) -> None:
     """Computes equal values once; the name of the first occurrence survives.
 
     Safe: in flat form every binding is pure, random draws are parameters. But what is to be differentiated yet wants
     ``merge_casts=False``, which leaves casts to a lower precision alone: the gradients of two casts are added up in the
     wide type, those of one cast's two uses in the narrow one.
     """
-    first: dict[Hashable, Var] = {}
-    replaced: dict[Var, Expr] = {}
-    body = []
-    for var, value in bindings(func):
-        value = substitute(value, replaced)
-        if not merge_casts and _loses_bits(value):
-            body.append((var, value))
+    first: dict[Hashable, Binding] = {}
+    replaced: dict[Binding, Expr] = {}
+    remaining = []
+    for binding in body.bindings:
+        if replaced and binding.changed == body.clock:
+            body.substitute(binding, replaced)
+        if not merge_casts and binding.op == "relax.astype" and _loses_bits(binding.value):
+            remaining.append(binding)
             continue
-        key = _key(value)
-        if key in first:
-            replaced[var] = first[key]
-            continue
-        first[key] = var
-        body.append((var, value))
-    if not replaced:
-        return func
-    outputs = [replaced.get(output, output) if isinstance(output, Var) else output for output in results(func)]
-    return with_outputs(func, body, outputs)
+        if binding.key is None:
+            binding.key = body.number_of(_key(binding.value, body))
+        same = first.setdefault(binding.key, binding)
+        if same is binding:
+            remaining.append(binding)
+        else:
+            replaced[binding] = same.var
+            body.touch(binding)
+            body.counts.rewrites += 1
+    if replaced:
+        body.finish(remaining, replaced)
 
 
 def _loses_bits(value: Expr) -> bool:
@@ -60,15 +49,17 @@ def _loses_bits(value: Expr) -> bool:
     return itemsize(dtype(value)) < itemsize(dtype(value.args[0]))
 
 
-def _key(value: Expr) -> Hashable:
+def _key(value: Expr, body: Body) -> Hashable:
     """Equal for values that compute the same: variables by identity, everything else by structure."""
-    if isinstance(value, Var):
-        return value
-    if isinstance(value, Tuple):
-        return ("tuple", *(_key(field) for field in value.fields))
-    if isinstance(value, TupleGetItem):
-        return ("item", value.index, _key(value.tuple_value))
-    if isinstance(value, Call):
+    kind = type(value)
+    if kind is Call:
         attrs = None if value.attrs is None else StructuralKey(value.attrs)
-        return (_key(value.op), attrs, StructuralKey(value.ty), *(_key(arg) for arg in value.args))
+        op = op_name(value) or StructuralKey(value.op)
+        return (op, attrs, StructuralKey(value.ty), *[_key(arg, body) for arg in value.args[:]])
+    if isinstance(value, Var):
+        return body.binding(value)
+    if kind is Tuple:
+        return ("tuple", *[_key(field, body) for field in value.fields[:]])
+    if kind is TupleGetItem:
+        return ("item", value.index, _key(value.tuple_value, body))
     return StructuralKey(value)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from autodiff.ir import Expr, Function, Var, bindings, results, used_vars, with_outputs
+from autodiff.body import Body, on_functions
+from autodiff.ir import Expr, Var, used_vars
 
 __all__ = ["dead_code_elimination", "live_bindings"]
 
 
-def dead_code_elimination(func: Function) -> Function:
+@on_functions
+def dead_code_elimination(body: Body, since: int = 0) -> None:
     """Drops bindings that no result needs.
 
     Safe: in flat form every binding is pure.
     """
-    body = list(bindings(func))
-    live = live_bindings(body, results(func))
-    return func if len(live) == len(body) else with_outputs(func, live, results(func))
+    body.prune()
 
 
 def live_bindings(body: list[tuple[Var, Expr]], outputs: list[Expr]) -> list[tuple[Var, Expr]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tvm import relax
 
+from autodiff.body import Binding, Body, on_functions
 from autodiff.dce import live_bindings
 from autodiff.errors import NoGradient, UndifferentiableOp
 from autodiff.fold_normalization import fold_normalizations
@@ -15,34 +16,30 @@ from autodiff.ir import (
     Constant,
     DataflowVar,
     Expr,
-    Function,
     TupleType,
     Var,
-    bindings,
     dtype,
     is_float,
     library_name,
     op_name,
-    results,
     shape,
     substitute,
-    used_vars,
-    with_outputs,
 )
 from autodiff.names import unique_names
 from autodiff.reverse import accumulate
-from autodiff.rewrite import NameSupply, names
+from autodiff.rewrite import NameSupply
 from autodiff.seed import seed_vjp
 from autodiff.transposes import simplify_transposes
 
 __all__ = ["backward_bindings", "differentiate"]
 
-Body = list[tuple[Var, Expr]]
+Pairs = list[tuple[Var, Expr]]
 _STOP = "relax.grad.no_grad"
 _WITH_DERIVATIVE = "library.with_derivative"
 
 
-def differentiate(func: Function, outputs: Sequence[int], require_grads: Sequence[int]) -> Function:
+@on_functions
+def differentiate(body: Body, outputs: Sequence[int], require_grads: Sequence[int]) -> None:
     """``func`` with a parameter ``grad_out_<i>`` per listed output, and a gradient result per required parameter.
 
     The results are all results of ``func``, then for each index in ``require_grads`` the vector-Jacobian product of the
@@ -56,65 +53,71 @@ def differentiate(func: Function, outputs: Sequence[int], require_grads: Sequenc
     Raises ``ValueError`` for indices out of range, repeated, or of tensors that are not floating point, and
     :class:`UndifferentiableOp` for an operator without a gradient on the way from a required parameter to an output.
     """
-    func = unique_names(func)
-    _check_required(func, require_grads)
-    seeded = seed_vjp(func, outputs)
-    required = [seeded.params[index] for index in require_grads]
-    body = fold_normalizations(_live_and_active(seeded, required), results(seeded)[0])
-    backward, gradients = backward_bindings(body, results(seeded)[0]) if body else ([], {})
-    forward, stopped = _remove_stops(list(bindings(seeded)))
-    backward = [(var, substitute(value, stopped)) for var, value in backward]
-    primal = [stopped.get(output, output) if isinstance(output, Var) else output for output in results(seeded)[1:]]
-
-    supply = NameSupply(names(seeded))
+    unique_names(body)
+    _check_required(body, require_grads)
+    seed_vjp(body, outputs)
+    scalar, *primal = body.outputs
+    required = [body.params[index] for index in require_grads]
+    active = fold_normalizations(_live_and_active(body, scalar, required), scalar)
+    backward, gradients = backward_bindings(active, scalar) if active else ([], {})
     wanted = []
     for param in required:
         gradient = gradients.get(param)
         if gradient is None:
-            gradient = relax.Var("zeros", param.ty)
+            gradient = DataflowVar("zeros", param.ty)
             backward.append((gradient, relax.op.zeros(shape(param), dtype(param))))
-        gradient = stopped.get(gradient, gradient)
         if not isinstance(gradient, Constant) and (shape(gradient), dtype(gradient)) != (shape(param), dtype(param)):
             raise NoGradient(f"the gradient of {param.name!r} of type {param.ty} came out as {gradient.ty}: wrong rule")
         wanted.append(gradient)
     backward = live_bindings(backward, wanted)
-    backward, renamed = _rename(backward, dict(zip(wanted, required, strict=True)), supply)
-    wanted = [renamed.get(gradient, gradient) for gradient in wanted]
-    outputs = [*primal, *wanted]
-    return with_outputs(seeded, live_bindings(forward + backward, outputs), outputs)
+    backward, renamed = _rename(backward, dict(zip(wanted, required, strict=True)), NameSupply(body.names()))
+    body.outputs = [*primal, *(renamed.get(gradient, gradient) for gradient in wanted)]
+    body.bindings += [body.define(var, value) for var, value in backward]
+    _remove_stops(body)
+    body.prune()
 
 
-def _check_required(func: Function, require_grads: Sequence[int]) -> None:
+def _check_required(body: Body, require_grads: Sequence[int]) -> None:
     if len(set(require_grads)) != len(require_grads):
         raise ValueError(f"differentiate: wanted each parameter once, got {list(require_grads)}")
     for index in require_grads:
-        if not 0 <= index < len(func.params):
-            raise ValueError(f"differentiate: wanted a parameter index below {len(func.params)}, got {index}")
-        if not is_float(func.params[index]):
-            param = func.params[index]
+        if not 0 <= index < len(body.params):
+            raise ValueError(f"differentiate: wanted a parameter index below {len(body.params)}, got {index}")
+        if not is_float(body.params[index]):
+            param = body.params[index]
             raise ValueError(f"differentiate: wanted a floating point parameter, got {param.name!r} of type {param.ty}")
 
 
-def _live_and_active(seeded: Function, required: Sequence[Var]) -> Body:
+def _live_and_active(body: Body, scalar: Var, required: Sequence[Var]) -> Pairs:
     """The bindings on a way from a required parameter to the seeded scalar: what there is to differentiate.
 
     Nothing else is differentiated, so that an operator without a gradient matters only where one is needed.
     """
-    active = set(required)
-    body = []
-    for var, value in live_bindings(list(bindings(seeded)), results(seeded)[:1]):
-        if op_name(value) == _STOP or not _has_float(var.ty):
+    active = {body.binding(param) for param in required}
+    found: list[Binding] = []
+    for binding in _behind(scalar, body.bindings, body):
+        if binding.op == _STOP or not _has_float(binding.var.ty):
             continue
-        if any(used in active for used in used_vars(value)):
-            active.add(var)
-            body.append((var, value))
-    body = live_bindings(body, results(seeded)[:1])
-    problems = [problem for var, value in body if (problem := _undifferentiable(var, value, active))]
+        if any(read in active for read in binding.reads):
+            active.add(binding)
+            found.append(binding)
+    found = _behind(scalar, found, body)
+    variables = {binding.var for binding in active}
+    problems = [problem for each in found if (problem := _undifferentiable(each.var, each.value, variables))]
     if problems:
         first, *others = problems
         first.others = tuple(others)
         raise first
-    return body
+    return [(binding.var, binding.value) for binding in found]
+
+
+def _behind(result: Var, bindings: Sequence[Binding], body: Body) -> list[Binding]:
+    """Those bindings that a result needs, in order."""
+    needed = {body.binding(result)}
+    for binding in reversed(bindings):
+        if binding in needed:
+            needed.update(binding.reads)
+    return [binding for binding in bindings if binding in needed]
 
 
 def _has_float(ty: relax.Type) -> bool:
@@ -133,11 +136,11 @@ def _undifferentiable(var: Var, value: Expr, active: set[Var]) -> Undifferentiab
     return None if reason is None else UndifferentiableOp(name, var.name, reason)
 
 
-def backward_bindings(body: Body, scalar: Var) -> tuple[Body, dict[Var, Expr]]:
+def backward_bindings(body: Pairs, scalar: Var) -> tuple[Pairs, dict[Var, Expr]]:
     """The backward bindings of the active ``body``, and the gradient of each of its variables."""
     backward, gradients = accumulate(body, scalar)
     backward, equal = simplify_transposes(body, backward)
-    remaining: Body = []
+    remaining: Pairs = []
     for var, value in backward:
         value = substitute(value, equal)
         if isinstance(value, Var | Constant):  # a copy
@@ -147,27 +150,28 @@ def backward_bindings(body: Body, scalar: Var) -> tuple[Body, dict[Var, Expr]]:
     return remaining, {var: equal.get(gradient, gradient) for var, gradient in gradients.items()}
 
 
-def _remove_stops(body: Body) -> tuple[Body, dict[Var, Expr]]:
+def _remove_stops(body: Body) -> None:
     """``no_grad(x)`` becomes ``x``, and ``with_derivative(x, linear)`` too: their work is done."""
-    remaining: Body = []
-    stopped: dict[Var, Expr] = {}
-    for var, value in body:
-        value = substitute(value, stopped)
-        if op_name(value) == _STOP:
-            stopped[var] = value.args[0]
-        elif library_name(value) == _WITH_DERIVATIVE:
-            stopped[var] = value.args[1]  # after the function's name
+    remaining: list[Binding] = []
+    stopped: dict[Binding, Expr] = {}
+    for binding in body.bindings:
+        if stopped:
+            body.substitute(binding, stopped)
+        if binding.op == _STOP:
+            stopped[binding] = binding.value.args[0]
+        elif library_name(binding.value) == _WITH_DERIVATIVE:
+            stopped[binding] = binding.value.args[1]  # after the function's name
         else:
-            remaining.append((var, value))
-    return remaining, stopped
+            remaining.append(binding)
+    body.finish(remaining, stopped)
 
 
-def _rename(backward: Body, gradients: dict[Expr, Var], supply: NameSupply) -> tuple[Body, dict[Expr, Var]]:
+def _rename(backward: Pairs, gradients: dict[Expr, Var], supply: NameSupply) -> tuple[Pairs, dict[Expr, Var]]:
     """Backward variables under names that the forward does not use; gradients are called ``grad_<parameter>``."""
     renamed: dict[Expr, Var] = {}
-    result: Body = []
+    result: Pairs = []
     for var, value in backward:
         hint = f"grad_{gradients[var].name}" if var in gradients else "bw"
         renamed[var] = DataflowVar(supply.fresh(hint), var.ty)
-        result.append((renamed[var], substitute(value, {k: renamed[k] for k in used_vars(value) if k in renamed})))
+        result.append((renamed[var], substitute(value, renamed)))
     return result, renamed

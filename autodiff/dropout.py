@@ -6,14 +6,16 @@ import numpy as np
 from tvm import relax
 from tvm.relax import op
 
+from autodiff.body import Body, on_functions
 from autodiff.constants import const
-from autodiff.ir import Call, Expr, Function, Tuple, Var, dtype, shape
-from autodiff.rewrite import NameSupply, Scope, names, rewrite
+from autodiff.ir import Call, Expr, Tuple, Var, dtype, shape
+from autodiff.rewrite import NameSupply, Scope, rewrite
 
 __all__ = ["keep_scale", "mask_dropout", "project"]
 
 
-def mask_dropout(func: Function) -> Function:
+@on_functions
+def mask_dropout(body: Body) -> None:
     """``relax.nn.dropout(x, rate)`` becomes ``x * (mask * scale)``; ``mask_<k>`` is a new bool parameter of x's shape.
 
     The masks are appended to the parameters in the order of the dropouts. The operator's second result is the mask.
@@ -21,7 +23,7 @@ def mask_dropout(func: Function) -> Function:
     result, should anything read it, is all true or all false). Safe: with ``mask ~ bernoulli(1 - rate)`` it is the
     definition (Srivastava et al., 2014), and the draw is no longer the compiler's to repeat or reorder.
     """
-    taken = NameSupply(names(func))
+    taken = NameSupply(body.names())
     masks: list[Var] = []
 
     def multiply_by_mask(call: Call, scope: Scope) -> Expr:
@@ -37,11 +39,12 @@ def mask_dropout(func: Function) -> Function:
             raise ValueError(f"dropout: the name {name!r} of a mask parameter is taken by another variable")
         mask = relax.Var(name, relax.TensorType(shape(x), "bool"))
         masks.append(mask)
+        body.add_param(mask)
         noise = scope.emit(op.astype(mask, dtype(x)), f"{name}_noise")
         noise = scope.emit(op.multiply(noise, const(keep_scale(rate, dtype(x)), x)), f"{name}_scaled")
         return Tuple([scope.emit(op.multiply(x, noise), f"{name}_dropout"), mask])
 
-    return rewrite(func, {"relax.nn.dropout": [multiply_by_mask], None: [project]}, new_params=lambda: masks)
+    rewrite(body, {"relax.nn.dropout": [multiply_by_mask], None: [project]})
 
 
 def keep_scale(rate: float, element_type: str) -> float:

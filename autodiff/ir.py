@@ -10,7 +10,7 @@ The functions these packages exchange have one shape (*flat form*): a single dat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from tvm import relax
@@ -31,6 +31,7 @@ from tvm.relax import (
     Var,
     VarBinding,
 )
+from tvm.tirx import FloatImm, IntImm
 
 __all__ = [
     "Call",
@@ -70,6 +71,7 @@ __all__ = [
 
 LIBRARY_PREFIX = "library."
 _BITS = {"bool": 8}
+_LEAVES = frozenset({Constant, ExternFunc, StringImm, IntImm, FloatImm})  # read no variables
 
 
 def shape(value: Expr) -> tuple[int, ...]:
@@ -149,12 +151,24 @@ def results(func: Function) -> list[Expr]:
 def used_vars(value: Expr) -> list[Var]:
     """Every variable that a binding's value reads, in order of first use, each once."""
     seen: dict[Var, None] = {}
-
-    def visit(expr: Expr) -> None:
-        if isinstance(expr, Var):
+    stack = [value]
+    while stack:
+        expr = stack.pop()
+        kind = type(expr)
+        if kind is Var or kind is DataflowVar:
             seen.setdefault(expr)
-
-    relax.analysis.post_order_visit(value, visit)
+        elif kind is Call:
+            stack.extend(expr.args[::-1])
+            if not isinstance(expr.op, Op):
+                stack.append(expr.op)
+        elif kind is Tuple:
+            stack.extend(expr.fields[::-1])
+        elif kind is TupleGetItem:
+            stack.append(expr.tuple_value)
+        elif kind is ShapeExpr:
+            stack.extend(expr.values[:])
+        elif kind not in _LEAVES:
+            relax.analysis.post_order_visit(expr, lambda part: seen.setdefault(part) if isinstance(part, Var) else None)
     return list(seen)
 
 
@@ -177,7 +191,7 @@ def build_function(
         kind = Var if var in returned else DataflowVar
         if type(var) is not kind:
             remap[var] = kind(var.name, var.ty)
-        emitted.append(VarBinding(remap.get(var, var), normalize(substitute(value, remap))))
+        emitted.append(VarBinding(remap.get(var, var), normalize(substitute(value, remap) if remap else value)))
     result = normalize(Tuple([remap.get(output, output) if isinstance(output, Var) else output for output in outputs]))
     blocks = [DataflowBlock(emitted)] if emitted else []
     ret_ty = TupleType([output.ty for output in outputs])
@@ -196,22 +210,27 @@ def with_outputs(
     return build_function(params, body, list(outputs), attrs=dict(func.attrs.items()) if func.attrs else None)
 
 
-def substitute(value: Expr, mapping: dict[Var, Expr]) -> Expr:
+def substitute(value: Expr, mapping: Mapping[Var, Expr]) -> Expr:
     """``value`` with variables replaced; the types of the replaced variables must not change."""
-    if not mapping:
-        return value
-    needed = {var: mapping[var] for var in used_vars(value) if var in mapping}
-    return _rewrite(value, needed) if needed else value
-
-
-def _rewrite(value: Expr, mapping: dict[Var, Expr]) -> Expr:
-    if isinstance(value, Var):
+    kind = type(value)
+    if kind is Var or kind is DataflowVar:
         return mapping.get(value, value)
-    if isinstance(value, Tuple):
-        return Tuple([_rewrite(field, mapping) for field in value.fields])
-    if isinstance(value, TupleGetItem):
-        return TupleGetItem(_rewrite(value.tuple_value, mapping), value.index)
-    if isinstance(value, Call):
-        args = [_rewrite(arg, mapping) for arg in value.args]
-        return Call(value.op, args, value.attrs, value.ty_args, ret_ty=value.ty)
+    if kind is Call:
+        args = value.args[:]
+        new = _substituted(args, mapping)
+        return value if new is args else Call(value.op, new, value.attrs, value.ty_args, ret_ty=value.ty)
+    if kind is Tuple:
+        fields = value.fields[:]
+        new = _substituted(fields, mapping)
+        return value if new is fields else Tuple(new)
+    if kind is TupleGetItem:
+        source = value.tuple_value
+        new = substitute(source, mapping)
+        return value if new is source else TupleGetItem(new, value.index)
     return value
+
+
+def _substituted(values: list[Expr], mapping: Mapping[Var, Expr]) -> list[Expr]:
+    """The same list if nothing changes."""
+    new = [value if type(value) in _LEAVES else substitute(value, mapping) for value in values]
+    return values if all(one is other for one, other in zip(new, values, strict=True)) else new

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from autodiff.ir import Expr, Function, Var, bindings, results, substitute, with_outputs
-from autodiff.rewrite import NameSupply, names
+from autodiff.body import Binding, Body, on_functions
+from autodiff.rewrite import NameSupply
 
 __all__ = ["unique_names"]
 
 
-def unique_names(func: Function) -> Function:
+@on_functions
+def unique_names(body: Body) -> None:
     """Renames variables whose name an earlier variable has: ``x``, ``x`` becomes ``x``, ``x_1``.
 
     Safe: names carry no meaning in Relax. Parameters come first, so that a binding gives way to a parameter;
     two parameters of one name are renamed too. Why: gradients, plans and captures refer to variables by name.
     """
-    all_names = list(names(func))
-    if len(set(all_names)) == len(all_names):
-        return func
+    supply = NameSupply(body.names())
     used: set[str] = set()
-    supply = NameSupply(all_names)
-    renamed: dict[Var, Expr] = {}
-
-    def rename(var: Var) -> Var:
-        if var.name in used:
-            renamed[var] = type(var)(supply.fresh(var.name), var.ty)
-        used.add(var.name)
-        return renamed.get(var, var)
-
-    params = [rename(param) for param in func.params]
-    body = []
-    for var, value in bindings(func):
-        value = substitute(value, renamed)
-        body.append((rename(var), value))
-    outputs = [renamed.get(output, output) if isinstance(output, Var) else output for output in results(func)]
-    return with_outputs(func, body, outputs, params)
+    renamed: dict[Binding, str] = {}
+    for binding in [*body.parameters(), *body.bindings]:
+        if binding.name in used:
+            renamed[binding] = supply.fresh(binding.name)
+        used.add(binding.name)
+    body.rename(renamed)

@@ -7,76 +7,88 @@ paddings up: ``n`` slices that partition a tensor (the gates of an LSTM, its tim
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from itertools import pairwise
 
 from tvm.relax import op
 
-from autodiff.dce import live_bindings
-from autodiff.ir import (
-    Call,
-    Expr,
-    Function,
-    Tuple,
-    Var,
-    bindings,
-    dtype,
-    op_name,
-    results,
-    shape,
-    used_vars,
-    with_outputs,
-)
-from autodiff.rewrite import Scope, names
+from autodiff.body import Binding, Body, on_functions
+from autodiff.ir import Call, Expr, Tuple, Var, dtype, shape
+from autodiff.rewrite import BodyScope, Scope
 
 __all__ = ["join_pads"]
 
+_Part = tuple[int, int, Expr]
 
-@dataclass(frozen=True)
+
+@dataclass
 class _Pieces:
     """A tensor that is zero along ``axis`` but for ``parts``: ``(begin, end, value)``, disjoint and in order."""
 
     axis: int
     extent: int
-    parts: tuple[tuple[int, int, Expr], ...]
+    parts: list[_Part]
 
-    def join(self, other: _Pieces) -> _Pieces | None:
-        """The sum, or ``None`` where it is not a plain concatenation."""
+    def joined(self, other: _Pieces, own: bool, others_own: bool) -> _Pieces | None:
+        """The sum, or ``None`` where it is not a plain concatenation.
+
+        ``own``, ``others_own``: whether nobody else reads these pieces, so that the larger of them may be extended.
+        """
         if self.axis != other.axis:
             return None
-        parts = tuple(sorted((*self.parts, *other.parts), key=lambda part: part[:2]))
-        if any(before[1] > after[0] for before, after in pairwise(parts)):
-            return None
+        grows = len(self.parts) >= len(other.parts)
+        large, small = (self, other) if grows else (other, self)
+        position = bisect_right if grows else bisect_left  # equal (empty) parts stay in the order of the sum
+        places = [position(large.parts, part[:2], key=lambda held: held[:2]) for part in small.parts]
+        for place, (begin, end, _) in zip(places, small.parts, strict=True):
+            if place and large.parts[place - 1][1] > begin:
+                return None
+            if place < len(large.parts) and end > large.parts[place][0]:
+                return None
+        parts = large.parts if (own if grows else others_own) else list(large.parts)
+        for place, part in zip(reversed(places), reversed(small.parts), strict=True):
+            parts.insert(place, part)
         return _Pieces(self.axis, self.extent, parts)
 
 
-def join_pads(func: Function) -> Function:
+@on_functions
+def join_pads(body: Body, since: int = 0) -> None:
     """``pad(a) + pad(b) + …`` along one axis becomes ``concat(a, b, …)`` where the paddings leave disjoint ranges.
 
     Safe: every element is the sum of at most one number and zeros, which is that number (only ``-0.0`` now stays
     ``-0.0``); ranges that nobody fills are zeros. A sum that is read on the way is joined for itself.
     """
-    pieces: dict[Var, _Pieces] = {}
-    joined: set[Var] = set()
-    for var, value in bindings(func):
+    pieces: dict[Binding, _Pieces] = {}
+    joined: dict[Binding, None] = {}
+    returned = body.returned()
+
+    def own(binding: Binding) -> bool:
+        return len(binding.users) == 1 and binding not in returned
+
+    for binding in body.bindings:
         found = None
-        if op_name(value) == "relax.nn.pad":
-            found = _padding(value)
-        elif op_name(value) == "relax.add" and all(isinstance(arg, Var) and arg in pieces for arg in value.args):
-            found = pieces[value.args[0]].join(pieces[value.args[1]])
-            joined |= {var} if found is not None else set()
+        if binding.op == "relax.nn.pad":
+            found = _padding(binding.value)
+        elif binding.op == "relax.add" and pieces:
+            left, right = (body.binding(arg) for arg in binding.value.args)
+            if left in pieces and right in pieces:
+                body.counts.visits += 1
+                found = pieces[left].joined(pieces[right], own(left), own(right))
         if found is not None:
-            pieces[var] = found
+            pieces[binding] = found
+            if binding.op == "relax.add":
+                joined[binding] = None
+    read = {binding for binding in joined if binding in returned or any(user not in joined for user in binding.users)}
     if not joined:
-        return func
-    read = {output for output in results(func) if isinstance(output, Var)}
-    for var, value in bindings(func):
-        if var not in joined:
-            read.update(used_vars(value))
-    scope = Scope(names(func))
-    for var, value in bindings(func):
-        scope.bind(var, _concatenation(pieces[var], var, scope) if var in joined & read else value)
-    return with_outputs(func, live_bindings(scope.body, results(func)), results(func))
+        return
+    scope = BodyScope(body)
+    for binding in body.bindings:
+        if binding in read:
+            body.assign(binding, _concatenation(pieces[binding], binding.var, scope))
+            body.counts.rewrites += 1
+        scope.bindings.append(binding)
+    body.finish(scope.bindings, {})
+    body.prune()
 
 
 def _padding(call: Call) -> _Pieces | None:
@@ -90,7 +102,7 @@ def _padding(call: Call) -> _Pieces | None:
         return None
     (axis,) = padded
     begin = widths[2 * axis]
-    return _Pieces(axis, shape(call)[axis], ((begin, begin + shape(x)[axis], x),))
+    return _Pieces(axis, shape(call)[axis], [(begin, begin + shape(x)[axis], x)])
 
 
 def _concatenation(pieces: _Pieces, like: Var, scope: Scope) -> Call:

@@ -8,96 +8,84 @@ batch is smaller than the weight.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 
 from tvm.relax import op
 
-from autodiff.dce import live_bindings
-from autodiff.ir import (
-    Call,
-    Expr,
-    Function,
-    Tuple,
-    Var,
-    bindings,
-    dtype,
-    op_name,
-    results,
-    shape,
-    used_vars,
-    with_outputs,
-)
-from autodiff.rewrite import Scope, names
+from autodiff.body import Binding, Body, on_functions
+from autodiff.ir import Call, Expr, Tuple, Var, dtype, op_name, shape
+from autodiff.rewrite import BodyScope, Scope
 
 __all__ = ["join_products"]
 
 
-def join_products(func: Function) -> Function:
+@on_functions
+def join_products(body: Body) -> None:
     """``sum of a[t] @ b[t]`` becomes ``concat(a) @ concat(b)`` where that moves less memory.
 
     Products of matrices alone (two axes each), of which nothing else is read. Safe: the same numbers are multiplied and
     added; the order of the additions is that of a longer inner axis, so results differ at rounding level. It is meant
     for a backward: a forward's results should not depend on what else is asked for.
     """
-    body = list(bindings(func))
-    definitions = dict(body)
-    uses = Counter(var for _, value in body for var in used_vars(value))
-    uses.update(output for output in results(func) if isinstance(output, Var))
+    returned = body.returned()
+    once = {binding for binding in body.bindings if len(binding.users) == 1 and binding not in returned}
     inner = {
-        arg
-        for _, value in body
-        if op_name(value) == "relax.add"
-        for arg in value.args
-        if isinstance(arg, Var) and uses[arg] == 1 and _is_sum_of(arg, value, definitions)
+        read
+        for binding in body.bindings
+        if binding.op == "relax.add"
+        for read in binding.reads
+        if read.op == "relax.add" and read in once and shape(read.var) == shape(binding.var)
     }
-    scope = Scope(names(func))
-    changed = False
-    for var, value in body:
-        joined = None
-        if op_name(value) == "relax.add" and var not in inner:
-            joined = _joined(_terms(value, inner, definitions), uses, definitions, scope)
-        changed = changed or joined is not None
-        scope.bind(var, value if joined is None else joined)
-    return with_outputs(func, live_bindings(scope.body, results(func)), results(func)) if changed else func
+    scope = BodyScope(body)
+    started = body.edits
+    for binding in body.bindings:
+        if binding.op == "relax.add" and binding not in inner:
+            body.counts.visits += 1
+            joined = _joined(_terms(binding.value, inner, body), once, body, scope)
+            if joined is not None:
+                body.assign(binding, joined)
+                body.counts.rewrites += 1
+        scope.bindings.append(binding)
+    if body.edits != started:
+        body.finish(scope.bindings, {})
+        body.prune()
 
 
-def _is_sum_of(var: Var, user: Call, definitions: dict[Var, Expr]) -> bool:
-    """Whether a variable is a sum of the same shape as the sum that reads it."""
-    return op_name(definitions.get(var, var)) == "relax.add" and shape(var) == shape(user)
-
-
-def _terms(total: Call, inner: set[Var], definitions: dict[Var, Expr]) -> list[Expr]:
+def _terms(total: Call, inner: set[Binding], body: Body) -> list[Expr]:
     """What a tree of sums adds up, from left to right."""
     terms: list[Expr] = []
-    stack: list[Expr] = list(reversed(total.args))
+    stack: list[Expr] = list(total.args[::-1])
     while stack:
         term = stack.pop()
-        if isinstance(term, Var) and term in inner:
-            stack.extend(reversed(definitions[term].args))
+        binding = body.binding(term)
+        if binding in inner:
+            stack.extend(binding.value.args[::-1])
         else:
             terms.append(term)
     return terms
 
 
-def _joined(terms: Sequence[Expr], uses: Counter[Var], definitions: dict[Var, Expr], scope: Scope) -> Expr | None:
+def _joined(terms: Sequence[Expr], once: set[Binding], body: Body, scope: Scope) -> Expr | None:
     """The sum with its products joined, or ``None`` if there are no two of one shape that are worth it."""
-    products: defaultdict[tuple, list[Var]] = defaultdict(list)
-    for term in terms:
-        call = definitions.get(term) if isinstance(term, Var) else None
-        if op_name(call) == "relax.matmul" and uses[term] == 1 and _worth_joining(call):
-            a, b = call.args
-            products[shape(term), dtype(term), dtype(a), dtype(b)].append(term)
+    products: defaultdict[tuple, list[Binding]] = defaultdict(list)
+    found = [(term, body.binding(term)) for term in terms]
+    for term, binding in found:
+        if binding in once and binding.op == "relax.matmul" and _worth_joining(binding.value):
+            a, b = binding.value.args
+            products[shape(term), dtype(term), dtype(a), dtype(b)].append(binding)
     groups = [group for group in products.values() if len(group) > 1]
     if not groups:
         return None
-    gone = {term for group in groups for term in group}
-    others = [term for term in terms if not (isinstance(term, Var) and term in gone)]
-    values = [*others, *(_product([definitions[term] for term in group], dtype(group[0]), scope) for group in groups)]
-    while len(values) > 1:
-        left, right, *rest = (value if isinstance(value, Var) else scope.emit(value, "sum") for value in values)
-        values = [op.add(left, right), *rest]
-    return values[0]
+    gone = {binding for group in groups for binding in group}
+    others = [term for term, binding in found if binding not in gone]
+    joined = [_product([each.value for each in group], dtype(group[0].var), scope) for group in groups]
+    if not others and len(joined) == 1:
+        return joined[0]
+    total, *values = (value if isinstance(value, Var) else scope.emit(value, "sum") for value in [*others, *joined])
+    for last, value in zip([False] * (len(values) - 1) + [True], values, strict=True):
+        total = op.add(total, value) if last else scope.emit(op.add(total, value), "sum")
+    return total
 
 
 def _worth_joining(call: Call) -> bool:

@@ -28,11 +28,13 @@ def accumulate(body: Body, scalar: Var) -> tuple[Body, dict[Var, Var]]:
     builder = relax.BlockBuilder()
     builder._begin_dataflow_block()  # collects what the rules emit
     gradients = _Gradients(builder)
-    gradients.add(scalar, op.ones(shape(scalar), dtype(scalar)))
-    for var, value in reversed(body):
-        if var in gradients.of:
-            gradients.propagate(var, value)
-    block = builder._end_block()
+    try:
+        gradients.add(scalar, op.ones(shape(scalar), dtype(scalar)))
+        for var, value in reversed(body):
+            if var in gradients.of:
+                gradients.propagate(var, value)
+    finally:
+        block = builder._end_block()
     return [(binding.var, binding.value) for binding in block.bindings], gradients.of
 
 

@@ -1,25 +1,15 @@
-"""Rewriting: a function and rules per operator -> the function after one walk in which rules replace values."""
+"""Rewriting: a body and rules per operator -> the body after one walk in which rules replace values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from tvm import relax
 
-from autodiff.dce import live_bindings
-from autodiff.ir import (
-    Constant,
-    Expr,
-    Function,
-    Var,
-    bindings,
-    op_name,
-    results,
-    substitute,
-    with_outputs,
-)
+from autodiff.body import Binding, Body
+from autodiff.ir import Constant, DataflowVar, Expr, Function, Var, bindings
 
-__all__ = ["NameSupply", "Rule", "Scope", "names", "rewrite"]
+__all__ = ["BodyScope", "NameSupply", "Rule", "Scope", "names", "rewrite"]
 
 
 class Scope:
@@ -45,12 +35,6 @@ class Scope:
         self.body.append((var, value))
         self._definitions[var] = value
         return var
-
-    def retract(self) -> Expr:
-        """Undo the last binding; returns its value."""
-        var, value = self.body.pop()
-        del self._definitions[var]
-        return value
 
     def definition(self, value: Expr) -> Expr:
         """What a variable is bound to; anything else (a parameter, a constant) is its own definition."""
@@ -79,42 +63,74 @@ Rule = Callable[[Expr, Scope], Expr | None]
 disappears, its users read that instead. Any other expression (of the same type): the variable is bound to it."""
 
 
-def rewrite(
-    func: Function,
-    rules: dict[str | None, Iterable[Rule]],
-    *,
-    new_params: Callable[[], Iterable[Var]] = tuple,
-) -> Function:
-    """Replace values by the rules of their operator, in one walk; the same function if no rule applied.
+def rewrite(body: Body, rules: Mapping[str | None, Iterable[Rule]], since: int = 0) -> None:
+    """Replace values by the rules of their operator, in one walk; what the rules leave unused is dropped.
 
-    What the rules leave unused is dropped.
-
-    ``rules`` maps an operator name to its rules, ``None`` to the rules for tuples and projections; the first that
-    answers wins. ``new_params`` gives, after the walk, parameters to append.
+    Args:
+        rules: by operator name, under ``None`` those for tuples and projections; the first that answers wins.
+        since: the clock of the last such walk: what has not changed since is not looked at.
     """
-    scope = Scope(names(func))
-    replaced: dict[Var, Expr] = {}
-    changed = False
-    for var, value in bindings(func):
-        value = substitute(value, replaced)
-        emitted = len(scope.body)
-        new = _first(rules.get(op_name(value), ()), value, scope)
-        if new is None and isinstance(value, Var | Constant):  # a plain copy
-            new = value
-        if new is None:
-            scope.bind(var, value)
+    started = body.edits
+    scope = BodyScope(body)
+    replaced: dict[Binding, Expr] = {}
+    for binding in body.bindings:
+        if binding.changed < since:
+            scope.bindings.append(binding)
             continue
-        changed = True
-        if len(scope.body) > emitted and isinstance(new, Var) and new.same_as(scope.body[-1][0]):
-            new = scope.retract()  # the rule's last binding takes the name of what it replaces
+        if replaced:
+            body.substitute(binding, replaced)
+        applicable = rules.get(binding.op, ())
+        body.counts.visits += bool(applicable)
+        new = scope.apply(applicable, binding.value)
+        if new is None and isinstance(binding.value, Var | Constant):  # a plain copy
+            new = binding.value
         if isinstance(new, Var | Constant):
-            replaced[var] = new
+            replaced[binding] = new
+            body.touch(binding)
         else:
-            scope.bind(var, new)
-    if not changed:
-        return func
-    outputs = [replaced.get(output, output) if isinstance(output, Var) else output for output in results(func)]
-    return with_outputs(func, live_bindings(scope.body, outputs), outputs, params=[*func.params, *new_params()])
+            if new is not None:
+                body.assign(binding, new)
+            scope.bindings.append(binding)
+        body.counts.rewrites += new is not None
+    if body.edits != started:
+        body.finish(scope.bindings, replaced)
+        body.prune()
+
+
+class BodyScope(Scope):
+    """The bindings of a body as far as a walk has come: what rules see, and where they emit."""
+
+    def __init__(self, body: Body, before: Iterable[Binding] = ()):
+        self.bindings = list(before)
+        self._body = body
+        self._supply: NameSupply | None = None
+
+    def emit(self, value: Expr, name: str = "lv") -> Var:
+        if self._supply is None:
+            self._supply = NameSupply(self._body.names())
+        value = self._body.normalize(value)
+        return self.bind(DataflowVar(self._supply.fresh(name), value.ty), value)
+
+    def bind(self, var: Var, value: Expr) -> Var:
+        self.bindings.append(self._body.define(var, value))
+        return var
+
+    def definition(self, value: Expr) -> Expr:
+        found = self._body.binding(value)
+        return value if found is None or found.value is None else found.value
+
+    def apply(self, rules: Iterable[Rule], value: Expr) -> Expr | None:
+        """What the first rule that answers says; its last binding takes the name of what it replaces."""
+        emitted = len(self.bindings)
+        new = next((new for rule in rules if (new := rule(value, self)) is not None), None)
+        if new is None:
+            while len(self.bindings) > emitted:  # of a rule that thought better of it
+                self._body.undefine(self.bindings.pop())
+        elif len(self.bindings) > emitted and isinstance(new, Var) and new.same_as(self.bindings[-1].var):
+            last = self.bindings.pop()
+            self._body.undefine(last)
+            return last.value
+        return new
 
 
 def names(func: Function) -> Iterator[str]:
@@ -123,11 +139,3 @@ def names(func: Function) -> Iterator[str]:
         yield param.name
     for var, _ in bindings(func):
         yield var.name
-
-
-def _first(rules: Iterable[Rule], value: Expr, scope: Scope) -> Expr | None:
-    for rule in rules:
-        new = rule(value, scope)
-        if new is not None:
-            return new
-    return None

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from tvm import relax
 from tvm.relax import op
 
-from autodiff.ir import Function, Var, bindings, dtype, is_float, results, with_outputs
+from autodiff.body import Body, on_functions
+from autodiff.ir import Var, dtype, is_float
 from autodiff.normalization import cast, statistics_dtype
-from autodiff.rewrite import Scope, names
+from autodiff.rewrite import BodyScope, Scope
 
 __all__ = ["seed_vjp"]
 
 
-def seed_vjp(func: Function, outputs: Sequence[int]) -> Function:
+@on_functions
+def seed_vjp(body: Body, outputs: Sequence[int]) -> None:
     """Adds a parameter ``grad_out_<i>`` per listed output and a first result: ``sum_i sum(output_i * grad_out_i)``.
 
     The results become the scalar (float32 for half types) followed by all results of ``func``. Safe: nothing else
@@ -22,16 +24,13 @@ def seed_vjp(func: Function, outputs: Sequence[int]) -> Function:
 
     Raises ``ValueError`` for an index out of range, listed twice or not of floating point type, and for a name taken.
     """
-    primal = results(func)
-    taken = set(names(func))
+    primal = body.outputs
+    taken = body.names()
     if not outputs:
         raise ValueError("seed_vjp: wanted at least one output to differentiate, got none")
     if len(set(outputs)) != len(outputs):
         raise ValueError(f"seed_vjp: wanted each output once, got {list(outputs)}")
-    scope = Scope(taken)
-    for var, value in bindings(func):
-        scope.bind(var, value)
-    grad_outs: list[Var] = []
+    scope = BodyScope(body, body.bindings)
     total = None
     for index in outputs:
         if not 0 <= index < len(primal):
@@ -43,7 +42,7 @@ def seed_vjp(func: Function, outputs: Sequence[int]) -> Function:
         if name in taken:
             raise ValueError(f"seed_vjp: the name {name!r} is taken by another variable")
         grad_out = relax.Var(name, output.ty)
-        grad_outs.append(grad_out)
+        body.add_param(grad_out)
         # TVM refuses a half target; the cast's gradient casts back, which `clean` removes.
         wide = statistics_dtype(dtype(output))
         weighted = scope.emit(
@@ -52,7 +51,8 @@ def seed_vjp(func: Function, outputs: Sequence[int]) -> Function:
         )
         term = scope.emit(op.sum(weighted), f"vjp_{index}")
         total = term if total is None else _add(total, term, scope)
-    return with_outputs(func, scope.body, [total, *primal], [*func.params, *grad_outs])
+    body.outputs = [total, *primal]
+    body.finish(scope.bindings, {})
 
 
 def _add(left: Var, right: Var, scope: Scope) -> Var:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from autodiff.batch_norm import spell_batch_norm
+from autodiff.body import Body, on_functions
 from autodiff.group_norm import spell_group_norm, spell_instance_norm
-from autodiff.ir import Function
 from autodiff.layer_norm import spell_layer_norm
 from autodiff.rewrite import rewrite
 from autodiff.rms_norm import spell_rms_norm
@@ -20,10 +20,11 @@ SPELLINGS = {
 }
 
 
-def spell_out(func: Function) -> Function:
+@on_functions
+def spell_out(body: Body) -> None:
     """Normalizations become mean, centred variance, rstd, multiply and add.
 
     Safe: each is replaced by its definition. Why: TVM has no gradients for them, and a partitioner can then save the
     row statistics (mean, rstd) instead of wide tensors.
     """
-    return rewrite(func, SPELLINGS)
+    rewrite(body, SPELLINGS)

@@ -6,22 +6,24 @@ import math
 
 from tvm.relax import op
 
+from autodiff.body import Body, on_functions
 from autodiff.constants import const, splat
-from autodiff.ir import Call, Expr, Function, dtype, op_name, shape
+from autodiff.ir import Call, Expr, dtype, op_name, shape
 from autodiff.ops import having
 from autodiff.rewrite import Rule, Scope, rewrite
 
 __all__ = ["deduplicate_views"]
 
 
-def deduplicate_views(func: Function) -> Function:
+@on_functions
+def deduplicate_views(body: Body, since: int = 0) -> None:
     """Views of views become one view, views that change nothing disappear, and broadcasts move into their users.
 
     Safe: only positions of elements are concerned, and shapes are static. ``expand_dims``, ``squeeze`` and ``flatten``
     become ``reshape``, so that there is one spelling to compare; so does a transpose that moves only size-1 dims.
     A cast disappears if it undoes a widening cast; the other order rounds and stays.
     """
-    return rewrite(func, _VIEWS)
+    rewrite(body, _VIEWS, since)
 
 
 def _reshape(call: Call, scope: Scope) -> Expr | None:

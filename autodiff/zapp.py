@@ -11,36 +11,40 @@ from collections.abc import Callable
 
 from tvm.relax import op
 
+from autodiff.body import Body, on_functions
 from autodiff.constants import splat
 from autodiff.gradients.tools import fit
-from autodiff.ir import Call, Constant, Expr, Function, Var, dtype, shape
+from autodiff.ir import Call, Constant, Expr, Var, dtype, shape
 from autodiff.rewrite import Scope, rewrite
 
 __all__ = ["LIKE", "one_zapp", "zapp_like", "zero_zapp"]
 
 
-def zapp_like(func: Function) -> Function:
+@on_functions
+def zapp_like(body: Body, since: int = 0) -> None:
     """``zeros_like``, ``ones_like``, ``full_like``, ``collapse_sum_like/to``, ``broadcast_to`` become plain operations.
 
     Safe: shapes are static, so the shape of the pattern operand is known and the operand itself is not needed.
     """
-    return rewrite(func, _ZAPP_LIKE)
+    rewrite(body, _ZAPP_LIKE, since)
 
 
-def zero_zapp(func: Function) -> Function:
+@on_functions
+def zero_zapp(body: Body, since: int = 0) -> None:
     """``x + 0``, ``0 + x`` and ``x - 0`` become ``x``, or ``broadcast_to(x)`` where the zeros gave the shape.
 
     Safe: the sum equals ``x`` for every ``x``; infinities and NaN pass (only ``-0.0`` now stays ``-0.0``).
     """
-    return rewrite(func, _ZERO_ZAPP)
+    rewrite(body, _ZERO_ZAPP, since)
 
 
-def one_zapp(func: Function) -> Function:
+@on_functions
+def one_zapp(body: Body, since: int = 0) -> None:
     """``x * 1``, ``1 * x`` and ``x / 1`` become ``x``, or ``broadcast_to(x)`` where the ones gave the shape.
 
     Safe: the product is ``x``, bit for bit.
     """
-    return rewrite(func, _ONE_ZAPP)
+    rewrite(body, _ONE_ZAPP, since)
 
 
 #: ``..._like`` operations with the static shape and element type of the operand that they only look at.

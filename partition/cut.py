@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autodiff import Body
 from autodiff.ir import Function
 
 from .coloring import RecomputeAll, SaveAll
@@ -34,7 +35,7 @@ class Partitioned:
 
 
 def partition(
-    joint: Function,
+    joint: Function | Body,
     *,
     num_primals: int,
     num_outputs: int,
@@ -44,8 +45,8 @@ def partition(
     """Cut a joint function into a forward and a backward.
 
     Args:
-        joint: flat form (see :mod:`autodiff.ir`); parameters are ``num_primals`` primals, then grad_outs; results are
-            ``num_outputs`` forward outputs, then gradients.
+        joint: in flat form (see :mod:`autodiff.ir`), or its body, which is edited; parameters are ``num_primals``
+            primals, then grad_outs; results are ``num_outputs`` forward outputs, then gradients.
         strategy: ``"min_cut"``, ``"save_all"``, ``"recompute_all"``, or an object such as
             :class:`partition.MinCut` with its options.
         module_paths: for the plan's table, where in the user's module a variable comes from, by variable name.

@@ -16,11 +16,13 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autodiff.ir import Expr, Function, TensorType, Var, bindings, dtype, library_name, op_name, results, used_vars
+from autodiff import Body
+from autodiff.body import Binding
+from autodiff.ir import Expr, Function, TensorType, Var, dtype, library_name, op_name
 from autodiff.ir import nbytes as tensor_bytes
 from autodiff.ir import shape as tensor_shape
 
-from .normalize import ancestors, normalize
+from .normalize import normalize
 from .ops import RANDOM
 
 __all__ = ["Graph", "Node", "build_graph"]
@@ -124,44 +126,43 @@ class Graph:
 
 
 def build_graph(
-    joint: Function, num_primals: int, num_outputs: int, module_paths: Mapping[str, str] | None = None
+    joint: Function | Body, num_primals: int, num_outputs: int, module_paths: Mapping[str, str] | None = None
 ) -> Graph:
     """The graph of a joint function in flat form.
 
     Args:
-        joint: parameters are ``num_primals`` primals, then grad_outs; results are ``num_outputs`` forward outputs,
-            then gradients.
+        joint: a function, or its body, which is edited; parameters are ``num_primals`` primals, then grad_outs;
+            results are ``num_outputs`` forward outputs, then gradients.
         module_paths: by variable name, where in the user's module a value comes from.
 
     Raises:
         ValueError: counts that do not fit, a forward output that depends on a grad_out, or a random draw inside.
     """
-    params, returned = list(joint.params), results(joint)
+    body = joint if isinstance(joint, Body) else Body.of(joint)
+    params, returned = body.params, body.outputs
     if not 0 <= num_primals <= len(params):
         raise ValueError(f"num_primals={num_primals}, but the joint function has {len(params)} parameters")
     if not 0 <= num_outputs <= len(returned):
         raise ValueError(f"num_outputs={num_outputs}, but the joint function has {len(returned)} results")
     outputs, gradients = returned[:num_outputs], returned[num_outputs:]
-    body = list(bindings(joint))
-    live = ancestors(body, returned)
-    body = normalize([(var, value) for var, value in body if var in live], outputs)
-    live = ancestors(body, returned)
+    body.prune()
+    normalize(body, outputs)
+    body.prune()
 
     paths = module_paths or {}
-    names: dict[Var, str] = {}
+    names: dict[Binding | None, str | None] = {None: None}
     nodes: dict[str, Node] = {}
-    for var, value in [*((param, None) for param in params), *body]:
-        if value is not None and var not in live:
-            continue
-        names[var] = name = _unique(var.name, nodes)
-        inputs = tuple(names[read] for read in used_vars(value)) if value is not None else ()
-        nodes[name] = node = Node(name, var, value, inputs, paths.get(var.name, ""))
+    for binding in [*body.parameters(), *body.bindings]:
+        names[binding] = name = _unique(binding.name, nodes)
+        inputs = tuple([names[read] for read in binding.reads])
+        nodes[name] = node = Node(name, binding.var, binding.value, inputs, paths.get(binding.name, ""))
         if node.op in RANDOM:
             raise ValueError(f"{name} = {node.op} draws random numbers; a partition wants every draw to be a primal")
 
-    primals = tuple(names[param] for param in params[:num_primals])
-    grad_outs = tuple(names[param] for param in params[num_primals:])
-    output_names, gradient_names = _names(outputs, names), _names(gradients, names)
+    parameters = [names[param] for param in body.parameters()]
+    primals, grad_outs = tuple(parameters[:num_primals]), tuple(parameters[num_primals:])
+    output_names = tuple(names[body.binding(output)] for output in outputs)
+    gradient_names = tuple(names[body.binding(gradient)] for gradient in gradients)
     forward = _ancestors(nodes, output_names)
     tangled = set(grad_outs)
     for node in nodes.values():
@@ -194,10 +195,6 @@ def build_graph(
         adjoint=frozenset(adjoint & bound),
         required=tuple(name for name in nodes if name in required),
     )
-
-
-def _names(values: Sequence[Expr], names: dict[Var, str]) -> tuple[str | None, ...]:
-    return tuple(names[value] if isinstance(value, Var) else None for value in values)
 
 
 def _ancestors(nodes: dict[str, Node], roots: Sequence[str | None]) -> set[str]:

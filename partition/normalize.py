@@ -8,78 +8,68 @@ Only bindings that no forward output depends on are rewritten, so the forward st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from tvm import relax
 
-from autodiff.ir import (
-    Call,
-    DataflowVar,
-    Expr,
-    Tuple,
-    TupleGetItem,
-    TupleType,
-    Var,
-    op_name,
-    shape,
-    substitute,
-    used_vars,
-)
+from autodiff import Body
+from autodiff.body import Binding
+from autodiff.ir import Call, DataflowVar, Expr, Tuple, TupleGetItem, TupleType, shape
 from autodiff.zapp import LIKE
-
-Binding = tuple[Var, Expr]
 
 __all__ = ["ancestors", "normalize"]
 
 
-def normalize(body: Sequence[Binding], outputs: Iterable[Expr]) -> list[Binding]:
-    """The same bindings after both rewrites; those that ``outputs`` depend on are left as they are."""
+def normalize(body: Body, outputs: Iterable[Expr]) -> None:
+    """Both rewrites, in place; the bindings that ``outputs`` depend on are left as they are."""
     forward = ancestors(body, outputs)
-    taken = {var.name for var, _ in body}
-    rebuilt: dict[Var, Var] = {}
-    tuples = {var: value for var, value in body if isinstance(var.ty, TupleType) and isinstance(value, Call)}
-    items: dict[tuple[Var, int], Var] = {}
+    taken = {binding.name for binding in body.bindings}
+    tuples = {each for each in body.bindings if isinstance(each.value, Call) and isinstance(each.var.ty, TupleType)}
+    rebuilt: dict[Binding, Expr] = {}
+    items: dict[tuple[Binding, int], Binding] = {}
     result: list[Binding] = []
-    for var, value in body:
-        if isinstance(value, TupleGetItem) and isinstance(value.tuple_value, Var):
-            items.setdefault((value.tuple_value, value.index), var)
-        if var in forward or isinstance(value, TupleGetItem):
-            result.append((var, value))
-            continue
-        value = _forget_shapes(value)
-        whole = [read for read in used_vars(value) if read in tuples]
-        for read in whole:
-            if read not in rebuilt:
-                result.extend(_take_apart(read, items, taken))
-                rebuilt[read] = result[-1][0]
-        result.append((var, substitute(value, {read: rebuilt[read] for read in whole})))
-    return result
+    for binding in body.bindings:
+        if isinstance(binding.value, TupleGetItem):
+            items.setdefault((binding.reads[0], binding.value.index), binding)
+        elif binding not in forward:
+            if binding.op in _LIKE:
+                body.assign(binding, _LIKE[binding.op](binding.value))
+            whole = [read for read in binding.reads if read in tuples]
+            for read in whole:
+                if read not in rebuilt:
+                    result.extend(_take_apart(read, items, taken, body))
+                    rebuilt[read] = result[-1].var
+            if whole:
+                body.substitute(binding, rebuilt)
+        result.append(binding)
+    body.finish(result, {})
 
 
-def ancestors(body: Sequence[Binding], outputs: Iterable[Expr]) -> set[Var]:
-    """The bound variables that ``outputs`` depend on, themselves included."""
-    wanted = {output for output in outputs if isinstance(output, Var)}
-    for var, value in reversed(body):
-        if var in wanted:
-            wanted.update(used_vars(value))
-    return wanted & {var for var, _ in body}
+def ancestors(body: Body, outputs: Iterable[Expr]) -> set[Binding]:
+    """The bindings that ``outputs`` depend on, and parameters."""
+    wanted = {body.binding(output) for output in outputs}
+    for binding in reversed(body.bindings):
+        if binding in wanted:
+            wanted.update(binding.reads)
+    return wanted
 
 
-def _take_apart(source: Var, items: dict[tuple[Var, int], Var], taken: set[str]) -> Iterator[Binding]:
+def _take_apart(
+    source: Binding, items: dict[tuple[Binding, int], Binding], taken: set[str], body: Body
+) -> Iterator[Binding]:
     """Bindings that take a tuple apart, where ``items`` lacks some, and rebuild it in the last one."""
     fields = []
-    for index, field in enumerate(source.ty.fields):
+    for index, field in enumerate(source.var.ty.fields):
         item = items.get((source, index))
         if item is None:
-            item = items[source, index] = DataflowVar(_fresh(f"{source.name}_{index}", taken), field)
-            yield item, TupleGetItem(source, index)
+            var = DataflowVar(_fresh(f"{source.name}_{index}", taken), field)
+            item = items[source, index] = body.define(var, TupleGetItem(source.var, index))
+            yield item
         if isinstance(field, TupleType):
-            *inner, last = _take_apart(item, items, taken)
-            yield from (*inner, last)
-            item = last[0]
-        fields.append(item)
-    value = relax.BlockBuilder().normalize(Tuple(fields))
-    yield DataflowVar(_fresh(f"{source.name}_rebuilt", taken), source.ty), value
+            *inner, item = _take_apart(item, items, taken, body)
+            yield from (*inner, item)
+        fields.append(item.var)
+    yield body.define(DataflowVar(_fresh(f"{source.name}_rebuilt", taken), source.var.ty), Tuple(fields))
 
 
 def _fresh(name: str, taken: set[str]) -> str:
@@ -89,10 +79,5 @@ def _fresh(name: str, taken: set[str]) -> str:
     return name
 
 
-def _forget_shapes(value: Expr) -> Expr:
-    """``…_like`` operations spelled with the static shape and dtype of the operand they only look at."""
-    rewrite = _LIKE.get(op_name(value))
-    return value if rewrite is None else relax.BlockBuilder().normalize(rewrite(value))
-
-
+#: ``…_like`` operations spelled with the static shape and dtype of the operand that they only look at.
 _LIKE = {**LIKE, "relax.collapse_sum_like": lambda call: relax.op.collapse_sum_to(call.args[0], shape(call))}

@@ -85,12 +85,11 @@ def _list_schedule(graph: Graph, body: set[str], adjoint: list[str]) -> list[str
             uses[name] += 1  # a result never dies
     waiting = {name: sum(read in position for read in graph.nodes[name].inputs) for name in adjoint}
 
-    def growth(name: str) -> int:
-        node = graph.nodes[name]
-        made = node.bytes if view_base(graph, name) == name else 0
-        return made - sum(graph.nodes[read].bytes for read in node.inputs if uses.get(read) == 1)
+    growth = {name: graph.nodes[name].bytes if view_base(graph, name) == name else 0 for name in adjoint}
+    for name in adjoint:
+        growth[name] -= sum(graph.nodes[read].bytes for read in graph.nodes[name].inputs if uses.get(read) == 1)
 
-    heap = [(growth(name), position[name], name) for name in adjoint if not waiting[name]]
+    heap = [(growth[name], position[name], name) for name in adjoint if not waiting[name]]
     heapq.heapify(heap)
     done: dict[str, None] = {}
     while heap:
@@ -101,13 +100,16 @@ def _list_schedule(graph: Graph, body: set[str], adjoint: list[str]) -> list[str
         for user in readers[name]:
             waiting[user] -= 1
             if not waiting[user]:
-                heapq.heappush(heap, (growth(user), position[user], user))
+                heapq.heappush(heap, (growth[user], position[user], user))
         for read in graph.nodes[name].inputs:
             if read not in uses:
                 continue
             uses[read] -= 1
             if uses[read] == 1:
                 for user in readers[read]:
-                    if user not in done and not waiting[user]:
-                        heapq.heappush(heap, (growth(user), position[user], user))
+                    if user in done:
+                        continue
+                    growth[user] -= graph.nodes[read].bytes
+                    if not waiting[user]:
+                        heapq.heappush(heap, (growth[user], position[user], user))
     return list(done)

@@ -117,10 +117,11 @@ def _function(
     params = [*params, *new.values()]
     new.update(provided)
     old = {graph.nodes[name].var: var for name, var in new.items()}
+    returned = set(results)
     emitted = list(made)
     for name in body:
         node = graph.nodes[name]
-        var = DataflowVar(name, node.var.ty)
+        var = (Var if name in returned else DataflowVar)(name, node.var.ty)
         emitted.append((var, substitute(node.value, old)))
         new[name] = old[node.var] = var
     values = [constant if name is None else new[name] for name, constant in zip(results, constants, strict=True)]

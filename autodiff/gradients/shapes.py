@@ -49,6 +49,8 @@ def stack(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     """dx_i = g[i] along the new axis"""
     fields = call.args[0].ty.fields
     axis = int(call.attrs.axis) % len(shape(y))
+    if len(fields) == 1:  # a split into one part is no tuple
+        return [Tuple([op.squeeze(g, axis)])]
     parts = emit(op.split(g, len(fields), axis))
     return [Tuple([op.squeeze(TupleGetItem(parts, index), axis) for index in range(len(fields))])]
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import autodiff
+from autodiff import Body
 from autodiff.errors import UndifferentiableOp
 from autodiff.ir import Function, results
 from bridge.aten import Imported
@@ -119,8 +120,8 @@ class LoweredCall:
 
     __repr__ = __str__
 
-    def run(self, name: str, made_by: str, transform: Callable[..., Function], *args: Any) -> Function:
-        """Applies one pass to the latest stage's function and appends its result as a stage.
+    def run(self, name: str, made_by: str, body: Body, transform: Callable[..., Any], *args: Any) -> None:
+        """Applies one pass to ``body``, which holds the latest stage's function, and appends its function as a stage.
 
         Raises:
             CompilationError: names the stage and holds its input when the pass fails.
@@ -128,16 +129,16 @@ class LoweredCall:
         """
         last = self.stages[-1]
         function = last.function
-        started = time.perf_counter()
+        started, edits = time.perf_counter(), body.edits
         try:
-            result = transform(function, *args)
+            transform(body, *args)
+            result = function if body.edits == edits else body.function()
         except UndifferentiableOp as error:
             problems = [self._no_gradient(each) for each in (error, *error.others)]
             raise UnsupportedModule(self.captured.module_name, problems, cause=error) from None
         except Exception as error:
             raise CompilationError(name, function.script(), error) from error
         self.add(Stage(name, made_by, result, time.perf_counter() - started, last.size))
-        return result
 
     def add(self, stage: Stage) -> None:
         """Appends a stage, and tells the log."""

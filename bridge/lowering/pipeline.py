@@ -54,20 +54,21 @@ def lower_captured(
     lowered.add(Stage("captured", "bridge.capture", captured.graph, capture_seconds, None, runner))
     size = lowered.stages[0].size
     lowered.add(Stage("imported", "bridge.aten.import_graph", imported.function, seconds, size))
-    lowered.run("masked", "autodiff.mask_dropout", autodiff.mask_dropout)
-    lowered.run("spelled", "autodiff.spell_out", autodiff.spell_out)
-    lowered.run("forward", "autodiff.clean, unique_names", cleaned_and_named, not differentiable)
+    body = autodiff.Body.of(imported.function)
+    lowered.run("masked", "autodiff.mask_dropout", body, autodiff.mask_dropout)
+    lowered.run("spelled", "autodiff.spell_out", body, autodiff.spell_out)
+    lowered.run("forward", "autodiff.clean, unique_names", body, cleaned_and_named, not differentiable)
     if not differentiable:
         return lowered
     lowered.wanted = tuple(index for index, needs in enumerate(requires_grad) if needs)
     lowered.wanted = lowered.gradients_for(differentiable)
-    lowered.run("joint", "autodiff.differentiate", autodiff.differentiate, differentiable, lowered.wanted)
-    joint = lowered.run("cleaned", "autodiff.clean", autodiff.clean)
+    lowered.run("joint", "autodiff.differentiate", body, autodiff.differentiate, differentiable, lowered.wanted)
+    lowered.run("cleaned", "autodiff.clean", body, autodiff.clean)
     size = lowered["cleaned"].size
     started = time.perf_counter()
-    sources = origins(captured, imported, [lowered["forward"].function, joint])
+    sources = origins(captured, imported, [lowered["forward"].function, lowered["cleaned"].function])
     lowered.partitioned = partition_joint(
-        joint,
+        body,
         num_primals=lowered.num_primals,
         num_outputs=lowered.num_results,
         strategy=partition,
@@ -84,7 +85,7 @@ def lower_captured(
     return lowered
 
 
-def cleaned_and_named(function: Function, merge_casts: bool) -> Function:
+def cleaned_and_named(function: Function | autodiff.Body, merge_casts: bool) -> Function | autodiff.Body:
     """The stage ``forward``; casts are merged where no gradient could tell."""
     return autodiff.unique_names(autodiff.clean(function, merge_casts=merge_casts))
 

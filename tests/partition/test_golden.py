@@ -7,7 +7,8 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import partition as package
-from autodiff.ir import Function, bindings, build_function, results
+from autodiff import Body
+from autodiff.ir import Function
 from partition import STRATEGIES, partition, rebuild_backward
 from partition.normalize import normalize
 from tests.autodiff.golden import assert_same, is_pass
@@ -231,7 +232,9 @@ class Normalize:
 
 def test_normalize():
     def normalized(func: Function) -> Function:
-        return build_function(func.params, normalize(list(bindings(func)), results(func)[:1]), results(func))
+        body = Body.of(func)
+        normalize(body, body.outputs[:1])
+        return body.function()
 
     assert_same(normalized(Normalize["before"]), Normalize["expected"])
     assert_same(normalized(Normalize["expected"]), Normalize["expected"])

@@ -53,7 +53,7 @@ def is_pass(value: object, results: tuple[str, ...] = ("Function",)) -> bool:
     return (
         callable(value)
         and len(annotations) > 1
-        and annotations[0][1] == "Function"
+        and annotations[0][1] in ("Function", "Function | Body")
         and dict(annotations)["return"] in results
     )
 

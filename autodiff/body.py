@@ -1,0 +1,237 @@
+"""Light body: a function in flat form -> its bindings with a def/use index, which passes edit in place.
+
+Simplification reads every binding many times; reading TVM's objects is what costs. A body reads each value once, knows
+who reads whom, and which bindings a pass has to look at again. A function is built from it at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+from tvm import relax
+
+from autodiff.ir import (
+    Constant,
+    Expr,
+    Function,
+    Var,
+    bindings,
+    build_function,
+    op_name,
+    results,
+    substitute,
+    used_vars,
+)
+from autodiff.ops import having
+
+__all__ = ["Binding", "Body", "RewriteCounts", "on_functions"]
+
+#: What :func:`autodiff.constants.splat` looks through: a rule may depend on what these are applied to.
+_LOOKED_THROUGH = having("view", "plain") | {"relax.full", "relax.full_like"}
+
+
+@dataclass
+class RewriteCounts:
+    """How often a body's bindings were looked at by rules, and how often one was changed."""
+
+    visits: int = 0
+    rewrites: int = 0
+
+
+class Binding:
+    """``var = value`` in a body; a parameter has no value.
+
+    Attributes:
+        name, op: the variable's name; the operator, ``None`` where the value is no call of one.
+        reads: the bindings (and parameters) that the value reads, each once, in order.
+        users: those that read this one, in no order.
+        changed: the body's clock when the value, or a value that it is read through, changed last.
+        key: a number, equal for equal values; see :mod:`autodiff.cse`. ``None``: not known.
+    """
+
+    __slots__ = ("changed", "key", "name", "op", "reads", "users", "value", "var")
+
+    def __init__(self, var: Var, value: Expr | None):
+        self.var, self.value = var, value
+        self.name: str = var.name
+        self.op = op_name(value)
+        self.reads: tuple[Binding, ...] = ()
+        self.users: dict[Binding, None] = {}
+        self.changed = 0
+        self.key: int | None = None
+
+
+class Body:
+    """The bindings of a function in flat form, in order.
+
+    Attributes:
+        params, outputs, attrs: the function's; outputs are variables or constants.
+        bindings: in order.
+        clock: of the edits; a pass advances it by :meth:`tick`.
+        edits: how many there were.
+        counts: visits and rewrites by rules.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Var],
+        pairs: Iterable[tuple[Var, Expr]] = (),
+        outputs: Iterable[Expr] = (),
+        attrs: Mapping | None = None,
+    ):
+        self.params, self.outputs, self.attrs = list(params), list(outputs), dict(attrs or {})
+        self.clock = self.edits = 0
+        self.counts = RewriteCounts()
+        self._index = {param: Binding(param, None) for param in self.params}
+        self._numbers: dict[Hashable, int] = {}
+        self.normalize = relax.BlockBuilder().normalize
+        self.bindings = [self.define(var, value) for var, value in pairs]
+        self.edits = 0
+
+    @classmethod
+    def of(cls, func: Function) -> Body:
+        """The body of a function."""
+        return cls(func.params, bindings(func), results(func), dict(func.attrs.items()) if func.attrs else None)
+
+    def function(self) -> Function:
+        """The function, normalized."""
+        return build_function(self.params, [(each.var, each.value) for each in self.bindings], self.outputs, self.attrs)
+
+    def tick(self) -> int:
+        """The time of the edits from now on."""
+        self.clock += 1
+        return self.clock
+
+    def names(self) -> set[str]:
+        """The names of parameters and bindings."""
+        return {binding.name for binding in self._index.values()}
+
+    def number_of(self, key: Hashable) -> int:
+        """The same small number for equal keys."""
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def add_param(self, param: Var) -> None:
+        """Appends a parameter."""
+        self.edits += 1
+        self.params.append(param)
+        self._index[param] = Binding(param, None)
+
+    def parameters(self) -> list[Binding]:
+        """The parameters, which have users as bindings do."""
+        return [self._index[param] for param in self.params]
+
+    def rename(self, names: Mapping[Binding, str]) -> None:
+        """Gives parameters or bindings other names, which makes new variables of them wherever they are read."""
+        new: dict[Var, Expr] = {}
+        for binding, name in names.items():
+            old, binding.var, binding.name = binding.var, type(binding.var)(name, binding.var.ty), name
+            self._index[binding.var] = self._index.pop(old)
+            new[old] = binding.var
+        for user in dict.fromkeys(user for binding in names for user in binding.users):
+            user.value = substitute(user.value, new)
+        self.params = [new.get(param, param) for param in self.params]
+        self.outputs = [new.get(output, output) if isinstance(output, Var) else output for output in self.outputs]
+        self.edits += len(names)
+
+    def binding(self, value: Expr) -> Binding | None:
+        """The binding (or parameter) of a variable; ``None`` for anything else."""
+        return self._index.get(value) if isinstance(value, Var) else None
+
+    def define(self, var: Var, value: Expr) -> Binding:
+        """A new binding, which the caller puts in its place; the value is typed or can be."""
+        value = self.normalize(value)
+        self.edits += 1
+        binding = self._index[var] = Binding(var, value)
+        binding.changed = self.clock
+        self._read(binding)
+        return binding
+
+    def undefine(self, binding: Binding) -> None:
+        """Takes a binding that nobody reads out of the index; the caller takes it from its place."""
+        del self._index[binding.var]
+        for read in binding.reads:
+            read.users.pop(binding, None)
+
+    def assign(self, binding: Binding, value: Expr) -> None:
+        """Gives a binding another value of the same type."""
+        for read in binding.reads:
+            read.users.pop(binding, None)
+        binding.value = self.normalize(value)
+        binding.op, binding.key = op_name(binding.value), None
+        self._read(binding)
+        self.touch(binding)
+
+    def touch(self, binding: Binding) -> None:
+        """Marks a binding, and what may be rewritten because of it, as changed now."""
+        self.edits += 1
+        binding.changed = self.clock
+        stack = [binding]
+        while stack:
+            for user in stack.pop().users:
+                if user.changed != self.clock:
+                    user.changed = self.clock
+                    if user.op in _LOOKED_THROUGH:
+                        stack.append(user)
+
+    def substitute(self, binding: Binding, replaced: Mapping[Binding, Expr]) -> None:
+        """Has a binding read what takes the place of replaced bindings."""
+        needed = {read.var: replaced[read] for read in binding.reads if read in replaced}
+        if needed:
+            self.assign(binding, substitute(binding.value, needed))
+
+    def finish(self, remaining: list[Binding], replaced: Mapping[Binding, Expr]) -> None:
+        """Ends a walk: the bindings that remain; results that were replaced are what they were replaced by."""
+        self.bindings = remaining
+        if replaced:
+            self.outputs = [replaced.get(self.binding(output), output) for output in self.outputs]
+            for binding in replaced:
+                self.undefine(binding)
+
+    def returned(self) -> set[Binding]:
+        """The bindings and parameters that are results."""
+        return {self._index[output] for output in self.outputs if isinstance(output, Var)}
+
+    def prune(self) -> None:
+        """Drops the bindings that no result needs."""
+        returned = self.returned()
+        alive = []
+        for binding in reversed(self.bindings):
+            if binding.users or binding in returned:
+                alive.append(binding)
+            else:
+                self.undefine(binding)
+                self.edits += 1
+        self.bindings = alive[::-1]
+
+    def _read(self, binding: Binding) -> None:
+        index = self._index
+        value = binding.value
+        binding.reads = (
+            ()
+            if isinstance(value, Constant)
+            else tuple(
+                [index[used] for used in used_vars(value) if used in index]  # an extent's variable is no binding
+            )
+        )
+        for read in binding.reads:
+            read.users[binding] = None
+
+
+def on_functions(apply: Callable[..., None]) -> Callable[..., Function]:
+    """A pass that edits a :class:`Body` as one that also takes a function, and returns the same object if unchanged.
+
+    Given a body it edits that and returns it.
+    """
+
+    @functools.wraps(apply)
+    def on_either(func: Function | Body, *args, **options) -> Function | Body:
+        body = func if isinstance(func, Body) else Body.of(func)
+        before = body.edits
+        apply(body, *args, **options)
+        return func if body is func or body.edits == before else body.function()
+
+    others = {name: kind for name, kind in apply.__annotations__.items() if name not in ("body", "return")}
+    on_either.__annotations__ = {"func": "Function", **others, "return": "Function"}
+    return on_either
