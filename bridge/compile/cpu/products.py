@@ -46,7 +46,7 @@ _MOST_CLASSES = 512
 """Classes that one process measures; products of further ones are torch's."""
 
 _WORTH = 0.95
-"""What a way may take, of the time of torch's own product, to be chosen instead of it."""
+"""What the fastest way must take at most, of the time of a preferred one, to be chosen instead of it."""
 
 _NEAR_THE_LIMIT = 0.6
 """Part of the processor's attainable rate from which on torch's own product is not bettered by code of ours, which
@@ -107,9 +107,10 @@ class CpuProducts:
     def _fastest(self, product: ProductShape, usual: str) -> str:
         ways = self.ways(product)
         times = (self.measure or partial(measured, self))(product, ways)
-        best = min(times, key=times.__getitem__, default=usual)
-        if usual in times and times[best] > _WORTH * times[usual]:
-            best = usual
+        # As good as the best is what is not clearly slower: then the order of preference decides, not the clock.
+        limit = min(times.values(), default=0.0) / _WORTH
+        preferred = sorted(times, key=lambda way: (way != usual, not is_generated(way)))
+        best = next((way for way in preferred if times[way] <= limit), usual)
         told = ", ".join(f"{way} {1e3 * seconds:.3f}" for way, seconds in times.items())
         _LOG.info("product %s: %s (milliseconds: %s)", product, best, told)
         return best

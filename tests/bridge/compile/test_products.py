@@ -123,6 +123,9 @@ def test_torch_stays_unless_another_way_gains():
         policy = products(lambda _, ways, seconds=seconds: {"mm": 1.0, GENERATED: seconds})
         assert policy.choose(LINEAR) == chosen
     assert products(lambda *_: {}).choose(LINEAR) == "mm"
+    near = {"mm": 2.0, "linear": 0.98, f"{GENERATED} short": 0.97, GENERATED: 1.0}
+    assert products(lambda *_: near).choose(LINEAR) == f"{GENERATED} short"
+    assert products(lambda *_: near | {"linear": 0.5}).choose(LINEAR) == "linear"
 
 
 def test_a_class_is_a_quarter_of_an_octave_and_large_products_are_represented():
