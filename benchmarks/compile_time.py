@@ -1,11 +1,11 @@
-"""Seconds from a module to its first gradients: ours beside torch.compile, equal layers, and stacks captured whole.
+"""Cold seconds from a module to its first gradients, and of a second length of the same model, beside torch.compile.
 
-Every measurement is a process of its own with an empty Inductor cache, so that each starts cold; ours and theirs take
-turns, and the tables show medians. "first step" is everything that one has to wait for: ``add_tvm_dispatch`` (or
-nothing) and the first forward and backward. What ``import bridge`` takes is shown apart and counted in the last ratio;
-torch.compile imports its compiler inside the first call.
+Every measurement is a process of its own with empty directories for caches and temporary files; ours and theirs take
+turns, the table shows medians. "First step" is all that one waits for: ``add_tvm_dispatch`` (or ``torch.compile``) and
+the first forward and backward; "second length" the same for another length, in the same process. What ``import bridge``
+takes is shown apart; torch.compile imports its compiler inside the first step.
 
-    python -m benchmarks.compile_time --runs 3
+    python -m benchmarks compile_time --runs 3 --json compile_time.json
 """
 
 from __future__ import annotations
@@ -13,188 +13,110 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-LAYERS = 12
-STACKS = (1, 2, 4, 8)
-SHAPE = (1, 128, 768)
+NAMES = ("BertLayer (1, 128)", "BERT-base (1, 128)", "GPT-2 small (1, 128)", "LayerNorm-LSTM (64, 100 steps, 512)")
+PEERS = ("ours", "torch_compile")
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR", "XDG_CACHE_HOME")
 
 Seconds = dict[str, float]
 
 
-def measure_dispatch(layers: int) -> Seconds:
-    """BertLayers dispatched one by one, then the first and a later step through all of them."""
-    modules, x = _modules(layers)
-    started = time.perf_counter()
-    from bridge import add_tvm_dispatch, stats
-
-    seconds = {"import": time.perf_counter() - started}
-    started = time.perf_counter()
-    for module in modules:
-        add_tvm_dispatch(module, x)
-    seconds["add"] = time.perf_counter() - started
-    _step(modules, x)
-    seconds["first step"] = time.perf_counter() - started
-    seconds["later step"] = _later(modules, x)
-    if any(stats(module).misses for module in modules):
-        raise AssertionError([stats(module) for module in modules])
-    return seconds
-
-
-def measure_inductor(layers: int) -> Seconds:
-    """The same with ``torch.compile`` on every layer."""
+def measure(peer: str, name: str, quick: bool) -> Seconds:
+    """Seconds of each part, in this process."""
     import torch
 
-    modules, x = _modules(layers)
-    started = time.perf_counter()
-    compiled = [torch.compile(module) for module in modules]
-    _step(compiled, x)
-    seconds = {"import": 0.0, "first step": time.perf_counter() - started}
-    seconds["later step"] = _later(compiled, x)
-    return seconds
+    from benchmarks.models import MODELS, loss_of
 
-
-def measure_stack(layers: int) -> Seconds:
-    """Layers captured as one module: the seconds of each part of the compilation."""
-    import torch
-
-    from bridge import add_tvm_dispatch, stats
-
-    modules, x = _modules(layers)
-    stack = torch.nn.Sequential(*modules)
-    started = time.perf_counter()
-    add_tvm_dispatch(stack, x)
-    seconds = {"add": time.perf_counter() - started}
-    entry = stats(stack).entries[0]
-    stages = {stage.name: stage.seconds for stage in entry.lowered.stages}
-    seconds["capture"] = stages.pop("captured")
-    seconds["partition"] = stages.pop("split forward")
-    seconds["lower"] = sum(stages.values())
-    timings = [program.timings for program in (entry.forward, entry.backward)]
-    seconds["LLVM"] = sum(timing["build"] for timing in timings)
-    seconds["fuse, generate"] = sum(sum(timing.values()) for timing in timings) - seconds["LLVM"]
-    return seconds
-
-
-def _modules(layers: int) -> tuple[list, object]:
-    import torch
-    from transformers import BertConfig
-    from transformers.models.bert.modeling_bert import BertLayer
-
+    model = MODELS[name]
     torch.manual_seed(0)
-    modules = [BertLayer(BertConfig(attn_implementation="eager")).train() for _ in range(layers)]
-    return modules, torch.randn(SHAPE, requires_grad=True)
+    module = model.make(quick)
+    batches = [model.sample(module, quick, which) for which in (0, 1)]
+    started = time.perf_counter()
+    if peer == "ours":
+        import bridge
+    seconds = {"import": time.perf_counter() - started}
 
+    def step(run: Callable[..., Any], batch: dict[str, Any]) -> None:
+        loss_of(run(**batch)).backward()
 
-def _step(modules: Sequence[Callable], x: object) -> None:
-    y = x
-    for module in modules:
-        y = module(y)
-        y = y[0] if isinstance(y, tuple) else y
-    y.sum().backward()
-
-
-def _later(modules: Sequence[Callable], x: object) -> float:
-    """Seconds of a step when everything is compiled."""
-    times = []
-    for _ in range(5):
+    run = module if peer == "ours" else torch.compile(module)
+    for part, batch in zip(("first", "second_length"), batches, strict=True):
         started = time.perf_counter()
-        _step(modules, x)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+        if peer == "ours":
+            bridge.add_tvm_dispatch(module, batch)
+            seconds[f"{part}_add"] = time.perf_counter() - started
+        step(run, batch)
+        seconds[part] = time.perf_counter() - started
+    started = time.perf_counter()
+    step(run, batches[0])
+    seconds["later"] = time.perf_counter() - started
+    if peer == "ours" and (counted := bridge.stats(module)).hits != 3:
+        raise RuntimeError(f"not every step was dispatched: {counted}")
+    return seconds
 
 
-CASES: dict[str, Callable[[int], Seconds]] = {
-    "dispatch": measure_dispatch,
-    "inductor": measure_inductor,
-    "stack": measure_stack,
-}
-
-
-def _cold(case: str, layers: int) -> Seconds:
-    """The measurement in a new process with an empty compiler cache."""
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache}
-        command = [sys.executable, "-m", "benchmarks.compile_time", "--case", case, "--layers", str(layers)]
+def cold(peer: str, name: str, quick: bool, threads: int | None) -> Seconds:
+    """The measurement in a new process whose caches are empty."""
+    with tempfile.TemporaryDirectory() as scratch:
+        environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
+        for variable in CACHES:
+            environment[variable] = str(Path(scratch) / variable.lower())
+            Path(environment[variable]).mkdir()
+        command = [sys.executable, "-m", "benchmarks.compile_time", "--only", name, "--peer", peer]
+        command += ["--quick"] if quick else []
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _medians(runs: Sequence[Seconds]) -> Seconds:
-    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    print("| " + " | ".join(header) + " |\n|---" + "|---:" * (len(header) - 1) + "|")
-    for row in rows:
-        cells = [cell if isinstance(cell, str) else f"{cell:.2f}" for cell in row]
-        print("| " + " | ".join(cells) + " |", flush=True)
-    print()
-
-
-def _report_layers(runs: int, inductor: bool) -> None:
-    peers = [("ours", "dispatch", 1), (f"ours, {LAYERS} layers", "dispatch", LAYERS)]
-    peers += [("torch.compile", "inductor", 1)] if inductor else []
-    measured: dict[str, list[Seconds]] = {name: [] for name, *_ in peers}
-    for _ in range(runs):
-        for name, case, layers in peers:
-            measured[name].append(_cold(case, layers))
-    medians = {name: _medians(values) for name, values in measured.items()}
-    rows = [
-        [name, m["import"], m.get("add", 0.0), m["first step"], m["later step"], m["first step"] - m["later step"]]
-        for name, m in medians.items()
-    ]
-    header = ["BertLayer (1, 128)", "import s", "add_tvm_dispatch s", "first step s", "later step s", "difference s"]
-    _table(header, rows)
-    one, many = medians["ours"], medians[f"ours, {LAYERS} layers"]
-    print(f"{LAYERS} layers / one layer: add_tvm_dispatch {many['add'] / one['add']:.2f}, ", end="")
-    print(f"first step {many['first step'] / one['first step']:.2f}")
-    if inductor:
-        theirs = medians["torch.compile"]["first step"]
-        print(f"ours / torch.compile, one layer: first step {one['first step'] / theirs:.3f}, ", end="")
-        print(f"with import bridge {(one['import'] + one['first step']) / theirs:.3f}")
-    print()
-
-
-def _report_stacks(runs: int) -> None:
-    measured: dict[int, list[Seconds]] = {layers: [] for layers in STACKS}
-    for _ in range(runs):
-        for layers in STACKS:
-            measured[layers].append(_cold("stack", layers))
-    medians = {layers: _medians(values) for layers, values in measured.items()}
-    parts = [part for part in medians[STACKS[0]] if part != "add"]
-    rows = [[str(n), m["add"], m["add"] / n, *(m[part] / n for part in parts)] for n, m in medians.items()]
-    _table(["layers in one module", "seconds", "per layer", *(f"{part} / layer" for part in parts)], rows)
+def row_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Medians of alternating cold runs."""
+    peers = PEERS[:1] if options.no_inductor else PEERS
+    runs: dict[str, list[Seconds]] = {peer: [] for peer in peers}
+    for _ in range(options.runs):
+        for peer in peers:
+            runs[peer].append(cold(peer, name, options.quick, options.threads))
+    row: dict[str, Any] = {"module": name}
+    for peer, measured in runs.items():
+        row.update({f"{peer}_{part}_s": statistics.median(run[part] for run in measured) for part in measured[0]})
+    return row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=3, help="cold processes per number (default %(default)s)")
-    parser.add_argument("--only", choices=("layers", "stacks"), help="one of the two tables")
+    parser.add_argument("--only", default="", help="modules whose name contains this")
+    parser.add_argument("--threads", type=int, help="OpenMP threads of each process (default: as set around it)")
     parser.add_argument("--no-inductor", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--case", choices=sorted(CASES), help="measure in this process and print JSON")
-    parser.add_argument("--layers", type=int, default=1, help="for --case")
+    parser.add_argument("--quick", action="store_true", help="tiny modules, one run: does it work")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
+    parser.add_argument("--peer", choices=PEERS, help="measure in this process and print JSON")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    if options.case:
-        print(json.dumps(CASES[options.case](options.layers)))
+    names = [name for name in NAMES if options.only in name]
+    if options.peer:
+        print(json.dumps(measure(options.peer, names[0], options.quick)))
         return
-    import torch
-    import tvm
+    from benchmarks.results import Results, machine, versions
+    from benchmarks.tables import FORMS, header, line
 
-    versions = f"torch {torch.__version__}, TVM {tvm.__version__}, {torch.get_num_threads()} threads"
-    print(f"forward + backward, float32, medians of {options.runs}; {versions}, {platform.machine()}\n")
-    if options.only != "stacks":
-        _report_layers(options.runs, not options.no_inductor)
-    if options.only != "layers":
-        _report_stacks(options.runs)
+    options.runs = 1 if options.quick else options.runs
+    print(f"cold processes, float32, medians of {options.runs}; {versions()}; {machine()}\n")
+    print(header(FORMS["compile"]))
+    rows = []
+    for name in names:
+        rows.append(row_of(name, options))
+        print(line(FORMS["compile"], rows[-1]), flush=True)
+    if options.json:
+        Results.of("compile_time", "python -m benchmarks compile_time", rows).save(options.json)
 
 
 if __name__ == "__main__":

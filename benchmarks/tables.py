@@ -66,6 +66,7 @@ def mebibytes(title: str, way: str) -> Column:
 
 
 _BLOCK = Column("block", lambda row: row["block"])
+_MODULE = Column("module", lambda row: row["module"])
 _WAYS = {"save_all": "save_all", "torch_min_cut": "torch's min-cut", "min_cut": "min_cut", "inputs": "recompute_all"}
 
 #: By name, the columns of a table.
@@ -89,8 +90,27 @@ FORMS: dict[str, tuple[Column, ...]] = {
         number("ours, first step s", "ours_first_s", ".1f"),
         number("torch.compile, first step s", "torch_compile_first_s", ".1f"),
     ),
+    "compile": (
+        _MODULE,
+        number("add_tvm_dispatch s", "ours_first_add_s"),
+        number("ours, first step s", "ours_first_s"),
+        number("torch.compile, first step s", "torch_compile_first_s"),
+        ratio("ours / torch.compile", "ours_first_s", "torch_compile_first_s", ".3f"),
+        number("ours, second length s", "ours_second_length_s"),
+        number("torch.compile, second length s", "torch_compile_second_length_s"),
+        ratio("second / first length, ours", "ours_second_length_s", "ours_first_s", bold=False),
+        number("import bridge s", "ours_import_s"),
+    ),
+    "models": (
+        _MODULE,
+        number("eager ms", "eager_ms", ".1f"),
+        number("ours ms", "ours_ms", ".1f"),
+        ratio("ours / eager", "ours_ms", "eager_ms"),
+        number("torch.compile ms", "torch_compile_ms", ".1f"),
+        ratio("ours / torch.compile", "ours_ms", "torch_compile_ms"),
+    ),
     "memory": (
-        Column("module", lambda row: row["module"]),
+        _MODULE,
         Column("input", lambda row: row["input"]),
         mebibytes("eager MiB", "eager"),
         *(mebibytes(f"{title} MiB", way) for way, title in _WAYS.items()),

@@ -4,6 +4,9 @@ The peers take turns in one process (A B C A B C ...), each on a copy of the sam
 shows medians and ratios. These are shared machines: read the ratios, not the milliseconds.
 
     python -m benchmarks.train_blocks --compile --json benchmarks/results/train_blocks.json
+
+``--autocast bf16``: every peer under autocast. ``--foreign-threads 12``: eager and ours once more while so many other
+Python threads live in the process, half of them at work (:mod:`benchmarks.foreign_threads`), and the ratio.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -26,6 +30,8 @@ from transformers.models.convnext.modeling_convnext import ConvNextLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from benchmarks.foreign_threads import foreign_threads
+from benchmarks.lstm import LayerNormLSTM
 from benchmarks.results import Results, Row, machine, versions
 from benchmarks.tables import FORMS, header, line
 from bridge import add_tvm_dispatch, stats
@@ -65,28 +71,6 @@ def gelu_mlp() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(768), nn.Linear(768, 3072), nn.GELU(), nn.Linear(3072, 768), nn.Dropout(0.1))
 
 
-class LayerNormLSTM(nn.Module):
-    """The cell of Ba, Kiros and Hinton, "Layer Normalization" (2016), over all steps of [batch, steps, width]."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.from_input = nn.Linear(width, 4 * width, bias=False)
-        self.from_state = nn.Linear(width, 4 * width, bias=False)
-        self.norm_input, self.norm_state = nn.LayerNorm(4 * width), nn.LayerNorm(4 * width)
-        self.norm_cell = nn.LayerNorm(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = cell = x.new_zeros(x.shape[0], x.shape[2])
-        states = []
-        for step in range(x.shape[1]):
-            gates = self.norm_input(self.from_input(x[:, step])) + self.norm_state(self.from_state(state))
-            enter, forget, new, leave = gates.chunk(4, dim=-1)
-            cell = torch.sigmoid(forget) * cell + torch.sigmoid(enter) * torch.tanh(new)
-            state = torch.sigmoid(leave) * torch.tanh(self.norm_cell(cell))
-            states.append(state)
-        return torch.stack(states, dim=1)
-
-
 def convnext_block() -> nn.Module:
     return ConvNextLayer(ConvNextConfig(), dim=96)
 
@@ -110,8 +94,14 @@ def step(module: nn.Module, x: Tensor, grad: Tensor) -> float:
     started = time.perf_counter()
     y = module(x)
     y = y[0] if isinstance(y, tuple) else y
-    y.backward(grad)
+    y.backward(grad.to(y.dtype))
     return time.perf_counter() - started
+
+
+def beside_threads(count: int, run: Callable[[], float]) -> float:
+    """Seconds of a step while there are so many other threads."""
+    with foreign_threads(count):
+        return run()
 
 
 class _Products(TorchDispatchMode):
@@ -152,8 +142,11 @@ def products(module: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Callable[[
     return {"products": partial(seconds, torchs), "best_products": partial(seconds, best)}
 
 
-def measure(name: str, rounds: int, with_compile: bool) -> Row:
-    """One row of the table: medians in milliseconds, first steps in seconds."""
+def measure(name: str, rounds: int, with_compile: bool, foreign: int = 0) -> Row:
+    """One row of the table: medians in milliseconds, first steps in seconds.
+
+    ``foreign``: other threads that eager and ours are measured beside, in rounds of their own.
+    """
     make, shape = BLOCKS[name]
     torch.manual_seed(0)
     eager = make().train()
@@ -172,7 +165,9 @@ def measure(name: str, rounds: int, with_compile: bool) -> Row:
         step(compiled, x, grad)
         row["torch_compile_first_s"] = time.perf_counter() - started
         peers["torch_compile"] = compiled
-    runs = {peer: partial(step, module, x, grad) for peer, module in peers.items()}
+    runs: dict[str, Callable[[], float]] = {peer: partial(step, module, x, grad) for peer, module in peers.items()}
+    if foreign:
+        runs |= {f"{peer}_beside_threads": partial(beside_threads, foreign, runs[peer]) for peer in ("eager", "ours")}
     runs |= products(eager, x, grad)
     times: dict[str, list[float]] = {peer: [] for peer in runs}
     for _ in range(rounds + WARM_UP):
@@ -186,24 +181,49 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="blocks whose name contains this")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--compile", action="store_true", help="torch.compile as a third peer")
+    parser.add_argument("--compile", "--inductor", action="store_true", help="torch.compile as a third peer")
+    parser.add_argument("--threads", type=int, metavar="N", help="torch.set_num_threads(N)")
+    parser.add_argument("--foreign-threads", type=int, default=0, metavar="N", help="also beside N other threads")
+    parser.add_argument("--autocast", choices=("bf16",), help="every peer under torch.autocast")
+    parser.add_argument("--quick", action="store_true", help="the smallest block, two rounds: does it work")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    print(f"forward + backward, float32, medians of {options.rounds}; {versions()}; {machine()}\n")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if options.quick:
+        options.only, options.rounds = options.only or "BertLayer (1, 14)", 2
+    numbers = "bfloat16 autocast" if options.autocast else "float32"
+    print(f"forward + backward, {numbers}, medians of {options.rounds}; {versions()}; {machine()}\n")
     columns = FORMS["blocks"]
     print(header(columns))
-    rows, floors = [], []
-    for name in BLOCKS:
-        if options.only in name:
-            rows.append(measure(name, options.rounds, options.compile))
-            print(line(columns, rows[-1]), flush=True)
-            best = float(rows[-1]["best_products_ms"])
-            floors.append(f"{name}: {best:.2f} ms, ours / best {float(rows[-1]['ours_ms']) / best:.2f}")
-    print("\nThe products alone, each by the way that is fastest for it:", *floors, sep="\n")
+    rows, notes = [], []
+    with torch.autocast("cpu", torch.bfloat16, enabled=bool(options.autocast)):
+        for name in BLOCKS:
+            if options.only in name:
+                rows.append(measure(name, options.rounds, options.compile, options.foreign_threads))
+                print(line(columns, rows[-1]), flush=True)
+                notes.append(note(rows[-1]))
+    print("\nThe products alone, each by the way that is fastest for it:", *notes, sep="\n")
     if options.json:
-        command = f"python -m benchmarks.train_blocks{' --compile' if options.compile else ''}"
+        command = " ".join(["python -m benchmarks.train_blocks", *_without_json(sys.argv[1:])])
         Results.of("train_blocks", command, rows).save(options.json)
+
+
+def note(row: Row) -> str:
+    """What the table has no column for."""
+    best, ours, beside = row["best_products_ms"], row["ours_ms"], row.get("ours_beside_threads_ms")
+    text = f"{row['block']}: {best:.2f} ms, ours / best {ours / best:.2f}"
+    if beside is None:
+        return text
+    eager = row["eager_beside_threads_ms"] / row["eager_ms"]
+    return f"{text}; beside other threads / without: ours {beside / ours:.2f}, eager {eager:.2f}"
+
+
+def _without_json(arguments: list[str]) -> list[str]:
+    """The options that say what was measured."""
+    place = arguments.index("--json") if "--json" in arguments else len(arguments)
+    return arguments[:place] + arguments[place + 2 :]
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import scripts
 from benchmarks.results import FOLDER, Results
 from benchmarks.tables import FORMS, PAGES, markdown, written
 
@@ -85,7 +86,7 @@ def test_results_come_back_as_they_were_saved(tmp_path):
     results = Results.of("train_blocks", "python -m benchmarks.train_blocks", [{"block": "one", "eager_ms": 2.0}])
     results.save(tmp_path / "one.json")
     assert Results.load(tmp_path / "one.json") == results
-    assert {Results.load(path).benchmark for path in FOLDER.glob("*.json")} <= {"train_blocks", "memory"}
+    assert {Results.load(path).benchmark for path in FOLDER.glob("*.json")} <= scripts().keys()
 
 
 def test_a_table_leaves_out_what_was_not_measured():
@@ -93,7 +94,7 @@ def test_a_table_leaves_out_what_was_not_measured():
     table = markdown("short", Results("train_blocks", "command", "machine", "versions", rows)).splitlines()
     assert table[0] == "| block | eager ms | ours ms | ours / eager |"
     assert table[2:4] == ["| one | 2.00 | 1.00 | **0.50** |", "| two | 2.00 | - | - |"]
-    assert set(FORMS) == {form for page in PAGES for form in re.findall(r"<!-- table: (\w+)", text_of(page))}
+    assert set(FORMS) >= {form for page in PAGES for form in re.findall(r"<!-- table: (\w+)", text_of(page))}
 
 
 def test_sizes():

@@ -1,0 +1,33 @@
+"""The benchmarks' entry lists and runs them; what they stand on does what they say."""
+
+import threading
+
+import pytest
+
+from benchmarks.__main__ import main, scripts
+from benchmarks.foreign_threads import foreign_threads
+
+
+def test_the_entry_lists_every_script(capsys):
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert {"train_blocks", "whole_models", "compile_time", "overhead"} <= scripts().keys()
+    assert all(name in printed and line and line in printed for name, line in scripts().items())
+
+
+def test_a_name_that_there_is_not(capsys):
+    assert main(["nothing"]) == 2
+    assert "no benchmark 'nothing'" in capsys.readouterr().err
+
+
+def test_it_runs_one_with_its_options(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["compile_time", "--help"])
+    assert left.value.code == 0 and "--quick" in capsys.readouterr().out
+
+
+def test_foreign_threads_are_gone_afterwards():
+    before = threading.active_count()
+    with foreign_threads(4):
+        assert threading.active_count() == before + 4
+    assert threading.active_count() == before
