@@ -74,10 +74,11 @@ class Executor:
         self._fitting: list[Checks] = []  # inputs that look like these fit, and are dense
         self._arena_bytes = layout.arena_bytes
         self._key = ARENAS.enroll(self, self._arena_bytes)
+        self._take, self._give = ARENAS.take, ARENAS.give
 
     def __call__(self, inputs: Sequence[torch.Tensor], *, consume: bool = False) -> list[torch.Tensor]:
         """See :meth:`bridge.compile.runtime.program.Program.__call__`."""
-        block = ARENAS.take(self._arena_bytes)
+        block = self._take(self._arena_bytes)
         try:
             registers, between_calls = block.bound.get(self._key) or self._bound_to(block)
             try:
@@ -88,7 +89,7 @@ class Executor:
             finally:
                 registers[:] = between_calls
         finally:
-            ARENAS.give(block)
+            self._give(block)
 
     def _run(self, registers: list, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
         self._prepare()

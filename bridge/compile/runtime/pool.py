@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,10 +41,14 @@ class ArenaPool:
 
     Memory is given back to torch's allocator when a larger block takes a block's place, when blocks stay free for long
     while others are taken, and when no living user needs one as large.
+
+    Attributes:
+        give: takes a block back.
     """
 
     def __init__(self) -> None:
         self._free: list[Block] = []
+        self.give: Callable[[Block], None] = self._free.append
         self._blocks: list[weakref.ref[Block]] = []  # those in use too
         self._users: dict[int, tuple[weakref.ref, int]] = {}
         self._keys = itertools.count()
@@ -67,10 +72,6 @@ class ArenaPool:
             return self._choose(size)
         self._left = 0
         return block
-
-    def give(self, block: Block) -> None:
-        """Takes a block back."""
-        self._free.append(block)
 
     @property
     def held_bytes(self) -> int:
