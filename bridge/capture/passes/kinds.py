@@ -94,7 +94,10 @@ def _kinds(exported: ExportedProgram) -> dict[fx.Node, _Kind] | None:
         if node.op != "call_function":
             return None
         if node.target is operator.getitem:
-            if node.args[0] not in found or not isinstance(node.meta["val"], FakeTensor):
+            source = node.args[0]
+            if source not in found or not isinstance(node.meta["val"], FakeTensor):
+                return None
+            if isinstance(source.meta.get("val"), FakeTensor):  # torch 2.11 notes one of the attention's two results
                 return None
             continue
         if not isinstance(node.target, OpOverload) or not _only_reads(node.target):

@@ -123,7 +123,6 @@ def test_a_gradient_of_one_output_only():
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=label)
 def test_masks_are_bytes_and_drawn_once(strategy, monkeypatch):
     module, x = make("BertLayer")
-    copied = dispatched(module, x, strategy)
     draws = []
     make_all = Draws.make
 
@@ -132,6 +131,9 @@ def test_masks_are_bytes_and_drawn_once(strategy, monkeypatch):
         draws.extend(tuple(tensor.shape) for tensor in made)
         return made
 
+    monkeypatch.setattr(Draws, "make", counting)
+    copied = dispatched(module, x, strategy)
+    draws.clear()
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -141,7 +143,6 @@ def test_masks_are_bytes_and_drawn_once(strategy, monkeypatch):
     torch.manual_seed(5)
     expected = module(x)
     after = torch.get_rng_state()
-    monkeypatch.setattr(Draws, "make", counting)
     torch.manual_seed(5)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = copied(x)
