@@ -15,8 +15,7 @@ import torch
 import tvm_ffi
 from tvm.tirx import PrimFunc
 
-from bridge.compile.codegen.kernel import Kernel
-from bridge.compile.loop_ir.graph import Reduction
+from bridge.compile.schedule.column_plan import ColumnPlan
 from bridge.compile.schedule.products import ProductPolicy
 from bridge.compile.schedule.row_plan import RowPlan
 
@@ -53,8 +52,8 @@ class Backend(ABC):
         """Choices for matrix products on a number of threads; ``deterministic``: the same in every process."""
 
     @abstractmethod
-    def kernel(self, plan: RowPlan | Reduction) -> Kernel:
-        """The kernel of a plan; of a column reduction that is alone in its kernel."""
+    def kernel(self, plan: RowPlan | ColumnPlan) -> PrimFunc:
+        """The kernel of a plan. It follows from the plan alone: equal plans share one."""
 
     @abstractmethod
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:

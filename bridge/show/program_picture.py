@@ -81,12 +81,13 @@ def _is_gradient(name: str) -> bool:
 
 
 def kernel_picture(program: Program, kernel: str) -> Picture:
-    """The operations of one kernel. ``KeyError`` names the kernels if there is none of that name."""
+    """The operations of a kernel's first launch. ``KeyError`` names the kernels if there is none of that name."""
     steps = [step for step in program.steps if isinstance(step, Launch)]
     found = [step for step in steps if kernel in (step.name, step.name.split("_")[0])]
     if not found:
-        raise KeyError(f"no kernel {kernel!r} in {program.name}; there are {', '.join(step.name for step in steps)}")
-    (step,) = found
+        known = ", ".join(dict.fromkeys(step.name for step in steps))
+        raise KeyError(f"no kernel {kernel!r} in {program.name}; there are {known}")
+    step = found[0]
     picture = Picture(
         f"{step.name}: {count(step.contents.flops)}flop, {megabytes(step.contents.bytes)} read and written"
     )

@@ -81,15 +81,16 @@ class ProgramReport:
         ]
 
     def source(self, kernel: str, form: str = "tvmscript") -> str:
-        """A kernel's source with the modules and lines that it comes from; ``kernel``: its name, or its ``k5``.
+        """A kernel's source with the modules and lines that its launches come from; ``kernel``: its name or ``k5``.
 
         ``form``: ``"tvmscript"``, ``"llvm"`` or ``"asm"``. ``KeyError``, ``ValueError`` as ``Program.source``.
         """
         found = [row for row in self.steps if row.kind == "kernel" and kernel in (row.name, row.name.split("_")[0])]
         if not found:
-            known = ", ".join(row.name for row in self.steps if row.kind == "kernel")
+            known = ", ".join(dict.fromkeys(row.name for row in self.steps if row.kind == "kernel"))
             raise KeyError(f"no kernel {kernel!r} in the {self.direction}; there are {known}")
-        (row,) = found
         comment = {"tvmscript": "#", "llvm": ";", "asm": "#"}.get(form, "#")
-        lines = [f"{row.name}: step {row.index} of the {self.direction}, {row.what}", *map(str, row.origins)]
-        return "\n".join([*(f"{comment} {line}" for line in lines), self.program.source(row.name, form)])
+        lines: list[str] = []
+        for row in found:
+            lines += [f"{row.name}: step {row.index} of the {self.direction}, {row.what}", *map(str, row.origins)]
+        return "\n".join([*(f"{comment} {line}" for line in lines), self.program.source(found[0].name, form)])

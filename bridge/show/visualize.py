@@ -126,12 +126,12 @@ def _groups(picture: Picture, function: Function, prefix: str) -> dict[str, str]
     own = [var.name for var in function.params] + [var.name for var, _ in bindings(function)]
     name_of = dict(zip(program.variables, own, strict=True))
     found: dict[str, str] = {}
-    for step in program.steps:
+    for index, step in enumerate(program.steps):
         if isinstance(step, Launch):
             fresh = [name_of.get(name, name) for name in step.contents.bindings]
             fresh = [name for name in fresh if name not in found]
             if len(fresh) > 1:
-                cluster = f"{prefix} {step.name.split('_')[0]}"
+                cluster = f"{prefix} {index} {step.name.split('_')[0]}"
                 picture.clusters[cluster] = cluster
                 found.update(dict.fromkeys(fresh, cluster))
     return found

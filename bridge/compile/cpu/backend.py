@@ -12,17 +12,16 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from bridge.compile.backend import Backend, Built
-from bridge.compile.codegen.kernel import Kernel
 from bridge.compile.cpu.build import build_library, kernel_source
-from bridge.compile.cpu.columns import generate_column_reduction
+from bridge.compile.cpu.columns import generate_columns
 from bridge.compile.cpu.gemm import gemm_function
 from bridge.compile.cpu.loops import generate
 from bridge.compile.cpu.product_ways import Multiply
 from bridge.compile.cpu.products import CpuProducts
-from bridge.compile.loop_ir.graph import Reduction
 from bridge.compile.runtime.build import build_kernels
 from bridge.compile.runtime.executor import Executor
 from bridge.compile.runtime.program import Program
+from bridge.compile.schedule.column_plan import ColumnPlan
 from bridge.compile.schedule.row_plan import RowPlan
 
 __all__ = ["CpuBackend", "host_backend"]
@@ -75,8 +74,8 @@ class CpuBackend(Backend):
         (built,) = self.build([(f"product_{element_type}", gemm_function(element_type))])
         return built.function
 
-    def kernel(self, plan: RowPlan | Reduction) -> Kernel:
-        return generate_column_reduction(plan) if isinstance(plan, Reduction) else generate(plan)
+    def kernel(self, plan: RowPlan | ColumnPlan) -> PrimFunc:
+        return generate_columns(plan) if isinstance(plan, ColumnPlan) else generate(plan)
 
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
         return build_kernels(functions, self.key, self._library)

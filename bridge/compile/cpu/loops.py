@@ -9,138 +9,131 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tvm import tirx
-from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, Stmt, Var
+from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, PrimFunc, Stmt, Var
 
-from bridge.compile.codegen.emit import LANES, Emitter
-from bridge.compile.codegen.kernel import Kernel
+from bridge.compile.codegen.arguments import LaunchArguments, flat_buffer
+from bridge.compile.codegen.emit import LANES, Emitter, stack_buffer
 from bridge.compile.codegen.pointwise import compute_type
 from bridge.compile.codegen.tir import loop_function, sequence
 from bridge.compile.cpu.row import emit_row
 from bridge.compile.cpu.row_scope import KernelBuffers, RowScope
-from bridge.compile.loop_ir.graph import Reduction, Value
-from bridge.compile.schedule.reduction import chunk_rows, combine, identity
+from bridge.compile.schedule.reduction import combine, identity, unroll
 from bridge.compile.schedule.row_plan import RowPlan
 
 __all__ = ["generate"]
 
-_PARALLEL_FINISH = 32_768  # elements of partial sums; worth a launch of threads
 
-
-def generate(plan: RowPlan) -> Kernel:
-    """The kernel of a plan: inputs, results, then the column reductions' partial results, in memory."""
+def generate(plan: RowPlan) -> PrimFunc:
+    """The kernel of a plan: inputs, results, the column reductions' partial results, the launch's integers."""
     return _RowKernel(plan).build()
 
 
 class _RowKernel:
     def __init__(self, plan: RowPlan) -> None:
         self.plan = plan
-        self.signature: dict[Value, Buffer] = {}
-        self.flat: dict[Value, Buffer] = {}
-        self.prologue: list[Stmt] = []
-        self.scratch: dict[Reduction, Value] = {}
-        self.partial: dict[Reduction, Buffer] = {}
-        self.buffers = KernelBuffers(self.flat, self.partial)
+        self.number = LaunchArguments(plan.arguments, plan.index_type)
+        inputs = [self._buffer(dtype, f"in{index}") for index, dtype in enumerate(plan.inputs)]
+        outputs = {node: self._buffer(plan.nodes[node].dtype, f"out{i}") for i, node in enumerate(plan.outputs)}
+        reduced = enumerate(plan.column_reductions)
+        partial = {node: self._buffer(compute_type(plan.nodes[node].dtype), f"partial{i}") for i, node in reduced}
+        self.buffers = KernelBuffers(inputs, outputs, partial)
 
-    def _declare(self, value: Value, name: str) -> None:
-        alignment = 1 if value.dtype == "bool" else max(1, value.nbytes // max(value.numel, 1))
-        buffer = tirx.decl_buffer(value.shape, value.dtype, name, data_alignment=alignment)
-        self.signature[value] = buffer
-        if len(value.shape) == 1:
-            self.flat[value] = buffer
-            return
-        flat = tirx.decl_buffer((value.numel,), value.dtype, name + "_flat", data=buffer.data, data_alignment=alignment)
-        self.flat[value] = flat
-        self.prologue.append(tirx.DeclBuffer(flat, data=buffer.data))
+    def _buffer(self, dtype: str, name: str) -> Buffer:
+        return flat_buffer(dtype, name, self.plan.index_type)
 
-    def build(self) -> Kernel:
-        plan = self.plan
-        for index, value in enumerate(plan.inputs):
-            self._declare(value, f"in{index}")
-        for index, value in enumerate(plan.stored):
-            self._declare(value, f"out{index}")
-        for node in plan.column_reductions:
-            dtype = compute_type(node.out.dtype)
-            self.scratch[node] = Value("partial", (plan.batch * plan.chunks * plan.columns,), dtype)
-            self._declare(self.scratch[node], f"partial{len(self.partial)}")
-            self.partial[node] = self.flat[self.scratch[node]]
-        body = [*self.prologue, self._row_loops()]
-        wanted = [node for node in plan.column_reductions if node.out in self.flat]
+    def build(self) -> PrimFunc:
+        plan, buffers = self.plan, self.buffers
+        body = [*self.number.stmts, self._tasks()]
+        wanted = [node for node in plan.column_reductions if node in buffers.outputs]
         body += [self._finish_columns(wanted)] if wanted else []
-        if plan.space.remainder:
-            body.append(self._remainder())
-        func = loop_function(list(self.signature.values()), sequence(body))
-        ops = tuple(node.op for node in plan.group.nodes)
-        return Kernel(func, plan.inputs, plan.stored, tuple(self.scratch.values()), ops)
+        if plan.walk.tail is not None:
+            scope = RowScope(plan, buffers, self.number, self.number(0), tail=True)
+            row = emit_row(scope, self.number(0))
+            body += [*scope.allocations, row]
+        tensors = (*buffers.inputs, *buffers.outputs.values(), *buffers.partial.values())
+        return loop_function([*tensors, *self.number.params], sequence(body))
 
-    def _const(self, number: int) -> Expr:
-        return tirx.const(number, self.plan.index_type)
+    def _tasks(self) -> Stmt:
+        """The rows, by one task or many."""
+        walk, number = self.plan.walk, self.number
+        if walk.task_rows is None:
+            return sequence(self._rows(number(0), number(0), number(walk.rows)))
+        task = Var("task", self.plan.index_type)
+        chunk = tirx.truncmod(task, number(walk.chunks)) if walk.batched else task
+        begin = chunk * number(walk.task_rows)
+        count = tirx.min(number(walk.task_rows), number(walk.rows) - begin)
+        if walk.batched:
+            begin = tirx.truncdiv(task, number(walk.chunks)) * number(walk.rows) + begin
+        kind = ForKind.PARALLEL if walk.parallel else ForKind.SERIAL
+        return For(task, number(0), number(walk.tasks), kind, sequence(self._rows(task, begin, count)))
 
-    def _row_loops(self) -> Stmt:
-        plan, const = self.plan, self._const
-        size = chunk_rows(plan.rows, plan.chunks)
-        task = Var("task", plan.index_type)
-        row = Var("row", plan.index_type)
-        chunk = tirx.truncmod(task, const(plan.chunks)) if plan.batch > 1 else task
-        batch = tirx.truncdiv(task, const(plan.chunks)) if plan.batch > 1 else const(0)
-        count: Expr = const(size)
-        if plan.rows % size:
-            count = tirx.min(count, const(plan.rows) - chunk * const(size))
-        first = batch * const(plan.rows) + chunk * const(size) if plan.batch > 1 else chunk * const(size)
-        scope = RowScope(plan, self.buffers, task, plan.space.columns)
-        rows = For(row, const(0), count, ForKind.SERIAL, emit_row(scope, first + row))
-        stmts = [*scope.allocations, *self._clear_partials(task), rows]
-        kind = ForKind.PARALLEL if plan.parallel else ForKind.SERIAL
-        return For(task, const(0), const(plan.chunks * plan.batch), kind, sequence(stmts))
+    def _rows(self, task: Expr, begin: Expr, count: Expr) -> list[Stmt]:
+        """The rows of one task."""
+        row = Var("row", self.plan.index_type)
+        scope = RowScope(self.plan, self.buffers, self.number, task)
+        rows = For(row, self.number(0), count, ForKind.SERIAL, emit_row(scope, begin + row))
+        return [*scope.allocations, *self._clear_partials(task), rows]
 
-    def _remainder(self) -> Stmt:
-        """The shorter row behind the others."""
-        space = self.plan.space
-        scope = RowScope(self.plan, self.buffers, self._const(0), (space.remainder,))
-        row = emit_row(scope, self._const(space.row_count))
-        return sequence([*scope.allocations, row])
+    def _clear_partials(self, task: Expr) -> list[Stmt]:
+        plan, stmts = self.plan, []
+        base = task * self.number(plan.length)
+        for node, buffer in self.buffers.partial.items():
+            dtype = str(buffer.dtype)
+            start = identity(plan.nodes[node].op, dtype)
 
-    def _clear_partials(self, task: Var) -> list[Stmt]:
-        stmts = []
-        for node, buffer in self.partial.items():
-            start = identity(node.op, str(buffer.dtype))
-            base = task * self._const(self.plan.columns)
+            def store(e: Emitter, offsets: Sequence[Expr], buffer=buffer, start=start, dtype=dtype) -> None:
+                for offset in offsets:
+                    e.stmts.append(BufferStore(buffer, e.const(start, dtype), [e.index(base + offset, 1)]))
 
-            def store(e: Emitter, offset: Expr, buffer=buffer, start=start, base=base) -> None:
-                value = e.const(start, str(buffer.dtype))
-                e.stmts.append(BufferStore(buffer, value, [e.index(base + offset, 1)]))
-
-            stmts += self._vectors(store)
+            stmts += self._vectors(store, 1)
         return stmts
 
-    def _finish_columns(self, nodes: Sequence[Reduction]) -> Stmt:
-        """Combines the chunks of column reductions, in order."""
-        plan, const = self.plan, self._const
-        batch = Var("batch", plan.index_type)
+    def _finish_columns(self, nodes: Sequence[int]) -> Stmt:
+        """Combines the tasks' parts of column reductions, in order."""
+        walk, number = self.plan.walk, self.number
+        batch = Var("batch", self.plan.index_type)
+        kind = ForKind.PARALLEL if walk.parallel_finish else ForKind.SERIAL
+        inner, outer = (ForKind.SERIAL, kind) if walk.batched else (kind, ForKind.SERIAL)
+        # Several vectors at once, because each addition of one waits for the last.
+        vectors = self._vectors(
+            lambda e, at: self._finish_vectors(nodes, batch, e, at), unroll(self.plan.length), inner
+        )
+        return For(batch, number(0), number(walk.batches), outer, sequence(vectors))
 
-        def add(e: Emitter, offset: Expr) -> None:
-            for node in nodes:
-                total = None
-                for chunk in range(plan.chunks):
-                    base = (batch * const(plan.chunks) + const(chunk)) * const(plan.columns) + offset
-                    part = e.bind(BufferLoad(self.partial[node], [e.index(base, 1)]))
-                    total = part if total is None else e.bind(combine(e, node.op, total, part))
-                index = e.index(batch * const(plan.columns) + offset, 1)
-                e.stmts.append(BufferStore(self.flat[node.out], e.cast(total, node.out.dtype), [index]))
+    def _finish_vectors(self, nodes: Sequence[int], batch: Expr, e: Emitter, offsets: Sequence[Expr]) -> None:
+        plan, number = self.plan, self.number
+        length, chunks = number(plan.length), number(plan.walk.chunks)
+        chunk, body = Var("chunk", plan.index_type), Emitter(e.lanes)
+        finish: list[Stmt] = []
+        for node in nodes:
+            partial, dtype = self.buffers.partial[node], plan.nodes[node].dtype
+            total, allocation = stack_buffer(e.lanes * len(offsets), str(partial.dtype), "total")
+            e.stmts.append(allocation)
+            for copy, offset in enumerate(offsets):
+                slot = [e.index(number(copy * e.lanes), 1)]
+                first = batch * chunks * length + offset
+                e.stmts.append(BufferStore(total, BufferLoad(partial, [e.index(first, 1)]), slot))
+                old = body.bind(BufferLoad(total, slot))
+                part = body.bind(BufferLoad(partial, [e.index(first + (chunk + number(1)) * length, 1)]))
+                body.stmts.append(BufferStore(total, combine(body, plan.nodes[node].op, old, part), slot))
+                index = e.index(batch * length + offset, 1)
+                stored = e.cast(BufferLoad(total, slot), dtype)
+                finish.append(BufferStore(self.buffers.outputs[node], stored, [index]))
+        others = For(chunk, number(0), chunks - number(1), ForKind.SERIAL, sequence(body.stmts))
+        e.stmts += [others, *finish]
 
-        large = plan.parallel and len(nodes) * plan.batch * plan.chunks * plan.columns >= _PARALLEL_FINISH
-        kind = ForKind.PARALLEL if large else ForKind.SERIAL
-        inner, outer = (ForKind.SERIAL, kind) if plan.batch > 1 else (kind, ForKind.SERIAL)
-        return For(batch, const(0), const(plan.batch), outer, sequence(self._vectors(add, inner)))
-
-    def _vectors(self, body: Callable[[Emitter, Expr], None], kind: ForKind = ForKind.SERIAL) -> list[Stmt]:
-        """``body(emitter, offset)`` on vectors of a row's columns, then on the scalar tail."""
-        count, stmts = self.plan.columns, []
-        for lanes, begin, trips in ((LANES, 0, count // LANES), (1, count - count % LANES, count % LANES)):
+    def _vectors(
+        self, body: Callable[[Emitter, Sequence[Expr]], None], copies: int, kind: ForKind = ForKind.SERIAL
+    ) -> list[Stmt]:
+        """``body(emitter, offsets)`` on so many vectors of a row's columns at once, then on the scalar tail."""
+        count, number, stmts = self.plan.length, self.number, []
+        vectors, tail = divmod(count, LANES)
+        for lanes, at_once, begin, trips in ((LANES, copies, 0, vectors // copies), (1, 1, count - tail, tail)):
             if not trips:
                 continue
             e = Emitter(lanes)
             i = Var("i", self.plan.index_type)
-            body(e, self._const(begin) + i * self._const(lanes))
-            tail = ForKind.SERIAL if lanes == 1 else kind
-            stmts.append(For(i, self._const(0), self._const(trips), tail, sequence(e.stmts)))
+            first = number(begin) + i * number(at_once * lanes)
+            body(e, [first + number(copy * lanes) for copy in range(at_once)])
+            stmts.append(For(i, number(0), number(trips), ForKind.SERIAL if lanes == 1 else kind, sequence(e.stmts)))
         return stmts

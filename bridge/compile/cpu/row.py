@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, Stmt, Var
 
 from bridge.compile.codegen.emit import LANES, Emitter
@@ -12,11 +14,20 @@ from bridge.compile.codegen.rounding import rounded
 from bridge.compile.codegen.tir import sequence
 from bridge.compile.cpu.row_scope import RowScope
 from bridge.compile.cpu.row_step import Accumulators, Step
-from bridge.compile.loop_ir.graph import Reduction
 from bridge.compile.schedule.reduction import combine, fold_lanes, identity, unroll
 from bridge.compile.schedule.row_plan import RowPass
 
 __all__ = ["emit_row"]
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """A loop along the last columns: ``trips`` times ``copies`` steps of so many lanes, from column ``first`` on."""
+
+    lanes: int
+    copies: int
+    first: Expr
+    trips: Expr
 
 
 def emit_row(scope: RowScope, row: Expr) -> Stmt:
@@ -26,7 +37,7 @@ def emit_row(scope: RowScope, row: Expr) -> Stmt:
     for index, row_pass in enumerate(scope.plan.passes):
         scope.per_row_values(index)
         stmts += _taken(scope.head)
-        stmts += _pass(scope, index, row_pass)
+        stmts += _pass(scope, index, row_pass) if row_pass else []
     scope.per_row_values(len(scope.plan.passes))
     return sequence(stmts + scope.head.stmts)
 
@@ -38,26 +49,22 @@ def _taken(e: Emitter) -> list[Stmt]:
 
 
 def _pass(scope: RowScope, index: int, row_pass: RowPass) -> list[Stmt]:
-    if not row_pass.roots:
-        return []
-    rows = [node for node in row_pass.reductions if node.inner == 1]
-    last = scope.extents[-1]
-    width = unroll(scope.length) if rows else 1
-    # (lanes, steps per turn, first column, steps): vectors, then the scalar tail
-    steps = ((LANES, width, 0, last // LANES), (1, 1, last - last % LANES, last % LANES))
+    rows = [node for node in row_pass.reductions if scope.plan.nodes[node].reduces == "row"]
+    width = unroll(scope.plan.length) if rows else 1
+    steps = _steps(scope, width)
     start, accumulators = _accumulators(scope, rows, steps)
 
     def vectors(outer: list[Expr], sections: list[int | None]) -> list[Stmt]:
         loops: list[Stmt] = []
-        for lanes, copies, begin, trips in steps:
-            if not trips:
-                continue
+        for part in steps:
             i = Var("i", scope.plan.index_type)
             body: list[Stmt] = []
-            for copy in range(copies):
-                at = scope.const(begin) + (i * scope.const(copies) + scope.const(copy)) * scope.const(lanes)
-                body += Step(scope, index, lanes, [*outer, at], sections, accumulators, copy).emit(row_pass)
-            loops.append(For(i, scope.const(0), scope.const(trips // copies), ForKind.SERIAL, sequence(body)))
+            for copy in range(part.copies):
+                at = (i * scope.number(part.copies) + scope.number(copy)) * scope.number(part.lanes)
+                body += Step(scope, index, part.lanes, [*outer, part.first + at], sections, accumulators, copy).emit(
+                    row_pass
+                )
+            loops.append(For(i, scope.number(0), part.trips, ForKind.SERIAL, sequence(body)))
         return loops
 
     loops = sequence(_column_loops(scope, [], [], vectors))
@@ -67,21 +74,39 @@ def _pass(scope: RowScope, index: int, row_pass: RowPass) -> list[Stmt]:
     return [*start, *hoisted, loops, *_taken(scope.head)]
 
 
-def _accumulators(
-    scope: RowScope, rows: Sequence[Reduction], steps: Sequence[tuple[int, int, int, int]]
-) -> tuple[list[Stmt], Accumulators]:
+def _steps(scope: RowScope, width: int) -> list[_Steps]:
+    """Vectors, then the scalar tail; the last row of a flat space may have fewer vectors, and its tail is a row."""
+    number, walk, last = scope.number, scope.plan.walk, scope.plan.columns[-1]
+    if scope.tail:
+        first, count = map(number, walk.tail)
+        return [_Steps(1, 1, first, count)]
+    vectors = number(last // LANES)
+    if walk.vectors is not None:
+        left = number(walk.vectors) - scope.row * vectors
+        return [_Steps(LANES, 1, number(0), scope.head.name_index(tirx.min(left, vectors), "vectors"))]
+    return [
+        _Steps(lanes, copies, number(first), number(trips // copies))
+        for lanes, copies, first, trips in (
+            (LANES, width, 0, last // LANES),
+            (1, 1, last - last % LANES, last % LANES),
+        )
+        if trips
+    ]
+
+
+def _accumulators(scope: RowScope, rows: Sequence[int], steps: Sequence[_Steps]) -> tuple[list[Stmt], Accumulators]:
     """Buffers of the row reductions, and the statements that fill them with the reductions' identities."""
     start: list[Stmt] = []
-    accumulators: dict[tuple[Reduction, int], Buffer] = {}
-    for node in rows:
-        dtype = compute_type(node.out.dtype)
-        for lanes, copies, _, trips in steps:
-            if trips:
-                buffer = accumulators[node, lanes] = scope.allocate(lanes * copies, dtype, "acc")
-                e = Emitter(lanes)
-                for copy in range(copies):
-                    first = e.const(identity(node.op, dtype), dtype)
-                    start.append(BufferStore(buffer, first, [e.index(scope.const(copy * lanes), 1)]))
+    accumulators: dict[tuple[int, int], Buffer] = {}
+    for index in rows:
+        node = scope.plan.nodes[index]
+        dtype = compute_type(node.dtype)
+        for part in steps:
+            buffer = accumulators[index, part.lanes] = scope.allocate(part.lanes * part.copies, dtype, "acc")
+            e = Emitter(part.lanes)
+            for copy in range(part.copies):
+                first = e.const(identity(node.op, dtype), dtype)
+                start.append(BufferStore(buffer, first, [e.index(scope.number(copy * part.lanes), 1)]))
     return start, accumulators
 
 
@@ -92,32 +117,31 @@ def _column_loops(
     body: Callable[[list[Expr], list[int | None]], list[Stmt]],
 ) -> list[Stmt]:
     """Loops over all column extents but the last; those over the sections of a concatenation are unrolled."""
-    axis = len(at)
-    if axis == len(scope.extents) - 1:
+    axis, columns = len(at), scope.plan.columns
+    if axis == len(columns) - 1:
         return body(at, sections)
-    extent = scope.extents[axis]
     if scope.unrolled(axis):
         unrolled = []
-        for k in range(extent):
-            unrolled += _column_loops(scope, [*at, scope.const(k)], [*sections, k], body)
+        for k in range(columns[axis]):
+            unrolled += _column_loops(scope, [*at, scope.number(k)], [*sections, k], body)
         return unrolled
     var = Var(f"c{axis}", scope.plan.index_type)
     inside = sequence(_column_loops(scope, [*at, var], [*sections, None], body))
-    return [For(var, scope.const(0), scope.const(extent), ForKind.SERIAL, inside)]
+    return [For(var, scope.number(0), scope.number(columns[axis]), ForKind.SERIAL, inside)]
 
 
-def _finish(scope: RowScope, node: Reduction, accumulators: Accumulators, width: int) -> None:
+def _finish(scope: RowScope, index: int, accumulators: Accumulators, width: int) -> None:
     """Combines a row reduction's accumulators, in the order of :mod:`bridge.compile.schedule.reduction`."""
-    head, total = scope.head, None
-    if (node, LANES) in accumulators:
+    head, node, total = scope.head, scope.plan.nodes[index], None
+    if (index, LANES) in accumulators:
         e = Emitter(LANES)
-        buffer = accumulators[node, LANES]
-        parts = [e.bind(BufferLoad(buffer, [e.index(scope.const(k * LANES), 1)])) for k in range(width)]
+        buffer = accumulators[index, LANES]
+        parts = [e.bind(BufferLoad(buffer, [e.index(scope.number(k * LANES), 1)])) for k in range(width)]
         while len(parts) > 1:
             parts = [e.bind(combine(e, node.op, a, b)) for a, b in zip(parts[::2], parts[1::2], strict=True)]
         total = fold_lanes(e, node.op, parts[0])
         head.stmts += e.stmts
-    if (node, 1) in accumulators:
-        tail = head.bind(BufferLoad(accumulators[node, 1], [scope.const(0)]))
+    if (index, 1) in accumulators:
+        tail = head.bind(BufferLoad(accumulators[index, 1], [scope.number(0)]))
         total = tail if total is None else head.bind(combine(head, node.op, total, tail))
-    scope.set_scalar(node.out, head.bind(rounded(head, total, node.out.dtype), "r"))
+    scope.set_scalar(index, head.bind(rounded(head, total, node.dtype), "r"))

@@ -6,63 +6,59 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, Stmt
 
+from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.emit import Emitter, stack_buffer
 from bridge.compile.codegen.pointwise import RULES, compute_type
 from bridge.compile.codegen.rounding import converted, rounded
-from bridge.compile.loop_ir.graph import Concat, Operand, Pointwise, Reduction, Scalar, Value
-from bridge.compile.loop_ir.views import View
-from bridge.compile.schedule.row_plan import RowPlan
+from bridge.compile.loop_ir.access import Access, Term
+from bridge.compile.schedule.row_plan import Compute, Literal, Made, Operand, Read, RowPlan
 
 __all__ = ["KernelBuffers", "RowScope"]
 
 
 @dataclass(frozen=True)
 class KernelBuffers:
-    """The kernel's memory: every input and result as a flat buffer, and the column reductions' partial results."""
+    """The kernel's memory: inputs in order, results and column reductions' partial results by node."""
 
-    flat: Mapping[Value, Buffer]
-    partial: Mapping[Reduction, Buffer]
+    inputs: Sequence[Buffer]
+    outputs: Mapping[int, Buffer]
+    partial: Mapping[int, Buffer]
 
 
 class RowScope:
     """Emission state of one row.
 
     Attributes:
+        number: a number of the plan as an index.
         task: index of the task that walks the row.
+        tail: whether the row is the elements behind the vectors of a flat space.
         row: index of the row, once :meth:`start` named it.
-        extents: of the loops over the columns.
         head: emits per-row code, before and between the passes.
-        scalars: per-row values known so far.
-        row_buffers: elementwise values cached for later passes.
+        scalars: per-row values known so far, by node.
+        row_buffers: elementwise values cached for later passes, by node.
         allocations: statements that make the buffers of a row.
     """
 
-    def __init__(self, plan: RowPlan, buffers: KernelBuffers, task: Expr, extents: tuple[int, ...]) -> None:
+    def __init__(
+        self, plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, task: Expr, *, tail: bool = False
+    ) -> None:
         self.plan = plan
         self.buffers = buffers
+        self.number = number
         self.task = task
-        self.extents = extents
+        self.tail = tail
         self.head = Emitter(1)
-        self.scalars: dict[Value, Expr] = {}
+        self.scalars: dict[int, Expr] = {}
         self.allocations: list[Stmt] = []
-        self.row_buffers: dict[Value, Buffer] = {}
+        self.row_buffers: dict[int, Buffer] = {}
         self._bases: dict[tuple, Expr] = {}
+        self._coordinates: dict[tuple, Expr] = {}
         self._loads: dict[tuple, Expr] = {}
         for row_pass in plan.passes:
-            for value in row_pass.cached:
-                self.row_buffers[value] = self.allocate(self.length, compute_type(value.dtype), "cached")
-
-    @property
-    def length(self) -> int:
-        """Elements of this row."""
-        return math.prod(self.extents)
-
-    def const(self, number: int) -> Expr:
-        """An index known at compile time."""
-        return tirx.const(number, self.plan.index_type)
+            for node in row_pass.cached:
+                self.row_buffers[node] = self.allocate(plan.length, compute_type(plan.nodes[node].dtype), "cached")
 
     def allocate(self, size: int, dtype: str, name: str) -> Buffer:
         """A buffer on the stack."""
@@ -76,62 +72,52 @@ class RowScope:
 
     def element(self, position: Expr) -> Expr:
         """Index of the element at ``position`` of the row in a dense tensor of the space's size."""
-        return self.row * self.const(self.plan.columns) + position
+        return self.row * self.number(self.plan.length) + position
 
     def per_row_values(self, level: int) -> None:
         """Computes, and stores where wanted, the per-row values that wait for ``level`` reductions at most."""
-        for node in self.plan.group.nodes:
-            if node not in self.plan.group.per_row or node.out in self.scalars:
-                continue
-            if self.plan.level(node.out) <= level:
-                self.set_scalar(node.out, self.compute(node, self.head, self._per_row_operand))
+        for index, node in enumerate(self.plan.nodes):
+            if node.per_row and not node.reduces and index not in self.scalars and self.plan.levels[index] <= level:
+                self.set_scalar(index, self.compute(node, self.head, self._per_row_operand))
 
-    def set_scalar(self, value: Value, computed: Expr) -> None:
-        """From now on, ``computed`` is the row's element of ``value``; stored if it is a result."""
-        self.scalars[value] = computed
-        if value in self.plan.stored:
-            stored = self.head.cast(computed, value.dtype)
-            self.head.stmts.append(BufferStore(self.buffers.flat[value], stored, [self.row]))
+    def set_scalar(self, node: int, computed: Expr) -> None:
+        """From now on, ``computed`` is the row's value of a node; stored if it is a result."""
+        self.scalars[node] = computed
+        if node in self.buffers.outputs:
+            stored = self.head.cast(computed, self.plan.nodes[node].dtype)
+            self.head.stmts.append(BufferStore(self.buffers.outputs[node], stored, [self.row]))
 
-    def _per_row_operand(self, operand: Operand) -> Expr:
-        if operand.value in self.scalars:
-            return self.scalars[operand.value]
-        return self.load_scalar(operand, self.plan.columns)
+    def _per_row_operand(self, operand: Read | Made) -> Expr:
+        return self.scalars[operand.node] if isinstance(operand, Made) else self.load_scalar(operand)
 
-    def load_scalar(self, operand: Operand, scale: int) -> Expr:
-        """The operand's element for this row, loaded once; ``scale``: see :meth:`Space.strides`."""
-        key = (operand.value, operand.view, scale)
+    def load_scalar(self, read: Read) -> Expr:
+        """The input's element for this row, loaded once."""
+        key = (read.tensor, read.access.offset, read.access.terms)
         if key not in self._loads:
-            load = BufferLoad(self.buffers.flat[operand.value], [self.base(operand.view, scale)])
-            self._loads[key] = self.head.bind(self.head.cast(load, compute_type(operand.dtype)), "s")
+            load = BufferLoad(self.buffers.inputs[read.tensor], [self.base(read.access)])
+            self._loads[key] = self.head.bind(self.head.cast(load, compute_type(self.plan.dtype(read))), "s")
         return self._loads[key]
 
-    def base(self, view: View, scale: int) -> Expr:
-        """Index of the row's first element in a view; bound once per row."""
-        strides, _ = self.plan.space.strides(view, scale)
-        key = (strides, view.offset)
+    def base(self, access: Access) -> Expr:
+        """Index of the row's first element in an input; bound once per row."""
+        key = (access.offset, access.terms)
         if key not in self._bases:
-            base: Expr = self.const(view.offset)
-            below = 1
-            runs: list[tuple[int, int, int]] = []  # (rows below, extent, stride), neighbours of one stride merged
-            for extent, stride in reversed(list(zip(self.plan.space.rows, strides, strict=True))):
-                if runs and stride == runs[-1][2] * runs[-1][1]:
-                    low, size, step = runs[-1]
-                    runs[-1] = (low, size * extent, step)
-                else:
-                    runs.append((below, extent, stride))
-                below *= extent
-            for low, size, stride in runs:
-                if stride == 0:
-                    continue
-                at = tirx.truncdiv(self.row, self.const(low)) if low > 1 else self.row
-                at = tirx.truncmod(at, self.const(size)) if low * size < below else at
-                base = base + at * self.const(stride)
+            base: Expr = self.number(access.offset)
+            for term in access.terms:
+                at = self._coordinate(term)
+                base = base + (at if term.stride == 1 else at * self.number(term.stride))
             self._bases[key] = self.head.name_index(base, "base")
         return self._bases[key]
 
+    def _coordinate(self, term: Term) -> Expr:
+        key = (term.below, term.extent)
+        if key not in self._coordinates:
+            at = self.number.coordinate(self.row, term)
+            self._coordinates[key] = at if at is self.row else self.head.name_index(at, "at")
+        return self._coordinates[key]
+
     def compute(
-        self, node: Pointwise, e: Emitter, read: Callable[[Operand], Expr], sections: Sequence[int | None] = ()
+        self, node: Compute, e: Emitter, read: Callable[[Operand], Expr], sections: Sequence[int | None] = ()
     ) -> Expr:
         """A node's value from its operands' values, rounded to its type.
 
@@ -139,26 +125,29 @@ class RowScope:
             read: the value of an operand, in its compute type.
             sections: indices of the unrolled loops over the columns, ``None`` for the others.
         """
-        operands = [self._section(node, sections)] if isinstance(node, Concat) else node.operands
-        args = [e.const(op.number, compute_type(op.dtype)) if isinstance(op, Scalar) else read(op) for op in operands]
+        operands = [self._section(node, sections)] if node.inner else node.operands
+        args = [e.const(op.number, compute_type(op.dtype)) if isinstance(op, Literal) else read(op) for op in operands]
         if node.op == "astype":
-            return e.bind(converted(e, args[0], node.operands[0].dtype, node.out.dtype))
-        return e.bind(rounded(e, RULES[node.op](e, *args), node.out.dtype, node.op))
+            return e.bind(converted(e, args[0], self.plan.dtype(node.operands[0]), node.dtype))
+        return e.bind(rounded(e, RULES[node.op](e, *args), node.dtype, node.op))
 
     def unrolled(self, axis: int) -> bool:
         """Whether the loop over that extent of the columns walks the sections of a concatenation."""
-        below = math.prod(self.extents[axis + 1 :])
-        return any(_walks_sections(concat, below) for concat in self.plan.concats)
+        return any(_walks_sections(concat, self._below(axis)) for concat in self.plan.concats)
 
-    def _section(self, concat: Concat, sections: Sequence[int | None]) -> Operand | Scalar:
+    def _section(self, concat: Compute, sections: Sequence[int | None]) -> Operand:
         """The operand that a concatenation reads where its sections are unrolled like this."""
         section = 0
         for axis, k in enumerate(sections):
-            below = math.prod(self.extents[axis + 1 :])
+            below = self._below(axis)
             if _walks_sections(concat, below):
                 section += k * (below // concat.inner)
         return concat.operands[section]
 
+    def _below(self, axis: int) -> int:
+        """Elements of one turn of the loop over that extent of the columns; with concatenations all are numbers."""
+        return math.prod(self.plan.columns[axis + 1 :])
 
-def _walks_sections(concat: Concat, below: int) -> bool:
+
+def _walks_sections(concat: Compute, below: int) -> bool:
     return concat.inner <= below < concat.inner * len(concat.operands)

@@ -9,13 +9,12 @@ from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, Stmt
 from bridge.compile.codegen.emit import Emitter
 from bridge.compile.codegen.pointwise import compute_type
 from bridge.compile.cpu.row_scope import RowScope
-from bridge.compile.loop_ir.graph import Operand, Reduction, Value
 from bridge.compile.schedule.reduction import combine
-from bridge.compile.schedule.row_plan import RowPass
+from bridge.compile.schedule.row_plan import Made, Read, RowPass
 
 __all__ = ["Accumulators", "Step"]
 
-Accumulators = Mapping[tuple[Reduction, int], Buffer]
+Accumulators = Mapping[tuple[int, int], Buffer]
 """Of each row reduction and number of lanes, the buffer that it is accumulated in."""
 
 
@@ -47,73 +46,72 @@ class Step:
         self.sections = sections
         self.accumulators = accumulators
         self.copy = copy
-        self._values: dict[Value, Expr] = {}
-        self._loads: dict[tuple, Expr] = {}
-        position: Expr = scope.const(0)
-        for extent, coordinate in zip(scope.extents, at, strict=True):
-            position = position * scope.const(extent) + coordinate
+        self._values: dict[int, Expr] = {}
+        self._loads: dict[Read, Expr] = {}
+        position: Expr = scope.number(0)
+        for extent, coordinate in zip(self.plan.columns, at, strict=True):
+            position = position * scope.number(extent) + coordinate
         self.position = position  # of the first lane, in the row
 
     def emit(self, row_pass: RowPass) -> list[Stmt]:
         """Statements that store, cache and accumulate what the pass has to."""
-        e, scope = self.e, self.scope
-        for value in row_pass.stores:
+        e, scope, nodes = self.e, self.scope, self.plan.nodes
+        for node in row_pass.stores:
             index = e.index(scope.element(self.position), 1)
-            e.stmts.append(BufferStore(scope.buffers.flat[value], e.cast(self._value(value), value.dtype), [index]))
-        for value in row_pass.cached:
-            buffer = scope.row_buffers[value]
-            e.stmts.append(BufferStore(buffer, self._value(value), [e.index(self.position, 1)]))
+            e.stmts.append(
+                BufferStore(scope.buffers.outputs[node], e.cast(self._value(node), nodes[node].dtype), [index])
+            )
+        for node in row_pass.cached:
+            buffer = scope.row_buffers[node]
+            e.stmts.append(BufferStore(buffer, self._value(node), [e.index(self.position, 1)]))
         for node in row_pass.reductions:
-            operand = e.cast(self._read(node.operand), compute_type(node.out.dtype))
-            if node.inner == 1:
+            operand = e.cast(self._read(nodes[node].operands[0]), compute_type(nodes[node].dtype))
+            if nodes[node].reduces == "row":
                 buffer = self.accumulators[node, e.lanes]
-                at = e.index(scope.const(self.copy * e.lanes), 1)
+                at = e.index(scope.number(self.copy * e.lanes), 1)
             else:
                 buffer = scope.buffers.partial[node]
-                at = e.index(scope.task * scope.const(self.plan.columns) + self.position, 1)
+                at = e.index(scope.task * scope.number(self.plan.length) + self.position, 1)
             old = e.bind(BufferLoad(buffer, [at]))
-            e.stmts.append(BufferStore(buffer, combine(e, node.op, old, operand), [at]))
+            e.stmts.append(BufferStore(buffer, combine(e, nodes[node].op, old, operand), [at]))
         return e.stmts
 
-    def _value(self, value: Value) -> Expr:
-        """A member's elementwise value at this step."""
-        if value not in self._values:
-            self._values[value] = self._compute(value)
-        return self._values[value]
+    def _value(self, node: int) -> Expr:
+        """A node's elementwise value at this step."""
+        if node not in self._values:
+            self._values[node] = self._compute(node)
+        return self._values[node]
 
-    def _compute(self, value: Value) -> Expr:
-        if self.plan.level(value) < self.index:
-            if value in self.scope.row_buffers:
-                return self.e.bind(BufferLoad(self.scope.row_buffers[value], [self.e.index(self.position, 1)]))
-            if value in self.plan.stored:
-                index = self.scope.element(self.position)
-                load = BufferLoad(self.scope.buffers.flat[value], [self.e.index(index, 1)])
-                return self.e.bind(self.e.cast(load, compute_type(value.dtype)))
-        return self.scope.compute(self.plan.group.made[value], self.e, self._read, self.sections)
+    def _compute(self, node: int) -> Expr:
+        e, scope = self.e, self.scope
+        if self.plan.levels[node] < self.index:
+            if node in scope.row_buffers:
+                return e.bind(BufferLoad(scope.row_buffers[node], [e.index(self.position, 1)]))
+            if node in scope.buffers.outputs:
+                load = BufferLoad(scope.buffers.outputs[node], [e.index(scope.element(self.position), 1)])
+                return e.bind(e.cast(load, compute_type(self.plan.nodes[node].dtype)))
+        return scope.compute(self.plan.nodes[node], e, self._read, self.sections)
 
-    def _read(self, operand: Operand) -> Expr:
+    def _read(self, operand: Read | Made) -> Expr:
         """An operand at this step, in its compute type."""
-        if operand.value in self.scope.scalars:
-            return self.e.broadcast(self.scope.scalars[operand.value])
-        if operand.value in self.plan.group.made:
-            return self._value(operand.value)
-        key = (operand.value, operand.view)
-        if key not in self._loads:
-            self._loads[key] = self._load(operand)
-        return self._loads[key]
+        if isinstance(operand, Made):
+            if operand.node in self.scope.scalars:
+                return self.e.broadcast(self.scope.scalars[operand.node])
+            return self._value(operand.node)
+        if operand not in self._loads:
+            self._loads[operand] = self._load(operand)
+        return self._loads[operand]
 
-    def _load(self, operand: Operand) -> Expr:
-        e, view = self.e, operand.view
-        _, strides = self.plan.space.strides(view)
+    def _load(self, read: Read) -> Expr:
+        e, scope, strides = self.e, self.scope, read.access.columns
         if not any(strides):
-            return e.broadcast(self.scope.load_scalar(operand, 1))
-        index = self.scope.base(view, 1)
+            return e.broadcast(scope.load_scalar(read))
+        dtype = compute_type(self.plan.dtype(read))
+        index = scope.base(read.access)
         for coordinate, stride in zip(self.at, strides, strict=True):
             if stride:
-                index = index + coordinate * self.scope.const(stride)
-        buffer = self.scope.buffers.flat[operand.value]
+                index = index + coordinate * scope.number(stride)
+        buffer = scope.buffers.inputs[read.tensor]
         if strides[-1] == 0 and e.lanes > 1:
-            scalar = BufferLoad(buffer, [index])
-            return e.bind(e.cast(e.broadcast(scalar), compute_type(operand.dtype)))
-        load = BufferLoad(buffer, [e.index(index, strides[-1])])
-        return e.bind(e.cast(load, compute_type(operand.dtype)))
+            return e.bind(e.cast(e.broadcast(BufferLoad(buffer, [index])), dtype))
+        return e.bind(e.cast(BufferLoad(buffer, [e.index(index, strides[-1])]), dtype))

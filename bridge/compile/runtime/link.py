@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
+from collections.abc import Callable
 
 from tvm.tirx import PrimFunc
 
@@ -18,8 +20,9 @@ from bridge.compile.runtime.contents import contents
 from bridge.compile.runtime.instructions import CallLibrary, Instruction, Launch, View
 from bridge.compile.runtime.layout import Layout, Register
 from bridge.compile.runtime.program import Program
+from bridge.compile.schedule.column_plan import plan_columns
 from bridge.compile.schedule.fuse import Group, fuse
-from bridge.compile.schedule.row_plan import plan_rows
+from bridge.compile.schedule.plan_rows import plan_rows
 
 __all__ = ["assemble"]
 
@@ -36,7 +39,8 @@ def assemble(
     clock.stop("fuse")
     stored = _stored(graph, groups)
     groups = [group for group in groups if any(value in stored for value in group.made)]
-    kernels = [_kernel(group, stored, backend) for group in groups]
+    generate = functools.cache(backend.kernel)
+    kernels = [_kernel(group, stored, generate) for group in groups]
     clock.stop("generate")
     linker = _Linker(graph, groups, kernels, name)
     built = backend.build(list(linker.functions.items()))
@@ -67,8 +71,8 @@ def _stored(graph: Graph, groups: list[Group]) -> set[Value]:
     return stored
 
 
-def _kernel(group: Group, stored: set[Value], backend: Backend) -> Kernel | LibraryCall | Product | None:
-    """How a group is computed; ``None`` if all it makes are tensors without elements."""
+def _kernel(group: Group, stored: set[Value], generate: Callable) -> Kernel | LibraryCall | Product | None:
+    """How a group is computed, ``generate`` making kernels of plans; ``None`` if all it makes has no elements."""
     node = group.nodes[0]
     if all(value.numel == 0 for value in group.made):
         return None
@@ -76,9 +80,10 @@ def _kernel(group: Group, stored: set[Value], backend: Backend) -> Kernel | Libr
         return node
     if isinstance(node, Fallback):
         return Kernel(node.kernel, tuple(op.value for op in node.operands), node.outs, (), (node.op,))
-    if isinstance(node, Reduction) and not group.fusable:
-        return backend.kernel(node)
-    return backend.kernel(plan_rows(group, stored))
+    alone = isinstance(node, Reduction) and not group.fusable
+    planned = plan_columns(node) if alone else plan_rows(group, stored)
+    func = generate(planned.plan)
+    return Kernel(func, planned.inputs, planned.outputs, planned.scratch, planned.ops, planned.scalars)
 
 
 class _Linker:
@@ -95,6 +100,7 @@ class _Linker:
         self.lifetimes: dict[Value, tuple[int, int]] = {}
         self.steps: list[Instruction] = []
         self.functions: dict[str, PrimFunc] = {}
+        self.kernel_names: dict[PrimFunc, str] = {}
         self.static_views: list[View] = []
         # What a product is added onto lives where the sum will: in the slot of the last sum of the chain.
         self.merged: dict[Value, Value] = {}
@@ -185,7 +191,7 @@ class _Linker:
             self.operand(operand)
         arguments = tuple(self.operand(op) for op in operands) or tuple(self.slot(v) for v in kernel.inputs)
         results = tuple(self.slot(value) for value in (*kernel.outputs, *kernel.scratch))
-        name = self._kernel_name(kernel)
+        name = self.kernel_names.setdefault(kernel.func, self._kernel_name(kernel))
         self.functions[name] = kernel.func
         names = self._names(arguments), self._names(results[: len(kernel.outputs)])
         inside = contents(group.nodes, kernel.outputs, self._name)

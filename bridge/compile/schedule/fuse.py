@@ -42,6 +42,7 @@ __all__ = ["Group", "fuse"]
 
 _MAX_NODES = 80  # bounds compile time and register pressure of one kernel
 _MAX_BUFFERS = 48
+_MAX_TERMS = 16  # of a sum: a longer one is kernels of so many terms, the same ones whatever its length, and the rest
 _SMALL = 32768  # elements; below, a kernel is not worth running in parallel
 _MAX_SECTIONS = 16  # of the concatenations of one kernel: its code is repeated for each
 _SHARED = 4096  # elements; reading a tensor of this size once instead of twice is worth a merge
@@ -158,6 +159,8 @@ class _Fuser:
             free = {operand.value for _, operand in union.reads()}
             if len(free) > _MAX_BUFFERS // 2:
                 return None
+        if all(node.op == "add" for node in union.nodes) and len(union.reads()) > _MAX_TERMS:
+            return None
         if space_of(union) is None:
             return None
         union.sources = (first.sources | second.sources) - {first, second}

@@ -1,4 +1,4 @@
-"""Row plan: a fused group → how its kernel walks the rows of the iteration space, as data for any emitter.
+"""Row plan: how one kernel walks the rows of its iteration space, as plain data for any emitter.
 
 A row is walked in *passes*: pass ``k`` computes what depends on ``k`` reductions of the row one after another (softmax:
 maximum; exponentials and their sum; the product). A value's *level* is the number of reductions it waits for. An
@@ -7,32 +7,71 @@ cached in a row buffer.
 
 Example, a softmax over rows of 64 whose only stored value is the result: three passes, whose reductions are ``max``,
 ``sum`` and none; the exponentials are cached in a row buffer by the second pass, and the third stores the result.
+
+A plan holds no tensor, and of the numbers only those that its code is made for: the columns of a row, steps between
+neighbouring elements. Offsets, strides between rows and numbers of rows are launch arguments, so equal plans are one
+kernel: of all time steps of a loop, all layers, all batch sizes. :mod:`bridge.compile.schedule.plan_rows` makes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from bridge.compile.codegen.pointwise import EXPENSIVE
-from bridge.compile.loop_ir.graph import Concat, Operand, Pointwise, Reduction, Value
-from bridge.compile.schedule.fuse import Group, space_of
-from bridge.compile.schedule.reduction import chunk_rows, column_chunks
-from bridge.compile.schedule.space import Space
+from bridge.compile.loop_ir.access import Access, Argument, Number
 
-__all__ = ["RowPass", "RowPlan", "plan_rows"]
+__all__ = ["Compute", "Literal", "Made", "Operand", "Read", "RowPass", "RowPlan", "Walk"]
 
-_CHEAP = 4
-"""Operations: a value of so few is recomputed in a later pass instead of cached in a row buffer."""
 
-_PARALLEL_WORK = 250_000  # scalar operations: ten microseconds in vectors, where a launch costs two or three
-_EXPENSIVE_WORK = 12  # scalar operations a transcendental function counts for
-_MAX_CHUNKS = 64
+@dataclass(frozen=True)
+class Read:
+    """An element of the kernel's input of that index."""
+
+    tensor: int
+    access: Access
+
+
+@dataclass(frozen=True)
+class Made:
+    """The element that the plan's node of that index makes at the same place."""
+
+    node: int
+
+
+@dataclass(frozen=True)
+class Literal:
+    """A number; two are equal if they are spelled alike (``0.0`` and ``-0.0`` are two, one nan is one)."""
+
+    spelled: str
+    dtype: str
+    number: float | int | bool = field(compare=False)
+
+
+Operand = Read | Made | Literal
+
+
+@dataclass(frozen=True)
+class Compute:
+    """One operation.
+
+    Attributes:
+        dtype: of the result, as stored.
+        per_row: whether there is one result per row, not one per element: a reduction of the row, arithmetic on those.
+        reduces: ``"row"``, ``"column"`` or nothing.
+        inner: elements of one section, for concatenations, whose operands are the sections; 0 for others.
+    """
+
+    op: str
+    operands: tuple[Operand, ...]
+    dtype: str
+    per_row: bool = False
+    reduces: str = ""
+    inner: int = 0
 
 
 @dataclass(frozen=True)
 class RowPass:
-    """One pass over the row.
+    """One pass over the row; all are indices of nodes.
 
     Attributes:
         reductions: accumulated; row reductions are complete at its end.
@@ -40,167 +79,84 @@ class RowPass:
         cached: elementwise values cached in a row buffer for later passes.
     """
 
-    reductions: tuple[Reduction, ...] = ()
-    stores: tuple[Value, ...] = ()
-    cached: tuple[Value, ...] = ()
+    reductions: tuple[int, ...] = ()
+    stores: tuple[int, ...] = ()
+    cached: tuple[int, ...] = ()
 
-    @property
-    def roots(self) -> list[Value]:
-        """What the pass has to compute."""
-        return [node.operand.value for node in self.reductions] + [*self.stores, *self.cached]
+    def __bool__(self) -> bool:
+        return bool(self.reductions or self.stores or self.cached)
 
 
-@dataclass(frozen=True, eq=False)
-class RowPlan:
-    """How one kernel walks the rows of its space.
+@dataclass(frozen=True)
+class Walk:
+    """In which order, and by how many threads, the rows are walked: ``tasks`` tasks of ``task_rows`` rows.
 
     Attributes:
-        group: the nodes it computes, in order.
-        space: the loop extents.
-        inputs: values read from memory.
-        stored: members whose values are written to memory.
-        levels: of each member's value, the row reductions it waits for.
-        passes: over each row, in order.
-        batch: leading extent that column reductions do not reduce.
-        rows: rows of one batch.
-        chunks: tasks per batch, each of :func:`~bridge.compile.schedule.reduction.chunk_rows` rows, none empty.
-        parallel: whether the tasks are worth starting threads for.
+        rows: of one batch. Column reductions do not reduce the leading extent of that name (``batched``: it is not 1).
+        task_rows, chunks, tasks: rows of a task but the last of a batch, tasks per batch, tasks; none is empty.
+            ``None``: a single task.
+        parallel: whether the tasks are worth starting threads for; ``parallel_finish``: also the sums over the tasks.
+        vectors: of the elements of a flat space, whose last row may be shorter; ``None`` for other spaces.
+        tail: index of the first element, and number of elements, behind the vectors of a flat space; ``None``: none.
     """
 
-    group: Group
-    space: Space
-    inputs: tuple[Value, ...]
-    stored: tuple[Value, ...]
-    levels: Mapping[Value, int]
+    rows: Number
+    task_rows: Number | None = None
+    chunks: Number | None = None
+    tasks: Number | None = None
+    batched: bool = False
+    batches: Number = 1
+    parallel: bool = False
+    parallel_finish: bool = False
+    vectors: Argument | None = None
+    tail: tuple[Argument, Argument] | None = None
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """How one kernel walks the rows of its space. ``plan`` is equal for kernels of equal code.
+
+    Attributes:
+        inputs: element types of the tensors it reads.
+        nodes: what it computes, in order.
+        outputs: the nodes whose values are written to memory.
+        levels: of each node's value, the row reductions it waits for.
+        passes: over each row, in order.
+        columns: loop extents inside a row, vectors along the last; all are numbers where reductions, row buffers or
+            the sections of a concatenation are made for them, otherwise only the last.
+        length: elements of a row.
+        walk: over the rows.
+        index_type: the integer type that reaches every element.
+        arguments: how many integers a launch passes.
+    """
+
+    inputs: tuple[str, ...]
+    nodes: tuple[Compute, ...]
+    outputs: tuple[int, ...]
+    levels: tuple[int, ...]
     passes: tuple[RowPass, ...]
-    batch: int
-    rows: int
-    chunks: int
-    parallel: bool
+    columns: tuple[Number, ...]
+    length: Number
+    walk: Walk
+    index_type: str
+    arguments: int
 
     @property
-    def columns(self) -> int:
-        """Elements of a row."""
-        return self.space.column_count
+    def column_reductions(self) -> list[int]:
+        """Nodes that reduce over the rows; their partial results are accumulated per task."""
+        return [index for index, node in enumerate(self.nodes) if node.reduces == "column"]
 
     @property
-    def column_reductions(self) -> list[Reduction]:
-        """Members that reduce over the rows; their partial results are accumulated per task."""
-        return [node for node in self.group.nodes if isinstance(node, Reduction) and node.inner != 1]
+    def concats(self) -> Iterator[Compute]:
+        """Nodes whose sections the loops over the columns are unrolled for."""
+        return (node for node in self.nodes if node.inner)
 
-    @property
-    def concats(self) -> list[Concat]:
-        """Members whose sections the loops over the columns are unrolled for."""
-        return [node for node in self.group.nodes if isinstance(node, Concat)]
-
-    @property
-    def index_type(self) -> str:
-        """The integer type that reaches every element."""
-        largest = max([value.numel for value in (*self.inputs, *self.stored)], default=1)
-        return "int64" if largest >= 2**31 else "int32"
-
-    def level(self, value: Value) -> int:
-        """The row reductions that a value waits for; 0 for one from memory."""
-        return self.levels.get(value, 0)
-
-
-def plan_rows(group: Group, stored: Collection[Value]) -> RowPlan:
-    """The plan of a group whose members ``stored`` are wanted in memory."""
-    space = space_of(group)
-    if space is None:
-        raise AssertionError("a group without common loop extents was formed")
-    written = tuple(out for node in group.nodes for out in node.outs if out in stored)
-    inputs = tuple(dict.fromkeys(operand.value for _, operand in group.reads()))
-    by_columns = any(isinstance(node, Reduction) and node.inner != 1 for node in group.nodes)
-    batch = group.batch if by_columns else 1
-    rows = space.row_count // batch
-    chunks = column_chunks(rows, space.column_count) if by_columns else max(1, min(_MAX_CHUNKS, rows))
-    parallel = _work(group) >= _PARALLEL_WORK and chunks * batch > 1
-    if not parallel and not by_columns:
-        chunks = 1
-    chunks = -(-rows // chunk_rows(rows, chunks))
-    levels = _levels(group)
-    passes = _Passes(group, written, levels).plan()
-    return RowPlan(group, space, inputs, written, levels, passes, batch, rows, chunks, parallel)
-
-
-def _work(group: Group) -> int:
-    """Scalar operations of a group, roughly."""
-    total = 0
-    for node in group.nodes:
-        size = node.operand.view.numel if isinstance(node, Reduction) else node.out.numel
-        heavy = isinstance(node, Pointwise) and node.op in EXPENSIVE
-        total += size * (_EXPENSIVE_WORK if heavy else 1)
-    return total
-
-
-def _levels(group: Group) -> dict[Value, int]:
-    levels: dict[Value, int] = {}
-    for node in group.nodes:
-        level = max((levels.get(op.value, 0) for op in node.operands if isinstance(op, Operand)), default=0)
-        levels[node.out] = level + (isinstance(node, Reduction) and node.inner == 1)
-    return levels
-
-
-class _Passes:
-    """Assigns reductions and stores to passes, and decides what is cached for later ones."""
-
-    def __init__(self, group: Group, stored: Collection[Value], levels: Mapping[Value, int]) -> None:
-        self.group = group
-        self.stored = stored
-        self.levels = levels
-
-    def plan(self) -> tuple[RowPass, ...]:
-        count = 1 + max(self.levels.values(), default=0)
-        reductions: list[list[Reduction]] = [[] for _ in range(count)]
-        stores: list[list[Value]] = [[] for _ in range(count)]
-        caches: list[list[Value]] = [[] for _ in range(count)]
-        for node in self.group.nodes:
-            if isinstance(node, Reduction):
-                reductions[self.levels.get(node.operand.value, 0)].append(node)
-            elif node.out in self.stored and node not in self.group.per_row:
-                stores[self.levels[node.out]].append(node.out)
-        cached: set[Value] = set()
-        for index in reversed(range(count)):
-            roots = RowPass(tuple(reductions[index]), tuple(stores[index]), tuple(caches[index])).roots
-            for value in self._wanted(roots, index):
-                if value not in cached and not self._cheap(value, cached):
-                    cached.add(value)
-                    caches[self.levels[value]].append(value)
-        return tuple(map(RowPass, map(tuple, reductions), map(tuple, stores), map(tuple, caches)))
-
-    def _wanted(self, roots: Iterable[Value], index: int) -> list[Value]:
-        """Elementwise values of earlier passes that pass ``index`` reads and that are not stored."""
-        wanted: dict[Value, None] = {}
-        visited: set[Value] = set()
-        stack = [root for root in roots if root in self.group.made]
-        while stack:
-            value = stack.pop()
-            if value in visited or self.group.is_per_row(value):
-                continue
-            visited.add(value)
-            if self.levels[value] < index:
-                if value not in self.stored:
-                    wanted[value] = None
-                continue
-            node = self.group.made[value]
-            stack += [op.value for op in node.operands if isinstance(op, Operand) and op.value in self.group.made]
-        return list(wanted)
-
-    def _cheap(self, value: Value, cached: Collection[Value]) -> bool:
-        """Whether recomputing takes few operations and few loads."""
-        cost, loads = 0, set()
-        stack, visited = [value], set()
-        while stack:
-            current = stack.pop()
-            if current in visited or self.group.is_per_row(current):
-                continue
-            visited.add(current)
-            in_memory = current not in self.group.made or (current in self.stored and current != value)
-            if in_memory or current in cached:
-                loads.add(current)
-                continue
-            node = self.group.made[current]
-            cost += _CHEAP + 1 if node.op in EXPENSIVE else node.op != "copy"
-            stack += [operand.value for operand in node.operands if isinstance(operand, Operand)]
-        return cost <= _CHEAP and len(loads) <= 2
+    def dtype(self, operand: Operand) -> str:
+        """The element type of an operand, as stored."""
+        match operand:
+            case Read():
+                return self.inputs[operand.tensor]
+            case Made():
+                return self.nodes[operand.node].dtype
+            case Literal():
+                return operand.dtype

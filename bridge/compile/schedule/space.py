@@ -27,12 +27,13 @@ _MAX_DIMS = 8
 class Space:
     """Loops of a kernel: ``rows`` extents outside (parallel), ``columns`` extents inside, vectors along the last.
 
-    ``remainder``: elements behind ``rows * columns`` (flat spaces only), walked as one more, shorter row.
+    ``flat``: nothing divides the elements into rows; ``remainder`` of them are behind ``rows * columns``.
     """
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     remainder: int = 0
+    flat: bool = False
 
     @property
     def row_count(self) -> int:
@@ -46,6 +47,9 @@ class Space:
         """Strides of a view per row loop and per column loop. ``scale``: elements of the space per element of the
         view (the row length, for views with one element per row)."""
         dims = merged(view)
+        if self.flat:
+            step = dims[0][1] if dims else 0
+            return (step * self.columns[0],), (step,)
         ends = []  # (elements of the space below this dimension, elements up to and with it, stride)
         below = scale
         for extent, stride in reversed(dims):
@@ -56,7 +60,7 @@ class Space:
         for extent in reversed(self.rows + self.columns):
             stride = 0
             for low, high, step in ends:
-                if (extent != 1 or self.remainder) and low <= position < high:
+                if extent != 1 and low <= position < high:
                     stride = step * (position // low)
             strides.append(stride)
             position *= extent
@@ -85,8 +89,8 @@ def make_space(
     if any(high % low for low, high in pairwise(ordered)) or len(ordered) > _MAX_DIMS:
         return None
     if columns is None:
-        if ordered[-2:] == [1, elements] and elements > _FLAT_BLOCK:
-            return Space((elements // _FLAT_BLOCK,), (_FLAT_BLOCK,), elements % _FLAT_BLOCK)
+        if ordered[-2:] == [1, elements]:
+            return Space((elements // _FLAT_BLOCK,), (_FLAT_BLOCK,), elements % _FLAT_BLOCK, flat=True)
         columns = next(cut for cut in ordered if cut >= min(_MIN_COLUMNS, elements))
         if columns == elements and elements > _FLAT_BLOCK and len(ordered) > 2:
             columns = ordered[-2]

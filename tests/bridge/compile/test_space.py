@@ -21,7 +21,7 @@ SIZES = [1, 2, 7, 12, 24, 64, 96, 360, 1024, 5000, 12288]
 
 def coordinates(space: Space) -> list[tuple[np.ndarray, np.ndarray]]:
     """Row and column coordinates, one column of each array per loop, of all elements in the order of the walk."""
-    rows = np.array(list(itertools.product(*map(range, space.rows))))
+    rows = np.array(list(itertools.product(*map(range, space.rows)))).reshape(-1, len(space.rows)).astype(int)
     columns = np.array(list(itertools.product(*map(range, space.columns))))
     walks = [(np.repeat(rows, len(columns), axis=0), np.tile(columns, (len(rows), 1)))]
     if space.remainder:

@@ -1,0 +1,54 @@
+"""Parameters of kernels that serve many launches: flat memory of unknown extent, integers read from a descriptor."""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.ir import PointerType, PrimType
+from tvm.tirx import Bind, Buffer, BufferLoad, DeclBuffer, Expr, Stmt, Var
+
+from autodiff.ir import itemsize
+from bridge.compile.codegen.tir import INDEX, const
+from bridge.compile.loop_ir.access import Number, Term
+
+__all__ = ["LaunchArguments", "flat_buffer"]
+
+_ELEMENTS = {"int32": 2**31 - 1, INDEX: 1 << 40}
+
+
+def flat_buffer(dtype: str, name: str, index_type: str, pointer: Var | None = None) -> Buffer:
+    """Memory of a tensor of any shape, aligned as its elements are."""
+    extent = tirx.const(_ELEMENTS[index_type], index_type)
+    return tirx.decl_buffer((extent,), dtype, name, data=pointer, data_alignment=itemsize(dtype))
+
+
+class LaunchArguments:
+    """The integers that a launch passes, as variables.
+
+    Attributes:
+        params: the kernel's parameter for the descriptor, if it takes any.
+        stmts: what binds the variables, for the beginning of the kernel.
+    """
+
+    def __init__(self, count: int, index_type: str) -> None:
+        self.index_type = index_type
+        self.params: list[Var] = []
+        self.stmts: list[Stmt] = []
+        self._variables = [Var(f"n{index}", index_type) for index in range(count)]
+        if not count:
+            return
+        pointer = Var("descriptor", PointerType(PrimType(INDEX)))
+        descriptor = flat_buffer(INDEX, "descriptor", INDEX, pointer)
+        self.params.append(pointer)
+        self.stmts.append(DeclBuffer(descriptor, data=pointer))
+        for index, variable in enumerate(self._variables):
+            number: Expr = BufferLoad(descriptor, [const(index)])
+            self.stmts.append(Bind(variable, number if index_type == INDEX else tirx.Cast(index_type, number)))
+
+    def __call__(self, number: Number) -> Expr:
+        """A number of a plan as an index."""
+        return tirx.const(number, self.index_type) if isinstance(number, int) else self._variables[number.index]
+
+    def coordinate(self, index: Expr, term: Term) -> Expr:
+        """A loop's coordinate from the number of the turn in all of them."""
+        at = index if term.below == 1 else tirx.truncdiv(index, self(term.below))
+        return at if term.extent is None else tirx.truncmod(at, self(term.extent))

@@ -1,0 +1,109 @@
+"""Column plan: a reduction over few rows, alone in its kernel → how its columns are walked, as plain data.
+
+The order of the additions is that of :mod:`bridge.compile.schedule.reduction` with one chunk: row after row. A plan
+holds the columns and the steps along them; the number of rows and the strides between them are launch arguments, as in
+:mod:`bridge.compile.schedule.row_plan`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from bridge.compile.codegen.emit import LANES
+from bridge.compile.loop_ir.access import Number, Term
+from bridge.compile.loop_ir.graph import Reduction
+from bridge.compile.loop_ir.views import View
+from bridge.compile.schedule.access import Arguments, column_strides, offset_of, terms_of, window
+from bridge.compile.schedule.planned import Planned
+from bridge.compile.schedule.space import make_space
+
+__all__ = ["ColumnPlan", "Section", "plan_columns"]
+
+_PARALLEL_WORK = 150_000
+_COPIES = 4  # vectors of columns that one pass over the rows takes along
+
+
+@dataclass(frozen=True)
+class Section:
+    """``count`` blocks of ``copies`` vectors of so many lanes, from column ``begin`` on; a task each."""
+
+    lanes: int
+    copies: int
+    begin: int
+    count: int
+
+
+@dataclass(frozen=True)
+class ColumnPlan:
+    """How one column reduction is walked.
+
+    Attributes:
+        op: sum, prod, max, min.
+        source, target: element types.
+        offset, by_batch, by_row, steps: index of the source's element: offset, terms of the batch, terms of the row
+            within it, stride for each loop inside a row.
+        batches, rows: extents.
+        columns: loop extents inside a row.
+        sections: what the columns are cut into.
+        parallel: whether blocks are worth starting threads for.
+        index_type: the integer type that reaches every element.
+        arguments: how many integers a launch passes.
+    """
+
+    op: str
+    source: str
+    target: str
+    offset: Number
+    by_batch: tuple[Term, ...]
+    by_row: tuple[Term, ...]
+    steps: tuple[Number, ...]
+    batches: Number
+    rows: Number
+    columns: tuple[int, ...]
+    sections: tuple[Section, ...]
+    parallel: bool
+    index_type: str
+    arguments: int
+
+
+def plan_columns(node: Reduction) -> Planned[ColumnPlan]:
+    """``out[b, k] = op over r of operand[b, r, k]``, the rows in order."""
+    outer, reduced, inner = node.outer, node.reduced, node.inner
+    view = node.operand.view
+    cut = View((outer, reduced, inner), (0, 1, 0))
+    space = make_space(view.numel, inner, [(view, 1), (cut, 1)], reduces=False)
+    if space is None:
+        raise AssertionError("a column reduction without common loop extents was formed")
+    arguments = Arguments()
+    strides, steps = space.strides(view)
+    key = window(node.operand, strides, steps)
+    first = next(axis for axis in range(len(space.rows) + 1) if math.prod(space.rows[axis:]) == reduced)
+    by_batch, by_row = (
+        terms_of(space.rows[loops], strides[loops], (1, inner), (name, key), arguments)
+        for name, loops in (("batches", slice(first)), ("rows", slice(first, None)))
+    )
+    wide = LANES * _COPIES
+    sections = (
+        Section(LANES, _COPIES, 0, inner // wide),
+        Section(LANES, 1, inner - inner % wide, inner % wide // LANES),
+        Section(1, 1, inner - inner % LANES, inner % LANES),
+    )
+    value = node.operand.value
+    plan = ColumnPlan(
+        node.op,
+        value.dtype,
+        node.out.dtype,
+        offset_of(node.operand, key, arguments),
+        by_batch,
+        by_row,
+        column_strides(space, steps, key, arguments),
+        arguments.add(outer, "batches") if outer > 1 else 1,
+        arguments.add(reduced, "rows"),
+        space.columns,
+        tuple(section for section in sections if section.count),
+        view.numel >= _PARALLEL_WORK and inner * outer > 1,
+        "int64" if max(value.numel, node.out.numel) >= 2**31 else "int32",
+        len(arguments.numbers),
+    )
+    return Planned(plan, (value,), (node.out,), (), tuple(arguments.numbers), (node.op,))

@@ -1,0 +1,163 @@
+"""Planning of row kernels: a fused group → its row plan, and the tensors and integers of this launch of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable
+
+from bridge.compile.codegen.emit import LANES
+from bridge.compile.codegen.pointwise import EXPENSIVE, compute_type
+from bridge.compile.loop_ir.access import Argument, Number
+from bridge.compile.loop_ir.graph import Concat, Node, Operand, Pointwise, Reduction, Scalar, Value
+from bridge.compile.schedule.access import Arguments, access
+from bridge.compile.schedule.fuse import Group, space_of
+from bridge.compile.schedule.planned import Planned
+from bridge.compile.schedule.reduction import chunk_rows, column_chunks
+from bridge.compile.schedule.row_passes import levels_of, plan_passes
+from bridge.compile.schedule.row_plan import Compute, Literal, Made, Read, RowPass, RowPlan, Walk
+from bridge.compile.schedule.row_plan import Operand as PlannedOperand
+from bridge.compile.schedule.space import Space
+
+__all__ = ["plan_rows"]
+
+_PARALLEL_WORK = 250_000  # scalar operations: ten microseconds in vectors, where a launch costs two or three
+_PARALLEL_FINISH = 32_768  # elements of partial sums; worth a launch of threads
+_EXPENSIVE_WORK = 12  # scalar operations a transcendental function counts for
+_MAX_CHUNKS = 64
+
+
+def plan_rows(group: Group, stored: Collection[Value]) -> Planned[RowPlan]:
+    """The plan of a group whose members ``stored`` are wanted in memory."""
+    space = space_of(group)
+    if space is None:
+        raise AssertionError("a group without common loop extents was formed")
+    return _Planner(group, stored, space).plan()
+
+
+class _Planner:
+    def __init__(self, group: Group, stored: Collection[Value], space: Space) -> None:
+        self.group = group
+        self.space = space
+        self.arguments = Arguments()
+        self.inputs = {value: index for index, value in enumerate(dict.fromkeys(op.value for _, op in group.reads()))}
+        self.index = {node.out: index for index, node in enumerate(group.nodes)}
+        self.outputs = tuple(out for out in self.index if out in stored)
+        self.scratch: tuple[Value, ...] = ()
+
+    def plan(self) -> Planned[RowPlan]:
+        group = self.group
+        levels = levels_of(group.nodes)
+        passes = tuple(
+            RowPass(self._at(node.out for node in done.reductions), self._at(done.stores), self._at(done.cached))
+            for done in plan_passes(group, self.outputs, levels)
+        )
+        self.fixed = (
+            self.space.flat
+            or len(self.space.columns) == 1
+            or any(isinstance(node, Reduction | Concat) for node in group.nodes)
+            or any(done.cached for done in passes)
+        )
+        walk = self._flat_walk() if self.space.flat else self._walk()
+        largest = max((value.numel for value in (*self.inputs, *self.outputs)), default=1)
+        nodes = tuple(map(self._compute, group.nodes))
+        plan = RowPlan(
+            tuple(value.dtype for value in self.inputs),
+            nodes,
+            self._at(self.outputs),
+            tuple(levels[node.out] for node in group.nodes),
+            passes,
+            *self._columns(),
+            walk,
+            "int64" if largest >= 2**31 else "int32",
+            len(self.arguments.numbers),
+        )
+        ops = tuple(node.op for node in group.nodes)
+        return Planned(plan, tuple(self.inputs), self.outputs, self.scratch, tuple(self.arguments.numbers), ops)
+
+    def _at(self, values: Iterable[Value]) -> tuple[int, ...]:
+        return tuple(map(self.index.__getitem__, values))
+
+    def _add(self, number: int, name: Hashable) -> Argument:
+        return self.arguments.add(number, name)
+
+    def _columns(self) -> tuple[tuple[Number, ...], Number]:
+        """The extents inside a row, and its length."""
+        *outer, last = self.space.columns
+        if self.fixed:
+            return self.space.columns, self.space.column_count
+        extents = [self._add(extent, ("column extent", axis)) for axis, extent in enumerate(outer)]
+        return (*extents, last), self._add(self.space.column_count, "columns")
+
+    def _walk(self) -> Walk:
+        """That of rows of one length. The tasks of column reductions follow from their order, others from the work."""
+        reduced = [node for node in self.group.nodes if isinstance(node, Reduction) and node.inner != 1]
+        batch = self.group.batch if reduced else 1
+        rows, columns = self.space.row_count // batch, self.space.column_count
+        chunks = column_chunks(rows, columns) if reduced else max(1, min(_MAX_CHUNKS, rows))
+        parallel = _work(self.group) >= _PARALLEL_WORK and chunks * batch > 1
+        if not parallel and not reduced:
+            return Walk(self._add(rows, "rows"))
+        size = chunk_rows(rows, chunks)
+        chunks = -(-rows // size)
+        self.scratch = tuple(
+            Value("partial", (batch * chunks * columns,), compute_type(node.out.dtype)) for node in reduced
+        )
+        finished = sum(node.out in self.outputs for node in reduced) * batch * chunks * columns
+        return Walk(
+            self._add(rows, "rows"),
+            self._add(size, "task rows"),
+            self._add(chunks, "chunks"),
+            self._add(chunks * batch, "tasks"),
+            batched=batch > 1,
+            batches=self._add(batch, "batches") if batch > 1 else 1,
+            parallel=parallel,
+            parallel_finish=parallel and finished >= _PARALLEL_FINISH,
+        )
+
+    def _flat_walk(self) -> Walk:
+        """That of elements in no rows: vectors in rows of a length of ours, then what is left."""
+        elements = self.group.elements
+        vectors, tail = divmod(elements, LANES)
+        rows = -(-vectors * LANES // self.space.column_count)
+        where = (self._add(elements - tail, "tail"), self._add(tail, "tail's elements")) if tail else None
+        count = self._add(vectors, "vectors")
+        chunks = max(1, min(_MAX_CHUNKS, rows))
+        if _work(self.group) < _PARALLEL_WORK or chunks == 1:
+            return Walk(self._add(rows, "rows"), vectors=count, tail=where)
+        size = chunk_rows(rows, chunks)
+        chunks = self._add(-(-rows // size), "chunks")
+        return Walk(
+            self._add(rows, "rows"),
+            self._add(size, "task rows"),
+            chunks,
+            chunks,
+            parallel=True,
+            vectors=count,
+            tail=where,
+        )
+
+    def _compute(self, node: Node) -> Compute:
+        per_row = node in self.group.per_row
+        scale = self.space.column_count if per_row else 1
+        operands = tuple(self._operand(operand, scale) for operand in node.operands)
+        if isinstance(node, Reduction):
+            reduces = "row" if node.inner == 1 else "column"
+            return Compute(node.op, operands, node.out.dtype, reduces == "row", reduces)
+        inner = node.inner if isinstance(node, Concat) else 0
+        return Compute(node.op, operands, node.out.dtype, per_row, inner=inner)
+
+    def _operand(self, operand: Operand | Scalar, scale: int) -> PlannedOperand:
+        if isinstance(operand, Scalar):
+            return Literal(repr(operand.number), operand.dtype, operand.number)
+        if operand.value in self.index:
+            return Made(self.index[operand.value])
+        return Read(self.inputs[operand.value], access(self.space, operand, scale, self.arguments, fixed=self.fixed))
+
+
+def _work(group: Group) -> int:
+    """Scalar operations of a group, roughly."""
+    total = 0
+    for node in group.nodes:
+        size = node.operand.view.numel if isinstance(node, Reduction) else node.out.numel
+        heavy = isinstance(node, Pointwise) and node.op in EXPENSIVE
+        total += size * (_EXPENSIVE_WORK if heavy else 1)
+    return total
