@@ -162,6 +162,21 @@ def test_a_graph_outlives_its_module():
         torch.testing.assert_close(weight.grad, other.grad, **CLOSE)
 
 
+def test_eight_lengths_keep_the_arena_of_the_largest():
+    clear_cache()
+    gc.collect()
+    held = ARENAS.held_bytes
+    module = add_tvm_dispatch(MLP(6, 11), on_miss="compile")
+    for count in (4, 9, 40, 5, 64, 17, 33, 8):
+        module(rows(count)).sum().backward()
+    entries = stats(module).entries
+    sizes = [program.arena_bytes for entry in entries for program in (entry.forward, entry.backward)]
+    assert len(entries) == 8 and ARENAS.held_bytes - held == max(sizes) < sum(sizes) / 4
+    del module, entries
+    gc.collect()
+    assert ARENAS.held_bytes == held
+
+
 class Interrupted(KeyboardInterrupt):
     pass
 
