@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tvm import relax
 
 from autodiff.ir import (
+    VARS,
     Constant,
     Expr,
     Function,
@@ -137,7 +138,7 @@ class Body:
 
     def binding(self, value: Expr) -> Binding | None:
         """The binding (or parameter) of a variable; ``None`` for anything else."""
-        return self._index.get(value) if isinstance(value, Var) else None
+        return self._index.get(value) if type(value) in VARS else None
 
     def define(self, var: Var, value: Expr) -> Binding:
         """A new binding, which the caller puts in its place; the value is typed or can be."""

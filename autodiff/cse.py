@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from tvm_ffi import StructuralKey
 
 from autodiff.body import Binding, Body, on_functions
-from autodiff.ir import Call, Expr, Tuple, TupleGetItem, Var, dtype, is_float, itemsize, op_name
+from autodiff.ir import VARS, Call, Expr, Tuple, TupleGetItem, dtype, is_float, itemsize, op_name
 
 __all__ = ["common_subexpression_elimination"]
 
@@ -56,7 +56,7 @@ def _key(value: Expr, body: Body) -> Hashable:
         attrs = None if value.attrs is None else StructuralKey(value.attrs)
         op = op_name(value) or StructuralKey(value.op)
         return (op, attrs, StructuralKey(value.ty), *[_key(arg, body) for arg in value.args[:]])
-    if isinstance(value, Var):
+    if kind in VARS:
         return body.binding(value)
     if kind is Tuple:
         return ("tuple", *[_key(field, body) for field in value.fields[:]])

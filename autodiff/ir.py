@@ -34,6 +34,7 @@ from tvm.relax import (
 from tvm.tirx import FloatImm, IntImm
 
 __all__ = [
+    "VARS",
     "Call",
     "Constant",
     "DataflowBlock",
@@ -70,6 +71,7 @@ __all__ = [
 ]
 
 LIBRARY_PREFIX = "library."
+VARS = frozenset({Var, DataflowVar})  # the type of every variable: quicker to look up than to ask isinstance
 _BITS = {"bool": 8}
 _LEAVES = frozenset({Constant, ExternFunc, StringImm, IntImm, FloatImm})  # read no variables
 
@@ -77,9 +79,10 @@ _LEAVES = frozenset({Constant, ExternFunc, StringImm, IntImm, FloatImm})  # read
 def shape(value: Expr) -> tuple[int, ...]:
     """The static shape of a tensor expression. ``ValueError`` if it is not a tensor of static shape."""
     ty = value.ty
-    if not isinstance(ty, TensorType) or ty.shape is None:
+    extents = ty.shape if isinstance(ty, TensorType) else None
+    if not isinstance(extents, ShapeExpr):
         raise ValueError(f"wanted a tensor of static shape, got {value} of type {ty}")
-    return tuple(int(extent) for extent in ty.shape)
+    return tuple([int(extent) for extent in extents.values[:]])
 
 
 def dtype(value: Expr) -> str:
@@ -155,7 +158,7 @@ def used_vars(value: Expr) -> list[Var]:
     while stack:
         expr = stack.pop()
         kind = type(expr)
-        if kind is Var or kind is DataflowVar:
+        if kind in VARS:
             seen.setdefault(expr)
         elif kind is Call:
             stack.extend(expr.args[::-1])
@@ -213,7 +216,7 @@ def with_outputs(
 def substitute(value: Expr, mapping: Mapping[Var, Expr]) -> Expr:
     """``value`` with variables replaced; the types of the replaced variables must not change."""
     kind = type(value)
-    if kind is Var or kind is DataflowVar:
+    if kind in VARS:
         return mapping.get(value, value)
     if kind is Call:
         args = value.args[:]

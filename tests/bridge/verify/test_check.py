@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from tvm import relax
 
 import autodiff
+from autodiff.body import on_functions
 from autodiff.gradients import registry
-from autodiff.ir import bindings, build_function, dtype, op_name, results
+from autodiff.ir import dtype
 from bridge import lower
 from bridge.aten.registry import CONVERSIONS
 from bridge.compile import clear_cache
@@ -119,16 +120,13 @@ def test_a_wrong_conversion_is_found(monkeypatch):
 def test_a_wrong_pass_is_found(monkeypatch):
     right = autodiff.clean
 
-    def planted(function, **options):
+    @on_functions
+    def planted(body, **options):
         """Takes every negative number for a positive one, in the joint function only."""
-        function = right(function, **options)
-        if not any(param.name.startswith("grad_out_") for param in function.params):
-            return function
-        body = [
-            (var, relax.op.abs(value.args[0]) if op_name(value) == "relax.erf" else value)
-            for var, value in bindings(function)
-        ]
-        return build_function(function.params, body, results(function))
+        right(body, **options)
+        for binding in body.bindings:
+            if binding.op == "relax.erf" and any(param.name.startswith("grad_out_") for param in body.params):
+                body.assign(binding, relax.op.abs(binding.value.args[0]))
 
     monkeypatch.setattr(autodiff, "clean", planted)
     found = net(torch.float64).check()
