@@ -27,6 +27,7 @@ class Builder:
         env: Relax variables to operands (lists for tuples).
         variable: the one being bound; ``hint``, its name, is that of values made for it.
         readers: of each variable, the expressions that read it; the function itself if it is a result.
+        reordered: of values stored in another order for their readers, how they would be read if they were not.
     """
 
     def __init__(self, products: ProductPolicy) -> None:
@@ -38,6 +39,7 @@ class Builder:
         self._copies: dict[Hashable, Operand] = {}
         self.variable: Var | None = None
         self.readers: dict[Var, list[Expr]] = {}
+        self.reordered: dict[Value, views.View] = {}
         self.hint = "t"
 
     def get(self, expr: Expr) -> Operand | Scalar | list:

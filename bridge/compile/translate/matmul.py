@@ -40,29 +40,35 @@ def _matmul(builder: Builder, call: Call) -> Operand:
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     readers = builder.readers.get(builder.variable, ())
     order = order_of_readers(readers, len(extents)) if len(batch) + 2 == len(extents) else None
-    # Where every row of every batch meets the same matrix: one product, if the rows lie so that they are one dimension.
-    # What is asked of the policy does not depend on the order, for that depends on the readers.
-    rows = views.reshape(a.view, (math.prod(a.shape[:-1]), a.shape[-1])) if math.prod(b.shape[:-2]) == 1 else None
-    product = _product_shape(result, a.view, b.view, batch, rows)
+    # What is asked of the policy depends neither on this order nor on that of the operands: readers decide those.
+    product = _product_shape(result, _usual_view(builder, a), _usual_view(builder, b), batch)
     way = builder.products.choose(product) if product.multiplications else "mm"
+    rows = _rows(a.view, b.view)
     if rows is not None and (order is None or not is_generated(way)):
         a, b, batch, order = Operand(a.value, rows), builder.reshape(b, b.shape[-2:]), (), None
     made = _generated(builder, way, a, b, batch, order) if is_generated(way) else None
     return builder.reshape(made or _library(builder, way, a, b, batch), extents)
 
 
-def _product_shape(
-    element_type: str, a: views.View, b: views.View, batch: Sequence[int], rows: views.View | None
-) -> ProductShape:
-    """What decides how a product is computed.
+def _rows(a: views.View, b: views.View) -> views.View | None:
+    """All rows of ``a`` as one dimension, where every one meets the same ``b`` and that needs no copy."""
+    return views.reshape(a, (math.prod(a.shape[:-1]), a.shape[-1])) if math.prod(b.shape[:-2]) == 1 else None
 
-    Args:
-        batch: extents that both operands' batches broadcast to.
-        rows: all rows of ``a`` as one dimension, where every one meets the same ``b`` and that needs no copy.
-    """
+
+def _usual_view(builder: Builder, operand: Operand) -> views.View:
+    """The operand's view if its value were stored in its own order, whoever reads it."""
+    if operand.value not in builder.reordered:
+        return operand.view
+    # Where no strides express it, it would have been copied.
+    return views.compose(operand.view, builder.reordered[operand.value]) or views.dense(operand.shape)
+
+
+def _product_shape(element_type: str, a: views.View, b: views.View, batch: Sequence[int]) -> ProductShape:
+    """What decides how a product is computed; ``batch``: extents that both operands' batches broadcast to."""
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     count = math.prod(batch)
     if math.prod(b.shape[:-2]) == 1:
+        rows = _rows(a, b)
         a_layout = _layout(a if rows is None else rows, rows is None)
         return ProductShape(element_type, 1, count * m, n, k, a_layout, _layout(b, False))
     layouts = []
@@ -119,5 +125,7 @@ def _generated(
     product = ProductShape(a.dtype, outer * inner, m, n, k)
     descriptor = geometry.descriptor(builder.products.block(way, product))
     offsets = (geometry.a_offset, geometry.b_offset)
+    if order != sorted(order):
+        builder.reordered[out] = views.permute(views.dense(extents), order)
     builder.add(Product((a, b), out, descriptor, offsets, builder.products.function(a.dtype)))
     return Operand(out, result)

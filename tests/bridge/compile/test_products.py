@@ -6,6 +6,7 @@ import copy
 import itertools
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -176,6 +177,31 @@ def test_equal_products_of_one_process_have_equal_bits(monkeypatch):
     ours = [compile_function(function(shapes, body), name="test")([x, w]) for body in (forward, backward)]
     assert torch.equal(ours[1][2], ours[0][0].T)
     assert len(measure.asked) == 2
+
+
+def test_the_way_does_not_depend_on_who_reads_the_operands(monkeypatch):
+    """A product that is only read permuted is stored so; one that is a result as well is not."""
+    measure = Stopwatch(GENERATED, "mm", GENERATED)
+    policy = products(measure)
+    monkeypatch.setattr("bridge.compile.cpu.backend.CpuBackend.products", lambda *_: policy)
+    torch.manual_seed(3)
+    inputs = [torch.randn(*shape) for shape in ((4, 300, 48), (48, 24), (300, 64))]
+
+    def body(emit, x, w, u, *, is_result):
+        heads = emit(R.matmul(x, w))
+        turned = emit(R.permute_dims(heads, [0, 2, 1]))
+        joined = emit(R.matmul(emit(R.reshape(turned, (96, 300))), u))
+        mixed = emit(R.matmul(turned, u))
+        return [joined, mixed, *([heads] if is_result else [])]
+
+    forms = [(tuple(x.shape), "float32") for x in inputs]
+    ours = [
+        compile_function(function(forms, partial(body, is_result=is_result)), name="test")(inputs)
+        for is_result in (False, True)
+    ]
+    assert torch.equal(ours[0][0], ours[1][0])
+    assert torch.equal(ours[0][1], ours[1][1])
+    assert len(measure.asked) == 3, measure.asked
 
 
 def test_deterministic_algorithms_take_torchs_products():
