@@ -1,7 +1,7 @@
 """Product policy of the CPU: the class of a product's shape → the way that was measured to be fastest on this machine.
 
 A class stands for all products whose extents round to the same steps, a quarter of an octave wide; large products are
-represented by smaller ones of the same proportions. Each class is measured once per process, some milliseconds, under a
+represented by smaller ones, the longest extent halved. Each class is measured once per process, some milliseconds, under a
 lock, and its choice stays: equal products are computed alike, in the bit, by every program of the process. Between
 processes the choice may differ where two ways are about as fast, and with it the rounding of sums. Where torch's
 deterministic algorithms are asked for, nothing is measured: products are torch's, as in eager.
@@ -50,7 +50,7 @@ _WORTH = 0.95
 
 _NEAR_THE_LIMIT = 0.6
 """Part of the processor's attainable rate from which on torch's own product is not bettered by code of ours, which
-costs a compilation of half a second."""
+costs a compilation."""
 
 _RELATIVE_RATE = {"float32": 1.0, "float64": 0.5}
 """Attainable rate of the element types that are generated, of float32's."""
