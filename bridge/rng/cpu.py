@@ -165,7 +165,7 @@ def compiled() -> Kernels | None:
 
     Compiled when first asked for, and compared with PyTorch, lock, bits and states, on generators of their own.
     """
-    serial, hold, _ = functions()
+    serial, hold = functions()
     layout = layout_for(hold)
     return None if layout is None else _checked(serial, layout)
 

@@ -131,12 +131,12 @@ def is_the_lock(hold: Callable[[int, int], int], layout: Layout) -> bool:
         stage.value = 2
 
     other = threading.Thread(target=draw, daemon=True)
-    other.start()
     lock, _ = layout.addresses(ours)
     try:
+        other.start()
         waited = hold(lock, ctypes.addressof(stage))
     finally:
         stage.value = stage.value or 2  # whatever happened, the other thread ends
     other.join()
-    right = torch.equal(drawn[0], torch.rand(3, generator=twin)) and torch.equal(ours.get_state(), twin.get_state())
-    return bool(waited) and right
+    wanted = [torch.rand(3, generator=twin), twin.get_state()]
+    return bool(waited and drawn) and all(map(torch.equal, [*drawn, ours.get_state()], wanted))

@@ -9,25 +9,24 @@ import torch
 
 from bridge.base.locks import free_in_children
 from bridge.base.log import channel
-from bridge.compile import Built, bernoulli_function, hold_function, host_backend, swap_function
+from bridge.compile import Built, bernoulli_function, hold_function, host_backend
 from bridge.rng.engine import Layout, find_layout, is_the_lock
 
-__all__ = ["LOCK", "Functions", "functions", "layout_for"]
+__all__ = ["LOCK", "functions", "layout_for"]
 
 log = channel("mt19937")
 
 LOCK = free_in_children(threading.RLock())
 """Held around every call of a function that locks a generator, so that none is locked when the process forks."""
 
-Functions = tuple[Built, Built, Built]
-"""``bernoulli``, ``hold``, ``swap``; see :mod:`bridge.compile`."""
 
-
-def functions() -> Functions:
-    """The functions, in one call of the compiler."""
-    wanted = {"bernoulli": bernoulli_function(False), "hold": hold_function(), "swap": swap_function()}
-    bernoulli, hold, swap = host_backend().build([(f"bridge_{name}", func) for name, func in wanted.items()])
-    return bernoulli, hold, swap
+@functools.cache
+def functions() -> tuple[Built, Built]:
+    """``bernoulli_function`` on one thread and ``hold_function``, in one call of the compiler."""
+    wanted = [("bridge_bernoulli", bernoulli_function(False)), ("bridge_hold", hold_function())]
+    bernoulli, hold = host_backend().build(wanted)
+    hold.function.release_gil = True  # whatever the default: the other thread needs it
+    return bernoulli, hold
 
 
 @functools.lru_cache(maxsize=1)

@@ -7,7 +7,7 @@ import itertools
 
 import torch
 
-from bridge.compile import Built
+from bridge.compile import Built, host_backend, swap_function
 from bridge.rng.engine import Layout
 from bridge.rng.functions import LOCK, functions, layout_for
 
@@ -20,10 +20,8 @@ def swap_state(before: torch.Tensor, after: torch.Tensor) -> bool:
     Both as ``get_state`` gives them. In one go under the generator's lock; where that was not found, another thread
     can draw in between.
     """
-    _, hold, swap = functions()
-    layout = layout_for(hold)
-    generator = torch.default_generator
-    if layout is not None and _works(swap, layout):
+    layout, generator = layout_for(functions()[1]), torch.default_generator
+    if layout is not None and (swap := _checked(layout)) is not None:
         return _swap(swap, layout, generator, before, after)
     if not torch.equal(generator.get_state(), before):
         return False
@@ -41,6 +39,12 @@ def _swap(swap: Built, layout: Layout, generator: torch.Generator, before: torch
 
 
 @functools.lru_cache(maxsize=1)
+def _checked(layout: Layout) -> Built | None:
+    """The compiled function, if it works."""
+    (swap,) = host_backend().build([("bridge_swap", swap_function())])
+    return swap if _works(swap, layout) else None
+
+
 def _works(swap: Built, layout: Layout) -> bool:
     """Tried on generators of its own: states that differ a little are told apart, and replaced by each other."""
     states = []

@@ -181,6 +181,7 @@ def unchecked():
 
     def forget() -> None:
         draw_code.bernoulli_function.cache_clear()
+        functions.functions.cache_clear()
         functions.layout_for.cache_clear()
         mt19937._checked.cache_clear()
         mt19937._same_bits.cache_clear()
