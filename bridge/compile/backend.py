@@ -16,6 +16,8 @@ import tvm_ffi
 from tvm.tirx import PrimFunc
 
 from bridge.compile.schedule.column_plan import ColumnPlan
+from bridge.compile.schedule.limits import Limits
+from bridge.compile.schedule.order import ReductionOrder
 from bridge.compile.schedule.products import ProductPolicy
 from bridge.compile.schedule.row_plan import RowPlan
 
@@ -31,7 +33,13 @@ class Built:
 
 @dataclass(frozen=True)
 class Backend(ABC):
-    """One target. Frozen: what is compiled for equal backends is the same."""
+    """One target; the :class:`~bridge.compile.schedule.limits.Rules` of passes and schedule.
+
+    Frozen: what is compiled for backends of equal keys is the same.
+    """
+
+    order: ReductionOrder
+    limits: Limits
 
     @property
     @abstractmethod

@@ -23,6 +23,7 @@ from tvm_ffi import structural_equal, structural_hash
 from autodiff.ir import Function, bindings
 from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
+from bridge.compile.backend import Backend
 from bridge.compile.loop_ir.graph import Graph
 from bridge.compile.options import CompileOptions
 from bridge.compile.passes.accumulate import accumulate
@@ -42,7 +43,7 @@ from bridge.compile.translate import translate
 
 __all__ = ["clear_cache", "compile_function", "optimize"]
 
-PASSES: tuple[Callable[[Graph], Graph], ...] = (
+PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
     recompute_permutations,
     recompute_slices,
     make_walkable,
@@ -75,7 +76,9 @@ def compile_function(func: Function, *, name: str, options: CompileOptions | Non
             return program
     raise_deferred()
     started = time.perf_counter()
-    graph = optimize(translate(func, options.backend.products(options.threads, options.deterministic)))
+    backend = options.backend
+    graph = translate(func, backend, backend.products(options.threads, options.deterministic))
+    graph = optimize(graph, backend)
     if options.sums_in_place:
         graph = accumulate(graph)
     timings = {"translate": time.perf_counter() - started}
@@ -87,10 +90,10 @@ def compile_function(func: Function, *, name: str, options: CompileOptions | Non
     return program
 
 
-def optimize(graph: Graph) -> Graph:
+def optimize(graph: Graph, backend: Backend) -> Graph:
     """The graph after :data:`PASSES`."""
     for each in PASSES:
-        graph = each(graph)
+        graph = each(graph, backend)
     return graph
 
 

@@ -28,4 +28,4 @@ def backend_for(target: Target | str | dict[str, Any] | Backend | None) -> Backe
     backend = _BACKENDS.get(target.kind.name)
     if backend is None:
         raise ValueError(f"target: wanted one of kind {', '.join(map(repr, _BACKENDS))}, got {str(target)!r}")
-    return backend(target)
+    return backend(target=target)

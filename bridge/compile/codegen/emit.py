@@ -13,12 +13,7 @@ from tvm import tirx
 from tvm.ir.expr import TensorLoad
 from tvm.tirx import AllocBuffer, Bind, Broadcast, Buffer, BufferLoad, BufferStore, Expr, Ramp, Stmt, Var
 
-__all__ = ["LANES", "Emitter", "element_type", "stack_buffer"]
-
-LANES = 16
-"""Vector width of every generated loop, whatever the element type or the processor: 16 float32 fill one AVX-512
-register, and the compiler splits wider vectors into several registers. It is fixed because the order of a
-reduction follows from it: results must not depend on the machine's vector width."""
+__all__ = ["Emitter", "element_type", "stack_buffer"]
 
 
 def element_type(expr: Expr) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import tvm
@@ -15,6 +15,7 @@ from bridge.compile.backend import Backend, Built
 from bridge.compile.cpu.build import build_library, kernel_source
 from bridge.compile.cpu.columns import generate_columns
 from bridge.compile.cpu.gemm import gemm_function
+from bridge.compile.cpu.limits import LIMITS, ORDER
 from bridge.compile.cpu.loops import generate
 from bridge.compile.cpu.product_ways import Multiply
 from bridge.compile.cpu.products import CpuProducts
@@ -22,6 +23,8 @@ from bridge.compile.runtime.build import build_kernels
 from bridge.compile.runtime.executor import Executor
 from bridge.compile.runtime.program import Program
 from bridge.compile.schedule.column_plan import ColumnPlan
+from bridge.compile.schedule.limits import Limits
+from bridge.compile.schedule.order import ReductionOrder
 from bridge.compile.schedule.row_plan import RowPlan
 
 __all__ = ["CpuBackend", "host_backend"]
@@ -43,7 +46,7 @@ def host_cpu() -> str:
 def host_backend() -> CpuBackend:
     """The backend of this machine's processor."""
     options = [f"-unroll-threshold-aggressive:uint={_UNROLLED_INSTRUCTIONS}"]
-    return CpuBackend(Target({"kind": "llvm", "mcpu": host_cpu(), "cl-opt": options}))
+    return CpuBackend(target=Target({"kind": "llvm", "mcpu": host_cpu(), "cl-opt": options}))
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,13 @@ class CpuBackend(Backend):
         target: of kind ``llvm``; no fast-math flag: values must not depend on what a kernel is fused with.
     """
 
-    target: Target
+    order: ReductionOrder = ORDER
+    limits: Limits = LIMITS
+    target: Target = field(kw_only=True)
 
     @property
     def key(self) -> str:
-        return f"cpu {self.target}"
+        return f"cpu {self.target} {self.order} {self.limits}"
 
     @property
     def device(self) -> torch.device:

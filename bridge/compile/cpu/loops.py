@@ -12,12 +12,12 @@ from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, PrimFunc, Stmt, Var
 
 from bridge.compile.codegen.arguments import LaunchArguments, flat_buffer
-from bridge.compile.codegen.emit import LANES, Emitter, stack_buffer
+from bridge.compile.codegen.emit import Emitter, stack_buffer
 from bridge.compile.codegen.pointwise import compute_type
 from bridge.compile.codegen.tir import loop_function, sequence
 from bridge.compile.cpu.row import emit_row
 from bridge.compile.cpu.row_scope import KernelBuffers, RowScope
-from bridge.compile.schedule.reduction import combine, identity, unroll
+from bridge.compile.schedule.reduction import combine, identity
 from bridge.compile.schedule.row_plan import RowPlan
 
 __all__ = ["generate"]
@@ -95,9 +95,7 @@ class _RowKernel:
         kind = ForKind.PARALLEL if walk.parallel_finish else ForKind.SERIAL
         inner, outer = (ForKind.SERIAL, kind) if walk.batched else (kind, ForKind.SERIAL)
         # Several vectors at once, because each addition of one waits for the last.
-        vectors = self._vectors(
-            lambda e, at: self._finish_vectors(nodes, batch, e, at), unroll(self.plan.length), inner
-        )
+        vectors = self._vectors(lambda e, at: self._finish_vectors(nodes, batch, e, at), self.plan.accumulators, inner)
         return For(batch, number(0), number(walk.batches), outer, sequence(vectors))
 
     def _finish_vectors(self, nodes: Sequence[int], batch: Expr, e: Emitter, offsets: Sequence[Expr]) -> None:
@@ -127,8 +125,11 @@ class _RowKernel:
     ) -> list[Stmt]:
         """``body(emitter, offsets)`` on so many vectors of a row's columns at once, then on the scalar tail."""
         count, number, stmts = self.plan.length, self.number, []
-        vectors, tail = divmod(count, LANES)
-        for lanes, at_once, begin, trips in ((LANES, copies, 0, vectors // copies), (1, 1, count - tail, tail)):
+        vectors, tail = divmod(count, self.plan.lanes)
+        for lanes, at_once, begin, trips in (
+            (self.plan.lanes, copies, 0, vectors // copies),
+            (1, 1, count - tail, tail),
+        ):
             if not trips:
                 continue
             e = Emitter(lanes)

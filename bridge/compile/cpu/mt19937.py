@@ -15,8 +15,9 @@ import functools
 from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, Ramp, Stmt, Var
 
-from bridge.compile.codegen.emit import LANES, Emitter, stack_buffer
+from bridge.compile.codegen.emit import Emitter, stack_buffer
 from bridge.compile.codegen.tir import const, loop
+from bridge.compile.cpu.limits import LANES
 
 __all__ = ["BLOCK", "FIRST", "PER_BLOCK", "elements", "emit_loop", "load", "next_words", "twist", "working_buffer"]
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.tirx import Bind, Buffer, BufferLoad, BufferStore, Expr, Stmt, Var
 
-from bridge.compile.codegen.emit import LANES, Emitter, stack_buffer
+from bridge.compile.codegen.emit import Emitter, stack_buffer
 from bridge.compile.codegen.tir import INDEX, const
+from bridge.compile.cpu.limits import LANES
 from bridge.compile.cpu.mt19937 import BLOCK, FIRST, emit_loop, load, next_words
 
 __all__ = ["DEGREE", "jump"]

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, Stmt, Var
 
-from bridge.compile.codegen.emit import LANES, Emitter
+from bridge.compile.codegen.emit import Emitter
 from bridge.compile.codegen.pointwise import compute_type
 from bridge.compile.codegen.rounding import rounded
 from bridge.compile.codegen.tir import sequence
 from bridge.compile.cpu.row_scope import RowScope
 from bridge.compile.cpu.row_step import Accumulators, Step
-from bridge.compile.schedule.reduction import combine, fold_lanes, identity, unroll
+from bridge.compile.schedule.reduction import combine, fold_lanes, identity
 from bridge.compile.schedule.row_plan import RowPass
 
 __all__ = ["emit_row"]
@@ -50,7 +50,7 @@ def _taken(e: Emitter) -> list[Stmt]:
 
 def _pass(scope: RowScope, index: int, row_pass: RowPass) -> list[Stmt]:
     rows = [node for node in row_pass.reductions if scope.plan.nodes[node].reduces == "row"]
-    width = unroll(scope.plan.length) if rows else 1
+    width = scope.plan.accumulators if rows else 1
     steps = _steps(scope, width)
     start, accumulators = _accumulators(scope, rows, steps)
 
@@ -77,18 +77,19 @@ def _pass(scope: RowScope, index: int, row_pass: RowPass) -> list[Stmt]:
 def _steps(scope: RowScope, width: int) -> list[_Steps]:
     """Vectors, then the scalar tail; the last row of a flat space may have fewer vectors, and its tail is a row."""
     number, walk, last = scope.number, scope.plan.walk, scope.plan.columns[-1]
+    wide = scope.plan.lanes
     if scope.tail:
         first, count = map(number, walk.tail)
         return [_Steps(1, 1, first, count)]
-    vectors = number(last // LANES)
+    vectors = number(last // wide)
     if walk.vectors is not None:
         left = number(walk.vectors) - scope.row * vectors
-        return [_Steps(LANES, 1, number(0), scope.head.name_index(tirx.min(left, vectors), "vectors"))]
+        return [_Steps(wide, 1, number(0), scope.head.name_index(tirx.min(left, vectors), "vectors"))]
     return [
         _Steps(lanes, copies, number(first), number(trips // copies))
         for lanes, copies, first, trips in (
-            (LANES, width, 0, last // LANES),
-            (1, 1, last - last % LANES, last % LANES),
+            (wide, width, 0, last // wide),
+            (1, 1, last - last % wide, last % wide),
         )
         if trips
     ]
@@ -131,12 +132,12 @@ def _column_loops(
 
 
 def _finish(scope: RowScope, index: int, accumulators: Accumulators, width: int) -> None:
-    """Combines a row reduction's accumulators, in the order of :mod:`bridge.compile.schedule.reduction`."""
-    head, node, total = scope.head, scope.plan.nodes[index], None
-    if (index, LANES) in accumulators:
-        e = Emitter(LANES)
-        buffer = accumulators[index, LANES]
-        parts = [e.bind(BufferLoad(buffer, [e.index(scope.number(k * LANES), 1)])) for k in range(width)]
+    """Combines a row reduction's accumulators, in the order of :mod:`bridge.compile.schedule.order`."""
+    head, node, total, lanes = scope.head, scope.plan.nodes[index], None, scope.plan.lanes
+    if (index, lanes) in accumulators:
+        e = Emitter(lanes)
+        buffer = accumulators[index, lanes]
+        parts = [e.bind(BufferLoad(buffer, [e.index(scope.number(k * lanes), 1)])) for k in range(width)]
         while len(parts) > 1:
             parts = [e.bind(combine(e, node.op, a, b)) for a, b in zip(parts[::2], parts[1::2], strict=True)]
         total = fold_lanes(e, node.op, parts[0])

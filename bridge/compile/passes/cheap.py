@@ -12,6 +12,7 @@ from __future__ import annotations
 from bridge.compile.codegen.pointwise import EXPENSIVE
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Concat, Node, Operand, Pointwise, Scalar, Value
+from bridge.compile.schedule.limits import Limits
 
 __all__ = ["Producers", "box_of_arithmetic", "permuted_arithmetic"]
 
@@ -19,7 +20,8 @@ __all__ = ["Producers", "box_of_arithmetic", "permuted_arithmetic"]
 class Producers:
     """Of each value seen so far, the point-wise node that computes it; a concatenation is none."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits) -> None:
+        self._free_reads = limits.free_reads
         self._nodes: dict[Value, Pointwise] = {}
 
     def add(self, node: Node) -> None:
@@ -30,12 +32,12 @@ class Producers:
     def cheap(self, value: Value) -> Pointwise | None:
         """The cheap arithmetic that computes a value, or ``None``."""
         node = self._nodes.get(value)
-        return node if node is not None and _is_cheap(node) else None
+        return node if node is not None and self._is_cheap(node) else None
 
-
-def _is_cheap(node: Pointwise) -> bool:
-    large = [read for read in node.operands if isinstance(read, Operand) and 4 * read.value.numel > node.out.numel]
-    return node.op not in EXPENSIVE and len(large) <= 1
+    def _is_cheap(self, node: Pointwise) -> bool:
+        reads = [read.value.numel for read in node.operands if isinstance(read, Operand)]
+        large = [count for count in reads if self._free_reads * count > node.out.numel]
+        return node.op not in EXPENSIVE and len(large) <= 1
 
 
 def box_of_arithmetic(node: Pointwise, read: Operand) -> list[Operand | Scalar] | None:

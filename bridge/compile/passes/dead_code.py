@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bridge.compile.loop_ir.graph import Graph, Operand
+from bridge.compile.schedule.limits import Rules
 
 __all__ = ["eliminate_dead_code"]
 
 
-def eliminate_dead_code(graph: Graph) -> Graph:
+def eliminate_dead_code(graph: Graph, _: Rules) -> Graph:
     """The graph without nodes that no result needs: what is computed elsewhere since a pass recomputes it."""
     needed = {output.value for output in graph.results}
     live = []

@@ -9,21 +9,22 @@ from dataclasses import replace
 
 from bridge.compile.loop_ir.graph import Graph, Node, Operand, Pointwise
 from bridge.compile.passes.cheap import Producers, permuted_arithmetic
+from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.space import share_loops
 
 __all__ = ["arithmetic_of_copy", "recompute_permutations"]
 
 
-def recompute_permutations(graph: Graph) -> Graph:
+def recompute_permutations(graph: Graph, rules: Rules) -> Graph:
     """The graph with copies of permuted cheap arithmetic computed from the operands of that arithmetic."""
-    producers, nodes = Producers(), []
+    producers, nodes = Producers(rules.limits), []
     for node in graph.nodes:
-        nodes.append(arithmetic_of_copy(node, producers) or node)
+        nodes.append(arithmetic_of_copy(node, producers, rules) or node)
         producers.add(nodes[-1])
     return replace(graph, nodes=nodes)
 
 
-def arithmetic_of_copy(node: Node, producers: Producers) -> Pointwise | None:
+def arithmetic_of_copy(node: Node, producers: Producers, rules: Rules) -> Pointwise | None:
     """What computes a copy's result in one loop nest from the operands of what it copies; ``None``: it stays a copy."""
     if type(node) is not Pointwise or node.op != "copy" or not isinstance(node.operands[0], Operand):
         return None
@@ -33,4 +34,4 @@ def arithmetic_of_copy(node: Node, producers: Producers) -> Pointwise | None:
     if moved is None or not node.out.numel:
         return None
     views = [operand.view for operand in moved if isinstance(operand, Operand)]
-    return Pointwise(producer.op, tuple(moved), node.out) if share_loops(views, node.out.numel) else None
+    return Pointwise(producer.op, tuple(moved), node.out) if share_loops(views, node.out.numel, rules) else None

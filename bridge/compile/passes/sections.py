@@ -12,19 +12,18 @@ from dataclasses import replace
 from bridge.compile.loop_ir.graph import Concat, Graph, Node, Operand, Pointwise, Scalar, Value, whole
 from bridge.compile.loop_ir.views import View
 from bridge.compile.passes.cheap import Producers, box_of_arithmetic
+from bridge.compile.schedule.limits import Rules
 
 __all__ = ["recompute_sections"]
 
-_DEPTH = 4  # operators under an operand that are computed again
 
-
-def recompute_sections(graph: Graph) -> Graph:
-    """The graph with concatenations of what they are made of by up to four operators of cheap arithmetic each."""
-    producers, nodes = Producers(), []
+def recompute_sections(graph: Graph, rules: Rules) -> Graph:
+    """The graph with concatenations of what they are made of by a few operators of cheap arithmetic each."""
+    producers, nodes = Producers(rules.limits), []
     for node in graph.nodes:
         if isinstance(node, Concat):
             sections = _Sections(node, producers)
-            computed = tuple(sections.computed(operand, _DEPTH) for operand in node.operands)
+            computed = tuple(sections.computed(operand, rules.limits.section_operators) for operand in node.operands)
             nodes += sections.nodes
             node = replace(node, operands=computed)
         nodes.append(node)

@@ -11,22 +11,23 @@ from dataclasses import replace
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Graph, Node, Operand, Pointwise, Scalar, Value, whole
 from bridge.compile.passes.cheap import Producers, box_of_arithmetic
+from bridge.compile.schedule.limits import Rules
 
 __all__ = ["recompute_slices"]
 
 
-def recompute_slices(graph: Graph) -> Graph:
+def recompute_slices(graph: Graph, rules: Rules) -> Graph:
     """The graph with every slice of cheap arithmetic that point-wise nodes read computed by a node of its own, once."""
-    slices = _Slices()
+    slices = _Slices(rules)
     for node in graph.nodes:
         slices.add(node)
     return replace(graph, nodes=slices.nodes)
 
 
 class _Slices:
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules) -> None:
         self.nodes: list[Node] = []
-        self._producers = Producers()
+        self._producers = Producers(rules.limits)
         self._known: dict[Operand, Operand] = {}
 
     def add(self, node: Node) -> None:

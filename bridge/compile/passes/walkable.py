@@ -23,38 +23,42 @@ from bridge.compile.loop_ir.graph import (
 from bridge.compile.loop_ir.views import is_dense
 from bridge.compile.passes.cheap import Producers
 from bridge.compile.passes.permutations import arithmetic_of_copy
+from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.space import share_loops
 
 __all__ = ["make_walkable"]
 
 
-def make_walkable(graph: Graph) -> Graph:
+def make_walkable(graph: Graph, rules: Rules) -> Graph:
     """The graph with every point-wise node and reduction reading views that share loops.
 
     A concatenation is made of such views in the first place. A view with more axes than loops is copied by the library.
     """
-    copier = _Copier()
+    copier = _Copier(rules)
     for node in graph.nodes:
         copier.add(node)
     return replace(graph, nodes=copier.nodes)
 
 
 class _Copier:
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
         self.nodes: list[Node] = []
-        self._producers = Producers()
+        self._producers = Producers(rules.limits)
         self._known: dict[tuple, Operand] = {}
 
     def add(self, node: Node) -> None:
         match node:
             case Concat():
                 pass
-            case Pointwise() if not _is_walkable(node.operands, node.out.numel):
+            case Pointwise() if not self._is_walkable(node.operands, node.out.numel):
                 if node.op == "copy":
                     node = LibraryCall("copy", node.operands, node.outs)
                 else:
                     node = replace(node, operands=tuple(self._dense(read, node.out.name) for read in node.operands))
-            case Reduction() if not _is_walkable(node.operands, node.operand.view.numel, (node.reduced, node.inner)):
+            case Reduction() if not self._is_walkable(
+                node.operands, node.operand.view.numel, (node.reduced, node.inner)
+            ):
                 node = replace(node, operand=self._dense(node.operand, node.out.name))
         self._append(node)
 
@@ -69,18 +73,19 @@ class _Copier:
         if isinstance(operand, Scalar) or (is_dense(operand.view) and operand.view.numel == operand.value.numel):
             return operand
         copy: Node = Pointwise("copy", (operand,), Value(name, operand.shape, operand.dtype))
-        if not _is_walkable(copy.operands, copy.out.numel):
+        if not self._is_walkable(copy.operands, copy.out.numel):
             copy = LibraryCall("copy", copy.operands, copy.outs)
         else:
-            copy = arithmetic_of_copy(copy, self._producers) or copy
+            copy = arithmetic_of_copy(copy, self._producers, self._rules) or copy
         if _key(copy) not in self._known:
             self._append(copy)
         return self._known[_key(copy)]
 
-
-def _is_walkable(operands: tuple[Operand | Scalar, ...], elements: int, inside: tuple[int, int] | None = None) -> bool:
-    views = [operand.view for operand in operands if isinstance(operand, Operand)]
-    return elements == 0 or share_loops(views, elements, inside)
+    def _is_walkable(
+        self, operands: tuple[Operand | Scalar, ...], elements: int, inside: tuple[int, int] | None = None
+    ) -> bool:
+        views = [operand.view for operand in operands if isinstance(operand, Operand)]
+        return elements == 0 or share_loops(views, elements, self._rules, inside)
 
 
 def _key(node: Pointwise | LibraryCall) -> tuple:

@@ -22,6 +22,7 @@ from bridge.compile.runtime.layout import Layout, Register
 from bridge.compile.runtime.program import Program
 from bridge.compile.schedule.column_plan import plan_columns
 from bridge.compile.schedule.fuse import Group, fuse
+from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.plan_rows import plan_rows
 
 __all__ = ["assemble"]
@@ -35,12 +36,12 @@ def assemble(
     ``variables``: names of the Relax function's parameters and bindings.
     """
     clock = _Clock(timings)
-    groups = fuse(graph)
+    groups = fuse(graph, backend)
     clock.stop("fuse")
     stored = _stored(graph, groups)
     groups = [group for group in groups if any(value in stored for value in group.made)]
     generate = functools.cache(backend.kernel)
-    kernels = [_kernel(group, stored, generate) for group in groups]
+    kernels = [_kernel(group, stored, backend, generate) for group in groups]
     clock.stop("generate")
     linker = _Linker(graph, groups, kernels, name)
     built = backend.build(list(linker.functions.items()))
@@ -71,7 +72,9 @@ def _stored(graph: Graph, groups: list[Group]) -> set[Value]:
     return stored
 
 
-def _kernel(group: Group, stored: set[Value], generate: Callable) -> Kernel | LibraryCall | Product | None:
+def _kernel(
+    group: Group, stored: set[Value], rules: Rules, generate: Callable
+) -> Kernel | LibraryCall | Product | None:
     """How a group is computed, ``generate`` making kernels of plans; ``None`` if all it makes has no elements."""
     node = group.nodes[0]
     if all(value.numel == 0 for value in group.made):
@@ -81,7 +84,7 @@ def _kernel(group: Group, stored: set[Value], generate: Callable) -> Kernel | Li
     if isinstance(node, Fallback):
         return Kernel(node.kernel, tuple(op.value for op in node.operands), node.outs, (), (node.op,))
     alone = isinstance(node, Reduction) and not group.fusable
-    planned = plan_columns(node) if alone else plan_rows(group, stored)
+    planned = plan_columns(node, rules) if alone else plan_rows(group, stored, rules)
     func = generate(planned.plan)
     return Kernel(func, planned.inputs, planned.outputs, planned.scratch, planned.ops, planned.scalars)
 

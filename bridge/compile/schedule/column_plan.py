@@ -1,6 +1,6 @@
 """Column plan: a reduction over few rows, alone in its kernel → how its columns are walked, as plain data.
 
-The order of the additions is that of :mod:`bridge.compile.schedule.reduction` with one chunk: row after row. A plan
+The order of the additions is that of :mod:`bridge.compile.schedule.order` with one chunk: row after row. A plan
 holds the columns and the steps along them; the number of rows and the strides between them are launch arguments, as in
 :mod:`bridge.compile.schedule.row_plan`.
 """
@@ -10,18 +10,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from bridge.compile.codegen.emit import LANES
 from bridge.compile.loop_ir.access import Number, Term
 from bridge.compile.loop_ir.graph import Reduction
 from bridge.compile.loop_ir.views import View
 from bridge.compile.schedule.access import Arguments, column_strides, offset_of, terms_of, window
+from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.planned import Planned
 from bridge.compile.schedule.space import make_space
 
 __all__ = ["ColumnPlan", "Section", "plan_columns"]
-
-_PARALLEL_WORK = 150_000
-_COPIES = 4  # vectors of columns that one pass over the rows takes along
 
 
 @dataclass(frozen=True)
@@ -67,12 +64,12 @@ class ColumnPlan:
     arguments: int
 
 
-def plan_columns(node: Reduction) -> Planned[ColumnPlan]:
+def plan_columns(node: Reduction, rules: Rules) -> Planned[ColumnPlan]:
     """``out[b, k] = op over r of operand[b, r, k]``, the rows in order."""
     outer, reduced, inner = node.outer, node.reduced, node.inner
     view = node.operand.view
     cut = View((outer, reduced, inner), (0, 1, 0))
-    space = make_space(view.numel, inner, [(view, 1), (cut, 1)], reduces=False)
+    space = make_space(view.numel, inner, [(view, 1), (cut, 1)], rules, reduces=False)
     if space is None:
         raise AssertionError("a column reduction without common loop extents was formed")
     arguments = Arguments()
@@ -83,11 +80,12 @@ def plan_columns(node: Reduction) -> Planned[ColumnPlan]:
         terms_of(space.rows[loops], strides[loops], (1, inner), (name, key), arguments)
         for name, loops in (("batches", slice(first)), ("rows", slice(first, None)))
     )
-    wide = LANES * _COPIES
+    lanes, vectors = rules.order.lanes, rules.limits.column_vectors
+    wide = lanes * vectors
     sections = (
-        Section(LANES, _COPIES, 0, inner // wide),
-        Section(LANES, 1, inner - inner % wide, inner % wide // LANES),
-        Section(1, 1, inner - inner % LANES, inner % LANES),
+        Section(lanes, vectors, 0, inner // wide),
+        Section(lanes, 1, inner - inner % wide, inner % wide // lanes),
+        Section(1, 1, inner - inner % lanes, inner % lanes),
     )
     value = node.operand.value
     plan = ColumnPlan(
@@ -102,7 +100,7 @@ def plan_columns(node: Reduction) -> Planned[ColumnPlan]:
         arguments.add(reduced, "rows"),
         space.columns,
         tuple(section for section in sections if section.count),
-        view.numel >= _PARALLEL_WORK and inner * outer > 1,
+        view.numel >= rules.limits.parallel_columns and inner * outer > 1,
         "int64" if max(value.numel, node.out.numel) >= 2**31 else "int32",
         len(arguments.numbers),
     )

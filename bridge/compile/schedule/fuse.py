@@ -11,7 +11,7 @@ LayerNorm, their backwards and the point-wise work around them become one kernel
 
 **Grouping never changes a bit of any value.** Every node is computed by one rule of its own: point-wise nodes in
 strict IEEE arithmetic, rounded to the type of their result, and reductions in an order that follows from their extents
-alone (:mod:`bridge.compile.schedule.reduction`). Which results are stored, which values are recomputed and which
+alone (:mod:`bridge.compile.schedule.order`). Which results are stored, which values are recomputed and which
 nodes share a kernel is therefore free: asking for one more result adds a store, and can regroup, without changing the
 others.
 """
@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from bridge.compile.codegen.emit import LANES
 from bridge.compile.loop_ir.graph import (
     Concat,
     Fallback,
@@ -35,17 +34,10 @@ from bridge.compile.loop_ir.graph import (
     Value,
 )
 from bridge.compile.loop_ir.views import View, is_dense, merged
-from bridge.compile.schedule.reduction import column_chunks
+from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.space import Space, make_space
 
 __all__ = ["Group", "fuse"]
-
-_MAX_NODES = 80  # bounds compile time and register pressure of one kernel
-_MAX_BUFFERS = 48
-_MAX_TERMS = 16  # of a sum: a longer one is kernels of so many terms, the same ones whatever its length, and the rest
-_SMALL = 32768  # elements; below, a kernel is not worth running in parallel
-_MAX_SECTIONS = 16  # of the concatenations of one kernel: its code is repeated for each
-_SHARED = 4096  # elements; reading a tensor of this size once instead of twice is worth a merge
 
 
 @dataclass(eq=False)
@@ -82,7 +74,7 @@ class Group:
         ]
 
 
-def _single(index: int, node: Node) -> Group:
+def _single(index: int, node: Node, rules: Rules) -> Group:
     match node:
         case Concat():
             group = Group(index, [node], node.out.numel, node.inner * len(node.operands))
@@ -92,8 +84,8 @@ def _single(index: int, node: Node) -> Group:
             group = Group(index, [node], node.operand.view.numel, node.reduced)
         case Reduction():
             group = Group(index, [node], node.operand.view.numel, node.inner, node.outer)
-            chunks = column_chunks(node.reduced, node.inner)
-            group.fusable = chunks > 1 or (node.outer == 1 and group.elements <= _SMALL // 2)
+            chunks = rules.order.column_chunks(node.reduced, node.inner)
+            group.fusable = chunks > 1 or (node.outer == 1 and group.elements <= rules.limits.serial_elements // 2)
         case LibraryCall() | Fallback() | Product():
             group = Group(index, [node], 0, fusable=False)
     group.made = {out: node for out in node.outs}
@@ -112,8 +104,9 @@ def _aligned(operand: Operand) -> bool:
 
 
 class _Fuser:
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, rules: Rules) -> None:
         self.graph = graph
+        self.rules = rules
         self.position = {node: index for index, node in enumerate(graph.nodes)}
         self.group_of: dict[Value, Group] = {}
         self.readers: dict[Value, set[Group]] = defaultdict(set)
@@ -121,7 +114,7 @@ class _Fuser:
 
     def run(self) -> list[Group]:
         for index, node in enumerate(self.graph.nodes):
-            group = _single(index, node)
+            group = _single(index, node, self.rules)
             group.sources = {self.group_of[op.value] for _, op in group.reads() if op.value in self.group_of}
             self._own(group)
             if group.fusable:
@@ -142,7 +135,7 @@ class _Fuser:
         sharing = {
             other
             for _, operand in group.reads()
-            if operand.value.numel >= _SHARED
+            if operand.value.numel >= self.rules.limits.shared_elements
             for other in self.readers[operand.value]
             if other is not group and other.fusable and other not in group.sources
         }
@@ -150,18 +143,19 @@ class _Fuser:
 
     def _merge(self, first: Group, second: Group) -> Group | None:
         """The union of two groups where ``second`` may read ``first``, or ``None`` if they cannot share a kernel."""
-        if len(first.nodes) + len(second.nodes) > _MAX_NODES:
+        limits = self.rules.limits
+        if len(first.nodes) + len(second.nodes) > limits.nodes:
             return None
-        union = _union(first, second, self.position)
+        union = _union(first, second, self.position, self.rules)
         if union is None or self._cycle(first, second):
             return None
-        if len({operand.value for _, operand in union.reads()}) + len(union.made) > _MAX_BUFFERS:
+        if len({operand.value for _, operand in union.reads()}) + len(union.made) > limits.buffers:
             free = {operand.value for _, operand in union.reads()}
-            if len(free) > _MAX_BUFFERS // 2:
+            if len(free) > limits.buffers // 2:
                 return None
-        if all(node.op == "add" for node in union.nodes) and len(union.reads()) > _MAX_TERMS:
+        if all(node.op == "add" for node in union.nodes) and len(union.reads()) > limits.terms:
             return None
-        if space_of(union) is None:
+        if space_of(union, self.rules) is None:
             return None
         union.sources = (first.sources | second.sources) - {first, second}
         for old in (first, second):
@@ -208,8 +202,8 @@ def _reaches(start: Group, goal: Group) -> bool:
     return False
 
 
-def _union(first: Group, second: Group, position: dict[Node, int]) -> Group | None:
-    shape = _common_space(first, second)
+def _union(first: Group, second: Group, position: dict[Node, int], rules: Rules) -> Group | None:
+    shape = _common_space(first, second, rules)
     if shape is None:
         return None
     elements, columns = shape
@@ -232,7 +226,7 @@ def _union(first: Group, second: Group, position: dict[Node, int]) -> Group | No
     return union
 
 
-def _common_space(first: Group, second: Group) -> tuple[int, int | None] | None:
+def _common_space(first: Group, second: Group, rules: Rules) -> tuple[int, int | None] | None:
     """``(elements, columns)`` of the iteration space both can walk."""
     if first.elements == second.elements:
         if first.columns is None or second.columns is None or first.columns == second.columns:
@@ -245,10 +239,10 @@ def _common_space(first: Group, second: Group) -> tuple[int, int | None] | None:
     if large.columns not in (None, columns):
         return None
     # Rows that nothing but this asks for should be worth a loop of vectors.
-    if large.columns is None and columns < LANES:
+    if large.columns is None and columns < rules.order.lanes:
         return None
     # One long row would leave nothing to run in parallel.
-    if small.elements < 8 and large.elements > _SMALL:
+    if small.elements < 8 and large.elements > rules.limits.serial_elements:
         return None
     return large.elements, columns
 
@@ -267,7 +261,7 @@ def _crosses(group: Group, node: Node, operand: Operand) -> bool:
     return is_row_read(operand, rows, group.columns)
 
 
-def space_of(group: Group) -> Space | None:
+def space_of(group: Group, rules: Rules) -> Space | None:
     """The loop extents of a group, or ``None`` if its accesses have no common ones."""
     accesses = []
     for node in group.nodes:
@@ -275,10 +269,10 @@ def space_of(group: Group) -> Space | None:
         accesses += [(operand.view, scale) for operand in node.operands if isinstance(operand, Operand)]
         if isinstance(node, Concat):
             accesses.append((sections_of(node), 1))
-    if _unrolled(group) > _MAX_SECTIONS:
+    if _unrolled(group) > rules.limits.sections:
         return None
     reduces = any(isinstance(node, Reduction) and node.inner == 1 for node in group.nodes)
-    return make_space(group.elements, group.columns, accesses, reduces=reduces)
+    return make_space(group.elements, group.columns, accesses, rules, reduces=reduces)
 
 
 def sections_of(node: Concat) -> View:
@@ -295,6 +289,6 @@ def _unrolled(group: Group) -> int:
     return max(node.inner * len(node.operands) for node in concats) // min(node.inner for node in concats)
 
 
-def fuse(graph: Graph) -> list[Group]:
+def fuse(graph: Graph, rules: Rules) -> list[Group]:
     """The groups of a graph in an order of execution."""
-    return _Fuser(graph).run()
+    return _Fuser(graph, rules).run()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable
 
-from bridge.compile.codegen.emit import LANES
 from bridge.compile.codegen.pointwise import EXPENSIVE, compute_type
 from bridge.compile.loop_ir.access import Argument, Number
 from bridge.compile.loop_ir.graph import Concat, Node, Operand, Pointwise, Reduction, Scalar, Value
 from bridge.compile.schedule.access import Arguments, access
 from bridge.compile.schedule.fuse import Group, space_of
+from bridge.compile.schedule.limits import Rules
+from bridge.compile.schedule.order import chunk_rows
 from bridge.compile.schedule.planned import Planned
-from bridge.compile.schedule.reduction import chunk_rows, column_chunks
 from bridge.compile.schedule.row_passes import levels_of, plan_passes
 from bridge.compile.schedule.row_plan import Compute, Literal, Made, Read, RowPass, RowPlan, Walk
 from bridge.compile.schedule.row_plan import Operand as PlannedOperand
@@ -19,22 +19,18 @@ from bridge.compile.schedule.space import Space
 
 __all__ = ["plan_rows"]
 
-_PARALLEL_WORK = 250_000  # scalar operations: ten microseconds in vectors, where a launch costs two or three
-_PARALLEL_FINISH = 32_768  # elements of partial sums; worth a launch of threads
-_EXPENSIVE_WORK = 12  # scalar operations a transcendental function counts for
-_MAX_CHUNKS = 64
 
-
-def plan_rows(group: Group, stored: Collection[Value]) -> Planned[RowPlan]:
+def plan_rows(group: Group, stored: Collection[Value], rules: Rules) -> Planned[RowPlan]:
     """The plan of a group whose members ``stored`` are wanted in memory."""
-    space = space_of(group)
+    space = space_of(group, rules)
     if space is None:
         raise AssertionError("a group without common loop extents was formed")
-    return _Planner(group, stored, space).plan()
+    return _Planner(group, stored, space, rules).plan()
 
 
 class _Planner:
-    def __init__(self, group: Group, stored: Collection[Value], space: Space) -> None:
+    def __init__(self, group: Group, stored: Collection[Value], space: Space, rules: Rules) -> None:
+        self.limits, self.order = rules.limits, rules.order
         self.group = group
         self.space = space
         self.arguments = Arguments()
@@ -48,7 +44,7 @@ class _Planner:
         levels = levels_of(group.nodes)
         passes = tuple(
             RowPass(self._at(node.out for node in done.reductions), self._at(done.stores), self._at(done.cached))
-            for done in plan_passes(group, self.outputs, levels)
+            for done in plan_passes(group, self.outputs, levels, self.limits)
         )
         self.fixed = (
             self.space.flat
@@ -69,6 +65,8 @@ class _Planner:
             walk,
             "int64" if largest >= 2**31 else "int32",
             len(self.arguments.numbers),
+            self.order.lanes,
+            self._accumulators(),
         )
         ops = tuple(node.op for node in group.nodes)
         return Planned(plan, tuple(self.inputs), self.outputs, self.scratch, tuple(self.arguments.numbers), ops)
@@ -92,8 +90,8 @@ class _Planner:
         reduced = [node for node in self.group.nodes if isinstance(node, Reduction) and node.inner != 1]
         batch = self.group.batch if reduced else 1
         rows, columns = self.space.row_count // batch, self.space.column_count
-        chunks = column_chunks(rows, columns) if reduced else max(1, min(_MAX_CHUNKS, rows))
-        parallel = _work(self.group) >= _PARALLEL_WORK and chunks * batch > 1
+        chunks = self.order.column_chunks(rows, columns) if reduced else max(1, min(self.limits.tasks, rows))
+        parallel = self._work() >= self.limits.parallel_work and chunks * batch > 1
         if not parallel and not reduced:
             return Walk(self._add(rows, "rows"))
         size = chunk_rows(rows, chunks)
@@ -110,18 +108,18 @@ class _Planner:
             batched=batch > 1,
             batches=self._add(batch, "batches") if batch > 1 else 1,
             parallel=parallel,
-            parallel_finish=parallel and finished >= _PARALLEL_FINISH,
+            parallel_finish=parallel and finished >= self.limits.parallel_finish,
         )
 
     def _flat_walk(self) -> Walk:
         """That of elements in no rows: vectors in rows of a length of ours, then what is left."""
         elements = self.group.elements
-        vectors, tail = divmod(elements, LANES)
-        rows = -(-vectors * LANES // self.space.column_count)
+        vectors, tail = divmod(elements, self.order.lanes)
+        rows = -(-vectors * self.order.lanes // self.space.column_count)
         where = (self._add(elements - tail, "tail"), self._add(tail, "tail's elements")) if tail else None
         count = self._add(vectors, "vectors")
-        chunks = max(1, min(_MAX_CHUNKS, rows))
-        if _work(self.group) < _PARALLEL_WORK or chunks == 1:
+        chunks = max(1, min(self.limits.tasks, rows))
+        if self._work() < self.limits.parallel_work or chunks == 1:
             return Walk(self._add(rows, "rows"), vectors=count, tail=where)
         size = chunk_rows(rows, chunks)
         chunks = self._add(-(-rows // size), "chunks")
@@ -152,12 +150,15 @@ class _Planner:
             return Made(self.index[operand.value])
         return Read(self.inputs[operand.value], access(self.space, operand, scale, self.arguments, fixed=self.fixed))
 
+    def _accumulators(self) -> int:
+        reduces = any(isinstance(node, Reduction) for node in self.group.nodes)
+        return self.order.accumulators(self.space.column_count) if reduces else 1
 
-def _work(group: Group) -> int:
-    """Scalar operations of a group, roughly."""
-    total = 0
-    for node in group.nodes:
-        size = node.operand.view.numel if isinstance(node, Reduction) else node.out.numel
-        heavy = isinstance(node, Pointwise) and node.op in EXPENSIVE
-        total += size * (_EXPENSIVE_WORK if heavy else 1)
-    return total
+    def _work(self) -> int:
+        """Scalar operations of the group, roughly."""
+        total = 0
+        for node in self.group.nodes:
+            size = node.operand.view.numel if isinstance(node, Reduction) else node.out.numel
+            heavy = isinstance(node, Pointwise) and node.op in EXPENSIVE
+            total += size * (self.limits.transcendental_work if heavy else 1)
+        return total

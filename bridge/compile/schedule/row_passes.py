@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from bridge.compile.codegen.pointwise import EXPENSIVE
 from bridge.compile.loop_ir.graph import Node, Operand, Reduction, Value
 from bridge.compile.schedule.fuse import Group
+from bridge.compile.schedule.limits import Limits
 
 __all__ = ["Contents", "levels_of", "plan_passes"]
-
-_CHEAP = 4
-"""Operations: a value of so few is recomputed in a later pass instead of cached in a row buffer."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +36,14 @@ def levels_of(nodes: Iterable[Node]) -> dict[Value, int]:
     return levels
 
 
-def plan_passes(group: Group, stored: Collection[Value], levels: Mapping[Value, int]) -> list[Contents]:
+def plan_passes(group: Group, stored: Collection[Value], levels: Mapping[Value, int], limits: Limits) -> list[Contents]:
     """The passes of a group whose members ``stored`` are written to memory."""
-    return _Passes(group, stored, levels).plan()
+    return _Passes(group, stored, levels, limits.cheap_operations).plan()
 
 
 class _Passes:
-    def __init__(self, group: Group, stored: Collection[Value], levels: Mapping[Value, int]) -> None:
+    def __init__(self, group: Group, stored: Collection[Value], levels: Mapping[Value, int], cheap: int) -> None:
+        self.cheap = cheap
         self.group = group
         self.stored = stored
         self.levels = levels
@@ -100,6 +99,6 @@ class _Passes:
                 loads.add(current)
                 continue
             node = self.group.made[current]
-            cost += _CHEAP + 1 if node.op in EXPENSIVE else node.op != "copy"
+            cost += self.cheap + 1 if node.op in EXPENSIVE else node.op != "copy"
             stack += [operand.value for operand in node.operands if isinstance(operand, Operand)]
-        return cost <= _CHEAP and len(loads) <= 2
+        return cost <= self.cheap and len(loads) <= 2

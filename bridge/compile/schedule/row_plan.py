@@ -128,6 +128,8 @@ class RowPlan:
         walk: over the rows.
         index_type: the integer type that reaches every element.
         arguments: how many integers a launch passes.
+        lanes: of a vector.
+        accumulators: vectors in which a reduction is accumulated, in turn; 1 where there is none.
     """
 
     inputs: tuple[str, ...]
@@ -140,6 +142,8 @@ class RowPlan:
     walk: Walk
     index_type: str
     arguments: int
+    lanes: int
+    accumulators: int
 
     @property
     def column_reductions(self) -> list[int]:

@@ -12,15 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from bridge.compile.codegen.emit import LANES
 from bridge.compile.loop_ir.views import View, merged
-from bridge.compile.schedule.reduction import unroll
+from bridge.compile.schedule.limits import Rules
 
 __all__ = ["Space", "make_space", "share_loops"]
-
-_FLAT_BLOCK = 4096  # elements of one row of a space that nothing divides into rows
-_MIN_COLUMNS = 256  # a row shorter than this is dominated by its address arithmetic
-_MAX_DIMS = 8
 
 
 @dataclass(frozen=True)
@@ -69,14 +64,15 @@ class Space:
 
 
 def make_space(
-    elements: int, columns: int | None, accesses: Sequence[tuple[View, int]], *, reduces: bool
+    elements: int, columns: int | None, accesses: Sequence[tuple[View, int]], rules: Rules, *, reduces: bool
 ) -> Space | None:
     """The space of ``elements`` with rows of ``columns`` (chosen here if ``None``) on which all ``accesses``
     ``(view, scale)`` are strided; ``None`` if there is none.
 
     ``reduces``: rows are reduced, so the vectors of a row must be walked in the order of
-    :mod:`bridge.compile.schedule.reduction` whatever the column loops are.
+    :mod:`bridge.compile.schedule.order` whatever the column loops are.
     """
+    limits, order = rules.limits, rules.order
     cuts = {1, elements}
     if columns is not None:
         cuts.add(columns)
@@ -86,23 +82,23 @@ def make_space(
             cuts.add(below)
             below *= extent
     ordered = sorted(cuts)
-    if any(high % low for low, high in pairwise(ordered)) or len(ordered) > _MAX_DIMS:
+    if any(high % low for low, high in pairwise(ordered)) or len(ordered) > limits.loops:
         return None
     if columns is None:
         if ordered[-2:] == [1, elements]:
-            return Space((elements // _FLAT_BLOCK,), (_FLAT_BLOCK,), elements % _FLAT_BLOCK, flat=True)
-        columns = next(cut for cut in ordered if cut >= min(_MIN_COLUMNS, elements))
-        if columns == elements and elements > _FLAT_BLOCK and len(ordered) > 2:
+            return Space((elements // limits.flat_row,), (limits.flat_row,), elements % limits.flat_row, flat=True)
+        columns = next(cut for cut in ordered if cut >= min(limits.short_row, elements))
+        if columns == elements and elements > limits.flat_row and len(ordered) > 2:
             columns = ordered[-2]
     extents = [high // low for low, high in pairwise(ordered)]
     inside = ordered.index(columns)
     inner = tuple(reversed(extents[:inside])) or (1,)
-    if reduces and len(inner) > 1 and inner[-1] % (LANES * unroll(columns)):
+    if reduces and len(inner) > 1 and inner[-1] % (order.lanes * order.accumulators(columns)):
         return None
     return Space(tuple(reversed(extents[inside:])) or (1,), inner)
 
 
-def share_loops(views: Sequence[View], elements: int, inside: tuple[int, int] | None = None) -> bool:
+def share_loops(views: Sequence[View], elements: int, rules: Rules, inside: tuple[int, int] | None = None) -> bool:
     """Whether one loop nest over ``elements`` can read all the views.
 
     ``inside``: ``(reduced, inner)`` extents of a reduction, whose view enumerates ``(outer, reduced, inner)``.
@@ -115,4 +111,4 @@ def share_loops(views: Sequence[View], elements: int, inside: tuple[int, int] | 
         # A broadcast view that forces a cut between the remaining and the reduced rows.
         accesses.append((View((elements // (reduced * inner), reduced, inner), (0, 1, 0)), 1))
     reduces = inside is not None and inside[1] == 1
-    return make_space(elements, columns, accesses, reduces=reduces) is not None
+    return make_space(elements, columns, accesses, rules, reduces=reduces) is not None

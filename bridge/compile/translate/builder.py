@@ -13,8 +13,9 @@ from autodiff.ir import Constant, Expr, Tuple, Var, dtype, shape
 from bridge.compile.codegen.pointwise import compute_type
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Node, Operand, Pointwise, Reduction, Scalar, Value, whole
+from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.products import ProductPolicy
-from bridge.compile.schedule.reduction import identity, reduction_stages
+from bridge.compile.schedule.reduction import identity
 
 __all__ = ["Builder"]
 
@@ -23,14 +24,16 @@ class Builder:
     """Collects the nodes of one function.
 
     Attributes:
-        products: the backend's choices for matrix products.
+        rules: the backend's reduction order, and what is worth generating.
+        products: its choices for matrix products.
         env: Relax variables to operands (lists for tuples).
         variable: the one being bound; ``hint``, its name, is that of values made for it.
         readers: of each variable, the expressions that read it; the function itself if it is a result.
         reordered: of values stored in another order for their readers, how they would be read if they were not.
     """
 
-    def __init__(self, products: ProductPolicy) -> None:
+    def __init__(self, rules: Rules, products: ProductPolicy) -> None:
+        self.rules = rules
         self.products = products
         self.env: dict[Var, Operand | Scalar | list] = {}
         self.nodes: list[Node] = []
@@ -104,7 +107,7 @@ class Builder:
             # eager has no max or min of nothing, but its softmax of nothing: there the result has no reader
             fill = 0 if 0 in remaining else identity(op, element_type)
             return self.dense(Scalar(fill, element_type, tuple(remaining)))
-        stages = reduction_stages(operand.shape, axes)
+        stages = self.rules.order.stages(operand.shape, axes)
         if not stages:
             return self.reshape(self.cast(operand, element_type), remaining)
         for left, (outer, length, inner) in zip(reversed(range(len(stages))), stages, strict=True):

@@ -14,7 +14,6 @@ import math
 from collections.abc import Sequence
 
 from autodiff.ir import Call, Tuple, TupleType, dtype, shape
-from bridge.compile.codegen.emit import LANES
 from bridge.compile.loop_ir.graph import Concat, LibraryCall, Operand, Scalar, whole
 from bridge.compile.loop_ir.views import View
 from bridge.compile.schedule.fuse import sections_of
@@ -23,9 +22,6 @@ from bridge.compile.translate.builder import Builder
 from bridge.compile.translate.registry import register
 
 __all__: list[str] = []
-
-_MAX_SECTIONS = 8  # the code of a row is repeated for each
-_MIN_ROWS = 8  # fewer rows than that are copied by columns
 
 
 @register("relax.concat")
@@ -69,7 +65,8 @@ def _joined(builder: Builder, operands: Sequence[Operand | Scalar], axis: int, c
     inner = step * math.prod(extents[axis + 1 :])
     sections = extents[axis] // step
     rows = math.prod(extents[:axis])
-    if not 2 <= sections <= _MAX_SECTIONS or inner < LANES or rows < _MIN_ROWS:
+    rules, limits = builder.rules, builder.rules.limits
+    if not 2 <= sections <= limits.joined_sections or inner < rules.order.lanes or rows < limits.joined_rows:
         return None
     places = [(operand, begin) for operand in operands for begin in range(0, operand.shape[axis], step)]
     spread = (*extents[:axis], sections, step, *extents[axis + 1 :])
@@ -77,7 +74,7 @@ def _joined(builder: Builder, operands: Sequence[Operand | Scalar], axis: int, c
     out = builder.fresh(extents, dtype(call))
     node = Concat("concat", placed, out, inner)
     accesses = [(operand.view, 1) for operand in placed if isinstance(operand, Operand)]
-    if make_space(out.numel, sections * inner, [*accesses, (sections_of(node), 1)], reduces=False) is None:
+    if make_space(out.numel, sections * inner, [*accesses, (sections_of(node), 1)], rules, reduces=False) is None:
         return None
     builder.add(node)
     return whole(out)

@@ -32,8 +32,6 @@ __all__ = ["schedule"]
 
 log = channel("fallbacks")
 
-_PARALLEL = 16384  # iterations; fewer are not worth starting threads for
-
 
 @register("fallback")
 def _fallback(builder: Builder, call: Call) -> Operand | list[Operand]:
@@ -89,15 +87,15 @@ class _Local:
         (ty,) = value.ty_args
         types = list(ty.fields) if isinstance(ty, TupleType) else [ty]
         outs = tuple(Value(op.split(".")[-1], tuple(int(n) for n in t.shape), str(t.dtype)) for t in types)
-        kernel = schedule(self.module[value.args[0]])
+        kernel = schedule(self.module[value.args[0]], self.builder.rules.limits.parallel_legalized)
         log.info("%s -> %s: no kernel of ours, TVM's legalization", op, ", ".join(map(str, types)))
         self.builder.add(Fallback(op, tuple(operands), outs, kernel))
         results = [whole(out) for out in outs]
         return results if isinstance(ty, TupleType) else results[0]
 
 
-def schedule(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Spatial loops of each block that is large enough: fused and parallel.
+def schedule(func: tirx.PrimFunc, parallel: int) -> tirx.PrimFunc:
+    """Spatial loops of each block of ``parallel`` iterations or more: fused and parallel.
 
     Functions that are not made of schedulable blocks (sorts, scans, scatters) are left as they are.
     """
@@ -117,6 +115,6 @@ def schedule(func: tirx.PrimFunc) -> tirx.PrimFunc:
             spatial += 1
         if spatial == 0:
             continue
-        if math.prod(int(sch.get(loop).extent) for loop in loops) >= _PARALLEL:
+        if math.prod(int(sch.get(loop).extent) for loop in loops) >= parallel:
             sch.parallel(sch.fuse(*loops[:spatial]) if spatial > 1 else loops[0])
     return sch.mod["main"]

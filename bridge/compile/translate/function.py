@@ -28,6 +28,7 @@ from autodiff.ir import (
 )
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Graph, Operand, Scalar, Value, whole
+from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.products import ProductPolicy
 from bridge.compile.translate.builder import Builder
 from bridge.compile.translate.registry import TRANSLATIONS
@@ -35,13 +36,13 @@ from bridge.compile.translate.registry import TRANSLATIONS
 __all__ = ["translate"]
 
 
-def translate(func: Function, products: ProductPolicy) -> Graph:
-    """The loop graph of a function in flat form.
+def translate(func: Function, rules: Rules, products: ProductPolicy) -> Graph:
+    """The loop graph of a function in flat form, by a backend's rules and its choices for matrix products.
 
     Results are values of their own (or parameters themselves). ``NotImplementedError`` names an operator that
     neither this package nor TVM's legalization can compile.
     """
-    builder = Builder(products)
+    builder = Builder(rules, products)
     params = [Value(str(param.name), shape(param), dtype(param), "param") for param in func.params]
     builder.env.update((var, whole(value)) for var, value in zip(func.params, params, strict=True))
     for _, value in bindings(func):

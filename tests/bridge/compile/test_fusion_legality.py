@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from bridge.compile import host_backend
 from bridge.compile.loop_ir.graph import Graph, Operand, Reduction
 from bridge.compile.pipeline import optimize
 from bridge.compile.runtime.link import assemble
-from bridge.compile.schedule import fuse as fusion
 from bridge.compile.schedule.fuse import Group, fuse, space_of
 from bridge.compile.translate import translate
 from tests.bridge.compile.random_functions import build, draw, sample
@@ -25,7 +25,8 @@ def random_graph(seed: int, length: int, dtype: str = "float32") -> tuple[Graph,
     wanted = sorted({count - 1, *random.Random(seed).sample(range(len(inputs), count), 3)})
     function = build(inputs, program, dtype, wanted)
     tensors = [tensor.to(getattr(torch, dtype)) for tensor in sample(inputs, torch.float32, seed)]
-    return optimize(translate(function, host_backend().products(1, False))), tensors
+    backend = host_backend()
+    return optimize(translate(function, backend, backend.products(1, False)), backend), tensors
 
 
 def assert_legal(graph: Graph, groups: list[Group]) -> None:
@@ -43,7 +44,7 @@ def assert_legal(graph: Graph, groups: list[Group]) -> None:
             done.update(node.outs)
         assert set(group.made) == inside
         if len(group.nodes) > 1:
-            assert space_of(group) is not None
+            assert space_of(group, host_backend()) is not None
             assert_at_its_own_place(group)
         available |= inside
     assert {operand.value for operand in graph.results} <= available
@@ -72,21 +73,21 @@ def assert_at_its_own_place(group: Group) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_groups_are_legal(seed):
     graph, _ = random_graph(seed, 32)
-    groups = fuse(graph)
+    groups = fuse(graph, host_backend())
     assert_legal(graph, groups)
     assert len(groups) < len(graph.nodes), "something fuses"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seed", range(8))
-def test_fusion_changes_no_bit(seed, dtype, monkeypatch):
+def test_fusion_changes_no_bit(seed, dtype):
     graph, tensors = random_graph(200 + seed, 18, dtype)
     fused = assemble(graph, "fused", host_backend(), {})
-    monkeypatch.setattr(fusion, "_MAX_NODES", 1)
-    single = fuse(graph)
+    unfused = replace(host_backend(), limits=replace(host_backend().limits, nodes=1))
+    single = fuse(graph, unfused)
     assert_legal(graph, single)
     assert all(len(group.nodes) == 1 for group in single)
-    alone = assemble(graph, "alone", host_backend(), {})
+    alone = assemble(graph, "alone", unfused, {})
     assert len(fused.steps) <= len(alone.steps)
     for ours, theirs in zip(fused(tensors), alone(tensors), strict=True):
         assert torch.equal(ours.nan_to_num(), theirs.nan_to_num()) and torch.equal(ours.isnan(), theirs.isnan())

@@ -46,7 +46,9 @@ def text(graph: Graph) -> list[str]:
 
 
 def translated(params: list[tuple], body: Callable) -> Graph:
-    return translate(function([(shape, "float32") for shape in params], body), host_backend().products(1, False))
+    backend = host_backend()
+    func = function([(shape, "float32") for shape in params], body)
+    return translate(func, backend, backend.products(1, False))
 
 
 def part(emit: Callable, x: relax.Expr, axis: int, begin: int, end: int) -> relax.Var:
@@ -155,7 +157,7 @@ def test_golden(case):
     transform, body, params, before, expected = case
     graph = translated(params, body)
     assert text(graph) == before
-    assert text(eliminate_dead_code(transform(graph))) == expected
+    assert text(eliminate_dead_code(transform(graph, host_backend()), host_backend())) == expected
 
 
 @pytest.mark.parametrize("seed", range(6))

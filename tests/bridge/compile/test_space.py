@@ -9,10 +9,10 @@ import random
 import numpy as np
 import pytest
 
-from bridge.compile.codegen.emit import LANES
+from bridge.compile.cpu.backend import host_backend
+from bridge.compile.cpu.limits import ORDER
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.views import View
-from bridge.compile.schedule.reduction import reduction_stages, unroll
 from bridge.compile.schedule.space import Space, make_space, share_loops
 from tests.bridge.compile.random_views import addresses, factors
 
@@ -64,7 +64,7 @@ def test_every_element_once_at_its_address(seed):
         if columns is not None and rng.random() < 0.5:
             accesses.append((random_access(rng, elements // columns), columns))
         reduces = columns is not None and rng.random() < 0.5
-        space = make_space(elements, columns, accesses, reduces=reduces)
+        space = make_space(elements, columns, accesses, host_backend(), reduces=reduces)
         if space is None:
             continue
         found += 1
@@ -73,7 +73,7 @@ def test_every_element_once_at_its_address(seed):
         for view, scale in accesses:
             assert np.array_equal(walked(space, view, scale), np.repeat(addresses(view), scale)), (space, view, scale)
         if reduces and len(space.columns) > 1:  # a vector never crosses from one column loop to the next
-            assert space.columns[-1] % (LANES * unroll(columns)) == 0
+            assert space.columns[-1] % (ORDER.lanes * ORDER.accumulators(columns)) == 0
     assert found > 5
 
 
@@ -82,7 +82,7 @@ def test_one_view_always_has_loops(seed):
     rng = random.Random(seed)
     for _ in range(100):
         elements = rng.choice(SIZES)
-        assert share_loops([random_access(rng, elements)], elements)
+        assert share_loops([random_access(rng, elements)], elements, host_backend())
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -93,6 +93,6 @@ def test_the_stages_of_a_reduction_are_the_reduction(seed):
         axes = {axis for axis in range(len(shape)) if rng.random() < 0.5}
         x = np.array([rng.randint(-9, 9) for _ in range(97)])[np.arange(math.prod(shape)) % 97]
         made = x
-        for outer, reduced, inner in reduction_stages(shape, axes):
+        for outer, reduced, inner in ORDER.stages(shape, axes):
             made = made.reshape(outer, reduced, inner).sum(1)
         assert np.array_equal(made.ravel(), x.reshape(shape).sum(tuple(axes)).ravel() if axes else x), (shape, axes)

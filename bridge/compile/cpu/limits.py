@@ -1,0 +1,46 @@
+"""The CPU's limits and its order of reductions: numbers that were found by measuring, on machines with AVX-512."""
+
+from __future__ import annotations
+
+from bridge.compile.schedule.limits import Limits
+from bridge.compile.schedule.order import ReductionOrder
+
+__all__ = ["LANES", "LIMITS", "ORDER"]
+
+LANES = 16
+"""Vector width of every generated loop, whatever the element type or the processor: 16 float32 fill one AVX-512
+register, and the compiler splits wider vectors into several registers. It is fixed because the order of a
+reduction follows from it: results must not depend on the machine's vector width."""
+
+ORDER = ReductionOrder(
+    lanes=LANES,
+    interleaved=(4, 2, 1),
+    chunk_elements=16_384,  # microseconds, so that starting threads is worth it
+    chunk_rows=8,
+    most_chunks=32,  # enough for the threads of one socket
+    split=8192,
+)
+
+LIMITS = Limits(
+    nodes=80,
+    buffers=48,
+    terms=16,
+    sections=16,
+    serial_elements=32_768,
+    shared_elements=4096,
+    loops=8,
+    flat_row=4096,
+    short_row=256,
+    cheap_operations=4,
+    parallel_work=250_000,  # ten microseconds in vectors, where a launch costs two or three
+    parallel_columns=150_000,
+    parallel_finish=32_768,
+    parallel_legalized=16_384,
+    transcendental_work=12,
+    tasks=64,
+    column_vectors=4,
+    joined_sections=8,
+    joined_rows=8,
+    section_operators=4,
+    free_reads=4,
+)

@@ -1,0 +1,73 @@
+"""Limits: the numbers by which the compiler weighs speed; each backend has its own. None changes a bit of any value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from bridge.compile.schedule.order import ReductionOrder
+
+__all__ = ["Limits", "Rules"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """A backend's limits.
+
+    Attributes:
+        nodes: of a kernel at most: bounds compile time and register pressure.
+        buffers: that a kernel reads and writes at most; a kernel may read half as many beside what it makes.
+        terms: of a sum in one kernel; a longer one is kernels of so many terms, whatever its length, and the rest.
+        sections: of the concatenations of one kernel: its code is repeated for each.
+        serial_elements: below so many, a kernel is not worth running in parallel.
+        shared_elements: of a tensor that is worth a merge for reading it once instead of twice.
+        loops: of a kernel at most.
+        flat_row: elements of one row of a space that nothing divides into rows.
+        short_row: elements; a shorter row is dominated by its address arithmetic.
+        cheap_operations: a value of so few is recomputed in a later pass over the row instead of cached.
+        parallel_work: scalar operations of a kernel that are worth a launch of threads.
+        parallel_columns: elements of a column reduction that are.
+        parallel_finish: elements of partial sums that are.
+        parallel_legalized: iterations of TVM's own kernels that are.
+        transcendental_work: scalar operations that a transcendental function counts for.
+        tasks: of a kernel at most.
+        column_vectors: that one pass over the rows of a column reduction takes along.
+        joined_sections: of a concatenation in generated code; one of more is the library's.
+        joined_rows: of such a concatenation at least: the library copies fewer by columns.
+        section_operators: under an operand of a concatenation that are computed again inside its section.
+        free_reads: operands smaller than the result by this factor cost nothing to read again.
+    """
+
+    nodes: int
+    buffers: int
+    terms: int
+    sections: int
+    serial_elements: int
+    shared_elements: int
+    loops: int
+    flat_row: int
+    short_row: int
+    cheap_operations: int
+    parallel_work: int
+    parallel_columns: int
+    parallel_finish: int
+    parallel_legalized: int
+    transcendental_work: int
+    tasks: int
+    column_vectors: int
+    joined_sections: int
+    joined_rows: int
+    section_operators: int
+    free_reads: int
+
+
+class Rules(Protocol):
+    """What passes and schedule ask of a backend."""
+
+    @property
+    def order(self) -> ReductionOrder:
+        """In what order elements are combined."""
+
+    @property
+    def limits(self) -> Limits:
+        """What is worth while."""

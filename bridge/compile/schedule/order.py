@@ -1,0 +1,95 @@
+"""Reduction order: extents → stages, accumulators and chunks, which fix in what order the elements are combined.
+
+It follows from the extents alone, never from the kernel that the reduction ends up in.
+
+* A *row* of ``n`` elements: ``accumulators(n)`` vector accumulators take the vectors in turn, are combined pairwise,
+  then the halves of the one vector are combined until one lane is left; the last ``n % lanes`` elements go into a
+  scalar accumulator of their own, which is added at the end.
+* A *column* of ``n`` elements: consecutive rows in ``column_chunks`` chunks, each accumulated in order, then the
+  chunks in order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+__all__ = ["ReductionOrder", "chunk_rows"]
+
+
+def chunk_rows(rows: int, chunks: int) -> int:
+    """Rows per chunk; the last chunk may have fewer."""
+    return -(-rows // chunks)
+
+
+@dataclass(frozen=True)
+class ReductionOrder:
+    """A backend's order. Another one gives other roundings, so it is part of the backend's key.
+
+    Attributes:
+        lanes: vector width of every generated loop; a power of two, as the numbers in ``interleaved``.
+        interleaved: numbers of vector accumulators of a row, of which the first that divides its vectors is taken:
+            several hide the latency of the addition.
+        chunk_elements, chunk_rows: work, and rows, that a chunk of a column has at least.
+        most_chunks: of a column; they are combined serially.
+        split: elements that the first of two stages reduces at most; a row of twice as many, with few results, is
+            reduced in two, so that it can run in parallel.
+    """
+
+    lanes: int
+    interleaved: tuple[int, ...]
+    chunk_elements: int
+    chunk_rows: int
+    most_chunks: int
+    split: int
+
+    def __post_init__(self) -> None:
+        for number in (self.lanes, *self.interleaved):
+            if number < 1 or number & (number - 1):
+                raise ValueError(f"lanes and interleaved: wanted powers of two, got {number}")
+
+    def accumulators(self, length: int) -> int:
+        """Number of vector accumulators of a row of ``length`` elements."""
+        vectors = length // self.lanes
+        return next((number for number in self.interleaved if vectors % number == 0), 1)
+
+    def column_chunks(self, rows: int, columns: int) -> int:
+        """Number of chunks of a column reduction over ``rows`` rows of ``columns`` elements."""
+        chunks = max(1, min(self.most_chunks, rows // self.chunk_rows, rows * columns // self.chunk_elements))
+        return -(-rows // chunk_rows(rows, chunks))
+
+    def stages(self, extents: Sequence[int], axes: Collection[int]) -> list[tuple[int, int, int]]:
+        """A reduction over ``axes`` → ``(outer, reduced, inner)`` of the reductions that make it, one after another.
+
+        The innermost axes go first. Neighbouring axes of one kind are one axis; a long reduction with few results is
+        done in two stages, so that it can run in parallel. Empty where all reduced axes have extent 1.
+        """
+        runs: list[tuple[bool, int]] = []  # alternating: remaining, reduced, remaining, …
+        for axis, extent in enumerate(extents):
+            if extent == 1:
+                continue
+            if runs and runs[-1][0] == (axis in axes):
+                runs[-1] = (runs[-1][0], runs[-1][1] * extent)
+            else:
+                runs.append((axis in axes, extent))
+        stages = []
+        while any(reduced for reduced, _ in runs):
+            position = max(i for i, (reduced, _) in enumerate(runs) if reduced)
+            outer = math.prod(extent for _, extent in runs[:position])
+            length = runs[position][1]
+            inner = math.prod(extent for _, extent in runs[position + 1 :])
+            part = self._first_stage(outer, length, inner)
+            if part:
+                runs[position : position + 1] = [(True, length // part), (True, part)]
+                continue
+            stages.append((outer, length, inner))
+            del runs[position]
+        return stages
+
+    def _first_stage(self, outer: int, length: int, inner: int) -> int:
+        """Elements that the first of two stages reduces; 0 for one stage."""
+        if inner != 1 or outer >= 16 or length < 2 * self.split:
+            return 0
+        divisors = (part for part in range(self.split, 255, -1) if length % part == 0)
+        return next(divisors, 0)

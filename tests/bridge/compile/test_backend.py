@@ -1,0 +1,164 @@
+"""Backends: a second one beside the CPU's, keys of what is compiled, and that nothing else knows the processor."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from tvm.relax import op
+from tvm.target import Target
+
+from bridge import add_tvm_dispatch, stats
+from bridge.compile import Backend, CompileOptions, Launch, backend_for, compile_function
+from tests.bridge.compile_helpers import assert_same, function
+from tests.rooms import ROOT
+
+HOST = backend_for(None)
+#: Eight lanes, two accumulators, columns in chunks of four rows.
+OTHER_ORDER = replace(
+    HOST, order=replace(HOST.order, lanes=8, interleaved=(2, 1), chunk_rows=4, chunk_elements=64, split=256)
+)
+OTHER_LIMITS = replace(
+    HOST, limits=replace(HOST.limits, nodes=2, flat_row=512, short_row=32, parallel_work=1, tasks=3, joined_sections=2)
+)
+
+
+def options(backend: Backend) -> CompileOptions:
+    return CompileOptions.current(backend)
+
+
+def normalized(emit, x, scale):
+    """A softmax of halves, sums of rows and of columns."""
+    scaled = emit(op.multiply(x, scale))
+    soft = emit(op.nn.softmax(emit(op.permute_dims(scaled, [1, 0])), axis=1))
+    return [soft, emit(op.sum(emit(op.exp(scaled)), [1])), emit(op.sum(scaled, [0])), emit(op.sum(scaled))]
+
+
+@pytest.fixture
+def case():
+    torch.manual_seed(0)
+    inputs = [torch.randn(200, 120), torch.randn(120)]
+    return function([((200, 120), "float32"), ((120,), "float32")], normalized), inputs
+
+
+def kernels(program) -> int:
+    return sum(isinstance(step, Launch) for step in program.steps)
+
+
+def test_another_order_rounds_otherwise_and_shares_nothing(case):
+    func, inputs = case
+    ours, theirs = (compile_function(func, name="test", options=options(each)) for each in (HOST, OTHER_ORDER))
+    assert ours is not theirs and ours.backend.key != theirs.backend.key
+    assert not {*map(id, ours.code.values())} & {*map(id, theirs.code.values())}
+    pairs = list(zip(ours(inputs), theirs(inputs), strict=True))
+    for one, other in pairs:
+        assert_same(one, other, rtol=1e-4, atol=1e-4)
+    assert not all(torch.equal(one, other) for one, other in pairs)
+    assert compile_function(func, name="test", options=options(HOST)) is ours
+    assert compile_function(func, name="test", options=options(OTHER_ORDER)) is theirs
+
+
+def test_other_limits_change_no_bit(case):
+    func, inputs = case
+    ours, theirs = (compile_function(func, name="test", options=options(each)) for each in (HOST, OTHER_LIMITS))
+    assert kernels(theirs) > kernels(ours)
+    for one, other in zip(ours(inputs), theirs(inputs), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_module_trains_on_another_backend():
+    """The same gradients to rounding; entries of one backend are not taken for the other's."""
+    module = nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24), nn.GELU())
+    x = torch.randn(9, 24)
+    grads = []
+    for backend in (None, OTHER_ORDER, OTHER_ORDER):
+        module.zero_grad()
+        add_tvm_dispatch(module, x, target=backend)
+        module(x).square().sum().backward()
+        grads.append([parameter.grad.clone() for parameter in module.parameters()])
+        (entry,) = stats(module).entries
+        assert entry.forward.backend.key == (backend or HOST).key and not stats(module).misses
+    for one, other, again in zip(*grads, strict=True):
+        assert_same(one, other, rtol=1e-4, atol=1e-5)
+        assert torch.equal(other, again)
+
+
+@pytest.mark.parametrize("target", ["llvm", {"kind": "llvm", "mcpu": "x86-64-v3"}, Target("llvm")])
+def test_targets_name_backends(target, case):
+    func, inputs = case
+    backend = backend_for(target)
+    assert backend.key == backend_for(target).key != HOST.key and backend.device == torch.device("cpu")
+    for one, other in zip(
+        compile_function(func, name="test", options=options(backend))(inputs),
+        compile_function(func, name="test", options=options(HOST))(inputs),
+        strict=True,
+    ):
+        assert_same(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("target", ["cuda", {"kind": "opencl"}])
+def test_targets_without_a_backend_are_refused_by_name(target):
+    with pytest.raises(ValueError, match=r"target: wanted one of kind 'llvm', got"):
+        add_tvm_dispatch(nn.Linear(2, 2), torch.ones(1, 2), target=target)
+
+
+def test_options_are_frozen_and_every_field_is_in_the_key(case, monkeypatch):
+    func, _ = case
+    now = options(HOST)
+    program = compile_function(func, name="test", options=now)
+    changes = {"backend": OTHER_LIMITS, "threads": now.threads + 1, "versions": (("torch", "0"),)}
+    for field in fields(now):
+        with pytest.raises(FrozenInstanceError):
+            setattr(now, field.name, None)
+        changed = replace(now, **{field.name: changes.get(field.name, True)})
+        assert changed.key != now.key
+        assert compile_function(func, name="test", options=changed) is not program
+    assert {"torch", "tvm", "sources"} == {name for name, _ in now.versions}
+    monkeypatch.setattr(type(HOST), "threads", lambda self: 7)
+    assert options(HOST).threads == 7
+
+
+#: What only the CPU's room may say: its device, its vectors, its processor and how many threads it has.
+FORBIDDEN = re.compile(r"LANES|host_cpu|(get|set)_num_threads|cpu_count|sched_getaffinity|is_cpu|cpu")
+#: The names of backends become objects here; the face hands on what other rooms draw masks with.
+MAY_IMPORT = ("targets.py", "__init__.py")
+
+
+def said(path: Path) -> Iterator[str]:
+    """Names, attributes and strings that are no docstrings."""
+    tree = ast.parse(path.read_text())
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            yield node.value
+        elif isinstance(node, ast.alias):
+            yield node.name
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bridge.compile.cpu"):
+            yield "cpu"
+
+
+def test_only_the_cpus_room_knows_the_cpu():
+    compiler = ROOT / "bridge" / "compile"
+    files = [path for path in compiler.rglob("*.py") if path.parent != compiler / "cpu"]
+    allowed = {compiler / name for name in MAY_IMPORT}
+    found = [
+        f"{path.relative_to(ROOT)}: {word}"
+        for path in files
+        if path not in allowed
+        for word in said(path)
+        if FORBIDDEN.fullmatch(word)
+    ]
+    assert found == []
+    assert {"LANES", "get_num_threads", "cpu"} <= {
+        word for path in (compiler / "cpu").glob("*.py") for word in said(path)
+    }
