@@ -6,7 +6,9 @@ is how a random draw in the functional graph finds its place among the draws tha
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,17 +16,61 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from bridge.base.errors import Unsupported, user_line
-from bridge.base.torch_internals import FakeTensorMode, OpOverload, aten
+from bridge.base.torch_internals import FakeTensor, FakeTensorMode, OpOverload, aten
 from bridge.capture.draw_recorder import record_draws
 from bridge.capture.number_index import PositionsAreZero
 from bridge.capture.observation import Draw
+from bridge.capture.passes.kinds import kind_key, stand_in
 from bridge.capture.passes.stop_gradient import origin_of
 
 __all__ = ["draws_by_origin", "match_draws"]
 
 
 def draws_by_origin(exported: ExportedProgram, mode: FakeTensorMode) -> tuple[list[Draw], dict[str, list[int]]]:
-    """The draws of a training-IR graph in order, and for each of its nodes that draws, their indices."""
+    """The draws of a training-IR graph in order, and for each of its nodes that draws, their indices.
+
+    Calls of one kind draw alike, so one of each runs; where that cannot be told, the whole graph.
+    """
+    of_nodes = _draws_of_kinds(exported.graph, mode)
+    if of_nodes is None:
+        return _draws_of_a_run(exported, mode)
+    draws: list[Draw] = []
+    by_origin: dict[str, list[int]] = {}
+    for node, drawn in of_nodes.items():
+        if drawn:
+            by_origin[origin_of(node)] = list(range(len(draws), len(draws) + len(drawn)))
+            draws += drawn
+    return draws, by_origin
+
+
+def _draws_of_kinds(graph: fx.Graph, mode: FakeTensorMode) -> dict[fx.Node, list[Draw]] | None:
+    """What each call draws; ``None`` if one reads something else than tensors of known layouts."""
+    known: dict[tuple, list[Draw]] = {}
+    found: dict[fx.Node, list[Draw]] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output") or node.target is operator.getitem:
+            continue
+        sources = node.all_input_nodes
+        if not isinstance(node.target, OpOverload) or node.target.overloadpacket in _BEYOND_A_VIEW:
+            return None
+        if not all(isinstance(source.meta.get("val"), FakeTensor) for source in sources):
+            return None
+        key = kind_key(node)
+        if key not in known:
+            own = {source: stand_in(source.meta["val"], mode) for source in sources}
+            args, kwargs = fx.map_arg((node.args, node.kwargs), own.__getitem__)
+            known[key] = []
+            with mode:
+                record_draws(partial(node.target, *args, **kwargs), known[key])
+        found[node] = known[key]
+    return found
+
+
+#: They reach memory that a stand-in for their argument does not have.
+_BEYOND_A_VIEW = (aten.as_strided, aten.as_strided_, aten.set_, aten.resize_)
+
+
+def _draws_of_a_run(exported: ExportedProgram, mode: FakeTensorMode) -> tuple[list[Draw], dict[str, list[int]]]:
     draws: list[Draw] = []
     by_origin: dict[str, list[int]] = {}
 

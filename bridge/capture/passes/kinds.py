@@ -31,10 +31,10 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 
-from bridge.base.torch_internals import FakeTensor, OpOverload, aten, pytree, schema
+from bridge.base.torch_internals import FakeTensor, FakeTensorMode, OpOverload, aten, pytree, schema
 from bridge.state import constant_key
 
-__all__ = ["Functional", "functional_by_kind"]
+__all__ = ["Functional", "functional_by_kind", "kind_key", "stand_in"]
 
 _HANDED_ON = ("custom", "stack_trace", "nn_module_stack")
 _NAME = re.compile(r"_\d+$")
@@ -106,9 +106,13 @@ def _kinds(exported: ExportedProgram) -> dict[fx.Node, _Kind] | None:
         values = [*_tensors(node.meta.get("val")), *(source.meta.get("val") for source in sources)]
         if not all(map(_is_plain, values)):
             return None
-        key = _key((node.args, node.kwargs), sources)
-        found[node] = known.setdefault((node.target, key), _Kind(node, sources))
+        found[node] = known.setdefault(kind_key(node), _Kind(node, sources))
     return found
+
+
+def kind_key(node: fx.Node) -> tuple:
+    """Hashable and equal for calls of one kind, as long as their graphs live; the values that they read are tensors."""
+    return node.target, _key((node.args, node.kwargs), tuple(node.all_input_nodes))
 
 
 def _only_reads(op: Any) -> bool:
@@ -187,10 +191,14 @@ def _program(kinds: Sequence[_Kind], exported: ExportedProgram) -> ExportedProgr
 
 def _placeholder(graph: fx.Graph, name: str, source: fx.Node) -> fx.Node:
     made, value = graph.placeholder(name), source.meta["val"]
-    with value.fake_mode:
-        like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    made.meta["val"] = like.requires_grad_(_requires_grad(source))
+    made.meta["val"] = stand_in(value, value.fake_mode).requires_grad_(_requires_grad(source))
     return made
+
+
+def stand_in(value: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake tensor of this layout in memory of its own."""
+    with mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _requires_grad(source: fx.Node) -> bool:
