@@ -79,6 +79,7 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "BertLayer (1, 14)": (bert_layer, (1, 14, 768)),
     "BertLayer (1, 128)": (bert_layer, (1, 128, 768)),
     "BertLayer (8, 128)": (bert_layer, (8, 128, 768)),
+    "BertLayer (32, 128)": (bert_layer, (32, 128, 768)),
     "GPT-2 block (4, 128)": (gpt2_block, (4, 128, 768)),
     "LLaMA block (4, 128)": (LlamaBlock, (4, 128, 768)),
     "GELU-MLP (1024)": (gelu_mlp, (1024, 768)),
