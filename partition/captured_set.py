@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import tvm_ffi
 
+from autodiff.ir import Expr, Var, substitute, used_vars
+
 from .graph import Graph
 from .strategy import Choice
 
@@ -73,6 +75,11 @@ def fingerprints(graph: Graph) -> dict[str, int]:
     }
     for name, node in graph.nodes.items():
         if name in graph.forward or name in graph.side:
-            itself = tvm_ffi.structural_hash(node.value, map_free_vars=True)
-            found[name] = hash((itself, *(found[read] for read in node.inputs)))
+            found[name] = hash((_hash(node.value), *(found[read] for read in node.inputs)))
     return found
+
+
+def _hash(value: Expr) -> int:
+    """Of an expression, whatever its variables are called and whether they are results of the function."""
+    plain = {var: Var("x", var.ty) for var in used_vars(value)}
+    return tvm_ffi.structural_hash(substitute(value, plain), map_free_vars=True)

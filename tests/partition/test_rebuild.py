@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from autodiff.ir import results
-from partition import partition, rebuild_backward
+from autodiff.ir import TensorType, Var, build_function, results
+from partition import build_graph, partition, rebuild_backward
+from partition.captured_set import fingerprints
 from tests.partition.backprop import bert, differentiate
 from tests.partition.joints import Builder, op
 
@@ -65,3 +66,14 @@ def test_a_primal_that_was_not_saved_is_named():
     second = differentiate(b, [y, z], [x, w], given=(0, 1))
     with pytest.raises(ValueError, match=r"needs the primals \['x', 'w'\], which the plan \(min_cut\) does not save"):
         rebuild_backward(second[0], plan, num_primals=2, num_outputs=2)
+
+
+def test_a_value_is_the_same_where_what_it_reads_is_a_result():
+    found = []
+    for given in (["z"], ["y", "z"]):
+        x, y, z = (Var(name, TensorType((4, 4), "float32")) for name in "xyz")
+        bindings = [(y, op.tanh(x)), (z, op.exp(y))]
+        function = build_function([x], bindings, [{"y": y, "z": z}[name] for name in given])
+        graph = build_graph(function, 1, len(given))
+        found.append(list(fingerprints(graph).values()))
+    assert found[0] == found[1]
