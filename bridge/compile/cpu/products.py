@@ -1,10 +1,10 @@
 """Product policy of the CPU: the class of a product's shape → the way that was measured to be fastest on this machine.
 
 A class stands for all products whose extents round to the same steps, a quarter of an octave wide; large products are
-represented by smaller ones, the longest extent halved. Each class is measured once per process, some milliseconds, under a
-lock, and its choice stays: equal products are computed alike, in the bit, by every program of the process. Between
-processes the choice may differ where two ways are about as fast, and with it the rounding of sums. Where torch's
-deterministic algorithms are asked for, nothing is measured: products are torch's, as in eager.
+represented by smaller ones, the longest extent halved. Each class is measured once per process, some milliseconds,
+under a lock, and its choice stays: equal products are computed alike, in the bit, by every program of the process.
+Between processes the choice may differ where two ways are about as fast, and with it the rounding of sums. Where
+torch's deterministic algorithms are asked for, nothing is measured: products are torch's, as in eager.
 """
 
 from __future__ import annotations
