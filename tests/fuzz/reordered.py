@@ -5,10 +5,15 @@ first, a blocked one blocks. The same holds for ``a + alpha * b``, one rounding 
 two in a scalar one: ``max - 2 * max`` is ``-max`` or ``-inf``; and for BatchNorm, whose kernel for transposed inputs
 sums in float64, so that squares do not overflow, while the one for contiguous inputs does not. ``lerp`` is such a
 sum as well. LayerNorm and GroupNorm of a row whose squares overflow are 0 or nan, by the length of the row.
+
+Variances are a running mean (Welford) in eager: ``max - -max`` overflows there and the variance is nan; two passes
+have a finite mean and ``inf``; ``max`` twice has variance 0 there, and ``inf`` or nan where the plain sum overflows.
+BatchNorm in training sums float32 in float64 in eager: finite, where a sum in float32 overflows and its channel is nan.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -24,6 +29,13 @@ SCALED = {aten.add.Tensor: 1, aten.sub.Tensor: 1, aten.add_.Tensor: 1, aten.sub_
 REDUCTIONS = frozenset((aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim))
 """Sums along some dimensions, or all of them."""
 NORMALIZATIONS = frozenset((aten.native_layer_norm.default, aten.native_group_norm.default))
+VARIANCES = {
+    aten.var.correction: (False, False),
+    aten.std.correction: (True, False),
+    aten.var_mean.correction: (False, True),
+    aten.std_mean.correction: (True, True),
+}
+"""Whether the root is taken, and whether the mean is returned as well."""
 LERPS = frozenset((aten.lerp.Scalar, aten.lerp.Tensor))
 CONTRACTIONS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.bmm.default: (0, 1)}
 """Products of two matrices, at these places."""
@@ -33,6 +45,7 @@ class Reordered(TorchDispatchMode):
     """Shuffles what is added up, and computes a product with ``alpha`` before it is added.
 
     Reductions and matrix products are shuffled; the sums inside other kernels (convolutions, normalizations) are not.
+    Variances are taken in two passes of shuffled plain sums.
     """
 
     def __init__(self, seed: int):
@@ -47,6 +60,10 @@ class Reordered(TorchDispatchMode):
             args[0] = self._shuffled(args[0], args[1] if len(args) > 1 else None)
         elif func is aten.native_batch_norm.default:
             args[0] = args[0].contiguous()
+            return _lost_channels(args, func(*args, **kwargs))
+        elif func in VARIANCES:
+            dims = args[1] if len(args) > 1 else kwargs.pop("dim", None)
+            return _two_passes(self._shuffled(args[0], dims), dims, *VARIANCES[func], **kwargs)
         elif func in CONTRACTIONS:
             left, right = CONTRACTIONS[func]
             order = self._order(args[left].shape[-1])
@@ -70,6 +87,36 @@ def _lerp(start: Tensor, end: Tensor, weight: Tensor | float) -> Tensor:
     """Interpolation whose product is rounded before it is added."""
     weight, distance = torch.as_tensor(weight, dtype=start.dtype), end - start
     return torch.where(weight.abs() < 0.5, start + weight * distance, end - distance * (1 - weight))
+
+
+def _two_passes(
+    x: Tensor, dims: Any, root: bool, with_mean: bool, correction: float | None = None, keepdim: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A variance by plain sums: of the elements, then of the squares of what is left; infinite or nan on overflow."""
+    dims = list(dims or range(x.dim()))
+    count = math.prod(x.shape[dim] for dim in dims)
+    mean = x.sum(dims, keepdim=True) / count if count else x.mean(dims, keepdim=True)
+    freedom = max(count - (1 if correction is None else correction), 0)
+    variance = (x - mean).square().sum(dims, keepdim=True) / freedom
+    results = [variance.sqrt() if root else variance, mean]
+    if not keepdim:
+        results = [result.squeeze(dims) for result in results]
+    return tuple(results) if with_mean else results[0]
+
+
+def _lost_channels(args: list[Any], result: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """BatchNorm's results and running statistics, in training nan in the channels whose sum or squares overflow."""
+    x, running_mean, running_var, training = args[0], *args[3:6]
+    if not training or not x.numel():
+        return result
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    lost, shifted = (~each.isfinite() for each in _two_passes(x, dims, False, True, correction=0))
+    for running, where in ((running_mean, shifted), (running_var, lost)):
+        if running is not None:
+            running.masked_fill_(where, float("nan"))
+    normalized, mean, scale = (each.clone() for each in result)
+    normalized.transpose(0, 1)[lost] = mean[lost] = scale[lost] = float("nan")
+    return normalized, mean, scale
 
 
 def _overflowed(normalized: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:

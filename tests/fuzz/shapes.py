@@ -60,6 +60,8 @@ def reduction(scope: Scope) -> str | None:
             return f"{x}.prod({dim}{keep})"
         case "max" | "min" | "median" | "cummax":
             where = f"{dim}{keep if name != 'cummax' else ''}"
+            if name == "median":
+                x += ".contiguous()"  # torch's own median along a dimension of stride 0 reads memory it never wrote
             return scope.choice([f"{x}.{name}({where})[0]", f"{x}.{name}({where})[1]", f"{x}.{name}({where})[0] * 2"])
         case "argmax":
             return f"{x}.argmax({dim}{keep})"
