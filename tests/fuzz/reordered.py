@@ -7,7 +7,8 @@ sums in float64, so that squares do not overflow, while the one for contiguous i
 sum as well. LayerNorm and GroupNorm of a row whose squares overflow are 0 or nan, by the length of the row.
 
 Variances are a running mean (Welford) in eager: ``max - -max`` overflows there and the variance is nan; two passes
-have a finite mean and ``inf``; ``max`` twice has variance 0 there, and ``inf`` or nan where the plain sum overflows.
+have a finite mean and ``inf``; ``max`` twice has variance 0 there, and ``inf`` or nan where the sum overflows, plain or
+of distances from one element.
 BatchNorm in training sums float32 in float64 in eager: finite, where a sum in float32 overflows and its channel is nan.
 """
 
@@ -51,6 +52,7 @@ class Reordered(TorchDispatchMode):
     def __init__(self, seed: int):
         super().__init__()
         self.generator = torch.Generator().manual_seed(seed)
+        self.shifted = seed % 2 == 1
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, args = dict(kwargs or {}), list(args)
@@ -63,7 +65,7 @@ class Reordered(TorchDispatchMode):
             return _lost_channels(args, func(*args, **kwargs))
         elif func in VARIANCES:
             dims = args[1] if len(args) > 1 else kwargs.pop("dim", None)
-            return _two_passes(self._shuffled(args[0], dims), dims, *VARIANCES[func], **kwargs)
+            return _two_passes(self._shuffled(args[0], dims), dims, *VARIANCES[func], **kwargs, shifted=self.shifted)
         elif func in CONTRACTIONS:
             left, right = CONTRACTIONS[func]
             order = self._order(args[left].shape[-1])
@@ -90,12 +92,23 @@ def _lerp(start: Tensor, end: Tensor, weight: Tensor | float) -> Tensor:
 
 
 def _two_passes(
-    x: Tensor, dims: Any, root: bool, with_mean: bool, correction: float | None = None, keepdim: bool = False
+    x: Tensor,
+    dims: Any,
+    root: bool,
+    with_mean: bool,
+    correction: float | None = None,
+    keepdim: bool = False,
+    shifted: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A variance by plain sums: of the elements, then of the squares of what is left; infinite or nan on overflow."""
-    dims = list(dims or range(x.dim()))
+    """A variance by plain sums: of the elements, then of the squares of what is left; infinite or nan on overflow.
+
+    With ``shifted``, what is summed is the distance from the first element.
+    """
+    dims = [dim % x.dim() for dim in dims or range(x.dim())]
     count = math.prod(x.shape[dim] for dim in dims)
-    mean = x.sum(dims, keepdim=True) / count if count else x.mean(dims, keepdim=True)
+    first = x[tuple(slice(0, 1) if dim in dims else slice(None) for dim in range(x.dim()))]
+    start = first if shifted and count else torch.zeros_like(first)
+    mean = (x - start).sum(dims, keepdim=True) / count + start if count else x.mean(dims, keepdim=True)
     freedom = max(count - (1 if correction is None else correction), 0)
     variance = (x - mean).square().sum(dims, keepdim=True) / freedom
     results = [variance.sqrt() if root else variance, mean]
