@@ -54,6 +54,16 @@ def leaky_relu(importer, node, x, slope=0.01):
     return where(importer, op.greater(x, zero), x, scaled(importer, x, slope))
 
 
+@converts(aten._prelu_kernel.default)
+@rounds_once
+def prelu(importer, node, x, weight):
+    """dx = g where x > 0, else g w; dw = g x where x <= 0, and nothing of an infinite x or g elsewhere"""
+    (zero,) = _constants(importer, x, 0)
+    positive = importer.emit(op.greater(x, zero))
+    below = importer.emit(op.where(positive, zero, x))
+    return where(importer, positive, x, op.multiply(weight, below))
+
+
 @converts(aten.hardswish.default)
 @rounds_once
 def hardswish(importer, node, x):

@@ -53,6 +53,7 @@ class Reordered(TorchDispatchMode):
         super().__init__()
         self.generator = torch.Generator().manual_seed(seed)
         self.shifted = seed % 2 == 1
+        self.lost = float("nan") if seed % 4 < 2 else 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, args = dict(kwargs or {}), list(args)
@@ -71,7 +72,7 @@ class Reordered(TorchDispatchMode):
             order = self._order(args[left].shape[-1])
             args[left], args[right] = args[left][..., order], args[right][..., order, :]
         result = _lerp(*args) if func in LERPS else func(*args, **kwargs)
-        return _overflowed(*result) if func in NORMALIZATIONS else result
+        return _overflowed(*result, self.lost) if func in NORMALIZATIONS else result
 
     def _shuffled(self, x: Tensor, dims: Any) -> Tensor:
         """Its elements in another order along what is reduced; all of them if that is everything."""
@@ -132,8 +133,8 @@ def _lost_channels(args: list[Any], result: tuple[Tensor, ...]) -> tuple[Tensor,
     return normalized, mean, scale
 
 
-def _overflowed(normalized: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A normalization that is nan where the variance has overflowed; ``scale`` has one element a row."""
+def _overflowed(normalized: Tensor, mean: Tensor, scale: Tensor, value: float) -> tuple[Tensor, Tensor, Tensor]:
+    """A normalization that is nan, or 0, where the variance has overflowed; ``scale`` has one element a row."""
     lost = (scale == 0) | ~scale.isfinite()
     spread = lost.reshape(-1, 1).expand(-1, normalized.numel() // max(lost.numel(), 1)).reshape(normalized.shape)
-    return normalized.masked_fill(spread, float("nan")), mean, scale.masked_fill(lost, float("nan"))
+    return normalized.masked_fill(spread, value), mean, scale.masked_fill(lost, value)

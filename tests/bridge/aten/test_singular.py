@@ -1,5 +1,7 @@
 """Values and gradients at ties, kinks, zeros, infinities and nan: torch's own derivative formulas are the reference."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -217,3 +219,14 @@ def test_a_norm_of_single_elements_is_their_size_even_where_the_square_overflows
     ]
     inputs = tuple(column.clone().requires_grad_() for _ in functions)
     check_module(lambda: Functions(functions), lambda: inputs, calls=1)
+
+
+@pytest.mark.parametrize("upstream", [1.0, float("inf"), float("nan")])
+def test_prelus_weight_has_nothing_of_what_it_does_not_depend_on(upstream):
+    eager = nn.PReLU(dtype=torch.float64)
+    x = torch.tensor([float("inf"), 2.0, -1.0], dtype=torch.float64, requires_grad=True)
+    dispatched = add_tvm_dispatch(copy.deepcopy(eager), x, on_miss="error")
+    grad_out = torch.tensor([upstream, upstream, 2.0], dtype=torch.float64)
+    for module in (eager, dispatched):
+        module(x).backward(grad_out)
+    assert torch.equal(dispatched.weight.grad, eager.weight.grad) and eager.weight.grad.item() == -2
