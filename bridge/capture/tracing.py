@@ -90,5 +90,13 @@ def one_capture_at_a_time() -> Iterator[None]:
     # they remember what they find there.
     with collection_paused():
         export_tracer()
-    with held(_capturing), held(compile_lock()), only_new_objects_collected():
-        yield
+    with held(_capturing), held(compile_lock()):
+        if getattr(_thread, "holds", False):  # to ask for frozen objects is to count them all
+            yield
+            return
+        _thread.holds = True
+        try:
+            with only_new_objects_collected():
+                yield
+        finally:
+            _thread.holds = False
