@@ -149,8 +149,16 @@ def series(count: int, seed: int, seconds: float) -> tuple[Counter[str], list[st
     """``count`` interrupts → how often what came out, and what was not as it should be, a line each.
 
     They come at moments up to ``seconds`` after the start, until an uninterrupted one tells how long compiling takes.
+    Meanwhile SIGINT is Python's, whatever the process was started with: a shell's background jobs ignore it.
     """
-    rng = random.Random(seed)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return _series(count, random.Random(seed), seconds)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _series(count: int, rng: random.Random, seconds: float) -> tuple[Counter[str], list[str]]:
     outcomes: Counter[str] = Counter()
     problems: list[str] = []
     known: dict[str, float] = {}
