@@ -28,14 +28,6 @@ from bridge.rng.stream import stream
 EDGES = [*range(1, 34), 155, 156, 157, *range(308, 318), *range(620, 630), 935, 936, 937, 4096]
 
 
-@pytest.fixture(scope="module")
-def kernels() -> mt19937.Kernels:
-    found = mt19937.compiled()
-    if found is None:
-        pytest.skip("this build of torch draws Bernoulli masks by another rule")
-    return found
-
-
 def flat(count: int, probability: float = 0.9) -> Mask:
     return Mask((count,), (1,), probability)
 

@@ -17,14 +17,6 @@ BLOCK = 2 * PER_BLOCK
 
 
 @pytest.fixture(scope="module")
-def kernels() -> mt19937.Kernels:
-    found = mt19937.compiled()
-    if found is None:
-        pytest.skip("this build of torch draws Bernoulli masks by another rule")
-    return found
-
-
-@pytest.fixture(scope="module")
 def words() -> np.ndarray:
     """Untempered words of a stream, by numpy's twister."""
     twister, blocks = np.random.RandomState(5), []

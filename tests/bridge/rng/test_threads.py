@@ -22,14 +22,6 @@ from bridge.rng.engine import Layout, is_the_lock
 from tests import rng_stress
 
 
-@pytest.fixture(scope="module")
-def kernels() -> mt19937.Kernels:
-    found = mt19937.compiled()
-    if found is None:
-        pytest.skip("this build of torch draws Bernoulli masks by another rule")
-    return found
-
-
 def flat(count: int, probability: float = rng_stress.KEEP) -> Mask:
     return Mask((count,), (1,), probability)
 
