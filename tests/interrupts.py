@@ -18,6 +18,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -145,20 +146,22 @@ def by_raise() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def series(count: int, seed: int, seconds: float) -> tuple[Counter[str], list[str]]:
-    """``count`` interrupts → how often what came out, and what was not as it should be, a line each.
-
-    They come at moments up to ``seconds`` after the start, until an uninterrupted one tells how long compiling takes.
-    Meanwhile SIGINT is Python's, whatever the process was started with: a shell's background jobs ignore it.
-    """
+@contextmanager
+def heard() -> Iterator[None]:
+    """While active, SIGINT is Python's ``KeyboardInterrupt``, also in a shell's background job, which ignores it."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return _series(count, random.Random(seed), seconds)
+        yield
     finally:
         signal.signal(signal.SIGINT, handler)
 
 
-def _series(count: int, rng: random.Random, seconds: float) -> tuple[Counter[str], list[str]]:
+def series(count: int, seed: int, seconds: float) -> tuple[Counter[str], list[str]]:
+    """``count`` interrupts → how often what came out, and what was not as it should be, a line each.
+
+    They come at moments up to ``seconds`` after the start, until an uninterrupted one tells how long compiling takes.
+    """
+    rng = random.Random(seed)
     outcomes: Counter[str] = Counter()
     problems: list[str] = []
     known: dict[str, float] = {}
@@ -195,7 +198,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    outcomes, problems = series(options.count, options.seed, seconds=5)
+    with heard():
+        outcomes, problems = series(options.count, options.seed, seconds=5)
     print(*(f"{count:5} {outcome}" for outcome, count in outcomes.most_common()), *problems, sep="\n")
     sys.exit(bool(problems))
 

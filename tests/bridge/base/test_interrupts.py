@@ -23,6 +23,13 @@ class UsersError(Exception):
     """What a handler of the user's raises."""
 
 
+@pytest.fixture(autouse=True)
+def sigint():
+    """SIGINT is Python's, whatever the process was started with: a shell's background jobs ignore it."""
+    with interrupts.heard():
+        yield
+
+
 @pytest.fixture
 def handler():
     """Sets a handler of SIGINT, and checks that it is still set at the end."""
