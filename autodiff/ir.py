@@ -33,6 +33,8 @@ from tvm.relax import (
 )
 from tvm.tirx import FloatImm, IntImm
 
+from autodiff.extents import from_tir
+
 __all__ = [
     "VARS",
     "Call",
@@ -77,12 +79,15 @@ _LEAVES = frozenset({Constant, ExternFunc, StringImm, IntImm, FloatImm})  # read
 
 
 def shape(value: Expr) -> tuple[int, ...]:
-    """The static shape of a tensor expression. ``ValueError`` if it is not a tensor of static shape."""
+    """The shape of a tensor expression, symbolic extents as :class:`autodiff.extents.Extent`.
+
+    ``ValueError`` if it is no tensor, or one of unknown shape.
+    """
     ty = value.ty
     extents = ty.shape if isinstance(ty, TensorType) else None
     if not isinstance(extents, ShapeExpr):
-        raise ValueError(f"wanted a tensor of static shape, got {value} of type {ty}")
-    return tuple([int(extent) for extent in extents.values[:]])
+        raise ValueError(f"wanted a tensor of known shape, got {value} of type {ty}")
+    return tuple([extent.value if type(extent) is IntImm else from_tir(extent) for extent in extents.values[:]])
 
 
 def dtype(value: Expr) -> str:

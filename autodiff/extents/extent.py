@@ -1,0 +1,374 @@
+"""Symbolic extents: integers of a lowering that are known when its program is bound, which Python code may handle as
+numbers.
+
+An :class:`Extent` computes like an integer. What code asks of it (is it equal, larger, divisible?) is answered for all
+sizes in its range if that can be proven; otherwise it is answered for the sample and becomes a *guard*: what was made
+on the way is right for those sizes for which every guard of the scope holds. ``int(extent)`` fixes it to the sample's.
+A decision that only concerns speed takes :func:`sample_of` instead, which guards nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.tirx import IntImm
+
+from autodiff.extents.polynomial import Composite, Symbol, Terms, add, constant, divide, multiply, text
+from autodiff.extents.ranges import Range, range_of
+
+__all__ = ["Dim", "Extent", "ExtentScope", "Guard", "from_tir", "maximum", "minimum", "sample_of"]
+
+
+@dataclass(frozen=True)
+class Guard:
+    """``terms >= 0``, ``terms == 0`` or ``terms != 0``."""
+
+    terms: Terms
+    relation: str
+
+    def __str__(self) -> str:
+        positive = [(monomial, factor) for monomial, factor in self.terms if factor > 0]
+        negative = [(monomial, -factor) for monomial, factor in self.terms if factor < 0]
+        return f"{text(tuple(positive))} {self.relation} {text(tuple(negative))}"
+
+
+class ExtentScope:
+    """The symbols of one lowering, and what was concluded about them.
+
+    Attributes:
+        samples: of each symbol the extent that is lowered with.
+        ranges: of each symbol.
+        guards: what was answered for the sample alone, in order.
+    """
+
+    def __init__(self) -> None:
+        self.samples: dict[Symbol, int] = {}
+        self.ranges: dict[Symbol, Range] = {}
+        self._guards: dict[Guard, None] = {}
+        self._vars: dict[Symbol, tirx.Var] = {}
+
+    def symbol(self, name: str, sample: int, low: int = 2, high: int | None = None) -> Extent:
+        """A new extent between ``low`` and ``high``. ``ValueError`` for a name twice or a sample out of range."""
+        symbol = Symbol(name)
+        if symbol in self.samples:
+            raise ValueError(f"extent {name!r}: there is one already")
+        if sample < low or (high is not None and sample > high):
+            raise ValueError(f"extent {name!r}: wanted a sample from {low} to {high}, got {sample}")
+        self.samples[symbol], self.ranges[symbol] = sample, Range(low, high)
+        var = self._vars[symbol] = tirx.Var(name, "int64")
+        extent = Extent(self, (((symbol,), 1),))
+        _SYMBOL_OF[var.__chandle__()] = (weakref.ref(self), symbol)
+        weakref.finalize(self, _SYMBOL_OF.pop, var.__chandle__(), None)
+        return extent
+
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        return tuple(self._guards)
+
+    def var(self, symbol: Symbol) -> tirx.Var:
+        """The variable that stands for a symbol in TVM's IR."""
+        return self._vars[symbol]
+
+    def make(self, terms: Terms) -> Dim:
+        """The extent of terms, a number if they are one."""
+        number = constant(terms)
+        return Extent(self, terms) if number is None else number
+
+    def range_of(self, value: Dim) -> Range:
+        """Bounds of a value, whatever the symbols are."""
+        return range_of(value.terms, self.ranges) if isinstance(value, Extent) else Range(value, value)
+
+    def value(self, value: Dim, sizes: Mapping[str, int]) -> int:
+        """A value for sizes by the symbols' names."""
+        return self.compiled([value])(sizes)[0]
+
+    def compiled(self, values: Sequence[Dim]) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
+        """A function of sizes by name that gives all values."""
+        names = {symbol: f"d{index}" for index, symbol in enumerate(self.samples)}
+        written = [text(v.terms, names.__getitem__) if isinstance(v, Extent) else str(int(v)) for v in values]
+        code = f"lambda {', '.join(names.values())}: ({''.join(f'{each}, ' for each in written)})"
+        function = eval(code, {"max": max, "min": min, "__builtins__": {}})
+        order = [symbol.name for symbol in names]
+        return lambda sizes: function(*[sizes[name] for name in order])
+
+    def broken(self) -> Callable[[Mapping[str, int]], Guard | None]:
+        """A function of sizes by name: the first guard that does not hold, range included, or ``None``."""
+        guards = list(self.guards)
+        for symbol, bounds in self.ranges.items():
+            own: Terms = (((symbol,), 1),)
+            guards += [Guard(add(own, _number(bounds.low), -1), ">=")] if bounds.low is not None else []
+            guards += [Guard(add(_number(bounds.high), own, -1), ">=")] if bounds.high is not None else []
+        values = self.compiled([self.make(guard.terms) for guard in guards])
+
+        def first_broken(sizes: Mapping[str, int]) -> Guard | None:
+            for guard, value in zip(guards, values(sizes), strict=True):
+                if not (value >= 0 if guard.relation == ">=" else (value == 0) == (guard.relation == "==")):
+                    return guard
+            return None
+
+        return first_broken
+
+    def is_zero(self, terms: Terms) -> bool:
+        """Whether terms are 0; a guard if that is not the same in the whole range."""
+        bounds = range_of(terms, self.ranges)
+        if bounds.low == bounds.high == 0 or not terms:
+            return True
+        if (bounds.low is not None and bounds.low > 0) or (bounds.high is not None and bounds.high < 0):
+            return False
+        found = self._sample(terms) == 0
+        self._guards[Guard(terms, "==" if found else "!=")] = None
+        return found
+
+    def is_negative(self, terms: Terms) -> bool:
+        """Whether terms are below 0; likewise."""
+        bounds = range_of(terms, self.ranges)
+        if bounds.low is not None and bounds.low >= 0:
+            return False
+        if bounds.high is not None and bounds.high < 0:
+            return True
+        found = self._sample(terms) < 0
+        guarded = add(_number(-1), terms, -1) if found else terms
+        self._guards[Guard(guarded, ">=")] = None
+        return found
+
+    def _sample(self, terms: Terms) -> int:
+        total = 0
+        for monomial, factor in terms:
+            for atom in monomial:
+                factor *= self.samples[atom] if isinstance(atom, Symbol) else self._sample_of(atom)
+            total += factor
+        return total
+
+    def _sample_of(self, atom: Composite) -> int:
+        return _PLAIN[atom.kind](self._sample(atom.a), self._sample(atom.b))
+
+
+_PLAIN: dict[str, Callable[[int, int], int]] = {
+    "max": max,
+    "min": min,
+    "//": lambda a, b: a // b,
+    "%": lambda a, b: a % b,
+}
+
+
+class Extent:
+    """An integer that depends on a scope's symbols; never one that is the same for all sizes. Immutable."""
+
+    __slots__ = ("_hash", "scope", "terms")
+
+    def __init__(self, scope: ExtentScope, terms: Terms):
+        self.scope, self.terms = scope, terms
+        self._hash = hash(terms)
+
+    @property
+    def sample(self) -> int:
+        """What it is in the call that is lowered; guards nothing."""
+        return self.scope._sample(self.terms)
+
+    def __add__(self, other: Dim) -> Dim:
+        return self.scope.make(add(self.terms, terms)) if (terms := _terms(other)) is not None else NotImplemented
+
+    def __sub__(self, other: Dim) -> Dim:
+        return self.scope.make(add(self.terms, terms, -1)) if (terms := _terms(other)) is not None else NotImplemented
+
+    def __rsub__(self, other: Dim) -> Dim:
+        return self.scope.make(add(terms, self.terms, -1)) if (terms := _terms(other)) is not None else NotImplemented
+
+    def __mul__(self, other: Dim) -> Dim:
+        return self.scope.make(multiply(self.terms, terms)) if (terms := _terms(other)) is not None else NotImplemented
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __neg__(self) -> Dim:
+        return 0 - self
+
+    def __pos__(self) -> Dim:
+        return self
+
+    def __floordiv__(self, other: Dim) -> Dim:
+        return self._divided(self.terms, other, 0)
+
+    def __rfloordiv__(self, other: Dim) -> Dim:
+        return self._divided(_terms(other), self, 0)
+
+    def __mod__(self, other: Dim) -> Dim:
+        return self._divided(self.terms, other, 1)
+
+    def __rmod__(self, other: Dim) -> Dim:
+        return self._divided(_terms(other), self, 1)
+
+    def __divmod__(self, other: Dim) -> tuple[Dim, Dim]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Dim) -> tuple[Dim, Dim]:
+        return other // self, other % self
+
+    def _divided(self, a: Terms | None, divisor: Dim, part: int) -> Dim:
+        """The quotient rounded down, or what is left of it."""
+        b = _terms(divisor)
+        if a is None or b is None:
+            return NotImplemented
+        if not b:
+            raise ZeroDivisionError(f"{text(a)} divided by 0")
+        scope = self.scope
+        quotient, left = divide(a, b)
+        bounds, size = range_of(left, scope.ranges), range_of(b, scope.ranges)
+        if bounds.low is not None and bounds.low >= 0 and size.low is not None and size.low > 0:
+            below = range_of(add(b, left, -1), scope.ranges)
+            if not left or (below.low is not None and below.low > 0):
+                return scope.make((quotient, left)[part])
+        if not left:
+            return scope.make((quotient, left)[part])
+        rest: Terms = (((Composite(("//", "%")[part], left, b),), 1),)  # a == quotient * b + left, for all sizes
+        return scope.make(rest if part else add(quotient, rest))
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        terms = _terms(other)
+        return NotImplemented if terms is None else self.scope.is_zero(add(self.terms, terms, -1))
+
+    def __ne__(self, other: object) -> bool:
+        equal = self.__eq__(other)
+        return equal if equal is NotImplemented else not equal
+
+    def __lt__(self, other: Dim) -> bool:
+        return self.scope.is_negative(add(self.terms, _terms(other), -1))
+
+    def __ge__(self, other: Dim) -> bool:
+        return not self < other
+
+    def __gt__(self, other: Dim) -> bool:
+        return self.scope.is_negative(add(_terms(other), self.terms, -1))
+
+    def __le__(self, other: Dim) -> bool:
+        return not self > other
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __bool__(self) -> bool:
+        return not self.scope.is_zero(self.terms)
+
+    def __index__(self) -> int:
+        """Fixes it to the sample's number: a guard."""
+        number = self.sample
+        self.scope.is_zero(add(self.terms, _number(number), -1))
+        return number
+
+    __int__ = __index__
+
+    def __str__(self) -> str:
+        return text(self.terms)
+
+    __repr__ = __str__
+
+    def __tvm_ffi_object__(self) -> tirx.Expr:
+        """TVM's functions take an extent where they take an integer expression."""
+        return _to_tir(self.scope, self.terms)
+
+
+Dim = int | Extent
+"""A number, or an extent that is known when a program is bound."""
+
+_SYMBOL_OF: dict[int, tuple[weakref.ref[ExtentScope], Symbol]] = {}
+
+
+def sample_of(value: Dim) -> int:
+    """What a value is in the call that is lowered: for decisions that concern speed and nothing else."""
+    return value.sample if isinstance(value, Extent) else value
+
+
+def maximum(a: Dim, b: Dim) -> Dim:
+    """The larger one, for all sizes; Python's ``max`` decides for the sample and guards that."""
+    return _either("max", a, b)
+
+
+def minimum(a: Dim, b: Dim) -> Dim:
+    """The smaller one, for all sizes."""
+    return _either("min", a, b)
+
+
+def _either(kind: str, a: Dim, b: Dim) -> Dim:
+    owner = a if isinstance(a, Extent) else b
+    if not isinstance(owner, Extent):
+        return _PLAIN[kind](a, b)
+    bounds = range_of(add(_terms(a), _terms(b), -1), owner.scope.ranges)
+    if bounds.low is not None and bounds.low >= 0:
+        return a if kind == "max" else b
+    if bounds.high is not None and bounds.high <= 0:
+        return b if kind == "max" else a
+    return owner.scope.make((((Composite(kind, _terms(a), _terms(b)),), 1),))
+
+
+def from_tir(expr: tirx.Expr) -> Dim:
+    """The extent that an integer expression of TVM's stands for.
+
+    ``ValueError`` for a variable of no living scope, and for operators that extents do not have.
+    """
+    if isinstance(expr, int):
+        return expr
+    if isinstance(expr, IntImm):
+        return int(expr)
+    if isinstance(expr, tirx.Var):
+        reference, symbol = _SYMBOL_OF.get(expr.__chandle__(), (None, None))
+        scope = reference() if reference is not None else None
+        if scope is None or symbol is None:
+            raise ValueError(f"wanted a variable of an extent, got {expr}")
+        return Extent(scope, (((symbol,), 1),))
+    if isinstance(expr, tirx.Cast):
+        return from_tir(expr.value)
+    combine = _FROM_TIR.get(type(expr))
+    if combine is None:
+        raise ValueError(f"wanted an extent, got {expr} ({type(expr).__name__})")
+    return combine(from_tir(expr.a), from_tir(expr.b))
+
+
+_FROM_TIR: dict[type, Callable[[Dim, Dim], Dim]] = {
+    tirx.Add: lambda a, b: a + b,
+    tirx.Sub: lambda a, b: a - b,
+    tirx.Mul: lambda a, b: a * b,
+    tirx.FloorDiv: lambda a, b: a // b,
+    tirx.FloorMod: lambda a, b: a % b,
+    tirx.Max: maximum,
+    tirx.Min: minimum,
+}
+
+_TO_TIR: dict[str, Callable[[tirx.Expr, tirx.Expr], tirx.Expr]] = {
+    "//": tirx.FloorDiv,
+    "%": tirx.FloorMod,
+    "max": tirx.Max,
+    "min": tirx.Min,
+}
+
+
+def _to_tir(scope: ExtentScope, terms: Terms) -> tirx.Expr:
+    total: tirx.Expr | None = None
+    for monomial, factor in reversed(terms):
+        product: tirx.Expr | None = None
+        for atom in monomial:
+            if isinstance(atom, Symbol):
+                part = scope.var(atom)
+            else:
+                part = _TO_TIR[atom.kind](_to_tir(scope, atom.a), _to_tir(scope, atom.b))
+            product = part if product is None else tirx.Mul(product, part)
+        number = IntImm("int64", factor)
+        if product is None:
+            product = number
+        elif factor != 1:
+            product = tirx.Mul(product, number)
+        total = product if total is None else tirx.Add(total, product)
+    return IntImm("int64", 0) if total is None else total
+
+
+def _terms(value: object) -> Terms | None:
+    if isinstance(value, Extent):
+        return value.terms
+    return _number(int(value)) if isinstance(value, int) else None
+
+
+def _number(number: int | None) -> Terms:
+    return (((), number),) if number else ()
