@@ -1,5 +1,6 @@
 """Symbolic extents: sizes that are known when a program is bound, as integers that Python code computes with."""
 
-from autodiff.extents.extent import Dim, Extent, ExtentScope, Guard, from_tir, maximum, minimum, sample_of
+from autodiff.extents.extent import Dim, Extent, ExtentScope, from_tir, maximum, minimum, sample_of
+from autodiff.extents.guard import Guard
 
 __all__ = ["Dim", "Extent", "ExtentScope", "Guard", "from_tir", "maximum", "minimum", "sample_of"]

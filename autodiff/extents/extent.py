@@ -11,28 +11,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.tirx import IntImm
 
+from autodiff.extents.guard import Guard
 from autodiff.extents.polynomial import Composite, Symbol, Terms, add, constant, divide, multiply, text
 from autodiff.extents.ranges import Range, range_of
 
-__all__ = ["Dim", "Extent", "ExtentScope", "Guard", "from_tir", "maximum", "minimum", "sample_of"]
-
-
-@dataclass(frozen=True)
-class Guard:
-    """``terms >= 0``, ``terms == 0`` or ``terms != 0``."""
-
-    terms: Terms
-    relation: str
-
-    def __str__(self) -> str:
-        positive = [(monomial, factor) for monomial, factor in self.terms if factor > 0]
-        negative = [(monomial, -factor) for monomial, factor in self.terms if factor < 0]
-        return f"{text(tuple(positive))} {self.relation} {text(tuple(negative))}"
+__all__ = ["Dim", "Extent", "ExtentScope", "from_tir", "maximum", "minimum", "sample_of"]
 
 
 class ExtentScope:
@@ -95,17 +82,25 @@ class ExtentScope:
         return lambda sizes: function(*[sizes[name] for name in order])
 
     def broken(self) -> Callable[[Mapping[str, int]], Guard | None]:
-        """A function of sizes by name: the first guard that does not hold, range included, or ``None``."""
-        guards = list(self.guards)
+        """A function of sizes by name: the first guard that does not hold, or ``None``.
+
+        The ranges come first, and a guard that excludes a divisor of 0 before those that divide by it.
+        """
+        ranges: list[Guard] = []
         for symbol, bounds in self.ranges.items():
             own: Terms = (((symbol,), 1),)
-            guards += [Guard(add(own, _number(bounds.low), -1), ">=")] if bounds.low is not None else []
-            guards += [Guard(add(_number(bounds.high), own, -1), ">=")] if bounds.high is not None else []
+            ranges += [Guard(add(own, _number(bounds.low), -1), ">=")] if bounds.low is not None else []
+            ranges += [Guard(add(_number(bounds.high), own, -1), ">=")] if bounds.high is not None else []
+        guards = (*ranges, *self.guards)
         values = self.compiled([self.make(guard.terms) for guard in guards])
 
         def first_broken(sizes: Mapping[str, int]) -> Guard | None:
-            for guard, value in zip(guards, values(sizes), strict=True):
-                if not (value >= 0 if guard.relation == ">=" else (value == 0) == (guard.relation == "==")):
+            try:
+                found = values(sizes)
+            except ZeroDivisionError:
+                return next(guard for guard in guards if not guard.holds(self.value(self.make(guard.terms), sizes)))
+            for guard, value in zip(guards, found, strict=True):
+                if not guard.holds(value):
                     return guard
             return None
 
@@ -168,6 +163,16 @@ class Extent:
         """What it is in the call that is lowered; guards nothing."""
         return self.scope._sample(self.terms)
 
+    @property
+    def linear(self) -> tuple[Symbol, int, int] | None:
+        """``(symbol, factor, offset)`` if it is ``factor * symbol + offset`` with a positive factor."""
+        terms = dict(self.terms)
+        offset = terms.pop((), 0)
+        ((monomial, factor), *others) = terms.items()
+        if others or len(monomial) != 1 or not isinstance(monomial[0], Symbol) or factor < 0:
+            return None
+        return monomial[0], factor, offset
+
     def __add__(self, other: Dim) -> Dim:
         return self.scope.make(add(self.terms, terms)) if (terms := _terms(other)) is not None else NotImplemented
 
@@ -211,9 +216,9 @@ class Extent:
         b = _terms(divisor)
         if a is None or b is None:
             return NotImplemented
-        if not b:
-            raise ZeroDivisionError(f"{text(a)} divided by 0")
         scope = self.scope
+        if scope.is_zero(b):
+            raise ZeroDivisionError(f"{text(a)} divided by {text(b)}, which is 0")
         quotient, left = divide(a, b)
         bounds, size = range_of(left, scope.ranges), range_of(b, scope.ranges)
         if bounds.low is not None and bounds.low >= 0 and size.low is not None and size.low > 0:

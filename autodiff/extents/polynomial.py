@@ -20,6 +20,7 @@ __all__ = [
     "divide",
     "multiply",
     "normal",
+    "symbols_of",
     "text",
 ]
 
@@ -121,6 +122,15 @@ def _without(monomial: Monomial, divisor: Monomial) -> Monomial | None:
             return None
         left.remove(atom)
     return tuple(left)
+
+
+def symbols_of(terms: Terms) -> frozenset[Symbol]:
+    """All symbols that the value of terms depends on."""
+    found: set[Symbol] = set()
+    for monomial, _ in terms:
+        for atom in monomial:
+            found |= {atom} if isinstance(atom, Symbol) else symbols_of(atom.a) | symbols_of(atom.b)
+    return frozenset(found)
 
 
 def text(terms: Terms, name: Callable[[Symbol], str] = str) -> str:

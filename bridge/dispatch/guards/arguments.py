@@ -122,9 +122,9 @@ class ArgumentGuard:
         changed = {i: then for i, then in pairs if not self._constants.same(leaves[i], then)}
         return changed if all(changed_number(leaves[i], then) for i, then in changed.items()) else None
 
-    def learn(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Remembers how matching tensors look in inference mode, which is on."""
-        self._tensors.learn(tensors)
+    def learn(self, tensors: Sequence[torch.Tensor], inference: bool) -> None:
+        """Remembers how matching tensors look, where that is not known yet."""
+        self._tensors.learn(tensors, inference)
 
     def _explain_constant(self, place: int, then: Any, now: Any) -> GuardFailure:
         what = f"value of argument {self.paths[self._constant_leaves[place]]}"

@@ -89,8 +89,7 @@ class Guard:
         inputs += (self._number_inputs(module, args, kwargs) if self.numbers else []) + tensors
         if (failure := self._shared_memory(inputs)) is not None:
             raise failure
-        if state[INFERENCE]:
-            self._arguments.learn(tensors)
+        self._arguments.learn(tensors, state[INFERENCE])
         return inputs
 
     def changed_numbers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[NumberPlace, Any] | None:

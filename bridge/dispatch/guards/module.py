@@ -194,8 +194,7 @@ class ModuleGuard:
         self._raise(self._tensors.failure(tensors))
         for condition in self._conditions.after_tensors:
             self._raise(condition.failure(tree))
-        if inference:
-            self._tensors.learn(tensors)
+        self._tensors.learn(tensors, inference)
         return tensors
 
     def numbers(self, root: nn.Module) -> list[Any]:

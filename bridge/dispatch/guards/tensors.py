@@ -6,15 +6,21 @@ The quick path compares a list of tensors in one call (:mod:`bridge.base.tensor_
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from bridge.base.guard_failure import GuardFailure
-from bridge.base.tensor_properties import PROPERTIES, Property, tensor_checks
+from bridge.base.lru import LeastRecentlyUsed
+from bridge.base.tensor_properties import PROPERTIES, Checks, Property, is_nested, tensor_checks
 from bridge.dispatch.guards.condition import differs
+from bridge.dispatch.guards.sizes import ArgumentSizes
 
-__all__ = ["TensorGuard"]
+__all__ = ["SizedTensorGuard", "TensorGuard"]
+
+#: Sizes of which it is known how their tensors look; calls of others are looked at more closely.
+MAX_SIZES = 64
 
 
 class TensorGuard:
@@ -54,7 +60,11 @@ class TensorGuard:
 
     def failure(self, tensors: Sequence[Any]) -> GuardFailure | None:
         """The first property of the first tensor that is not as expected; ``None`` if there is none."""
-        for tensor, kinds, name, expected in zip(tensors, self._kinds, self._names, self._expected, strict=True):
+        return self._difference(tensors, self._expected)
+
+    def _difference(self, tensors: Sequence[Any], rows: Sequence[Sequence[Any]]) -> GuardFailure | None:
+        """Likewise, for rows of expected values."""
+        for tensor, kinds, name, expected in zip(tensors, self._kinds, self._names, rows, strict=True):
             if type(tensor) not in kinds:
                 return self._explain_type(name, tensor)
             for each, then in zip(PROPERTIES, expected, strict=True):
@@ -65,9 +75,62 @@ class TensorGuard:
                 return GuardFailure(self._stage, f"inference tensor {name}", "autograd cannot save it")
         return None
 
-    def learn(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Remembers how tensors that are as expected look in inference mode, which is on."""
-        self.alike[True] = tensor_checks(tensors)
+    def learn(self, tensors: Sequence[torch.Tensor], inference: bool) -> None:
+        """Remembers how tensors that are as expected look in inference mode, if it is on."""
+        if inference:
+            self.alike[True] = tensor_checks(tensors)
+
+
+class SizedTensorGuard(TensorGuard):
+    """The conditions of one entry on argument tensors with symbolic extents.
+
+    What is expected follows from the sizes of the call. The thorough path evaluates it; the quick path knows how the
+    tensors of the latest sizes look, and knows no others.
+
+    Args:
+        sizes: their extents.
+        given: further arguments of :class:`TensorGuard`.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], sizes: ArgumentSizes, **given: Any):
+        super().__init__(tensors, **given)
+        self.sizes = sizes
+        self._looks = {inference: LeastRecentlyUsed[tuple, Checks](MAX_SIZES) for inference in (False, True)}
+        self.alike = {inference: partial(self._looks_as_known, looks) for inference, looks in self._looks.items()}
+        self.learn(tensors, torch.is_inference_mode_enabled())
+
+    def _looks_as_known(self, looks: LeastRecentlyUsed[tuple, Checks], tensors: Sequence[torch.Tensor]) -> bool:
+        try:
+            alike = looks.get(self.sizes.key(tensors))
+        except IndexError:  # other dimensions
+            return False
+        return alike is not None and alike(tensors)
+
+    def failure(self, tensors: Sequence[Any]) -> GuardFailure | None:
+        for tensor, kinds, name in zip(tensors, self._kinds, self._names, strict=True):
+            if type(tensor) not in kinds:
+                return self._explain_type(name, tensor)
+            if is_nested(tensor):
+                return _explain(_NESTED, self._stage, name, False, True)
+        if (failure := self.sizes.failure(tensors)) is not None:
+            return failure
+        layouts = self.sizes.layouts(self.sizes.of(tensors))
+        return self._difference(tensors, list(map(_laid_out, self._expected, layouts)))
+
+    def learn(self, tensors: Sequence[torch.Tensor], inference: bool) -> None:
+        """Remembers how matching tensors of these sizes look."""
+        self._looks[inference].put(self.sizes.key(tensors), tensor_checks(tensors))
+
+
+_NAMES = [each.name for each in PROPERTIES]
+_NESTED, _SHAPE, _STRIDES = PROPERTIES[_NAMES.index("nested")], _NAMES.index("shape"), _NAMES.index("strides")
+
+
+def _laid_out(expected: Sequence[Any], layout: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Any]:
+    """Expected values of a tensor's properties for another layout."""
+    row = list(expected)
+    row[_SHAPE], row[_STRIDES] = layout
+    return row
 
 
 def _explain(each: Property, stage: int, what: str, then: Any, now: Any) -> GuardFailure:

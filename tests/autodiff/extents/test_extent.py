@@ -93,6 +93,25 @@ def test_what_holds_for_the_sample_is_a_guard():
         assert broken(sizes) is not None
 
 
+def test_a_divisor_that_may_be_0_is_a_guard():
+    scope, (n, m) = scope_of(n=6, m=5)
+    assert str(n // (m - 3)) == "((n) // (m - 3))" and n % (m - 3) == 0
+    broken = scope.broken()
+    assert broken({"n": 8, "m": 5}) is None
+    assert str(broken({"n": 8, "m": 3})) == "m != 3" and str(broken({"n": 7, "m": 5})) == "((n) % (m - 3)) == 0"
+    assert str(broken({"n": 1, "m": 3})) == "n >= 2"
+    with pytest.raises(ZeroDivisionError, match="n divided by m - 5"):
+        n // (m - 5)
+
+
+def test_what_an_extent_is_made_of():
+    _, (n, m) = scope_of(n=6, m=5)
+    assert [(str(symbol), *rest) for symbol, *rest in [n.linear, (2 * n + 3).linear]] == [("n", 1, 0), ("n", 2, 3)]
+    assert [each.linear for each in (n * m, n + m, 3 - n, n // 4, n * n)] == [None] * 5
+    (_, _), scope = (n == 7, m // (n - 2) == 8), n.scope
+    assert [sorted(map(str, guard.symbols)) for guard in scope.guards] == [["n"], ["n"], ["m", "n"]]
+
+
 def test_a_bound_above_proves_what_none_would():
     scope = ExtentScope()
     n = scope.symbol("n", 6, high=512)

@@ -1,0 +1,84 @@
+"""Least recently used: a mapping of bounded number and cost; what was not asked for the longest leaves first."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+from bridge.base.locks import free_in_children
+
+__all__ = ["LeastRecentlyUsed"]
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+_LOCK = free_in_children(threading.Lock())
+"""Held while something is put in or left out, by whichever mapping: microseconds."""
+
+
+class LeastRecentlyUsed(Generic[Key, Value]):
+    """Values by key. Threads may share it, and processes may fork: looking up takes no lock.
+
+    Args:
+        most: how many values are kept, at most.
+        budget: what they may cost together; the one that was put in last stays, whatever it costs.
+
+    Example:
+        >>> squares = LeastRecentlyUsed(2)
+        >>> _ = squares.put(2, 4), squares.put(3, 9), squares.get(2), squares.put(5, 25)
+        >>> squares.get(2), squares.get(3)
+        (4, None)
+    """
+
+    def __init__(self, most: int, budget: float = float("inf")):
+        self._most, self._budget = most, budget
+        self._held: dict[Key, _Held[Value]] = {}
+        self._clock = itertools.count()
+        self.cost = 0
+
+    def get(self, key: Key) -> Value | None:
+        """The value, which counts as used now, or ``None``."""
+        held = self._held.get(key)
+        if held is None:
+            return None
+        held.used = next(self._clock)
+        return held.value
+
+    def put(self, key: Key, value: Value, cost: int = 0) -> Value:
+        """Keeps a value, and returns it; the one that there is already, if another thread was quicker."""
+        with _LOCK:
+            found = self._held.get(key)
+            if found is not None:
+                return found.value
+            self._held[key] = _Held(value, cost, next(self._clock))
+            self.cost += cost
+            while len(self._held) > self._most or (self.cost > self._budget and len(self._held) > 1):
+                oldest = min((other for other in self._held if other != key), key=self._used, default=key)
+                self.cost -= self._held.pop(oldest).cost
+        return value
+
+    def clear(self) -> None:
+        """Forgets all values; who uses one keeps it."""
+        with _LOCK:
+            self._held.clear()
+            self.cost = 0
+
+    def keys(self) -> list[Key]:
+        """The keys, the latest used last."""
+        with _LOCK:
+            return sorted(self._held, key=self._used)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def _used(self, key: Key) -> int:
+        return self._held[key].used
+
+
+class _Held(Generic[Value]):
+    __slots__ = ("cost", "used", "value")
+
+    def __init__(self, value: Value, cost: int, used: int):
+        self.value, self.cost, self.used = value, cost, used

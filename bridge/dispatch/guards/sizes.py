@@ -1,0 +1,141 @@
+"""Sizes of a call: argument tensors → the values of a scope's symbols, and whether the entry was compiled for them.
+
+Each symbol is read from one place: the first dimension of the arguments whose extent is the symbol, or a multiple of
+it plus a number. All other dimensions are compared with what their extents are for these sizes, so every dimension of
+every argument is looked at. What the lowering concluded about sizes is ``scope.broken()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autodiff.extents import Dim, Extent, ExtentScope, Guard
+from bridge.base.guard_failure import ARGUMENTS, GuardFailure
+
+__all__ = ["ArgumentSizes", "Sizes"]
+
+Sizes = dict[str, int]
+"""Values of a scope's symbols, by name."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a symbol is read: ``tensor.shape[dimension] == factor * symbol + offset``."""
+
+    tensor: int
+    dimension: int
+    factor: int = 1
+    offset: int = 0
+
+
+class ArgumentSizes:
+    """The symbolic extents of the argument tensors of an entry.
+
+    Args:
+        scope: of the extents.
+        shapes, strides: of each argument tensor.
+        names: how a failure calls each tensor.
+
+    Raises:
+        ValueError: a symbol that no dimension of an argument tells.
+
+    Example:
+        >>> scope = ExtentScope()
+        >>> rows = scope.symbol("rows", 5, high=9)
+        >>> sizes = ArgumentSizes(scope, [(rows, 3)], [(3, 1)], ["x"])
+        >>> sizes.of([torch.ones(7, 3)]), sizes.failure([torch.ones(10, 3)]).reason
+        ({'rows': 7}, 'shape of x: dimension 0 (rows) is 10, compiled for 2 <= rows <= 9')
+    """
+
+    def __init__(
+        self,
+        scope: ExtentScope,
+        shapes: Sequence[Sequence[Dim]],
+        strides: Sequence[Sequence[Dim]],
+        names: Sequence[str],
+    ):
+        self.scope = scope
+        self._shapes = [tuple(shape) for shape in shapes]
+        self._names = names
+        self._places = {symbol.name: _place_of(symbol.name, self._shapes) for symbol in scope.samples}
+        self._read = [(place.tensor, place.dimension) for place in self._places.values()]
+        flat = [each for dims in zip(shapes, strides, strict=True) for part in dims for each in part]
+        self._values = scope.compiled(flat)
+        self._broken = scope.broken()
+
+    def key(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """The extents that tell the sizes; equal for two calls if and only if their sizes are."""
+        return tuple([tensors[tensor].shape[dimension] for tensor, dimension in self._read])
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> Sizes:
+        """The sizes of a call whose argument tensors fit."""
+        return {
+            name: (extent - place.offset) // place.factor
+            for (name, place), extent in zip(self._places.items(), self.key(tensors), strict=True)
+        }
+
+    def failure(self, tensors: Sequence[torch.Tensor]) -> GuardFailure | None:
+        """How the shapes of dense tensors differ from those that were compiled; ``None`` if they do not."""
+        for shape, name, tensor in zip(self._shapes, self._names, tensors, strict=True):
+            if tensor.dim() != len(shape):
+                return _another_shape(name, shape, tensor)
+        for place in self._places.values():
+            if (tensors[place.tensor].shape[place.dimension] - place.offset) % place.factor:
+                return _another_shape(self._names[place.tensor], self._shapes[place.tensor], tensors[place.tensor])
+        sizes = self.of(tensors)
+        for (shape, _), expected, name, tensor in zip(
+            self.layouts(sizes), self._shapes, self._names, tensors, strict=True
+        ):
+            if tuple(tensor.shape) != shape:
+                return _another_shape(name, expected, tensor)
+        broken = self._broken(sizes)
+        return None if broken is None else self._outside(broken, sizes)
+
+    def layouts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Shape and strides of each argument tensor for these sizes."""
+        values = iter(self._values(sizes))
+        return [(_next(values, len(shape)), _next(values, len(shape))) for shape in self._shapes]
+
+    def _outside(self, broken: Guard, sizes: Sizes) -> GuardFailure:
+        """The failure of sizes for which a conclusion of the lowering does not hold."""
+        involved = sorted(symbol.name for symbol in broken.symbols)
+        place = self._places[involved[0]]
+        field = f"shape of {self._names[place.tensor]}"
+        if broken in self.scope.guards or len(involved) > 1:
+            given = ", ".join(f"{name} = {sizes[name]}" for name in involved)
+            return GuardFailure(ARGUMENTS, field, f"compiled for {broken}, called with {given}")
+        (name,) = involved
+        bounds = next(bounds for symbol, bounds in self.scope.ranges.items() if symbol.name == name)
+        low = f"{bounds.low} <= " if bounds.low is not None else ""
+        high = f" <= {bounds.high}" if bounds.high is not None else ""
+        extent = place.factor * sizes[name] + place.offset
+        what = f"dimension {place.dimension} ({self._shapes[place.tensor][place.dimension]}) is {extent}"
+        return GuardFailure(ARGUMENTS, field, f"{what}, compiled for {low}{name}{high}")
+
+
+def _place_of(name: str, shapes: Sequence[Sequence[Dim]]) -> _Place:
+    """The first dimension that is the symbol; else the first that is a multiple of it plus a number."""
+    found = None
+    for tensor, shape in enumerate(shapes):
+        for dimension, extent in enumerate(shape):
+            linear = extent.linear if isinstance(extent, Extent) else None
+            if linear is not None and linear[0].name == name:
+                place = _Place(tensor, dimension, *linear[1:])
+                if (place.factor, place.offset) == (1, 0):
+                    return place
+                found = found or place
+    if found is None:
+        raise ValueError(f"wanted an argument with a dimension that tells {name}, got shapes {list(shapes)}")
+    return found
+
+
+def _next(values, count: int) -> tuple[int, ...]:
+    return tuple([next(values) for _ in range(count)])
+
+
+def _another_shape(name: str, shape: Sequence[Dim], tensor: torch.Tensor) -> GuardFailure:
+    wanted = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+    return GuardFailure(ARGUMENTS, f"shape of {name}", f"compiled for {wanted}, called with {tuple(tensor.shape)}")
