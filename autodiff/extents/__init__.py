@@ -2,5 +2,18 @@
 
 from autodiff.extents.extent import Dim, Extent, ExtentScope, from_tir, maximum, minimum, sample_of
 from autodiff.extents.guard import Guard
+from autodiff.extents.proofs import below, divides, same
 
-__all__ = ["Dim", "Extent", "ExtentScope", "Guard", "from_tir", "maximum", "minimum", "sample_of"]
+__all__ = [
+    "Dim",
+    "Extent",
+    "ExtentScope",
+    "Guard",
+    "below",
+    "divides",
+    "from_tir",
+    "maximum",
+    "minimum",
+    "same",
+    "sample_of",
+]
