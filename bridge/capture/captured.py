@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autodiff.extents import Dim, ExtentScope
 from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import pytree
 from bridge.capture.counters import Counter
@@ -40,6 +41,9 @@ class Captured:
         counters: attributes that each call counts up.
         readings: numbers that forward took out of tensors on the sample, in order.
         read: the nodes of those numbers.
+        extents: the symbols of the dimensions that vary; ``None``: every extent is a number. Where there are some,
+            shapes and strides in ``observation`` hold extents, and ``arguments`` are of the sample's sizes.
+        argument_shapes, argument_strides: of ``arguments``, with extents; empty where ``extents`` is ``None``.
     """
 
     module_name: str
@@ -59,6 +63,9 @@ class Captured:
     counters: tuple[Counter, ...] = ()
     readings: tuple[Reading, ...] = ()
     read: tuple[fx.Node, ...] = ()
+    extents: ExtentScope | None = None
+    argument_shapes: tuple[tuple[Dim, ...], ...] = ()
+    argument_strides: tuple[tuple[Dim, ...], ...] = ()
 
     @property
     def problems(self) -> list[Unsupported]:
