@@ -13,6 +13,7 @@ from autodiff.dce import dead_code_elimination
 from autodiff.differentiate import differentiate
 from autodiff.dropout import mask_dropout
 from autodiff.errors import NoGradient, UndifferentiableOp
+from autodiff.instantiate import instantiate
 from autodiff.names import unique_names
 from autodiff.pads import join_pads
 from autodiff.products import join_products
@@ -31,6 +32,7 @@ __all__ = [
     "dead_code_elimination",
     "deduplicate_views",
     "differentiate",
+    "instantiate",
     "join_pads",
     "join_products",
     "mask_dropout",

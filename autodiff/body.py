@@ -210,11 +210,7 @@ class Body:
         index = self._index
         value = binding.value
         binding.reads = (
-            ()
-            if isinstance(value, Constant)
-            else tuple(
-                [index[used] for used in used_vars(value) if used in index]  # an extent's variable is no binding
-            )
+            () if isinstance(value, Constant) else tuple([index[used] for used in used_vars(value) if used in index])
         )
         for read in binding.reads:
             read.users[binding] = None

@@ -57,7 +57,7 @@ def _key(value: Expr, body: Body) -> Hashable:
         op = op_name(value) or StructuralKey(value.op)
         return (op, attrs, StructuralKey(value.ty), *[_key(arg, body) for arg in value.args[:]])
     if kind in VARS:
-        return body.binding(value)
+        return body.binding(value) or StructuralKey(value)  # an extent is no binding
     if kind is Tuple:
         return ("tuple", *[_key(field, body) for field in value.fields[:]])
     if kind is TupleGetItem:

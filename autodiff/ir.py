@@ -31,9 +31,9 @@ from tvm.relax import (
     Var,
     VarBinding,
 )
-from tvm.tirx import FloatImm, IntImm
+from tvm.tirx import Add, Cast, FloatImm, FloorDiv, FloorMod, IntImm, Max, Min, Mul, Sub
 
-from autodiff.extents import from_tir
+from autodiff.extents import from_tir, is_symbol
 
 __all__ = [
     "VARS",
@@ -75,7 +75,8 @@ __all__ = [
 LIBRARY_PREFIX = "library."
 VARS = frozenset({Var, DataflowVar})  # the type of every variable: quicker to look up than to ask isinstance
 _BITS = {"bool": 8}
-_LEAVES = frozenset({Constant, ExternFunc, StringImm, IntImm, FloatImm})  # read no variables
+_INTEGERS = (IntImm, Add, Sub, Mul, FloorDiv, FloorMod, Max, Min, Cast)  # numbers and extents
+_LEAVES = frozenset({Constant, ExternFunc, StringImm, FloatImm, ShapeExpr, *_INTEGERS})  # read no variables
 
 
 def shape(value: Expr) -> tuple[int, ...]:
@@ -157,14 +158,15 @@ def results(func: Function) -> list[Expr]:
 
 
 def used_vars(value: Expr) -> list[Var]:
-    """Every variable that a binding's value reads, in order of first use, each once."""
+    """Every variable that a binding's value reads, in order of first use, each once; an extent is not one."""
     seen: dict[Var, None] = {}
     stack = [value]
     while stack:
         expr = stack.pop()
         kind = type(expr)
         if kind in VARS:
-            seen.setdefault(expr)
+            if not is_symbol(expr):
+                seen.setdefault(expr)
         elif kind is Call:
             stack.extend(expr.args[::-1])
             if not isinstance(expr.op, Op):
@@ -173,8 +175,6 @@ def used_vars(value: Expr) -> list[Var]:
             stack.extend(expr.fields[::-1])
         elif kind is TupleGetItem:
             stack.append(expr.tuple_value)
-        elif kind is ShapeExpr:
-            stack.extend(expr.values[:])
         elif kind not in _LEAVES:
             relax.analysis.post_order_visit(expr, lambda part: seen.setdefault(part) if isinstance(part, Var) else None)
     return list(seen)

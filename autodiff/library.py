@@ -44,6 +44,8 @@ everything else is a tensor. A result has the type of what it is the gradient of
 ``atan2``, ``fmod``, ``remainder``,              a, b of one shape -> y, element by element
 ``divide_floor``, ``divide_trunc``,
 ``binary_cross_entropy``
+``extent``                                       n:int -> a size as a 0-d tensor of the type that it is made for; only
+                                                 where it depends on symbols (see :func:`number`), else it is a constant
 ``sort``                                         x, axis:int, descending:int, stable:int -> tuple (values, positions)
 ``topk``                                         x, axis:int, k:int, largest:int, sorted:int -> tuple
 ``kthvalue``                                     x, axis:int, k:int -> tuple, the axis of extent 1
@@ -79,11 +81,22 @@ from collections.abc import Sequence
 
 from tvm import relax
 
-from autodiff.ir import LIBRARY_PREFIX, Call, Expr, TensorType, TupleType
+from autodiff.extents import Dim, Extent
+from autodiff.ir import LIBRARY_PREFIX, Call, Constant, Expr, TensorType, TupleType
 
-__all__ = ["call"]
+__all__ = ["call", "number"]
 
 
 def call(name: str, args: Sequence[Expr], result: TensorType | TupleType) -> Call:
     """The call of library function ``library.<name>``; ``result`` is its type."""
     return relax.op.call_pure_packed(LIBRARY_PREFIX + name, *args, ty_args=result)
+
+
+def number(size: Dim, element_type: str) -> Call | Constant:
+    """A size as a 0-d tensor: a constant, or for an extent a call of ``library.extent``.
+
+    The number is rounded to ``element_type`` as a constant is. It depends on no tensor, and so it has no gradient.
+    """
+    if isinstance(size, Extent):
+        return call("extent", [relax.prim_value(size)], TensorType((), element_type))
+    return relax.const(size, element_type)

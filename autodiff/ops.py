@@ -43,7 +43,7 @@ _TABLE = (
     ("view plain", "reshape permute_dims expand_dims squeeze broadcast_to flatten"),
     ("view", "nn.batch_flatten split"),
     ("slice", "strided_slice"),
-    ("creation", "full zeros ones arange eye hamming_window"),
+    ("creation", "full zeros ones arange eye hamming_window library.extent"),
     ("cheap elementwise", "abs bitwise_not ceil clip floor isfinite isinf isnan logical_not nn.leakyrelu nn.relu"),
     ("cheap elementwise", "round sign trunc"),
     ("cheap elementwise hoisted", "astype negative square"),

@@ -128,7 +128,7 @@ def product(node: Node) -> str | None:
     """Why a value is as expensive as a matrix product, or ``None``: only the user may allow recomputing those."""
     if node.op in PRODUCTS:
         return f"{_short(node.op)} is a matrix product or convolution"
-    if node.op.startswith("library.") and node.op not in CHEAP_LIBRARY:
+    if node.op.startswith("library.") and node.op not in CHEAP_LIBRARY and node.op not in CREATION:
         return f"{node.op} is a library call"
     if node.op in ("relax.call_pure_packed", "relax.call_tir", "relax.call_dps_packed"):
         return f"{_short(node.op)} calls code whose cost is unknown"

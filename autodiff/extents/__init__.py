@@ -1,6 +1,6 @@
 """Symbolic extents: sizes that are known when a program is bound, as integers that Python code computes with."""
 
-from autodiff.extents.extent import Dim, Extent, ExtentScope, from_tir, maximum, minimum, sample_of
+from autodiff.extents.extent import Dim, Extent, ExtentScope, from_tir, is_symbol, maximum, minimum, sample_of
 from autodiff.extents.guard import Guard
 from autodiff.extents.proofs import below, divides, same
 
@@ -12,6 +12,7 @@ __all__ = [
     "below",
     "divides",
     "from_tir",
+    "is_symbol",
     "maximum",
     "minimum",
     "same",

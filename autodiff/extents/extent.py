@@ -19,7 +19,7 @@ from autodiff.extents.guard import Guard
 from autodiff.extents.polynomial import Composite, Symbol, Terms, add, constant, divide, multiply, text
 from autodiff.extents.ranges import Range, range_of
 
-__all__ = ["Dim", "Extent", "ExtentScope", "from_tir", "maximum", "minimum", "sample_of"]
+__all__ = ["Dim", "Extent", "ExtentScope", "from_tir", "is_symbol", "maximum", "minimum", "sample_of"]
 
 
 class ExtentScope:
@@ -307,6 +307,11 @@ def _either(kind: str, a: Dim, b: Dim) -> Dim:
     if bounds.high is not None and bounds.high <= 0:
         return b if kind == "max" else a
     return owner.scope.make((((Composite(kind, _terms(a), _terms(b)),), 1),))
+
+
+def is_symbol(var: tirx.Var) -> bool:
+    """Whether a variable of TVM's IR is a symbol of a living scope: an integer, and no value of a function."""
+    return bool(_SYMBOL_OF) and var.__chandle__() in _SYMBOL_OF
 
 
 def from_tir(expr: tirx.Expr) -> Dim:
