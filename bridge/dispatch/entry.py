@@ -70,7 +70,7 @@ class Entry:
 
     @property
     def backward(self) -> Program | None:
-        """The backward program for grad_outs of all differentiable outputs, or ``None``."""
+        """The backward program for grad_outs of :attr:`LoweredCall.expected` outputs, or ``None``."""
         backward = self.programs.backward
         return None if backward is None else backward.program
 

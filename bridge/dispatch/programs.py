@@ -47,12 +47,12 @@ class Programs:
         self.not_differentiable = [i for i in range(self.num_outputs) if i not in lowered.differentiable]
         self._backwards: dict[tuple[int, ...], BackwardRun] = {}
         if lowered.differentiable:
-            self.backward_for(lowered.differentiable)
+            self.backward_for(lowered.expected)
 
     @property
     def backward(self) -> BackwardRun | None:
-        """The backward for grad_outs of all differentiable outputs, or ``None``."""
-        return self._backwards.get(self.differentiable)
+        """The backward for grad_outs of the outputs that a training loop goes backward from, or ``None``."""
+        return self._backwards.get(self._lowered.expected)
 
     def backward_for(self, outputs: tuple[int, ...]) -> BackwardRun:
         """The backward for a call in which these outputs got a grad_out; compiled when first asked for."""
@@ -72,8 +72,7 @@ class BackwardRun:
     """
 
     def __init__(self, lowered: LoweredCall, outputs: tuple[int, ...], options: CompileOptions):
-        full, name = outputs == lowered.differentiable, lowered.captured.module_name
-        function = lowered.backward if full else lowered.backward_for(outputs)
+        function, name = lowered.backward_for(outputs), lowered.captured.module_name
         self.program = _compiled(function, name, "backward", options)
         self._execute = _under_name(self.program, name, "backward")
         count, names = len(function.params), input_names(lowered)

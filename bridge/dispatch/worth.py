@@ -101,6 +101,7 @@ def _is_small(entry: Entry) -> bool:
 
 def _step(result: Any, wanted: Sequence[torch.Tensor]) -> None:
     outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    outputs = [leaf for leaf in outputs if leaf.ndim == 0] or outputs  # as LoweredCall.expected: no further backward
     if wanted and outputs:
         torch.autograd.grad(outputs, wanted, [torch.ones_like(each) for each in outputs], allow_unused=True)
 

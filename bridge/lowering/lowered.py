@@ -163,6 +163,10 @@ class LoweredCall:
         functions = [stage.ir for stage in self.stages if isinstance(stage.ir, Function)]
         return origins(self.captured, self.imported, functions)
 
+    def origins_in(self, function: Function) -> dict[str, Origin]:
+        """The origins of the variables of a forward or backward of this call, by name."""
+        return origins(self.captured, self.imported, [self["forward"].function, function])
+
     def diff(self, before: str, after: str) -> Diff:
         """What differs between two stages, as operator counts and bindings; ``print`` it."""
         return diff(self[before], self[after])
@@ -173,8 +177,26 @@ class LoweredCall:
         reached = set().union(*(self.captured.outputs[leaf_of[output]].reaches for output in outputs))
         return tuple(index for index in self.wanted if index in reached)
 
-    def backward_for(self, outputs: Sequence[int]) -> Function:
+    @cached_property
+    def expected(self) -> tuple[int, ...]:
+        """The outputs that a training loop goes backward from: single numbers (losses), all where there are none."""
+        leaf_of = {position: leaf for leaf, position in enumerate(self.imported.output_of) if position is not None}
+        numbers = [each for each in self.differentiable if self.captured.outputs[leaf_of[each]].shape == ()]
+        return tuple(numbers) or self.differentiable
+
+    @cached_property
+    def expected_backward(self) -> Function | None:
+        """The backward of a call in which the expected outputs got a grad_out; ``None`` if nothing requires grad."""
+        whole = self.expected == self.differentiable
+        return self.backward if whole else self._rebuilt_backward(self.expected)
+
+    def backward_for(self, outputs: tuple[int, ...]) -> Function:
         """The backward for a call in which only these outputs got a grad_out, from the same saved tensors."""
+        if outputs == self.differentiable:
+            return self.backward
+        return self.expected_backward if outputs == self.expected else self._rebuilt_backward(outputs)
+
+    def _rebuilt_backward(self, outputs: tuple[int, ...]) -> Function:
         gradients = self.gradients_for(outputs)
         joint = autodiff.clean(autodiff.differentiate(self["forward"].function, outputs, gradients))
         backward = rebuild_backward(joint, self.plan, num_primals=self.num_primals, num_outputs=self.num_results)

@@ -43,7 +43,7 @@ def _entry(entry: Entry, module: nn.Module) -> EntryReport:
     lowered = entry.lowered
     programs = [program_report(lowered, "forward", lowered.forward, entry.forward)]
     if entry.backward is not None:
-        programs.append(program_report(lowered, "backward", lowered.backward, entry.backward))
+        programs.append(program_report(lowered, "backward", lowered.expected_backward, entry.backward))
     seconds = {stage.name: stage.seconds for stage in lowered.stages}
     seconds["split"] = seconds.pop("split forward", 0.0) + seconds.pop("split backward", 0.0)
     for report in programs:
@@ -97,7 +97,7 @@ def program_report(lowered: LoweredCall, direction: str, function: Function, pro
     """
     own = [var.name for var in function.params] + [var.name for var, _ in bindings(function)]
     name_of = dict(zip(program.variables, own, strict=True))
-    origins = lowered.origins()
+    origins = lowered.origins_in(function)
     rows = []
     for index, step in enumerate(program.steps):
         rows.append(_row(index, step, name_of, origins))
