@@ -10,7 +10,7 @@ from bridge.compile.cpu.mt19937_lock import hold_function
 from bridge.compile.cpu.mt19937_swap import swap_function
 from bridge.compile.cpu.products import clear_choices
 from bridge.compile.options import CompileOptions
-from bridge.compile.pipeline import clear_cache, compile_function
+from bridge.compile.pipeline import Compilation, clear_cache, compile_function
 from bridge.compile.runtime.contents import Operation
 from bridge.compile.runtime.instructions import CallLibrary, Instruction, Launch, View
 from bridge.compile.runtime.program import Program
@@ -26,6 +26,7 @@ __all__ = [
     "Backend",
     "Built",
     "CallLibrary",
+    "Compilation",
     "CompileOptions",
     "Instruction",
     "Launch",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,11 +25,21 @@ from bridge.compile.schedule.row_plan import RowPlan
 __all__ = ["Backend", "Built"]
 
 
-@dataclass(eq=False)
 class Built:
-    """A kernel's machine code: it is freed when nobody holds this object or the function."""
+    """A kernel's machine code, maybe still in the making: it is freed when nobody holds this object or the function.
 
-    function: tvm_ffi.Function
+    Attributes:
+        build: the making of the library that it is in, ``None`` where that is over.
+    """
+
+    def __init__(self, make: Callable[[], tvm_ffi.Function], build: Any = None):
+        self._make = make
+        self.build = build
+
+    @cached_property
+    def function(self) -> tvm_ffi.Function:
+        """The function; waits until it is built, and raises what went wrong."""
+        return self._make()
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,14 @@ class Backend(ABC):
 
     @abstractmethod
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
-        """Machine code for functions given with names; equal functions share it while somebody holds it."""
+        """Machine code for functions given with names; equal functions share it while somebody holds it.
+
+        It may be made in the background: see :attr:`Built.function`.
+        """
+
+    @abstractmethod
+    def prepare(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Begins, in the background, what compiling a module of such tensors will most likely need."""
 
     @abstractmethod
     def executor(self, program: Any) -> Callable[..., list[torch.Tensor]]:

@@ -5,10 +5,11 @@
     accumulate    sums of products in place, where that is allowed    bridge.compile.passes.accumulate
     fuse          loop graph → groups                                 bridge.compile.schedule.fuse
     generate      groups → row plans → PrimFuncs                      bridge.compile.schedule.row_plan, .backend
-    build         PrimFuncs → machine code                            bridge.compile.runtime.build
+    build         PrimFuncs → machine code, in the background         bridge.compile.runtime.build
     plan          instructions over torch-owned memory                bridge.compile.runtime.link
 
-:func:`compile_function` runs them all; equal functions share one program while it is in use.
+:func:`compile_function` runs them all, :class:`Compilation` in two parts; equal functions share one program while it
+is in use.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from bridge.compile.runtime.program import Program
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import translate
 
-__all__ = ["clear_cache", "compile_function", "optimize"]
+__all__ = ["Compilation", "clear_cache", "compile_function", "optimize"]
 
 PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
     recompute_permutations,
@@ -68,26 +69,43 @@ def compile_function(func: Function, *, name: str, options: CompileOptions | Non
     No value depends, in any bit, on which other values are results: see :mod:`bridge.compile.schedule.fuse`. That is
     given up with ``options.sums_in_place``, for :mod:`bridge.compile.passes.accumulate`.
     """
-    options = CompileOptions.current(backend_for(None)) if options is None else options
-    key = (options.key, structural_hash(func, map_free_vars=True))
-    with _LOCK:
-        program = _PROGRAMS.get(key, func)
-        if program is not None:
-            return program
-    raise_deferred()
-    started = time.perf_counter()
-    backend = options.backend
-    graph = translate(func, backend, backend.products(options.threads, options.deterministic))
-    graph = optimize(graph, backend)
-    if options.sums_in_place:
-        graph = accumulate(graph)
-    timings = {"translate": time.perf_counter() - started}
-    variables = tuple(str(var.name) for var in (*func.params, *(var for var, _ in bindings(func))))
-    program = assemble(graph, name, options.backend, timings, variables)
-    _tell(program)
-    with _LOCK:
-        _PROGRAMS.put(key, func, program)
-    return program
+    return Compilation(func, name, options).finish()
+
+
+class Compilation:
+    """A function on its way to a program: the loop graph is made, and matrix products are measured, when this is.
+
+    Of several functions, make all before one is finished: machine code is built in the background, where it would
+    disturb measurements. Arguments and exceptions are those of :func:`compile_function`.
+    """
+
+    def __init__(self, func: Function, name: str, options: CompileOptions | None = None):
+        self._func, self._name = func, name
+        self._options = CompileOptions.current(backend_for(None)) if options is None else options
+        self._key = (self._options.key, structural_hash(func, map_free_vars=True))
+        with _LOCK:
+            self._program = _PROGRAMS.get(self._key, func)
+        if self._program is not None:
+            return
+        raise_deferred()
+        started = time.perf_counter()
+        backend = self._options.backend
+        policy = backend.products(self._options.threads, self._options.deterministic)
+        graph = optimize(translate(func, backend, policy), backend)
+        self._graph = accumulate(graph) if self._options.sums_in_place else graph
+        self._seconds = time.perf_counter() - started
+
+    def finish(self) -> Program:
+        """The program; its machine code may still be in the making."""
+        if self._program is None:
+            func = self._func
+            variables = tuple(str(var.name) for var in (*func.params, *(var for var, _ in bindings(func))))
+            timings = {"translate": self._seconds}
+            self._program = assemble(self._graph, self._name, self._options.backend, timings, variables)
+            _tell(self._program)
+            with _LOCK:
+                _PROGRAMS.put(self._key, func, self._program)
+        return self._program
 
 
 def optimize(graph: Graph, backend: Backend) -> Graph:

@@ -71,6 +71,7 @@ def _compile_entry(
     started = time.perf_counter()
     before = PythonState(module)
     how = {"grad": torch.is_grad_enabled(), "partition": partition}
+    backend.prepare([*module.parameters()])
     try:
         if numbers is None:
             places, lowered = (), lower_once(module, args, kwargs, **how)

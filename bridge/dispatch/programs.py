@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch.autograd import profiler
 from autodiff.ir import Function
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.interrupts import interrupts_deferred
-from bridge.compile import Backend, CompileOptions, Program, compile_function
+from bridge.compile import Backend, Compilation, CompileOptions, Program
 from bridge.dispatch.call_plan import input_names
 from bridge.dispatch.call_steps import Backward
 from bridge.lowering import LoweredCall
@@ -39,15 +41,21 @@ class Programs:
         name = lowered.captured.module_name
         self._lowered = lowered
         self._options = CompileOptions.current(backend)
-        self.forward = _compiled(lowered.forward, name, "forward", self._options)
-        self.execute = _under_name(self.forward, name, "forward")
+        forward = _Compiling(lowered.forward, name, "forward", self._options)
         self.num_wanted = len(lowered.wanted)
         self.num_outputs = lowered.imported.num_outputs
         self.differentiable = lowered.differentiable
         self.not_differentiable = [i for i in range(self.num_outputs) if i not in lowered.differentiable]
         self._backwards: dict[tuple[int, ...], BackwardRun] = {}
-        if lowered.differentiable:
-            self.backward_for(lowered.expected)
+        expected = lowered.expected
+        backward = BackwardRun(lowered, expected, self._options) if lowered.differentiable else None
+        self.forward = forward.program()
+        if backward is not None:
+            backward.compile()
+            self._backwards[expected] = backward
+        self.execute = forward.execute()
+        if backward is not None:
+            backward.wait()
 
     @property
     def backward(self) -> BackwardRun | None:
@@ -59,12 +67,14 @@ class Programs:
         found = self._backwards.get(outputs)
         if found is None:
             with interrupts_deferred():
-                found = self._backwards[outputs] = BackwardRun(self._lowered, outputs, self._options)
+                found = BackwardRun(self._lowered, outputs, self._options)
+                found.compile()
+                self._backwards[outputs] = found
         return found
 
 
 class BackwardRun:
-    """The backward of one pattern of grad_outs; called with saved tensors and grad_outs.
+    """The backward of one pattern of grad_outs; called with saved tensors and grad_outs, once it is compiled.
 
     Attributes:
         program: its program.
@@ -72,15 +82,29 @@ class BackwardRun:
     """
 
     def __init__(self, lowered: LoweredCall, outputs: tuple[int, ...], options: CompileOptions):
-        function, name = lowered.backward_for(outputs), lowered.captured.module_name
-        self.program = _compiled(function, name, "backward", options)
-        self._execute = _under_name(self.program, name, "backward")
+        self._lowered, self._outputs = lowered, outputs
+        name = lowered.captured.module_name
+        self._compiling = _Compiling(lowered.backward_for(outputs), name, "backward", options)
+
+    def compile(self) -> None:
+        """Ends the compilation, but for machine code that is in the making."""
+        lowered, outputs, function = self._lowered, self._outputs, self._compiling.function
+        self.program = self._compiling.program()
         count, names = len(function.params), input_names(lowered)
         copied = self.program.shared_results(handed_on=range(count - len(outputs), count))
         gradients = lowered.gradients_for(outputs)
         absent = [place for place, index in enumerate(lowered.wanted) if index not in gradients]
         given = tuple(names[index] for index in lowered.wanted if index in gradients)
-        self.step = Backward(f"{name}_backward", outputs, given, tuple(copied), tuple(absent))
+        name = f"{lowered.captured.module_name}_backward"
+        self.step = Backward(name, outputs, given, tuple(copied), tuple(absent))
+
+    def wait(self) -> None:
+        """Waits for the machine code; raises what went wrong with it."""
+        _ = self._execute
+
+    @cached_property
+    def _execute(self) -> Callable[..., list[torch.Tensor]]:
+        return self._compiling.execute()
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """One gradient per wanted input, ``None`` where eager has none. Empties ``inputs``."""
@@ -92,18 +116,41 @@ class BackwardRun:
         return gradients
 
 
-def _compiled(function: Function, module_name: str, direction: str, options: CompileOptions) -> Program:
-    """The program of a function. :class:`UnsupportedModule` names an operator that there is no kernel for."""
-    try:
+class _Compiling:
+    """A function on its way to a program: see :class:`bridge.compile.Compilation`.
+
+    Raises:
+        UnsupportedModule: names an operator that there is no kernel for.
+        CompilationError: anything else that goes wrong, at any stage.
+    """
+
+    def __init__(self, function: Function, module_name: str, direction: str, options: CompileOptions):
+        self.function, self._module_name, self._direction = function, module_name, direction
         options = replace(options, sums_in_place=direction == "backward")
-        return compile_function(function, name=f"{module_name}_{direction}", options=options)
-    except NotImplementedError as error:
-        words = str(error).replace(":", " ").split()
-        op = next((word for word in words if word.startswith(("relax.", "library."))), "a Relax operator")
-        problem = Unsupported(op, f"{module_name}'s {direction}", str(error))
-        raise UnsupportedModule(module_name, [problem], cause=error) from None
-    except Exception as error:
-        raise CompilationError(f"compile {direction}", function.script(), error) from error
+        with self._errors():
+            self._compilation = Compilation(function, f"{module_name}_{direction}", options)
+
+    def program(self) -> Program:
+        """The program; its machine code may still be in the making."""
+        with self._errors():
+            return self._compilation.finish()
+
+    def execute(self) -> Callable[..., list[torch.Tensor]]:
+        """Runs the program; waits for its machine code."""
+        with self._errors():
+            return _under_name(self._compilation.finish(), self._module_name, self._direction)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except NotImplementedError as error:
+            words = str(error).replace(":", " ").split()
+            op = next((word for word in words if word.startswith(("relax.", "library."))), "a Relax operator")
+            problem = Unsupported(op, f"{self._module_name}'s {self._direction}", str(error))
+            raise UnsupportedModule(self._module_name, [problem], cause=error) from None
+        except Exception as error:
+            raise CompilationError(f"compile {self._direction}", self.function.script(), error) from error
 
 
 def _under_name(program: Program, module_name: str, direction: str) -> Callable[..., list[torch.Tensor]]:

@@ -18,7 +18,7 @@ from bridge.compile.cpu.gemm import gemm_function
 from bridge.compile.cpu.limits import LIMITS, ORDER
 from bridge.compile.cpu.loops import generate
 from bridge.compile.cpu.product_ways import Multiply
-from bridge.compile.cpu.products import CpuProducts
+from bridge.compile.cpu.products import CpuProducts, generated_types
 from bridge.compile.runtime.build import build_kernels
 from bridge.compile.runtime.executor import Executor
 from bridge.compile.runtime.program import Program
@@ -78,6 +78,12 @@ class CpuBackend(Backend):
     def _multiply(self, element_type: str) -> Multiply:
         (built,) = self.build([(f"product_{element_type}", gemm_function(element_type))])
         return built.function
+
+    def prepare(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Begins to build the kernels of matrix products, where there is a processor that would idle meanwhile."""
+        if torch.get_num_threads() > 1 and not torch.are_deterministic_algorithms_enabled():
+            generated = generated_types(self.target, tensors)
+            self.build([(f"product_{name}", gemm_function(name)) for name in generated])
 
     def kernel(self, plan: RowPlan | ColumnPlan) -> PrimFunc:
         return generate_columns(plan) if isinstance(plan, ColumnPlan) else generate(plan)

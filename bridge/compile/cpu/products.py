@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,9 +27,10 @@ from bridge.compile.cpu.gemm import gemm_function
 from bridge.compile.cpu.gemm_buffers import ROWS, WIDEST_BLOCK, columns
 from bridge.compile.cpu.measure import in_a_plain_thread, seconds_of
 from bridge.compile.cpu.product_ways import Multiply, Trial, library_ways
+from bridge.compile.runtime.background import settle
 from bridge.compile.schedule.products import GENERATED, ProductShape, is_generated
 
-__all__ = ["CpuProducts", "Measure", "clear_choices", "measured", "shape_class"]
+__all__ = ["CpuProducts", "Measure", "clear_choices", "generated_types", "measured", "shape_class"]
 
 _LOG = channel("compile")
 
@@ -160,6 +161,7 @@ def measured(policy: CpuProducts, product: ProductShape, ways: Sequence[str]) ->
     def seconds(ways: Sequence[str]) -> dict[str, float]:
         return in_a_plain_thread(lambda: seconds_of(policy.runs(product, Trial.of(product), ways)))
 
+    settle()  # what is built meanwhile takes a processor from what is measured
     libraries, ours = ([way for way in ways if is_generated(way) is wanted] for wanted in (False, True))
     times = seconds(libraries)
     if not ours:
@@ -190,6 +192,12 @@ def _step(extent: int) -> int:
     """The next of 1, 2, …, 8, 10, 12, 14, 16, 20, 24, 28, 32, …"""
     unit = 1 << max(extent.bit_length() - 3, 0)
     return -(-extent // unit) * unit
+
+
+def generated_types(target: Target, tensors: Iterable[torch.Tensor]) -> list[str]:
+    """Element types of products that generated code may compute, of matrices among these tensors."""
+    large = {tensor.dtype for tensor in tensors if tensor.ndim > 1 and tensor.numel() >= _SMALL}
+    return [name for name in _RELATIVE_RATE if getattr(torch, name) in large and _has_wide_vectors(target)]
 
 
 def _has_wide_vectors(target: Target) -> bool:

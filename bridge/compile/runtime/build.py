@@ -1,9 +1,13 @@
-"""Building: PrimFuncs → machine code, in one call of the compiler for all that the process has not built before."""
+"""Building: PrimFuncs → machine code, in one call of the compiler for all that the process has not built before.
+
+The compiler runs in the background (:mod:`bridge.compile.runtime.background`).
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import tvm
 from tvm.tirx import PrimFunc
@@ -12,11 +16,17 @@ from tvm_ffi import structural_equal, structural_hash
 from bridge.base.interrupts import raise_deferred
 from bridge.compile.backend import Built
 from bridge.compile.codegen.tir import LOOPS_ATTR, SHARED_ATTR
+from bridge.compile.runtime.background import Build
 from bridge.compile.runtime.cache import WeakCache
 
 __all__ = ["build_kernels", "clear_kernels"]
 
-_KERNELS: WeakCache[PrimFunc, Built] = WeakCache(structural_equal)
+
+def _is_usable(built: Built) -> bool:
+    return not built.build.has_failed
+
+
+_KERNELS: WeakCache[PrimFunc, Built] = WeakCache(structural_equal, _is_usable)
 _LOCK = threading.Lock()
 
 _SHARED: list[Built] = []
@@ -39,7 +49,9 @@ def build_kernels(
     key: str,
     build: Callable[[Mapping[str, PrimFunc], bool], tvm.runtime.Module],
 ) -> list[Built]:
-    """Machine code for PrimFuncs given with names; equal functions share it for as long as somebody holds it.
+    """Machine code for PrimFuncs given with names, made in the background.
+
+    Equal functions share it for as long as somebody holds it.
 
     Args:
         funcs: names and functions.
@@ -60,9 +72,9 @@ def build_kernels(
             libraries.setdefault(_library_of(name, func), {})[name] = (own, func)
         for (loops, alone), chosen in libraries.items():
             raise_deferred()
-            library = build({name: func for name, (_, func) in chosen.items()}, loops)
+            made = Build(partial(build, {name: func for name, (_, func) in chosen.items()}, loops))
             for name, (own, func) in chosen.items():
-                built = Built(library[name])
+                built = Built(lambda name=name, made=made: made.result()[name], made)
                 held.append(built)  # alive until it is looked up below
                 if alone:
                     _SHARED.append(built)

@@ -23,12 +23,14 @@ class WeakCache(Generic[Source, Made]):
 
     Args:
         equal: whether two sources of one key are the same.
+        usable: whether something made may still be given out.
 
     Not synchronized: callers hold a lock of theirs around each call.
     """
 
-    def __init__(self, equal: Callable[[Source, Source], bool]):
+    def __init__(self, equal: Callable[[Source, Source], bool], usable: Callable[[Made], bool] = lambda made: True):
         self._equal = equal
+        self._usable = usable
         self._entries: dict[Hashable, list[tuple[Source, weakref.ref[Made]]]] = {}
         self._gone: deque[Hashable] = deque()  # filled whenever the garbage collector runs; emptied by the callers
 
@@ -36,7 +38,7 @@ class WeakCache(Generic[Source, Made]):
         """What was made from an equal source and is in use, or ``None``."""
         for known, reference in self._entries.get(key, ()):
             made = reference()
-            if made is not None and self._equal(source, known):
+            if made is not None and self._usable(made) and self._equal(source, known):
                 return made
         return None
 

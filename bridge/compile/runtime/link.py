@@ -45,7 +45,6 @@ def assemble(
     clock.stop("generate")
     linker = _Linker(graph, groups, kernels, name)
     built = backend.build(list(linker.functions.items()))
-    clock.stop("build")
     program = linker.finish(built, timings, backend, variables)
     clock.stop("plan")
     return program
@@ -230,7 +229,7 @@ class _Linker:
             results=tuple(self._name(op.value) for op in self.graph.results),
             variables=variables,
             code=dict(zip(self.functions, built, strict=True)),
-            timings=timings,
+            stage_seconds=timings,
         )
 
     def _register(self, value: Value, offset: int = 0) -> Register:

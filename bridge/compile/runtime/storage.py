@@ -116,7 +116,7 @@ def load(path: str | os.PathLike, backend: Backend) -> Program:
     kernels = dict(zip(json.loads(told["kernel names"]), tvm.ir.load_json(told["kernels"]), strict=True))
     constants = tuple((int(slot), _tensor(entry, data)) for slot, entry in header.items())
     code = dict(zip(kernels, backend.build(list(kernels.items())), strict=True))
-    return Program(**parts, constants=constants, kernels=kernels, backend=backend, code=code, timings={})
+    return Program(**parts, constants=constants, kernels=kernels, backend=backend, code=code)
 
 
 def _digest(told: dict[str, str], header: dict[str, Any], data: bytes) -> str:

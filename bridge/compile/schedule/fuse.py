@@ -57,6 +57,8 @@ class Group:
     per_row: set[Node] = field(default_factory=set)  # members with one element per row
     made: dict[Value, Node] = field(default_factory=dict)
     sources: set[Group] = field(default_factory=set)  # groups whose values this one reads
+    users: set[Group] = field(default_factory=set)  # groups that read this one's values
+    last: int = 0  # place of the last node in the graph; ``index`` is that of the first
     fusable: bool = True
 
     def is_per_row(self, value: Value) -> bool:
@@ -115,7 +117,10 @@ class _Fuser:
     def run(self) -> list[Group]:
         for index, node in enumerate(self.graph.nodes):
             group = _single(index, node, self.rules)
+            group.last = index
             group.sources = {self.group_of[op.value] for _, op in group.reads() if op.value in self.group_of}
+            for source in group.sources:
+                source.users.add(group)
             self._own(group)
             if group.fusable:
                 for candidate in self._candidates(group):
@@ -157,14 +162,17 @@ class _Fuser:
             return None
         if space_of(union, self.rules) is None:
             return None
-        union.sources = (first.sources | second.sources) - {first, second}
-        for old in (first, second):
+        both = {first, second}
+        union.last = max(first.last, second.last)
+        union.sources, union.users = (first.sources | second.sources) - both, (first.users | second.users) - both
+        for old in both:
             self.groups.discard(old)
             for _, operand in old.reads():
                 self.readers[operand.value].discard(old)
-        for group in self.groups:
-            if first in group.sources or second in group.sources:
-                group.sources = (group.sources - {first, second}) | {union}
+        for source in union.sources:
+            source.users = (source.users - both) | {union}
+        for user in union.users:
+            user.sources = (user.sources - both) | {union}
         self._own(union)
         return union
 
@@ -188,12 +196,12 @@ class _Fuser:
 
 
 def _reaches(start: Group, goal: Group) -> bool:
-    """Whether ``start`` depends on ``goal`` through a third group."""
+    """Whether ``start`` depends on ``goal`` through a third group: one that ends behind the beginning of ``goal``."""
     stack = [source for source in start.sources if source is not goal]
     visited: set[Group] = set()
     while stack:
         group = stack.pop()
-        if group in visited:
+        if group in visited or group.last < goal.index:
             continue
         visited.add(group)
         if goal in group.sources:
@@ -217,12 +225,15 @@ def _union(first: Group, second: Group, position: dict[Node, int], rules: Rules)
         union.per_row |= group.per_row if group.elements == elements else set(group.nodes)
     if union.batch is not None and columns is not None and (elements // columns) % union.batch:
         return None
-    for node in nodes:
-        for operand in node.operands:
-            if not isinstance(operand, Operand) or operand.value not in union.made:
-                continue
-            if not _crosses(union, node, operand):
-                return None
+    for group, other in ((first, second), (second, first)):
+        # What a group reads of its own was looked at when it was made, in this iteration space.
+        own = () if (group.elements, group.columns) == (elements, columns) else group.made
+        for node in group.nodes:
+            for operand in node.operands:
+                if not isinstance(operand, Operand) or (operand.value not in other.made and operand.value not in own):
+                    continue
+                if not _crosses(union, node, operand):
+                    return None
     return union
 
 

@@ -70,7 +70,7 @@ def changed_constants(program):
 )
 def test_programs_that_differ_are_unequal(made, change):
     program = made["forward"]
-    assert dataclasses.replace(program, timings={}) == program
+    assert dataclasses.replace(program, stage_seconds={}) == program
     assert dataclasses.replace(program, **change(program)) != program
 
 

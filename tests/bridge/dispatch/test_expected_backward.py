@@ -23,13 +23,13 @@ class Classifier(nn.Module):
 @pytest.fixture
 def compiled(monkeypatch) -> list[str]:
     """Names of the programs compiled, in order."""
-    names, compile_function = [], programs.compile_function
+    names, compilation = [], programs.Compilation
 
-    def noted(function, *, name, options):
+    def noted(function, name, options):
         names.append(name)
-        return compile_function(function, name=name, options=options)
+        return compilation(function, name, options)
 
-    monkeypatch.setattr(programs, "compile_function", noted)
+    monkeypatch.setattr(programs, "Compilation", noted)
     return names
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from bridge import CompilationError, UnsupportedModule, add_tvm_dispatch, stats
 from bridge.aten.registry import CONVERSIONS
+from bridge.compile import clear_cache
 from tests.bridge.models import MLP
 
 FILE = pathlib.Path(__file__).name
@@ -335,13 +336,23 @@ def test_a_failing_conversion_names_operator_and_line(monkeypatch):
         add_tvm_dispatch(sequence, torch.randn(7, 6))
 
 
-def test_a_failing_compiler_names_the_direction(monkeypatch):
+@pytest.mark.parametrize("where", ["bridge.dispatch.programs.Compilation", "bridge.compile.cpu.backend.build_library"])
+def test_a_failing_compiler_names_the_direction(monkeypatch, where):
+    """Machine code is made in the background: what goes wrong there is raised when dispatch is added, and not kept."""
+
     def broken(*args, **options):
         raise ValueError("broken")
 
-    monkeypatch.setattr("bridge.dispatch.programs.compile_function", broken)
-    with pytest.raises(CompilationError, match="compile forward") as raised:
-        add_tvm_dispatch(MLP(), torch.randn(7, 6))
+    clear_cache()
+    module = MLP()
+    with monkeypatch.context() as patched:
+        patched.setattr(where, broken)
+        with pytest.raises(CompilationError, match="compile forward") as raised:
+            add_tvm_dispatch(module, torch.randn(7, 6))
+    assert "R.function" in raised.value.ir
+    x = torch.randn(7, 6)
+    expected = module(x)
+    torch.testing.assert_close(add_tvm_dispatch(module, x)(x), expected)
     assert "R.function" in raised.value.ir
 
 

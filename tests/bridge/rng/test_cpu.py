@@ -203,7 +203,7 @@ def test_the_check_compares_bits_and_states(kernels, wrong):
         return wrong != "refused" and kernels.serial.function(lock, engine, masks, chunks, segments, terms, count)
 
     assert mt19937._draws_as_torch(kernels)
-    assert not mt19937._draws_as_torch(mt19937.Kernels(Built(bernoulli), kernels.layout))
+    assert not mt19937._draws_as_torch(mt19937.Kernels(Built(lambda: bernoulli), kernels.layout))
 
 
 class Drops(nn.Module):

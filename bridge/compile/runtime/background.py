@@ -1,0 +1,81 @@
+"""Background builds: a function runs in a thread of its own while Python goes on; its result is waited for when needed.
+
+LLVM works without the interpreter's lock, so on two processors its work costs no time of the compiler's own passes. One
+build runs at a time: LLVM's options belong to the process. A fork waits for all of them, a child has none.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from bridge.base.interrupts import raise_deferred
+
+__all__ = ["Build", "settle"]
+
+Result = TypeVar("Result")
+
+_POLL = 0.1
+"""Seconds between two looks for an interrupt."""
+
+_ONE_AT_A_TIME = threading.Lock()
+_RUNNING: set[threading.Thread] = set()
+
+
+class Build(Generic[Result]):
+    """One piece of work, begun when this is made.
+
+    Attributes:
+        seconds: what it took, 0 before its end.
+    """
+
+    def __init__(self, work: Callable[[], Result]):
+        self.seconds = 0.0
+        self._work: Callable[[], Result] | None = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="bridge-build")
+        _RUNNING.add(self._thread)
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads to be had, or the interpreter is ending
+            self._run()
+
+    def result(self) -> Result:
+        """What the work returned; raises what it raised. Lets go of the wait where a SIGINT was deferred."""
+        while self._thread.is_alive():
+            self._thread.join(_POLL)
+            raise_deferred()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the work has ended with an exception."""
+        return self._error is not None
+
+    def _run(self) -> None:
+        try:
+            with _ONE_AT_A_TIME:
+                started = time.perf_counter()
+                self._result = self._work()
+                self.seconds = time.perf_counter() - started
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            self._error = error
+        finally:
+            self._work = None
+            _RUNNING.discard(self._thread)
+
+
+def settle() -> None:
+    """Waits for all builds that have begun."""
+    for thread in list(_RUNNING):
+        if thread is not threading.current_thread() and thread.ident is not None:
+            thread.join()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=settle)
