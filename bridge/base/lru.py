@@ -65,10 +65,10 @@ class LeastRecentlyUsed(Generic[Key, Value]):
             self._held.clear()
             self.cost = 0
 
-    def keys(self) -> list[Key]:
-        """The keys, the latest used last."""
+    def items(self) -> list[tuple[Key, Value]]:
+        """Keys and values, the latest used last."""
         with _LOCK:
-            return sorted(self._held, key=self._used)
+            return [(key, self._held[key].value) for key in sorted(self._held, key=self._used)]
 
     def __len__(self) -> int:
         return len(self._held)

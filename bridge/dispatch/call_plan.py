@@ -8,20 +8,25 @@ from autodiff.ir import results
 from bridge.compile import Program
 from bridge.dispatch import call_steps as steps
 from bridge.dispatch.guards import Guard
+from bridge.dispatch.observed import Observed
 from bridge.dispatch.results import result_layouts
 from bridge.lowering import LoweredCall
 
 __all__ = ["input_names", "plan_call"]
 
 
-def plan_call(lowered: LoweredCall, forward: Program, guard: Guard | None) -> tuple[steps.CallStep, ...]:
+def plan_call(
+    lowered: LoweredCall, forward: Program, guard: Guard | None, observed: Observed | None = None
+) -> tuple[steps.CallStep, ...]:
     """The steps from the guard to the module's result; what a call does not need is no step.
 
     Args:
         forward: the compiled forward.
         guard: ``None`` where somebody else gives the inputs.
+        observed: draws and results of a call of certain sizes, where they vary.
     """
     captured, imported = lowered.captured, lowered.imported
+    observed = observed or Observed(tuple(captured.draws), tuple(captured.outputs))
     inputs = input_names(lowered)
     draws = tuple(param.name for param in lowered["forward"].function.params[len(inputs) :])
     values = _result_names(lowered)
@@ -33,14 +38,14 @@ def plan_call(lowered: LoweredCall, forward: Program, guard: Guard | None) -> tu
     ]
     found: list[steps.CallStep] = [steps.Inputs(inputs, tuple(numbers), tuple(strided))]
     can_fail = bool(imported.checks) or imported.leaves_state or forward.can_fail
-    if captured.draws:
+    if observed.draws:
         used = imported.input_draws + imported.dropout_draws
-        found.append(steps.Draws(tuple(captured.draws), imported.dropout_draws, used, draws, undone=can_fail))
+        found.append(steps.Draws(observed.draws, imported.dropout_draws, used, draws, undone=can_fail))
     name = f"{captured.module_name}_forward"
     found.append(steps.Forward(name, inputs + draws, values))
     if imported.checks:
         found.append(steps.Checks(lowered.num_results - 1, imported.checks))
-    if layouts := result_layouts(lowered, forward):
+    if layouts := result_layouts(observed.outputs, imported.output_of, forward.shared_results()):
         found.append(steps.Layout(tuple((place, values[place], stride) for place, stride in layouts)))
     first_buffer = imported.num_outputs
     if imported.leaves_state:
@@ -52,7 +57,7 @@ def plan_call(lowered: LoweredCall, forward: Program, guard: Guard | None) -> tu
         places = enumerate((index for index, _ in captured.mutated), first_buffer)
         found.append(steps.WriteBack(tuple((index, result, inputs[index]) for result, index in places)))
     spec = captured.observation.out_spec
-    found.append(steps.Results(tuple(captured.outputs), imported.output_of, spec, inputs))
+    found.append(steps.Results(observed.outputs, imported.output_of, spec, inputs))
     if guard is not None and guard.sets_attributes:
         found.append(steps.SetAttributes(captured.counters, guard.derived))
     return tuple(found)

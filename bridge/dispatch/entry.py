@@ -18,10 +18,11 @@ from bridge.base.guard_failure import GuardFailure
 from bridge.capture import Reading
 from bridge.compile import Backend, Program
 from bridge.dispatch.autograd import apply
+from bridge.dispatch.bound import BoundCalls
 from bridge.dispatch.call_plan import plan_call
 from bridge.dispatch.call_run import Call, CallRun, taken
 from bridge.dispatch.call_steps import CallStep
-from bridge.dispatch.guards import Guard
+from bridge.dispatch.guards import Guard, argument_sizes
 from bridge.dispatch.programs import Programs
 from bridge.lowering import LoweredCall
 
@@ -35,7 +36,8 @@ class Entry:
         lowered: every stage of the lowering; shared with entries of equal calls (:mod:`bridge.lowering.reuse`).
         programs: its forward and its backwards.
         steps: what a call does, in order, the backward for grad_outs of all differentiable outputs included.
-        run: the steps as functions.
+        bound: what calls of the latest sizes run; ``None`` where every extent is a number.
+        run: the steps as functions, where every extent is a number.
         compile_seconds: from capture to the compiled programs.
         hits: calls that this entry ran.
         partition, backend: what it was compiled with.
@@ -55,10 +57,15 @@ class Entry:
         self.hits = 0
         self.last_used = 0
         self.programs = Programs(lowered, backend)
-        forward = plan_call(lowered, self.programs.forward, guard)
+        self.bound = _bound_calls(lowered, self.programs, guard)
+        if self.bound is None:
+            forward = plan_call(lowered, self.programs.forward, guard)
+        else:
+            forward = self.bound.steps
         backward = self.programs.backward
         self.steps: tuple[CallStep, ...] = forward if backward is None else (*forward, backward.step)
-        self.run = CallRun(self.steps, self.programs.execute, guard, lowered.captured.module_name)
+        if self.bound is None:
+            self.run = CallRun(self.steps, self.programs.execute, guard, lowered.captured.module_name)
         self._wanted = taken(lowered.wanted)
         self._is_differentiable = bool(lowered.differentiable)
         self.compile_seconds = time.perf_counter() - started + lowered.seconds
@@ -86,11 +93,16 @@ class Entry:
 
     def __repr__(self) -> str:
         captured = self.lowered.captured
-        shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in captured.arguments)
+        dims = captured.argument_shapes or [tensor.shape for tensor in captured.arguments]
+        shapes = ", ".join(
+            f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+            for tensor, shape in zip(captured.arguments, dims, strict=True)
+        )
+        sizes = f", {len(self.bound)} sizes" if self.bound is not None else ""
         kind = "training" if self.backward else "forward only"
         slower = f", {self.worth}" if self.worth is not None and self.worth.is_slower else ""
         head = f"Entry({captured.module_name}({shapes}), {kind}"
-        return f"{head}, {self.hits} hits, {self.compile_seconds:.2f} s{slower})"
+        return f"{head}, {self.hits} hits{sizes}, {self.compile_seconds:.2f} s{slower})"
 
     def __call__(self, inputs: list[torch.Tensor], module: nn.Module | None = None) -> Any:
         """Runs the call on the tensors that the guard returned; same result as the module's forward.
@@ -103,14 +115,15 @@ class Entry:
             GuardFailure: the forward program raised: the call is eager's. Nothing is changed, the generator included.
         """
         self.hits += 1  # a checkpoint may leave off once it has what the backward needs
-        call, run = Call(), self.run
+        bound = self if self.bound is None else self.bound.of(inputs)
+        call, run = Call(), bound.run
         call.inputs = call.primals = inputs
         call.module, call.undo = module, None
         try:
             for act in run.before:
                 act(call)
             if self._is_differentiable:
-                call.computed = apply(self.programs, run.forward, call, *self._wanted(inputs))
+                call.computed = apply(bound.programs, run.forward, call, *self._wanted(inputs))
             else:
                 with torch.no_grad():
                     for act in run.forward:
@@ -124,3 +137,10 @@ class Entry:
         for act in run.after:
             act(call)
         return call.result
+
+
+def _bound_calls(lowered: LoweredCall, programs: Programs, guard: Guard | None) -> BoundCalls | None:
+    captured = lowered.captured
+    names = [f"input {place}" for place in range(len(captured.arguments))]
+    sizes = guard.sizes if guard is not None else argument_sizes(captured, names)
+    return None if sizes is None else BoundCalls(lowered, programs, guard, sizes)

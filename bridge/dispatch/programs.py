@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -17,9 +18,12 @@ from bridge.base.interrupts import interrupts_deferred
 from bridge.compile import Backend, Compilation, CompileOptions, Program
 from bridge.dispatch.call_plan import input_names
 from bridge.dispatch.call_steps import Backward
+from bridge.dispatch.guards import Sizes
 from bridge.lowering import LoweredCall
 
-__all__ = ["BackwardRun", "Programs"]
+__all__ = ["BackwardRun", "BoundPrograms", "Programs"]
+
+Execute = Callable[..., list[torch.Tensor]]
 
 
 class Programs:
@@ -27,7 +31,7 @@ class Programs:
 
     Attributes:
         forward: the forward program.
-        execute: runs it: primals → results.
+        execute: runs it: primals → results. Where extents are symbolic, :class:`BoundPrograms` run.
         num_wanted: how many inputs get a gradient, for some grad_outs.
         num_outputs: results that the module returns; new buffer values and captures come after them.
         differentiable: indices of the outputs that take a grad_out; ``not_differentiable``: the others.
@@ -40,8 +44,9 @@ class Programs:
     def __init__(self, lowered: LoweredCall, backend: Backend):
         name = lowered.captured.module_name
         self._lowered = lowered
+        self._is_symbolic = lowered.captured.extents is not None
         self._options = CompileOptions.current(backend)
-        forward = _Compiling(lowered.forward, name, "forward", self._options)
+        self._forward = forward = _Compiling(lowered.forward, name, "forward", self._options)
         self.num_wanted = len(lowered.wanted)
         self.num_outputs = lowered.imported.num_outputs
         self.differentiable = lowered.differentiable
@@ -53,9 +58,15 @@ class Programs:
         if backward is not None:
             backward.compile()
             self._backwards[expected] = backward
+        if self._is_symbolic:
+            return
         self.execute = forward.execute()
         if backward is not None:
             backward.wait()
+
+    def forward_for(self, sizes: Sizes) -> Execute:
+        """Runs the forward program for these sizes."""
+        return self._forward.execute(sizes)
 
     @property
     def backward(self) -> BackwardRun | None:
@@ -73,6 +84,29 @@ class Programs:
         return found
 
 
+class BoundPrograms:
+    """Forward and backwards for one combination of sizes; attributes as of :class:`Programs`.
+
+    Args:
+        programs: those of all sizes.
+        sizes: by the names of the symbols.
+    """
+
+    def __init__(self, programs: Programs, sizes: Sizes):
+        self._programs, self._sizes = programs, sizes
+        self.execute = programs.forward_for(sizes)
+        self.num_wanted, self.num_outputs = programs.num_wanted, programs.num_outputs
+        self.differentiable, self.not_differentiable = programs.differentiable, programs.not_differentiable
+        self._backwards: dict[tuple[int, ...], BackwardRun] = {}
+
+    def backward_for(self, outputs: tuple[int, ...]) -> BackwardRun:
+        """As :meth:`Programs.backward_for`, bound when first asked for."""
+        found = self._backwards.get(outputs)
+        if found is None:
+            found = self._backwards[outputs] = self._programs.backward_for(outputs).bound(self._sizes)
+        return found
+
+
 class BackwardRun:
     """The backward of one pattern of grad_outs; called with saved tensors and grad_outs, once it is compiled.
 
@@ -82,7 +116,7 @@ class BackwardRun:
     """
 
     def __init__(self, lowered: LoweredCall, outputs: tuple[int, ...], options: CompileOptions):
-        self._lowered, self._outputs = lowered, outputs
+        self._lowered, self._outputs, self._sizes = lowered, outputs, None
         name = lowered.captured.module_name
         self._compiling = _Compiling(lowered.backward_for(outputs), name, "backward", options)
 
@@ -102,9 +136,15 @@ class BackwardRun:
         """Waits for the machine code; raises what went wrong with it."""
         _ = self._execute
 
+    def bound(self, sizes: Sizes) -> BackwardRun:
+        """The same for one combination of sizes, where extents are symbolic."""
+        found = copy(self)
+        found._sizes = sizes
+        return found
+
     @cached_property
-    def _execute(self) -> Callable[..., list[torch.Tensor]]:
-        return self._compiling.execute()
+    def _execute(self) -> Execute:
+        return self._compiling.execute(self._sizes)
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """One gradient per wanted input, ``None`` where eager has none. Empties ``inputs``."""
@@ -135,10 +175,10 @@ class _Compiling:
         with self._errors():
             return self._compilation.finish()
 
-    def execute(self) -> Callable[..., list[torch.Tensor]]:
-        """Runs the program; waits for its machine code."""
+    def execute(self, sizes: Sizes | None = None) -> Execute:
+        """Runs the program, for these sizes where extents are symbolic; waits for its machine code."""
         with self._errors():
-            return _under_name(self._compilation.finish(), self._module_name, self._direction)
+            return _under_name(self._compilation.finish(), sizes, self._module_name, self._direction)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -153,10 +193,10 @@ class _Compiling:
             raise CompilationError(f"compile {self._direction}", self.function.script(), error) from error
 
 
-def _under_name(program: Program, module_name: str, direction: str) -> Callable[..., list[torch.Tensor]]:
+def _under_name(program: Program, sizes: Sizes | None, module_name: str, direction: str) -> Execute:
     """The program; if it was compiled for an equal module of another class, a profiler is told the name of this one."""
     name = f"{module_name}_{direction}"
-    execute = program.executor
+    execute = program.executor if sizes is None else program.bind(sizes)
     if program.name == name:
         return execute
 

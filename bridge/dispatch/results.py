@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,8 +11,6 @@ import torch
 from bridge.base.objects import has_objects, unpacked
 from bridge.base.torch_internals import pytree
 from bridge.capture import Output
-from bridge.compile import Program
-from bridge.lowering import LoweredCall
 
 __all__ = ["assembly", "relaid", "result_layouts"]
 
@@ -67,17 +65,23 @@ def _leaf(observed: Output, position: int | None, computed: Any, inputs: list[to
     return base.as_strided(observed.shape, observed.stride, base.storage_offset() + observed.offset)
 
 
-def result_layouts(lowered: LoweredCall, program: Program) -> list[tuple[int, tuple[int, ...] | None]]:
+def result_layouts(
+    outputs: Sequence[Output], positions: Sequence[int | None], shared: Iterable[int]
+) -> list[tuple[int, tuple[int, ...] | None]]:
     """The results of the forward that do not look like eager's yet, each with eager's strides.
 
     ``None``: with the strides that it has, but in memory that others can see.
+
+    Args:
+        outputs, positions: as for :func:`assembly`.
+        shared: places of the program's results in memory that others can see.
     """
     strides = {
         position: stride
-        for observed, position in zip(lowered.captured.outputs, lowered.imported.output_of, strict=True)
+        for observed, position in zip(outputs, positions, strict=True)
         if position is not None and (stride := _other_order(observed)) is not None
     }
-    return [(position, strides.get(position)) for position in sorted({*program.shared_results(), *strides})]
+    return [(position, strides.get(position)) for position in sorted({*shared, *strides})]
 
 
 def relaid(stride: tuple[int, ...] | None) -> Callable[[torch.Tensor], torch.Tensor]:

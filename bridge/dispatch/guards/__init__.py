@@ -8,5 +8,6 @@ the quick path and the thorough one are both made of it. The conditions lie in :
 from bridge.base.guard_failure import GuardFailure
 from bridge.dispatch.guards.guard import Guard
 from bridge.dispatch.guards.interpreter import active_modes, interpreter_state
+from bridge.dispatch.guards.sizes import ArgumentSizes, Sizes, argument_sizes
 
-__all__ = ["Guard", "GuardFailure", "active_modes", "interpreter_state"]
+__all__ = ["ArgumentSizes", "Guard", "GuardFailure", "Sizes", "active_modes", "argument_sizes", "interpreter_state"]

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.guard_failure import ARGUMENTS, STRUCTURE, GuardFailure
 from bridge.base.pytrees import leaf_names, structure_difference
 from bridge.base.tensor_properties import is_nested
@@ -18,7 +17,7 @@ from bridge.base.torch_internals import pytree
 from bridge.capture import Captured
 from bridge.dispatch.guards.condition import Condition
 from bridge.dispatch.guards.numbers import AnyNumber, changed_number, same_or_any_number
-from bridge.dispatch.guards.sizes import ArgumentSizes
+from bridge.dispatch.guards.sizes import argument_sizes
 from bridge.dispatch.guards.spelling import Spelling
 from bridge.dispatch.guards.tensors import SizedTensorGuard, TensorGuard
 from bridge.state import same
@@ -69,7 +68,7 @@ class ArgumentGuard:
         )
         names = [self.paths[i] for i in self.tensor_leaves]
         #: Reads the sizes of the argument tensors; ``None`` where every extent is a number.
-        self.sizes = _sizes(captured, names)
+        self.sizes = argument_sizes(captured, names)
         self._tensors = (TensorGuard if self.sizes is None else partial(SizedTensorGuard, sizes=self.sizes))(
             tensors,
             kinds=[(torch.Tensor, nn.Parameter)] * len(tensors),
@@ -139,21 +138,6 @@ class ArgumentGuard:
     def _explain_no_tensor(self, place: int, then: type, now: Any) -> GuardFailure:
         what = f"structure of argument {self.paths[self.tensor_leaves[place]]}"
         return GuardFailure(STRUCTURE, what, f"a tensor was compiled, called with {_brief(now)}")
-
-
-def _sizes(captured: Captured, names: Sequence[str]) -> ArgumentSizes | None:
-    """The symbolic extents of the argument tensors.
-
-    Raises:
-        UnsupportedModule: a size that no argument tells.
-    """
-    if captured.extents is None:
-        return None
-    try:
-        return ArgumentSizes(captured.extents, captured.argument_shapes, captured.argument_strides, names)
-    except ValueError as error:
-        problem = Unsupported("dynamic_shapes", f"{captured.module_name}.forward", str(error))
-        raise UnsupportedModule(captured.module_name, [problem], cause=error) from None
 
 
 class _Structure:

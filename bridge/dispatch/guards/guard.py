@@ -33,6 +33,9 @@ class Guard:
         arguments: the sample's argument tensors (their layouts are what is expected).
         numbers: where the numbers are found that the compiled code takes as inputs, between module tensors and
             arguments: attributes, then arguments.
+
+    Attributes:
+        sizes: reads the sizes of the argument tensors; ``None`` where every extent is a number.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Guard:
         self._modes = ModeGuard(requires_grad, self._tree.reads_grad_mode, self._tree.names_distributions)
         self._states = self._modes.states
         self._arguments = ArgumentGuard(captured, arguments, module.forward, saves=saves, numbers=leaves)
+        self.sizes = self._arguments.sizes
         self._written = [(index, captured.module_tensors[index].name) for index, _ in captured.mutated]
         self._names = [spec.name for spec in captured.module_tensors]
         self._names += [place.name or self._arguments.paths[place.leaf] for place in numbers]

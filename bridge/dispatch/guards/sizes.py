@@ -7,15 +7,17 @@ every argument is looked at. What the lowering concluded about sizes is ``scope.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from autodiff.extents import Dim, Extent, ExtentScope, Guard
+from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.guard_failure import ARGUMENTS, GuardFailure
+from bridge.capture import Captured
 
-__all__ = ["ArgumentSizes", "Sizes"]
+__all__ = ["ArgumentSizes", "Sizes", "argument_sizes"]
 
 Sizes = dict[str, int]
 """Values of a scope's symbols, by name."""
@@ -116,6 +118,24 @@ class ArgumentSizes:
         return GuardFailure(ARGUMENTS, field, f"{what}, compiled for {low}{name}{high}")
 
 
+def argument_sizes(captured: Captured, names: Sequence[str]) -> ArgumentSizes | None:
+    """The symbolic extents of the argument tensors of a captured call, ``None`` where every extent is a number.
+
+    Args:
+        names: how a failure calls the tensors.
+
+    Raises:
+        UnsupportedModule: a size that no argument tells.
+    """
+    if captured.extents is None:
+        return None
+    try:
+        return ArgumentSizes(captured.extents, captured.argument_shapes, captured.argument_strides, names)
+    except ValueError as error:
+        problem = Unsupported("dynamic_shapes", f"{captured.module_name}.forward", str(error))
+        raise UnsupportedModule(captured.module_name, [problem], cause=error) from None
+
+
 def _place_of(name: str, shapes: Sequence[Sequence[Dim]]) -> _Place:
     """The first dimension that is the symbol; else the first that is a multiple of it plus a number."""
     found = None
@@ -132,7 +152,7 @@ def _place_of(name: str, shapes: Sequence[Sequence[Dim]]) -> _Place:
     return found
 
 
-def _next(values, count: int) -> tuple[int, ...]:
+def _next(values: Iterator[int], count: int) -> tuple[int, ...]:
     return tuple([next(values) for _ in range(count)])
 
 

@@ -14,20 +14,20 @@ def test_what_was_not_asked_for_the_longest_leaves_first():
         held.put(key, str(key))
     assert held.get(1) == "1"
     held.put(4, "4")
-    assert held.keys() == [3, 1, 4] and held.get(2) is None and len(held) == 3
+    assert held.items() == [(3, "3"), (1, "1"), (4, "4")] and held.get(2) is None and len(held) == 3
     held.clear()
-    assert not held.keys() and held.get(4) is None
+    assert not held.items() and held.get(4) is None
 
 
 def test_costs_are_bounded_together():
     held = LeastRecentlyUsed[int, str](100, budget=10)
     for key in (1, 2, 3):
         held.put(key, str(key), cost=4)
-    assert held.keys() == [2, 3] and held.cost == 8
+    assert [key for key, _ in held.items()] == [2, 3] and held.cost == 8
     held.put(4, "4", cost=50)
-    assert held.keys() == [4] and held.cost == 50
+    assert held.items() == [(4, "4")] and held.cost == 50
     held.put(5, "5", cost=1)
-    assert held.keys() == [5] and held.cost == 1
+    assert held.items() == [(5, "5")] and held.cost == 1
 
 
 def test_the_first_of_two_stays():

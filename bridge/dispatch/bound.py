@@ -1,0 +1,98 @@
+"""Bound calls: an entry whose sizes vary, and the sizes of a call → what a call of these sizes runs, kept for the next.
+
+What depends on sizes is evaluated once for each combination of them: the executors of forward and backward, the shapes
+of draws, strides and aliases of results. A few dozen combinations are kept, bounded in number and in bytes; one that
+comes back after it has left is bound again. Graphs of earlier calls hold the backward that they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from bridge.base.lru import LeastRecentlyUsed
+from bridge.dispatch.call_plan import plan_call
+from bridge.dispatch.call_run import CallRun
+from bridge.dispatch.call_steps import CallStep, Draws, Results
+from bridge.dispatch.guards import ArgumentSizes, Guard, Sizes
+from bridge.dispatch.observed import Observed, observed_for
+from bridge.dispatch.programs import BoundPrograms, Programs
+from bridge.lowering import LoweredCall
+
+__all__ = ["MAX_BOUND", "MAX_BOUND_BYTES", "Bound", "BoundCalls"]
+
+#: Combinations of sizes that an entry keeps what it needs for.
+MAX_BOUND = 64
+#: Bytes that these may take, all arenas apart: those are the process's.
+MAX_BOUND_BYTES = 64 << 20
+_BYTES_OF_A_STEP = 4096
+"""An instruction's bound arguments, views and tensors, about."""
+
+
+class Bound:
+    """What a call of one combination of sizes runs.
+
+    Attributes:
+        programs: forward and backwards.
+        run: the steps of a call.
+        sizes: by the names of the symbols.
+    """
+
+    __slots__ = ("programs", "run", "sizes")
+
+    def __init__(self, programs: BoundPrograms, run: CallRun, sizes: Sizes):
+        self.programs, self.run, self.sizes = programs, run, sizes
+
+
+class BoundCalls:
+    """The bound calls of one entry. Threads may share them.
+
+    Args:
+        sizes: reads the sizes of a call from its argument tensors.
+    """
+
+    def __init__(self, lowered: LoweredCall, programs: Programs, guard: Guard | None, sizes: ArgumentSizes):
+        captured = lowered.captured
+        self._lowered, self._programs, self._guard = lowered, programs, guard
+        self._sizes = sizes
+        self._count = len(captured.arguments)
+        self._symbolic = Observed(tuple(captured.draws), tuple(captured.outputs))
+        self._observed = observed_for(self._symbolic, sizes.scope)
+        self._kept = LeastRecentlyUsed[tuple, Bound](MAX_BOUND, MAX_BOUND_BYTES)
+        steps = [program.steps for program in (programs.forward, programs.backward and programs.backward.program)]
+        self._bytes = _BYTES_OF_A_STEP * sum(map(len, filter(None, steps)))
+
+    @property
+    def steps(self) -> tuple[CallStep, ...]:
+        """The steps of a call: with extents, but for the strides of results, which are the sample's."""
+        observed, samples = self._symbolic, {symbol.name: size for symbol, size in self._sizes.scope.samples.items()}
+        steps = plan_call(self._lowered, self._programs.forward, self._guard, self._observed(samples))
+        symbolic = {Draws: {"draws": observed.draws}, Results: {"outputs": observed.outputs}}
+        return tuple(replace(step, **symbolic.get(type(step), {})) for step in steps)
+
+    def of(self, inputs: Sequence[torch.Tensor]) -> Bound:
+        """What a call with these inputs, which the guard gave, runs."""
+        tensors = inputs[len(inputs) - self._count :]
+        key = self._sizes.key(tensors)
+        return self._kept.get(key) or self._kept.put(key, self.bind(self._sizes.of(tensors)), self._bytes)
+
+    def bind(self, sizes: Sizes) -> Bound:
+        """What a call of these sizes runs."""
+        lowered, programs = self._lowered, BoundPrograms(self._programs, sizes)
+        steps = plan_call(lowered, self._programs.forward, self._guard, self._observed(sizes))
+        run = CallRun(steps, programs.execute, self._guard, lowered.captured.module_name)
+        return Bound(programs, run, sizes)
+
+    def clear(self) -> None:
+        """Forgets what is kept; calls bind anew."""
+        self._kept.clear()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def sizes(self) -> list[Sizes]:
+        """The combinations that are kept, the latest used last."""
+        return [bound.sizes for _, bound in self._kept.items()]

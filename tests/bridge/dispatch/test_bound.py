@@ -1,0 +1,206 @@
+"""Entries whose sizes vary: what a call of each size runs is eager's, kept for the next call, and bounded.
+
+The sizes of the sample are made symbols of a captured call here, and the programs of each size are compiled for it, so
+that the test is of guards, draws, results and what is kept.
+"""
+
+import copy
+import gc
+import threading
+import tracemalloc
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autodiff.extents import ExtentScope
+from bridge import add_tvm_dispatch, stats
+from bridge.base.torch_internals import COMPILED_CALL
+from bridge.capture import one_capture_at_a_time
+from bridge.compile import backend_for
+from bridge.dispatch import bound as bound_module
+from bridge.dispatch.entry import Entry
+from bridge.dispatch.guards import Guard
+from bridge.dispatch.programs import Programs
+from bridge.lowering import lower_once
+from tests.bridge.compare import Call, assert_same, run
+
+BATCH, LENGTH = 13, 11
+
+
+class Net(nn.Module):
+    """Draws, returns views, other strides, an input, a number that is a size."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+        self.register_buffer("total", torch.zeros(6))
+
+    def forward(self, x, mask):
+        h = F.dropout(torch.tanh(self.linear(x)), 0.3) * mask[:, :, None]
+        with torch.no_grad():
+            self.total += h.sum((0, 1))
+        noise = torch.rand(x.shape[0], x.shape[1])
+        return {"h": h, "t": (2 * h).transpose(0, 1), "flat": h.view(-1, 6), "x": x, "rows": x.shape[0], "n": noise}
+
+
+def call_of(batch: int, length: int) -> Call:
+    made = torch.Generator().manual_seed(batch * 1000 + length)
+    x = torch.randn(batch, length, 4, generator=made, dtype=torch.float64)
+    return Call((x.requires_grad_(), torch.rand(batch, length, generator=made, dtype=torch.float64)))
+
+
+def symbolic(value, extents: dict[int, object]):
+    """A value with extents for the sample's sizes and multiples of them, which no other number is."""
+    if isinstance(value, tuple | list):
+        return type(value)(symbolic(part, extents) for part in value)
+    if type(value) is int and value:
+        for size, extent in extents.items():
+            if value % size == 0:
+                return symbolic(value // size, extents) * extent
+    return value
+
+
+@pytest.fixture
+def dispatched(monkeypatch):
+    """``(eager, dispatched)``: copies of a module whose one entry takes any batch, and lengths up to 40."""
+    torch.manual_seed(0)
+    eager = Net().double()
+    module = copy.deepcopy(eager)
+    sample = call_of(BATCH, LENGTH)
+    backend = backend_for(None)
+    lowered = lower_once(module, sample.args, {}, grad=True, partition="min_cut")
+    captured, scope = lowered.captured, ExtentScope()
+    extents = {BATCH: scope.symbol("batch", BATCH), LENGTH: scope.symbol("length", LENGTH, high=40)}
+
+    def with_extents(each):
+        names = [name for name in ("shape", "stride", "offset", "value", "args") if hasattr(each, name)]
+        return replace(each, **{name: symbolic(getattr(each, name), extents) for name in names})
+
+    observation = copy.copy(captured.observation)
+    observation.outputs = [with_extents(each) for each in observation.outputs]
+    observation.draws = [with_extents(each) for each in observation.draws]
+    varying = replace(
+        captured,
+        observation=observation,
+        extents=scope,
+        argument_shapes=tuple(symbolic(tuple(each.shape), extents) for each in captured.arguments),
+        argument_strides=tuple(symbolic(each.stride(), extents) for each in captured.arguments),
+    )
+
+    def programs_of(programs: Programs, sizes: dict[str, int]) -> Programs:
+        call = call_of(sizes["batch"], sizes["length"])
+        with one_capture_at_a_time():
+            return Programs(lower_once(eager, call.args, {}, grad=True, partition="min_cut"), backend)
+
+    monkeypatch.setattr(bound_module, "BoundPrograms", programs_of)
+    add_tvm_dispatch(module)
+    dispatcher = module.__dict__[COMPILED_CALL]
+    dispatcher.learns, dispatcher.on_miss = False, "eager"
+    guard = Guard(module, varying, sample.args)
+    dispatcher.entries.add(Entry(guard, replace(lowered, captured=varying), backend))
+    return eager, module
+
+
+def test_calls_of_any_size_are_eagers(dispatched):
+    eager, module = dispatched
+    sizes = [(2, 2), (13, 11), (5, 7), (3, 40), (5, 7), (17, 2), (2, 2)]
+    for step, size in enumerate(sizes):
+        assert_same(run(module, call_of(*size), seed=step), run(eager, call_of(*size), seed=step))
+    assert stats(module).hits == len(sizes) and not stats(module).misses
+    (entry,) = stats(module).entries
+    assert "float64[batch, length, 4]" in repr(entry) and "7 hits, 5 sizes" in repr(entry)
+    assert [tuple(each.values()) for each in entry.bound.sizes] == [(13, 11), (3, 40), (5, 7), (17, 2), (2, 2)]
+
+
+def test_results_are_strided_and_aliased_as_eagers(dispatched):
+    eager, module = dispatched
+    for size in [(5, 7), (2, 3)]:
+        ours, theirs = call_of(*size), call_of(*size)
+        got, want = module(*ours.args), eager(*theirs.args)
+        assert [got[name].stride() for name in "ht"] == [want[name].stride() for name in "ht"]
+        assert got["x"] is ours.args[0] and got["rows"] == size[0]
+        assert got["flat"].data_ptr() == got["h"].data_ptr()
+
+
+def test_a_size_outside_of_the_range_runs_eager_and_says_why(dispatched):
+    eager, module = dispatched
+    for size in [(1, 5), (5, 41)]:
+        assert_same(run(module, call_of(*size)), run(eager, call_of(*size)))
+    reasons = [
+        "shape of args[0]: dimension 0 (batch) is 1, compiled for 2 <= batch",
+        "shape of args[0]: dimension 1 (length) is 41, compiled for 2 <= length <= 40",
+    ]
+    assert list(stats(module).misses) == reasons and stats(module).hits == 0
+
+
+def test_steps_print_the_extents(dispatched):
+    (entry,) = stats(dispatched[1]).entries
+    text = "\n".join(map(str, entry.steps))
+    assert "of batchxlengthx6" in text and "view (batch*length, 6) of result 0" in text
+
+
+def test_what_is_kept_is_bounded(dispatched, monkeypatch):
+    _, module = dispatched
+    (entry,) = stats(module).entries
+    first = entry.bound.of(inputs_of(entry, module, 2, 2))
+    assert entry.bound.of(inputs_of(entry, module, 2, 2)) is first
+    monkeypatch.setattr(bound_module, "BoundPrograms", lambda programs, sizes: first.programs)
+    tracemalloc.start()
+    for batch in range(3, 503):
+        entry.bound.of(inputs_of(entry, module, batch, 2))
+    gc.collect()
+    before, _ = tracemalloc.get_traced_memory()
+    for batch in range(503, 1003):
+        entry.bound.of(inputs_of(entry, module, batch, 2))
+    gc.collect()
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert len(entry.bound) == bound_module.MAX_BOUND and grown < 50_000
+    assert entry.bound.of(inputs_of(entry, module, 2, 2)) is not first
+
+
+def inputs_of(entry, module, batch, length):
+    return entry.guard.match(module, call_of(batch, length).args, {})
+
+
+def test_a_backward_outlives_what_was_kept(dispatched):
+    eager, module = dispatched
+    (entry,) = stats(module).entries
+    ours, theirs = call_of(5, 7), call_of(5, 7)
+    torch.manual_seed(1)
+    result = module(*ours.args)["h"]
+    for size in [(3, 3), (4, 4)]:
+        module(*call_of(*size).args)
+    entry.bound.clear()
+    gc.collect()
+    result.sum().backward()
+    torch.manual_seed(1)
+    eager(*theirs.args)["h"].sum().backward()
+    torch.testing.assert_close(ours.args[0].grad, theirs.args[0].grad, rtol=1e-10, atol=1e-12)
+
+
+def test_threads_share_what_is_kept(dispatched):
+    eager, module = dispatched
+    wanted = {size: eager.linear(call_of(*size).args[0]).tanh() for size in [(2, 3), (4, 5), (6, 7)]}
+    wrong, gate = [], threading.Barrier(4)
+
+    def work(turn: int) -> None:
+        gate.wait()
+        for step in range(9):
+            size = [*wanted][(step + turn) % 3]
+            x, mask = call_of(*size).args
+            found = module(x, mask)["h"]
+            kept = found != 0
+            if not torch.allclose(found[kept], (wanted[size] * mask[:, :, None] / 0.7)[kept], rtol=1e-10):
+                wrong.append(size)
+
+    threads = [threading.Thread(target=work, args=(turn,)) for turn in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (entry,) = stats(module).entries
+    assert not wrong and len(entry.bound) == 3 and entry.hits == 36
