@@ -12,6 +12,8 @@ from dataclasses import replace
 
 import torch
 
+from bridge.base.errors import is_out_of_memory
+from bridge.base.guard_failure import RUN, GuardFailure
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.dispatch.call_plan import plan_call
 from bridge.dispatch.call_run import CallRun
@@ -51,12 +53,16 @@ class BoundCalls:
 
     Args:
         sizes: reads the sizes of a call from its argument tensors.
+
+    Raises:
+        GuardFailure: by :meth:`of`, where sizes cannot be bound.
     """
 
     def __init__(self, lowered: LoweredCall, programs: Programs, guard: Guard | None, sizes: ArgumentSizes):
         captured = lowered.captured
         self._lowered, self._programs, self._guard = lowered, programs, guard
         self._sizes = sizes
+        self._samples = {symbol.name: size for symbol, size in sizes.scope.samples.items()}
         self._count = len(captured.arguments)
         self._symbolic = Observed(tuple(captured.draws), tuple(captured.outputs))
         self._observed = observed_for(self._symbolic, sizes.scope)
@@ -67,16 +73,30 @@ class BoundCalls:
     @property
     def steps(self) -> tuple[CallStep, ...]:
         """The steps of a call: with extents, but for the strides of results, which are the sample's."""
-        observed, samples = self._symbolic, {symbol.name: size for symbol, size in self._sizes.scope.samples.items()}
-        steps = plan_call(self._lowered, self._programs.forward, self._guard, self._observed(samples))
-        symbolic = {Draws: {"draws": observed.draws}, Results: {"outputs": observed.outputs}}
+        steps = plan_call(self._lowered, self._programs.forward, self._guard, self._observed(self._samples))
+        symbolic = {Draws: {"draws": self._symbolic.draws}, Results: {"outputs": self._symbolic.outputs}}
         return tuple(replace(step, **symbolic.get(type(step), {})) for step in steps)
 
     def of(self, inputs: Sequence[torch.Tensor]) -> Bound:
         """What a call with these inputs, which the guard gave, runs."""
         tensors = inputs[len(inputs) - self._count :]
         key = self._sizes.key(tensors)
-        return self._kept.get(key) or self._kept.put(key, self.bind(self._sizes.of(tensors)), self._bytes)
+        return self._kept.get(key) or self._kept.put(key, self._bind(self._sizes.of(tensors)), self._bytes)
+
+    def bind_sample(self) -> None:
+        """Binds the sizes of the sample, which waits for machine code; raises what goes wrong."""
+        self.bind(self._samples)
+
+    def _bind(self, sizes: Sizes) -> Bound:
+        """As :meth:`bind` for a call, which is eager's if that fails."""
+        try:
+            return self.bind(sizes)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            given = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+            failure = GuardFailure(RUN, "error in binding sizes", f"{given}: {type(error).__name__}: {error}")
+            raise failure from error
 
     def bind(self, sizes: Sizes) -> Bound:
         """What a call of these sizes runs."""
@@ -88,6 +108,11 @@ class BoundCalls:
     def clear(self) -> None:
         """Forgets what is kept; calls bind anew."""
         self._kept.clear()
+
+    def __str__(self) -> str:
+        """The symbols and what was concluded about them, then the sizes that are kept."""
+        given = [", ".join(f"{name} = {size}" for name, size in sizes.items()) for sizes in reversed(self.sizes)]
+        return "\n".join([str(self._sizes), *(f"bound for {each}" for each in given)])
 
     def __len__(self) -> int:
         return len(self._kept)

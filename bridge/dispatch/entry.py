@@ -114,8 +114,8 @@ class Entry:
         Raises:
             GuardFailure: the forward program raised: the call is eager's. Nothing is changed, the generator included.
         """
-        self.hits += 1  # a checkpoint may leave off once it has what the backward needs
         bound = self if self.bound is None else self.bound.of(inputs)
+        self.hits += 1  # a checkpoint may leave off once it has what the backward needs
         call, run = Call(), bound.run
         call.inputs = call.primals = inputs
         call.module, call.undo = module, None

@@ -58,6 +58,7 @@ def _entry(entry: Entry, module: nn.Module) -> EntryReport:
         kept_bytes(lowered) if lowered.plan else 0,
         seconds,
         lowered,
+        () if entry.bound is None else tuple(str(entry.bound).splitlines()),
     )
 
 
@@ -67,9 +68,11 @@ def _guards(lowered: LoweredCall, module: nn.Module) -> tuple[str, ...]:
     names = {index: name for name, index in captured.placeholders.items()}
     first = len(captured.module_tensors)
     found = []
-    for position, tensor in enumerate(captured.arguments):
+    shapes = captured.argument_shapes or [tensor.shape for tensor in captured.arguments]
+    strides = captured.argument_strides or [tensor.stride() for tensor in captured.arguments]
+    for position, (tensor, shape, stride) in enumerate(zip(captured.arguments, shapes, strides, strict=True)):
         name = names.get(first + position, f"argument {position}")
-        kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}, strides {tuple(tensor.stride())}"
+        kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(shape)}, strides {tuple(stride)}"
         found.append(f"{name}: {kind}{', requires grad' if tensor.requires_grad else ''}")
     leaves = zip(captured.argument_leaves, captured.argument_is_tensor, strict=True)
     constants = [leaf for leaf, is_tensor in leaves if not is_tensor and leaf is not None]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autodiff.extents import Dim
 from bridge.base.guard_failure import ARGUMENTS, STRUCTURE, GuardFailure
 from bridge.base.pytrees import leaf_names, structure_difference
 from bridge.base.tensor_properties import is_nested
@@ -67,6 +68,7 @@ class ArgumentGuard:
             same=isinstance,
         )
         names = [self.paths[i] for i in self.tensor_leaves]
+        self._shapes = captured.argument_shapes or tuple(tuple(tensor.shape) for tensor in tensors)
         #: Reads the sizes of the argument tensors; ``None`` where every extent is a number.
         self.sizes = argument_sizes(captured, names)
         self._tensors = (TensorGuard if self.sizes is None else partial(SizedTensorGuard, sizes=self.sizes))(
@@ -126,6 +128,22 @@ class ArgumentGuard:
         pairs = list(zip(self._constant_leaves, self._constants.expected, strict=True))
         changed = {i: then for i, then in pairs if not self._constants.same(leaves[i], then)}
         return changed if all(changed_number(leaves[i], then) for i, then in changed.items()) else None
+
+    def compiled_shapes(self, args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, tuple[Dim, ...], torch.Tensor]]:
+        """Of each tensor argument its name, the shape that was compiled and the tensor that is given.
+
+        Nothing if the call differs in more than its tensors.
+        """
+        try:
+            leaves = self.leaves(args, kwargs)
+        except GuardFailure:
+            return []
+        if any(condition.failure(leaves) is not None for condition in (self._constants, self._are_tensors)):
+            return []
+        tensors = [leaves[i] for i in self.tensor_leaves]
+        if any(map(is_nested, tensors)):
+            return []
+        return list(zip((self.paths[i] for i in self.tensor_leaves), self._shapes, tensors, strict=True))
 
     def learn(self, tensors: Sequence[torch.Tensor], inference: bool) -> None:
         """Remembers how matching tensors look, where that is not known yet."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autodiff.extents import Dim
 from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.base.torch_internals import storage_id
 from bridge.capture import Captured, NumberPlace, number_tensor
@@ -110,6 +111,13 @@ class Guard:
             return None
         places = {NumberPlace(type(then), path=path, name=name): then for (path, name), then in attributes.items()}
         return {**places, **{NumberPlace(type(then), leaf=leaf): then for leaf, then in leaves.items()}}
+
+    def compiled_shapes(self, args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, tuple[Dim, ...], torch.Tensor]]:
+        """Of each tensor argument its name, the shape that was compiled and the tensor that is given.
+
+        Nothing if the arguments differ in more than their tensors.
+        """
+        return self._arguments.compiled_shapes(args, kwargs)
 
     @property
     def derived(self) -> tuple[str, ...]:

@@ -101,6 +101,23 @@ class ArgumentSizes:
         values = iter(self._values(sizes))
         return [(_next(values, len(shape)), _next(values, len(shape))) for shape in self._shapes]
 
+    def __str__(self) -> str:
+        """A line for each symbol, and one for each conclusion about them."""
+        found = []
+        for symbol, sample in self.scope.samples.items():
+            place = self._places[symbol.name]
+            where = f"dimension {place.dimension} of {self._names[place.tensor]}"
+            is_symbol = (place.factor, place.offset) == (1, 0)
+            told = where if is_symbol else f"{where} is {self._shapes[place.tensor][place.dimension]}"
+            found.append(f"{symbol}: {told}, {self._range(symbol.name)}, {sample} in the sample")
+        return "\n".join([*found, *map(str, self.scope.guards)])
+
+    def _range(self, name: str) -> str:
+        bounds = next(bounds for symbol, bounds in self.scope.ranges.items() if symbol.name == name)
+        low = f"{bounds.low} <= " if bounds.low is not None else ""
+        high = f" <= {bounds.high}" if bounds.high is not None else ""
+        return f"{low}{name}{high}"
+
     def _outside(self, broken: Guard, sizes: Sizes) -> GuardFailure:
         """The failure of sizes for which a conclusion of the lowering does not hold."""
         involved = sorted(symbol.name for symbol in broken.symbols)
@@ -110,12 +127,9 @@ class ArgumentSizes:
             given = ", ".join(f"{name} = {sizes[name]}" for name in involved)
             return GuardFailure(ARGUMENTS, field, f"compiled for {broken}, called with {given}")
         (name,) = involved
-        bounds = next(bounds for symbol, bounds in self.scope.ranges.items() if symbol.name == name)
-        low = f"{bounds.low} <= " if bounds.low is not None else ""
-        high = f" <= {bounds.high}" if bounds.high is not None else ""
         extent = place.factor * sizes[name] + place.offset
         what = f"dimension {place.dimension} ({self._shapes[place.tensor][place.dimension]}) is {extent}"
-        return GuardFailure(ARGUMENTS, field, f"{what}, compiled for {low}{name}{high}")
+        return GuardFailure(ARGUMENTS, field, f"{what}, compiled for {self._range(name)}")
 
 
 def argument_sizes(captured: Captured, names: Sequence[str]) -> ArgumentSizes | None:

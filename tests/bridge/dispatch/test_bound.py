@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autodiff.extents import ExtentScope
-from bridge import add_tvm_dispatch, stats
+from bridge import add_tvm_dispatch, explain, stats
 from bridge.base.torch_internals import COMPILED_CALL
 from bridge.capture import one_capture_at_a_time
 from bridge.compile import backend_for
@@ -140,6 +140,34 @@ def test_steps_print_the_extents(dispatched):
     (entry,) = stats(dispatched[1]).entries
     text = "\n".join(map(str, entry.steps))
     assert "of batchxlengthx6" in text and "view (batch*length, 6) of result 0" in text
+
+
+def test_explain_tells_symbols_ranges_conclusions_and_bound_sizes(dispatched):
+    _, module = dispatched
+    (entry,) = stats(module).entries
+    assert entry.lowered.captured.extents.guards == ()
+    for size in [(5, 7), (2, 3)]:
+        module(*call_of(*size).args)
+    text = str(explain(module, full=True))
+    assert "x: float64[batch, length, 4], strides (4*length, 4, 1), requires grad" in text
+    assert [line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith("  sizes ")] == [
+        "batch: dimension 0 of args[0], 2 <= batch, 13 in the sample",
+        "length: dimension 1 of args[0], 2 <= length <= 40, 11 in the sample",
+        "bound for batch = 2, length = 3",
+        "bound for batch = 5, length = 7",
+    ]
+
+
+def test_a_size_that_cannot_be_bound_is_eagers(dispatched, monkeypatch):
+    eager, module = dispatched
+
+    def refuse(programs, sizes):
+        raise NotImplementedError("no kernel")
+
+    monkeypatch.setattr(bound_module, "BoundPrograms", refuse)
+    assert_same(run(module, call_of(5, 7)), run(eager, call_of(5, 7)))
+    reason = "error in binding sizes: batch = 5, length = 7: NotImplementedError: no kernel"
+    assert dict(stats(module).misses) == {reason: 1} and stats(module).hits == 0
 
 
 def test_what_is_kept_is_bounded(dispatched, monkeypatch):
