@@ -16,6 +16,7 @@ import torch
 import tvm_ffi
 from tvm.tirx import PrimFunc
 
+from bridge.compile.loop_ir.product import ProductPlan
 from bridge.compile.schedule.column_plan import ColumnPlan
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
@@ -71,8 +72,12 @@ class Backend(ABC):
         """Choices for matrix products on a number of threads; ``deterministic``: the same in every process."""
 
     @abstractmethod
-    def kernel(self, plan: RowPlan | ColumnPlan) -> PrimFunc:
-        """The kernel of a plan. It follows from the plan alone: equal plans share one."""
+    def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan) -> PrimFunc:
+        """The kernel of a plan. It follows from the plan alone: equal plans share one.
+
+        A product's is one for all plans of an element type: it reads
+        :data:`~bridge.compile.loop_ir.product.FIELDS` at each launch.
+        """
 
     @abstractmethod
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:

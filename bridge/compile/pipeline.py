@@ -1,6 +1,7 @@
 """The compiler's pipeline: a Relax function in flat form → a :class:`~bridge.compile.runtime.program.Program`.
 
-    translate     Relax → loop graph                                  bridge.compile.translate
+    translate     Relax → neutral loop graph                          bridge.compile.translate
+    choose        where values lie, how products are computed         bridge.compile.passes.choose_layouts
     optimize      loop graph → loop graph, pass by pass               bridge.compile.passes
     accumulate    sums of products in place, where that is allowed    bridge.compile.passes.accumulate
     fuse          loop graph → groups                                 bridge.compile.schedule.fuse
@@ -28,6 +29,7 @@ from bridge.compile.backend import Backend
 from bridge.compile.loop_ir.graph import Graph
 from bridge.compile.options import CompileOptions
 from bridge.compile.passes.accumulate import accumulate
+from bridge.compile.passes.choose_layouts import choose_layouts
 from bridge.compile.passes.dead_code import eliminate_dead_code
 from bridge.compile.passes.permutations import recompute_permutations
 from bridge.compile.passes.sections import recompute_sections
@@ -51,7 +53,7 @@ PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
     recompute_sections,
     eliminate_dead_code,
 )
-"""What every translated graph goes through, in order. None changes a bit of any value."""
+"""What every graph goes through, in order, once its layouts are chosen. None changes a bit of any value."""
 
 _PROGRAMS: WeakCache[Function, Program] = WeakCache(lambda a, b: structural_equal(a, b, map_free_vars=True))
 _LOCK = threading.Lock()
@@ -91,7 +93,7 @@ class Compilation:
         started = time.perf_counter()
         backend = self._options.backend
         policy = backend.products(self._options.threads, self._options.deterministic)
-        graph = optimize(translate(func, backend, policy), backend)
+        graph = optimize(choose_layouts(translate(func, backend), backend, policy), backend)
         self._graph = accumulate(graph) if self._options.sums_in_place else graph
         self._seconds = time.perf_counter() - started
 

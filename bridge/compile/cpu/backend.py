@@ -19,6 +19,7 @@ from bridge.compile.cpu.limits import LIMITS, ORDER
 from bridge.compile.cpu.loops import generate
 from bridge.compile.cpu.product_ways import Multiply
 from bridge.compile.cpu.products import CpuProducts, generated_types
+from bridge.compile.loop_ir.product import ProductPlan
 from bridge.compile.runtime.build import build_kernels
 from bridge.compile.runtime.executor import Executor
 from bridge.compile.runtime.program import Program
@@ -85,8 +86,13 @@ class CpuBackend(Backend):
             generated = generated_types(self.target, tensors)
             self.build([(f"product_{name}", gemm_function(name)) for name in generated])
 
-    def kernel(self, plan: RowPlan | ColumnPlan) -> PrimFunc:
-        return generate_columns(plan) if isinstance(plan, ColumnPlan) else generate(plan)
+    def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan) -> PrimFunc:
+        match plan:
+            case ProductPlan():
+                return gemm_function(plan.element_type)
+            case ColumnPlan():
+                return generate_columns(plan)
+        return generate(plan)
 
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
         return build_kernels(functions, self.key, self._library)

@@ -14,9 +14,9 @@ from functools import partial
 import torch
 
 from bridge.base.torch_internals import linear_pointwise
-from bridge.compile.loop_ir.product import Geometry
+from bridge.compile.loop_ir.product import Geometry, ProductPlan
 from bridge.compile.loop_ir.views import View
-from bridge.compile.schedule.products import LayoutClass, ProductShape
+from bridge.compile.schedule.products import GENERATED, LayoutClass, ProductShape
 from bridge.library import OUT_KERNELS
 
 __all__ = ["Multiply", "Trial", "library_ways"]
@@ -94,7 +94,8 @@ class Trial:
         """A function that computes ``c`` by the built kernel, in tasks of ``block`` rows and columns."""
         geometry = Geometry.of(*(View(tuple(x.shape), x.stride()) for x in (self.a, self.b, self.c)))
         assert geometry is not None
-        descriptor = torch.tensor(geometry.descriptor(block), dtype=torch.int64)
+        plan = ProductPlan(GENERATED, self.shape.element_type, geometry, block)
+        descriptor = torch.tensor(plan.descriptor(), dtype=torch.int64)
         addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (self.a, self.b, self.c, descriptor)]
 
         def run(_alive: object = (self, descriptor)) -> None:

@@ -18,12 +18,10 @@ from functools import partial
 import torch
 import tvm
 from tvm.target import Target
-from tvm.tirx import PrimFunc
 
 from bridge.base.interrupts import held
 from bridge.base.log import channel
 from bridge.compile.cpu.attainable import attainable_rate
-from bridge.compile.cpu.gemm import gemm_function
 from bridge.compile.cpu.gemm_buffers import ROWS, WIDEST_BLOCK, columns
 from bridge.compile.cpu.measure import in_a_plain_thread, seconds_of
 from bridge.compile.cpu.product_ways import Multiply, Trial, library_ways
@@ -146,10 +144,6 @@ class CpuProducts:
         while panels > 1 and product.batch * -(-product.m // rows) * -(-product.n // (panels * panel)) < wanted:
             panels -= 1
         return rows, panels * panel
-
-    def function(self, element_type: str) -> PrimFunc:
-        """The kernel of :mod:`bridge.compile.cpu.gemm`."""
-        return gemm_function(element_type)
 
 
 def measured(policy: CpuProducts, product: ProductShape, ways: Sequence[str]) -> dict[str, float]:

@@ -9,7 +9,8 @@ Five kinds of node, each with *dense* results:
 * :class:`Product` — a matrix product in generated code (:mod:`bridge.compile.loop_ir.product`);
 * :class:`Fallback` — TVM's own legalization of one Relax operator.
 
-Shape operations are no nodes: they are the :class:`~bridge.compile.loop_ir.views.View` of an :class:`Operand`.
+Shape operations are no nodes: they are the :class:`~bridge.compile.loop_ir.views.View` of an :class:`Operand`. What
+translation makes has nodes for them too, see :mod:`bridge.compile.loop_ir.neutral`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 import tvm
 
 from autodiff.ir import itemsize
+from bridge.compile.loop_ir.product import ProductPlan
 from bridge.compile.loop_ir.views import View, dense
 
 __all__ = [
@@ -154,18 +156,15 @@ class Fallback:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """``out = a @ b`` by the backend's one generated function of all matrix products.
+    """``out = a @ b`` by the backend's one generated function of all matrix products of an element type.
 
-    The operands' values are read as they lie in memory: ``descriptor`` holds the geometry
-    (:data:`bridge.compile.loop_ir.product.FIELDS`), ``offsets`` the elements
-    before the first one read of each. With ``onto``, the product is added to that value, in its memory.
+    The operands' values are read as they lie in memory, as the plan says. With ``onto``, the product is added to that
+    value, in its memory.
     """
 
     operands: tuple[Operand, ...]
     out: Value
-    descriptor: tuple[int, ...]
-    offsets: tuple[int, int]
-    kernel: tvm.tirx.PrimFunc = field(repr=False)
+    plan: ProductPlan
     onto: Value | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Matrix products as data: operands' views → extents and strides → the descriptor that the generated kernel reads."""
+"""Matrix products as data: operands' views → extents and strides → plan → the descriptor that the kernel reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bridge.compile.loop_ir.views import View
 
-__all__ = ["FIELDS", "Geometry"]
+__all__ = ["FIELDS", "Geometry", "ProductPlan"]
 
 FIELDS = (
     *("outer", "inner", "m", "n", "k"),
@@ -64,9 +64,32 @@ class Geometry:
         a, b, c = ((*strides[:2], strides[3], strides[2]) for strides in (self.a, self.b, self.c))
         return Geometry((outer, inner, n, m, k), b, a, c, self.b_offset, self.a_offset)
 
-    def descriptor(self, block: tuple[int, int]) -> tuple[int, ...]:
-        """Values of :data:`FIELDS` for tasks of ``block`` rows and columns, not added to what is there."""
-        fields = (*self.extents, *self.a, *self.b, *self.c[:3], *block, 0)
+
+@dataclass(frozen=True)
+class ProductPlan:
+    """How generated code computes a matrix product: all that its kernel is told.
+
+    Attributes:
+        way: what the backend's policy chose, see :mod:`bridge.compile.schedule.products`.
+        element_type: of operands and result; the kernel is made for it alone.
+        geometry: extents and strides.
+        block: rows and columns of the result that one task computes.
+    """
+
+    way: str
+    element_type: str
+    geometry: Geometry
+    block: tuple[int, int]
+
+    @property
+    def offsets(self) -> tuple[int, int]:
+        """Elements before the first one that is read, of each operand."""
+        return self.geometry.a_offset, self.geometry.b_offset
+
+    def descriptor(self, accumulate: bool = False) -> tuple[int, ...]:
+        """Values of :data:`FIELDS`; ``accumulate``: the product is added to what is there."""
+        geometry = self.geometry
+        fields = (*geometry.extents, *geometry.a, *geometry.b, *geometry.c[:3], *self.block, int(accumulate))
         assert len(fields) == len(FIELDS)
         return fields
 

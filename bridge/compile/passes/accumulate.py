@@ -14,12 +14,9 @@ from collections import Counter
 from dataclasses import replace
 
 from bridge.compile.loop_ir.graph import Graph, Node, Operand, Pointwise, Product, Value, whole
-from bridge.compile.loop_ir.product import FIELDS
 from bridge.compile.loop_ir.views import is_dense
 
 __all__ = ["accumulate"]
-
-_ACCUMULATE = FIELDS.index("accumulate")
 
 
 def accumulate(graph: Graph) -> Graph:
@@ -38,14 +35,11 @@ def accumulate(graph: Graph) -> Graph:
             continue
         first, second = terms
         place = position[second]
-        descriptor = list(nodes[place].descriptor)
-        descriptor[_ACCUMULATE] = 1
         # The sum may have another shape of the same elements: both lie in memory in the same order.
         nodes[place] = replace(
             nodes[place],
             operands=(*nodes[place].operands, whole(first)),
             out=node.out,
-            descriptor=tuple(descriptor),
             onto=first,
         )
         position[node.out] = place

@@ -71,15 +71,17 @@ def _stored(graph: Graph, groups: list[Group]) -> set[Value]:
     return stored
 
 
-def _kernel(
-    group: Group, stored: set[Value], rules: Rules, generate: Callable
-) -> Kernel | LibraryCall | Product | None:
+def _kernel(group: Group, stored: set[Value], rules: Rules, generate: Callable) -> Kernel | LibraryCall | None:
     """How a group is computed, ``generate`` making kernels of plans; ``None`` if all it makes has no elements."""
     node = group.nodes[0]
     if all(value.numel == 0 for value in group.made):
         return None
-    if isinstance(node, LibraryCall | Product):
+    if isinstance(node, LibraryCall):
         return node
+    if isinstance(node, Product):
+        values = tuple(operand.value for operand in node.operands[:2])
+        ops = ("matmul",) if node.onto is None else ("matmul", "add")
+        return Kernel(generate(node.plan), values, node.outs, (), ops, node.plan.descriptor(node.onto is not None))
     if isinstance(node, Fallback):
         return Kernel(node.kernel, tuple(op.value for op in node.operands), node.outs, (), (node.op,))
     alone = isinstance(node, Reduction) and not group.fusable
@@ -121,8 +123,8 @@ class _Linker:
                     self.slot(out)
             elif isinstance(kernel, LibraryCall):
                 self._library(kernel)
-            elif isinstance(kernel, Product):
-                self._product(kernel)
+            elif isinstance(group.nodes[0], Product):
+                self._product(group.nodes[0], kernel)
             else:
                 self._kernel(group, kernel)
         self.returned = [self.operand(op) for op in graph.results]
@@ -175,16 +177,15 @@ class _Linker:
         names = self._names(arguments), self._names(results)
         self.steps.append(CallLibrary(node.name, *names, arguments, results, node.attrs, node.allocates, inside))
 
-    def _product(self, node: Product) -> None:
-        arguments = tuple(self.slot(operand.value) for operand in node.operands[:2])
+    def _product(self, node: Product, kernel: Kernel) -> None:
+        arguments = tuple(map(self.slot, kernel.inputs))
         result = self.slot(node.out)
-        name = f"product_{node.out.dtype}"
-        self.functions[name] = node.kernel
-        ops = ("matmul",) if node.onto is None else ("matmul", "add")
+        name = f"product_{node.plan.element_type}"
+        self.functions[name] = kernel.func
         inside = contents([node], node.outs, self._name)
-        offsets = (*(offset * itemsize(node.out.dtype) for offset in node.offsets), 0)
+        offsets = (*(offset * itemsize(node.plan.element_type) for offset in node.plan.offsets), 0)
         names = self._names(arguments), self._names((result,))
-        self.steps.append(Launch(name, *names, ops, arguments, (result,), node.descriptor, offsets, inside))
+        self.steps.append(Launch(name, *names, kernel.ops, arguments, (result,), kernel.scalars, offsets, inside))
 
     def _kernel(self, group: Group, kernel: Kernel) -> None:
         fallback = isinstance(group.nodes[0], Fallback)

@@ -1,11 +1,9 @@
-"""Product policy: what a backend decides about matrix products; translation asks it, the backend implements it."""
+"""Product policy: what a backend decides about matrix products; layout choice asks it, the backend implements it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
-
-from tvm.tirx import PrimFunc
 
 __all__ = ["GENERATED", "LayoutClass", "ProductPolicy", "ProductShape", "is_generated"]
 
@@ -68,6 +66,3 @@ class ProductPolicy(Protocol):
 
     def block(self, way: str, product: ProductShape) -> tuple[int, int]:
         """Rows and columns of the result that one task of a generated way computes; changes no bit."""
-
-    def function(self, element_type: str) -> PrimFunc:
-        """The kernel, which reads extents, strides and block from :data:`bridge.compile.loop_ir.product.FIELDS`."""

@@ -1,7 +1,4 @@
-"""Graph builder: operands in, loop IR nodes out; what every translation builds with.
-
-Shape operations give views, not nodes, except where no view of the same value has the shape: there it is copied.
-"""
+"""Graph builder: operands in, neutral loop IR nodes out; what every translation builds with."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from autodiff.ir import Constant, Expr, Tuple, Var, dtype, shape
 from bridge.compile.codegen.pointwise import compute_type
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Node, Operand, Pointwise, Reduction, Scalar, Value, whole
+from bridge.compile.loop_ir.neutral import Dense, Neutral, Shaped
 from bridge.compile.schedule.limits import Rules
-from bridge.compile.schedule.products import ProductPolicy
 from bridge.compile.schedule.reduction import identity
 
 __all__ = ["Builder"]
@@ -25,24 +22,17 @@ class Builder:
 
     Attributes:
         rules: the backend's reduction order, and what is worth generating.
-        products: its choices for matrix products.
         env: Relax variables to operands (lists for tuples).
-        variable: the one being bound; ``hint``, its name, is that of values made for it.
-        readers: of each variable, the expressions that read it; the function itself if it is a result.
-        reordered: of values stored in another order for their readers, how they would be read if they were not.
+        hint: the name of values made now.
     """
 
-    def __init__(self, rules: Rules, products: ProductPolicy) -> None:
+    def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.products = products
         self.env: dict[Var, Operand | Scalar | list] = {}
-        self.nodes: list[Node] = []
+        self.nodes: list[Node | Neutral] = []
         self.constants: dict[Value, torch.Tensor] = {}
         self._literals: dict[Constant, Operand | Scalar] = {}
-        self._copies: dict[Hashable, Operand] = {}
-        self.variable: Var | None = None
-        self.readers: dict[Var, list[Expr]] = {}
-        self.reordered: dict[Value, views.View] = {}
+        self._literals_as_tensors: dict[Hashable, Operand] = {}
         self.hint = "t"
 
     def get(self, expr: Expr) -> Operand | Scalar | list:
@@ -76,9 +66,8 @@ class Builder:
         """A value to be a node's result."""
         return Value(self.hint, tuple(extents), element_type)
 
-    def add(self, node: Node) -> Node:
+    def add(self, node: Node | Neutral) -> None:
         self.nodes.append(node)
-        return node
 
     def pointwise(self, op: str, operands: Sequence[Operand | Scalar], element_type: str) -> Operand:
         """``op`` on operands broadcast against each other."""
@@ -118,34 +107,48 @@ class Builder:
         return operand
 
     def dense(self, operand: Operand | Scalar) -> Operand:
-        """A value of its own that holds the operand's elements in order, unless it already is one."""
-        if isinstance(operand, Operand) and views.is_dense(operand.view) and operand.view.numel == operand.value.numel:
-            return operand
-        return self.copy(operand)
-
-    def copy(self, operand: Operand | Scalar) -> Operand:
-        """The operand's elements in order, in a value of their own."""
-        key = (operand, str(operand.number)) if isinstance(operand, Scalar) else operand  # 0.0 equals -0.0
-        if key not in self._copies:
-            self._copies[key] = self.pointwise("copy", [operand], operand.dtype)
-        return self._copies[key]
+        """A value that holds the operand's elements one after another in memory; a literal becomes a tensor, once."""
+        if isinstance(operand, Operand):
+            out = self.fresh(operand.shape, operand.dtype)
+            self.add(Dense(operand, out))
+            return whole(out)
+        key = operand, str(operand.number)  # 0.0 equals -0.0
+        if key not in self._literals_as_tensors:
+            self._literals_as_tensors[key] = self.pointwise("copy", [operand], operand.dtype)
+        return self._literals_as_tensors[key]
 
     def expand(self, operand: Operand | Scalar, extents: Sequence[int]) -> Operand | Scalar:
         if isinstance(operand, Scalar):
             return Scalar(operand.number, operand.dtype, tuple(extents))
         return Operand(operand.value, views.expand(operand.view, extents))
 
+    def broadcast(self, operand: Operand | Scalar, extents: Sequence[int]) -> Operand | Scalar:
+        """As :meth:`expand`, as a node: an operator of its own reads the operand."""
+        if isinstance(operand, Scalar):
+            return self.expand(operand, extents)
+        return self._shaped(operand, extents, views.expand, tuple(extents))
+
     def reshape(self, operand: Operand | Scalar, extents: Sequence[int]) -> Operand | Scalar:
         if isinstance(operand, Scalar):
             return Scalar(operand.number, operand.dtype, tuple(extents))
-        view = views.reshape(operand.view, extents)
-        if view is not None:
-            return Operand(operand.value, view)
-        copy = self.copy(operand)
-        return Operand(copy.value, views.dense(extents))
+        return self._shaped(operand, extents, views.reshape, tuple(extents))
 
-    def view(self, operand: Operand | Scalar, function: Callable[[views.View], views.View]) -> Operand | Scalar:
-        """The operand under a function from view to view."""
+    def permute(self, operand: Operand | Scalar, axes: Sequence[int] | None) -> Operand | Scalar:
+        """Dimensions in another order; ``None`` reverses them."""
+        order = None if axes is None else tuple(axis % len(operand.shape) for axis in axes)
+        extents = views.permute(views.dense(operand.shape), order).shape
         if isinstance(operand, Scalar):
-            return Scalar(operand.number, operand.dtype, function(views.dense(operand.shape)).shape)
-        return Operand(operand.value, function(operand.view))
+            return Scalar(operand.number, operand.dtype, extents)
+        return self._shaped(operand, extents, views.permute, order)
+
+    def slice(self, operand: Operand | Scalar, axis: int, begin: int, end: int, step: int = 1) -> Operand | Scalar:
+        """``operand[..., begin:end:step, ...]`` with ``0 <= begin`` and ``step > 0``."""
+        extents = views.slice_view(views.dense(operand.shape), axis, begin, end, step).shape
+        if isinstance(operand, Scalar):
+            return Scalar(operand.number, operand.dtype, extents)
+        return self._shaped(operand, extents, views.slice_view, axis, begin, end, step)
+
+    def _shaped(self, operand: Operand, extents: Sequence[int], function: Callable, *arguments: object) -> Operand:
+        out = self.fresh(extents, operand.dtype)
+        self.add(Shaped(function, arguments, operand, out))
+        return whole(out)

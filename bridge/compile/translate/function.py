@@ -1,10 +1,11 @@
 """Translation: a Relax function in flat form → the loop graph.
 
 Every Relax operator has a *translation*, registered by name: a function ``(builder, call) -> operand`` (a list of
-operands for a tuple-typed call). View operators only change a view (:mod:`bridge.compile.translate.shapes`),
-arithmetic becomes point-wise nodes and reductions (:mod:`bridge.compile.translate.arithmetic`), products and the like
-become library calls (:mod:`bridge.compile.translate.libcalls`); every other operator is legalized by TVM
-(:mod:`bridge.compile.translate.fallback`).
+operands for a tuple-typed call). Arithmetic becomes point-wise nodes and reductions
+(:mod:`bridge.compile.translate.arithmetic`), gathers and the like become library calls
+(:mod:`bridge.compile.translate.libcalls`), and every other operator is legalized by TVM
+(:mod:`bridge.compile.translate.fallback`). Where values lie is left open: shape operations, matrix products and
+concatenations become neutral nodes, see :mod:`bridge.compile.passes.choose_layouts`.
 """
 
 from __future__ import annotations
@@ -24,33 +25,24 @@ from autodiff.ir import (
     op_name,
     results,
     shape,
-    used_vars,
 )
-from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Graph, Operand, Scalar, Value, whole
+from bridge.compile.loop_ir.neutral import Result
 from bridge.compile.schedule.limits import Rules
-from bridge.compile.schedule.products import ProductPolicy
 from bridge.compile.translate.builder import Builder
 from bridge.compile.translate.registry import TRANSLATIONS
 
 __all__ = ["translate"]
 
 
-def translate(func: Function, rules: Rules, products: ProductPolicy) -> Graph:
-    """The loop graph of a function in flat form, by a backend's rules and its choices for matrix products.
+def translate(func: Function, rules: Rules) -> Graph:
+    """The neutral loop graph (:mod:`bridge.compile.loop_ir.neutral`) of a function in flat form, by a backend's rules.
 
-    Results are values of their own (or parameters themselves). ``NotImplementedError`` names an operator that
-    neither this package nor TVM's legalization can compile.
+    ``NotImplementedError`` names an operator that neither this package nor TVM's legalization can compile.
     """
-    builder = Builder(rules, products)
+    builder = Builder(rules)
     params = [Value(str(param.name), shape(param), dtype(param), "param") for param in func.params]
     builder.env.update((var, whole(value)) for var, value in zip(func.params, params, strict=True))
-    for _, value in bindings(func):
-        for argument in used_vars(value):
-            builder.readers.setdefault(argument, []).append(value)
-    for output in results(func):
-        if isinstance(output, Var):
-            builder.readers.setdefault(output, []).append(func)
     for var, value in bindings(func):
         if var not in builder.env:
             _bind(builder, var, value)
@@ -60,7 +52,7 @@ def translate(func: Function, rules: Rules, products: ProductPolicy) -> Graph:
 
 def _bind(builder: Builder, var: Var, value: Expr) -> None:
     """Translates one binding."""
-    builder.hint, builder.variable = str(var.name), var
+    builder.hint = str(var.name)
     builder.env[var] = _translated(builder, value)
     _check(var, builder.env[var], value)
 
@@ -104,8 +96,6 @@ def _check(var: Var, result: Operand | Scalar | list, value: Expr) -> None:
 def _result(builder: Builder, operand: Operand | Scalar, output: Expr) -> Operand:
     if isinstance(output, Var):
         builder.hint = str(output.name)
-    if isinstance(operand, Scalar) or not views.is_dense(operand.view) or operand.view.numel != operand.value.numel:
-        return builder.pointwise("copy", [operand], operand.dtype)
-    if operand.value.source == "node" or (operand.value.source == "param" and operand.shape == operand.value.shape):
-        return operand
-    return builder.pointwise("copy", [operand], operand.dtype)
+    out = builder.fresh(operand.shape, operand.dtype)
+    builder.add(Result(operand, out))
+    return whole(out)

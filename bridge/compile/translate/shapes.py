@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from autodiff.ir import Call, Constant, dtype, numpy_value, shape
-from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Operand, Scalar
 from bridge.compile.translate.builder import Builder
 from bridge.compile.translate.registry import numbers, register
@@ -19,12 +18,12 @@ def _reshape(builder: Builder, call: Call) -> Operand | Scalar:
 @register("relax.permute_dims")
 def _permute_dims(builder: Builder, call: Call) -> Operand | Scalar:
     axes = None if call.attrs.axes is None else [int(axis) for axis in call.attrs.axes]
-    return builder.view(builder.get(call.args[0]), lambda view: views.permute(view, axes))
+    return builder.permute(builder.get(call.args[0]), axes)
 
 
 @register("relax.broadcast_to")
 def _broadcast_to(builder: Builder, call: Call) -> Operand | Scalar:
-    return builder.expand(builder.get(call.args[0]), shape(call))
+    return builder.broadcast(builder.get(call.args[0]), shape(call))
 
 
 @register("relax.strided_slice")
@@ -37,7 +36,7 @@ def _strided_slice(builder: Builder, call: Call) -> Operand | Scalar:
     for axis, first, last, step in zip(axes, begin, end, steps, strict=True):
         extent = result.shape[axis]
         first, last = (min(max(at + extent if at < 0 else at, 0), extent) for at in (first, last))
-        result = builder.view(result, lambda view, a=axis, b=first, e=last, s=step: views.slice_view(view, a, b, e, s))
+        result = builder.slice(result, axis, first, last, step)
     return result
 
 
@@ -48,7 +47,7 @@ def _split(builder: Builder, call: Call) -> list:
     results, begin = [], 0
     for field in call.ty.fields:
         end = begin + int(field.shape[axis])
-        results.append(builder.view(operand, lambda view, b=begin, e=end: views.slice_view(view, axis, b, e, 1)))
+        results.append(builder.slice(operand, axis, begin, end))
         begin = end
     return results
 

@@ -11,6 +11,7 @@ import torch
 
 from bridge.compile import host_backend
 from bridge.compile.loop_ir.graph import Graph, Operand, Reduction
+from bridge.compile.passes.choose_layouts import choose_layouts
 from bridge.compile.pipeline import optimize
 from bridge.compile.runtime.link import assemble
 from bridge.compile.schedule.fuse import Group, fuse, space_of
@@ -26,7 +27,8 @@ def random_graph(seed: int, length: int, dtype: str = "float32") -> tuple[Graph,
     function = build(inputs, program, dtype, wanted)
     tensors = [tensor.to(getattr(torch, dtype)) for tensor in sample(inputs, torch.float32, seed)]
     backend = host_backend()
-    return optimize(translate(function, backend, backend.products(1, False)), backend), tensors
+    graph = choose_layouts(translate(function, backend), backend, backend.products(1, False))
+    return optimize(graph, backend), tensors
 
 
 def assert_legal(graph: Graph, groups: list[Group]) -> None:

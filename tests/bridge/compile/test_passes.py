@@ -11,44 +11,23 @@ from tvm.relax import Tuple, op
 
 from bridge.compile import clear_cache, compile_function, pipeline
 from bridge.compile.cpu.backend import host_backend
-from bridge.compile.loop_ir.graph import Concat, Graph, Operand, Scalar, Value
-from bridge.compile.loop_ir.views import dense
+from bridge.compile.loop_ir.graph import Graph
+from bridge.compile.passes.choose_layouts import choose_layouts
 from bridge.compile.passes.dead_code import eliminate_dead_code
 from bridge.compile.passes.permutations import recompute_permutations
 from bridge.compile.passes.sections import recompute_sections
 from bridge.compile.passes.slices import recompute_slices
 from bridge.compile.passes.walkable import make_walkable
 from bridge.compile.translate import translate
+from tests.bridge.compile.graph_text import text
 from tests.bridge.compile.random_functions import build, draw, sample
 from tests.bridge.compile_helpers import function, run
-
-
-def text(graph: Graph) -> list[str]:
-    """A line per node, values numbered in order: ``1 = add(p0, p1[4,8:0,1+2])``, views as shape, strides, offset."""
-    numbers: dict[Value, str] = {value: value.name for value in (*graph.params, *graph.constants)}
-
-    def read(operand: Operand | Scalar) -> str:
-        if isinstance(operand, Scalar):
-            return str(operand.number)
-        name, view = numbers[operand.value], operand.view
-        if view == dense(operand.value.shape):
-            return name
-        shape, strides = (",".join(map(str, each)) for each in (view.shape, view.strides))
-        return f"{name}[{shape}:{strides}+{view.offset}]"
-
-    lines = []
-    for node in graph.nodes:
-        reads = ", ".join(map(read, node.operands))
-        name = "concat" if isinstance(node, Concat) else getattr(node, "op", None) or f"library {node.name}"
-        numbers.update((out, str(len(numbers) - len(graph.params))) for out in node.outs)
-        lines.append(f"{numbers[node.outs[0]]} = {name}({reads})")
-    return [*lines, f"return {', '.join(map(read, graph.results))}"]
 
 
 def translated(params: list[tuple], body: Callable) -> Graph:
     backend = host_backend()
     func = function([(shape, "float32") for shape in params], body)
-    return translate(func, backend, backend.products(1, False))
+    return choose_layouts(translate(func, backend), backend, backend.products(1, False))
 
 
 def part(emit: Callable, x: relax.Expr, axis: int, begin: int, end: int) -> relax.Var:

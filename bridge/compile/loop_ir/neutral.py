@@ -1,0 +1,103 @@
+"""Neutral nodes: what translation leaves open, to be chosen by :mod:`bridge.compile.passes.choose_layouts`.
+
+A *neutral graph* says what is computed, not where it lies: every operand reads all of a value, perhaps under broadcast,
+and shape operations, matrix products and concatenations are nodes of their own, with dense results. Choosing layouts
+turns shape operations into views, products into library calls or generated code, and leaves none of these nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bridge.compile.loop_ir.graph import Operand, Scalar, Value
+from bridge.compile.loop_ir.views import View
+
+__all__ = ["Dense", "Join", "MatMul", "Neutral", "Result", "Shaped"]
+
+
+@dataclass(frozen=True, eq=False)
+class Shaped:
+    """``out`` has the elements of ``function(view, *arguments)`` of the operand's view.
+
+    ``function`` is :func:`~bridge.compile.loop_ir.views.permute`, ``expand``, ``slice_view`` or ``reshape``, whose
+    ``None`` calls for a copy.
+    """
+
+    function: Callable[..., View | None]
+    arguments: tuple
+    operand: Operand
+    out: Value
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (self.operand,)
+
+    @property
+    def outs(self) -> tuple[Value, ...]:
+        return (self.out,)
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """``out`` has the operand's elements, one after another in memory, for a kernel that reads no views."""
+
+    operand: Operand
+    out: Value
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (self.operand,)
+
+    @property
+    def outs(self) -> tuple[Value, ...]:
+        return (self.out,)
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """``out`` is a result of the function: a value of its own, or a parameter itself."""
+
+    operand: Operand | Scalar
+    out: Value
+
+    @property
+    def operands(self) -> tuple[Operand | Scalar, ...]:
+        return (self.operand,)
+
+    @property
+    def outs(self) -> tuple[Value, ...]:
+        return (self.out,)
+
+
+@dataclass(frozen=True, eq=False)
+class MatMul:
+    """``out = a @ b`` by numpy's rules for vectors and batches; operands and result have one element type."""
+
+    a: Operand
+    b: Operand
+    out: Value
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (self.a, self.b)
+
+    @property
+    def outs(self) -> tuple[Value, ...]:
+        return (self.out,)
+
+
+@dataclass(frozen=True, eq=False)
+class Join:
+    """``out`` is the concatenation of the operands along ``axis``."""
+
+    operands: tuple[Operand | Scalar, ...]
+    axis: int
+    out: Value
+
+    @property
+    def outs(self) -> tuple[Value, ...]:
+        return (self.out,)
+
+
+Neutral = Shaped | Dense | Result | MatMul | Join

@@ -1,0 +1,93 @@
+"""Layout choice: a neutral graph → one whose operands are views of what is stored, and whose products have a way.
+
+One walk in order of execution, for what a product is given depends on how earlier ones are stored. Shape operations
+become views; where none expresses one, and where a kernel or a caller wants elements in order, there is a copy. Matrix
+products are :mod:`bridge.compile.passes.choose_products`'s, concatenations :mod:`bridge.compile.passes.choose_joins`'s.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+
+from bridge.compile.loop_ir.graph import Graph, Node, Operand, Pointwise, Reduction, Scalar, Value, whole
+from bridge.compile.loop_ir.neutral import Dense, Join, MatMul, Neutral, Result, Shaped
+from bridge.compile.passes.choose_joins import join
+from bridge.compile.passes.choose_products import ProductChoice
+from bridge.compile.passes.placed import Placed, is_all_of_a_value
+from bridge.compile.schedule.limits import Rules
+from bridge.compile.schedule.products import ProductPolicy
+
+__all__ = ["choose_layouts"]
+
+
+def choose_layouts(graph: Graph, rules: Rules, products: ProductPolicy) -> Graph:
+    """The graph without neutral nodes, by a backend's rules and its choices for matrix products.
+
+    Results are values of their own, or parameters themselves.
+    """
+    walk = _Walk(rules, ProductChoice(products, _readers(graph.nodes)))
+    for node in graph.nodes:
+        walk.add(node)
+    return replace(graph, nodes=walk.placed.nodes, results=walk.results)
+
+
+def _readers(nodes: Iterable[Node | Neutral]) -> dict[Value, list[Node | Neutral]]:
+    readers = defaultdict(list)
+    for node in nodes:
+        for operand in node.operands:
+            if isinstance(operand, Operand):
+                readers[operand.value].append(node)
+    return readers
+
+
+class _Walk:
+    def __init__(self, rules: Rules, products: ProductChoice) -> None:
+        self.placed = Placed()
+        self.results: list[Operand] = []
+        self._rules = rules
+        self._products = products
+        self._where: dict[Value, Operand] = {}  # results of neutral nodes, and copies that were there already
+
+    def add(self, node: Node | Neutral) -> None:
+        self.placed.name = node.outs[0].name
+        operands = tuple(map(self._read, node.operands))
+        match node:
+            case Shaped():
+                self._where[node.out] = self._shaped(node, *operands)
+            case Dense():
+                self._where[node.out] = self.placed.dense(*operands)
+            case Result():
+                self.results.append(self._result(*operands))
+            case MatMul():
+                self._where[node.out] = self._products.choose(self.placed, node, *operands)
+            case Join():
+                self.placed.nodes.append(join(self.placed, replace(node, operands=operands), self._rules))
+            case Pointwise(op="copy"):
+                self._where[node.out] = self.placed.copy(*operands, node.out)
+            case _ if operands == node.operands:
+                self.placed.nodes.append(node)
+            case Reduction():
+                self.placed.nodes.append(replace(node, operand=operands[0]))
+            case _:
+                self.placed.nodes.append(replace(node, operands=operands))
+
+    def _read(self, operand: Operand | Scalar) -> Operand | Scalar:
+        """Where the elements are that a neutral operand reads."""
+        if isinstance(operand, Scalar) or operand.value not in self._where:
+            return operand
+        return self.placed.expand(self._where[operand.value], operand.shape)
+
+    def _shaped(self, node: Shaped, operand: Operand) -> Operand:
+        view = node.function(operand.view, *node.arguments)
+        if view is None:
+            return Operand(self.placed.copy(operand).value, whole(node.out).view)
+        return Operand(operand.value, view)
+
+    def _result(self, operand: Operand | Scalar) -> Operand:
+        if is_all_of_a_value(operand):
+            value = operand.value
+            if value.source == "node" or (value.source == "param" and operand.shape == value.shape):
+                return operand
+        return self.placed.pointwise_copy(operand)

@@ -1,0 +1,148 @@
+"""Product choice: a neutral matrix product → the way that the policy chooses: generated code, a library call.
+
+Generated code reads operands through any strides, so heads of an attention are never copied into place, and writes its
+result in the order in which all its readers permute it. The policy is a
+:class:`~bridge.compile.schedule.products.ProductPolicy`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from bridge.compile.loop_ir import views
+from bridge.compile.loop_ir.graph import LibraryCall, Node, Operand, Product, Value, whole
+from bridge.compile.loop_ir.neutral import MatMul, Neutral, Shaped
+from bridge.compile.loop_ir.product import Geometry, ProductPlan
+from bridge.compile.passes.placed import Placed
+from bridge.compile.schedule.products import LayoutClass, ProductPolicy, ProductShape, is_generated
+
+__all__ = ["ProductChoice", "order_of_readers"]
+
+
+class ProductChoice:
+    """Chooses one product after the other, in order of execution.
+
+    Attributes:
+        policy: the backend's.
+        readers: of each value of the neutral graph, the nodes that read it.
+    """
+
+    def __init__(self, policy: ProductPolicy, readers: Mapping[Value, Sequence[Node | Neutral]]) -> None:
+        self.policy = policy
+        self.readers = readers
+        # Of values stored in another order for their readers, how they would be read if they were not.
+        self._reordered: dict[Value, views.View] = {}
+
+    def choose(self, placed: Placed, node: MatMul, a: Operand, b: Operand) -> Operand:
+        """Adds what computes a product of placed operands; where its result lies."""
+        extents = node.out.shape
+        if len(a.shape) == 1:
+            a = placed.reshape(a, (1, *a.shape))
+        if len(b.shape) == 1:
+            b = placed.reshape(b, (*b.shape, 1))
+        batch = tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+        order = order_of_readers(self.readers.get(node.out, ())) if len(batch) + 2 == len(extents) else None
+        # What is asked of the policy depends neither on this order nor on that of the operands: readers decide those.
+        product = product_shape(a.dtype, self._usual_view(a), self._usual_view(b), batch)
+        way = self.policy.choose(product) if product.multiplications else "mm"
+        rows = _rows(a.view, b.view)
+        if rows is not None and (order is None or not is_generated(way)):
+            a, b, batch, order = Operand(a.value, rows), placed.reshape(b, b.shape[-2:]), (), None
+        made = self._generated(placed, way, a, b, batch, order) if is_generated(way) else None
+        return placed.reshape(made or _library(placed, way, a, b, batch), extents)
+
+    def _usual_view(self, operand: Operand) -> views.View:
+        """The operand's view if its value were stored in its own order, whoever reads it."""
+        if operand.value not in self._reordered:
+            return operand.view
+        # Where no strides express it, it would have been copied.
+        return views.compose(operand.view, self._reordered[operand.value]) or views.dense(operand.shape)
+
+    def _generated(
+        self, placed: Placed, way: str, a: Operand, b: Operand, batch: Sequence[int], order: Sequence[int] | None
+    ) -> Operand | None:
+        """``a @ b``, stored in ``order``; ``None`` where the batch has more dimensions than the kernel."""
+        m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+        extents = (*batch, m, n)
+        usual = list(range(len(extents)))
+        order = usual if order is None else order
+        stored = views.dense([extents[axis] for axis in order])
+        result = views.permute(stored, [order.index(axis) for axis in usual])
+        geometry = Geometry.of(views.expand(a.view, (*batch, m, k)), views.expand(b.view, (*batch, k, n)), result)
+        if geometry is None:
+            return None
+        if 1 not in geometry.c[2:]:
+            return self._generated(placed, way, a, b, batch, None)
+        if geometry.c[3] != 1:  # the product of the transposes writes the transposed result
+            a, b, geometry = b, a, geometry.transposed()
+        out = placed.fresh(stored.shape, a.dtype)
+        placed.nodes.append(Product((a, b), out, self._plan(way, a.dtype, geometry)))
+        if order != usual:
+            self._reordered[out] = views.permute(views.dense(extents), order)
+        return Operand(out, result)
+
+    def _plan(self, way: str, element_type: str, geometry: Geometry) -> ProductPlan:
+        outer, inner, m, n, k = geometry.extents
+        block = self.policy.block(way, ProductShape(element_type, outer * inner, m, n, k))
+        return ProductPlan(way, element_type, geometry, block)
+
+
+def order_of_readers(readers: Iterable[Node | Neutral]) -> list[int] | None:
+    """The order of dimensions that all readers of a tensor permute it to; ``None``: its own.
+
+    Stored in that order, the tensor is read as it lies, and no reader copies it. Which order it is changes no value.
+    """
+    orders = set()
+    for reader in readers:
+        if not isinstance(reader, Shaped) or reader.function is not views.permute:
+            return None
+        orders.add(reader.arguments)
+    if len(orders) != 1:
+        return None
+    ((order,),) = orders
+    return None if order is None or list(order) == sorted(order) else list(order)
+
+
+def product_shape(element_type: str, a: views.View, b: views.View, batch: Sequence[int]) -> ProductShape:
+    """What decides how a product is computed; ``batch``: extents that both operands' batches broadcast to."""
+    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    count = math.prod(batch)
+    if math.prod(b.shape[:-2]) == 1:
+        rows = _rows(a, b)
+        a_layout = _layout(a if rows is None else rows, rows is None)
+        return ProductShape(element_type, 1, count * m, n, k, a_layout, _layout(b, False))
+    layouts = []
+    for view in (a, b):
+        flat = views.reshape(views.expand(view, (*batch, *view.shape[-2:])), (count, *view.shape[-2:]))
+        layouts.append(_layout(view, flat is None))
+    return ProductShape(element_type, count, m, n, k, *layouts)
+
+
+def _rows(a: views.View, b: views.View) -> views.View | None:
+    """All rows of ``a`` as one dimension, where every one meets the same ``b`` and that needs no copy."""
+    return views.reshape(a, (math.prod(a.shape[:-1]), a.shape[-1])) if math.prod(b.shape[:-2]) == 1 else None
+
+
+def _layout(view: views.View, is_copied: bool) -> LayoutClass:
+    """The class of a matrix or a batch of them; a dimension of extent 1 has no stride to speak of."""
+    strides = [1 if extent == 1 else stride for extent, stride in zip(view.shape[-2:], view.strides[-2:], strict=True)]
+    unit = "row" if strides[1] == 1 else "column" if strides[0] == 1 else "none"
+    return LayoutClass(unit, is_copied)
+
+
+def _library(placed: Placed, way: str, a: Operand, b: Operand, batch: Sequence[int]) -> Operand:
+    """2-D products by the kernel that ``way`` names, by ``torch.mm`` if it names none; batches by ``torch.bmm``."""
+    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    count = math.prod(batch)
+    if math.prod(b.shape[:-2]) == 1:
+        a, b = placed.reshape(a, (count * m, k)), placed.reshape(b, (k, n))
+        name, out = "mm" if is_generated(way) else way, placed.fresh((count * m, n), a.dtype)
+    else:
+        a = placed.reshape(placed.expand(a, (*batch, m, k)), (count, m, k))
+        b = placed.reshape(placed.expand(b, (*batch, k, n)), (count, k, n))
+        name, out = "bmm", placed.fresh((count, m, n), a.dtype)
+    placed.nodes.append(LibraryCall(name, (a, b), (out,)))
+    return whole(out)

@@ -1,0 +1,235 @@
+"""Layout choice: golden graphs that translation leaves open, and where values lie and how products are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from tvm import relax
+from tvm.relax import Tuple, op
+
+from bridge.compile import host_backend
+from bridge.compile.loop_ir.graph import Product
+from bridge.compile.loop_ir.neutral import Neutral
+from bridge.compile.loop_ir.product import FIELDS, ProductPlan
+from bridge.compile.passes.choose_layouts import choose_layouts
+from bridge.compile.schedule.products import GENERATED, LayoutClass, ProductShape
+from bridge.compile.translate import translate
+from tests.bridge.compile.graph_text import text
+from tests.bridge.compile_helpers import function
+
+ROW, COLUMN = LayoutClass("row"), LayoutClass("column")
+
+
+@dataclass
+class Policy:
+    """One way for all products; keeps what it was asked."""
+
+    way: str
+    asked: list[ProductShape] = field(default_factory=list)
+
+    def choose(self, product: ProductShape) -> str:
+        self.asked.append(product)
+        return self.way
+
+    def block(self, way: str, product: ProductShape) -> tuple[int, int]:
+        return 4, 32
+
+
+def chosen(params: list[tuple], body: Callable, policy: Policy):
+    backend = host_backend()
+    graph = translate(function([(shape, "float32") for shape in params], body), backend)
+    return graph, choose_layouts(graph, backend, policy)
+
+
+def product_then(order: list[int] | None, *, then: Callable | None = None) -> Callable:
+    """``x @ w``, read in another order."""
+
+    def body(emit: Callable, x: relax.Expr, w: relax.Expr) -> list[relax.Var]:
+        y = emit(op.matmul(x, w))
+        read = y if order is None else emit(op.permute_dims(y, order))
+        return [emit(op.exp(read)), *(then(emit, y) if then else [])]
+
+    return body
+
+
+def turned(emit: Callable, x: relax.Expr, w: relax.Expr) -> list[relax.Var]:
+    return [emit(op.matmul(x, emit(op.permute_dims(w, [1, 0]))))]
+
+
+def reshaped(emit: Callable, x: relax.Expr, w: relax.Expr) -> list[relax.Var]:
+    y = emit(op.permute_dims(emit(op.matmul(x, w)), [0, 2, 1, 3]))
+    return [emit(op.exp(emit(op.reshape(y, (8, 24)))))]
+
+
+def vectors(emit: Callable, x: relax.Expr, w: relax.Expr) -> list[relax.Var]:
+    return [emit(op.matmul(x, w))]
+
+
+def joined(emit: Callable, x: relax.Expr, w: relax.Expr) -> list[relax.Var]:
+    y = emit(op.permute_dims(emit(op.matmul(x, w)), [0, 2, 1]))
+    return [emit(op.concat(Tuple([y, y]), axis=2))]
+
+
+HEADS = [(2, 3, 4, 8), (2, 3, 8, 8)]
+
+GOLDEN = {
+    "rows of a batch are one dimension": (
+        [(2, 3, 8), (8, 16)],
+        product_then(None),
+        ["0 = generated 1x1 6x8x16(p0[6,8:8,1+0], p1)", "1 = exp(0[2,3,16:48,16,1+0])", "return 1"],
+        ["0 = library mm(p0[6,8:8,1+0], p1)", "1 = exp(0[2,3,16:48,16,1+0])", "return 1"],
+    ),
+    "a transposed operand is read as it lies": (
+        [(6, 8), (16, 8)],
+        turned,
+        ["0 = generated 1x1 6x8x16(p0, p1[8,16:1,8+0])", "return 0"],
+        ["0 = library mm(p0, p1[8,16:1,8+0])", "return 0"],
+    ),
+    "a result is stored in its readers' order": (
+        HEADS,
+        product_then([0, 2, 1, 3]),
+        ["0 = generated 2x3 4x8x8(p0, p1)", "1 = exp(0)", "return 1"],
+        [
+            "0 = library bmm(p0[6,4,8:32,8,1+0], p1[6,8,8:64,8,1+0])",
+            "1 = exp(0[2,4,3,8:96,8,32,1+0])",
+            "return 1",
+        ],
+    ),
+    "for transposed readers the product of the transposes": (
+        [(2, 3, 8), (2, 8, 16)],
+        product_then([0, 2, 1]),
+        ["0 = generated 1x2 16x8x3(p1, p0)", "1 = exp(0)", "return 1"],
+        ["0 = library bmm(p0, p1)", "1 = exp(0[2,16,3:48,1,16+0])", "return 1"],
+    ),
+    "two readers in the same order": (
+        HEADS,
+        product_then([0, 2, 1, 3], then=lambda emit, y: [emit(op.negative(emit(op.permute_dims(y, [0, 2, 1, 3]))))]),
+        ["0 = generated 2x3 4x8x8(p0, p1)", "1 = exp(0)", "2 = negative(0)", "return 1, 2"],
+        None,
+    ),
+    "readers that do not agree": (
+        HEADS,
+        product_then([0, 2, 1, 3], then=lambda emit, y: [emit(op.negative(y))]),
+        [
+            "0 = generated 1x6 4x8x8(p0, p1)",
+            "1 = exp(0[2,4,3,8:96,8,32,1+0])",
+            "2 = negative(0)",
+            "return 1, 2",
+        ],
+        None,
+    ),
+    "a result of the function keeps its order": (
+        HEADS,
+        product_then([0, 2, 1, 3], then=lambda emit, y: [y]),
+        ["0 = generated 1x6 4x8x8(p0, p1)", "1 = exp(0[2,4,3,8:96,8,32,1+0])", "return 1, 0"],
+        None,
+    ),
+    "no order that generated code cannot write": (
+        [(2, 3, 4, 8), (8, 8)],
+        product_then([2, 3, 0, 1]),
+        ["0 = generated 1x6 4x8x8(p0, p1)", "1 = exp(0[4,8,2,3:8,1,96,32+0])", "return 1"],
+        None,
+    ),
+    "a reshape of the readers' order is no copy": (
+        HEADS,
+        reshaped,
+        ["0 = generated 2x3 4x8x8(p0, p1)", "1 = exp(0[8,24:24,1+0])", "return 1"],
+        [
+            "0 = library bmm(p0[6,4,8:32,8,1+0], p1[6,8,8:64,8,1+0])",
+            "1 = copy(0[2,4,3,8:96,8,32,1+0])",
+            "2 = exp(1[8,24:24,1+0])",
+            "return 2",
+        ],
+    ),
+    "vectors are rows and columns": (
+        [(8,), (8,)],
+        vectors,
+        ["0 = generated 1x1 1x8x1(p0[1,8:8,1+0], p1[8,1:1,1+0])", "return 0[:+0]"],
+        ["0 = library mm(p0[1,8:8,1+0], p1[8,1:1,1+0])", "return 0[:+0]"],
+    ),
+    "a concatenation reads what is stored": (
+        [(40, 16, 8), (40, 8, 32)],
+        joined,
+        [
+            "0 = generated 1x40 32x8x16(p1, p0)",
+            "1 = concat(0[40,32,2,16:512,16,0,1+0], 0[40,32,2,16:512,16,0,1+0])",
+            "return 1",
+        ],
+        [
+            "0 = library bmm(p0, p1)",
+            "1 = concat(0[40,32,2,16:512,1,0,32+0], 0[40,32,2,16:512,1,0,32+0])",
+            "return 1",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GOLDEN.values(), ids=GOLDEN)
+def test_golden(case):
+    params, body, generated, library = case
+    for way, expected in ((GENERATED, generated), ("mm", library)):
+        neutral, graph = chosen(params, body, Policy(way))
+        assert any(isinstance(node, Neutral) for node in neutral.nodes)
+        if expected is not None:
+            assert text(graph) == expected
+
+
+def test_translation_says_what_and_not_where():
+    graph, _ = chosen(HEADS, reshaped, Policy("mm"))
+    assert text(graph) == [
+        "0 = MatMul(p0, p1)",
+        "1 = Shaped(0)",
+        "2 = Shaped(1)",
+        "3 = exp(2)",
+        "4 = Result(3)",
+        "return 4",
+    ]
+
+
+@pytest.mark.parametrize("order", [None, [1, 0], [0, 1]])
+def test_the_policy_is_asked_the_same_whoever_reads_a_product(order):
+    """Generated code stores the first product for its readers; the second is asked for as if it had not."""
+
+    def body(emit: Callable, x: relax.Expr, w: relax.Expr) -> list[relax.Var]:
+        y = emit(op.matmul(x, w))
+        read = y if order is None else emit(op.permute_dims(y, order))
+        return [emit(op.matmul(read, read))]
+
+    asked = {}
+    for way in (GENERATED, "mm"):
+        policy = Policy(way)
+        chosen([(40, 40), (40, 40)], body, policy)
+        asked[way] = policy.asked
+    layout = COLUMN if order == [1, 0] else ROW
+    first, second = (ProductShape("float32", 1, 40, 40, 40, each, each) for each in (ROW, layout))
+    assert asked == {GENERATED: [first, second], "mm": [first, second]}
+
+
+def test_nothing_is_asked_about_empty_products():
+    policy = Policy(GENERATED)
+    _, graph = chosen([(4, 0), (0, 6)], vectors, policy)
+    assert policy.asked == [] and text(graph) == ["0 = library mm(p0, p1)", "return 0"]
+
+
+def test_a_plan_is_all_that_the_kernel_is_told():
+    _, graph = chosen([(2, 3, 8), (2, 8, 16)], product_then([0, 2, 1]), Policy(f"{GENERATED} short"))
+    (product,) = (node for node in graph.nodes if isinstance(node, Product))
+    plan = product.plan
+    assert (plan.way, plan.element_type, plan.block, plan.offsets) == (f"{GENERATED} short", "float32", (4, 32), (0, 0))
+    fields = dict(zip(FIELDS, plan.descriptor(), strict=True))
+    assert {name: fields[name] for name in ("outer", "inner", "m", "n", "k")} == {
+        "outer": 1,
+        "inner": 2,
+        "m": 16,
+        "n": 3,
+        "k": 8,
+    }
+    assert [fields[f"a_{name}"] for name in ("inner", "row", "column")] == [128, 1, 16]
+    assert [fields[f"b_{name}"] for name in ("inner", "row", "column")] == [24, 1, 8]
+    assert [fields[f"c_{name}"] for name in ("inner", "row")] == [48, 3]
+    assert (fields["block_rows"], fields["block_columns"], fields["accumulate"]) == (4, 32, 0)
+    assert plan.descriptor(accumulate=True) == (*plan.descriptor()[:-1], 1)
+    again = ProductPlan(plan.way, plan.element_type, plan.geometry, plan.block)
+    assert again == plan and hash(again) == hash(plan)
