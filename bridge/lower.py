@@ -29,7 +29,7 @@ from torch import nn
 from bridge.base.errors import CompilationError
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.modes import ambient_autocast
-from bridge.capture import capture, normalize_sample, raise_if_eager_raises
+from bridge.capture import capture, dynamic_dims, normalize_sample, raise_if_eager_raises
 from bridge.lowering import DEFAULT_PARTITION, LoweredCall, Sample, lower_captured
 from bridge.state import PythonState
 from partition import Strategy
@@ -82,6 +82,7 @@ def lower(
     *,
     sample_kwargs: Mapping[str, Any] | None = None,
     partition: str | Strategy = DEFAULT_PARTITION,
+    dynamic_shapes: Any = None,
 ) -> Lowered:
     """Lowers ``module(sample)`` without compiling or changing anything; see the module's docstring for the stages.
 
@@ -91,6 +92,8 @@ def lower(
             arguments) of CPU tensors of any shape; the stages are for these shapes and dtypes.
         sample_kwargs: further keyword arguments.
         partition: ``"min_cut"``, ``"save_all"``, ``"recompute_all"`` or a strategy object.
+        dynamic_shapes: dimensions that are extents in the stages, see
+            :func:`bridge.capture.dynamic_shapes.dynamic_dims`; ``None``: all are the sample's.
 
     Returns:
         every stage; with a backward where grad mode is on and a result requires grad.
@@ -109,7 +112,7 @@ def lower(
     before = PythonState(module)
     started = time.perf_counter()
     try:
-        captured = capture(module, args, kwargs)
+        captured = capture(module, args, kwargs, dynamic_dims(module, args, kwargs, dynamic_shapes))
         seconds = time.perf_counter() - started
         grad = torch.is_grad_enabled()
         call = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)

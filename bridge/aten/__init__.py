@@ -18,7 +18,8 @@ from bridge.aten import (
     whole,
 )
 from bridge.aten.draws import described_draw
-from bridge.aten.importer import Imported, import_graph
+from bridge.aten.imported import Imported
+from bridge.aten.importer import import_graph
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse
 
 __all__ = [

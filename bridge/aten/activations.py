@@ -152,7 +152,7 @@ def glu(importer, node, x, dim=-1):
     """da = g s, db = g a (1 - s) s, with s = sigmoid(b) and a, b the halves of x"""
     dim %= len(shape(x))
     half = shape(x)[dim] // 2
-    a, b = (importer.emit(op.strided_slice(x, [dim], [at], [at + half], [1])) for at in (0, half))
+    a, b = (importer.slice(x, [dim], [at], [at + half]) for at in (0, half))
     (one,) = _constants(importer, x, 1)
     s = importer.emit(op.sigmoid(b))
     slope = importer.emit(op.multiply(importer.emit(op.subtract(one, s)), s))

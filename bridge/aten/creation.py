@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from tvm import relax
 
+from bridge.aten.dims import dims, has_extents, numbers_only
 from bridge.aten.registry import converts
 from bridge.base.torch_internals import aten
 
@@ -47,8 +48,11 @@ def arange(importer, node, *bounds, **layout):
     start, _, step = (0, bounds[0], 1) if len(bounds) == 1 else (*bounds, 1)[:3]
     element_type = importer.out_dtype(node)
     ints = "float" not in element_type
-    start, step = (int(b) if ints else float(b) for b in (start, step))
-    extent = importer.out(node).shape[0]
+    (extent,) = dims(importer.out(node).shape)
+    if not has_extents((start, step)):
+        start, step = (int(b) if ints else float(b) for b in (start, step))
+    elif not ints:
+        numbers_only("arange of floating point numbers", start, step)
     if ints and step > 0:  # relax infers a wrong extent for a negative step
         return importer.emit(relax.op.arange(start, start + extent * step, step, element_type))
     index = importer.emit(relax.op.arange(0, extent, 1, "int64"))
@@ -66,5 +70,6 @@ def arange(importer, node, *bounds, **layout):
 )
 def constant_table(importer, node, *args, **layout):
     # numbers alone decide it: what torch's kernel makes of them once is what it makes of them at every call
+    numbers_only(str(node.target), *args)
     table = node.target(*args, **{**layout, "dtype": importer.out(node).dtype, "device": "cpu"})
     return relax.const(np.asarray(table.numpy()), importer.out_dtype(node))

@@ -16,6 +16,7 @@ import torch
 
 from autodiff.ir import Expr, StringImm, TensorType, TupleType, Var
 from autodiff.library import call as library_call
+from bridge.aten.dims import numbers_only
 from bridge.aten.registry import UnsupportedUse
 from bridge.base.torch_internals import is_dense
 from bridge.capture import Draw, Parameter
@@ -80,6 +81,7 @@ class ChainedDraws:
         element_type = str(draw.dtype).removeprefix("torch.")
         if element_type not in _DTYPES:
             raise UnsupportedUse(f"random numbers of type {draw.dtype}")
+        numbers_only("a draw whose distribution, or that of one before it, is computed", draw.shape, draw.args)
         types = TupleType([TensorType(draw.shape, element_type), self._state.ty])
         args = [StringImm(draw.op), StringImm(described_draw(draw)), self._state, *tensors]
         made = importer.emit(library_call("draw", args, types))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +12,9 @@ import torch
 from torch import fx
 from tvm import relax
 
+from autodiff.extents import Dim, Extent
 from autodiff.ir import (
     Expr,
-    Function,
     StringImm,
     TensorType,
     Tuple,
@@ -26,14 +25,18 @@ from autodiff.ir import (
     shape,
 )
 from autodiff.library import call as library_call
+from autodiff.library import number
+from bridge.aten.dims import dims, has_extents, same_shape
 from bridge.aten.draws import ChainedDraws
+from bridge.aten.imported import Imported
 from bridge.aten.number_checks import computed_numbers, first_broken, holds
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse
+from bridge.aten.sizes import is_size, size
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.torch_internals import ELEMENTWISE_TYPE_PROMOTION_KIND, HigherOrderOperator, elementwise_dtypes
-from bridge.capture import Captured, Reading, where_is
+from bridge.capture import Captured, Reading, TensorForm, where_is
 
-__all__ = ["Imported", "Importer", "import_graph", "relax_dtype"]
+__all__ = ["Importer", "import_graph", "relax_dtype"]
 
 _DTYPES = {
     torch.float16: "float16",
@@ -50,34 +53,6 @@ _DTYPES = {
 _SHOWN = 40
 """Characters of a list of numbers that a reason quotes."""
 _HALF = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
-
-
-@dataclass(frozen=True)
-class Imported:
-    """A module's forward as a Relax function.
-
-    Attributes:
-        function: parameters are the module's tensors, the argument tensors, then ``draw_<k>`` inputs for random draws
-            that are no dropout; results are the computed outputs, then the new values of mutated buffers, then the
-            generator's state and the place of a broken check, where there are such.
-        output_of: for each leaf of the module's result, its index among the function's results, ``None`` if the
-            leaf is not computed (a constant, or a view of something that the caller has).
-        num_outputs: how many results are outputs; those after them belong to ``Captured.mutated``, in order.
-        dropout_draws: eager draw of each ``relax.nn.dropout`` binding, in binding order.
-        input_draws: eager draw of each ``draw_<k>`` parameter, in parameter order.
-        leaves_state: whether the program draws: then the result after the mutated buffers, uint8, is the state that the
-            default generator has after the call.
-        checks: conditions on numbers, in words: what is looked at, and what was found. If there are any, the function's
-            last result, int64 and 0-d, is the place of the first that does not hold, from 1 on, or 0.
-    """
-
-    function: Function
-    output_of: tuple[int | None, ...]
-    num_outputs: int
-    dropout_draws: tuple[int, ...]
-    input_draws: tuple[int, ...]
-    leaves_state: bool = False
-    checks: tuple[tuple[str, str], ...] = ()
 
 
 def relax_dtype(torch_dtype: torch.dtype) -> str:
@@ -122,11 +97,11 @@ class Importer:
         """Field ``index`` of a tuple-typed variable."""
         return self.emit(relax.TupleGetItem(value, index))
 
-    def library(self, name: str, args: Sequence[Any], result: torch.Tensor | Sequence[torch.Tensor]) -> Expr:
-        """Emits a library call (see :mod:`autodiff.library`); ``result`` are the fake tensors of its result."""
+    def library(self, name: str, args: Sequence[Any], result: Any) -> Expr:
+        """Emits a library call (see :mod:`autodiff.library`); ``result``: the fake tensor or form of it, or several."""
         ty: Any = (
             self.type_of(result)
-            if isinstance(result, torch.Tensor)
+            if isinstance(result, torch.Tensor | TensorForm)
             else TupleType([self.type_of(field) for field in result])
         )
         return self.emit(library_call(name, [self._library_argument(arg) for arg in args], ty))
@@ -136,37 +111,48 @@ class Importer:
             return relax.prim_value(int(arg) if isinstance(arg, bool) else arg)
         if isinstance(arg, str):
             return StringImm(arg)
-        if isinstance(arg, list | tuple) and all(isinstance(item, int) for item in arg):
+        if isinstance(arg, Extent):
+            return relax.prim_value(arg)
+        if isinstance(arg, list | tuple) and all(isinstance(item, int | Extent) for item in arg):
             return relax.ShapeExpr(list(arg))
         if isinstance(arg, list | tuple):
             return self.emit(Tuple(list(arg)))
         return arg
 
     @staticmethod
-    def type_of(fake: torch.Tensor) -> TensorType:
-        """The Relax type of a fake tensor."""
-        return TensorType(tuple(int(extent) for extent in fake.shape), relax_dtype(fake.dtype))
+    def type_of(form: torch.Tensor | TensorForm) -> TensorType:
+        """The Relax type of a fake tensor, or of a form with extents."""
+        return TensorType(dims(form.shape), relax_dtype(form.dtype))
 
     @staticmethod
-    def out(node: fx.Node) -> torch.Tensor:
-        """The fake tensor that a node produces: its shape and dtype are what the conversion must deliver."""
+    def out(node: fx.Node) -> torch.Tensor | TensorForm:
+        """The fake tensor, or the form, that a node produces: what the conversion must deliver."""
         return node.meta["val"]
 
     def out_dtype(self, node: fx.Node) -> str:
         return relax_dtype(self.out(node).dtype)
 
-    def constant(self, value: bool | int | float, element_type: str) -> Expr:
-        """A 0-d constant."""
-        return relax.const(value, element_type)
+    def constant(self, value: bool | int | float | Extent | Expr, element_type: str) -> Expr:
+        """A 0-d constant; a size that varies, or a number made of some (:mod:`bridge.aten.sizes`), as a 0-d tensor."""
+        if isinstance(value, Extent):
+            return self.emit(number(value, element_type))
+        return self.cast(value, element_type) if isinstance(value, Expr) else relax.const(value, element_type)
+
+    def ratio(self, a: Dim, b: Dim, element_type: str) -> Expr:
+        """``a / b`` as Python divides integers, rounded to ``element_type``."""
+        if not has_extents((a, b)):
+            return self.constant(a / b, element_type)
+        quotient = self.emit(relax.op.divide(self.constant(a, "float64"), self.constant(b, "float64")))
+        return self.cast(quotient, element_type)
 
     def filled(self, fake: torch.Tensor, value: bool | int | float) -> Expr:
         """A tensor like ``fake`` with every element ``value``."""
         ty = self.type_of(fake)
         return self.emit(relax.op.full(ty.shape, self.constant(value, str(ty.dtype)), str(ty.dtype)))
 
-    def cast(self, value: Expr | bool | int | float, element_type: str) -> Expr:
+    def cast(self, value: Expr | Extent | bool | int | float, element_type: str) -> Expr:
         """``value`` as ``element_type`` with torch's meaning (to bool: is it not zero); numbers become constants."""
-        if isinstance(value, bool | int | float):
+        if isinstance(value, bool | int | float | Extent):
             return self.constant(value, element_type)
         if dtype(value) == element_type:
             return value
@@ -181,14 +167,15 @@ class Importer:
 
     def compared(self, node: fx.Node, *args: Any) -> list[Expr]:
         """``args`` cast to the dtype in which torch compares the node's operands."""
-        fakes = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args[: len(args)]]
+        fakes = [_for_promotion(a) for a in node.args[: len(args)]]
         kind = ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
         _, common = elementwise_dtypes(*fakes, type_promotion_kind=kind)
         return [self.cast(arg, relax_dtype(common)) for arg in args]
 
     def reshape(self, value: Expr, target: Sequence[int]) -> Expr:
         """``value`` in another shape; itself if it has that shape."""
-        if shape(value) == tuple(target):
+        target = dims(target)
+        if same_shape(shape(value), target):
             return value
         if 0 in target:  # Relax takes an extent of 0 in the new shape for "as before"
             return self.emit(relax.op.zeros(list(target), dtype(value)))
@@ -196,7 +183,15 @@ class Importer:
 
     def expand(self, value: Expr, target: Sequence[int]) -> Expr:
         """``value`` broadcast to ``target``; itself if it has that shape."""
-        return value if shape(value) == tuple(target) else self.emit(relax.op.broadcast_to(value, list(target)))
+        target = dims(target)
+        return value if same_shape(shape(value), target) else self.emit(relax.op.broadcast_to(value, list(target)))
+
+    def slice(self, value: Expr, axes: Sequence[int], begin: Sequence[Dim], end: Sequence[Dim], step: int = 1) -> Expr:
+        """Every ``step``-th from ``begin`` to ``end``, which lie within the axes."""
+        steps = [step] * len(axes)
+        if not has_extents((shape(value), begin, end)):
+            return self.emit(relax.op.strided_slice(value, axes, begin, end, steps))
+        return self.emit(relax.op.strided_slice(value, axes, begin, end, steps, assume_inbound=True))
 
     def in_float32(self, convert: Callable[..., Any], node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What ``convert`` makes, computed in float32 where it is of a half type, and rounded at the end."""
@@ -206,6 +201,8 @@ class Importer:
             return convert(self, node, *args, **kwargs)
 
         def widened(value: Any) -> Any:
+            if isinstance(value, TensorForm) and value.dtype in _HALF:
+                return value.to(torch.float32)
             if isinstance(value, torch.Tensor) and value.dtype in _HALF:
                 return torch.empty_strided(value.shape, value.stride(), dtype=torch.float32, device="meta")
             if isinstance(value, Expr) and isinstance(value.ty, TensorType) and dtype(value) in _HALF.values():
@@ -226,7 +223,7 @@ class Importer:
             raise UnsupportedUse("a random draw that was not observed in eager")
         index = self.captured.draw_of[node.name]
         draw = self.captured.draws[index]
-        if draw.shape != tuple(self.out(node).shape):
+        if not same_shape(draw.shape, dims(self.out(node).shape)):
             raise UnsupportedUse(f"eager draws a tensor of shape {draw.shape}, the graph {tuple(self.out(node).shape)}")
         if self.draws.is_chained(index):
             return self.cast(self.draws.make(index, ()), self.out_dtype(node))
@@ -240,6 +237,8 @@ class Importer:
         if node.target is operator.getitem:
             return args[0][args[1]]
         self._hint = node.name
+        if node.target not in CONVERSIONS and is_size(node):
+            return size(self, node, args)
         return CONVERSIONS[node.target](self, node, *args, **kwargs)
 
 
@@ -271,7 +270,7 @@ def import_graph(captured: Captured) -> Imported:
         try:
             if isinstance(node.target, HigherOrderOperator):
                 raise UnsupportedUse("a higher-order operator")
-            if node.target is not operator.getitem and node.target not in CONVERSIONS:
+            if node.target is not operator.getitem and node.target not in CONVERSIONS and not is_size(node):
                 raise UnsupportedUse("no conversion with training semantics")
             env[node] = importer.convert(node, env)
         except UnsupportedUse as unsupported:
@@ -303,10 +302,18 @@ def _stand_in(value: Any) -> Any:
     """A variable for what an unsupported node would compute, so that all others that are unsupported are found too."""
     if isinstance(value, tuple | list):
         return tuple(_stand_in(field) for field in value)
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor | TensorForm):
         return value
     known = value.dtype if value.dtype in _DTYPES else torch.float32
-    return Var("unsupported", TensorType(tuple(int(extent) for extent in value.shape), _DTYPES[known]))
+    return Var("unsupported", TensorType(dims(value.shape), _DTYPES[known]))
+
+
+def _for_promotion(arg: Any) -> Any:
+    """What stands for an operand where only its kind, element type and rank count."""
+    value = arg.meta["val"] if isinstance(arg, fx.Node) else arg
+    if isinstance(value, TensorForm):
+        return torch.empty((1,) * value.dim(), dtype=value.dtype, device="meta")
+    return value.sample if isinstance(value, Extent) else value
 
 
 def _parameters(captured: Captured) -> tuple[list[Var], dict[fx.Node, Any]]:
@@ -316,8 +323,9 @@ def _parameters(captured: Captured) -> tuple[list[Var], dict[fx.Node, Any]]:
     ]
     nodes = [node for node in captured.graph.nodes if node.op == "placeholder"]
     names = {index: name for name, index in captured.placeholders.items()}
-    for index, fake in enumerate(captured.arguments, start=len(types)):
-        types.append((names.get(index, f"argument_{index}"), Importer.type_of(fake)))
+    shapes = captured.argument_shapes or [fake.shape for fake in captured.arguments]
+    for index, (fake, extents) in enumerate(zip(captured.arguments, shapes, strict=True), start=len(types)):
+        types.append((names.get(index, f"argument_{index}"), Importer.type_of(TensorForm(extents, fake.dtype))))
     params = [Var(name, ty) for name, ty in types]
     env: dict[fx.Node, Any] = {}
     for node in nodes:

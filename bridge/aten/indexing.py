@@ -6,10 +6,13 @@ import numpy as np
 import torch
 from tvm import relax
 
+from autodiff.extents import maximum, minimum, same
 from autodiff.ir import dtype, numel, shape
+from bridge.aten.dims import has_extents, index_shape, numbers_only
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.aten.whole import whole
 from bridge.base.torch_internals import aten
+from bridge.capture import TensorForm
 
 op = relax.op
 
@@ -53,8 +56,8 @@ def one_hot(importer, node, index, num_classes=-1):
 def _cut(importer, x, extents, dim):
     """``x`` without what an index smaller than it never reaches; ``dim`` is the indexed axis."""
     for axis, extent in enumerate(extents):
-        if axis != dim and extent != shape(x)[axis]:
-            x = importer.emit(op.strided_slice(x, [axis], [0], [extent], [1]))
+        if axis != dim and not same(extent, shape(x)[axis]):
+            x = importer.slice(x, [axis], [0], [extent])
     return x
 
 
@@ -100,11 +103,7 @@ def index_put(importer, node, x, indices, values, accumulate=False):
     if any(index is not None and dtype(index) in ("bool", "uint8") for index in indices):
         return _masked_put(importer, node, x, indices, values, accumulate)
     dims, given = _positions(indices)
-    blank = torch.empty(shape(x), device="meta")
-    fakes = [slice(None)] * len(shape(x))
-    for dim, position in zip(dims, given, strict=True):
-        fakes[dim] = torch.empty(shape(position), dtype=torch.int64, device="meta")
-    target = aten.index.Tensor(blank, [f if isinstance(f, torch.Tensor) else None for f in fakes]).shape
+    target = index_shape(shape(x), dims, [shape(position) for position in given])
     (values,) = importer.operands(node, values)
     padded = (1,) * (len(target) - len(shape(values))) + shape(values)
     values = importer.expand(importer.reshape(values, padded), target)
@@ -129,7 +128,7 @@ def as_strided_scatter(importer, node, x, source, size, stride, storage_offset=N
     if len(np.unique(positions)) != positions.size:
         raise UnsupportedUse("as_strided_scatter into positions that overlap")
     (source,) = importer.operands(node, source)
-    flat = torch.empty(numel(x), dtype=importer.out(node).dtype, device="meta")
+    flat = TensorForm((numel(x),), importer.out(node).dtype)
     where = relax.const(positions.reshape(-1), "int64")
     values = importer.reshape(source, (positions.size,))
     written = importer.library("index_put", [importer.reshape(x, (numel(x),)), values, [0], [where], False], flat)
@@ -165,34 +164,40 @@ def index_fill(importer, node, x, dim, position, value):
     extents = list(shape(x))
     extents[dim] = numel(position)
     number = torch.tensor(value, dtype=out.dtype).item()
-    values = importer.filled(torch.empty(extents, dtype=out.dtype, device="meta"), number)
+    values = importer.filled(TensorForm(tuple(extents), out.dtype), number)
     position = importer.reshape(position, (numel(position),))
     return importer.library("index_put", [x, values, [dim % len(extents)], [position], False], out)
 
 
-def _diagonal_positions(x, offset, dim1, dim2):
+def _from(importer, start, count):
+    """The ``count`` positions from ``start`` on."""
+    if has_extents(count):
+        return importer.emit(op.arange(start, start + count, 1, "int64"))
+    return relax.const(np.arange(count, dtype="int64") + start, "int64")
+
+
+def _diagonal_positions(importer, x, offset, dim1, dim2):
     rank = len(shape(x))
     dim1, dim2 = dim1 % rank, dim2 % rank
     rest = [axis for axis in range(rank) if axis not in (dim1, dim2)]
     rows, columns = shape(x)[dim1], shape(x)[dim2]
-    length = max(min(rows + min(offset, 0), columns - max(offset, 0)), 0)
-    steps = np.arange(length, dtype="int64")
-    positions = [relax.const(steps + max(-offset, 0), "int64"), relax.const(steps + max(offset, 0), "int64")]
+    length = maximum(minimum(rows + min(offset, 0), columns - max(offset, 0)), 0)
+    positions = [_from(importer, start, length) for start in (max(-offset, 0), max(offset, 0))]
     return [*rest, dim1, dim2], [rank - 2, rank - 1], positions
 
 
 @converts(aten.diagonal.default, aten.diagonal_copy.default)
 def diagonal(importer, node, x, offset=0, dim1=0, dim2=1):
-    order, dims, positions = _diagonal_positions(x, offset, dim1, dim2)
+    order, dims, positions = _diagonal_positions(importer, x, offset, dim1, dim2)
     moved = x if order == sorted(order) else importer.emit(op.permute_dims(x, order))
     return importer.library("index", [moved, dims, positions], importer.out(node))
 
 
 @converts(aten.diagonal_scatter.default)
 def diagonal_scatter(importer, node, x, source, offset=0, dim1=0, dim2=1):
-    order, dims, positions = _diagonal_positions(x, offset, dim1, dim2)
+    order, dims, positions = _diagonal_positions(importer, x, offset, dim1, dim2)
     moved = importer.emit(op.permute_dims(x, order))
-    fake = torch.empty(shape(moved), dtype=importer.out(node).dtype, device="meta")
+    fake = TensorForm(shape(moved), importer.out(node).dtype)
     written = importer.library("index_put", [moved, source, dims, positions, False], fake)
     return importer.emit(op.permute_dims(written, [int(axis) for axis in np.argsort(order)]))
 
@@ -203,10 +208,16 @@ def unfold(importer, node, x, dim, size, step):
         return importer.reshape(x, importer.out(node).shape)
     rank = len(shape(x))
     dim %= rank
-    starts = np.arange(0, shape(x)[dim] - size + 1, step, dtype="int64")
-    windows = relax.const(starts[:, None] + np.arange(size, dtype="int64"), "int64")
-    extents = (*shape(x)[:dim], len(starts), size, *shape(x)[dim + 1 :])
-    fake = torch.empty(extents, dtype=importer.out(node).dtype, device="meta")
+    numbers_only("windows", size, step)
+    count = (shape(x)[dim] - size) // step + 1
+    inside = np.arange(size, dtype="int64")
+    if has_extents(count):
+        starts = op.multiply(importer.reshape(_from(importer, 0, count), (count, 1)), importer.constant(step, "int64"))
+        windows = importer.emit(op.add(importer.emit(starts), relax.const(inside, "int64")))
+    else:
+        windows = relax.const(np.arange(count, dtype="int64")[:, None] * step + inside, "int64")
+    extents = (*shape(x)[:dim], count, size, *shape(x)[dim + 1 :])
+    fake = TensorForm(extents, importer.out(node).dtype)
     taken = importer.library("index", [x, [dim], [windows]], fake)
     order = [axis for axis in range(rank + 1) if axis != dim + 1] + [dim + 1]
     return taken if order == sorted(order) else importer.emit(op.permute_dims(taken, order))
@@ -222,6 +233,7 @@ def as_strided(importer, node, x, size, stride, storage_offset=None):
 def _strided_positions(node, size, stride, storage_offset):
     """Positions, in row-major order, of the elements that a geometry in memory names."""
     fake = node.args[0].meta["val"]
+    numbers_only("a geometry in memory", fake.shape, size, stride, storage_offset)
     if not fake.is_contiguous() or fake.untyped_storage().nbytes() != fake.numel() * fake.element_size():
         raise UnsupportedUse("as_strided of a tensor that is a view itself", "use slices, permute, expand or unfold")
     positions = np.full(tuple(size), storage_offset or 0, dtype="int64")

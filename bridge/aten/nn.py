@@ -11,6 +11,7 @@ from tvm import relax
 from autodiff.constants import const
 from autodiff.dropout import keep_scale
 from autodiff.ir import Expr, dtype, shape
+from bridge.aten.dims import numbers_only, same_shape
 from bridge.aten.norm import moments, rstd_of
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.aten.whole import whole
@@ -32,7 +33,7 @@ def native_dropout(importer, node, x, rate, train):
     if draw is None:
         raise UnsupportedUse("a dropout whose draw was not observed in eager")
     keep = importer.captured.draws[draw].args[0]
-    if abs(keep - (1 - rate)) > 1e-12 or importer.captured.draws[draw].shape != shape(x):
+    if abs(keep - (1 - rate)) > 1e-12 or not same_shape(importer.captured.draws[draw].shape, shape(x)):
         raise UnsupportedUse(f"dropout of rate {rate} where eager keeps with probability {keep}")
     if importer.draws.is_chained(draw):  # a draw before it is computed, so the mask cannot be drawn ahead
         mask = importer.draws.make(draw, ())
@@ -113,6 +114,7 @@ def embedding_bag(importer, node, weight, indices, offsets, scale_grad_by_freq=F
     if frozen:
         return whole(importer, node, weight, *args)
     target = aten._embedding_bag.default
+    numbers_only("bags of computed weights", [form.shape for form in node.meta["val"]])
     fakes = target(*fx.node.map_arg(node.args, lambda arg: arg.meta["val"]), **node.kwargs)
     with_gradient = SimpleNamespace(target=target, meta={**node.meta, "val": fakes})
     return whole(importer, with_gradient, weight, *args)
@@ -123,7 +125,9 @@ def flash_attention(importer, node, q, k, v, dropout_p=0.0, is_causal=False, *, 
     if dropout_p:
         raise UnsupportedUse("flash attention with dropout")
     mask = [] if attn_mask is None else [attn_mask]
-    scale = shape(q)[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        numbers_only("attention", shape(q)[-1])
+        scale = shape(q)[-1] ** -0.5
     args = [q, k, v, bool(mask), *mask, float(dropout_p), bool(is_causal), float(scale)]
     out, logsumexp = node.meta["val"]
     logsumexp = logsumexp.to(torch.promote_types(out.dtype, torch.float32))  # in torch 2.11 it is float32, traced

@@ -6,6 +6,7 @@ import math
 
 from tvm import relax
 
+from autodiff.extents import maximum
 from autodiff.ir import dtype, numel, shape
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import aten
@@ -49,7 +50,7 @@ def batch_norm_training(importer, node, x, weight, bias, *rest):
     channels = shape(x)[1]
     per_channel = (1, channels, *[1] * (len(shape(x)) - 2))
     axes = [axis for axis in range(len(shape(x))) if axis != 1]
-    count = numel(x) // max(channels, 1)
+    count = numel(x) // maximum(channels, 1)
     mean, centred, variance = moments(importer, x, axes)
     rstd = rstd_of(importer, variance, eps)
     y = affine(importer, importer.emit(op.multiply(centred, rstd)), weight, bias, per_channel)
@@ -59,7 +60,7 @@ def batch_norm_training(importer, node, x, weight, bias, *rest):
         return y, *saved
     if count < 2:
         raise UnsupportedUse("batch normalization over one value per channel")
-    unbiased = importer.emit(op.multiply(variance, importer.constant(count / (count - 1), dtype(x))))
+    unbiased = importer.emit(op.multiply(variance, importer.ratio(count, count - 1, dtype(x))))
     moved = [
         _moved(importer, old, importer.reshape(new, (channels,)), momentum)
         for old, new in zip(running, (mean, unbiased), strict=True)
@@ -97,7 +98,7 @@ def batch_norm_inference(importer, node, x, weight, bias, running_mean, running_
 def native_group_norm(importer, node, x, weight, bias, batch, channels, pixels, groups, eps):
     element_type = dtype(x)
     x, weight, bias = _widen(importer, x, weight, bias)
-    rows = importer.reshape(x, (batch * groups, math.prod(shape(x)) // max(batch * groups, 1)))
+    rows = importer.reshape(x, (batch * groups, math.prod(shape(x)) // maximum(batch * groups, 1)))
     mean, centred, variance = moments(importer, rows, [1])
     rstd = rstd_of(importer, variance, eps)
     y = importer.reshape(importer.emit(op.multiply(centred, rstd)), shape(x))

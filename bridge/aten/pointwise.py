@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from tvm import relax
 
+from autodiff.extents import Extent
 from autodiff.ir import Expr, dtype, is_float
+from bridge.aten.dims import has_extents
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.aten.subgradients import clamp_at_bound, fmax_prefers_first
 from bridge.aten.whole import whole
@@ -144,6 +146,8 @@ def _in_float32_if(condition, importer, convert, node, *args, **kwargs):
 
 def _rounded(importer, node, number):
     """A number as the result's type holds it."""
+    if isinstance(number, Extent | Expr):
+        raise UnsupportedUse("a factor that is made of sizes which vary", "multiply by it")
     return torch.tensor(number, dtype=importer.out(node).dtype).item()
 
 
@@ -151,8 +155,8 @@ def _is_wider(importer, node, factor):
     """Whether a half type does not hold a factor: torch's kernels take a second one in float32, be it a 0-d tensor."""
     if importer.out(node).dtype not in (torch.float16, torch.bfloat16):
         return False
-    if isinstance(factor, Expr):
-        return dtype(factor) in ("float32", "float64")
+    if isinstance(factor, Expr | Extent):
+        return isinstance(factor, Extent) or dtype(factor) in ("float32", "float64")
     return _rounded(importer, node, factor) != factor
 
 
@@ -238,6 +242,8 @@ def reciprocal(importer, node, x):
 @converts(aten.pow.Tensor_Scalar)
 def pow_scalar(importer, node, x, exponent):
     (x,) = importer.operands(node, x)
+    if isinstance(exponent, Extent | Expr):
+        raise UnsupportedUse("an exponent that is made of sizes which vary", "torch.pow with a tensor")
     if exponent == 2:
         return importer.emit(op.multiply(x, x))
     if exponent == 1:
@@ -293,6 +299,8 @@ def clamp(importer, node, x, lower=None, upper=None):
     if at_bound is None or any(bound != bound for bound in (lower, upper)):  # nan is no bound in torch 2.11
         return whole(importer, node, x, lower, upper)
     (x,) = importer.operands(node, x)
+    if has_extents((lower, upper)) or isinstance(lower, Expr) or isinstance(upper, Expr):
+        return _clamp_to_sizes(importer, x, lower, upper)
     low, high = _bounds(dtype(x), lower, upper)
     clipped = importer.emit(op.clip(x, relax.prim_value(low), relax.prim_value(high)))
     if at_bound == 1.0:
@@ -304,6 +312,15 @@ def clamp(importer, node, x, lower=None, upper=None):
     ]
     inside = within[0] if len(within) == 1 else importer.emit(op.logical_and(*within))
     return importer.emit(op.where(inside, x, importer.emit(op.grad.no_grad(clipped))))
+
+
+def _clamp_to_sizes(importer, x, lower, upper):
+    """Bounds that are sizes; a gradient would have to stop at them."""
+    if is_float(x):
+        raise UnsupportedUse("a bound that is made of sizes which vary")
+    for bound, take in ((lower, op.maximum), (upper, op.minimum)):
+        x = x if bound is None else importer.emit(take(x, importer.constant(bound, dtype(x))))
+    return x
 
 
 def _bounds(element_type, lower, upper):

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from tvm import relax
 
+from autodiff.extents import Dim
 from autodiff.ir import Expr, dtype, shape
+from bridge.aten.dims import has_extents, numbers_only
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import aten
-from bridge.capture import RECURRENT_LAYERS
+from bridge.capture import RECURRENT_LAYERS, TensorForm
 
 __all__ = ["recurrent_layer", "whole_layers"]
 
@@ -37,6 +39,7 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
     count = len(weights) // (layers * directions)
     projected = count % 2 == 1
     fused = cell == "lstm" and dtype(x) == "float32" and not projected and torch.backends.mkldnn.enabled
+    fused = fused and not has_extents(shape(x))  # oneDNN alone knows the bytes of its workspace, of given sizes
     finals: list[list[Expr]] = [[] for _ in states]
     x = importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x
     for layer in range(layers):
@@ -61,6 +64,7 @@ def recurrent_layer(importer, node, *args):
     x, *weights, h, c = args[:_TENSORS]
     reverse, *_ = args[_TENSORS:]
     biases = bool(args[_TENSORS:][_HAS_BIASES])
+    numbers_only("oneDNN's recurrent layer", shape(x))
     size = shape(h)[-1]
     states = [importer.reshape(state, (shape(x)[1], size)) for state in (h, c)]
     options = {"cell": "lstm", "reverse": bool(reverse), "biases": biases, "fused": True}
@@ -78,8 +82,8 @@ def _layer(importer: Any, options: dict[str, Any], tensors: list[Expr], states: 
     return [importer.item(made, index) for index in range(1 + states)]
 
 
-def _read_backwards(options: dict[str, Any], tensors: list[Expr]) -> list[torch.Tensor]:
-    """Tensors like those that the function makes for its backward: gates after their activation, cell states, …"""
+def _read_backwards(options: dict[str, Any], tensors: list[Expr]) -> list[TensorForm]:
+    """Forms of those that the function makes for its backward: gates after their activation, cell states, …"""
     x, weight, *_, state = tensors
     steps, batch, inputs = shape(x)
     if options["fused"]:
@@ -99,12 +103,12 @@ def _workspace(steps: int, batch: int, inputs: int, size: int, biases: bool, ele
         return aten.mkldnn_rnn_layer(*tensors, False, [], 2, size, 1, biases, False, False, True)[3].numel()
 
 
-def _like(extents: Sequence[int], element_type: str) -> torch.Tensor:
-    return torch.empty(tuple(extents), dtype=getattr(torch, element_type), device="meta")
+def _like(extents: Sequence[Dim], element_type: str) -> TensorForm:
+    return TensorForm(tuple(extents), getattr(torch, element_type))
 
 
 def _row(importer: Any, state: Expr, index: int) -> Expr:
     rows, *rest = shape(state)
     if rows > 1:
-        state = importer.emit(op.strided_slice(state, [0], [index], [index + 1]))
+        state = importer.slice(state, [0], [index], [index + 1])
     return importer.reshape(state, rest)

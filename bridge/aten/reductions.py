@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-import torch
 from tvm import relax
 
 from autodiff.ir import dtype, is_float, shape
 from bridge.aten.derivative import times, where, with_derivative, with_slope
+from bridge.aten.dims import broadcast_shape
 from bridge.aten.registry import UnsupportedUse, converts, rounds_once
 from bridge.aten.whole import whole
 from bridge.base.torch_internals import aten, schema
@@ -122,7 +122,7 @@ def _moments(importer, x, dim, correction, keepdim):
     distance = op.subtract(x, importer.cast(centre, stored))
     centre = where(importer, op.not_equal(variance, variance), variance, centre)
     moment = reduce(importer, op.sum, times(importer, x, distance), dim, keepdim)
-    linear = importer.emit(op.multiply(moment, importer.constant(2 / degrees, stored)))
+    linear = importer.emit(op.multiply(moment, importer.ratio(2, degrees, stored)))
     variance, centre = (importer.reshape(each, shape(linear)) for each in (variance, centre))
     mean_of = with_derivative(importer, importer.cast(centre, stored), reduce(importer, op.mean, x, dim, keepdim))
     return variance, linear, mean_of
@@ -130,7 +130,7 @@ def _moments(importer, x, dim, correction, keepdim):
 
 def _first(importer, x, axes):
     """The first element along ``axes``, 0 where it is not finite: less it, equal elements are exactly zero."""
-    first = importer.emit(op.strided_slice(x, axes, [0] * len(axes), [1] * len(axes), [1] * len(axes)))
+    first = importer.slice(x, axes, [0] * len(axes), [1] * len(axes))
     return where(importer, op.isfinite(first), first, importer.constant(0, dtype(x)))
 
 
@@ -248,7 +248,7 @@ def _size(importer, x, order):
 @converts(aten.cosine_similarity.default)
 def cosine_similarity(importer, node, a, b, dim=1, eps=1e-8):
     """The sum of products of normalized rows; the gradient passes the bound below the norms as if it were not there."""
-    extents = torch.broadcast_shapes(shape(a), shape(b))
+    extents = broadcast_shape(shape(a), shape(b))
     a, b = (_normalized(importer, importer.expand(each, extents), dim, eps) for each in importer.operands(node, a, b))
     return reduce(importer, op.sum, importer.emit(op.multiply(a, b)), dim, False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bridge.aten.dims import dims
 from bridge.aten.registry import converts
 from bridge.capture import UPSAMPLES
 
@@ -25,5 +26,5 @@ def _upsample(importer, node, x, extents, *rest):
     mode = UPSAMPLES[node.target.overloadpacket]
     aligned, scales = (False, rest) if mode.startswith("nearest") else (rest[0], rest[1:])
     scales = [float(scale or 0) for scale in (*scales, *[None] * (len(extents) - len(scales)))]
-    args = [x, mode, [int(extent) for extent in extents], bool(aligned), *scales]
+    args = [x, mode, dims(extents), bool(aligned), *scales]
     return importer.library("upsample", args, importer.out(node))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from tvm import relax
 
+from autodiff.extents import Dim, maximum, same
 from autodiff.ir import Expr, dtype, shape
+from bridge.aten.dims import clamped, numbers_only
 from bridge.aten.registry import converts
 from bridge.base.torch_internals import aten
 
@@ -49,13 +51,11 @@ def t(importer, node, x):
     return permute(importer, node, x, list(range(len(shape(x))))[::-1])
 
 
-def slice_bounds(extent: int, start: int | None, end: int | None) -> tuple[int, int]:
+def slice_bounds(extent: Dim, start: Dim | None, end: Dim | None) -> tuple[Dim, Dim]:
     """Start and end of a slice with torch's clamping: ``0 <= start <= end <= extent``."""
-    start = 0 if start is None else start
-    end = extent if end is None else end
-    start = min(max(start + extent if start < 0 else start, 0), extent)
-    end = min(max(end + extent if end < 0 else end, start), extent)
-    return start, end
+    start = 0 if start is None else clamped(start, extent)
+    end = extent if end is None else clamped(end, extent)
+    return start, maximum(start, end)
 
 
 @converts(aten.narrow_copy.default)
@@ -66,9 +66,9 @@ def narrow_copy(importer, node, x, dim, start, length):
 
 
 def _sliced(importer, x, dim, start, end, step=1):
-    if (start, end, step) == (0, shape(x)[dim], 1):
+    if step == 1 and same(start, 0) and same(end, shape(x)[dim]):
         return x
-    return importer.emit(op.strided_slice(x, [dim], [start], [end], [step]))
+    return importer.slice(x, [dim], [start], [end], step)
 
 
 @converts(aten.slice.Tensor)
@@ -83,7 +83,7 @@ def select(importer, node, x, dim, index):
     dim %= len(shape(x))
     if isinstance(index, Expr):
         return importer.library("index", [x, [dim], [index]], importer.out(node))
-    index %= shape(x)[dim]
+    index += shape(x)[dim] if index < 0 else 0
     return importer.reshape(_sliced(importer, x, dim, index, index + 1), importer.out(node).shape)
 
 
@@ -107,16 +107,14 @@ def split_with_sizes(importer, node, x, sizes, dim=0):
 
 @converts(aten.split.Tensor)
 def split(importer, node, x, size, dim=0):
-    extent = shape(x)[dim]
-    sizes = [min(size, extent - start) for start in range(0, extent, size)] or [0]
-    return split_with_sizes(importer, node, x, sizes, dim)
+    return split_with_sizes(importer, node, x, [part.shape[dim] for part in importer.out(node)], dim)
 
 
 @converts(aten.unbind.int, aten.unbind_copy.int)
 def unbind(importer, node, x, dim=0):
     dim %= len(shape(x))
     rest = shape(x)[:dim] + shape(x)[dim + 1 :]
-    return tuple(importer.reshape(_sliced(importer, x, dim, i, i + 1), rest) for i in range(shape(x)[dim]))
+    return tuple(importer.reshape(_sliced(importer, x, dim, i, i + 1), rest) for i in range(len(importer.out(node))))
 
 
 @converts(aten.slice_scatter.default)
@@ -131,6 +129,7 @@ def slice_scatter(importer, node, x, source, dim=0, start=None, end=None, step=1
         pieces = [_sliced(importer, x, dim, 0, start), source, _sliced(importer, x, dim, end, extent)]
         pieces = [piece for piece in pieces if shape(piece)[dim] > 0]
         return pieces[0] if len(pieces) == 1 else importer.emit(op.concat(pieces, dim))
+    numbers_only("a write with a step", extent, start, end)
     rows = []  # one slice of width 1 per position: taken from the source every `step`, from x between
     for position in range(extent):
         inside = start <= position < end and (position - start) % step == 0
@@ -144,7 +143,7 @@ def select_scatter(importer, node, x, source, dim, index):
     dim %= len(shape(x))
     if isinstance(index, Expr):
         return importer.library("index_put", [x, source, [dim], [index], False], importer.out(node))
-    index %= shape(x)[dim]
+    index += shape(x)[dim] if index < 0 else 0
     row = (*shape(x)[:dim], 1, *shape(x)[dim + 1 :])
     return slice_scatter(importer, node, x, importer.reshape(source, row), dim, index, index + 1)
 
@@ -172,7 +171,7 @@ def constant_pad_nd(importer, node, x, widths, value=0):
     for pair in range(len(widths) // 2):  # torch counts from the last axis
         before[rank - 1 - pair], after[rank - 1 - pair] = widths[2 * pair], widths[2 * pair + 1]
     for axis in range(rank):  # negative widths cut
-        start, end = max(-before[axis], 0), shape(x)[axis] - max(-after[axis], 0)
+        start, end = maximum(-before[axis], 0), shape(x)[axis] - maximum(-after[axis], 0)
         x = _sliced(importer, x, axis, start, end)
     for axis in range(rank):
         pieces = [x]

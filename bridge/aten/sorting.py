@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autodiff.ir import shape
+from bridge.aten.dims import numbers_only
 from bridge.aten.registry import converts
 from bridge.base.torch_internals import aten, schema
 
@@ -35,6 +36,7 @@ def sort_stable(importer, node, x, *, stable=False, dim=-1, descending=False):
 def topk(importer, node, x, k, dim=-1, largest=True, sorted=True):
     if not shape(x):
         return _of_scalar(importer, node, x)
+    numbers_only("top-k", k)
     return _pair(importer, node, "topk", [x, dim % len(shape(x)), k, bool(largest), bool(sorted)])
 
 
@@ -54,6 +56,7 @@ def kthvalue(importer, node, x, k, dim=-1, keepdim=False):
     if not shape(x):
         return _of_scalar(importer, node, x)
     dim %= len(shape(x))
+    numbers_only("the k-th value", k)
     kept = [fake if keepdim else fake.unsqueeze(dim) for fake in node.meta["val"]]
     pair = importer.library("kthvalue", [x, dim, k], kept)
     return tuple(importer.reshape(importer.item(pair, i), fake.shape) for i, fake in enumerate(node.meta["val"]))

@@ -13,6 +13,7 @@ from bridge.aten.derivative import scaled, times, where, with_derivative, with_s
 from bridge.aten.pointwise import broadcast
 from bridge.aten.registry import converts, rounds_once
 from bridge.base.torch_internals import aten, schema
+from bridge.capture import TensorForm
 
 op = relax.op
 
@@ -145,7 +146,7 @@ def _log_sigmoid(importer, x, fake):
     """Rounded once for half types, as torch's kernel does."""
     if fake.dtype not in (torch.float16, torch.bfloat16):
         return log_sigmoid_of(importer, x, fake)
-    wide = torch.empty(fake.shape, dtype=torch.float32, device="meta")
+    wide = TensorForm(fake.shape, torch.float32)
     return importer.cast(log_sigmoid_of(importer, importer.cast(x, "float32"), wide), dtype(x))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from autodiff.ir import Expr, shape
+from bridge.aten.dims import numbers_only
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import aten, pytree
 from bridge.capture import CTC_LOSSES, WHOLE
@@ -38,10 +39,11 @@ def describe(args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Expr]]:
 
 @converts(*WHOLE, *CTC_LOSSES)
 def whole(importer, node, *args, **kwargs):
+    numbers_only(f"{node.target}", args, list(kwargs.values()))
     text, tensors = describe(args, kwargs)
     name = str(CTC_LOSSES.get(node.target, node.target))
     made = importer.library("operator", [name, text, *tensors], node.meta["val"])
-    if isinstance(node.meta["val"], torch.Tensor):
+    if not isinstance(node.meta["val"], tuple | list):
         return made
     return tuple(importer.item(made, index) for index in range(len(node.meta["val"])))
 

@@ -3,7 +3,7 @@
 from bridge.capture.captured import Captured
 from bridge.capture.counters import Counter
 from bridge.capture.ctc_loss import CTC_LOSSES
-from bridge.capture.dynamic_shapes import refuse_dynamic
+from bridge.capture.dynamic_shapes import DynamicDim, dynamic_dims, refuse_dynamic
 from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.fake_run import fake_run
 from bridge.capture.isolated_rng import with_generator
@@ -16,6 +16,7 @@ from bridge.capture.pipeline import capture
 from bridge.capture.preconditions import check_call
 from bridge.capture.readings import Reading, given, numbers_read, same_numbers
 from bridge.capture.sample import normalize_sample
+from bridge.capture.tensor_form import TensorForm
 from bridge.capture.thread_isolation import capturing
 from bridge.capture.tracing import is_capturing, is_traced_here, one_capture_at_a_time
 
@@ -29,15 +30,18 @@ __all__ = [
     "Captured",
     "Counter",
     "Draw",
+    "DynamicDim",
     "NotArithmeticError",
     "NumberPlace",
     "Observation",
     "Output",
     "Parameter",
     "Reading",
+    "TensorForm",
     "capture",
     "capturing",
     "check_call",
+    "dynamic_dims",
     "fake_run",
     "given",
     "is_capturing",

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bridge.base.errors import Unsupported, is_user_file, line_of
 from bridge.base.torch_internals import is_tracked_by_functorch, storage_id
+from bridge.base.torch_shapes import hint
 from bridge.state import constant_key
 
 __all__ = ["CallSequence", "differences"]
@@ -73,9 +74,9 @@ class CallSequence:
         if not made and not written:
             return
         aliases = tuple(memory.index(key) if (key := storage_id(t)) in memory else None for t in made)
-        constants = [constant_key(value) for value in values if not isinstance(value, torch.Tensor)]
+        constants = [constant_key(hint(value)) for value in values if not isinstance(value, torch.Tensor)]
         if name == "as_strided":
-            constants.append(tensors[0].stride())
+            constants.append(tuple(map(hint, tensors[0].stride())))
         self.calls.append(Call(name, tuple(constants), aliases, _place()))
         for tensor in (*tensors, *made):
             storage = tensor.untyped_storage()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from autodiff.extents import Dim, ExtentScope
+from autodiff.extents import Dim, ExtentScope, Guard
 from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import pytree
 from bridge.capture.counters import Counter
@@ -44,6 +45,7 @@ class Captured:
         extents: the symbols of the dimensions that vary; ``None``: every extent is a number. Where there are some,
             shapes and strides in ``observation`` hold extents, and ``arguments`` are of the sample's sizes.
         argument_shapes, argument_strides: of ``arguments``, with extents; empty where ``extents`` is ``None``.
+        lines: of the guards that capturing gave ``extents``, where the question was asked.
     """
 
     module_name: str
@@ -66,6 +68,7 @@ class Captured:
     extents: ExtentScope | None = None
     argument_shapes: tuple[tuple[Dim, ...], ...] = ()
     argument_strides: tuple[tuple[Dim, ...], ...] = ()
+    lines: Mapping[Guard, str] = field(default_factory=dict)
 
     @property
     def problems(self) -> list[Unsupported]:

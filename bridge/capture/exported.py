@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
 from bridge.base.errors import Unsupported, refused_by_eager
@@ -19,13 +19,22 @@ from bridge.base.objects import packed
 from bridge.base.torch_internals import pytree, tracers_hooks_removed
 from bridge.capture.ctc_loss import WholeCTCLoss
 from bridge.capture.data_attribute import DataIsDetached
+from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.inplace_rules import CHANGES_ARGUMENT
 from bridge.capture.module_calls import forward_here
 from bridge.capture.number_index import SymbolicNumberIndices
 from bridge.capture.recurrent_formulas import lstm_as_in_eager
 from bridge.state import ModuleTensor
 
-__all__ = ["NotExportedError", "constants", "export", "placeholders", "requiring_grad", "results_and_mutations"]
+__all__ = [
+    "NotExportedError",
+    "argument_values",
+    "constants",
+    "export",
+    "placeholders",
+    "requiring_grad",
+    "results_and_mutations",
+]
 
 
 class NotExportedError(Exception):
@@ -33,8 +42,11 @@ class NotExportedError(Exception):
 
 
 @modes_put_back()
-def export(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> ExportedProgram:
+def export(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim] = ()) -> ExportedProgram:
     """``module(*args, **kwargs)`` in the module's current mode → a program in torch.export's training IR.
+
+    Args:
+        dims: dimensions whose sizes are symbols in it.
 
     Raises:
         TypeError: the sample does not fit the signature of ``forward``.
@@ -52,7 +64,9 @@ def export(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> ExportedPr
             WholeCTCLoss(),
             _forward_as_exported(module),
         ):
-            return torch.export.export(module, stand_in_args, stand_in_kwargs, strict=False)
+            return torch.export.export(
+                module, stand_in_args, stand_in_kwargs, dynamic_shapes=_shapes(dims, leaves), strict=False
+            )
     except Exception as error:
         signature = inspect.signature(type(module).forward)
         try:
@@ -84,6 +98,24 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same layout; the tracing never looks at its numbers."""
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return like.requires_grad_(tensor.requires_grad)
+
+
+def _shapes(dims: Sequence[DynamicDim], leaves: Sequence[Any]) -> ShapesCollection | None:
+    """What varies and how far, in torch's words. Of a named dimension too: what is equal, torch finds out itself."""
+    if not dims:
+        return None
+    shapes = ShapesCollection()
+    for index in dict.fromkeys(each.leaf for each in dims):
+        own = [each for each in dims if each.leaf == index]
+        shapes[leaves[index]] = {each.dimension: Dim.AUTO(min=each.low, max=each.high) for each in own}
+    return shapes
+
+
+def argument_values(exported: ExportedProgram) -> list[Any]:
+    """For each leaf of the arguments, what stands for it in the graph: of a tensor a fake one."""
+    values = {node.name: node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder"}
+    specs = exported.graph_signature.input_specs
+    return [values.get(spec.arg.name) for spec in specs if spec.kind == InputKind.USER_INPUT]
 
 
 def constants(exported: ExportedProgram) -> list[str]:

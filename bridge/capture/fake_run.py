@@ -12,9 +12,11 @@ from torch import nn
 from bridge.base.torch_internals import FakeTensorMode, clear_fake_memo, pytree
 from bridge.capture.observation import Observation
 from bridge.capture.observe import observe
+from bridge.capture.passes.kinds import stand_in
+from bridge.capture.symbolic_sizes import SymbolicSizes
 from bridge.state import ModuleTensor, once_per_owner
 
-__all__ = ["FakeRun", "fake_run", "forget_real_tensors"]
+__all__ = ["FakeRun", "arguments_of_sample", "fake_run", "forget_real_tensors"]
 
 
 @dataclass(frozen=True)
@@ -44,16 +46,19 @@ def fake_run(
     real_tensors: Sequence[torch.Tensor],
     args: tuple,
     kwargs: dict[str, Any],
+    sizes: SymbolicSizes | None = None,
 ) -> FakeRun:
     """Runs ``module(*args, **kwargs)`` on fake tensors.
 
     Args:
         tensors, real_tensors: what the module owns, see :func:`bridge.state.tensors.module_tensors`.
+        sizes: those of the arguments that are symbols; ``None``: all are numbers.
 
     Raises:
         Exception: whatever the module's forward raises.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    env = None if sizes is None else sizes.environment
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env, static_shapes=True)
     fakes = [mode.from_tensor(tensor) for tensor in real_tensors]
     state = {
         name: fake
@@ -63,6 +68,8 @@ def fake_run(
     }
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     fake_leaves = [_fake_leaf(mode, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    for index, value in {} if sizes is None else sizes.arguments.items():
+        fake_leaves[index] = stand_in(value, mode).requires_grad_(leaves[index].requires_grad)
     arguments = tuple(leaf for leaf in fake_leaves if isinstance(leaf, torch.Tensor))
     fake_args, fake_kwargs = pytree.tree_unflatten(fake_leaves, in_spec)
     parameters = [fake for spec, fake in zip(tensors, fakes, strict=True) if spec.kind == "parameter"]
@@ -84,6 +91,15 @@ def forget_real_tensors(fakes: Iterable[torch.Tensor]) -> None:
     """
     for mode in {id(fake.fake_mode): fake.fake_mode for fake in fakes}.values():
         clear_fake_memo(mode)
+
+
+def arguments_of_sample(args: tuple, kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Fake tensors of the argument tensors' own sizes."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    made = tuple(_fake_leaf(mode, leaf) for leaf in tensors)
+    forget_real_tensors(made)
+    return made
 
 
 def _fake_leaf(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:

@@ -21,11 +21,13 @@ from bridge.base.modes import ambient_autocast
 from bridge.base.torch_internals import FakeTensor, pytree
 from bridge.capture.captured import Captured
 from bridge.capture.counters import counters_of
+from bridge.capture.dynamic_shapes import DynamicDim, refuse_numbers
 from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.eager_run import as_in_eager, real_run
 from bridge.capture.explain_error import explain_error, is_unknown
 from bridge.capture.exported import (
     NotExportedError,
+    argument_values,
     constants,
     export,
     placeholders,
@@ -41,6 +43,8 @@ from bridge.capture.passes.stop_gradient import prepare
 from bridge.capture.preconditions import check_call
 from bridge.capture.random_nodes import draws_by_origin, match_draws
 from bridge.capture.readings import Reading, ReadsDifferError, given, numbers_read
+from bridge.capture.symbolic_capture import as_in_eager_at_sample, with_extents
+from bridge.capture.symbolic_sizes import SymbolicSizes
 from bridge.capture.thread_isolation import capturing
 from bridge.state import PythonState, generators_put_back, module_tensors
 
@@ -50,8 +54,10 @@ log = channel("dispatch")
 
 
 @generators_put_back()
-def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
+def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim] = ()) -> Captured:
     """Captures the call ``module(*args, **kwargs)`` in the module's current mode.
+
+    ``dims``: dimensions of arguments whose sizes become extents (:func:`bridge.capture.dynamic_shapes.dynamic_dims`).
 
     Python attributes that its forward sets are left set: callers that need the
     module as it was take a :class:`bridge.state.snapshot.PythonState`.
@@ -65,10 +71,10 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
         Exception: eager's own, where the sample is one that PyTorch itself refuses.
     """
     check_call(module, args, kwargs)
-    traced = _traced_and_settled(module, args, kwargs)
+    refuse_numbers(type(module).__name__, dims)
+    traced = _traced_and_settled(module, args, kwargs, dims)
     captured = traced.captured
-    values = [node.meta["val"] for node in captured.graph.nodes if node.op == "placeholder"]
-    forget_real_tensors([fake for fake in (*values, *captured.arguments) if isinstance(fake, FakeTensor)])
+    forget_real_tensors([fake for fake in traced.fakes if isinstance(fake, FakeTensor)])
     if captured.problems:
         return captured
     before = PythonState(module)
@@ -85,19 +91,21 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
             )
     finally:
         before.restore()
-    observation, differences = as_in_eager(captured.observation, real)
+    compare = as_in_eager if captured.extents is None else as_in_eager_at_sample
+    observation, differences = compare(captured.observation, real)
     observation.unsupported += [*differing, *differences]
     return replace(captured, observation=observation, fake_observation=captured.observation)
 
 
 class _Traced(NamedTuple):
-    """A captured call, and the tensors that its ``module_tensors`` describe."""
+    """A captured call, the tensors that its ``module_tensors`` describe, and the fake ones that entered its graph."""
 
     captured: Captured
     real_tensors: list[torch.Tensor]
+    fakes: list[Any]
 
 
-def _traced_and_settled(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> _Traced:
+def _traced_and_settled(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim]) -> _Traced:
     """The traced call; where forward sets Python attributes, traced once more from the state that it left.
 
     An attribute that the second run leaves alone (a window size that is clipped once) is a constant from then on; one
@@ -106,14 +114,14 @@ def _traced_and_settled(module: nn.Module, args: tuple, kwargs: dict[str, Any]) 
     name = type(module).__name__
     first = PythonState(module)
     before = first
-    traced = _trace_or_refuse(module, args, kwargs, first, before)
+    traced = _trace_or_refuse(module, args, kwargs, dims, first, before)
     before.restore_caches()
     counters = None
     if (changed := before.changes()) and not traced.captured.problems:
         counters = counters_of(module, args, kwargs, changed, traced.captured.readings)
         if counters is None:
             before = PythonState(module)
-            traced = _trace_or_refuse(module, args, kwargs, first, before)
+            traced = _trace_or_refuse(module, args, kwargs, dims, first, before)
             before.restore_caches()
             changed = before.changes()
             counters = counters_of(module, args, kwargs, changed, traced.captured.readings) if changed else None
@@ -128,7 +136,12 @@ def _traced_and_settled(module: nn.Module, args: tuple, kwargs: dict[str, Any]) 
 
 
 def _trace_or_refuse(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], first: PythonState, before: PythonState
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    dims: Sequence[DynamicDim],
+    first: PythonState,
+    before: PythonState,
 ) -> _Traced:
     """The traced call. If it cannot be had, ``first`` is put back and the sample is tried in eager.
 
@@ -139,7 +152,7 @@ def _trace_or_refuse(
         Exception: eager's own, where eager refuses the sample too.
         UnsupportedModule: in short words; the chain of torch's exceptions is its ``cause``, and in the log.
     """
-    traced = _trace_or_cause(module, args, kwargs)
+    traced = _trace_or_cause(module, args, kwargs, dims)
     if isinstance(traced, _Traced):
         return traced
     # outside of the except clause, or each of these would show all of torch's exceptions above its own words
@@ -156,7 +169,7 @@ def _trace_or_refuse(
         first.restore()
     if readings:
         before.restore()
-        again = _trace_or_cause(module, args, kwargs, readings)
+        again = _trace_or_cause(module, args, kwargs, dims, readings)
         if isinstance(again, _Traced):
             return again
         first.restore()
@@ -170,26 +183,37 @@ def _trace_or_refuse(
 
 
 def _trace_or_cause(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], readings: Sequence[Reading] = ()
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    dims: Sequence[DynamicDim],
+    readings: Sequence[Reading] = (),
 ) -> _Traced | BaseException:
     """The traced call, or why torch could not trace it. Refusals of this package's and eager's errors are raised."""
     try:
         with capturing(module):
-            return _trace(module, args, kwargs, readings)
+            return _trace(module, args, kwargs, dims, readings)
     except Exception as error:  # tracing and the fake run run the user's code, whatever that raises on fake tensors
         if isinstance(error, UnsupportedModule) or is_refused_by_eager(error):
             raise
         return error.__cause__ if isinstance(error, NotExportedError) else error
 
 
-def _trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], readings: Sequence[Reading]) -> _Traced:
+def _trace(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    dims: Sequence[DynamicDim],
+    readings: Sequence[Reading],
+) -> _Traced:
     """Exports the call, observes it on fake tensors and brings the two together.
 
     ``readings``: what forward reads. Where it reads nothing, or tracing needs nothing of it, none.
     """
     forward = f"{type(module).__name__}.forward"
     with given(module, readings, returned=True):
-        exported = export(module, args, kwargs)
+        exported = export(module, args, kwargs, dims)
+    sizes = SymbolicSizes(dims, argument_values(exported)) if dims else None
     raise_deferred()
     tensors, real_tensors = module_tensors(module, constants(exported))
     unsupported = free_tensors(exported, {name for tensor in tensors for name in tensor.names})
@@ -201,7 +225,7 @@ def _trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], readings: Seq
     unsupported += spell_out_casts(exported.graph_module, ambient_autocast(), needs_grad)
     unsupported += prepare(exported.graph_module, needs_grad)
     with GradModesInRegions() as grad_modes, given(module, readings):
-        run = fake_run(module, tensors, real_tensors, args, kwargs)
+        run = fake_run(module, tensors, real_tensors, args, kwargs, sizes)
     unsupported += grad_modes.problems
     raise_deferred()
     with torch.autocast("cpu", enabled=False):  # its casts are in the graph by now
@@ -241,7 +265,10 @@ def _trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], readings: Seq
         readings=tuple(readings),
         read=tuple(read),
     )
-    return _Traced(captured, real_tensors)
+    fakes = [node.meta["val"] for node in captured.graph.nodes if node.op == "placeholder"]
+    if sizes is not None:
+        captured = with_extents(captured, sizes, args, kwargs)
+    return _Traced(captured, real_tensors, [*fakes, *run.arguments])
 
 
 def _eager_draws(

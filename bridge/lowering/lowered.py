@@ -60,7 +60,7 @@ class LoweredCall:
     Attributes:
         captured, imported: where it came from.
         stages: in order; index by name.
-        forward: outputs, new buffer values, captures; parameters as in :class:`bridge.aten.importer.Imported`,
+        forward: outputs, new buffer values, captures; parameters as in :class:`bridge.aten.imported.Imported`,
             then the dropout masks.
         partitioned: ``None`` when nothing requires grad.
         wanted: the inputs (module tensors, then arguments) whose gradient exists for some output.

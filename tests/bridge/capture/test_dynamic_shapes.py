@@ -82,7 +82,7 @@ def test_every_dimension_that_varies_is_named(spec, expected):
 
 def test_dimensions_inside_structures_are_named():
     sample = {"x": rows(), "y": [rows(), 2], "parts": {"a": BaseModelOutput(last_hidden_state=rows())}}
-    spec = {"x": None, "y": [{0: BATCH}, Dim.DYNAMIC], "parts": {"a": [{1: BATCH}]}}
+    spec = {"x": None, "y": [{0: BATCH}, Dim.DYNAMIC], "parts": {"a": [{1: Dim("width")}]}}
     places = [problem.partition(":")[0] for problem in refused(spec, sample)]
     assert places == ["['y'][0][0]", "['y'][1]", "['parts']['a'][0][1]"]
 

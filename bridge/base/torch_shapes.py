@@ -1,0 +1,65 @@
+"""Symbolic sizes of torch: ``SymInt``, its expression, and the environment with the conclusions about sizes.
+
+Like :mod:`bridge.base.torch_internals`, and for the same lint test: no other file names what is private here. The
+expressions are sympy's, of torch's own classes among others; who reads them goes by the classes' names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from traceback import FrameSummary
+from typing import Any
+
+import torch
+
+from bridge.base.torch_internals import PROBES, MissingInternalError
+
+__all__ = ["SYMBOLIC", "Conclusion", "conclusions", "environment", "expression", "hint", "is_decided", "range_of"]
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+_USED = ("guards", "var_to_range", "replace", "backed_var_to_val")
+
+Conclusion = tuple[Any, FrameSummary | None]
+
+
+def expression(value: Any, *, original: bool = False) -> Any:
+    """The sympy expression of a symbolic number, with what is known to be equal replaced; or as it was made."""
+    return value.node._expr if original else value.node.expr
+
+
+def hint(value: Any) -> Any:
+    """A number for the sample's sizes: of a symbolic one, without a guard; ``None`` if sizes do not decide it."""
+    return value.node.hint if isinstance(value, SYMBOLIC) else value
+
+
+def environment(value: Any) -> Any:
+    """The ``ShapeEnv`` that a symbolic number belongs to."""
+    found = value.node.shape_env
+    for name in _USED:
+        PROBES[f"ShapeEnv.{name}"] = hasattr(found, name)
+        if not PROBES[f"ShapeEnv.{name}"]:
+            raise MissingInternalError(f"ShapeEnv.{name}")
+    return found
+
+
+def is_decided(env: Any, expr: Any) -> bool:
+    """Whether the sizes of the arguments decide an expression: no number of it is one that a tensor gives."""
+    return expr.free_symbols <= env.backed_var_to_val.keys()
+
+
+def range_of(env: Any, symbol: Any) -> tuple[int | None, int | None]:
+    """The least and the greatest value of a symbol, ``None`` where there is no bound."""
+    bounds = env.var_to_range[symbol]
+    low, high = (int(each) if each.is_Integer else None for each in (bounds.lower, bounds.upper))
+    return low, high
+
+
+def conclusions(env: Any) -> Iterator[Conclusion]:
+    """What was answered for the sample's sizes: the condition that held, and the frame that asked, if known.
+
+    What could be proven for the range is none of them. Conditions on numbers that tensors give are assertions in the
+    graph.
+    """
+    for guard in env.guards:
+        yield guard.expr, guard.sloc.maybe_user_loc or guard.sloc.framework_loc

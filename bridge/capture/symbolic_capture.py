@@ -1,0 +1,92 @@
+"""Symbolic capture: a captured call whose graph has torch's symbolic sizes → the same with extents in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autodiff.extents import Dim, sample_of
+from bridge.base.errors import Unsupported
+from bridge.base.torch_internals import pytree
+from bridge.capture.captured import Captured
+from bridge.capture.eager_run import as_in_eager
+from bridge.capture.fake_run import arguments_of_sample
+from bridge.capture.observation import Observation
+from bridge.capture.passes.stop_gradient import where_is
+from bridge.capture.symbolic_sizes import SymbolicSizes, at_sample
+from bridge.capture.sympy_extents import NotTranslatedError
+
+__all__ = ["as_in_eager_at_sample", "with_extents"]
+
+_NO_FORM = "a size that is no expression of the arguments' sizes"
+
+
+def with_extents(captured: Captured, sizes: SymbolicSizes, args: tuple, kwargs: dict[str, Any]) -> Captured:
+    """The captured call with extents for all sizes; its graph is changed in place.
+
+    To be called when nothing asks torch's sizes any more. What has no form among extents is added to the problems.
+    """
+    forward = f"{captured.module_name}.forward"
+    observation = captured.observation
+    observation.unsupported += sizes.take_over(forward)
+    if sizes.environment is None:
+        return captured
+    for node in captured.graph.nodes:
+        try:
+            if "val" in node.meta:
+                node.meta["val"] = sizes.form(node.meta["val"])
+        except NotTranslatedError as error:
+            where = where_is(node) or forward
+            observation.unsupported.append(Unsupported(str(node.target), where, f"{_NO_FORM}: {error}"))
+    try:
+        observation = sizes.observation(observation)
+    except NotTranslatedError as error:
+        observation.unsupported.append(Unsupported("a result or a draw", forward, f"{_NO_FORM}: {error}"))
+    values = {**dict(enumerate(pytree.tree_leaves((args, kwargs)))), **sizes.arguments}
+    forms = [sizes.form(value) for value in values.values() if isinstance(value, torch.Tensor)]
+    return replace(
+        captured,
+        observation=observation,
+        fake_observation=observation,
+        arguments=arguments_of_sample(args, kwargs),
+        extents=sizes.scope,
+        argument_shapes=tuple(form.shape for form in forms),
+        argument_strides=tuple(form.stride for form in forms),
+        lines=sizes.lines,
+    )
+
+
+def as_in_eager_at_sample(symbolic: Observation, real: Observation) -> tuple[Observation, list[Unsupported]]:
+    """As :func:`bridge.capture.eager_run.as_in_eager`, of an observation with extents; they stay.
+
+    An eager run knows strides for the sample only. Where the fake run's are others, eager's are taken if they are those
+    of a dense tensor, whose axes keep their order.
+    """
+    observation, problems = as_in_eager(at_sample(symbolic), real)
+    if problems:
+        return observation, problems
+    made: dict[str, list[Any]] = {}
+    for kind in ("draws", "outputs"):
+        made[kind] = []
+        for ours, eagers in zip(getattr(symbolic, kind), getattr(real, kind), strict=True):
+            stride = _stride(ours.shape, ours.stride, eagers.stride)
+            if stride is None:
+                reason = f"eager's strides {eagers.stride} for shape {eagers.shape} do not tell those of other sizes"
+                problems.append(Unsupported("strides", "forward", reason, "call .contiguous() on it"))
+            made[kind].append(replace(ours, stride=stride))
+    return replace(observation, **made), problems
+
+
+def _stride(shape: Sequence[Dim], traced: Sequence[Dim], eagers: Sequence[int]) -> tuple[Dim, ...] | None:
+    if tuple(map(sample_of, traced)) == tuple(eagers):
+        return tuple(traced)
+    found: dict[int, Dim] = {}
+    step: Dim = 1
+    for axis in sorted(range(len(shape)), key=lambda axis: (eagers[axis], sample_of(shape[axis]), -axis)):
+        found[axis] = step
+        step = step * shape[axis]
+    stride = tuple(found[axis] for axis in range(len(shape)))
+    return stride if tuple(map(sample_of, stride)) == tuple(eagers) else None

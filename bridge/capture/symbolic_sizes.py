@@ -1,0 +1,190 @@
+"""Symbolic sizes of a capture: torch's symbols, ranges and guards → the extents of one scope.
+
+What torch.export, decompositions and the fake run conclude about sizes (two are equal, one is divisible, one is below
+a bound that forward compares it with) is written down in one environment of torch's. Two dimensions that are equal
+share a symbol there, and one that has to be the sample's is a number. :meth:`SymbolicSizes.take_over` asks the scope
+of extents the same questions, so that what torch has concluded holds wherever the scope's guards do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from autodiff.extents import Dim, ExtentScope, Guard, sample_of
+from autodiff.extents.ranges import Range
+from bridge.base.errors import Unsupported, is_user_file, line_of
+from bridge.base.torch_shapes import conclusions, environment, expression, is_decided, range_of
+from bridge.capture.dynamic_shapes import DynamicDim
+from bridge.capture.observation import Draw, Observation, Output, Parameter
+from bridge.capture.sympy_extents import NotTranslatedError, extent_of, holds
+from bridge.capture.tensor_form import TensorForm
+
+__all__ = ["SymbolicSizes", "at_sample"]
+
+_LEAST = 2
+_SPECIAL = 'dispatch it without dynamic_shapes for that dimension: on_miss="compile" makes an entry for each size'
+
+
+class SymbolicSizes:
+    """The sizes of the call's arguments that vary.
+
+    Attributes:
+        arguments: the traced graph's argument tensors that have such sizes, by leaf.
+        scope: an extent for each symbol that torch has left.
+        lines: where forward or torch asked for what became a guard of the scope.
+    """
+
+    def __init__(self, dims: Sequence[DynamicDim], values: Sequence[Any]):
+        """``values``: what stands for each leaf of the arguments in the traced graph."""
+        self.arguments = {each.leaf: values[each.leaf] for each in dims}
+        self.scope = ExtentScope()
+        self.lines: dict[Guard, str] = {}
+        self._dims = dims
+        self._sizes = [self.arguments[each.leaf].shape[each.dimension] for each in dims]
+        self._symbols: dict[Any, Dim] = {}
+        symbolic = [size for size in self._sizes if isinstance(size, torch.SymInt)]
+        self._environment = environment(symbolic[0]) if symbolic else None
+
+    @property
+    def environment(self) -> Any:
+        """torch's ``ShapeEnv``; ``None`` where no size is left symbolic."""
+        return self._environment
+
+    def take_over(self, forward: str) -> list[Unsupported]:
+        """Makes the extents, and asks them what torch concluded; what cannot be asked, and what should vary and must
+        not. To be called when torch asks no more.
+
+        Args:
+            forward: what to name where no line is known, as in ``"Block.forward"``.
+        """
+        problems = self._fixed(forward)
+        if self._environment is None:
+            return problems
+        self._make_symbols()
+        for condition, frame in conclusions(self._environment):
+            known = len(self.scope.guards)
+            where = _line(frame) or forward
+            try:
+                condition = self._environment.replace(condition)
+                if not holds(condition, self._symbols):
+                    raise NotTranslatedError(condition)
+            except NotTranslatedError as error:
+                problems.append(
+                    Unsupported("a condition on sizes", where, f"has no form as a guard: {error}", _SPECIAL)
+                )
+            self.lines.update(dict.fromkeys(self.scope.guards[known:], where))
+        self._narrow()
+        return problems
+
+    def dim(self, size: int | torch.SymInt) -> Dim:
+        """A size of torch's as a number or an extent. :class:`NotTranslatedError` for one that a tensor gives."""
+        return extent_of(expression(size), self._symbols) if isinstance(size, torch.SymInt) else int(size)
+
+    def form(self, value: Any) -> Any:
+        """A value of the traced graph, fake tensors as :class:`TensorForm`; what extents do not have stays."""
+        if isinstance(value, tuple | list):
+            return type(value)(self.form(each) for each in value)
+        if isinstance(value, torch.Tensor):
+            shape = tuple(map(self.dim, value.shape))
+            stride = tuple(map(self.dim, value.stride())) if value.layout is torch.strided else None
+            return TensorForm(shape, value.dtype, stride, value.requires_grad)
+        if isinstance(value, torch.SymInt):
+            return self.dim(value) if is_decided(self._environment, expression(value)) else value
+        if isinstance(value, torch.SymBool) and is_decided(self._environment, expression(value)):
+            return holds(expression(value), self._symbols)
+        return value
+
+    def observation(self, observation: Observation) -> Observation:
+        """What the fake run saw, with extents in draws and results."""
+        draws, outputs = (_mapped(each, self._plain) for each in (observation.draws, observation.outputs))
+        return replace(observation, draws=draws, outputs=outputs)
+
+    def _plain(self, value: Any) -> Any:
+        return self.dim(value) if isinstance(value, torch.SymInt) else value
+
+    def _make_symbols(self) -> None:
+        """An extent for each symbol of the dimensions; dimensions of one name have one extent."""
+        pairs = [
+            (each, expression(size))
+            for each, size in zip(self._dims, self._sizes, strict=True)
+            if isinstance(size, torch.SymInt)
+        ]
+        extents: dict[str, Dim] = {}
+        for each, symbol in pairs:
+            if not symbol.is_Symbol or symbol in self._symbols:
+                continue
+            if each.name not in extents:
+                same = [dim for dim, other in pairs if other == symbol or dim.name == each.name]
+                extents[each.name] = self._new(each.name, symbol, same)
+            self._symbols[symbol] = extents[each.name]
+        for each, expr in pairs:  # of a symbol that no dimension is, only part of
+            for symbol in sorted(expr.free_symbols - self._symbols.keys(), key=str):
+                name = f"{each.name}_part"
+                while name in extents:
+                    name += "_"
+                extents[name] = self._symbols[symbol] = self._new(name, symbol, [])
+
+    def _new(self, name: str, symbol: Any, dims: Sequence[DynamicDim]) -> Dim:
+        low = max([_LEAST, *(each.low for each in dims)])
+        high = min([each.high for each in dims if each.high is not None], default=None)
+        return self.scope.symbol(name, int(self._environment.backed_var_to_val[symbol]), low, high)
+
+    def _narrow(self) -> None:
+        """Ranges that follow from the guards: what is asked from now on can be proven with them."""
+        for symbol, extent in self._symbols.items():
+            low, high = range_of(self._environment, symbol)
+            key, *_ = extent.linear
+            known = self.scope.ranges[key]
+            lows, highs = (
+                [each for each in pair if each is not None] for pair in ((low, known.low), (high, known.high))
+            )
+            self.scope.ranges[key] = Range(max(lows, default=None), min(highs, default=None))
+
+    def _fixed(self, forward: str) -> list[Unsupported]:
+        """Dimensions that are meant to vary and that forward fixes to the sample's size."""
+        found = []
+        for each, size in zip(self._dims, self._sizes, strict=True):
+            number = int(size) if not isinstance(size, torch.SymInt) else _number(size)
+            if each.required and number is not None:
+                reason = f"dimension {each.dim} is meant to vary, and forward is for the sample's {number} alone"
+                where = self._who_fixed(size) or forward
+                found.append(Unsupported(f"dynamic_shapes{each.place}", where, reason, "Dim.AUTO lets it be static"))
+        return found
+
+    def _who_fixed(self, size: Any) -> str | None:
+        if not isinstance(size, torch.SymInt):
+            return None
+        own = expression(size, original=True).free_symbols
+        asked = [_line(frame) for condition, frame in conclusions(environment(size)) if own & condition.free_symbols]
+        return next(filter(None, asked), None)
+
+
+def at_sample(observation: Observation) -> Observation:
+    """An observation with numbers for its extents, the sample's."""
+    draws, outputs = (_mapped(each, sample_of) for each in (observation.draws, observation.outputs))
+    return replace(observation, draws=draws, outputs=outputs)
+
+
+def _number(size: torch.SymInt) -> int | None:
+    found = expression(size)
+    return int(found) if found.is_Integer else None
+
+
+def _line(place: Any) -> str | None:
+    """The user's line of a frame."""
+    if isinstance(place, str) or place is None:
+        return place
+    return line_of((place.filename, place.lineno or 0)) if is_user_file(place.filename) else None
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Draws, results and their parts with every number changed."""
+    if isinstance(value, Draw | Output | Parameter):
+        return replace(value, **{each.name: _mapped(getattr(value, each.name), change) for each in fields(value)})
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(each, change) for each in value)
+    return change(value)

@@ -1,0 +1,114 @@
+"""A lowering with extents, held against eager at several sizes: its stages, instantiated, run by the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autodiff.extents import Extent
+from autodiff.instantiate import instantiate
+from bridge import lower
+from bridge.aten import import_graph
+from bridge.capture import Captured, capture, dynamic_dims, normalize_sample
+from bridge.lowering import LoweredCall, Sample
+from bridge.lowering.stage import Stage
+from bridge.reference import interpret, run_graph
+from bridge.verify.inputs import eager_reference
+
+__all__ = ["assert_as_eager", "at_sizes", "imported", "sizes_of"]
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-6}
+"""transformers computes losses in float32."""
+
+
+def imported(module: nn.Module, sample: Any, dynamic_shapes: Any) -> LoweredCall:
+    """The call captured and imported, without gradients."""
+    args, kwargs = normalize_sample(module, sample, None)
+    captured = capture(module, args, kwargs, dynamic_dims(module, args, kwargs, dynamic_shapes))
+    function = import_graph(captured)
+    call = LoweredCall(captured, function, (), ())
+    call.stages = [Stage("captured", "capture", captured.graph, 0.0), Stage("imported", "aten", function.function, 0.0)]
+    training = {path: child.training for path, child in module.named_modules()}
+    call.sample = Sample(module, args, kwargs, "min_cut", training, None, relower=lower)
+    return call
+
+
+def sizes_of(captured: Captured, args: tuple, kwargs: dict[str, Any]) -> dict[str, int]:
+    """What the scope's symbols are in a call."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    found: dict[str, int] = {}
+    for shape, tensor in zip(captured.argument_shapes, tensors, strict=True):
+        for extent, size in zip(shape, tensor.shape, strict=True):
+            if isinstance(extent, Extent) and extent.linear is not None:
+                symbol, factor, offset = extent.linear
+                found[symbol.name] = (size - offset) // factor
+    return found
+
+
+def at_sizes(lowered: LoweredCall, args: tuple, kwargs: dict[str, Any]) -> LoweredCall:
+    """The lowered call for the sizes of another call: static, as if it had been lowered for those."""
+    captured = lowered.captured
+    scope, sizes = captured.extents, sizes_of(captured, args, kwargs)
+    assert scope.broken()(sizes) is None, (scope.broken()(sizes), sizes)
+
+    def number(value: Any) -> Any:
+        if isinstance(value, Extent):
+            return scope.value(value, sizes)
+        if is_dataclass(value):
+            return replace(value, **{each.name: number(getattr(value, each.name)) for each in fields(value)})
+        return type(value)(map(number, value)) if type(value) in (tuple, list) else value
+
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    for tensor, shape, stride in zip(tensors, captured.argument_shapes, captured.argument_strides, strict=True):
+        assert (tuple(tensor.shape), tensor.stride()) == (number(shape), number(stride))
+    kinds = {kind: [number(each) for each in getattr(captured.observation, kind)] for kind in ("draws", "outputs")}
+    static = replace(captured, observation=replace(captured.observation, **kinds), arguments=tuple(tensors))
+    made = replace(lowered, captured=static, stages=[], sample=replace(lowered.sample, args=args, kwargs=kwargs))
+    for stage in lowered.stages:
+        if stage.name == "captured":
+            made.stages.append(replace(stage, runner=lambda inputs: run_graph(static, lowered.imported, inputs)))
+        else:
+            made.stages.append(replace(stage, ir=instantiate(stage.function, sizes)))
+    return made
+
+
+def assert_as_eager(
+    lowered: LoweredCall, sample: Callable[..., Any], sizes: Sequence[Mapping[str, int] | tuple[int, ...]]
+) -> None:
+    """Every stage's results, and the form of the module's, are eager's for ``sample(*sizes)``; draws included."""
+    for each in sizes:
+        args, kwargs = normalize_sample(lowered.sample.module, sample(*each), None)
+        static = at_sizes(lowered, args, kwargs)
+        reference = eager_reference(static, seed=3)
+        for stage in static.stages:
+            inputs = reference.primals + (reference.grad_outs if stage.name in ("joint", "cleaned") else [])
+            if stage.name.startswith("split"):
+                continue
+            results = interpret(stage.function, inputs).results if stage.runner is None else stage.run(inputs)
+            wanted = reference.results + (reference.gradients if stage.name in ("joint", "cleaned") else [])
+            for index, (result, expected) in enumerate(zip(results, wanted, strict=True)):
+                tolerance = TOLERANCES.get(expected.dtype, 0.0)
+                scale = max(expected.abs().max().item(), 1e-3) if tolerance else 1.0
+                words = f"result {index} of {stage.name} at {each}"
+                torch.testing.assert_close(
+                    result.detach(),
+                    expected,
+                    rtol=tolerance,
+                    atol=tolerance * scale,
+                    msg=lambda m, w=words: f"{w}: {m}",
+                )
+        _assert_form(static, args, kwargs)
+
+
+def _assert_form(static: LoweredCall, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Shapes, strides and element types of the results are those that the capture tells for this size."""
+    with torch.random.fork_rng(devices=[]):
+        leaves = pytree.tree_leaves(static.sample.module(*args, **kwargs))
+    for leaf, output in zip(leaves, static.captured.outputs, strict=True):
+        if output.is_tensor:
+            assert (tuple(leaf.shape), leaf.stride(), leaf.dtype) == (output.shape, output.stride, output.dtype)
