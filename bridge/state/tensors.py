@@ -90,6 +90,8 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
 
 def once_per_owner(module: nn.Module, names: Sequence[str]) -> list[str]:
     """Of the names of a tensor, one for each submodule that holds it (a shared submodule has several paths)."""
+    if len(names) == 1:
+        return list(names)
     owners = {}
     for name in names:
         path, _, leaf = name.rpartition(".")
