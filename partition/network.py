@@ -12,7 +12,7 @@ Cutting ``in(v) -> out(v)`` saves v; cutting ``source -> in(v)`` pays for recomp
 unique one with the fewest values recomputed), so the result does not depend on the flow algorithm.
 
 Infinite edges at the source and at the sink are contracted before any flow is pushed. That takes the network apart at
-every matrix product; the pieces are solved one by one, in joint order.
+every matrix product; the pieces are solved one by one, in joint order, those of equal layers or time steps once.
 """
 
 from __future__ import annotations
@@ -69,10 +69,18 @@ def minimum_cut(
 
     direct = edges.pop((_SOURCE, _SINK), 0)
     sink_side, cost = {_SINK}, direct
+    solved: dict[Edges, tuple[int, frozenset[int]]] = {}
     for piece in _pieces(edges):
-        value, side = _solve(piece)
+        number = {_SOURCE: 0, _SINK: 1}
+        numbered = tuple(
+            (number.setdefault(tail, len(number)), number.setdefault(head, len(number)), capacity)
+            for (tail, head), capacity in piece
+        )
+        if numbered not in solved:
+            solved[numbered] = _solve(numbered)
+        value, side = solved[numbered]
         cost += value
-        sink_side |= side
+        sink_side.update(name for name, place in number.items() if place in side)
     if cost >= infinite:
         return Cut(blocked=_infinite_path(graph, save, recompute, inner))
     saved = tuple(name for name in inner if ends[name][0] not in sink_side and ends[name][1] in sink_side)
@@ -90,7 +98,11 @@ def _ends(name: str, save: int | None, recompute: int | None, required: bool) ->
     return entry, exit_
 
 
-def _pieces(edges: Mapping[tuple[str, str], int]) -> list[nx.DiGraph]:
+Edges = tuple[tuple[int, int, int], ...]
+"""``(tail, head, capacity)``: node 0 is the source, node 1 the sink."""
+
+
+def _pieces(edges: Mapping[tuple[str, str], int]) -> list[list[tuple[tuple[str, str], int]]]:
     """The network without source and sink, in weakly connected pieces, each with its own source and sink edges."""
     whole = nx.Graph()
     for tail, head in edges:
@@ -98,20 +110,24 @@ def _pieces(edges: Mapping[tuple[str, str], int]) -> list[nx.DiGraph]:
         if tail != _SOURCE and head != _SINK:
             whole.add_edge(tail, head)
     number = {node: index for index, nodes in enumerate(nx.connected_components(whole)) for node in nodes}
-    pieces = [nx.DiGraph() for _ in range(1 + max(number.values(), default=-1))]
+    pieces: list[list[tuple[tuple[str, str], int]]] = [[] for _ in range(1 + max(number.values(), default=-1))]
     for (tail, head), capacity in edges.items():
-        pieces[number[head if tail == _SOURCE else tail]].add_edge(tail, head, capacity=capacity)
+        pieces[number[head if tail == _SOURCE else tail]].append(((tail, head), capacity))
     return pieces
 
 
-def _solve(piece: nx.DiGraph) -> tuple[int, set[str]]:
+def _solve(edges: Edges) -> tuple[int, frozenset[int]]:
     """The cost of a piece's minimum cut and its smallest sink side."""
-    if _SINK not in piece:
-        return 0, set()
-    if _SOURCE not in piece:
-        return 0, nx.ancestors(piece, _SINK)
-    value, (_, side) = nx.minimum_cut(piece, _SOURCE, _SINK, flow_func=nx.algorithms.flow.preflow_push)
-    return value, side
+    source, sink = 0, 1
+    piece = nx.DiGraph()
+    for tail, head, capacity in edges:
+        piece.add_edge(tail, head, capacity=capacity)
+    if sink not in piece:
+        return 0, frozenset()
+    if source not in piece:
+        return 0, frozenset(nx.ancestors(piece, sink))
+    value, (_, side) = nx.minimum_cut(piece, source, sink, flow_func=nx.algorithms.flow.preflow_push)
+    return value, frozenset(side)
 
 
 def _infinite_path(

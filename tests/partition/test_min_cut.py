@@ -6,7 +6,7 @@ import pytest
 from tvm import relax
 
 from autodiff.ir import TensorType, bindings
-from partition import MinCut, build_graph, partition
+from partition import MinCut, build_graph, network, partition
 from tests.partition import joints
 from tests.partition.backprop import bert, differentiate
 from tests.partition.joints import Builder, library_call, op
@@ -73,6 +73,17 @@ def test_recomputation_stays_within_a_layer():
             seen.add(name)
             stack.extend(graph.nodes[name].inputs)
         assert seen and all(name.startswith(f"l{layer}_") for name in seen)
+
+
+def test_equal_layers_are_cut_once(monkeypatch):
+    solve, counts = network._solve, []
+    for layers in (3, 6):
+        solved = []
+        monkeypatch.setattr(network, "_solve", lambda edges, solved=solved: solved.append(edges) or solve(edges))
+        plan = plan_of(bert(layers, 2, 16, 32, 4))
+        assert len(solved) == len(set(solved)) < len(plan.captures)
+        counts.append(len(solved))
+    assert counts[0] == counts[1], "as many for six layers as for three"
 
 
 def test_a_part_is_kept_rather_than_the_whole_but_never_a_view():
