@@ -33,7 +33,7 @@ from tvm.relax import (
 )
 from tvm.tirx import Add, Cast, FloatImm, FloorDiv, FloorMod, IntImm, Max, Min, Mul, Sub
 
-from autodiff.extents import from_tir, is_symbol
+from autodiff.extents import Dim, from_tir, is_symbol
 
 __all__ = [
     "VARS",
@@ -58,6 +58,7 @@ __all__ = [
     "bindings",
     "build_function",
     "dtype",
+    "extents_of",
     "is_float",
     "itemsize",
     "library_name",
@@ -89,6 +90,11 @@ def shape(value: Expr) -> tuple[int, ...]:
     if not isinstance(extents, ShapeExpr):
         raise ValueError(f"wanted a tensor of known shape, got {value} of type {ty}")
     return tuple([extent.value if type(extent) is IntImm else from_tir(extent) for extent in extents.values[:]])
+
+
+def extents_of(ty: TensorType) -> tuple[Dim, ...]:
+    """The shape in a type of known shape, as :func:`shape` gives that of a value."""
+    return tuple([extent.value if type(extent) is IntImm else from_tir(extent) for extent in ty.shape.values[:]])
 
 
 def dtype(value: Expr) -> str:

@@ -42,7 +42,7 @@ BRIDGE = (
 
 COMPILE = (
     *("loop_ir", "codegen", "schedule", "backend", "passes", "translate", "options", "runtime", "cpu", "targets"),
-    *("pipeline", "__init__"),
+    *("signature", "pipeline", "__init__"),
 )
 """Rooms of ``bridge/compile/``, likewise."""
 

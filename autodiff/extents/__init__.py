@@ -2,13 +2,18 @@
 
 from autodiff.extents.extent import Dim, Extent, ExtentScope, from_tir, is_symbol, maximum, minimum, sample_of
 from autodiff.extents.guard import Guard
+from autodiff.extents.polynomial import Composite, Symbol
 from autodiff.extents.proofs import below, divides, same
+from autodiff.extents.state import ScopeState, scope_of_state, state_of_scope
 
 __all__ = [
+    "Composite",
     "Dim",
     "Extent",
     "ExtentScope",
     "Guard",
+    "ScopeState",
+    "Symbol",
     "below",
     "divides",
     "from_tir",
@@ -17,4 +22,6 @@ __all__ = [
     "minimum",
     "same",
     "sample_of",
+    "scope_of_state",
+    "state_of_scope",
 ]

@@ -41,6 +41,7 @@ from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.link import assemble
 from bridge.compile.runtime.pool import ARENAS
 from bridge.compile.runtime.program import Program
+from bridge.compile.signature import size_signature
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import translate
 
@@ -62,7 +63,10 @@ log, fallbacks_log = channel("compile"), channel("fallbacks")
 
 
 def compile_function(func: Function, *, name: str, options: CompileOptions | None = None) -> Program:
-    """Compile a function in flat form (see :mod:`autodiff.ir`) with static shapes.
+    """Compile a function in flat form (see :mod:`autodiff.ir`).
+
+    The program of a function with symbolic extents is one for all sizes: :meth:`Program.bind` gives what runs. What was
+    concluded about the sizes are the guards of their scope.
 
     While a program is in use, equal functions share it; it keeps the ``name`` it was first compiled under. ``options``
     are the current ones for this machine's processor unless given. Raises ``NotImplementedError`` naming an operator
@@ -84,7 +88,8 @@ class Compilation:
     def __init__(self, func: Function, name: str, options: CompileOptions | None = None):
         self._func, self._name = func, name
         self._options = CompileOptions.current(backend_for(None)) if options is None else options
-        self._key = (self._options.key, structural_hash(func, map_free_vars=True))
+        self._signature = size_signature(func)
+        self._key = (self._options.key, structural_hash(func, map_free_vars=True), self._signature)
         with _LOCK:
             self._program = _PROGRAMS.get(self._key, func)
         if self._program is not None:
@@ -103,7 +108,8 @@ class Compilation:
             func = self._func
             variables = tuple(str(var.name) for var in (*func.params, *(var for var, _ in bindings(func))))
             timings = {"translate": self._seconds}
-            self._program = assemble(self._graph, self._name, self._options.backend, timings, variables)
+            backend, scope = self._options.backend, self._signature.scope
+            self._program = assemble(self._graph, self._name, backend, timings, variables, scope)
             _tell(self._program)
             with _LOCK:
                 _PROGRAMS.put(self._key, func, self._program)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from tvm.tirx import PrimFunc
 
+from autodiff.extents import Dim
 from bridge.compile.loop_ir.graph import Value
 
 __all__ = ["Kernel"]
@@ -23,4 +24,4 @@ class Kernel:
     outputs: tuple[Value, ...]
     scratch: tuple[Value, ...] = ()
     ops: tuple[str, ...] = ()
-    scalars: tuple[int, ...] = ()
+    scalars: tuple[Dim, ...] = ()

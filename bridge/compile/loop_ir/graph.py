@@ -20,12 +20,14 @@ from dataclasses import dataclass, field
 
 import tvm
 
+from autodiff.extents import Dim, same
 from autodiff.ir import itemsize
 from bridge.compile.loop_ir.product import ProductPlan
-from bridge.compile.loop_ir.views import View, dense
+from bridge.compile.loop_ir.views import View, dense, is_dense
 
 __all__ = [
     "Concat",
+    "Derived",
     "Fallback",
     "Graph",
     "LibraryCall",
@@ -45,16 +47,16 @@ class Value:
     """A dense tensor: a parameter, a constant, or a node's result. Identity is the object's."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Dim, ...]
     dtype: str
     source: str = "node"  # or "param", "constant"
 
     @property
-    def numel(self) -> int:
+    def numel(self) -> Dim:
         return math.prod(self.shape)
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> Dim:
         return self.numel * itemsize(self.dtype)
 
 
@@ -66,12 +68,17 @@ class Operand:
     view: View
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[Dim, ...]:
         return self.view.shape
 
     @property
     def dtype(self) -> str:
         return self.value.dtype
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the value's elements are read, in the order in which they lie."""
+        return same(self.view.numel, self.value.numel) and is_dense(self.view)
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class Scalar:
 
     number: float | int | bool
     dtype: str
-    shape: tuple[int, ...] = ()
+    shape: tuple[Dim, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +110,7 @@ class Concat(Pointwise):
     Every operand's view has as many elements as ``out`` and is constant along ``s``.
     """
 
-    inner: int = 1
+    inner: Dim = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,9 +122,9 @@ class Reduction:
 
     op: str
     operand: Operand
-    outer: int
-    reduced: int
-    inner: int
+    outer: Dim
+    reduced: Dim
+    inner: Dim
     out: Value
 
     @property
@@ -175,12 +182,29 @@ class Product:
 Node = Pointwise | Reduction | LibraryCall | Fallback | Product
 
 
+@dataclass(frozen=True)
+class Derived:
+    """A constant that follows from the sizes: it is made when a program is bound to some.
+
+    Attributes:
+        kind: ``"number"``, of one argument; ``"arange"``, of a beginning, an end and a step.
+        arguments: numbers, at least one of them symbolic.
+    """
+
+    kind: str
+    arguments: tuple[Dim | float, ...]
+    dtype: str
+
+
 @dataclass(eq=False)
 class Graph:
-    """Nodes in an order of execution, with the operands that are the results."""
+    """Nodes in an order of execution, with the operands that are the results.
+
+    ``constants`` are torch tensors or :class:`Derived`.
+    """
 
     params: list[Value]
-    constants: dict[Value, object]  # torch tensors
+    constants: dict[Value, object]
     nodes: list[Node]
     results: list[Operand]
 

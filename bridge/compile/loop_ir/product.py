@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bridge.compile.loop_ir.views import View
+from autodiff.extents import Dim, same
+from bridge.compile.loop_ir.views import View, alike
 
 __all__ = ["FIELDS", "Geometry", "ProductPlan"]
 
@@ -19,7 +20,7 @@ FIELDS = (
 """The descriptor, int64: ``c[o, i] = a[o, i] @ b[o, i]`` for two batch extents, strides in elements (a result's row is
 dense), the block of one task, whether ``c`` is added to."""
 
-Strides = tuple[int, ...]
+Strides = tuple[Dim, ...]
 
 
 @dataclass(frozen=True)
@@ -29,21 +30,21 @@ class Geometry:
     Offsets and strides count elements; the result has no offset.
     """
 
-    extents: tuple[int, ...]
+    extents: tuple[Dim, ...]
     a: Strides
     b: Strides
     c: Strides
-    a_offset: int
-    b_offset: int
+    a_offset: Dim
+    b_offset: Dim
 
     @classmethod
     def of(cls, a: View, b: View, c: View) -> Geometry | None:
         """The geometry of ``c = a @ b``, all batches expanded; ``None`` if the batch needs more than two extents."""
-        batch: list[list[int]] = []  # extent and the three strides, neighbours that run through merged
+        batch: list[list[Dim]] = []  # extent and the three strides, neighbours that run through merged
         for extent, *steps in zip(c.shape[:-2], a.strides, b.strides, c.strides, strict=False):
-            if extent == 1:
+            if same(extent, 1):
                 continue
-            if batch and batch[-1][1:] == [step * extent for step in steps]:
+            if batch and alike(batch[-1][1:], [step * extent for step in steps]):
                 batch[-1] = [batch[-1][0] * extent, *steps]
             else:
                 batch.append([extent, *steps])
@@ -82,11 +83,11 @@ class ProductPlan:
     block: tuple[int, int]
 
     @property
-    def offsets(self) -> tuple[int, int]:
+    def offsets(self) -> tuple[Dim, Dim]:
         """Elements before the first one that is read, of each operand."""
         return self.geometry.a_offset, self.geometry.b_offset
 
-    def descriptor(self, accumulate: bool = False) -> tuple[int, ...]:
+    def descriptor(self, accumulate: bool = False) -> tuple[Dim, ...]:
         """Values of :data:`FIELDS`; ``accumulate``: the product is added to what is there."""
         geometry = self.geometry
         fields = (*geometry.extents, *geometry.a, *geometry.b, *geometry.c[:3], *self.block, int(accumulate))
@@ -94,5 +95,5 @@ class ProductPlan:
         return fields
 
 
-def _unit(extents: Sequence[int], strides: Sequence[int]) -> Strides:
-    return tuple(1 if extent == 1 else stride for extent, stride in zip(extents, strides, strict=True))
+def _unit(extents: Sequence[Dim], strides: Sequence[Dim]) -> Strides:
+    return tuple(1 if same(extent, 1) else stride for extent, stride in zip(extents, strides, strict=True))

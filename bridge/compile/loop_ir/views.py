@@ -4,6 +4,10 @@ A :class:`View` is what ``torch.as_strided`` takes (shape, strides, offset, in e
 row-major base. Every shape operation of Relax is a function from a view to a view, so a chain of them costs
 nothing: a kernel turns the final view into index expressions, a library step into one strided torch tensor.
 Only ``reshape`` can fail (``None``): then the caller has to make the view dense first.
+
+Extents, strides and offsets may be symbolic. What a function finds holds for all sizes: it proves what it rests on, and
+takes the general way where there is no proof (an extent that may be 1 stays a dimension). Only what decides whether an
+operation is right at all, or where a slice ends, may become a guard.
 """
 
 from __future__ import annotations
@@ -12,9 +16,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autodiff.extents import Dim, below, divides, same, sample_of
+
 __all__ = [
     "View",
+    "alike",
     "box",
+    "broadcast",
     "compose",
     "cut_out",
     "dense",
@@ -33,48 +41,68 @@ __all__ = [
 class View:
     """A strided window on a dense base: element ``(i, j, …)`` is ``base[offset + i*strides[0] + j*strides[1] + …]``."""
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int = 0
+    shape: tuple[Dim, ...]
+    strides: tuple[Dim, ...]
+    offset: Dim = 0
 
     @property
-    def numel(self) -> int:
+    def numel(self) -> Dim:
         return math.prod(self.shape)
 
 
-def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+def alike(a: Sequence[Dim], b: Sequence[Dim]) -> bool:
+    """Whether two shapes are equal for all sizes."""
+    return len(a) == len(b) and all(map(same, a, b))
+
+
+def broadcast(*shapes: Sequence[Dim]) -> tuple[Dim, ...]:
+    """The shape that all of them broadcast to by numpy's rule. ``ValueError`` if there is none."""
+    wide = list(max(shapes, key=len, default=()))
+    for shape in shapes:
+        for axis in range(-1, -len(shape) - 1, -1):
+            have, want = wide[axis], shape[axis]
+            if have is want or same(want, 1):
+                continue
+            if same(have, 1):
+                wide[axis] = want
+            elif have != want:
+                raise ValueError(f"cannot broadcast {', '.join(map(str, shapes))} to one shape")
+    return tuple(wide)
+
+
+def dense_strides(shape: Sequence[Dim]) -> tuple[Dim, ...]:
     """Row-major strides of a dense tensor."""
     strides, step = [], 1
     for extent in reversed(shape):
         strides.append(step)
-        step *= max(extent, 1)
+        step *= 1 if same(extent, 0) else extent
     return tuple(reversed(strides))
 
 
-def dense(shape: Sequence[int]) -> View:
+def dense(shape: Sequence[Dim]) -> View:
     """The view that reads a dense base as it is."""
     return View(tuple(shape), dense_strides(shape))
 
 
 def is_dense(view: View) -> bool:
     """Whether the view's elements lie one after another from its offset on (the offset itself may be anything)."""
-    step = 1
+    step: Dim = 1
     for extent, stride in zip(reversed(view.shape), reversed(view.strides), strict=True):
-        if extent == 0:
+        if same(extent, 0):
             return True
-        if extent != 1 and stride != step:
+        if not same(extent, 1) and not same(stride, step):
             return False
         step *= extent
     return True
 
 
-def merged(view: View) -> list[tuple[int, int]]:
+def merged(view: View) -> list[tuple[Dim, Dim]]:
     """``(extent, stride)`` of the fewest dimensions that enumerate the view's elements in the same order."""
-    dims: list[tuple[int, int]] = []
+    dims: list[tuple[Dim, Dim]] = []
     for extent, stride in zip(view.shape, view.strides, strict=True):
-        if extent == 1:
+        if same(extent, 1):
             continue
-        if dims and dims[-1][1] == stride * extent:
+        if dims and same(dims[-1][1], stride * extent):
             dims[-1] = (dims[-1][0] * extent, stride)
         else:
             dims.append((extent, stride))
@@ -88,17 +116,22 @@ def permute(view: View, axes: Sequence[int] | None) -> View:
     return View(tuple(view.shape[a] for a in order), tuple(view.strides[a] for a in order), view.offset)
 
 
-def expand(view: View, shape: Sequence[int]) -> View:
+def expand(view: View, shape: Sequence[Dim]) -> View:
     """Broadcast to ``shape`` by numpy's rule. ``ValueError`` if the shapes do not broadcast."""
     shape = tuple(shape)
     missing = len(shape) - len(view.shape)
     if missing < 0:
         raise ValueError(f"cannot broadcast {view.shape} to {shape}")
-    strides = [0] * missing
+    strides: list[Dim] = [0] * missing
     for have, stride, want in zip(view.shape, view.strides, shape[missing:], strict=True):
-        if have != want and have != 1:
+        if same(have, want):
+            strides.append(stride)
+        elif same(have, 1):
+            strides.append(0)
+        elif have == want:
+            strides.append(stride)
+        else:
             raise ValueError(f"cannot broadcast {view.shape} to {shape}")
-        strides.append(stride if have == want else 0)
     return View(shape, tuple(strides), view.offset)
 
 
@@ -106,38 +139,38 @@ def without_broadcast(view: View, rank: int) -> View | None:
     """The view of ``rank`` dimensions, each element once, that :func:`expand` makes this view of; ``None`` if none."""
     missing = len(view.shape) - rank
     dims = list(zip(view.shape, view.strides, strict=True))
-    if missing < 0 or any(extent != 1 and stride for extent, stride in dims[:missing]):
+    if missing < 0 or any(not same(extent, 1) and not same(stride, 0) for extent, stride in dims[:missing]):
         return None
-    shape = tuple(extent if stride else min(extent, 1) for extent, stride in dims[missing:])
+    shape = tuple(min(extent, 1) if same(stride, 0) else extent for extent, stride in dims[missing:])
     return View(shape, view.strides[missing:], view.offset)
 
 
-def slice_view(view: View, axis: int, begin: int, end: int, step: int) -> View:
+def slice_view(view: View, axis: int, begin: Dim, end: Dim, step: int) -> View:
     """``view[..., begin:end:step, ...]`` with ``0 <= begin`` and ``step > 0``."""
     axis %= len(view.shape)
     end = min(end, view.shape[axis])
     extent = max(0, -(-(end - begin) // step))
     shape, strides = list(view.shape), list(view.strides)
-    offset = view.offset + (begin * strides[axis] if extent else 0)
+    offset = view.offset + (0 if same(extent, 0) else begin * strides[axis])
     shape[axis], strides[axis] = extent, strides[axis] * step
     return View(tuple(shape), tuple(strides), offset)
 
 
-def box(view: View, shape: Sequence[int]) -> tuple[int, ...] | None:
+def box(view: View, shape: Sequence[Dim]) -> tuple[Dim, ...] | None:
     """The corner at which a view cuts a box out of the dense tensor of that shape, or ``None`` if it does not."""
     strides = dense_strides(shape)
-    if len(view.shape) != len(strides) or view.numel == 0:
+    if len(view.shape) != len(strides) or same(view.numel, 0):
         return None
     corner, left = [], view.offset
     for have, extent, stride, want in zip(view.shape, shape, view.strides, strides, strict=True):
         begin, left = divmod(left, want)
-        if begin + have > extent or (have != 1 and stride != want):
+        if not below(begin + have - extent, 1) or not (same(have, 1) or same(stride, want)):
             return None
         corner.append(begin)
     return tuple(corner)
 
 
-def cut_out(view: View, corner: Sequence[int], shape: Sequence[int]) -> View:
+def cut_out(view: View, corner: Sequence[Dim], shape: Sequence[Dim]) -> View:
     """The box of ``shape`` at ``corner`` of a view."""
     offset = view.offset + sum(begin * stride for begin, stride in zip(corner, view.strides, strict=True))
     return View(tuple(shape), view.strides, offset)
@@ -149,46 +182,51 @@ def compose(outer: View, inner: View) -> View | None:
     ``outer`` is a view on the dense tensor of ``inner``'s elements. It must be a permutation of all of them (no
     offset, no broadcast, no slice): then the coordinates of its dimensions never carry into one another.
     """
-    step = 1
-    for extent, stride in sorted(merged(outer), key=lambda dim: dim[1]):
-        if stride != step:
+    step: Dim = 1
+    for extent, stride in sorted(merged(outer), key=lambda dim: sample_of(dim[1])):
+        if not same(stride, step):
             return None
         step *= extent
-    if outer.offset or step != inner.numel or outer.numel != inner.numel:
+    if not same(outer.offset, 0) or not same(step, inner.numel) or not same(outer.numel, inner.numel):
         return None
     ranges, low = [], 1  # which strides of the dense numbering each dimension of inner covers
     for extent, stride in reversed(merged(inner)):
         ranges.append((low, low * extent, stride))
         low *= extent
-    strides = []
+    strides: list[Dim] = []
     for extent, stride in zip(outer.shape, outer.strides, strict=True):
-        covering = [dim for dim in ranges if dim[0] <= stride and stride * extent <= dim[1]]
-        if extent != 1 and not covering:
+        if same(extent, 1):
+            strides.append(0)
+            continue
+        covering = [dim for dim in ranges if below(dim[0] - stride, 1) and below(stride * extent - dim[1], 1)]
+        if not covering or not divides(covering[0][0], stride):
             return None
-        strides.append(0 if extent == 1 else covering[0][2] * (stride // covering[0][0]))
+        strides.append(covering[0][2] * (stride // covering[0][0]))
     return View(outer.shape, tuple(strides), inner.offset)
 
 
-def reshape(view: View, shape: Sequence[int]) -> View | None:
+def reshape(view: View, shape: Sequence[Dim]) -> View | None:
     """The view with another shape of as many elements, or ``None`` where no strides express it."""
     shape = tuple(shape)
     if math.prod(shape) != view.numel:
         raise ValueError(f"cannot reshape {view.shape} to {shape}")
-    if view.numel == 0:
+    if same(view.numel, 0):
         return View(shape, dense_strides(shape), view.offset)
     source = merged(view)
-    strides = [0] * len(shape)
+    strides: list[Dim] = [0] * len(shape)
     position = len(source) - 1
     left, step = source[position] if source else (1, 1)
     for axis in reversed(range(len(shape))):
         extent = shape[axis]
-        if extent == 1:
+        if same(extent, 1):
             strides[axis] = step
             continue
-        if left == 1:
+        if same(left, 1):
             position -= 1
+            if position < 0:
+                return None
             left, step = source[position]
-        if left % extent:
+        if not divides(extent, left):
             return None
         strides[axis] = step
         step *= extent

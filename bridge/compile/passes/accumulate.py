@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+from autodiff.extents import same
 from bridge.compile.loop_ir.graph import Graph, Node, Operand, Pointwise, Product, Value, whole
 from bridge.compile.loop_ir.views import is_dense
 
@@ -55,7 +56,7 @@ def _terms(
     for operand in node.operands:
         if not isinstance(operand, Operand) or operand.value not in position or readers[operand.value] != 1:
             return None
-        aligned = is_dense(operand.view) and not operand.view.offset and operand.value.numel == node.out.numel
+        aligned = is_dense(operand.view) and same(operand.view.offset, 0) and same(operand.value.numel, node.out.numel)
         if not aligned or not isinstance(nodes[position[operand.value]], Product):
             return None
     first, second = sorted((operand.value for operand in node.operands), key=position.__getitem__)

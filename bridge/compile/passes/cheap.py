@@ -9,6 +9,7 @@ than the result itself.
 
 from __future__ import annotations
 
+from autodiff.extents import sample_of
 from bridge.compile.codegen.pointwise import EXPENSIVE
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Concat, Node, Operand, Pointwise, Scalar, Value
@@ -35,8 +36,9 @@ class Producers:
         return node if node is not None and self._is_cheap(node) else None
 
     def _is_cheap(self, node: Pointwise) -> bool:
-        reads = [read.value.numel for read in node.operands if isinstance(read, Operand)]
-        large = [count for count in reads if self._free_reads * count > node.out.numel]
+        reads = [sample_of(read.value.numel) for read in node.operands if isinstance(read, Operand)]
+        made = sample_of(node.out.numel)
+        large = [count for count in reads if self._free_reads * count > made]
         return node.op not in EXPENSIVE and len(large) <= 1
 
 

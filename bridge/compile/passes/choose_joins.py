@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from autodiff.extents import Dim, Extent, sample_of
 from bridge.compile.loop_ir.graph import Concat, LibraryCall, Operand, Scalar
 from bridge.compile.loop_ir.neutral import Join
 from bridge.compile.loop_ir.views import View
@@ -39,8 +40,10 @@ def is_worth_joining(operands: Sequence[Operand | Scalar], axis: int, rules: Rul
     if all(isinstance(operand, Scalar) for operand in operands):
         return False
     lengths = [operand.shape[axis] for operand in operands]
+    if any(isinstance(extent, Extent) for extent in (*lengths, *extents[axis + 1 :])):
+        return False  # the sections are unrolled
     step = math.gcd(*lengths)
-    rows, inner = math.prod(extents[:axis]), step * math.prod(extents[axis + 1 :])
+    rows, inner = sample_of(math.prod(extents[:axis])), step * math.prod(extents[axis + 1 :])
     if rows * inner == 0:
         return False
     limits = rules.limits
@@ -63,7 +66,7 @@ def _in_a_kernel(node: Join, rules: Rules) -> Concat | None:
     return None if space is None else concat
 
 
-def _in_sections(operand: Operand | Scalar, axis: int, begin: int, spread: tuple[int, ...]) -> Operand | Scalar:
+def _in_sections(operand: Operand | Scalar, axis: int, begin: int, spread: tuple[Dim, ...]) -> Operand | Scalar:
     """``spread[axis + 1]`` elements from ``begin`` on along the axis, the same in each of ``spread[axis]`` sections."""
     if isinstance(operand, Scalar):
         return Scalar(operand.number, operand.dtype, spread)

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from bridge.compile.loop_ir.graph import Graph, Node, Operand, Pointwise, Reduction, Scalar, Value, whole
 from bridge.compile.loop_ir.neutral import Dense, Join, MatMul, Neutral, Result, Shaped
+from bridge.compile.loop_ir.views import alike
 from bridge.compile.passes.choose_joins import join
 from bridge.compile.passes.choose_products import ProductChoice
 from bridge.compile.passes.placed import Placed, is_all_of_a_value
@@ -88,6 +89,6 @@ class _Walk:
     def _result(self, operand: Operand | Scalar) -> Operand:
         if is_all_of_a_value(operand):
             value = operand.value
-            if value.source == "node" or (value.source == "param" and operand.shape == value.shape):
+            if value.source == "node" or (value.source == "param" and alike(operand.shape, value.shape)):
                 return operand
         return self.placed.pointwise_copy(operand)

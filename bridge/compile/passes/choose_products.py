@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
-
+from autodiff.extents import Dim, same, sample_of
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import LibraryCall, Node, Operand, Product, Value, whole
 from bridge.compile.loop_ir.neutral import MatMul, Neutral, Shaped
@@ -43,7 +42,7 @@ class ProductChoice:
             a = placed.reshape(a, (1, *a.shape))
         if len(b.shape) == 1:
             b = placed.reshape(b, (*b.shape, 1))
-        batch = tuple(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+        batch = views.broadcast(a.shape[:-2], b.shape[:-2])
         order = order_of_readers(self.readers.get(node.out, ())) if len(batch) + 2 == len(extents) else None
         # What is asked of the policy depends neither on this order nor on that of the operands: readers decide those.
         product = product_shape(a.dtype, self._usual_view(a), self._usual_view(b), batch)
@@ -62,7 +61,7 @@ class ProductChoice:
         return views.compose(operand.view, self._reordered[operand.value]) or views.dense(operand.shape)
 
     def _generated(
-        self, placed: Placed, way: str, a: Operand, b: Operand, batch: Sequence[int], order: Sequence[int] | None
+        self, placed: Placed, way: str, a: Operand, b: Operand, batch: Sequence[Dim], order: Sequence[int] | None
     ) -> Operand | None:
         """``a @ b``, stored in ``order``; ``None`` where the batch has more dimensions than the kernel."""
         m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
@@ -74,9 +73,10 @@ class ProductChoice:
         geometry = Geometry.of(views.expand(a.view, (*batch, m, k)), views.expand(b.view, (*batch, k, n)), result)
         if geometry is None:
             return None
-        if 1 not in geometry.c[2:]:
+        row, column = geometry.c[2:]
+        if not same(row, 1) and not same(column, 1):
             return self._generated(placed, way, a, b, batch, None)
-        if geometry.c[3] != 1:  # the product of the transposes writes the transposed result
+        if not same(column, 1):  # the product of the transposes writes the transposed result
             a, b, geometry = b, a, geometry.transposed()
         out = placed.fresh(stored.shape, a.dtype)
         placed.nodes.append(Product((a, b), out, self._plan(way, a.dtype, geometry)))
@@ -85,7 +85,7 @@ class ProductChoice:
         return Operand(out, result)
 
     def _plan(self, way: str, element_type: str, geometry: Geometry) -> ProductPlan:
-        outer, inner, m, n, k = geometry.extents
+        outer, inner, m, n, k = map(sample_of, geometry.extents)
         block = self.policy.block(way, ProductShape(element_type, outer * inner, m, n, k))
         return ProductPlan(way, element_type, geometry, block)
 
@@ -106,38 +106,43 @@ def order_of_readers(readers: Iterable[Node | Neutral]) -> list[int] | None:
     return None if order is None or list(order) == sorted(order) else list(order)
 
 
-def product_shape(element_type: str, a: views.View, b: views.View, batch: Sequence[int]) -> ProductShape:
-    """What decides how a product is computed; ``batch``: extents that both operands' batches broadcast to."""
-    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+def product_shape(element_type: str, a: views.View, b: views.View, batch: Sequence[Dim]) -> ProductShape:
+    """What decides how a product is computed, for the sample; ``batch``: extents that both operands' batches broadcast
+    to."""
+    m, k, n = (sample_of(extent) for extent in (a.shape[-2], a.shape[-1], b.shape[-1]))
     count = math.prod(batch)
-    if math.prod(b.shape[:-2]) == 1:
+    number = sample_of(count)
+    if same(math.prod(b.shape[:-2]), 1):
         rows = _rows(a, b)
         a_layout = _layout(a if rows is None else rows, rows is None)
-        return ProductShape(element_type, 1, count * m, n, k, a_layout, _layout(b, False))
+        return ProductShape(element_type, 1, number * m, n, k, a_layout, _layout(b, False))
     layouts = []
     for view in (a, b):
         flat = views.reshape(views.expand(view, (*batch, *view.shape[-2:])), (count, *view.shape[-2:]))
         layouts.append(_layout(view, flat is None))
-    return ProductShape(element_type, count, m, n, k, *layouts)
+    return ProductShape(element_type, number, m, n, k, *layouts)
 
 
 def _rows(a: views.View, b: views.View) -> views.View | None:
     """All rows of ``a`` as one dimension, where every one meets the same ``b`` and that needs no copy."""
-    return views.reshape(a, (math.prod(a.shape[:-1]), a.shape[-1])) if math.prod(b.shape[:-2]) == 1 else None
+    rows = (math.prod(a.shape[:-1]), a.shape[-1])
+    return views.reshape(a, rows) if same(math.prod(b.shape[:-2]), 1) else None
 
 
 def _layout(view: views.View, is_copied: bool) -> LayoutClass:
     """The class of a matrix or a batch of them; a dimension of extent 1 has no stride to speak of."""
-    strides = [1 if extent == 1 else stride for extent, stride in zip(view.shape[-2:], view.strides[-2:], strict=True)]
-    unit = "row" if strides[1] == 1 else "column" if strides[0] == 1 else "none"
+    units = [
+        same(extent, 1) or same(stride, 1) for extent, stride in zip(view.shape[-2:], view.strides[-2:], strict=True)
+    ]
+    unit = "row" if units[1] else "column" if units[0] else "none"
     return LayoutClass(unit, is_copied)
 
 
-def _library(placed: Placed, way: str, a: Operand, b: Operand, batch: Sequence[int]) -> Operand:
+def _library(placed: Placed, way: str, a: Operand, b: Operand, batch: Sequence[Dim]) -> Operand:
     """2-D products by the kernel that ``way`` names, by ``torch.mm`` if it names none; batches by ``torch.bmm``."""
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     count = math.prod(batch)
-    if math.prod(b.shape[:-2]) == 1:
+    if same(math.prod(b.shape[:-2]), 1):
         a, b = placed.reshape(a, (count * m, k)), placed.reshape(b, (k, n))
         name, out = "mm" if is_generated(way) else way, placed.fresh((count * m, n), a.dtype)
     else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autodiff.extents import same
 from bridge.compile.loop_ir.graph import Graph, Node, Operand, Pointwise
 from bridge.compile.passes.cheap import Producers, permuted_arithmetic
 from bridge.compile.schedule.limits import Rules
@@ -31,7 +32,7 @@ def arithmetic_of_copy(node: Node, producers: Producers, rules: Rules) -> Pointw
     (read,) = node.operands
     producer = producers.cheap(read.value)
     moved = None if producer is None else permuted_arithmetic(producer, read)
-    if moved is None or not node.out.numel:
+    if moved is None or same(node.out.numel, 0):
         return None
     views = [operand.view for operand in moved if isinstance(operand, Operand)]
     return Pointwise(producer.op, tuple(moved), node.out) if share_loops(views, node.out.numel, rules) else None

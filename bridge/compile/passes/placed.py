@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+from autodiff.extents import Dim
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Node, Operand, Pointwise, Scalar, Value, whole
 
@@ -23,7 +24,7 @@ class Placed:
         self.name = "t"
         self._copies: dict[Hashable, Operand] = {}
 
-    def fresh(self, extents: Sequence[int], element_type: str) -> Value:
+    def fresh(self, extents: Sequence[Dim], element_type: str) -> Value:
         """A value to be a node's result."""
         return Value(self.name, tuple(extents), element_type)
 
@@ -46,10 +47,10 @@ class Placed:
         """A value of its own that holds the operand's elements in order, unless it already is one."""
         return operand if is_all_of_a_value(operand) else self.copy(operand)
 
-    def expand(self, operand: Operand, extents: Sequence[int]) -> Operand:
+    def expand(self, operand: Operand, extents: Sequence[Dim]) -> Operand:
         return Operand(operand.value, views.expand(operand.view, extents))
 
-    def reshape(self, operand: Operand, extents: Sequence[int]) -> Operand:
+    def reshape(self, operand: Operand, extents: Sequence[Dim]) -> Operand:
         view = views.reshape(operand.view, extents)
         if view is not None:
             return Operand(operand.value, view)
@@ -58,4 +59,4 @@ class Placed:
 
 def is_all_of_a_value(operand: Operand | Scalar) -> bool:
     """Whether the operand reads all elements of a value in the order in which they lie."""
-    return isinstance(operand, Operand) and views.is_dense(operand.view) and operand.view.numel == operand.value.numel
+    return isinstance(operand, Operand) and operand.is_whole

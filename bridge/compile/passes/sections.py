@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from autodiff.extents import same
 from bridge.compile.loop_ir.graph import Concat, Graph, Node, Operand, Pointwise, Scalar, Value, whole
 from bridge.compile.loop_ir.views import View
 from bridge.compile.passes.cheap import Producers, box_of_arithmetic
@@ -42,7 +43,7 @@ class _Sections:
         self._axis = next(
             axis
             for axis, extent in enumerate(self._spread)
-            if extent == len(concat.operands) and math.prod(self._spread[axis + 1 :]) == concat.inner
+            if same(extent, len(concat.operands)) and same(math.prod(self._spread[axis + 1 :]), concat.inner)
         )
 
     def computed(self, operand: Operand | Scalar, depth: int) -> Operand | Scalar:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autodiff.extents import same, sample_of
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Graph, Node, Operand, Pointwise, Scalar, Value, whole
 from bridge.compile.passes.cheap import Producers, box_of_arithmetic
@@ -43,7 +44,9 @@ class _Slices:
             return operand
         view = views.without_broadcast(operand.view, len(operand.value.shape))
         # A few elements for each row or column would be a kernel of their own.
-        if view is None or operand.view.numel > view.numel or view.numel >= operand.value.numel:
+        if view is None or not same(operand.view.numel, view.numel):
+            return operand
+        if sample_of(view.numel) >= sample_of(operand.value.numel):
             return operand
         part = Operand(operand.value, view)
         if part not in self._known:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autodiff.extents import Dim, same
 from bridge.compile.loop_ir.graph import (
     Concat,
     Graph,
@@ -20,7 +21,6 @@ from bridge.compile.loop_ir.graph import (
     Value,
     whole,
 )
-from bridge.compile.loop_ir.views import is_dense
 from bridge.compile.passes.cheap import Producers
 from bridge.compile.passes.permutations import arithmetic_of_copy
 from bridge.compile.schedule.limits import Rules
@@ -70,7 +70,7 @@ class _Copier:
 
     def _dense(self, operand: Operand | Scalar, name: str) -> Operand | Scalar:
         """The operand's elements in order, in a value of their own."""
-        if isinstance(operand, Scalar) or (is_dense(operand.view) and operand.view.numel == operand.value.numel):
+        if isinstance(operand, Scalar) or operand.is_whole:
             return operand
         copy: Node = Pointwise("copy", (operand,), Value(name, operand.shape, operand.dtype))
         if not self._is_walkable(copy.operands, copy.out.numel):
@@ -82,10 +82,10 @@ class _Copier:
         return self._known[_key(copy)]
 
     def _is_walkable(
-        self, operands: tuple[Operand | Scalar, ...], elements: int, inside: tuple[int, int] | None = None
+        self, operands: tuple[Operand | Scalar, ...], elements: Dim, inside: tuple[Dim, Dim] | None = None
     ) -> bool:
         views = [operand.view for operand in operands if isinstance(operand, Operand)]
-        return elements == 0 or share_loops(views, elements, self._rules, inside)
+        return same(elements, 0) or share_loops(views, elements, self._rules, inside)
 
 
 def _key(node: Pointwise | LibraryCall) -> tuple:

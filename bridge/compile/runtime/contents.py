@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from autodiff.extents import Dim, same, sample_of
+from autodiff.ir import itemsize
 from bridge.compile.loop_ir.graph import LibraryCall, Node, Operand, Pointwise, Product, Reduction, Scalar, Value
-from bridge.compile.loop_ir.views import is_dense, merged
+from bridge.compile.loop_ir.views import alike, is_dense, merged
 
 __all__ = ["Contents", "Operation", "contents"]
 
@@ -30,7 +32,7 @@ class Operation:
     op: str
     operands: tuple[str, ...]
     result: str
-    shape: tuple[int, ...]
+    shape: tuple[Dim, ...]
     dtype: str
     binding: str
 
@@ -46,9 +48,9 @@ class Contents:
     Attributes:
         operations: in order.
         reads: names of the tensors it reads (parameters of the program or results of other steps), without views.
-        flops: arithmetic operations; a transcendental function counts as one. 0 where it is not known (library calls
-            other than products).
-        bytes: read and written, each tensor once.
+        flops: arithmetic operations for the sample; a transcendental function counts as one. 0 where it is not known
+            (library calls other than products).
+        bytes: read and written for the sample, each tensor once.
     """
 
     operations: tuple[Operation, ...] = ()
@@ -88,12 +90,14 @@ def contents(nodes: Sequence[Node], stored: Sequence[Value], name_of: Callable[[
             operands.append(_text(operand, name))
             if isinstance(operand, Operand) and operand.value not in made:
                 touched = _touched(operand)
-                read[operand.value] = min(operand.value.nbytes, read.get(operand.value, 0) + touched)
+                read[operand.value] = min(sample_of(operand.value.nbytes), read.get(operand.value, 0) + touched)
         op = node.name if isinstance(node, LibraryCall) else "matmul" if isinstance(node, Product) else node.op
         for out in node.outs:
             operations.append(Operation(op, tuple(operands), name(out), out.shape, out.dtype, out.name))
-    moved = sum(read.values()) + sum(value.nbytes for value in leaving)
-    return Contents(tuple(operations), tuple(name(value) for value in read), sum(map(_flops, nodes)), moved)
+    moved = sum(read.values()) + sum(sample_of(value.nbytes) for value in leaving)
+    return Contents(
+        tuple(operations), tuple(name(value) for value in read), sum(sample_of(_flops(node)) for node in nodes), moved
+    )
 
 
 def _inner(name: str, used: Counter[str]) -> str:
@@ -103,22 +107,22 @@ def _inner(name: str, used: Counter[str]) -> str:
 
 def _touched(operand: Operand) -> int:
     """Bytes of a tensor that a view of it reads."""
-    elements = math.prod(extent for extent, stride in merged(operand.view) if stride)
-    return min(operand.value.nbytes, elements * (operand.value.nbytes // max(operand.value.numel, 1)))
+    elements = math.prod(sample_of(extent) for extent, stride in merged(operand.view) if sample_of(stride))
+    return min(sample_of(operand.value.nbytes), elements * itemsize(operand.dtype))
 
 
 def _text(operand: Operand | Scalar, name: Callable[[Value], str]) -> str:
     if isinstance(operand, Scalar):
         return f"{operand.number:.6g}" if isinstance(operand.number, float) else str(operand.number)
     view, value = operand.view, operand.value
-    if 0 in view.strides and view.shape != value.shape:
+    if any(same(stride, 0) for stride in view.strides) and not alike(view.shape, value.shape):
         return f"{name(value)}~"
-    if view.numel < value.numel:
+    if sample_of(view.numel) < sample_of(value.numel):
         return f"{name(value)}/"
     return name(value) if is_dense(view) else f"{name(value)}^"
 
 
-def _flops(node: Node) -> int:
+def _flops(node: Node) -> Dim:
     if isinstance(node, Pointwise):
         return 0 if node.op in ("copy", "astype") else node.out.numel
     if isinstance(node, Reduction):

@@ -2,12 +2,15 @@
 
 An instruction works on *registers*, by slot: it reads the tensors in some slots and writes into, or fills, others.
 ``inputs`` and ``outputs`` are the names of those tensors, for people.
+
+The integers of a program for any sizes may be symbolic; only instructions of numbers are bound and run.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from autodiff.extents import Dim
 from bridge.compile.runtime.contents import Contents
 
 __all__ = ["CallLibrary", "Instruction", "Launch", "View"]
@@ -27,8 +30,8 @@ class Launch:
     ops: tuple[str, ...]
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    scalars: tuple[int, ...] = ()
-    offsets: tuple[int, ...] | None = None
+    scalars: tuple[Dim, ...] = ()
+    offsets: tuple[Dim, ...] | None = None
     contents: Contents = field(default=Contents(), repr=False)
 
     def __str__(self) -> str:
@@ -66,9 +69,9 @@ class View:
     outputs: tuple[str, ...]
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
+    shape: tuple[Dim, ...]
+    strides: tuple[Dim, ...]
+    offset: Dim
 
     def __str__(self) -> str:
         geometry = f"{self.shape}, {self.strides}, {self.offset}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autodiff.extents import Dim
 from autodiff.ir import itemsize
 from bridge.compile.runtime.instructions import View
 
@@ -19,16 +20,16 @@ class Register:
 
     slot: int
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Dim, ...]
     dtype: str
     offset: int = 0
 
     @property
-    def numel(self) -> int:
+    def numel(self) -> Dim:
         return math.prod(self.shape)
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> Dim:
         return self.numel * itemsize(self.dtype)
 
     @property
@@ -43,11 +44,12 @@ class Layout:
     Attributes:
         size: how many there are.
         params: the inputs, in the first slots.
-        arena: intermediates, which lie in ``arena_bytes`` bytes.
+        arena: intermediates, which lie in ``arena_bytes`` bytes; the sample's, where they are symbolic.
         fresh: results, in new memory at each call.
         views: of tensors in the arena and of constants, made once.
         results: slots of the results.
         memory: of each result, the slot of the tensor whose memory it is, or is a view of.
+        below: where extents are symbolic, of each intermediate those right below it in the arena, by index.
     """
 
     size: int
@@ -58,6 +60,7 @@ class Layout:
     views: tuple[View, ...]
     results: tuple[int, ...]
     memory: tuple[int, ...]
+    below: tuple[tuple[int, ...], ...] = ()
 
     @property
     def filled(self) -> set[int]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tvm.tirx import PrimFunc
 
+from autodiff.extents import Dim, Extent, ExtentScope, below, same, sample_of
 from autodiff.ir import itemsize
 from bridge.base.interrupts import raise_deferred
 from bridge.compile.backend import Backend, Built
 from bridge.compile.codegen.kernel import Kernel
-from bridge.compile.loop_ir.graph import Fallback, Graph, LibraryCall, Operand, Product, Reduction, Value
-from bridge.compile.loop_ir.views import dense
-from bridge.compile.runtime.arena import plan_arena
+from bridge.compile.loop_ir.graph import Derived, Fallback, Graph, LibraryCall, Operand, Product, Reduction, Value
+from bridge.compile.loop_ir.views import alike, dense
+from bridge.compile.runtime.arena import lying_below, plan_arena
 from bridge.compile.runtime.contents import contents
 from bridge.compile.runtime.instructions import CallLibrary, Instruction, Launch, View
 from bridge.compile.runtime.layout import Layout, Register
@@ -29,11 +30,16 @@ __all__ = ["assemble"]
 
 
 def assemble(
-    graph: Graph, name: str, backend: Backend, timings: dict[str, float], variables: tuple[str, ...] = ()
+    graph: Graph,
+    name: str,
+    backend: Backend,
+    timings: dict[str, float],
+    variables: tuple[str, ...] = (),
+    scope: ExtentScope | None = None,
 ) -> Program:
     """Group, generate, build and plan for a backend. ``timings`` is extended by the seconds of each stage.
 
-    ``variables``: names of the Relax function's parameters and bindings.
+    ``variables``: names of the Relax function's parameters and bindings; ``scope``: that of its symbolic extents.
     """
     clock = _Clock(timings)
     groups = fuse(graph, backend)
@@ -41,11 +47,13 @@ def assemble(
     stored = _stored(graph, groups)
     groups = [group for group in groups if any(value in stored for value in group.made)]
     generate = functools.cache(backend.kernel)
-    kernels = [_kernel(group, stored, backend, generate) for group in groups]
+    reached: dict[Dim, None] = {}
+    kernels = [_kernel(group, stored, backend, generate, reached) for group in groups]
+    _guard_indices(reached)
     clock.stop("generate")
     linker = _Linker(graph, groups, kernels, name)
     built = backend.build(list(linker.functions.items()))
-    program = linker.finish(built, timings, backend, variables)
+    program = linker.finish(built, timings, backend, variables, scope)
     clock.stop("plan")
     return program
 
@@ -71,10 +79,26 @@ def _stored(graph: Graph, groups: list[Group]) -> set[Value]:
     return stored
 
 
-def _kernel(group: Group, stored: set[Value], rules: Rules, generate: Callable) -> Kernel | LibraryCall | None:
-    """How a group is computed, ``generate`` making kernels of plans; ``None`` if all it makes has no elements."""
+def _guard_indices(reached: Iterable[Dim]) -> None:
+    """Guards that tensors of so many elements are within the reach of a short index, the largest ones only."""
+    guarded: list[Extent] = []
+    for count in sorted((count for count in reached if isinstance(count, Extent)), key=sample_of, reverse=True):
+        if any(below(count - larger, 1) for larger in guarded):
+            continue
+        guarded.append(count)
+        if count >= 2**31:
+            raise AssertionError(f"a tensor of {count} elements is read with a short index")
+
+
+def _kernel(
+    group: Group, stored: set[Value], rules: Rules, generate: Callable, reached: dict[Dim, None]
+) -> Kernel | LibraryCall | None:
+    """How a group is computed, ``generate`` making kernels of plans; ``None`` if all it makes has no elements.
+
+    ``reached`` collects the numbers of elements of tensors whose indices are short.
+    """
     node = group.nodes[0]
-    if all(value.numel == 0 for value in group.made):
+    if all(same(value.numel, 0) for value in group.made):
         return None
     if isinstance(node, LibraryCall):
         return node
@@ -86,6 +110,8 @@ def _kernel(group: Group, stored: set[Value], rules: Rules, generate: Callable) 
         return Kernel(node.kernel, tuple(op.value for op in node.operands), node.outs, (), (node.op,))
     alone = isinstance(node, Reduction) and not group.fusable
     planned = plan_columns(node, rules) if alone else plan_rows(group, stored, rules)
+    if planned.plan.index_type == "int32":
+        reached.update(dict.fromkeys(value.numel for value in (*planned.inputs, *planned.outputs)))
     func = generate(planned.plan)
     return Kernel(func, planned.inputs, planned.outputs, planned.scratch, planned.ops, planned.scalars)
 
@@ -150,7 +176,7 @@ class _Linker:
         """The slot of a value under a view; views of what changes from call to call become steps."""
         value, view = operand.value, operand.view
         base = self.slot(value)
-        if view == dense(value.shape):
+        if alike(view.shape, value.shape) and alike(view.strides, dense(value.shape).strides) and same(view.offset, 0):
             return base
         key = (value, view)
         if key not in self.slots:
@@ -205,32 +231,44 @@ class _Linker:
         return f"k{len(self.functions)}_" + "_".join(words)[:60]
 
     def finish(
-        self, built: list[Built], timings: dict[str, float], backend: Backend, variables: tuple[str, ...]
+        self,
+        built: list[Built],
+        timings: dict[str, float],
+        backend: Backend,
+        variables: tuple[str, ...],
+        scope: ExtentScope | None,
     ) -> Program:
         """The program of everything linked so far; ``built`` are its kernels' machine code."""
-        constants = tuple((self.slot(value), tensor) for value, tensor in self.graph.constants.items())
+        constants = tuple((self.slot(value), constant) for value, constant in self.graph.constants.items())
         arena = plan_arena(self.lifetimes)
+        placed, below = list(self.lifetimes), ()
+        if scope is not None:
+            placed.sort(key=arena.offsets.__getitem__)
+            below = lying_below([self.lifetimes[value] for value in placed])
         layout = Layout(
             size=len(self.slots),
             params=tuple(map(self._register, self.graph.params)),
-            arena=tuple(self._register(value, arena.offsets[value]) for value in self.lifetimes),
+            arena=tuple(self._register(value, arena.offsets[value]) for value in placed),
             arena_bytes=arena.size,
             fresh=tuple(self._register(value) for value in self.results if value not in self.allocated),
             views=tuple(self.static_views),
             results=tuple(self.returned),
             memory=tuple(self.slot(operand.value) for operand in self.graph.results),
+            below=below,
         )
         return Program(
             name=self.name,
             steps=tuple(self.steps),
             layout=layout,
-            constants=constants,
+            constants=tuple((slot, constant) for slot, constant in constants if not isinstance(constant, Derived)),
             kernels=self.functions,
             backend=backend,
             results=tuple(self._name(op.value) for op in self.graph.results),
             variables=variables,
             code=dict(zip(self.functions, built, strict=True)),
             stage_seconds=timings,
+            derived=tuple((slot, constant) for slot, constant in constants if isinstance(constant, Derived)),
+            scope=scope,
         )
 
     def _register(self, value: Value, offset: int = 0) -> Register:

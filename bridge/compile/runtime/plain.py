@@ -1,6 +1,7 @@
 """Plain form of a program's data: frozen dataclasses, tuples and numbers ↔ what JSON holds, nothing lost.
 
-A tuple is a list, a dataclass an object whose ``"is"`` is the class's name; there are no other lists and objects.
+A tuple is a list, a dataclass an object whose ``"is"`` is the class's name; there are no other lists and objects. A
+symbolic extent is its terms; the scope that it belongs to is told to who reads it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import math
 from dataclasses import fields
 from typing import Any
 
+from autodiff.extents import Composite, Extent, ExtentScope, Guard, ScopeState, Symbol
+from bridge.compile.loop_ir.graph import Derived
 from bridge.compile.runtime.contents import Contents, Operation
 from bridge.compile.runtime.instructions import CallLibrary, Launch, View
 from bridge.compile.runtime.layout import Layout, Register
@@ -18,7 +21,10 @@ __all__ = ["from_plain", "to_plain"]
 
 _CLASSES = {
     kind.__name__: kind
-    for kind in (CallLibrary, Contents, Launch, Layout, Operation, Register, TensorAt, TensorsAt, View)
+    for kind in (
+        *(CallLibrary, Contents, Derived, Launch, Layout, Operation, Register, TensorAt, TensorsAt, View),
+        *(Composite, Guard, ScopeState, Symbol),
+    )
 }
 
 
@@ -26,6 +32,8 @@ def to_plain(value: Any) -> Any:
     """What JSON holds. ``TypeError`` for anything that is not a program's data."""
     if isinstance(value, tuple):
         return [to_plain(item) for item in value]
+    if isinstance(value, Extent):
+        return {"is": "Extent", "terms": to_plain(value.terms)}
     if type(value) in _CLASSES.values():
         return {"is": type(value).__name__} | {each.name: to_plain(getattr(value, each.name)) for each in fields(value)}
     if type(value) is float and not math.isfinite(value):
@@ -35,14 +43,17 @@ def to_plain(value: Any) -> Any:
     raise TypeError(f"a program's data is frozen and plain, got {value!r} of {type(value)}")
 
 
-def from_plain(plain: Any) -> Any:
-    """The inverse of :func:`to_plain`. ``ValueError`` for an object that is none of those it makes."""
+def from_plain(plain: Any, scope: ExtentScope | None = None) -> Any:
+    """The inverse of :func:`to_plain`, extents being ``scope``'s. ``ValueError`` for an object that is none of those it
+    makes."""
     if isinstance(plain, list):
-        return tuple(from_plain(item) for item in plain)
+        return tuple(from_plain(item, scope) for item in plain)
     if not isinstance(plain, dict):
         return plain
-    given = {name: from_plain(item) for name, item in plain.items()}
+    given = {name: from_plain(item, scope) for name, item in plain.items()}
     name = given.pop("is", None)
+    if name == "Extent" and scope is not None:
+        return Extent(scope, given["terms"])
     if name == "float":
         return float(given["value"])
     if name not in _CLASSES or given.keys() != {each.name for each in fields(_CLASSES[name])}:

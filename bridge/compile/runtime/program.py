@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from tvm.tirx import PrimFunc
 from tvm_ffi import structural_equal
 
+from autodiff.extents import ExtentScope, Guard, state_of_scope
+from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.backend import Backend, Built
+from bridge.compile.loop_ir.graph import Derived
+from bridge.compile.runtime.instance import Instances
 from bridge.compile.runtime.instructions import CallLibrary, Instruction
 from bridge.compile.runtime.layout import Layout
+from bridge.compile.runtime.plain import to_plain
 from bridge.library import NEVER_RAISE
 
 __all__ = ["Program"]
+
+_MOST_BOUND, _MOST_BOUND_BYTES = 256, 64 * 2**20
+"""Sizes that a program stays bound to, and what that may take."""
+
+_BYTES_OF_STEP, _BYTES_OF_SLOT = 2048, 1024
+"""Of an instruction and what it is bound to; of a register of each block that the program runs in."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +43,9 @@ class Program:
         results: the names of the results in ``steps``.
         variables: names of the function's parameters, then of its bindings.
         stage_seconds: where Python's part of the compilation spent its seconds.
+        derived: constants that follow from the sizes, by slot.
+        scope: of the symbolic extents in all of the above; ``None`` for a program of one size. One that has it does not
+            run itself: :meth:`bind` gives what does.
     """
 
     name: str
@@ -44,6 +58,8 @@ class Program:
     variables: tuple[str, ...] = field(repr=False)
     code: Mapping[str, Built] = field(repr=False)
     stage_seconds: Mapping[str, float] = field(default_factory=dict, repr=False)
+    derived: tuple[tuple[int, Derived], ...] = field(default=(), repr=False)
+    scope: ExtentScope | None = field(default=None, repr=False)
 
     @property
     def timings(self) -> dict[str, float]:
@@ -54,7 +70,62 @@ class Program:
     @cached_property
     def executor(self) -> Callable[..., list[torch.Tensor]]:
         """The program bound to its machine code; calling it is calling the program."""
+        if self.scope is not None:
+            raise ValueError(f"{self.name} is compiled for any {', '.join(self._symbols)}: bind it to sizes first")
         return self.backend.executor(self)
+
+    def bind(self, sizes: Mapping[str, int]) -> Callable[..., list[torch.Tensor]]:
+        """The executor for given sizes of the symbols, by name; :attr:`executor` if there are none.
+
+        The latest used are kept, bounded in number and in bytes. ``ValueError`` for a size that is missing, or that the
+        program was not made for, naming the guard.
+        """
+        return self.at(sizes).executor
+
+    def at(self, sizes: Mapping[str, int]) -> Program:
+        """The program of given sizes, see :meth:`bind`: numbers in the place of all extents, the same kernels."""
+        if self.scope is None:
+            return self
+        try:
+            key = tuple([sizes[name] for name in self._symbols])
+        except KeyError as error:
+            raise ValueError(f"{self.name}: wanted sizes of {', '.join(self._symbols)}, got {dict(sizes)}") from error
+        return self._bound.get(key) or self._bound.put(key, self._instance(sizes), self._instance_bytes)
+
+    def _instance(self, sizes: Mapping[str, int]) -> Program:
+        guards = len(self.scope.guards)  # those of a backward come when it is compiled
+        if guards not in self._conditions:
+            self._conditions[guards] = self.scope.broken()
+        broken = self._conditions[guards](sizes)
+        if broken is not None:
+            raise ValueError(f"{self.name} is compiled for sizes with {broken}, got {dict(sizes)}")
+        steps, layout, constants = self._instances(sizes)
+        return replace(
+            self, steps=steps, layout=layout, constants=(*self.constants, *constants), derived=(), scope=None
+        )
+
+    @cached_property
+    def _instances(self) -> Instances:
+        return Instances(self.scope, self.steps, self.layout, self.derived)
+
+    @cached_property
+    def _conditions(self) -> dict[int, Callable[[Mapping[str, int]], Guard | None]]:
+        """What finds a broken guard, by the number of guards."""
+        return {}
+
+    @cached_property
+    def _bound(self) -> LeastRecentlyUsed[tuple[int, ...], Program]:
+        return LeastRecentlyUsed(_MOST_BOUND, _MOST_BOUND_BYTES)
+
+    @property
+    def _symbols(self) -> list[str]:
+        """Names of the symbols, in the order of their scope."""
+        return [symbol.name for symbol in self.scope.samples]
+
+    @property
+    def _instance_bytes(self) -> int:
+        """Of Python's objects for one size, about."""
+        return _BYTES_OF_STEP * len(self.steps) + _BYTES_OF_SLOT * self.layout.size
 
     def __call__(self, inputs: Sequence[torch.Tensor], *, consume: bool = False) -> list[torch.Tensor]:
         """Run on inputs in parameter order, of any strides.
@@ -123,7 +194,10 @@ class Program:
         """What compares by value."""
         slots = tuple(slot for slot, _ in self.constants)
         kernels = tuple(self.kernels)
-        return self.name, self.steps, self.layout, slots, kernels, self.backend.key, self.results, self.variables
+        parts: tuple = (self.steps, self.layout)
+        if self.scope is not None:  # as they are written: to ask extents would guard
+            parts = (to_plain((*parts, self.derived, state_of_scope(self.scope))),)
+        return self.name, parts, slots, kernels, self.backend.key, self.results, self.variables
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,7 +1,8 @@
 """Programs as files: a program ↔ one file in the safetensors format, without pickle.
 
-The tensors of the file are the program's constants, its metadata texts: instructions and layout as JSON, kernels as
-TVM's JSON of their functions. Reading makes tensors and frozen data and builds the kernels again.
+The tensors of the file are the program's constants, its metadata texts: instructions, layout and the scope of symbolic
+extents as JSON, kernels as TVM's JSON of their functions. Reading makes tensors and frozen data and builds the kernels
+again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import tvm
 import tvm_ffi
 
+from autodiff.extents import scope_of_state, state_of_scope
 from bridge.compile.backend import Backend
 from bridge.compile.options import versions
 from bridge.compile.runtime.plain import from_plain, to_plain
@@ -26,7 +28,8 @@ from bridge.compile.runtime.program import Program
 
 __all__ = ["load", "save", "texts"]
 
-_FORMAT = "bridge program 1"
+_FORMAT = "bridge program 2"
+_PARTS = ("name", "steps", "layout", "results", "variables", "derived")
 _SAME = ("format", "backend", "versions")
 
 _DTYPES = {
@@ -48,7 +51,8 @@ def texts(program: Program) -> dict[str, str]:
     Raises:
         ValueError: a kernel has a literal that TVM's JSON cannot hold, a float64 below 2.3e-308.
     """
-    parts = {name: getattr(program, name) for name in ("name", "steps", "layout", "results", "variables")}
+    parts = {name: getattr(program, name) for name in _PARTS}
+    state = None if program.scope is None else state_of_scope(program.scope)
     kernels = tvm.ir.save_json(tvm_ffi.Array(list(program.kernels.values())))
     for number in _SMALL_FLOAT.findall(kernels):
         if abs(float(number)) < sys.float_info.min:
@@ -58,6 +62,7 @@ def texts(program: Program) -> dict[str, str]:
         "backend": program.backend.key,
         "versions": json.dumps(versions()),
         "program": json.dumps({name: to_plain(part) for name, part in parts.items()}, allow_nan=False),
+        "scope": json.dumps(to_plain(state)),
         "kernel names": json.dumps(list(program.kernels)),
         "kernels": kernels,
     }
@@ -112,11 +117,13 @@ def load(path: str | os.PathLike, backend: Backend) -> Program:
             raise ValueError(f"{os.fspath(path)} was saved for {name} {saved[name]!r}, here it is {here!r}")
     if digest != _digest(told, header, data):
         raise ValueError(f"{os.fspath(path)} is damaged: its checksum does not fit")
-    parts = {name: from_plain(part) for name, part in json.loads(told["program"]).items()}
+    state = from_plain(json.loads(told["scope"]))
+    scope = None if state is None else scope_of_state(state)
+    parts = {name: from_plain(part, scope) for name, part in json.loads(told["program"]).items()}
     kernels = dict(zip(json.loads(told["kernel names"]), tvm.ir.load_json(told["kernels"]), strict=True))
     constants = tuple((int(slot), _tensor(entry, data)) for slot, entry in header.items())
     code = dict(zip(kernels, backend.build(list(kernels.items())), strict=True))
-    return Program(**parts, constants=constants, kernels=kernels, backend=backend, code=code)
+    return Program(**parts, constants=constants, kernels=kernels, backend=backend, code=code, scope=scope)
 
 
 def _digest(told: dict[str, str], header: dict[str, Any], data: bytes) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from autodiff.extents import Extent, same, sample_of
 from bridge.compile.loop_ir.access import Number, Term
 from bridge.compile.loop_ir.graph import Reduction
 from bridge.compile.loop_ir.views import View
@@ -67,6 +68,8 @@ class ColumnPlan:
 def plan_columns(node: Reduction, rules: Rules) -> Planned[ColumnPlan]:
     """``out[b, k] = op over r of operand[b, r, k]``, the rows in order."""
     outer, reduced, inner = node.outer, node.reduced, node.inner
+    if isinstance(inner, Extent):
+        raise NotImplementedError(f"a symbolic row length: {inner} elements")
     view = node.operand.view
     cut = View((outer, reduced, inner), (0, 1, 0))
     space = make_space(view.numel, inner, [(view, 1), (cut, 1)], rules, reduces=False)
@@ -75,7 +78,7 @@ def plan_columns(node: Reduction, rules: Rules) -> Planned[ColumnPlan]:
     arguments = Arguments()
     strides, steps = space.strides(view)
     key = window(node.operand, strides, steps)
-    first = next(axis for axis in range(len(space.rows) + 1) if math.prod(space.rows[axis:]) == reduced)
+    first = next(axis for axis in range(len(space.rows) + 1) if same(math.prod(space.rows[axis:]), reduced))
     by_batch, by_row = (
         terms_of(space.rows[loops], strides[loops], (1, inner), (name, key), arguments)
         for name, loops in (("batches", slice(first)), ("rows", slice(first, None)))
@@ -96,12 +99,12 @@ def plan_columns(node: Reduction, rules: Rules) -> Planned[ColumnPlan]:
         by_batch,
         by_row,
         column_strides(space, steps, key, arguments),
-        arguments.add(outer, "batches") if outer > 1 else 1,
+        1 if same(outer, 1) else arguments.add(outer, "batches"),
         arguments.add(reduced, "rows"),
         space.columns,
         tuple(section for section in sections if section.count),
-        view.numel >= rules.limits.parallel_columns and inner * outer > 1,
-        "int64" if max(value.numel, node.out.numel) >= 2**31 else "int32",
+        sample_of(view.numel) >= rules.limits.parallel_columns and sample_of(inner * outer) > 1,
+        "int64" if sample_of(value.numel) >= 2**31 else "int32",
         len(arguments.numbers),
     )
     return Planned(plan, (value,), (node.out,), (), tuple(arguments.numbers), (node.op,))

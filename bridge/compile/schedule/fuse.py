@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from autodiff.extents import Dim, Extent, divides, same, sample_of
 from bridge.compile.loop_ir.graph import (
     Concat,
     Fallback,
@@ -33,7 +34,7 @@ from bridge.compile.loop_ir.graph import (
     Reduction,
     Value,
 )
-from bridge.compile.loop_ir.views import View, is_dense, merged
+from bridge.compile.loop_ir.views import View, alike, merged
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.space import Space, make_space
 
@@ -51,9 +52,9 @@ class Group:
 
     index: int
     nodes: list[Node]
-    elements: int
-    columns: int | None = None
-    batch: int | None = None
+    elements: Dim
+    columns: Dim | None = None
+    batch: Dim | None = None
     per_row: set[Node] = field(default_factory=set)  # members with one element per row
     made: dict[Value, Node] = field(default_factory=dict)
     sources: set[Group] = field(default_factory=set)  # groups whose values this one reads
@@ -64,7 +65,7 @@ class Group:
     def is_per_row(self, value: Value) -> bool:
         """Whether a value is a member's with one element per row."""
         node = self.made.get(value)
-        return node in self.per_row or (isinstance(node, Reduction) and node.inner == 1)
+        return node in self.per_row or (isinstance(node, Reduction) and same(node.inner, 1))
 
     def reads(self) -> list[tuple[Node, Operand]]:
         """Operands that come from outside the group."""
@@ -82,27 +83,31 @@ def _single(index: int, node: Node, rules: Rules) -> Group:
             group = Group(index, [node], node.out.numel, node.inner * len(node.operands))
         case Pointwise():
             group = Group(index, [node], node.out.numel)
-        case Reduction(inner=1):
+        case Reduction() if same(node.inner, 1):
             group = Group(index, [node], node.operand.view.numel, node.reduced)
         case Reduction():
             group = Group(index, [node], node.operand.view.numel, node.inner, node.outer)
-            chunks = rules.order.column_chunks(node.reduced, node.inner)
-            group.fusable = chunks > 1 or (node.outer == 1 and group.elements <= rules.limits.serial_elements // 2)
+            chunks = sample_of(rules.order.column_chunks(node.reduced, node.inner))
+            few = sample_of(group.elements) <= rules.limits.serial_elements // 2
+            group.fusable = chunks > 1 or (same(node.outer, 1) and few)
         case LibraryCall() | Fallback() | Product():
             group = Group(index, [node], 0, fusable=False)
     group.made = {out: node for out in node.outs}
-    group.fusable = group.fusable and group.elements > 0
+    group.fusable = group.fusable and not same(group.elements, 0)
     return group
 
 
-def is_row_read(operand: Operand, rows: int, columns: int) -> bool:
+def is_row_read(operand: Operand, rows: Dim, columns: Dim) -> bool:
     """Whether an elementwise node reads one dense value per row: constant along each row, one step per row."""
-    wanted = [(extent, stride) for extent, stride in ((rows, 1), (columns, 0)) if extent != 1]
-    return operand.view.offset == 0 and operand.value.numel == rows and merged(operand.view) == wanted
+    wanted = [(extent, stride) for extent, stride in ((rows, 1), (columns, 0)) if not same(extent, 1)]
+    if not same(operand.view.offset, 0) or not same(operand.value.numel, rows):
+        return False
+    found = merged(operand.view)
+    return len(found) == len(wanted) and all(map(alike, found, wanted))
 
 
 def _aligned(operand: Operand) -> bool:
-    return operand.view.offset == 0 and operand.view.numel == operand.value.numel and is_dense(operand.view)
+    return same(operand.view.offset, 0) and operand.is_whole
 
 
 class _Fuser:
@@ -140,7 +145,7 @@ class _Fuser:
         sharing = {
             other
             for _, operand in group.reads()
-            if operand.value.numel >= self.rules.limits.shared_elements
+            if sample_of(operand.value.numel) >= self.rules.limits.shared_elements
             for other in self.readers[operand.value]
             if other is not group and other.fusable and other not in group.sources
         }
@@ -215,19 +220,20 @@ def _union(first: Group, second: Group, position: dict[Node, int], rules: Rules)
     if shape is None:
         return None
     elements, columns = shape
-    batches = {group.batch for group in (first, second)} - {None}
+    batches = {group.batch for group in (first, second) if group.batch is not None}
     if len(batches) > 1:
         return None
     nodes = sorted(first.nodes + second.nodes, key=position.__getitem__)
-    union = Group(min(first.index, second.index), nodes, elements, columns, min(batches, default=None))
+    union = Group(min(first.index, second.index), nodes, elements, columns, next(iter(batches), None))
     union.made = {**first.made, **second.made}
     for group in (first, second):
-        union.per_row |= group.per_row if group.elements == elements else set(group.nodes)
-    if union.batch is not None and columns is not None and (elements // columns) % union.batch:
+        union.per_row |= group.per_row if same(group.elements, elements) else set(group.nodes)
+    if union.batch is not None and columns is not None and not divides(union.batch, elements // columns):
         return None
     for group, other in ((first, second), (second, first)):
         # What a group reads of its own was looked at when it was made, in this iteration space.
-        own = () if (group.elements, group.columns) == (elements, columns) else group.made
+        alike_space = same(group.elements, elements) and (group.columns is None) == (columns is None)
+        own = () if alike_space and (columns is None or same(group.columns, columns)) else group.made
         for node in group.nodes:
             for operand in node.operands:
                 if not isinstance(operand, Operand) or (operand.value not in other.made and operand.value not in own):
@@ -237,23 +243,23 @@ def _union(first: Group, second: Group, position: dict[Node, int], rules: Rules)
     return union
 
 
-def _common_space(first: Group, second: Group, rules: Rules) -> tuple[int, int | None] | None:
+def _common_space(first: Group, second: Group, rules: Rules) -> tuple[Dim, Dim | None] | None:
     """``(elements, columns)`` of the iteration space both can walk."""
-    if first.elements == second.elements:
-        if first.columns is None or second.columns is None or first.columns == second.columns:
-            return first.elements, first.columns or second.columns
+    if same(first.elements, second.elements):
+        if first.columns is None or second.columns is None or same(first.columns, second.columns):
+            return first.elements, first.columns if second.columns is None else second.columns
         return None
-    small, large = sorted((first, second), key=lambda group: group.elements)
-    if small.columns is not None or small.elements == 0 or large.elements % small.elements:
+    small, large = sorted((first, second), key=lambda group: sample_of(group.elements))
+    if small.columns is not None or not divides(small.elements, large.elements):
         return None
     columns = large.elements // small.elements
-    if large.columns not in (None, columns):
+    if large.columns is not None and not same(large.columns, columns):
         return None
     # Rows that nothing but this asks for should be worth a loop of vectors.
-    if large.columns is None and columns < rules.order.lanes:
+    if large.columns is None and (isinstance(columns, Extent) or columns < rules.order.lanes):
         return None
     # One long row would leave nothing to run in parallel.
-    if small.elements < 8 and large.elements > rules.limits.serial_elements:
+    if sample_of(small.elements) < 8 and sample_of(large.elements) > rules.limits.serial_elements:
         return None
     return large.elements, columns
 
@@ -261,7 +267,7 @@ def _common_space(first: Group, second: Group, rules: Rules) -> tuple[int, int |
 def _crosses(group: Group, node: Node, operand: Operand) -> bool:
     """Whether ``node`` reads a member's value at its own place of the iteration space."""
     producer = group.made[operand.value]
-    if isinstance(producer, Reduction) and producer.inner != 1:
+    if isinstance(producer, Reduction) and not same(producer.inner, 1):
         return False  # complete only when every row is done
     row_value = producer in group.per_row or isinstance(producer, Reduction)
     if not row_value:
@@ -282,7 +288,7 @@ def space_of(group: Group, rules: Rules) -> Space | None:
             accesses.append((sections_of(node), 1))
     if _unrolled(group) > rules.limits.sections:
         return None
-    reduces = any(isinstance(node, Reduction) and node.inner == 1 for node in group.nodes)
+    reduces = any(isinstance(node, Reduction) and same(node.inner, 1) for node in group.nodes)
     return make_space(group.elements, group.columns, accesses, rules, reduces=reduces)
 
 
@@ -297,7 +303,8 @@ def _unrolled(group: Group) -> int:
     concats = [node for node in group.nodes if isinstance(node, Concat)]
     if not concats:
         return 1
-    return max(node.inner * len(node.operands) for node in concats) // min(node.inner for node in concats)
+    inner = [sample_of(node.inner) for node in concats]
+    return max(each * len(node.operands) for each, node in zip(inner, concats, strict=True)) // min(inner)
 
 
 def fuse(graph: Graph, rules: Rules) -> list[Group]:

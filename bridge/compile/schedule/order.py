@@ -15,12 +15,14 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from autodiff.extents import Dim, Extent, maximum, minimum, same, sample_of
+
 __all__ = ["ReductionOrder", "chunk_rows"]
 
 
-def chunk_rows(rows: int, chunks: int) -> int:
-    """Rows per chunk; the last chunk may have fewer."""
-    return -(-rows // chunks)
+def chunk_rows(rows: Dim, chunks: Dim) -> Dim:
+    """Rows per chunk, of at least one row; the last chunk may have fewer."""
+    return maximum(1, (rows + chunks - 1) // chunks)
 
 
 @dataclass(frozen=True)
@@ -54,20 +56,22 @@ class ReductionOrder:
         vectors = length // self.lanes
         return next((number for number in self.interleaved if vectors % number == 0), 1)
 
-    def column_chunks(self, rows: int, columns: int) -> int:
+    def column_chunks(self, rows: Dim, columns: Dim) -> Dim:
         """Number of chunks of a column reduction over ``rows`` rows of ``columns`` elements."""
-        chunks = max(1, min(self.most_chunks, rows // self.chunk_rows, rows * columns // self.chunk_elements))
-        return -(-rows // chunk_rows(rows, chunks))
+        most = minimum(rows // self.chunk_rows, rows * columns // self.chunk_elements)
+        chunks = maximum(1, minimum(self.most_chunks, most))
+        size = chunk_rows(rows, chunks)
+        return (rows + size - 1) // size
 
-    def stages(self, extents: Sequence[int], axes: Collection[int]) -> list[tuple[int, int, int]]:
+    def stages(self, extents: Sequence[Dim], axes: Collection[int]) -> list[tuple[Dim, Dim, Dim]]:
         """A reduction over ``axes`` → ``(outer, reduced, inner)`` of the reductions that make it, one after another.
 
         The innermost axes go first. Neighbouring axes of one kind are one axis; a long reduction with few results is
         done in two stages, so that it can run in parallel. Empty where all reduced axes have extent 1.
         """
-        runs: list[tuple[bool, int]] = []  # alternating: remaining, reduced, remaining, …
+        runs: list[tuple[bool, Dim]] = []  # alternating: remaining, reduced, remaining, …
         for axis, extent in enumerate(extents):
-            if extent == 1:
+            if same(extent, 1):
                 continue
             if runs and runs[-1][0] == (axis in axes):
                 runs[-1] = (runs[-1][0], runs[-1][1] * extent)
@@ -87,9 +91,9 @@ class ReductionOrder:
             del runs[position]
         return stages
 
-    def _first_stage(self, outer: int, length: int, inner: int) -> int:
+    def _first_stage(self, outer: Dim, length: Dim, inner: Dim) -> int:
         """Elements that the first of two stages reduces; 0 for one stage."""
-        if inner != 1 or outer >= 16 or length < 2 * self.split:
+        if not same(inner, 1) or isinstance(length, Extent) or sample_of(outer) >= 16 or length < 2 * self.split:
             return 0
         divisors = (part for part in range(self.split, 255, -1) if length % part == 0)
         return next(divisors, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable
 
+from autodiff.extents import Dim, Extent, maximum, minimum, same, sample_of
 from bridge.compile.codegen.pointwise import EXPENSIVE, compute_type
 from bridge.compile.loop_ir.access import Argument, Number
 from bridge.compile.loop_ir.graph import Concat, Node, Operand, Pointwise, Reduction, Scalar, Value
@@ -53,7 +54,7 @@ class _Planner:
             or any(done.cached for done in passes)
         )
         walk = self._flat_walk() if self.space.flat else self._walk()
-        largest = max((value.numel for value in (*self.inputs, *self.outputs)), default=1)
+        largest = max((sample_of(value.numel) for value in (*self.inputs, *self.outputs)), default=1)
         nodes = tuple(map(self._compute, group.nodes))
         plan = RowPlan(
             tuple(value.dtype for value in self.inputs),
@@ -74,12 +75,14 @@ class _Planner:
     def _at(self, values: Iterable[Value]) -> tuple[int, ...]:
         return tuple(map(self.index.__getitem__, values))
 
-    def _add(self, number: int, name: Hashable) -> Argument:
+    def _add(self, number: Dim, name: Hashable) -> Argument:
         return self.arguments.add(number, name)
 
     def _columns(self) -> tuple[tuple[Number, ...], Number]:
         """The extents inside a row, and its length."""
         *outer, last = self.space.columns
+        if any(isinstance(extent, Extent) for extent in (self.space.columns if self.fixed else (last,))):
+            raise NotImplementedError(f"a symbolic row length: {self.space.column_count} elements")
         if self.fixed:
             return self.space.columns, self.space.column_count
         extents = [self._add(extent, ("column extent", axis)) for axis, extent in enumerate(outer)]
@@ -87,15 +90,15 @@ class _Planner:
 
     def _walk(self) -> Walk:
         """That of rows of one length. The tasks of column reductions follow from their order, others from the work."""
-        reduced = [node for node in self.group.nodes if isinstance(node, Reduction) and node.inner != 1]
+        reduced = [node for node in self.group.nodes if isinstance(node, Reduction) and not same(node.inner, 1)]
         batch = self.group.batch if reduced else 1
         rows, columns = self.space.row_count // batch, self.space.column_count
-        chunks = self.order.column_chunks(rows, columns) if reduced else max(1, min(self.limits.tasks, rows))
-        parallel = self._work() >= self.limits.parallel_work and chunks * batch > 1
+        chunks = self.order.column_chunks(rows, columns) if reduced else maximum(1, minimum(self.limits.tasks, rows))
+        parallel = self._work() >= self.limits.parallel_work and sample_of(chunks * batch) > 1
         if not parallel and not reduced:
             return Walk(self._add(rows, "rows"))
         size = chunk_rows(rows, chunks)
-        chunks = -(-rows // size)
+        chunks = (rows + size - 1) // size
         self.scratch = tuple(
             Value("partial", (batch * chunks * columns,), compute_type(node.out.dtype)) for node in reduced
         )
@@ -105,24 +108,25 @@ class _Planner:
             self._add(size, "task rows"),
             self._add(chunks, "chunks"),
             self._add(chunks * batch, "tasks"),
-            batched=batch > 1,
-            batches=self._add(batch, "batches") if batch > 1 else 1,
+            batched=not same(batch, 1),
+            batches=1 if same(batch, 1) else self._add(batch, "batches"),
             parallel=parallel,
-            parallel_finish=parallel and finished >= self.limits.parallel_finish,
+            parallel_finish=parallel and sample_of(finished) >= self.limits.parallel_finish,
         )
 
     def _flat_walk(self) -> Walk:
         """That of elements in no rows: vectors in rows of a length of ours, then what is left."""
         elements = self.group.elements
         vectors, tail = divmod(elements, self.order.lanes)
-        rows = -(-vectors * self.order.lanes // self.space.column_count)
-        where = (self._add(elements - tail, "tail"), self._add(tail, "tail's elements")) if tail else None
+        rows = (vectors * self.order.lanes + self.space.column_count - 1) // self.space.column_count
+        nothing = same(tail, 0)
+        where = None if nothing else (self._add(elements - tail, "tail"), self._add(tail, "tail's elements"))
         count = self._add(vectors, "vectors")
-        chunks = max(1, min(self.limits.tasks, rows))
-        if self._work() < self.limits.parallel_work or chunks == 1:
+        chunks = maximum(1, minimum(self.limits.tasks, rows))
+        if self._work() < self.limits.parallel_work or sample_of(chunks) == 1:
             return Walk(self._add(rows, "rows"), vectors=count, tail=where)
         size = chunk_rows(rows, chunks)
-        chunks = self._add(-(-rows // size), "chunks")
+        chunks = self._add((rows + size - 1) // size, "chunks")
         return Walk(
             self._add(rows, "rows"),
             self._add(size, "task rows"),
@@ -138,7 +142,7 @@ class _Planner:
         scale = self.space.column_count if per_row else 1
         operands = tuple(self._operand(operand, scale) for operand in node.operands)
         if isinstance(node, Reduction):
-            reduces = "row" if node.inner == 1 else "column"
+            reduces = "row" if same(node.inner, 1) else "column"
             return Compute(node.op, operands, node.out.dtype, reduces == "row", reduces)
         inner = node.inner if isinstance(node, Concat) else 0
         return Compute(node.op, operands, node.out.dtype, per_row, inner=inner)
@@ -155,10 +159,10 @@ class _Planner:
         return self.order.accumulators(self.space.column_count) if reduces else 1
 
     def _work(self) -> int:
-        """Scalar operations of the group, roughly."""
+        """Scalar operations of the group, roughly, for the sample."""
         total = 0
         for node in self.group.nodes:
             size = node.operand.view.numel if isinstance(node, Reduction) else node.out.numel
             heavy = isinstance(node, Pointwise) and node.op in EXPENSIVE
-            total += size * (self.limits.transcendental_work if heavy else 1)
+            total += sample_of(size) * (self.limits.transcendental_work if heavy else 1)
         return total

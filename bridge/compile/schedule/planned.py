@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from autodiff.extents import Dim
 from bridge.compile.loop_ir.graph import Value
 
 __all__ = ["Planned"]
@@ -23,5 +24,5 @@ class Planned(Generic[Plan]):
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     scratch: tuple[Value, ...]
-    scalars: tuple[int, ...]
+    scalars: tuple[Dim, ...]
     ops: tuple[str, ...]

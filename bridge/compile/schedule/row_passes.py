@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from autodiff.extents import same
 from bridge.compile.codegen.pointwise import EXPENSIVE
 from bridge.compile.loop_ir.graph import Node, Operand, Reduction, Value
 from bridge.compile.schedule.fuse import Group
@@ -32,7 +33,7 @@ def levels_of(nodes: Iterable[Node]) -> dict[Value, int]:
     levels: dict[Value, int] = {}
     for node in nodes:
         level = max((levels.get(op.value, 0) for op in node.operands if isinstance(op, Operand)), default=0)
-        levels[node.out] = level + (isinstance(node, Reduction) and node.inner == 1)
+        levels[node.out] = level + (isinstance(node, Reduction) and same(node.inner, 1))
     return levels
 
 

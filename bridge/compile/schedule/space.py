@@ -3,6 +3,9 @@
 The elements of the space are numbered row-major. A view cuts that numbering at the suffix products of its merged
 extents; if the cuts of all views divide one another, the quotients are loop extents on which each view has one stride
 per loop, and a kernel needs no division anywhere inside its rows.
+
+Cuts may be symbolic: that they divide one another is proven for all sizes. Which of them begins a row is chosen for the
+sample.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from autodiff.extents import Dim, Extent, divides, same, sample_of
 from bridge.compile.loop_ir.views import View, merged
 from bridge.compile.schedule.limits import Rules
 
@@ -25,46 +29,47 @@ class Space:
     ``flat``: nothing divides the elements into rows; ``remainder`` of them are behind ``rows * columns``.
     """
 
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
-    remainder: int = 0
+    rows: tuple[Dim, ...]
+    columns: tuple[Dim, ...]
+    remainder: Dim = 0
     flat: bool = False
 
     @property
-    def row_count(self) -> int:
+    def row_count(self) -> Dim:
         return math.prod(self.rows)
 
     @property
-    def column_count(self) -> int:
+    def column_count(self) -> Dim:
         return math.prod(self.columns)
 
-    def strides(self, view: View, scale: int = 1) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def strides(self, view: View, scale: Dim = 1) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
         """Strides of a view per row loop and per column loop. ``scale``: elements of the space per element of the
         view (the row length, for views with one element per row)."""
         dims = merged(view)
         if self.flat:
             step = dims[0][1] if dims else 0
             return (step * self.columns[0],), (step,)
-        ends = []  # (elements of the space below this dimension, elements up to and with it, stride)
+        loops = self.rows + self.columns
+        place: dict[Dim, int] = {}  # of each cut, the loop that it begins, counted from the last
+        position: Dim = 1
+        for index, extent in enumerate(reversed(loops)):
+            if not same(extent, 1):
+                place[position] = index
+            position *= extent
+        place[position] = len(loops)
+        strides: list[Dim] = [0] * len(loops)
         below = scale
         for extent, stride in reversed(dims):
-            ends.append((below, below * extent, stride))
+            step = stride
+            for index in range(place[below], place[below * extent]):
+                strides[-1 - index] = 0 if same(loops[-1 - index], 1) else step
+                step *= loops[-1 - index]
             below *= extent
-        strides = []
-        position = 1
-        for extent in reversed(self.rows + self.columns):
-            stride = 0
-            for low, high, step in ends:
-                if extent != 1 and low <= position < high:
-                    stride = step * (position // low)
-            strides.append(stride)
-            position *= extent
-        strides.reverse()
         return tuple(strides[: len(self.rows)]), tuple(strides[len(self.rows) :])
 
 
 def make_space(
-    elements: int, columns: int | None, accesses: Sequence[tuple[View, int]], rules: Rules, *, reduces: bool
+    elements: Dim, columns: Dim | None, accesses: Sequence[tuple[View, Dim]], rules: Rules, *, reduces: bool
 ) -> Space | None:
     """The space of ``elements`` with rows of ``columns`` (chosen here if ``None``) on which all ``accesses``
     ``(view, scale)`` are strided; ``None`` if there is none.
@@ -73,7 +78,7 @@ def make_space(
     :mod:`bridge.compile.schedule.order` whatever the column loops are.
     """
     limits, order = rules.limits, rules.order
-    cuts = {1, elements}
+    cuts: set[Dim] = {1, elements}
     if columns is not None:
         cuts.add(columns)
     for view, scale in accesses:
@@ -81,24 +86,30 @@ def make_space(
         for extent, _ in reversed(merged(view)):
             cuts.add(below)
             below *= extent
-    ordered = sorted(cuts)
-    if any(high % low for low, high in pairwise(ordered)) or len(ordered) > limits.loops:
+    ordered = sorted(cuts, key=_order)
+    if not all(divides(low, high) for low, high in pairwise(ordered)) or len(ordered) > limits.loops:
         return None
     if columns is None:
-        if ordered[-2:] == [1, elements]:
+        if len(ordered) == 2:
             return Space((elements // limits.flat_row,), (limits.flat_row,), elements % limits.flat_row, flat=True)
-        columns = next(cut for cut in ordered if cut >= min(limits.short_row, elements))
-        if columns == elements and elements > limits.flat_row and len(ordered) > 2:
+        amount = sample_of(elements)
+        columns = next(cut for cut in ordered if sample_of(cut) >= min(limits.short_row, amount))
+        if same(columns, elements) and amount > limits.flat_row and len(ordered) > 2:
             columns = ordered[-2]
     extents = [high // low for low, high in pairwise(ordered)]
     inside = ordered.index(columns)
     inner = tuple(reversed(extents[:inside])) or (1,)
-    if reduces and len(inner) > 1 and inner[-1] % (order.lanes * order.accumulators(columns)):
+    if reduces and len(inner) > 1 and not divides(order.lanes * order.accumulators(columns), inner[-1]):
         return None
     return Space(tuple(reversed(extents[inside:])) or (1,), inner)
 
 
-def share_loops(views: Sequence[View], elements: int, rules: Rules, inside: tuple[int, int] | None = None) -> bool:
+def _order(cut: Dim) -> tuple[int, str]:
+    """From the finest cut to the coarsest; those of one amount in an order that is the same every time."""
+    return sample_of(cut), str(cut) if isinstance(cut, Extent) else ""
+
+
+def share_loops(views: Sequence[View], elements: Dim, rules: Rules, inside: tuple[Dim, Dim] | None = None) -> bool:
     """Whether one loop nest over ``elements`` can read all the views.
 
     ``inside``: ``(reduced, inner)`` extents of a reduction, whose view enumerates ``(outer, reduced, inner)``.
@@ -107,8 +118,8 @@ def share_loops(views: Sequence[View], elements: int, rules: Rules, inside: tupl
     columns = None
     if inside:
         reduced, inner = inside
-        columns = reduced if inner == 1 else inner
+        columns = reduced if same(inner, 1) else inner
         # A broadcast view that forces a cut between the remaining and the reduced rows.
         accesses.append((View((elements // (reduced * inner), reduced, inner), (0, 1, 0)), 1))
-    reduces = inside is not None and inside[1] == 1
+    reduces = inside is not None and same(inside[1], 1)
     return make_space(elements, columns, accesses, rules, reduces=reduces) is not None

@@ -9,8 +9,10 @@ import math
 
 import torch
 
+from autodiff.extents import Extent, same
 from autodiff.ir import Call, dtype, shape
 from bridge.compile.codegen.pointwise import RULES, compute_type
+from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Operand, Scalar
 from bridge.compile.translate.builder import Builder
 from bridge.compile.translate.registry import number, register
@@ -60,7 +62,7 @@ def _power(builder: Builder, call: Call) -> Operand:
     if "float" not in x.dtype:
         return NotImplemented
     exponent = y.number if isinstance(y, Scalar) else None
-    extents = torch.broadcast_shapes(x.shape, y.shape)
+    extents = views.broadcast(x.shape, y.shape)
     c = Composite(builder, call)
     base = c.widen(builder.expand(x, extents))
     # The same exponents that torch spells out.
@@ -122,7 +124,11 @@ class Composite:
 
     def mean(self, operand: Operand, axes: list[int]) -> Operand:
         count = math.prod(operand.shape[axis] for axis in axes)
-        return self("divide", self.reduce("sum", operand, axes), self.const(count))
+        total = self.reduce("sum", operand, axes)
+        symbolic = isinstance(count, Extent)
+        return self(
+            "divide", total, self.builder.derived("number", [count], (), self.type) if symbolic else self.const(count)
+        )
 
 
 def _axes(call: Call, operand: Operand | Scalar) -> list[int]:
@@ -165,7 +171,7 @@ def _collapse_sum_to(builder: Builder, call: Call) -> Operand | Scalar:
     axes = [
         axis
         for axis, extent in enumerate(operand.shape)
-        if axis < missing or (extent != 1 and extents[axis - missing] == 1)
+        if axis < missing or (not same(extent, 1) and same(extents[axis - missing], 1))
     ]
     return builder.reshape(builder.reduce("sum", operand, axes, dtype(call)), extents)
 
@@ -258,10 +264,10 @@ def _ewise_fma(builder: Builder, call: Call) -> Operand:
 
 @register("relax.tril", "relax.triu")
 def _triangle(builder: Builder, call: Call) -> Operand:
-    x, k = builder.get(call.args[0]), int(number(call.args[1]))
+    x, k = builder.get(call.args[0]), number(call.args[1])
     rows, columns = x.shape[-2:]
-    column_minus_k = builder.constant(torch.arange(columns, dtype=torch.int32) - k)
-    row = builder.reshape(builder.constant(torch.arange(rows, dtype=torch.int32)), (rows, 1))
+    column_minus_k = builder.derived("arange", [-k, columns - k, 1], (columns,), "int32")
+    row = builder.reshape(builder.derived("arange", [0, rows, 1], (rows,), "int32"), (rows, 1))
     compare = "less_equal" if call.op.name == "relax.tril" else "greater_equal"
     inside = builder.pointwise(compare, [column_minus_k, row], "bool")
     return builder.pointwise("where", [inside, x, Scalar(0, x.dtype)], dtype(call))
@@ -270,7 +276,12 @@ def _triangle(builder: Builder, call: Call) -> Operand:
 @register("relax.arange")
 def _arange(builder: Builder, call: Call) -> Operand:
     start, stop, step = (number(arg) for arg in call.args)
-    return builder.constant(torch.arange(start, stop, step, dtype=getattr(torch, dtype(call))))
+    return builder.derived("arange", [start, stop, step], shape(call), dtype(call))
+
+
+@register("library.extent")
+def _extent(builder: Builder, call: Call) -> Operand:
+    return builder.derived("number", [number(call.args[1])], (), dtype(call))
 
 
 @register("relax.one_hot")

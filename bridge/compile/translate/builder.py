@@ -6,10 +6,11 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
+from autodiff.extents import Dim, Extent, same
 from autodiff.ir import Constant, Expr, Tuple, Var, dtype, shape
 from bridge.compile.codegen.pointwise import compute_type
 from bridge.compile.loop_ir import views
-from bridge.compile.loop_ir.graph import Node, Operand, Pointwise, Reduction, Scalar, Value, whole
+from bridge.compile.loop_ir.graph import Derived, Node, Operand, Pointwise, Reduction, Scalar, Value, whole
 from bridge.compile.loop_ir.neutral import Dense, Neutral, Shaped
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.reduction import identity
@@ -30,7 +31,7 @@ class Builder:
         self.rules = rules
         self.env: dict[Var, Operand | Scalar | list] = {}
         self.nodes: list[Node | Neutral] = []
-        self.constants: dict[Value, torch.Tensor] = {}
+        self.constants: dict[Value, torch.Tensor | Derived] = {}
         self._literals: dict[Constant, Operand | Scalar] = {}
         self._literals_as_tensors: dict[Hashable, Operand] = {}
         self.hint = "t"
@@ -62,7 +63,18 @@ class Builder:
         self.constants[value] = tensor
         return whole(value)
 
-    def fresh(self, extents: Sequence[int], element_type: str) -> Value:
+    def derived(
+        self, kind: str, arguments: Sequence[Dim | float], extents: Sequence[Dim], element_type: str
+    ) -> Operand:
+        """A constant of the size that the program is bound to, see :class:`Derived`; numbers make it a tensor."""
+        if not any(isinstance(argument, Extent) for argument in arguments):
+            make = torch.arange if kind == "arange" else torch.tensor
+            return self.constant(make(*arguments, dtype=getattr(torch, element_type)))
+        value = Value(f"const{len(self.constants)}", tuple(extents), element_type, "constant")
+        self.constants[value] = Derived(kind, tuple(arguments), element_type)
+        return whole(value)
+
+    def fresh(self, extents: Sequence[Dim], element_type: str) -> Value:
         """A value to be a node's result."""
         return Value(self.hint, tuple(extents), element_type)
 
@@ -71,7 +83,7 @@ class Builder:
 
     def pointwise(self, op: str, operands: Sequence[Operand | Scalar], element_type: str) -> Operand:
         """``op`` on operands broadcast against each other."""
-        extents = torch.broadcast_shapes(*(operand.shape for operand in operands))
+        extents = views.broadcast(*(operand.shape for operand in operands))
         out = self.fresh(extents, element_type)
         self.add(Pointwise(op, tuple(self.expand(operand, extents) for operand in operands), out))
         return whole(out)
@@ -92,9 +104,9 @@ class Builder:
         remaining = [extent for axis, extent in enumerate(operand.shape) if axis not in axes]
         if not axes:
             return self.cast(operand, element_type)
-        if operand.view.numel == 0:
+        if same(operand.view.numel, 0):
             # eager has no max or min of nothing, but its softmax of nothing: there the result has no reader
-            fill = 0 if 0 in remaining else identity(op, element_type)
+            fill = 0 if any(same(extent, 0) for extent in remaining) else identity(op, element_type)
             return self.dense(Scalar(fill, element_type, tuple(remaining)))
         stages = self.rules.order.stages(operand.shape, axes)
         if not stages:
@@ -117,18 +129,18 @@ class Builder:
             self._literals_as_tensors[key] = self.pointwise("copy", [operand], operand.dtype)
         return self._literals_as_tensors[key]
 
-    def expand(self, operand: Operand | Scalar, extents: Sequence[int]) -> Operand | Scalar:
+    def expand(self, operand: Operand | Scalar, extents: Sequence[Dim]) -> Operand | Scalar:
         if isinstance(operand, Scalar):
             return Scalar(operand.number, operand.dtype, tuple(extents))
         return Operand(operand.value, views.expand(operand.view, extents))
 
-    def broadcast(self, operand: Operand | Scalar, extents: Sequence[int]) -> Operand | Scalar:
+    def broadcast(self, operand: Operand | Scalar, extents: Sequence[Dim]) -> Operand | Scalar:
         """As :meth:`expand`, as a node: an operator of its own reads the operand."""
         if isinstance(operand, Scalar):
             return self.expand(operand, extents)
         return self._shaped(operand, extents, views.expand, tuple(extents))
 
-    def reshape(self, operand: Operand | Scalar, extents: Sequence[int]) -> Operand | Scalar:
+    def reshape(self, operand: Operand | Scalar, extents: Sequence[Dim]) -> Operand | Scalar:
         if isinstance(operand, Scalar):
             return Scalar(operand.number, operand.dtype, tuple(extents))
         return self._shaped(operand, extents, views.reshape, tuple(extents))
@@ -141,14 +153,14 @@ class Builder:
             return Scalar(operand.number, operand.dtype, extents)
         return self._shaped(operand, extents, views.permute, order)
 
-    def slice(self, operand: Operand | Scalar, axis: int, begin: int, end: int, step: int = 1) -> Operand | Scalar:
+    def slice(self, operand: Operand | Scalar, axis: int, begin: Dim, end: Dim, step: int = 1) -> Operand | Scalar:
         """``operand[..., begin:end:step, ...]`` with ``0 <= begin`` and ``step > 0``."""
         extents = views.slice_view(views.dense(operand.shape), axis, begin, end, step).shape
         if isinstance(operand, Scalar):
             return Scalar(operand.number, operand.dtype, extents)
         return self._shaped(operand, extents, views.slice_view, axis, begin, end, step)
 
-    def _shaped(self, operand: Operand, extents: Sequence[int], function: Callable, *arguments: object) -> Operand:
+    def _shaped(self, operand: Operand, extents: Sequence[Dim], function: Callable, *arguments: object) -> Operand:
         out = self.fresh(extents, operand.dtype)
         self.add(Shaped(function, arguments, operand, out))
         return whole(out)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import tvm
 from tvm import relax, s_tir, tirx
 from tvm.ir import GlobalVar, IRModule
 
+from autodiff.extents import Extent
 from autodiff.ir import (
     Call,
     Constant,
@@ -20,6 +22,7 @@ from autodiff.ir import (
     bindings,
     build_function,
     dtype,
+    extents_of,
     op_name,
     shape,
 )
@@ -36,6 +39,8 @@ log = channel("fallbacks")
 @register("fallback")
 def _fallback(builder: Builder, call: Call) -> Operand | list[Operand]:
     """Legalize one call and add a node per PrimFunc. ``NotImplementedError`` if TVM cannot legalize it."""
+    if any(isinstance(extent, Extent) for ty in _tensor_types(call) for extent in extents_of(ty)):
+        raise NotImplementedError(f"{op_name(call)} of symbolic extents: no kernel of ours, and TVM's serves one size")
     if isinstance(call.ty, TensorType) and 0 in shape(call):  # nothing to compute, and TVM's index arithmetic divides
         return builder.dense(Scalar(0, dtype(call), shape(call)))
     params: dict[Expr, Var] = {}
@@ -57,6 +62,17 @@ def _fallback(builder: Builder, call: Call) -> Operand | list[Operand]:
         local.env[var] = local.bind(value, str(op_name(call)))
     (field,) = module["main"].body.body.fields
     return local.get(field)
+
+
+def _tensor_types(call: Call) -> Iterator[TensorType]:
+    """The types of what a call makes and reads."""
+    types = [call.ty, *(arg.ty for arg in call.args if isinstance(arg, Var | Constant | Tuple))]
+    while types:
+        ty = types.pop()
+        if isinstance(ty, TupleType):
+            types += ty.fields
+        elif isinstance(ty, TensorType) and ty.shape is not None:
+            yield ty
 
 
 class _Local:

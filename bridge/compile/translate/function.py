@@ -21,6 +21,7 @@ from autodiff.ir import (
     Var,
     bindings,
     dtype,
+    extents_of,
     library_name,
     op_name,
     results,
@@ -88,7 +89,7 @@ def _check(var: Var, result: Operand | Scalar | list, value: Expr) -> None:
     for ty, field in zip(types, fields, strict=True):
         if not isinstance(ty, TensorType) or ty.shape is None:
             continue
-        wanted = (tuple(int(extent) for extent in ty.shape), str(ty.dtype))
+        wanted = (extents_of(ty), str(ty.dtype))
         if (field.shape, field.dtype) != wanted:
             raise AssertionError(f"{value} has type {wanted}, its translation has {(field.shape, field.dtype)}")
 

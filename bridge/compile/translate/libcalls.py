@@ -9,10 +9,10 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from autodiff.ir import Call, Expr, ShapeExpr, TensorType, Tuple, TupleType, Var, dtype, shape
+from autodiff.ir import Call, Expr, ShapeExpr, TensorType, Tuple, TupleType, Var, dtype, extents_of, shape
 from bridge.compile.loop_ir.graph import LibraryCall, Operand, Scalar, Value, whole
 from bridge.compile.translate.builder import Builder
-from bridge.compile.translate.registry import number, register
+from bridge.compile.translate.registry import number, numbers, register
 from bridge.library import FUNCTIONS, TensorAt, TensorsAt
 
 __all__ = ["emit", "tensor"]
@@ -96,7 +96,7 @@ def _library_function(builder: Builder, call: Call, name: str) -> Operand | list
     operands: list[Operand] = []
     arguments = tuple(_argument(builder, arg, operands) for arg in call.args[1:])
     types = call.ty.fields if isinstance(call.ty, TupleType) else [call.ty]
-    outs = [builder.fresh(tuple(int(extent) for extent in ty.shape), str(ty.dtype)) for ty in types]
+    outs = [builder.fresh(extents_of(ty), str(ty.dtype)) for ty in types]
     builder.add(LibraryCall(name, tuple(operands), tuple(outs), arguments, allocates=True))
     results = [whole(out) for out in outs]
     return results if isinstance(call.ty, TupleType) else results[0]
@@ -112,7 +112,7 @@ def _argument(builder: Builder, arg: Expr, operands: list[Operand]) -> Any:
         operands.append(tensor(builder, arg))
         return TensorAt(len(operands) - 1)
     if isinstance(arg, ShapeExpr):
-        return tuple(int(extent) for extent in arg.values)
+        return tuple(numbers(arg))
     if hasattr(arg, "value") and isinstance(arg.value, str):
         return str(arg.value)
     return number(arg)

@@ -7,6 +7,7 @@ from typing import Any
 
 from tvm.tirx import FloatImm, IntImm
 
+from autodiff.extents import Dim, from_tir
 from autodiff.ir import Constant, Expr, ShapeExpr, Tuple, shape
 
 __all__ = ["TRANSLATIONS", "Translation", "number", "numbers", "register"]
@@ -29,18 +30,21 @@ def register(*names: str) -> Callable[[Translation], Translation]:
     return decorate
 
 
-def number(expr: Expr) -> int | float:
-    """The Python number of a literal argument. ``TypeError`` if it is not a literal."""
+def number(expr: Expr) -> Dim | float:
+    """The Python number of a literal argument, or an extent. ``TypeError`` if it is neither."""
     if isinstance(expr, IntImm | FloatImm):
         return expr.value
     if isinstance(expr, Constant) and not shape(expr):
         return expr.value.numpy().item()
     if isinstance(expr, int | float):
         return expr
-    raise TypeError(f"wanted a number known at compile time, got {expr}")
+    try:
+        return from_tir(expr)
+    except ValueError as error:
+        raise TypeError(f"wanted a number known at compile time or an extent, got {expr}") from error
 
 
-def numbers(expr: Expr) -> list[int]:
+def numbers(expr: Expr) -> list[Dim]:
     """The integers of a literal tuple or shape."""
     fields = expr.values if isinstance(expr, ShapeExpr) else expr.fields if isinstance(expr, Tuple) else expr
-    return [int(number(field)) for field in fields]
+    return [int(each) if isinstance(each, float) else each for each in map(number, fields)]

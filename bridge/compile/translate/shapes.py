@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from autodiff.ir import Call, Constant, dtype, numpy_value, shape
+from autodiff.ir import Call, Constant, dtype, extents_of, numpy_value, shape
 from bridge.compile.loop_ir.graph import Operand, Scalar
 from bridge.compile.translate.builder import Builder
 from bridge.compile.translate.registry import numbers, register
 
 __all__: list[str] = []
+
+_END = 2**62
+"""From here on the end of a slice means that of the tensor, whatever its size."""
 
 
 @register("relax.reshape", "relax.flatten", "relax.squeeze", "relax.expand_dims", "relax.nn.batch_flatten")
@@ -35,6 +38,7 @@ def _strided_slice(builder: Builder, call: Call) -> Operand | Scalar:
     result = builder.get(call.args[0])
     for axis, first, last, step in zip(axes, begin, end, steps, strict=True):
         extent = result.shape[axis]
+        last = extent if isinstance(last, int) and last >= _END else last
         first, last = (min(max(at + extent if at < 0 else at, 0), extent) for at in (first, last))
         result = builder.slice(result, axis, first, last, step)
     return result
@@ -46,7 +50,7 @@ def _split(builder: Builder, call: Call) -> list:
     axis = int(call.attrs.axis)
     results, begin = [], 0
     for field in call.ty.fields:
-        end = begin + int(field.shape[axis])
+        end = begin + extents_of(field)[axis]
         results.append(builder.slice(operand, axis, begin, end))
         begin = end
     return results
