@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from bridge.compile.loop_ir.graph import Graph, Node, Operand, Pointwise, Reduction, Scalar, Value, whole
 from bridge.compile.loop_ir.neutral import Dense, Join, MatMul, Neutral, Result, Shaped
-from bridge.compile.loop_ir.views import alike
+from bridge.compile.loop_ir.views import View, alike, dense, expand, is_dense
 from bridge.compile.passes.choose_joins import join
 from bridge.compile.passes.choose_products import ProductChoice
 from bridge.compile.passes.placed import Placed, is_all_of_a_value
@@ -50,6 +50,7 @@ class _Walk:
         self._rules = rules
         self._products = products
         self._where: dict[Value, Operand] = {}  # results of neutral nodes, and copies that were there already
+        self._usual: dict[Value, View] = {}  # how those would be read if no product were stored for its readers
 
     def add(self, node: Node | Neutral) -> None:
         self.placed.name = node.outs[0].name
@@ -62,7 +63,7 @@ class _Walk:
             case Result():
                 self.results.append(self._result(*operands))
             case MatMul():
-                self._where[node.out] = self._products.choose(self.placed, node, *operands)
+                self._choose_product(node, *operands)
             case Join():
                 self.placed.nodes.append(join(self.placed, replace(node, operands=operands), self._rules))
             case Pointwise(op="copy"):
@@ -80,7 +81,23 @@ class _Walk:
             return operand
         return self.placed.expand(self._where[operand.value], operand.shape)
 
+    def _usual_view(self, operand: Operand) -> View:
+        """The view of a neutral operand if every product were stored in its own order, whoever reads it."""
+        if operand.value not in self._usual:
+            return self._read(operand).view
+        return expand(self._usual[operand.value], operand.shape)
+
+    def _choose_product(self, node: MatMul, a: Operand, b: Operand) -> None:
+        self._where[node.out] = self._products.choose(
+            self.placed, node, (a, self._usual_view(node.a)), (b, self._usual_view(node.b))
+        )
+        if not is_dense(self._where[node.out].view):
+            self._usual[node.out] = dense(node.out.shape)
+
     def _shaped(self, node: Shaped, operand: Operand) -> Operand:
+        if node.operand.value in self._usual:
+            usual = node.function(self._usual_view(node.operand), *node.arguments)
+            self._usual[node.out] = dense(node.out.shape) if usual is None else usual  # it would have been copied
         view = node.function(operand.view, *node.arguments)
         if view is None:
             return Operand(self.placed.copy(operand).value, whole(node.out).view)

@@ -15,10 +15,14 @@ from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import LibraryCall, Node, Operand, Product, Value, whole
 from bridge.compile.loop_ir.neutral import MatMul, Neutral, Shaped
 from bridge.compile.loop_ir.product import Geometry, ProductPlan
+from bridge.compile.loop_ir.views import View
 from bridge.compile.passes.placed import Placed
 from bridge.compile.schedule.products import LayoutClass, ProductPolicy, ProductShape, is_generated
 
 __all__ = ["ProductChoice", "order_of_readers"]
+
+Given = tuple[Operand, View]
+"""An operand and its usual view: how it would be read if every product were stored in its own order."""
 
 
 class ProductChoice:
@@ -32,62 +36,82 @@ class ProductChoice:
     def __init__(self, policy: ProductPolicy, readers: Mapping[Value, Sequence[Node | Neutral]]) -> None:
         self.policy = policy
         self.readers = readers
-        # Of values stored in another order for their readers, how they would be read if they were not.
-        self._reordered: dict[Value, views.View] = {}
 
-    def choose(self, placed: Placed, node: MatMul, a: Operand, b: Operand) -> Operand:
-        """Adds what computes a product of placed operands; where its result lies."""
+    def choose(self, placed: Placed, node: MatMul, a: Given, b: Given) -> Operand:
+        """Adds what computes a product of placed operands; where its result lies.
+
+        Each operand comes with its usual view: the way, which decides bits, depends on no stored order, for readers
+        decide those.
+        """
+        (a, usual_a), (b, usual_b) = (_matrices(placed, *each) for each in ((a, (1, -1)), (b, (-1, 1))))
         extents = node.out.shape
-        if len(a.shape) == 1:
-            a = placed.reshape(a, (1, *a.shape))
-        if len(b.shape) == 1:
-            b = placed.reshape(b, (*b.shape, 1))
         batch = views.broadcast(a.shape[:-2], b.shape[:-2])
+        way = self._way(a.dtype, usual_a, usual_b, batch)
         order = order_of_readers(self.readers.get(node.out, ())) if len(batch) + 2 == len(extents) else None
-        # What is asked of the policy depends neither on this order nor on that of the operands: readers decide those.
-        product = product_shape(a.dtype, self._usual_view(a), self._usual_view(b), batch)
-        way = self.policy.choose(product) if product.multiplications else "mm"
         rows = _rows(a.view, b.view)
         if rows is not None and (order is None or not is_generated(way)):
             a, b, batch, order = Operand(a.value, rows), placed.reshape(b, b.shape[-2:]), (), None
-        made = self._generated(placed, way, a, b, batch, order) if is_generated(way) else None
-        return placed.reshape(made or _library(placed, way, a, b, batch), extents)
+        if is_generated(way):
+            made = self._generated(placed, way, a, b, batch, order)
+        else:
+            made = _library(placed, way, a, b, batch)
+        return placed.reshape(made, extents)
 
-    def _usual_view(self, operand: Operand) -> views.View:
-        """The operand's view if its value were stored in its own order, whoever reads it."""
-        if operand.value not in self._reordered:
-            return operand.view
-        # Where no strides express it, it would have been copied.
-        return views.compose(operand.view, self._reordered[operand.value]) or views.dense(operand.shape)
+    def _way(self, element_type: str, a: View, b: View, batch: Sequence[Dim]) -> str:
+        product = product_shape(element_type, a, b, batch)
+        way = self.policy.choose(product) if product.multiplications else "mm"
+        if is_generated(way) and _rows(a, b) is None and _geometry(a, b, batch, None) is None:
+            return "mm"  # more batch extents than the kernel has loops for
+        return way
 
     def _generated(
         self, placed: Placed, way: str, a: Operand, b: Operand, batch: Sequence[Dim], order: Sequence[int] | None
-    ) -> Operand | None:
-        """``a @ b``, stored in ``order``; ``None`` where the batch has more dimensions than the kernel."""
-        m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
-        extents = (*batch, m, n)
-        usual = list(range(len(extents)))
-        order = usual if order is None else order
-        stored = views.dense([extents[axis] for axis in order])
-        result = views.permute(stored, [order.index(axis) for axis in usual])
-        geometry = Geometry.of(views.expand(a.view, (*batch, m, k)), views.expand(b.view, (*batch, k, n)), result)
-        if geometry is None:
-            return None
-        row, column = geometry.c[2:]
-        if not same(row, 1) and not same(column, 1):
+    ) -> Operand:
+        """``a @ b``, stored in ``order`` if the kernel can."""
+        geometry = _geometry(a.view, b.view, batch, order)
+        row, column = (0, 1) if geometry is None else geometry.c[2:]
+        if order is not None and (geometry is None or not (same(row, 1) or same(column, 1))):
             return self._generated(placed, way, a, b, batch, None)
+        if geometry is None:  # for the order in which an operand is stored, or no proof for all sizes
+            dense = placed.dense(a), placed.dense(b)
+            if dense == (a, b):
+                return _library(placed, "mm", a, b, batch)
+            return self._generated(placed, way, *dense, batch, None)
+        stored, result = _stored((*batch, a.shape[-2], b.shape[-1]), order)
         if not same(column, 1):  # the product of the transposes writes the transposed result
             a, b, geometry = b, a, geometry.transposed()
         out = placed.fresh(stored.shape, a.dtype)
         placed.nodes.append(Product((a, b), out, self._plan(way, a.dtype, geometry)))
-        if order != usual:
-            self._reordered[out] = views.permute(views.dense(extents), order)
         return Operand(out, result)
 
     def _plan(self, way: str, element_type: str, geometry: Geometry) -> ProductPlan:
         outer, inner, m, n, k = map(sample_of, geometry.extents)
         block = self.policy.block(way, ProductShape(element_type, outer * inner, m, n, k))
         return ProductPlan(way, element_type, geometry, block)
+
+
+def _matrices(placed: Placed, given: Given, vector: tuple[int, int]) -> Given:
+    """The operand and its usual view, a vector as a matrix of one row or column."""
+    operand, usual = given
+    if len(operand.shape) > 1:
+        return given
+    extents = tuple(operand.shape[0] if extent < 0 else extent for extent in vector)
+    return placed.reshape(operand, extents), views.reshape(usual, extents)
+
+
+def _stored(extents: Sequence[Dim], order: Sequence[int] | None) -> tuple[View, View]:
+    """What is stored of a result, and the view of it that has the result's own order."""
+    if order is None:
+        return views.dense(extents), views.dense(extents)
+    stored = views.dense([extents[axis] for axis in order])
+    return stored, views.permute(stored, [order.index(axis) for axis in range(len(extents))])
+
+
+def _geometry(a: View, b: View, batch: Sequence[Dim], order: Sequence[int] | None) -> Geometry | None:
+    """``None`` where the batch has more dimensions than the kernel."""
+    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    _, result = _stored((*batch, m, n), order)
+    return Geometry.of(views.expand(a, (*batch, m, k)), views.expand(b, (*batch, k, n)), result)
 
 
 def order_of_readers(readers: Iterable[Node | Neutral]) -> list[int] | None:
@@ -106,7 +130,7 @@ def order_of_readers(readers: Iterable[Node | Neutral]) -> list[int] | None:
     return None if order is None or list(order) == sorted(order) else list(order)
 
 
-def product_shape(element_type: str, a: views.View, b: views.View, batch: Sequence[Dim]) -> ProductShape:
+def product_shape(element_type: str, a: View, b: View, batch: Sequence[Dim]) -> ProductShape:
     """What decides how a product is computed, for the sample; ``batch``: extents that both operands' batches broadcast
     to."""
     m, k, n = (sample_of(extent) for extent in (a.shape[-2], a.shape[-1], b.shape[-1]))
@@ -123,13 +147,13 @@ def product_shape(element_type: str, a: views.View, b: views.View, batch: Sequen
     return ProductShape(element_type, number, m, n, k, *layouts)
 
 
-def _rows(a: views.View, b: views.View) -> views.View | None:
+def _rows(a: View, b: View) -> View | None:
     """All rows of ``a`` as one dimension, where every one meets the same ``b`` and that needs no copy."""
     rows = (math.prod(a.shape[:-1]), a.shape[-1])
     return views.reshape(a, rows) if same(math.prod(b.shape[:-2]), 1) else None
 
 
-def _layout(view: views.View, is_copied: bool) -> LayoutClass:
+def _layout(view: View, is_copied: bool) -> LayoutClass:
     """The class of a matrix or a batch of them; a dimension of extent 1 has no stride to speak of."""
     units = [
         same(extent, 1) or same(stride, 1) for extent, stride in zip(view.shape[-2:], view.strides[-2:], strict=True)
@@ -139,12 +163,12 @@ def _layout(view: views.View, is_copied: bool) -> LayoutClass:
 
 
 def _library(placed: Placed, way: str, a: Operand, b: Operand, batch: Sequence[Dim]) -> Operand:
-    """2-D products by the kernel that ``way`` names, by ``torch.mm`` if it names none; batches by ``torch.bmm``."""
+    """2-D products by the kernel that ``way`` names; batches by ``torch.bmm``."""
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     count = math.prod(batch)
     if same(math.prod(b.shape[:-2]), 1):
         a, b = placed.reshape(a, (count * m, k)), placed.reshape(b, (k, n))
-        name, out = "mm" if is_generated(way) else way, placed.fresh((count * m, n), a.dtype)
+        name, out = way, placed.fresh((count * m, n), a.dtype)
     else:
         a = placed.reshape(placed.expand(a, (*batch, m, k)), (count, m, k))
         b = placed.reshape(placed.expand(b, (*batch, k, n)), (count, k, n))

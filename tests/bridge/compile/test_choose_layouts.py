@@ -14,12 +14,10 @@ from bridge.compile.loop_ir.graph import Product
 from bridge.compile.loop_ir.neutral import Neutral
 from bridge.compile.loop_ir.product import FIELDS, ProductPlan
 from bridge.compile.passes.choose_layouts import choose_layouts
-from bridge.compile.schedule.products import GENERATED, LayoutClass, ProductShape
+from bridge.compile.schedule.products import GENERATED, ProductShape
 from bridge.compile.translate import translate
 from tests.bridge.compile.graph_text import text
 from tests.bridge.compile_helpers import function
-
-ROW, COLUMN = LayoutClass("row"), LayoutClass("column")
 
 
 @dataclass
@@ -188,23 +186,68 @@ def test_translation_says_what_and_not_where():
     ]
 
 
-@pytest.mark.parametrize("order", [None, [1, 0], [0, 1]])
-def test_the_policy_is_asked_the_same_whoever_reads_a_product(order):
-    """Generated code stores the first product for its readers; the second is asked for as if it had not."""
+def as_it_is(emit: Callable, y: relax.Expr) -> relax.Expr:
+    return y
 
-    def body(emit: Callable, x: relax.Expr, w: relax.Expr) -> list[relax.Var]:
-        y = emit(op.matmul(x, w))
-        read = y if order is None else emit(op.permute_dims(y, order))
-        return [emit(op.matmul(read, read))]
 
-    asked = {}
-    for way in (GENERATED, "mm"):
-        policy = Policy(way)
-        chosen([(40, 40), (40, 40)], body, policy)
-        asked[way] = policy.asked
-    layout = COLUMN if order == [1, 0] else ROW
-    first, second = (ProductShape("float32", 1, 40, 40, 40, each, each) for each in (ROW, layout))
-    assert asked == {GENERATED: [first, second], "mm": [first, second]}
+def turned_back(emit: Callable, y: relax.Expr) -> relax.Expr:
+    return emit(op.permute_dims(y, [0, 1, 3, 2]))
+
+
+def cut(emit: Callable, y: relax.Expr) -> relax.Expr:
+    return emit(op.strided_slice(y, [3], [0], [4]))
+
+
+def merged(emit: Callable, y: relax.Expr) -> relax.Expr:
+    return emit(op.permute_dims(emit(op.reshape(y, (8, 24))), [1, 0]))
+
+
+@pytest.mark.parametrize("then", [as_it_is, turned_back, cut, merged])
+@pytest.mark.parametrize("order", [[0, 2, 1, 3], [0, 1, 3, 2], [2, 0, 1, 3]], ids=str)
+def test_the_policy_is_asked_the_same_whoever_reads_a_product(order, then):
+    """Generated code stores the first product for its readers; later ones are asked for as if it had not."""
+
+    def body(is_result: bool) -> Callable:
+        def products(emit: Callable, x: relax.Expr, w: relax.Expr) -> list[relax.Var]:
+            y = emit(op.matmul(x, w))
+            read = then(emit, emit(op.permute_dims(y, order)))
+            rank = len(read.ty.shape)
+            other = emit(op.permute_dims(read, [*range(rank - 2), rank - 1, rank - 2]))
+            return [emit(op.matmul(read, other)), *([y] if is_result else [])]
+
+        return products
+
+    asked = []
+    for way in (GENERATED, "bmm"):
+        for is_result in (False, True):
+            policy = Policy(way)
+            chosen(HEADS, body(is_result), policy)
+            asked.append(policy.asked)
+    assert len(asked[0]) == 2 and asked == asked[:1] * 4
+
+
+@pytest.mark.parametrize("is_result", [False, True])
+def test_no_order_of_readers_makes_a_product_another_way(is_result):
+    """The kernel has loops for two batch extents; read in this order, they are three."""
+    other = (lambda emit, y: [y]) if is_result else None
+    _, graph = chosen([(2, 3, 4, 5, 8), (2, 3, 4, 8, 8)], product_then([2, 1, 0, 3, 4], then=other), Policy(GENERATED))
+    assert text(graph)[0] == "0 = generated 1x24 5x8x8(p0, p1)"
+
+
+def test_an_operand_stored_in_more_extents_than_the_kernel_has_loops_for_is_copied():
+    """Its own order would have been fine, so another way would be the readers' doing."""
+
+    def body(emit: Callable, x: relax.Expr, w: relax.Expr, v: relax.Expr) -> list[relax.Var]:
+        y = emit(op.permute_dims(emit(op.matmul(x, w)), [1, 2, 0, 3, 4]))
+        return [emit(op.matmul(emit(op.permute_dims(y, [2, 0, 1, 3, 4])), v))]
+
+    _, graph = chosen([(2, 3, 4, 5, 8), (2, 3, 4, 8, 8), (2, 3, 1, 8, 6)], body, Policy(GENERATED))
+    assert text(graph) == [
+        "0 = generated 2x12 5x8x8(p0, p1)",
+        "1 = copy(0[2,3,4,5,8:40,320,80,8,1+0])",
+        "2 = generated 6x4 5x8x6(1, p2)",
+        "return 2",
+    ]
 
 
 def test_nothing_is_asked_about_empty_products():
