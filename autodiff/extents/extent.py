@@ -10,7 +10,8 @@ A decision that only concerns speed takes :func:`sample_of` instead, which guard
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from tvm import tirx
 from tvm.tirx import IntImm
@@ -29,11 +30,13 @@ class ExtentScope:
         samples: of each symbol the extent that is lowered with.
         ranges: of each symbol.
         guards: what was answered for the sample alone, in order.
+        assumed: the sizes that answers are for instead (:meth:`assuming`); ``None``: the sample's.
     """
 
     def __init__(self) -> None:
         self.samples: dict[Symbol, int] = {}
         self.ranges: dict[Symbol, Range] = {}
+        self.assumed: tuple[int, ...] | None = None
         self._guards: dict[Guard, None] = {}
         self._vars: dict[Symbol, tirx.Var] = {}
 
@@ -81,8 +84,22 @@ class ExtentScope:
         order = [symbol.name for symbol in names]
         return lambda sizes: function(*[sizes[name] for name in order])
 
-    def broken(self) -> Callable[[Mapping[str, int]], Guard | None]:
-        """A function of sizes by name: the first guard that does not hold, or ``None``.
+    @contextmanager
+    def assuming(self, sizes: Mapping[str, int]) -> Iterator[Mapping[Guard, None]]:
+        """Answers for these sizes instead of the sample's, for what is made later than the rest, in a call of theirs.
+
+        What is answered for them alone becomes a guard in the mapping that is given, and none of the scope's.
+        """
+        before = self.samples, self._guards, self.assumed
+        self.samples, self._guards = {symbol: sizes[symbol.name] for symbol in self.samples}, {}
+        self.assumed = tuple(self.samples.values())
+        try:
+            yield self._guards
+        finally:
+            self.samples, self._guards, self.assumed = before
+
+    def broken(self, guards: Iterable[Guard] | None = None) -> Callable[[Mapping[str, int]], Guard | None]:
+        """A function of sizes by name: the first guard, the scope's or others, that does not hold, or ``None``.
 
         The ranges come first, and a guard that excludes a divisor of 0 before those that divide by it.
         """
@@ -91,7 +108,7 @@ class ExtentScope:
             own: Terms = (((symbol,), 1),)
             ranges += [Guard(add(own, _number(bounds.low), -1), ">=")] if bounds.low is not None else []
             ranges += [Guard(add(_number(bounds.high), own, -1), ">=")] if bounds.high is not None else []
-        guards = (*ranges, *self.guards)
+        guards = (*ranges, *(self.guards if guards is None else guards))
         values = self.compiled([self.make(guard.terms) for guard in guards])
 
         def first_broken(sizes: Mapping[str, int]) -> Guard | None:
@@ -99,10 +116,7 @@ class ExtentScope:
                 found = values(sizes)
             except ZeroDivisionError:
                 return next(guard for guard in guards if not guard.holds(self.value(self.make(guard.terms), sizes)))
-            for guard, value in zip(guards, found, strict=True):
-                if not guard.holds(value):
-                    return guard
-            return None
+            return next((guard for guard, value in zip(guards, found, strict=True) if not guard.holds(value)), None)
 
         return first_broken
 

@@ -62,6 +62,7 @@ class BoundCalls:
         captured = lowered.captured
         self._lowered, self._programs, self._guard = lowered, programs, guard
         self._sizes = sizes
+        _ = sizes.guards  # all is compiled
         self._samples = {symbol.name: size for symbol, size in sizes.scope.samples.items()}
         self._count = len(captured.arguments)
         self._symbolic = Observed(tuple(captured.draws), tuple(captured.outputs))

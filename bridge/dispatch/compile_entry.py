@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from bridge.base.interrupts import raise_deferred
 from bridge.base.torch_internals import pytree
-from bridge.capture import NumberPlace, one_capture_at_a_time
+from bridge.capture import DynamicDim, NumberPlace, one_capture_at_a_time
 from bridge.compile import Backend
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.guards import Guard
@@ -30,12 +30,14 @@ def compile_entry(
     partition: Any,
     backend: Backend,
     numbers: tuple[Entry, Mapping[NumberPlace, Any]] | None = None,
+    dims: Sequence[DynamicDim] = (),
 ) -> Entry | None:
     """Captures, lowers and compiles ``module(*args, **kwargs)`` in the current mode; the module is not changed.
 
     Args:
         numbers: an entry that the call differs from by these numbers, with the values that it was compiled for: the
             new entry takes them as inputs. ``None`` is returned if that is not exact.
+        dims: dimensions of arguments whose sizes vary.
 
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower`.
@@ -45,10 +47,10 @@ def compile_entry(
     with torch.inference_mode(False), torch.set_grad_enabled(gradients), one_capture_at_a_time():
         if not gradients:
             args, kwargs = pytree.tree_map_only(torch.Tensor, _outside_inference, (args, kwargs))
-        entry = _compile_entry(module, args, kwargs, partition, backend, numbers)
+        entry = _compile_entry(module, args, kwargs, partition, backend, numbers, dims)
     if entry is None:
         return None
-    entry.partition, entry.backend = partition, backend
+    entry.partition, entry.backend, entry.dims = partition, backend, frozenset(dims)
     return entry
 
 
@@ -67,6 +69,7 @@ def _compile_entry(
     partition: Any,
     backend: Backend,
     numbers: tuple[Entry, Mapping[NumberPlace, Any]] | None,
+    dims: Sequence[DynamicDim],
 ) -> Entry | None:
     started = time.perf_counter()
     before = PythonState(module)
@@ -74,7 +77,7 @@ def _compile_entry(
     backend.prepare([*module.parameters()])
     try:
         if numbers is None:
-            places, lowered = (), lower_once(module, args, kwargs, **how)
+            places, lowered = (), lower_once(module, args, kwargs, **how, dims=dims)
             captured = lowered.captured
         else:
             known, changed = numbers

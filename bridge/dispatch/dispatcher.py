@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from bridge.base.guard_failure import INTERPRETER, RUN
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.log import channel
 from bridge.base.torch_internals import MODULE_CALL, has_global_hooks, is_exporting
-from bridge.capture import NumberPlace, is_capturing, is_traced_here, same_numbers
+from bridge.capture import DynamicDim, NumberPlace, is_capturing, is_traced_here, same_numbers
 from bridge.compile import Backend
 from bridge.dispatch.advice import advice
 from bridge.dispatch.budget import CompileBudget
@@ -33,6 +33,7 @@ from bridge.dispatch.guards import GuardFailure, active_modes
 from bridge.dispatch.hooks import call_with_hooks
 from bridge.dispatch.outer_compiler import call_opaque, hide
 from bridge.dispatch.stats import DispatchStats
+from bridge.dispatch.varying import varying_dims
 from bridge.dispatch.worth import TOO_SMALL, measure_worth
 
 __all__ = ["MAX_ENTRIES", "Dispatcher", "require_capturable"]
@@ -54,10 +55,13 @@ class Dispatcher:
 
     Attributes:
         entries: what is compiled, and what became of the calls; ``stats``: the user's view of it.
+        automatic: whether the second size of a dimension makes it symbolic, where calls that miss are compiled.
         learns: whether the next call that misses is compiled, whatever ``on_miss`` says: there was no sample.
         on_refused: called with the condition that a call does not meet and with the reason why no entry serves it,
             instead of a warning; failures of the compiler come here as well, and the call runs eager.
     """
+
+    automatic = False
 
     def __init__(self, module: nn.Module, *, partition: Any, on_miss: str, backend: Backend):
         self._module = weakref.ref(module)  # the module owns its dispatcher, not the other way round
@@ -71,6 +75,7 @@ class Dispatcher:
         self.budget = CompileBudget()
         self._unsupported: dict[str, None] = {}
         self._not_inputs: Counter[tuple[NumberPlace, ...]] = Counter()  # how often numbers could not be inputs
+        self._static: set[tuple[DynamicDim, ...]] = set()  # dimensions whose sizes could not vary together
         self._missed = ("", 0)  # the cause of the latest misses, and how many they were
         self._adding = threading.RLock()
         self._warned: set[Any] = set()
@@ -217,6 +222,7 @@ class Dispatcher:
             try:
                 if not failure.tried:
                     entry = self._add_with_numbers(module, args, kwargs)
+                    entry = entry or self._add_varying(module, args, kwargs)
                 entry = entry or self.add(module, args, kwargs)
                 inputs = entry.guard.match(module, args, kwargs)
                 if entry in failure.tried:
@@ -271,21 +277,23 @@ class Dispatcher:
                 failure.reason,
             )
 
-    def add(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry:
+    def add(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim] = ()) -> Entry:
         """Compiles an entry for a call, in the place of those that serve it already with another strategy or target.
 
         One that serves it in the same way stays, and is returned. Raises as :func:`add_tvm_dispatch`.
+
+        ``dims``: the dimensions of arguments whose sizes vary.
         """
         require_capturable(type(module).__name__)
         fitting = [entry for entry in self.entries.all if _serves(entry, module, args, kwargs)]
         for served in fitting:
-            if self._is_alike(served) and not served.readings:
+            if self._is_alike(served) and not served.readings and set(dims) <= served.dims:
                 log.info("%r serves the call already", served)
                 return served
-        entry = compile_entry(module, args, kwargs, partition=self.partition, backend=self.backend)
+        entry = compile_entry(module, args, kwargs, partition=self.partition, backend=self.backend, dims=dims)
         replaced = [served for served in fitting if same_numbers(served.readings, entry.readings)]
         for served in replaced:
-            if self._is_alike(served):
+            if self._is_alike(served) and set(dims) <= served.dims:
                 return served
         entry.worth = measure_worth(entry, module, args, kwargs)
         if entry.worth is not None and entry.worth.is_slower and TOO_SMALL not in self._warned:
@@ -319,6 +327,34 @@ class Dispatcher:
             log.info("added %r, which takes %s as inputs", entry, entry.guard.numbers)
             return entry
         return None
+
+    def _add_varying(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry | None:
+        """An entry that takes all sizes of the dimensions in which the call differs from an entry.
+
+        ``None`` if there are none such, or if the sizes are refused, which is logged: each gets an entry of its own.
+        """
+        if not self.automatic:
+            return None
+        known = (varying_dims(entry.guard, module.forward, args, kwargs) for entry in reversed(self.entries.all))
+        dims = next(filter(None, known), ())
+        if not dims or dims in self._static:
+            return None
+        name, entry = type(module).__name__, None
+        try:
+            entry = self.add(module, args, kwargs, dims)
+            entry.guard.match(module, args, kwargs)
+        except (UnsupportedModule, CompilationError, GuardFailure) as error:
+            self._static.add(dims)
+            if entry is not None:
+                self.entries.drop(entry)
+            places = ", ".join(each.place for each in dims)
+            log.info("%s: every size of %s gets an entry of its own: %s", name, places, error)
+            return None
+        if entry.bound is None:
+            self._static.add(dims)
+        else:
+            log.info("%s is compiled for sizes that vary from its second size on: %s", name, entry.bound)
+        return entry
 
     def adopt(self, entries: list[Entry]) -> None:
         """Adds entries that were compiled for the same module."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from bridge.base.guard_failure import GuardFailure
-from bridge.capture import Reading
+from bridge.capture import DynamicDim, Reading
 from bridge.compile import Backend, Program
 from bridge.dispatch.autograd import apply
 from bridge.dispatch.bound import BoundCalls
@@ -41,12 +41,14 @@ class Entry:
         compile_seconds: from capture to the compiled programs.
         hits: calls that this entry ran.
         partition, backend: what it was compiled with.
+        dims: the dimensions that were to vary.
         worth: a step of it beside one of eager, where the work is small (:mod:`bridge.dispatch.worth`).
         cause: in what the call that it was compiled for differed from the earlier entries; ``None``: added by hand.
     """
 
     partition: Any = None
     backend: Backend
+    dims: frozenset[DynamicDim] = frozenset()
     cause: str | None = None
     worth: Any = None
 
@@ -66,6 +68,8 @@ class Entry:
         self.steps: tuple[CallStep, ...] = forward if backward is None else (*forward, backward.step)
         if self.bound is None:
             self.run = CallRun(self.steps, self.programs.execute, guard, lowered.captured.module_name)
+        else:
+            self.bound.bind_sample()
         self._wanted = taken(lowered.wanted)
         self._is_differentiable = bool(lowered.differentiable)
         self.compile_seconds = time.perf_counter() - started + lowered.seconds

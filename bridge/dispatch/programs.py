@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -12,9 +13,11 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
+from autodiff.extents import Guard
 from autodiff.ir import Function
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.interrupts import interrupts_deferred
+from bridge.base.locks import free_in_children
 from bridge.compile import Backend, Compilation, CompileOptions, Program
 from bridge.dispatch.call_plan import input_names
 from bridge.dispatch.call_steps import Backward
@@ -24,6 +27,9 @@ from bridge.lowering import LoweredCall
 __all__ = ["BackwardRun", "BoundPrograms", "Programs"]
 
 Execute = Callable[..., list[torch.Tensor]]
+Holds = Callable[[Sizes], Guard | None]
+_LATER = free_in_children(threading.RLock())
+"""Held while a scope answers for sizes other than the sample's."""
 
 
 class Programs:
@@ -52,6 +58,7 @@ class Programs:
         self.differentiable = lowered.differentiable
         self.not_differentiable = [i for i in range(self.num_outputs) if i not in lowered.differentiable]
         self._backwards: dict[tuple[int, ...], BackwardRun] = {}
+        self._later: dict[tuple[int, ...], list[tuple[Holds, BackwardRun]]] = {}
         expected = lowered.expected
         backward = BackwardRun(lowered, expected, self._options) if lowered.differentiable else None
         self.forward = forward.program()
@@ -83,6 +90,25 @@ class Programs:
                 self._backwards[outputs] = found
         return found
 
+    def backward_at(self, outputs: tuple[int, ...], sizes: Sizes) -> BackwardRun:
+        """As :meth:`backward_for`, where extents are symbolic: one that is right for these sizes.
+
+        What is compiled after the forward is compiled for the sizes of the call that asks for it. What that concludes
+        about them is no condition of calls that the forward serves already; where it does not hold, another is made.
+        """
+        if outputs == self._lowered.expected:
+            return self._backwards[outputs].bound(sizes)
+        scope = self._lowered.captured.extents
+        with _LATER:
+            known = self._later.setdefault(outputs, [])
+            found = next((run for broken, run in known if broken(sizes) is None), None)
+            if found is None:
+                with interrupts_deferred(), scope.assuming(sizes) as guards:
+                    found = BackwardRun(self._lowered, outputs, self._options)
+                    found.compile()
+                known.append((scope.broken(guards), found))
+        return found.bound(sizes)
+
 
 class BoundPrograms:
     """Forward and backwards for one combination of sizes; attributes as of :class:`Programs`.
@@ -103,7 +129,7 @@ class BoundPrograms:
         """As :meth:`Programs.backward_for`, bound when first asked for."""
         found = self._backwards.get(outputs)
         if found is None:
-            found = self._backwards[outputs] = self._programs.backward_for(outputs).bound(self._sizes)
+            found = self._backwards[outputs] = self._programs.backward_at(outputs, self._sizes)
         return found
 
 

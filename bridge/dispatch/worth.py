@@ -61,6 +61,8 @@ def measure_worth(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str
     and tensors with hooks, are left alone; so is a checkpoint around it, which counts what is saved.
     """
     captured = entry.lowered.captured
+    if captured.extents is not None:  # the sample's size is one of many
+        return None
     if not _is_small(entry) or captured.mutated or has_global_hooks() or has_saved_tensors_hooks():
         return None
     if any(vars(child).get(COMPILED_CALL) is not None for child in module.modules() if child is not module):

@@ -29,6 +29,7 @@ from bridge.base.log import channel
 from bridge.base.modes import autocast_setting
 from bridge.base.torch_internals import pytree, storage_id
 from bridge.capture import (
+    DynamicDim,
     Observation,
     Output,
     Reading,
@@ -61,7 +62,15 @@ def clear_lowered() -> None:
 atexit.register(clear_lowered)
 
 
-def lower_once(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: bool, partition: Any) -> LoweredCall:
+def lower_once(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    *,
+    grad: bool,
+    partition: Any,
+    dims: Sequence[DynamicDim] = (),
+) -> LoweredCall:
     """``module(*args, **kwargs)``, lowered, or the lowered call of an equal one.
 
     The module is left as :func:`bridge.capture.pipeline` leaves it.
@@ -70,13 +79,15 @@ def lower_once(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: 
         grad: whether gradients are wanted (grad mode is on).
         partition: a strategy of :func:`partition.partition`. What was lowered with a strategy object that could
             change is not shared.
+        dims: dimensions of arguments whose sizes vary. Such a call is not shared: operators that are equal for the
+            sample may differ for other sizes.
 
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower.lower`.
     """
     started = time.perf_counter()
     check_call(module, args, kwargs)
-    call_key = _call_key(module, args, kwargs, grad, partition)
+    call_key = _call_key(module, args, kwargs, grad, partition) if not dims else None
     known = _LOWERED.get(call_key) if call_key is not None else None
     if known:
         reads = any(lowered.captured.readings for lowered in known.values())
@@ -84,7 +95,7 @@ def lower_once(module: nn.Module, args: tuple, kwargs: dict[str, Any], *, grad: 
         if found is not None:
             log.info("%s runs the operators of a call that is lowered already", type(module).__name__)
             return found
-    captured = capture(module, args, kwargs)
+    captured = capture(module, args, kwargs, dims)
     seconds = time.perf_counter() - started
     try:
         lowered = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)

@@ -7,8 +7,9 @@ every argument is looked at. What the lowering concluded about sizes is ``scope.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -66,7 +67,15 @@ class ArgumentSizes:
         self._read = [(place.tensor, place.dimension) for place in self._places.values()]
         flat = [each for dims in zip(shapes, strides, strict=True) for part in dims for each in part]
         self._values = scope.compiled(flat)
-        self._broken = scope.broken()
+
+    @cached_property
+    def guards(self) -> tuple[Guard, ...]:
+        """What the lowering has concluded; to be asked first when all of it is compiled, and the same from then on."""
+        return self.scope.guards
+
+    @cached_property
+    def _broken(self) -> Callable[[Sizes], Guard | None]:
+        return self.scope.broken(self.guards)
 
     def key(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """The extents that tell the sizes; equal for two calls if and only if their sizes are."""
@@ -110,7 +119,7 @@ class ArgumentSizes:
             is_symbol = (place.factor, place.offset) == (1, 0)
             told = where if is_symbol else f"{where} is {self._shapes[place.tensor][place.dimension]}"
             found.append(f"{symbol}: {told}, {self._range(symbol.name)}, {sample} in the sample")
-        return "\n".join([*found, *map(str, self.scope.guards)])
+        return "\n".join([*found, *map(str, self.guards)])
 
     def _range(self, name: str) -> str:
         bounds = next(bounds for symbol, bounds in self.scope.ranges.items() if symbol.name == name)
@@ -123,7 +132,7 @@ class ArgumentSizes:
         involved = sorted(symbol.name for symbol in broken.symbols)
         place = self._places[involved[0]]
         field = f"shape of {self._names[place.tensor]}"
-        if broken in self.scope.guards or len(involved) > 1:
+        if broken in self.guards or len(involved) > 1:
             given = ", ".join(f"{name} = {sizes[name]}" for name in involved)
             return GuardFailure(ARGUMENTS, field, f"compiled for {broken}, called with {given}")
         (name,) = involved

@@ -104,6 +104,17 @@ def test_a_divisor_that_may_be_0_is_a_guard():
         n // (m - 5)
 
 
+def test_answers_for_other_sizes_are_guards_of_their_own():
+    scope, (n, m) = scope_of(n=6, m=5)
+    assert n > m
+    with scope.assuming({"n": 9, "m": 8}) as guards:
+        assert n % 3 == 0 and m % 2 == 0 and sample_of(n) == 9 and scope.assumed == (9, 8)
+    assert sample_of(n) == 6 and scope.assumed is None and [str(guard) for guard in scope.guards] == ["n >= m + 1"]
+    broken = scope.broken(guards)
+    assert broken({"n": 12, "m": 14}) is None and broken({"n": 1, "m": 14}) is not None
+    assert str(broken({"n": 6, "m": 5})) == "((m) % (2)) == 0"
+
+
 def test_what_an_extent_is_made_of():
     _, (n, m) = scope_of(n=6, m=5)
     assert [(str(symbol), *rest) for symbol, *rest in [n.linear, (2 * n + 3).linear]] == [("n", 1, 0), ("n", 2, 3)]

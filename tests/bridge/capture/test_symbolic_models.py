@@ -28,6 +28,12 @@ def test_mlp():
     assert guards(lowered) == []
 
 
+def test_dropout_where_no_number_is_read():
+    module = nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.2), nn.Linear(9, 3)).double()
+    lowered = imported(module, normal(5, 6), ({0: BATCH},))
+    assert_as_eager(lowered, lambda n: normal(n, 6), [(2,), (5,), (13,)])
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
