@@ -3,7 +3,7 @@
 from autodiff.extents.extent import Dim, Extent, ExtentScope, from_tir, is_symbol, maximum, minimum, sample_of
 from autodiff.extents.guard import Guard
 from autodiff.extents.polynomial import Composite, Symbol
-from autodiff.extents.proofs import below, divides, same
+from autodiff.extents.proofs import below, content, divides, same
 from autodiff.extents.state import ScopeState, scope_of_state, state_of_scope
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "ScopeState",
     "Symbol",
     "below",
+    "content",
     "divides",
     "from_tir",
     "is_symbol",

@@ -7,10 +7,12 @@ not proven.
 
 from __future__ import annotations
 
+import math
+
 from autodiff.extents.extent import Dim, Extent
 from autodiff.extents.polynomial import Terms, divide
 
-__all__ = ["below", "divides", "same"]
+__all__ = ["below", "content", "divides", "same"]
 
 
 def same(a: Dim, b: Dim) -> bool:
@@ -28,6 +30,11 @@ def divides(divisor: Dim, value: Dim) -> bool:
         return value % divisor == 0
     _, left = divide(_terms(value), _terms(divisor))
     return not left
+
+
+def content(value: Dim) -> int:
+    """The largest number that divides a value, which is not 0, for all sizes, as far as its terms tell."""
+    return math.gcd(*(factor for _, factor in value.terms)) if isinstance(value, Extent) else abs(value)
 
 
 def _terms(value: Dim) -> Terms:
