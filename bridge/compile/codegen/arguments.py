@@ -8,7 +8,7 @@ from tvm.tirx import Bind, Buffer, BufferLoad, DeclBuffer, Expr, Stmt, Var
 
 from autodiff.ir import itemsize
 from bridge.compile.codegen.tir import INDEX, const
-from bridge.compile.loop_ir.access import Number, Term
+from bridge.compile.loop_ir.access import Argument, Number, Term
 
 __all__ = ["LaunchArguments", "flat_buffer"]
 
@@ -26,7 +26,7 @@ class LaunchArguments:
 
     Attributes:
         params: the kernel's parameter for the descriptor, if it takes any.
-        stmts: what binds the variables, for the beginning of the kernel.
+        stmts: what binds the variables, for the beginning of the kernel, once everything else is made.
     """
 
     def __init__(self, count: int, index_type: str) -> None:
@@ -34,19 +34,29 @@ class LaunchArguments:
         self.params: list[Var] = []
         self.stmts: list[Stmt] = []
         self._variables = [Var(f"n{index}", index_type) for index in range(count)]
+        self._wide: dict[int, Var] = {}
         if not count:
             return
         pointer = Var("descriptor", PointerType(PrimType(INDEX)))
-        descriptor = flat_buffer(INDEX, "descriptor", INDEX, pointer)
+        self._descriptor = flat_buffer(INDEX, "descriptor", INDEX, pointer)
         self.params.append(pointer)
-        self.stmts.append(DeclBuffer(descriptor, data=pointer))
+        self.stmts.append(DeclBuffer(self._descriptor, data=pointer))
         for index, variable in enumerate(self._variables):
-            number: Expr = BufferLoad(descriptor, [const(index)])
+            number: Expr = BufferLoad(self._descriptor, [const(index)])
             self.stmts.append(Bind(variable, number if index_type == INDEX else tirx.Cast(index_type, number)))
 
     def __call__(self, number: Number) -> Expr:
         """A number of a plan as an index."""
         return tirx.const(number, self.index_type) if isinstance(number, int) else self._variables[number.index]
+
+    def value(self, argument: Argument) -> Expr:
+        """An argument as int64, whatever an index is: a number that is computed with."""
+        if self.index_type == INDEX:
+            return self._variables[argument.index]
+        if argument.index not in self._wide:
+            variable = self._wide[argument.index] = Var(f"x{argument.index}", INDEX)
+            self.stmts.append(Bind(variable, BufferLoad(self._descriptor, [const(argument.index)])))
+        return self._wide[argument.index]
 
     def coordinate(self, index: Expr, term: Term) -> Expr:
         """A loop's coordinate from the number of the turn in all of them."""

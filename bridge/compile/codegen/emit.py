@@ -128,7 +128,7 @@ class Emitter:
         ]
         return tirx.Shuffle(lanes, list(range(self.lanes)))
 
-    def index(self, base: Expr, stride: int) -> Expr:
+    def index(self, base: Expr, stride: Expr | int) -> Expr:
         """The indices ``base, base + stride, …``."""
         return base if self.lanes == 1 else Ramp(base, stride, self.lanes)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from tvm import tirx
 from tvm.tirx import BufferLoad, BufferStore, Expr, For, ForKind, PrimFunc, Stmt, Var
 
@@ -11,6 +9,7 @@ from bridge.compile.codegen.arguments import LaunchArguments, flat_buffer
 from bridge.compile.codegen.emit import Emitter, stack_buffer
 from bridge.compile.codegen.pointwise import compute_type
 from bridge.compile.codegen.tir import loop_function, sequence
+from bridge.compile.cpu.threads import if_worth
 from bridge.compile.loop_ir.access import Term
 from bridge.compile.schedule.column_plan import ColumnPlan, Section
 from bridge.compile.schedule.reduction import combine, identity
@@ -31,8 +30,9 @@ class _ColumnKernel:
         self.target = flat_buffer(plan.target, "out0", plan.index_type)
 
     def build(self) -> PrimFunc:
-        body = [*self.number.stmts, *map(self._section, self.plan.sections)]
-        return loop_function([self.source, self.target, *self.number.params], sequence(body))
+        body = [*map(self._section, self.plan.sections)]
+        params = [self.source, self.target, *self.number.params]
+        return loop_function(params, sequence([*self.number.stmts, *body]))
 
     def _section(self, section: Section) -> Stmt:
         """The tasks of one section: all rows of a block of columns of one batch."""
@@ -52,12 +52,13 @@ class _ColumnKernel:
             old = body.bind(BufferLoad(accumulator, slot))
             body.stmts.append(BufferStore(accumulator, combine(body, op, old, value), slot))
             result = finish.cast(BufferLoad(accumulator, slot), plan.target)
-            at = finish.index(batch * number(math.prod(plan.columns)) + column, 1)
+            at = finish.index(batch * number(plan.length) + column, 1)
             finish.stmts.append(BufferStore(self.target, result, [at]))
         rows = For(row, number(0), number(plan.rows), ForKind.SERIAL, sequence(body.stmts))
         kind = ForKind.PARALLEL if plan.parallel else ForKind.SERIAL
         stmts = [allocation, *start.stmts, rows, *finish.stmts]
-        return For(task, number(0), number(plan.batches) * number(section.count), kind, sequence(stmts))
+        tasks = For(task, number(0), number(plan.batches) * number(section.count), kind, sequence(stmts))
+        return if_worth(number, plan.parallel, tasks)
 
     def _index(self, first: Expr, index: Expr, terms: tuple[Term, ...]) -> Expr:
         for term in terms:
@@ -69,17 +70,18 @@ class _ColumnKernel:
         plan, number = self.plan, self.number
         if len(plan.columns) == 1:
             (step,) = plan.steps
-            return BufferLoad(self.source, [e.index(base + column * number(step), step)])
+            along = step if isinstance(step, int) else number(step)
+            return BufferLoad(self.source, [e.index(base + column * number(step), along)])
         lanes = [BufferLoad(self.source, [base + self._column(column + number(k))]) for k in range(e.lanes)]
         return tirx.Shuffle(lanes, list(range(e.lanes))) if e.lanes > 1 else lanes[0]
 
     def _column(self, position: Expr) -> Expr:
         """Index of the element of that number within a row of several loops."""
         plan, number = self.plan, self.number
-        index, below = number(0), 1
+        index, below = number(0), number(1)
         for extent, stride in reversed(list(zip(plan.columns, plan.steps, strict=True))):
             if stride:
-                at = tirx.truncmod(tirx.truncdiv(position, number(below)), number(extent))
+                at = tirx.truncmod(tirx.truncdiv(position, below), number(extent))
                 index = index + at * number(stride)
-            below *= extent
+            below = below * number(extent)
         return index

@@ -17,6 +17,8 @@ from bridge.compile.codegen.pointwise import compute_type
 from bridge.compile.codegen.tir import loop_function, sequence
 from bridge.compile.cpu.row import emit_row
 from bridge.compile.cpu.row_scope import KernelBuffers, RowScope
+from bridge.compile.cpu.steps import Steps, left_over, vectors_and_tail
+from bridge.compile.cpu.threads import if_worth
 from bridge.compile.schedule.reduction import combine, identity
 from bridge.compile.schedule.row_plan import RowPlan
 
@@ -36,22 +38,27 @@ class _RowKernel:
         outputs = {node: self._buffer(plan.nodes[node].dtype, f"out{i}") for i, node in enumerate(plan.outputs)}
         reduced = enumerate(plan.column_reductions)
         partial = {node: self._buffer(compute_type(plan.nodes[node].dtype), f"partial{i}") for i, node in reduced}
-        self.buffers = KernelBuffers(inputs, outputs, partial)
+        cached: dict[int, Buffer] = {}
+        if plan.buffer_row is not None:
+            kept = enumerate(plan.cached)
+            cached = {node: self._buffer(compute_type(plan.nodes[node].dtype), f"row{i}") for i, node in kept}
+        self.buffers = KernelBuffers(inputs, outputs, partial, cached)
 
     def _buffer(self, dtype: str, name: str) -> Buffer:
         return flat_buffer(dtype, name, self.plan.index_type)
 
     def build(self) -> PrimFunc:
         plan, buffers = self.plan, self.buffers
-        body = [*self.number.stmts, self._tasks()]
+        body = [self._tasks()]
         wanted = [node for node in plan.column_reductions if node in buffers.outputs]
         body += [self._finish_columns(wanted)] if wanted else []
         if plan.walk.tail is not None:
             scope = RowScope(plan, buffers, self.number, self.number(0), tail=True)
             row = emit_row(scope, self.number(0))
             body += [*scope.allocations, row]
-        tensors = (*buffers.inputs, *buffers.outputs.values(), *buffers.partial.values())
-        return loop_function([*tensors, *self.number.params], sequence(body))
+        scratch = (*buffers.partial.values(), *buffers.cached.values())
+        tensors = (*buffers.inputs, *buffers.outputs.values(), *scratch)
+        return loop_function([*tensors, *self.number.params], sequence([*self.number.stmts, *body]))
 
     def _tasks(self) -> Stmt:
         """The rows, by one task or many."""
@@ -65,7 +72,8 @@ class _RowKernel:
         if walk.batched:
             begin = tirx.truncdiv(task, number(walk.chunks)) * number(walk.rows) + begin
         kind = ForKind.PARALLEL if walk.parallel else ForKind.SERIAL
-        return For(task, number(0), number(walk.tasks), kind, sequence(self._rows(task, begin, count)))
+        tasks = For(task, number(0), number(walk.tasks), kind, sequence(self._rows(task, begin, count)))
+        return if_worth(number, walk.parallel, tasks)
 
     def _rows(self, task: Expr, begin: Expr, count: Expr) -> list[Stmt]:
         """The rows of one task."""
@@ -95,8 +103,10 @@ class _RowKernel:
         kind = ForKind.PARALLEL if walk.parallel_finish else ForKind.SERIAL
         inner, outer = (ForKind.SERIAL, kind) if walk.batched else (kind, ForKind.SERIAL)
         # Several vectors at once, because each addition of one waits for the last.
-        vectors = self._vectors(lambda e, at: self._finish_vectors(nodes, batch, e, at), self.plan.accumulators, inner)
-        return For(batch, number(0), number(walk.batches), outer, sequence(vectors))
+        copies = self.plan.accumulators[0]
+        vectors = self._vectors(lambda e, at: self._finish_vectors(nodes, batch, e, at), copies, inner)
+        finish = For(batch, number(0), number(walk.batches), outer, sequence(vectors))
+        return if_worth(number, walk.parallel_finish, finish)
 
     def _finish_vectors(self, nodes: Sequence[int], batch: Expr, e: Emitter, offsets: Sequence[Expr]) -> None:
         plan, number = self.plan, self.number
@@ -124,17 +134,17 @@ class _RowKernel:
         self, body: Callable[[Emitter, Sequence[Expr]], None], copies: int, kind: ForKind = ForKind.SERIAL
     ) -> list[Stmt]:
         """``body(emitter, offsets)`` on so many vectors of a row's columns at once, then on the scalar tail."""
-        count, number, stmts = self.plan.length, self.number, []
-        vectors, tail = divmod(count, self.plan.lanes)
-        for lanes, at_once, begin, trips in (
-            (self.plan.lanes, copies, 0, vectors // copies),
-            (1, 1, count - tail, tail),
-        ):
-            if not trips:
-                continue
-            e = Emitter(lanes)
+        stmts = []
+        for part in self._parts(copies):
+            e, number = Emitter(part.lanes), self.number
             i = Var("i", self.plan.index_type)
-            first = number(begin) + i * number(at_once * lanes)
-            body(e, [first + number(copy * lanes) for copy in range(at_once)])
-            stmts.append(For(i, number(0), number(trips), ForKind.SERIAL if lanes == 1 else kind, sequence(e.stmts)))
+            first = part.first + i * number(part.copies * part.lanes)
+            body(e, [first + number(copy * part.lanes) for copy in range(part.copies)])
+            stmts.append(For(i, number(0), part.trips, ForKind.SERIAL if part.lanes == 1 else kind, sequence(e.stmts)))
         return stmts
+
+    def _parts(self, copies: int) -> list[Steps]:
+        """The columns of a row in so many vectors at once, in those left over one by one, and in the scalar tail."""
+        length, lanes = self.plan.length, self.plan.lanes
+        turns, tail = vectors_and_tail(self.number, length, lanes, (copies,))
+        return [*turns, *left_over(self.number, length, lanes, copies), *tail]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from tvm import tirx
-from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, Stmt, Var
+from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Stmt, Var
 
 from bridge.compile.codegen.emit import Emitter
 from bridge.compile.codegen.pointwise import compute_type
@@ -14,20 +13,11 @@ from bridge.compile.codegen.rounding import rounded
 from bridge.compile.codegen.tir import sequence
 from bridge.compile.cpu.row_scope import RowScope
 from bridge.compile.cpu.row_step import Accumulators, Step
+from bridge.compile.cpu.steps import Steps, vectors_and_tail
 from bridge.compile.schedule.reduction import combine, fold_lanes, identity
 from bridge.compile.schedule.row_plan import RowPass
 
 __all__ = ["emit_row"]
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """A loop along the last columns: ``trips`` times ``copies`` steps of so many lanes, from column ``first`` on."""
-
-    lanes: int
-    copies: int
-    first: Expr
-    trips: Expr
 
 
 def emit_row(scope: RowScope, row: Expr) -> Stmt:
@@ -50,64 +40,74 @@ def _taken(e: Emitter) -> list[Stmt]:
 
 def _pass(scope: RowScope, index: int, row_pass: RowPass) -> list[Stmt]:
     rows = [node for node in row_pass.reductions if scope.plan.nodes[node].reduces == "row"]
-    width = scope.plan.accumulators if rows else 1
-    steps = _steps(scope, width)
-    start, accumulators = _accumulators(scope, rows, steps)
+    widths = scope.plan.accumulators if rows else (1,)
+    possible, tail = _steps(scope, widths)
+    start, accumulators = _accumulators(scope, rows, [*possible, *tail])
+
+    def along(part: Steps, outer: list[Expr], sections: list[int | None]) -> Stmt:
+        i = Var("i", scope.plan.index_type)
+        body: list[Stmt] = []
+        for copy in range(part.copies):
+            at = (i * scope.number(part.copies) + scope.number(copy)) * scope.number(part.lanes)
+            body += Step(scope, index, part.lanes, [*outer, part.first + at], sections, accumulators, copy).emit(
+                row_pass
+            )
+        return For(i, scope.number(0), part.trips, ForKind.SERIAL, sequence(body))
 
     def vectors(outer: list[Expr], sections: list[int | None]) -> list[Stmt]:
-        loops: list[Stmt] = []
-        for part in steps:
-            i = Var("i", scope.plan.index_type)
-            body: list[Stmt] = []
-            for copy in range(part.copies):
-                at = (i * scope.number(part.copies) + scope.number(copy)) * scope.number(part.lanes)
-                body += Step(scope, index, part.lanes, [*outer, part.first + at], sections, accumulators, copy).emit(
-                    row_pass
-                )
-            loops.append(For(i, scope.number(0), part.trips, ForKind.SERIAL, sequence(body)))
-        return loops
+        loops = _first_that_divides(scope, widths, [along(part, outer, sections) for part in possible])
+        return [*loops, *(along(part, outer, sections) for part in tail)]
 
     loops = sequence(_column_loops(scope, [], [], vectors))
     hoisted = _taken(scope.head)  # per-row loads that the steps asked for
     for node in rows:
-        _finish(scope, node, accumulators, width)
+        _finish(scope, node, accumulators, max(widths))
     return [*start, *hoisted, loops, *_taken(scope.head)]
 
 
-def _steps(scope: RowScope, width: int) -> list[_Steps]:
-    """Vectors, then the scalar tail; the last row of a flat space may have fewer vectors, and its tail is a row."""
+def _steps(scope: RowScope, widths: Sequence[int]) -> tuple[list[Steps], list[Steps]]:
+    """Vectors, in turns of each width that is possible; the scalar tail. The last row of a flat space may have fewer
+    vectors, and its tail is a row."""
     number, walk, last = scope.number, scope.plan.walk, scope.plan.columns[-1]
     wide = scope.plan.lanes
     if scope.tail:
         first, count = map(number, walk.tail)
-        return [_Steps(1, 1, first, count)]
-    vectors = number(last // wide)
+        return [], [Steps(1, 1, first, count)]
     if walk.vectors is not None:
+        vectors = number(last // wide)
         left = number(walk.vectors) - scope.row * vectors
-        return [_Steps(wide, 1, number(0), scope.head.name_index(tirx.min(left, vectors), "vectors"))]
-    return [
-        _Steps(lanes, copies, number(first), number(trips // copies))
-        for lanes, copies, first, trips in (
-            (wide, width, 0, last // wide),
-            (1, 1, last - last % wide, last % wide),
-        )
-        if trips
-    ]
+        return [Steps(wide, 1, number(0), scope.head.name_index(tirx.min(left, vectors), "vectors"))], []
+    return vectors_and_tail(number, last, wide, widths)
 
 
-def _accumulators(scope: RowScope, rows: Sequence[int], steps: Sequence[_Steps]) -> tuple[list[Stmt], Accumulators]:
+def _first_that_divides(scope: RowScope, widths: Sequence[int], loops: Sequence[Stmt]) -> list[Stmt]:
+    """The loop of the first width that divides the vectors of the row, the last one if none does."""
+    if len(loops) < 2:
+        return list(loops)
+    number = scope.number
+    vectors = tirx.truncdiv(number(scope.plan.length), number(scope.plan.lanes))
+    *others, chosen = loops
+    for width, each in reversed(list(zip(widths, others, strict=False))):
+        chosen = IfThenElse(tirx.EQ(tirx.truncmod(vectors, number(width)), number(0)), each, chosen)
+    return [chosen]
+
+
+def _accumulators(scope: RowScope, rows: Sequence[int], steps: Sequence[Steps]) -> tuple[list[Stmt], Accumulators]:
     """Buffers of the row reductions, and the statements that fill them with the reductions' identities."""
     start: list[Stmt] = []
     accumulators: dict[tuple[int, int], Buffer] = {}
+    most: dict[int, int] = {}  # vectors of each number of lanes
+    for part in steps:
+        most[part.lanes] = max(part.copies, most.get(part.lanes, 0))
     for index in rows:
         node = scope.plan.nodes[index]
         dtype = compute_type(node.dtype)
-        for part in steps:
-            buffer = accumulators[index, part.lanes] = scope.allocate(part.lanes * part.copies, dtype, "acc")
-            e = Emitter(part.lanes)
-            for copy in range(part.copies):
+        for lanes, copies in most.items():
+            buffer = accumulators[index, lanes] = scope.allocate(lanes * copies, dtype, "acc")
+            e = Emitter(lanes)
+            for copy in range(copies):
                 first = e.const(identity(node.op, dtype), dtype)
-                start.append(BufferStore(buffer, first, [e.index(scope.number(copy * part.lanes), 1)]))
+                start.append(BufferStore(buffer, first, [e.index(scope.number(copy * lanes), 1)]))
     return start, accumulators
 
 
@@ -132,7 +132,11 @@ def _column_loops(
 
 
 def _finish(scope: RowScope, index: int, accumulators: Accumulators, width: int) -> None:
-    """Combines a row reduction's accumulators, in the order of :mod:`bridge.compile.schedule.order`."""
+    """Combines a row reduction's accumulators, in the order of :mod:`bridge.compile.schedule.order`.
+
+    Of a row whose length is known at the launch, those that nothing was added to are identities, which change no bit: a
+    sum that began with 0 is never -0.
+    """
     head, node, total, lanes = scope.head, scope.plan.nodes[index], None, scope.plan.lanes
     if (index, lanes) in accumulators:
         e = Emitter(lanes)

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, Stmt
 
 from bridge.compile.codegen.arguments import LaunchArguments
-from bridge.compile.codegen.emit import Emitter, stack_buffer
+from bridge.compile.codegen.emit import Emitter, element_type, stack_buffer
 from bridge.compile.codegen.pointwise import RULES, compute_type
 from bridge.compile.codegen.rounding import converted, rounded
 from bridge.compile.loop_ir.access import Access, Term
-from bridge.compile.schedule.row_plan import Compute, Literal, Made, Operand, Read, RowPlan
+from bridge.compile.schedule.row_plan import Compute, Literal, Made, Operand, Passed, Read, RowPlan
 
 __all__ = ["KernelBuffers", "RowScope"]
 
 
 @dataclass(frozen=True)
 class KernelBuffers:
-    """The kernel's memory: inputs in order, results and column reductions' partial results by node."""
+    """The kernel's memory: inputs in order; results, partial results of column reductions, and row buffers of a length
+    that is known at the launch (a row for each task), by node."""
 
     inputs: Sequence[Buffer]
     outputs: Mapping[int, Buffer]
     partial: Mapping[int, Buffer]
+    cached: Mapping[int, Buffer]
 
 
 class RowScope:
@@ -52,12 +54,13 @@ class RowScope:
         self.head = Emitter(1)
         self.scalars: dict[int, Expr] = {}
         self.allocations: list[Stmt] = []
-        self.row_buffers: dict[int, Buffer] = {}
+        self.row_buffers = dict(buffers.cached)
         self._bases: dict[tuple, Expr] = {}
         self._coordinates: dict[tuple, Expr] = {}
         self._loads: dict[tuple, Expr] = {}
-        for row_pass in plan.passes:
-            for node in row_pass.cached:
+        self._passed: dict[Passed, Expr] = {}
+        for node in plan.cached:
+            if node not in self.row_buffers:
                 self.row_buffers[node] = self.allocate(plan.length, compute_type(plan.nodes[node].dtype), "cached")
 
     def allocate(self, size: int, dtype: str, name: str) -> Buffer:
@@ -73,6 +76,11 @@ class RowScope:
     def element(self, position: Expr) -> Expr:
         """Index of the element at ``position`` of the row in a dense tensor of the space's size."""
         return self.row * self.number(self.plan.length) + position
+
+    def in_row_buffer(self, position: Expr) -> Expr:
+        """Index in a row buffer of the element at ``position`` of the row."""
+        row = self.plan.buffer_row
+        return position if row is None else self.task * self.number(row) + position
 
     def per_row_values(self, level: int) -> None:
         """Computes, and stores where wanted, the per-row values that wait for ``level`` reductions at most."""
@@ -125,29 +133,29 @@ class RowScope:
             read: the value of an operand, in its compute type.
             sections: indices of the unrolled loops over the columns, ``None`` for the others.
         """
-        operands = [self._section(node, sections)] if node.inner else node.operands
-        args = [e.const(op.number, compute_type(op.dtype)) if isinstance(op, Literal) else read(op) for op in operands]
+        operands = [self._section(node, sections)] if node.sections else node.operands
+        args = [self._number(op, e) if isinstance(op, Literal | Passed) else read(op) for op in operands]
         if node.op == "astype":
             return e.bind(converted(e, args[0], self.plan.dtype(node.operands[0]), node.dtype))
         return e.bind(rounded(e, RULES[node.op](e, *args), node.dtype, node.op))
 
+    def _number(self, operand: Literal | Passed, e: Emitter) -> Expr:
+        """A number in every lane, in its compute type. One that the launch passes is converted once per row, as torch
+        converts Python's numbers: through float64."""
+        if isinstance(operand, Literal):
+            return e.const(operand.number, compute_type(operand.dtype))
+        if operand not in self._passed:
+            number = self.number.value(operand.argument)
+            if "float" in operand.dtype:
+                number = self.head.bind(tirx.Cast("float64", number))
+            source = element_type(number)
+            self._passed[operand] = self.head.bind(converted(self.head, number, source, operand.dtype), "passed")
+        return e.broadcast(self._passed[operand])
+
     def unrolled(self, axis: int) -> bool:
         """Whether the loop over that extent of the columns walks the sections of a concatenation."""
-        return any(_walks_sections(concat, self._below(axis)) for concat in self.plan.concats)
+        return any(axis in dict(concat.sections) for concat in self.plan.concats)
 
-    def _section(self, concat: Compute, sections: Sequence[int | None]) -> Operand:
-        """The operand that a concatenation reads where its sections are unrolled like this."""
-        section = 0
-        for axis, k in enumerate(sections):
-            below = self._below(axis)
-            if _walks_sections(concat, below):
-                section += k * (below // concat.inner)
-        return concat.operands[section]
-
-    def _below(self, axis: int) -> int:
-        """Elements of one turn of the loop over that extent of the columns; with concatenations all are numbers."""
-        return math.prod(self.plan.columns[axis + 1 :])
-
-
-def _walks_sections(concat: Compute, below: int) -> bool:
-    return concat.inner <= below < concat.inner * len(concat.operands)
+    def _section(self, concat: Compute, turns: Sequence[int | None]) -> Operand:
+        """The operand that a concatenation reads in these turns of the loops, ``None`` for those not unrolled."""
+        return concat.operands[sum(turns[axis] * count for axis, count in concat.sections)]

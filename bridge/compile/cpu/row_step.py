@@ -63,7 +63,8 @@ class Step:
             )
         for node in row_pass.cached:
             buffer = scope.row_buffers[node]
-            e.stmts.append(BufferStore(buffer, self._value(node), [e.index(self.position, 1)]))
+            at = scope.in_row_buffer(self.position)
+            e.stmts.append(BufferStore(buffer, self._value(node), [e.index(at, 1)]))
         for node in row_pass.reductions:
             operand = e.cast(self._read(nodes[node].operands[0]), compute_type(nodes[node].dtype))
             if nodes[node].reduces == "row":
@@ -86,7 +87,8 @@ class Step:
         e, scope = self.e, self.scope
         if self.plan.levels[node] < self.index:
             if node in scope.row_buffers:
-                return e.bind(BufferLoad(scope.row_buffers[node], [e.index(self.position, 1)]))
+                at = scope.in_row_buffer(self.position)
+                return e.bind(BufferLoad(scope.row_buffers[node], [e.index(at, 1)]))
             if node in scope.buffers.outputs:
                 load = BufferLoad(scope.buffers.outputs[node], [e.index(scope.element(self.position), 1)])
                 return e.bind(e.cast(load, compute_type(self.plan.nodes[node].dtype)))
@@ -114,4 +116,5 @@ class Step:
         buffer = scope.buffers.inputs[read.tensor]
         if strides[-1] == 0 and e.lanes > 1:
             return e.bind(e.cast(e.broadcast(BufferLoad(buffer, [index])), dtype))
-        return e.bind(e.cast(BufferLoad(buffer, [e.index(index, strides[-1])]), dtype))
+        step = strides[-1] if isinstance(strides[-1], int) else scope.number(strides[-1])
+        return e.bind(e.cast(BufferLoad(buffer, [e.index(index, step)]), dtype))

@@ -6,6 +6,9 @@ machine that both fill they steal each other's processors. A compiled module cal
 the same call to ``GOMP_parallel`` are enough, and the number of threads is what ``torch.set_num_threads`` said when the
 kernel is called. GNU's and LLVM's OpenMP run times both have that entry, and one of them is loaded wherever torch is
 built with OpenMP. Elsewhere TVM's pool stays.
+
+Where a launch's sizes decide whether threads are worth starting, the kernel sets the calling thread's number of threads
+to one for as long as its loop runs: a team of one is the caller.
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ import torch
 import tvm
 from tvm import tirx
 from tvm.ir import StringImm
-from tvm.tirx import PrimFunc
+from tvm.tirx import BufferLoad, BufferStore, Evaluate, PrimFunc, SeqStmt, Stmt
 
 from bridge.base.log import channel
+from bridge.compile.codegen.arguments import LaunchArguments
+from bridge.compile.codegen.emit import stack_buffer
+from bridge.compile.loop_ir.access import Argument
 
-__all__ = ["CONNECT", "connect_function", "launcher"]
+__all__ = ["CONNECT", "connect_function", "if_worth", "launcher"]
 
 _LOG = channel("compile")
 
@@ -124,3 +130,26 @@ def connect_function() -> PrimFunc:
     store = tirx.Evaluate(tirx.call_extern("int32", "bridge_set_launcher", address))
     body = tirx.AttrStmt(tirx.const(0, "int32"), "pragma_import_llvm", StringImm(_CONNECT), store)
     return PrimFunc([address], body).with_attr({"tirx.noalias": True, "tirx.is_scheduled": True})
+
+
+def if_worth(number: LaunchArguments, worth: bool | Argument, loop: Stmt) -> Stmt:
+    """A parallel loop that the calling thread runs alone where the launch's argument is 0."""
+    if isinstance(worth, bool) or launcher() is None:
+        return loop
+    zero = tirx.const(0, "int32")
+    cell, allocation = stack_buffer(1, "int32", "threads")
+    before = BufferLoad(cell, [zero])
+    alone = tirx.EQ(number(worth), tirx.const(0, number.index_type))
+    return SeqStmt(
+        [
+            allocation,
+            BufferStore(cell, tirx.call_extern("int32", "omp_get_max_threads"), [zero]),
+            _set_threads(tirx.Select(alone, tirx.const(1, "int32"), before)),
+            loop,
+            _set_threads(before),
+        ]
+    )
+
+
+def _set_threads(count: tirx.Expr) -> Stmt:
+    return Evaluate(tirx.call_extern("void", "omp_set_num_threads", count))

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import tvm
 
-from autodiff.extents import Dim, same
+from autodiff.extents import Dim, Extent, same
 from autodiff.ir import itemsize
 from bridge.compile.loop_ir.product import ProductPlan
 from bridge.compile.loop_ir.views import View, dense, is_dense
@@ -83,9 +83,9 @@ class Operand:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number known at compile time, broadcast to ``shape``."""
+    """A number that is known when a program is bound, broadcast to ``shape``: an extent, or at compile time already."""
 
-    number: float | int | bool
+    number: float | int | bool | Extent
     dtype: str
     shape: tuple[Dim, ...] = ()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Sequence
 
-from autodiff.extents import Dim, below, same
+from autodiff.extents import Dim, Extent, below, minimum, same
 from bridge.compile.loop_ir.access import Access, Argument, Number, Term
 from bridge.compile.loop_ir.graph import Operand
 from bridge.compile.schedule.space import Space
@@ -30,6 +30,16 @@ class Arguments:
             self._known[key] = Argument(len(self.numbers))
             self.numbers.append(number)
         return self._known[key]
+
+    def known(self, number: Dim, key: Hashable) -> Number:
+        """A number of the plan, or the argument for an extent."""
+        return number if isinstance(number, int) else self.add(number, key)
+
+    def reaches(self, number: Dim, least: int, key: Hashable) -> bool | Argument:
+        """Whether a number is so large; where that is decided at the launch, an argument that is 0 if not."""
+        if not isinstance(number, Extent) or below(number, least):
+            return not isinstance(number, Extent) and number >= least
+        return self.add(minimum(1, number // least), key)
 
 
 def access(space: Space, operand: Operand, scale: Dim, arguments: Arguments, *, fixed: bool = True) -> Access:
@@ -66,7 +76,7 @@ def offset_of(operand: Operand, key: Hashable, arguments: Arguments) -> Number:
 def column_strides(
     space: Space, strides: Sequence[Dim], key: Hashable, arguments: Arguments, fixed: bool = True
 ) -> tuple[Number, ...]:
-    """Per column loop; the last one's stays a number, as do those of a dense row."""
+    """Per column loop; the last one's stays a number if it is one, as do those of a dense row."""
     inside: list[Number] = []
     for axis, stride in enumerate(strides[:-1]):
         known = fixed or axis + 2 == len(strides)
@@ -74,7 +84,7 @@ def column_strides(
             stride == 0 or (known and same(stride, math.prod(space.columns[axis + 1 :])))
         )
         inside.append(stride if dense else arguments.add(stride, ("column", axis, key)))
-    return (*inside, strides[-1])
+    return (*inside, arguments.known(strides[-1], ("column", len(inside), key)))
 
 
 def terms_of(

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from autodiff.extents import Extent, same, sample_of
-from bridge.compile.loop_ir.access import Number, Term
+from autodiff.extents import below, same
+from bridge.compile.loop_ir.access import Argument, Number, Term
 from bridge.compile.loop_ir.graph import Reduction
 from bridge.compile.loop_ir.views import View
 from bridge.compile.schedule.access import Arguments, column_strides, offset_of, terms_of, window
@@ -28,8 +28,8 @@ class Section:
 
     lanes: int
     copies: int
-    begin: int
-    count: int
+    begin: Number
+    count: Number
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ class ColumnPlan:
             within it, stride for each loop inside a row.
         batches, rows: extents.
         columns: loop extents inside a row.
+        length: elements of a row.
         sections: what the columns are cut into.
-        parallel: whether blocks are worth starting threads for.
+        parallel: whether blocks are worth starting threads for; an argument, 0 if not, where a launch's sizes decide.
         index_type: the integer type that reaches every element.
         arguments: how many integers a launch passes.
     """
@@ -58,9 +59,10 @@ class ColumnPlan:
     steps: tuple[Number, ...]
     batches: Number
     rows: Number
-    columns: tuple[int, ...]
+    columns: tuple[Number, ...]
+    length: Number
     sections: tuple[Section, ...]
-    parallel: bool
+    parallel: bool | Argument
     index_type: str
     arguments: int
 
@@ -68,8 +70,6 @@ class ColumnPlan:
 def plan_columns(node: Reduction, rules: Rules) -> Planned[ColumnPlan]:
     """``out[b, k] = op over r of operand[b, r, k]``, the rows in order."""
     outer, reduced, inner = node.outer, node.reduced, node.inner
-    if isinstance(inner, Extent):
-        raise NotImplementedError(f"a symbolic row length: {inner} elements")
     view = node.operand.view
     cut = View((outer, reduced, inner), (0, 1, 0))
     space = make_space(view.numel, inner, [(view, 1), (cut, 1)], rules, reduces=False)
@@ -86,9 +86,9 @@ def plan_columns(node: Reduction, rules: Rules) -> Planned[ColumnPlan]:
     lanes, vectors = rules.order.lanes, rules.limits.column_vectors
     wide = lanes * vectors
     sections = (
-        Section(lanes, vectors, 0, inner // wide),
-        Section(lanes, 1, inner - inner % wide, inner % wide // lanes),
-        Section(1, 1, inner - inner % lanes, inner % lanes),
+        ((lanes, vectors), 0, inner // wide),
+        ((lanes, 1), inner - inner % wide, inner % wide // lanes),
+        ((1, 1), inner - inner % lanes, inner % lanes),
     )
     value = node.operand.value
     plan = ColumnPlan(
@@ -101,10 +101,15 @@ def plan_columns(node: Reduction, rules: Rules) -> Planned[ColumnPlan]:
         column_strides(space, steps, key, arguments),
         1 if same(outer, 1) else arguments.add(outer, "batches"),
         arguments.add(reduced, "rows"),
-        space.columns,
-        tuple(section for section in sections if section.count),
-        sample_of(view.numel) >= rules.limits.parallel_columns and sample_of(inner * outer) > 1,
-        "int64" if sample_of(value.numel) >= 2**31 else "int32",
+        tuple(arguments.known(extent, ("column extent", axis)) for axis, extent in enumerate(space.columns)),
+        arguments.known(inner, "columns"),
+        tuple(
+            Section(*form, arguments.known(begin, ("begin", form)), arguments.known(count, ("count", form)))
+            for form, begin, count in sections
+            if not same(count, 0)
+        ),
+        not same(inner * outer, 1) and arguments.reaches(view.numel, rules.limits.parallel_columns, "parallel"),
+        "int32" if below(value.numel, 2**31) and below(node.out.numel, 2**31) else "int64",
         len(arguments.numbers),
     )
     return Planned(plan, (value,), (node.out,), (), tuple(arguments.numbers), (node.op,))

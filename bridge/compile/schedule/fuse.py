@@ -87,9 +87,9 @@ def _single(index: int, node: Node, rules: Rules) -> Group:
             group = Group(index, [node], node.operand.view.numel, node.reduced)
         case Reduction():
             group = Group(index, [node], node.operand.view.numel, node.inner, node.outer)
-            chunks = sample_of(rules.order.column_chunks(node.reduced, node.inner))
+            one_chunk = same(rules.order.column_chunks(node.reduced, node.inner), 1)
             few = sample_of(group.elements) <= rules.limits.serial_elements // 2
-            group.fusable = chunks > 1 or (same(node.outer, 1) and few)
+            group.fusable = not one_chunk or (same(node.outer, 1) and few)
         case LibraryCall() | Fallback() | Product():
             group = Group(index, [node], 0, fusable=False)
     group.made = {out: node for out in node.outs}

@@ -7,6 +7,10 @@ It follows from the extents alone, never from the kernel that the reduction ends
   scalar accumulator of their own, which is added at the end.
 * A *column* of ``n`` elements: consecutive rows in ``column_chunks`` chunks, each accumulated in order, then the
   chunks in order.
+
+An extent that is known when a program is bound has the order of the number that it then is: how many accumulators and
+chunks is found at the launch. Bits may differ between a static and a dynamic entry only in a sum of two stages, which
+is cut where the size tells: see :meth:`ReductionOrder.stages`.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from autodiff.extents import Dim, Extent, maximum, minimum, same, sample_of
+from autodiff.extents import Dim, Extent, below, content, divides, maximum, minimum, same
 
 __all__ = ["ReductionOrder", "chunk_rows"]
 
@@ -56,6 +60,18 @@ class ReductionOrder:
         vectors = length // self.lanes
         return next((number for number in self.interleaved if vectors % number == 0), 1)
 
+    def possible_accumulators(self, length: Dim) -> tuple[int, ...]:
+        """Numbers that :meth:`accumulators` may give; the first that divides the vectors is the one."""
+        if not isinstance(length, Extent):
+            return (self.accumulators(length),)
+        vectors = length // self.lanes
+        possible: list[int] = []
+        for number in (*self.interleaved, 1):
+            possible.append(number)
+            if divides(number, vectors):
+                break
+        return tuple(possible)
+
     def column_chunks(self, rows: Dim, columns: Dim) -> Dim:
         """Number of chunks of a column reduction over ``rows`` rows of ``columns`` elements."""
         most = minimum(rows // self.chunk_rows, rows * columns // self.chunk_elements)
@@ -68,6 +84,9 @@ class ReductionOrder:
 
         The innermost axes go first. Neighbouring axes of one kind are one axis; a long reduction with few results is
         done in two stages, so that it can run in parallel. Empty where all reduced axes have extent 1.
+
+        The first stage reduces the largest divisor of the length that is at most ``split``; of a length that is known
+        when a program is bound, the largest number that divides it whatever the sizes are.
         """
         runs: list[tuple[bool, Dim]] = []  # alternating: remaining, reduced, remaining, …
         for axis, extent in enumerate(extents):
@@ -93,7 +112,7 @@ class ReductionOrder:
 
     def _first_stage(self, outer: Dim, length: Dim, inner: Dim) -> int:
         """Elements that the first of two stages reduces; 0 for one stage."""
-        if not same(inner, 1) or isinstance(length, Extent) or sample_of(outer) >= 16 or length < 2 * self.split:
+        if not same(inner, 1) or not below(outer, 16) or below(length, 2 * self.split):
             return 0
-        divisors = (part for part in range(self.split, 255, -1) if length % part == 0)
-        return next(divisors, 0)
+        number = content(length)
+        return next((part for part in range(self.split, 255, -1) if number % part == 0), 0)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable
+import math
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
-from autodiff.extents import Dim, Extent, maximum, minimum, same, sample_of
+from autodiff.extents import Dim, Extent, below, divides, maximum, minimum, same
 from bridge.compile.codegen.pointwise import EXPENSIVE, compute_type
 from bridge.compile.loop_ir.access import Argument, Number
 from bridge.compile.loop_ir.graph import Concat, Node, Operand, Pointwise, Reduction, Scalar, Value
@@ -14,7 +15,7 @@ from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.order import chunk_rows
 from bridge.compile.schedule.planned import Planned
 from bridge.compile.schedule.row_passes import levels_of, plan_passes
-from bridge.compile.schedule.row_plan import Compute, Literal, Made, Read, RowPass, RowPlan, Walk
+from bridge.compile.schedule.row_plan import Compute, Literal, Made, Passed, Read, RowPass, RowPlan, Walk
 from bridge.compile.schedule.row_plan import Operand as PlannedOperand
 from bridge.compile.schedule.space import Space
 
@@ -54,7 +55,7 @@ class _Planner:
             or any(done.cached for done in passes)
         )
         walk = self._flat_walk() if self.space.flat else self._walk()
-        largest = max((sample_of(value.numel) for value in (*self.inputs, *self.outputs)), default=1)
+        small = all(below(value.numel, 2**31) for value in (*self.inputs, *self.outputs))
         nodes = tuple(map(self._compute, group.nodes))
         plan = RowPlan(
             tuple(value.dtype for value in self.inputs),
@@ -63,8 +64,9 @@ class _Planner:
             tuple(levels[node.out] for node in group.nodes),
             passes,
             *self._columns(),
+            self._row_buffers(passes, walk),
             walk,
-            "int64" if largest >= 2**31 else "int32",
+            "int32" if small else "int64",
             len(self.arguments.numbers),
             self.order.lanes,
             self._accumulators(),
@@ -80,13 +82,26 @@ class _Planner:
 
     def _columns(self) -> tuple[tuple[Number, ...], Number]:
         """The extents inside a row, and its length."""
-        *outer, last = self.space.columns
-        if any(isinstance(extent, Extent) for extent in (self.space.columns if self.fixed else (last,))):
-            raise NotImplementedError(f"a symbolic row length: {self.space.column_count} elements")
-        if self.fixed:
-            return self.space.columns, self.space.column_count
-        extents = [self._add(extent, ("column extent", axis)) for axis, extent in enumerate(outer)]
-        return (*extents, last), self._add(self.space.column_count, "columns")
+        last = len(self.space.columns) - 1
+        extents = tuple(
+            self._number(extent, ("column extent", axis), self.fixed or axis == last)
+            for axis, extent in enumerate(self.space.columns)
+        )
+        return extents, self._number(self.space.column_count, "columns", self.fixed)
+
+    def _number(self, number: Dim, name: Hashable, fixed: bool) -> Number:
+        return self.arguments.known(number, name) if fixed else self._add(number, name)
+
+    def _row_buffers(self, passes: Sequence[RowPass], walk: Walk) -> Argument | None:
+        """Scratch memory for what is cached of rows whose length is known at the launch: a row of it for each task."""
+        length = self.space.column_count
+        cached = [self.group.nodes[node].out for each in passes for node in each.cached]
+        if not cached or not isinstance(length, Extent):
+            return None
+        tasks = 1 if walk.tasks is None else self.arguments.numbers[walk.tasks.index]
+        row = (length + self.order.lanes - 1) // self.order.lanes * self.order.lanes
+        self.scratch += tuple(Value("row", (tasks * row,), compute_type(out.dtype)) for out in cached)
+        return self._add(row, "row buffer")
 
     def _walk(self) -> Walk:
         """That of rows of one length. The tasks of column reductions follow from their order, others from the work."""
@@ -94,8 +109,8 @@ class _Planner:
         batch = self.group.batch if reduced else 1
         rows, columns = self.space.row_count // batch, self.space.column_count
         chunks = self.order.column_chunks(rows, columns) if reduced else maximum(1, minimum(self.limits.tasks, rows))
-        parallel = self._work() >= self.limits.parallel_work and sample_of(chunks * batch) > 1
-        if not parallel and not reduced:
+        parallel = not same(chunks * batch, 1) and self._worthwhile()
+        if parallel is False and not reduced:
             return Walk(self._add(rows, "rows"))
         size = chunk_rows(rows, chunks)
         chunks = (rows + size - 1) // size
@@ -111,7 +126,8 @@ class _Planner:
             batched=not same(batch, 1),
             batches=1 if same(batch, 1) else self._add(batch, "batches"),
             parallel=parallel,
-            parallel_finish=parallel and sample_of(finished) >= self.limits.parallel_finish,
+            parallel_finish=parallel
+            and self.arguments.reaches(finished, self.limits.parallel_finish, "parallel finish"),
         )
 
     def _flat_walk(self) -> Walk:
@@ -123,7 +139,8 @@ class _Planner:
         where = None if nothing else (self._add(elements - tail, "tail"), self._add(tail, "tail's elements"))
         count = self._add(vectors, "vectors")
         chunks = maximum(1, minimum(self.limits.tasks, rows))
-        if self._work() < self.limits.parallel_work or sample_of(chunks) == 1:
+        parallel = not same(chunks, 1) and self._worthwhile()
+        if parallel is False:
             return Walk(self._add(rows, "rows"), vectors=count, tail=where)
         size = chunk_rows(rows, chunks)
         chunks = self._add((rows + size - 1) // size, "chunks")
@@ -132,7 +149,7 @@ class _Planner:
             self._add(size, "task rows"),
             chunks,
             chunks,
-            parallel=True,
+            parallel=parallel,
             vectors=count,
             tail=where,
         )
@@ -144,25 +161,37 @@ class _Planner:
         if isinstance(node, Reduction):
             reduces = "row" if same(node.inner, 1) else "column"
             return Compute(node.op, operands, node.out.dtype, reduces == "row", reduces)
-        inner = node.inner if isinstance(node, Concat) else 0
-        return Compute(node.op, operands, node.out.dtype, per_row, inner=inner)
+        sections = self._sections(node) if isinstance(node, Concat) else ()
+        return Compute(node.op, operands, node.out.dtype, per_row, sections=sections)
 
-    def _operand(self, operand: Operand | Scalar, scale: int) -> PlannedOperand:
+    def _sections(self, node: Concat) -> tuple[tuple[int, int], ...]:
+        """The loops inside a row that walk sections, and how many sections a turn of theirs is."""
+        walked: list[tuple[int, int]] = []
+        for axis in range(len(self.space.columns) - 1):
+            turn = math.prod(self.space.columns[axis + 1 :])
+            count = turn // node.inner if divides(node.inner, turn) else 0
+            if isinstance(count, int) and 0 < count < len(node.operands):
+                walked.append((axis, count))
+        return tuple(walked)
+
+    def _operand(self, operand: Operand | Scalar, scale: Dim) -> PlannedOperand:
+        if isinstance(operand, Scalar) and isinstance(operand.number, Extent):
+            return Passed(self._add(operand.number, ("number", operand.number)), operand.dtype)
         if isinstance(operand, Scalar):
             return Literal(repr(operand.number), operand.dtype, operand.number)
         if operand.value in self.index:
             return Made(self.index[operand.value])
         return Read(self.inputs[operand.value], access(self.space, operand, scale, self.arguments, fixed=self.fixed))
 
-    def _accumulators(self) -> int:
+    def _accumulators(self) -> tuple[int, ...]:
         reduces = any(isinstance(node, Reduction) for node in self.group.nodes)
-        return self.order.accumulators(self.space.column_count) if reduces else 1
+        return self.order.possible_accumulators(self.space.column_count) if reduces else (1,)
 
-    def _work(self) -> int:
-        """Scalar operations of the group, roughly, for the sample."""
-        total = 0
+    def _worthwhile(self) -> bool | Argument:
+        """Whether the group is worth starting threads for, by its scalar operations, roughly."""
+        total: Dim = 0
         for node in self.group.nodes:
             size = node.operand.view.numel if isinstance(node, Reduction) else node.out.numel
             heavy = isinstance(node, Pointwise) and node.op in EXPENSIVE
-            total += sample_of(size) * (self.limits.transcendental_work if heavy else 1)
-        return total
+            total += size * (self.limits.transcendental_work if heavy else 1)
+        return self.arguments.reaches(total, self.limits.parallel_work, "parallel")

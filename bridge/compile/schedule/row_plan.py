@@ -10,7 +10,8 @@ Example, a softmax over rows of 64 whose only stored value is the result: three 
 
 A plan holds no tensor, and of the numbers only those that its code is made for: the columns of a row, steps between
 neighbouring elements. Offsets, strides between rows and numbers of rows are launch arguments, so equal plans are one
-kernel: of all time steps of a loop, all layers, all batch sizes. :mod:`bridge.compile.schedule.plan_rows` makes them.
+kernel: of all time steps of a loop, all layers, all batch sizes. What is known only when a program is bound is a launch
+argument everywhere: a row's length, too, and a step. :mod:`bridge.compile.schedule.plan_rows` makes them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 
 from bridge.compile.loop_ir.access import Access, Argument, Number
 
-__all__ = ["Compute", "Literal", "Made", "Operand", "Read", "RowPass", "RowPlan", "Walk"]
+__all__ = ["Compute", "Literal", "Made", "Operand", "Passed", "Read", "RowPass", "RowPlan", "Walk"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,15 @@ class Literal:
     number: float | int | bool = field(compare=False)
 
 
-Operand = Read | Made | Literal
+@dataclass(frozen=True)
+class Passed:
+    """A launch argument as a number of an element type: a size that is computed with."""
+
+    argument: Argument
+    dtype: str
+
+
+Operand = Read | Made | Literal | Passed
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,8 @@ class Compute:
         dtype: of the result, as stored.
         per_row: whether there is one result per row, not one per element: a reduction of the row, arithmetic on those.
         reduces: ``"row"``, ``"column"`` or nothing.
-        inner: elements of one section, for concatenations, whose operands are the sections; 0 for others.
+        sections: ``(axis, count)`` of each loop inside a row that walks the sections of a concatenation, its operands,
+            so many in a turn; none for others.
     """
 
     op: str
@@ -66,7 +76,7 @@ class Compute:
     dtype: str
     per_row: bool = False
     reduces: str = ""
-    inner: int = 0
+    sections: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,7 @@ class Walk:
         task_rows, chunks, tasks: rows of a task but the last of a batch, tasks per batch, tasks; none is empty.
             ``None``: a single task.
         parallel: whether the tasks are worth starting threads for; ``parallel_finish``: also the sums over the tasks.
+            An argument, 0 if not, where a launch's sizes decide.
         vectors: of the elements of a flat space, whose last row may be shorter; ``None`` for other spaces.
         tail: index of the first element, and number of elements, behind the vectors of a flat space; ``None``: none.
     """
@@ -106,8 +117,8 @@ class Walk:
     tasks: Number | None = None
     batched: bool = False
     batches: Number = 1
-    parallel: bool = False
-    parallel_finish: bool = False
+    parallel: bool | Argument = False
+    parallel_finish: bool | Argument = False
     vectors: Argument | None = None
     tail: tuple[Argument, Argument] | None = None
 
@@ -122,14 +133,16 @@ class RowPlan:
         outputs: the nodes whose values are written to memory.
         levels: of each node's value, the row reductions it waits for.
         passes: over each row, in order.
-        columns: loop extents inside a row, vectors along the last; all are numbers where reductions, row buffers or
-            the sections of a concatenation are made for them, otherwise only the last.
+        columns: loop extents inside a row, vectors along the last; all that are known are numbers where reductions, row
+            buffers or the sections of a concatenation are made for them, otherwise only the last.
         length: elements of a row.
+        buffer_row: elements of a row buffer in scratch memory, one for each task; ``None``: they are on the stack.
         walk: over the rows.
         index_type: the integer type that reaches every element.
         arguments: how many integers a launch passes.
         lanes: of a vector.
-        accumulators: vectors in which a reduction is accumulated, in turn; 1 where there is none.
+        accumulators: in how many vectors a reduction is accumulated, in turn: the first number that divides the vectors
+            of the row. 1 where there is none.
     """
 
     inputs: tuple[str, ...]
@@ -139,11 +152,12 @@ class RowPlan:
     passes: tuple[RowPass, ...]
     columns: tuple[Number, ...]
     length: Number
+    buffer_row: Argument | None
     walk: Walk
     index_type: str
     arguments: int
     lanes: int
-    accumulators: int
+    accumulators: tuple[int, ...]
 
     @property
     def column_reductions(self) -> list[int]:
@@ -151,9 +165,14 @@ class RowPlan:
         return [index for index, node in enumerate(self.nodes) if node.reduces == "column"]
 
     @property
+    def cached(self) -> list[int]:
+        """Nodes with a row buffer."""
+        return [node for each in self.passes for node in each.cached]
+
+    @property
     def concats(self) -> Iterator[Compute]:
         """Nodes whose sections the loops over the columns are unrolled for."""
-        return (node for node in self.nodes if node.inner)
+        return (node for node in self.nodes if node.sections)
 
     def dtype(self, operand: Operand) -> str:
         """The element type of an operand, as stored."""
@@ -162,5 +181,5 @@ class RowPlan:
                 return self.inputs[operand.tensor]
             case Made():
                 return self.nodes[operand.node].dtype
-            case Literal():
+            case Literal() | Passed():
                 return operand.dtype

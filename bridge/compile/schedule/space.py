@@ -99,8 +99,10 @@ def make_space(
     extents = [high // low for low, high in pairwise(ordered)]
     inside = ordered.index(columns)
     inner = tuple(reversed(extents[:inside])) or (1,)
-    if reduces and len(inner) > 1 and not divides(order.lanes * order.accumulators(columns), inner[-1]):
-        return None
+    if reduces and len(inner) > 1:
+        turn = order.lanes * max(order.possible_accumulators(columns))
+        if not divides(turn, inner[-1]):
+            return None
     return Space(tuple(reversed(extents[inside:])) or (1,), inner)
 
 

@@ -1,0 +1,50 @@
+"""Steps along the columns of a row: an extent, a number or the launch's → loops of vectors, and of the scalar tail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.tirx import Expr
+
+from bridge.compile.codegen.arguments import LaunchArguments
+from bridge.compile.loop_ir.access import Number
+
+__all__ = ["Steps", "left_over", "vectors_and_tail"]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A loop along the last columns: ``trips`` times ``copies`` steps of so many lanes, from column ``first`` on."""
+
+    lanes: int
+    copies: int
+    first: Expr
+    trips: Expr
+
+
+def vectors_and_tail(
+    number: LaunchArguments, extent: Number, lanes: int, widths: Sequence[int]
+) -> tuple[list[Steps], list[Steps]]:
+    """The loop of all vectors in turns of so many, for each of the widths; that of the columns behind the vectors.
+
+    Of an extent that is a number, loops without a turn are left out.
+    """
+    if isinstance(extent, int):
+        vectors, tail = divmod(extent, lanes)
+        turns = [Steps(lanes, width, number(0), number(vectors // width)) for width in widths if vectors]
+        return turns, [Steps(1, 1, number(extent - tail), number(tail))] if tail else []
+    vectors = tirx.truncdiv(number(extent), number(lanes))
+    whole = vectors * number(lanes)
+    turns = [Steps(lanes, width, number(0), tirx.truncdiv(vectors, number(width))) for width in widths]
+    return turns, [Steps(1, 1, whole, number(extent) - whole)]
+
+
+def left_over(number: LaunchArguments, extent: Number, lanes: int, width: int) -> list[Steps]:
+    """The loop of the vectors behind the last turn of an extent that is the launch's; a number has none."""
+    if isinstance(extent, int) or width == 1:
+        return []
+    vectors = tirx.truncdiv(number(extent), number(lanes))
+    left = tirx.truncmod(vectors, number(width))
+    return [Steps(lanes, 1, (vectors - left) * number(lanes), left)]
