@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from autodiff.extents import below, same
+from autodiff.extents import same, sample_of
 from bridge.compile.loop_ir.access import Argument, Number, Term
 from bridge.compile.loop_ir.graph import Reduction
 from bridge.compile.loop_ir.views import View
@@ -109,7 +109,7 @@ def plan_columns(node: Reduction, rules: Rules) -> Planned[ColumnPlan]:
             if not same(count, 0)
         ),
         not same(inner * outer, 1) and arguments.reaches(view.numel, rules.limits.parallel_columns, "parallel"),
-        "int32" if below(value.numel, 2**31) and below(node.out.numel, 2**31) else "int64",
+        "int64" if max(sample_of(value.numel), sample_of(node.out.numel)) >= 2**31 else "int32",
         len(arguments.numbers),
     )
     return Planned(plan, (value,), (node.out,), (), tuple(arguments.numbers), (node.op,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Iterable, Sequence
 
-from autodiff.extents import Dim, Extent, below, divides, maximum, minimum, same
+from autodiff.extents import Dim, Extent, divides, maximum, minimum, same, sample_of
 from bridge.compile.codegen.pointwise import EXPENSIVE, compute_type
 from bridge.compile.loop_ir.access import Argument, Number
 from bridge.compile.loop_ir.graph import Concat, Node, Operand, Pointwise, Reduction, Scalar, Value
@@ -55,7 +55,7 @@ class _Planner:
             or any(done.cached for done in passes)
         )
         walk = self._flat_walk() if self.space.flat else self._walk()
-        small = all(below(value.numel, 2**31) for value in (*self.inputs, *self.outputs))
+        largest = max((sample_of(value.numel) for value in (*self.inputs, *self.outputs)), default=1)
         nodes = tuple(map(self._compute, group.nodes))
         plan = RowPlan(
             tuple(value.dtype for value in self.inputs),
@@ -66,7 +66,7 @@ class _Planner:
             *self._columns(),
             self._row_buffers(passes, walk),
             walk,
-            "int32" if small else "int64",
+            "int64" if largest >= 2**31 else "int32",
             len(self.arguments.numbers),
             self.order.lanes,
             self._accumulators(),

@@ -10,21 +10,20 @@ from tvm_ffi import structural_equal
 from autodiff.extents import Dim, ExtentScope, sample_of
 from bridge.compile.cpu.threads import launcher
 from bridge.compile.loop_ir.graph import Graph
-from tests.bridge.compile.planned_graphs import Builder, Kernels, build, symbolic
-from tests.bridge.compile.test_symbolic_columns import norm_backward, rows
+from tests.bridge.compile.planned_graphs import Builder, Kernels, assert_static_bits, build, symbolic
+from tests.bridge.compile.test_symbolic_columns import batched_columns, few_rows, norm_backward, rows
 from tests.bridge.compile.test_symbolic_rows import softmax
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16", "int64", "int32", "uint8", "bool"])
-@pytest.mark.parametrize("high", [None, 100_000])
-def test_a_size_as_a_number(dtype, high):
-    """Rounded as torch rounds it; of a kernel whose indices are int32, too."""
+def test_a_size_as_a_number(dtype):
+    """Rounded as torch rounds it, and whole where the indices of the kernel are int32."""
 
     def make(n: Dim) -> Graph:
         b = Builder(dtype)
         return b.graph(b.op("add", b.param(5), n * n * 7 - 1))
 
-    kernels = symbolic(make, n=40, high=high)
+    kernels = symbolic(make, n=40)
     build(kernels)
     assert kernels.planned[0].plan.index_type == "int32"
     torch_type = getattr(torch, dtype)
@@ -35,9 +34,11 @@ def test_a_size_as_a_number(dtype, high):
         assert torch.equal(result, expected.contiguous()), n
 
 
-def test_indices_are_wide_unless_a_bound_proves_that_they_need_not():
-    for high, wanted in ((None, "int64"), (10_000, "int32"), (100_000, "int64")):
-        assert {each.plan.index_type for each in symbolic(softmax, n=40, m=12, high=high).planned} == {wanted}
+@pytest.mark.parametrize("make", [softmax, batched_columns, few_rows], ids=lambda make: make.__name__)
+def test_wide_indices_for_a_large_sample(make):
+    ours = assert_static_bits(make, [{"n": n, "m": 3} for n in (2, 17, 64)], n=70_000, m=70_000)
+    assert {each.plan.index_type for each in ours.planned} == {"int64"}
+    assert {each.plan.index_type for each in symbolic(make, n=70, m=70).planned} == {"int32"}
 
 
 @pytest.mark.parametrize("make", [softmax, rows, norm_backward], ids=lambda make: make.__name__)
