@@ -30,13 +30,13 @@ class ExtentScope:
         samples: of each symbol the extent that is lowered with.
         ranges: of each symbol.
         guards: what was answered for the sample alone, in order.
-        assumed: the sizes that answers are for instead (:meth:`assuming`); ``None``: the sample's.
+        assumed: another object for each :meth:`assuming`, to tell apart what is made in it; ``None`` outside.
     """
 
     def __init__(self) -> None:
         self.samples: dict[Symbol, int] = {}
         self.ranges: dict[Symbol, Range] = {}
-        self.assumed: tuple[int, ...] | None = None
+        self.assumed: object = None
         self._guards: dict[Guard, None] = {}
         self._vars: dict[Symbol, tirx.Var] = {}
 
@@ -92,7 +92,7 @@ class ExtentScope:
         """
         before = self.samples, self._guards, self.assumed
         self.samples, self._guards = {symbol: sizes[symbol.name] for symbol in self.samples}, {}
-        self.assumed = tuple(self.samples.values())
+        self.assumed = object()
         try:
             yield self._guards
         finally:

@@ -47,11 +47,16 @@ def with_extents(captured: Captured, sizes: SymbolicSizes, args: tuple, kwargs: 
         observation.unsupported.append(Unsupported("a result or a draw", forward, f"{_NO_FORM}: {error}"))
     values = {**dict(enumerate(pytree.tree_leaves((args, kwargs)))), **sizes.arguments}
     forms = [sizes.form(value) for value in values.values() if isinstance(value, torch.Tensor)]
-    return replace(
+    captured = replace(
         captured,
         observation=observation,
         fake_observation=observation,
         arguments=arguments_of_sample(args, kwargs),
+    )
+    if not sizes.scope.samples:  # forward has fixed them all
+        return captured
+    return replace(
+        captured,
         extents=sizes.scope,
         argument_shapes=tuple(form.shape for form in forms),
         argument_strides=tuple(form.stride for form in forms),

@@ -32,7 +32,7 @@ __all__ = ["SizeSignature", "size_signature"]
 class SizeSignature:
     """``scope`` is ``None`` for a static function; ``places``: the symbolic extents in the order in which they stand.
 
-    Equal if the scopes are one object.
+    Equal if the scopes are one object, and what they answer becomes a guard in one place (``scope.assumed``).
     """
 
     scope: ExtentScope | None = None
@@ -51,7 +51,8 @@ def size_signature(func: Function) -> SizeSignature:
     found = [*outside, *(extent for var, value in bindings(func) for extent in _of_binding(var, value))]
     if any(extent.scope is not found[0].scope for extent in found):
         raise ValueError("wanted symbolic extents of one scope, got those of several")
-    return SizeSignature(found[0].scope, tuple(extent.terms for extent in found))
+    scope = found[0].scope
+    return SizeSignature(scope, (scope.assumed, *(extent.terms for extent in found)))
 
 
 def _of_type(ty: object) -> Iterator[Extent]:
