@@ -6,7 +6,7 @@ from tvm import relax
 
 from autodiff.extents import Dim, maximum, same
 from autodiff.ir import Expr, dtype, shape
-from bridge.aten.dims import clamped, numbers_only
+from bridge.aten.dims import clamped, has_extents
 from bridge.aten.registry import converts
 from bridge.base.torch_internals import aten
 
@@ -129,7 +129,10 @@ def slice_scatter(importer, node, x, source, dim=0, start=None, end=None, step=1
         pieces = [_sliced(importer, x, dim, 0, start), source, _sliced(importer, x, dim, end, extent)]
         pieces = [piece for piece in pieces if shape(piece)[dim] > 0]
         return pieces[0] if len(pieces) == 1 else importer.emit(op.concat(pieces, dim))
-    numbers_only("a write with a step", extent, start, end)
+    if has_extents((extent, start, end)):
+        count = shape(source)[dim]
+        positions = importer.emit(op.arange(start, start + count * step, step, "int64"))
+        return importer.library("index_put", [x, source, [dim], [positions], False], importer.out(node))
     rows = []  # one slice of width 1 per position: taken from the source every `step`, from x between
     for position in range(extent):
         inside = start <= position < end and (position - start) % step == 0

@@ -14,7 +14,7 @@ import torch
 
 from bridge.base.torch_internals import PROBES, MissingInternalError
 
-__all__ = ["SYMBOLIC", "Conclusion", "conclusions", "environment", "expression", "hint", "is_decided", "range_of"]
+__all__ = ["SYMBOLIC", "Conclusion", "conclusions", "environment", "expression", "fixed", "hint", "is_decided", "range_of"]
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -31,6 +31,11 @@ def expression(value: Any, *, original: bool = False) -> Any:
 def hint(value: Any) -> Any:
     """A number for the sample's sizes: of a symbolic one, without a guard; ``None`` if sizes do not decide it."""
     return value.node.hint if isinstance(value, SYMBOLIC) else value
+
+
+def fixed(value: Any) -> Any:
+    """A number as it is; of a symbolic one the expression, which hashes and compares without a guard."""
+    return value.node.expr if isinstance(value, SYMBOLIC) else value
 
 
 def environment(value: Any) -> Any:

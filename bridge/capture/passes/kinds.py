@@ -32,6 +32,7 @@ from torch.export.graph_signature import (
 )
 
 from bridge.base.torch_internals import FakeTensor, FakeTensorMode, OpOverload, aten, pytree, schema
+from bridge.base.torch_shapes import fixed
 from bridge.state import constant_key
 
 __all__ = ["Functional", "functional_by_kind", "kind_key", "stand_in"]
@@ -140,7 +141,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _form(value: torch.Tensor) -> tuple:
-    return tuple(value.shape), value.stride(), value.dtype, value.device
+    """Hashable: symbolic sizes by their expressions."""
+    return tuple(map(fixed, value.shape)), tuple(map(fixed, value.stride())), value.dtype, value.device
 
 
 def _key(value: Any, sources: Sequence[fx.Node]) -> Any:
