@@ -86,6 +86,9 @@ class Importer:
         value = self._builder.normalize(value)
         if isinstance(value, Var):
             return value
+        if isinstance(value.ty, TensorType) and value.ty.shape is None:
+            hint = "give dimensions that are equal the same name in dynamic_shapes"
+            raise UnsupportedUse("sizes that are equal for reasons which TVM does not see", hint)
         count = self._names.get(self._hint, 0)
         self._names[self._hint] = count + 1
         name = self._hint if count == 0 else f"{self._hint}__{count}"

@@ -14,7 +14,17 @@ import torch
 
 from bridge.base.torch_internals import PROBES, MissingInternalError
 
-__all__ = ["SYMBOLIC", "Conclusion", "conclusions", "environment", "expression", "fixed", "hint", "is_decided", "range_of"]
+__all__ = [
+    "SYMBOLIC",
+    "Conclusion",
+    "conclusions",
+    "environment",
+    "expression",
+    "fixed",
+    "hint",
+    "is_decided",
+    "range_of",
+]
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

@@ -20,7 +20,7 @@ from bridge.base.torch_internals import FakeTensor, FakeTensorMode, OpOverload, 
 from bridge.capture.draw_recorder import record_draws
 from bridge.capture.number_index import PositionsAreZero
 from bridge.capture.observation import Draw
-from bridge.capture.passes.kinds import kind_key, stand_in
+from bridge.capture.passes.kinds import is_of_sizes, kind_key, stand_in
 from bridge.capture.passes.stop_gradient import origin_of
 
 __all__ = ["draws_by_origin", "match_draws"]
@@ -48,12 +48,12 @@ def _draws_of_kinds(graph: fx.Graph, mode: FakeTensorMode) -> dict[fx.Node, list
     known: dict[tuple, list[Draw]] = {}
     found: dict[fx.Node, list[Draw]] = {}
     for node in graph.nodes:
-        if node.op in ("placeholder", "output") or node.target is operator.getitem:
+        if node.op in ("placeholder", "output") or node.target is operator.getitem or is_of_sizes(node):
             continue
         sources = node.all_input_nodes
         if not isinstance(node.target, OpOverload) or node.target.overloadpacket in _BEYOND_A_VIEW:
             return None
-        if not all(isinstance(source.meta.get("val"), FakeTensor) for source in sources):
+        if not all(isinstance(source.meta.get("val"), FakeTensor) or is_of_sizes(source) for source in sources):
             return None
         if any(type(size) is not int for source in sources for size in source.meta["val"].shape):
             return None
@@ -61,7 +61,8 @@ def _draws_of_kinds(graph: fx.Graph, mode: FakeTensorMode) -> dict[fx.Node, list
             return None
         key = kind_key(node)
         if key not in known:
-            own = {source: stand_in(source.meta["val"], mode) for source in sources}
+            own = {source: source.meta["val"] for source in sources}
+            own.update((source, stand_in(value, mode)) for source, value in own.items() if not is_of_sizes(source))
             args, kwargs = fx.map_arg((node.args, node.kwargs), own.__getitem__)
             known[key] = []
             with mode:

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from autodiff.extents import Dim, ExtentScope, Guard, sample_of
+from autodiff.extents import Dim, Extent, ExtentScope, Guard, sample_of
 from autodiff.extents.ranges import Range
 from bridge.base.errors import Unsupported, is_user_file, line_of
 from bridge.base.torch_shapes import conclusions, environment, expression, is_decided, range_of
 from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.observation import Draw, Observation, Output, Parameter
-from bridge.capture.sympy_extents import NotTranslatedError, extent_of, holds
+from bridge.capture.sympy_extents import NotTranslatedError, equal_symbols, extent_of, holds
 from bridge.capture.tensor_form import TensorForm
 
 __all__ = ["SymbolicSizes", "at_sample"]
@@ -107,26 +107,24 @@ class SymbolicSizes:
         return self.dim(value) if isinstance(value, torch.SymInt) else value
 
     def _make_symbols(self) -> None:
-        """An extent for each symbol of the dimensions; dimensions of one name have one extent."""
+        """An extent for each symbol of the dimensions, one for those that are equal."""
         pairs = [
             (each, expression(size))
             for each, size in zip(self._dims, self._sizes, strict=True)
             if isinstance(size, torch.SymInt)
         ]
-        extents: dict[str, Dim] = {}
-        for each, symbol in pairs:
-            if not symbol.is_Symbol or symbol in self._symbols:
-                continue
-            if each.name not in extents:
-                same = [dim for dim, other in pairs if other == symbol or dim.name == each.name]
-                extents[each.name] = self._new(each.name, symbol, same)
-            self._symbols[symbol] = extents[each.name]
-        for each, expr in pairs:  # of a symbol that no dimension is, only part of
-            for symbol in sorted(expr.free_symbols - self._symbols.keys(), key=str):
-                name = f"{each.name}_part"
-                while name in extents:
+        asked = [self._environment.replace(condition) for condition, _ in conclusions(self._environment)]
+        equal = equal_symbols([(each.name, expr) for each, expr in pairs], asked, self._environment.backed_var_to_val)
+        names: set[str] = set()
+        for each, expr in sorted(pairs, key=lambda pair: not pair[1].is_Symbol):
+            for symbol in sorted(expr.xreplace(equal).free_symbols - self._symbols.keys(), key=str):
+                name = each.name if expr.is_Symbol else f"{each.name}_part"
+                while name in names:
                     name += "_"
-                extents[name] = self._symbols[symbol] = self._new(name, symbol, [])
+                names.add(name)
+                same = [dim for dim, other in pairs if other.xreplace(equal) == symbol]
+                self._symbols[symbol] = self._new(name, symbol, same)
+        self._symbols.update({symbol: extent_of(expr, self._symbols) for symbol, expr in equal.items()})
 
     def _new(self, name: str, symbol: Any, dims: Sequence[DynamicDim]) -> Dim:
         low = max([_LEAST, *(each.low for each in dims)])
@@ -134,15 +132,28 @@ class SymbolicSizes:
         return self.scope.symbol(name, int(self._environment.backed_var_to_val[symbol]), low, high)
 
     def _narrow(self) -> None:
-        """Ranges that follow from the guards: what is asked from now on can be proven with them."""
-        for symbol, extent in self._symbols.items():
-            low, high = range_of(self._environment, symbol)
+        """Bounds that torch took for granted or found: of a symbol its range, of anything else a guard.
+
+        What is asked from now on can be proven with them.
+        """
+        for each, size in zip(self._dims, self._sizes, strict=True):
+            extent = self.dim(size)
+            if not isinstance(extent, Extent):
+                continue
+            for symbol in (expression(size), expression(size, original=True)):
+                low, high = range_of(self._environment, symbol) if symbol.is_Symbol else (None, None)
+                low = max(each.low, low or 0)
+                high = min((bound for bound in (each.high, high) if bound is not None), default=None)
+                self._bound(extent, low, high)
+
+    def _bound(self, extent: Extent, low: int, high: int | None) -> None:
+        if extent.linear is not None and extent.linear[1:] == (1, 0):
             key, *_ = extent.linear
             known = self.scope.ranges[key]
-            lows, highs = (
-                [each for each in pair if each is not None] for pair in ((low, known.low), (high, known.high))
-            )
-            self.scope.ranges[key] = Range(max(lows, default=None), min(highs, default=None))
+            high = min((bound for bound in (high, known.high) if bound is not None), default=None)
+            self.scope.ranges[key] = Range(max(low, known.low), high)
+        elif extent < low or (high is not None and extent > high):
+            raise AssertionError(f"{extent} is not between {low} and {high}")
 
     def _fixed(self, forward: str) -> list[Unsupported]:
         """Dimensions that are meant to vary and that forward fixes to the sample's size."""

@@ -6,13 +6,13 @@ Floating point enters only where Python rounds a quotient or a multiple by a pow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
 from autodiff.extents import Dim, maximum, minimum
 
-__all__ = ["NotTranslatedError", "extent_of", "holds"]
+__all__ = ["NotTranslatedError", "equal_symbols", "extent_of", "holds"]
 
 
 class NotTranslatedError(ValueError):
@@ -56,6 +56,59 @@ def holds(expr: Any, symbols: Mapping[Any, Dim]) -> bool:
         raise NotTranslatedError(expr)
     a, b = (extent_of(arg, symbols) for arg in expr.args)
     return bool(_RELATIONS[kind](a, b))
+
+
+def equal_symbols(
+    dims: Sequence[tuple[str, Any]], conditions: Iterable[Any], samples: Mapping[Any, Any]
+) -> dict[Any, Any]:
+    """Symbols that need no extent of their own → the expression of others that each is equal to.
+
+    One symbol takes the place of all for a name; the other side of an equation, that of a symbol. What is only equal as
+    a product (``a * b == c * d``) is made equal by its factors, those of one size in the sample: fewer calls fit, and
+    all passes can tell that they are equal.
+
+    Args:
+        dims: name and expression of each dimension.
+        conditions: what was concluded.
+        samples: values of the symbols in the sample.
+    """
+    found: dict[Any, Any] = {}
+
+    def put(symbol: Any, expr: Any) -> None:
+        for known in found:
+            found[known] = found[known].xreplace({symbol: expr})
+        found[symbol] = expr
+
+    first: dict[str, Any] = {}
+    for name, expr in dims:
+        expr = expr.xreplace(found)
+        if expr.is_Symbol and first.setdefault(name, expr) != expr:
+            put(expr, first[name].xreplace(found))
+    for condition in conditions:
+        if type(condition).__name__ != "Equality":
+            continue
+        a, b = (arg.xreplace(found) for arg in condition.args)
+        for symbol, other in ((a, b), (b, a)):
+            if symbol.is_Symbol and symbol not in other.free_symbols and symbol not in found:
+                put(symbol, other)
+                break
+        else:
+            _pair(a, b, samples, put)
+    return found
+
+
+def _pair(a: Any, b: Any, samples: Mapping[Any, Any], put: Callable[[Any, Any], None]) -> None:
+    """Makes factors of one size equal where the sides of an equation are then the same."""
+    ours, theirs = (sorted(x.free_symbols - y.free_symbols, key=str) for x, y in ((a, b), (b, a)))
+    pairs = {}
+    for symbol in ours:
+        fit = next((other for other in theirs if samples[other] == samples[symbol]), None)
+        if fit is not None:
+            theirs.remove(fit)
+            pairs[symbol] = fit
+    if pairs and a.xreplace(pairs) == b:
+        for symbol, other in pairs.items():
+            put(symbol, other)
 
 
 def _rounded(expr: Any, symbols: Mapping[Any, Dim], *, up: bool) -> Dim:

@@ -32,10 +32,10 @@ from torch.export.graph_signature import (
 )
 
 from bridge.base.torch_internals import FakeTensor, FakeTensorMode, OpOverload, aten, pytree, schema
-from bridge.base.torch_shapes import fixed
+from bridge.base.torch_shapes import environment, expression, fixed, is_decided
 from bridge.state import constant_key
 
-__all__ = ["Functional", "functional_by_kind", "kind_key", "stand_in"]
+__all__ = ["Functional", "functional_by_kind", "is_of_sizes", "kind_key", "stand_in"]
 
 _HANDED_ON = ("custom", "stack_trace", "nn_module_stack")
 _NAME = re.compile(r"_\d+$")
@@ -116,6 +116,12 @@ def kind_key(node: fx.Node) -> tuple:
     return node.target, _key((node.args, node.kwargs), tuple(node.all_input_nodes))
 
 
+def is_of_sizes(node: fx.Node) -> bool:
+    """Whether a call gives a number that the sizes of the arguments decide."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.SymInt | torch.SymFloat) and is_decided(environment(value), expression(value))
+
+
 def _only_reads(op: Any) -> bool:
     """Whether an operator writes nothing, as far as its schema tells, and looks at no memory beside its tensors'."""
     if schema(op).is_mutable or op.namespace not in ("aten", "tvm_dispatch"):
@@ -147,6 +153,8 @@ def _form(value: torch.Tensor) -> tuple:
 
 def _key(value: Any, sources: Sequence[fx.Node]) -> Any:
     """Hashable: constants, the layouts of tensors, and which of them are the same one."""
+    if isinstance(value, fx.Node) and is_of_sizes(value):
+        return "size", fixed(value.meta["val"])
     if isinstance(value, fx.Node):
         return "tensor", sources.index(value), _form(value.meta["val"]), _requires_grad(value)
     if isinstance(value, tuple | list):
