@@ -22,7 +22,7 @@ from bridge.library import NEVER_RAISE
 
 __all__ = ["Program"]
 
-_MOST_BOUND, _MOST_BOUND_BYTES = 256, 64 * 2**20
+_MOST_BOUND, _MOST_BOUND_BYTES = 64, 32 * 2**20
 """Sizes that a program stays bound to, and what that may take."""
 
 _BYTES_OF_STEP, _BYTES_OF_SLOT = 2048, 1024
