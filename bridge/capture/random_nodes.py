@@ -44,7 +44,7 @@ def draws_by_origin(exported: ExportedProgram, mode: FakeTensorMode) -> tuple[li
 
 
 def _draws_of_kinds(graph: fx.Graph, mode: FakeTensorMode) -> dict[fx.Node, list[Draw]] | None:
-    """What each call draws; ``None`` if one reads or gives something else than tensors of known sizes."""
+    """What each call draws; ``None`` if one reads or gives something else than tensors of known layouts, and sizes."""
     known: dict[tuple, list[Draw]] = {}
     found: dict[fx.Node, list[Draw]] = {}
     for node in graph.nodes:
@@ -54,8 +54,6 @@ def _draws_of_kinds(graph: fx.Graph, mode: FakeTensorMode) -> dict[fx.Node, list
         if not isinstance(node.target, OpOverload) or node.target.overloadpacket in _BEYOND_A_VIEW:
             return None
         if not all(isinstance(source.meta.get("val"), FakeTensor) or is_of_sizes(source) for source in sources):
-            return None
-        if any(type(size) is not int for source in sources for size in source.meta["val"].shape):
             return None
         if isinstance(node.meta.get("val"), _NUMBERS):  # known in a run of the graph alone (PositionsAreZero)
             return None
