@@ -184,15 +184,9 @@ Node = Pointwise | Reduction | LibraryCall | Fallback | Product
 
 @dataclass(frozen=True)
 class Derived:
-    """A constant that follows from the sizes: it is made when a program is bound to some.
+    """Positions from a beginning to an end by a step, at least one of them symbolic: made when a program is bound."""
 
-    Attributes:
-        kind: ``"number"``, of one argument; ``"arange"``, of a beginning, an end and a step.
-        arguments: numbers, at least one of them symbolic.
-    """
-
-    kind: str
-    arguments: tuple[Dim | float, ...]
+    arguments: tuple[Dim | float, Dim | float, Dim | float]
     dtype: str
 
 

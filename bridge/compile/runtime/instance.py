@@ -134,5 +134,4 @@ class Instances:
 
 
 def _constant(derived: Derived, arguments: Sequence[int | float]) -> torch.Tensor:
-    dtype = getattr(torch, derived.dtype)
-    return torch.arange(*arguments, dtype=dtype) if derived.kind == "arange" else torch.tensor(*arguments, dtype=dtype)
+    return torch.arange(*arguments, dtype=getattr(torch, derived.dtype))

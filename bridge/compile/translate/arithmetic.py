@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from autodiff.extents import Extent, same
+from autodiff.extents import Dim, Extent, same
 from autodiff.ir import Call, dtype, shape
 from bridge.compile.codegen.pointwise import RULES, compute_type
 from bridge.compile.loop_ir import views
@@ -61,7 +61,7 @@ def _power(builder: Builder, call: Call) -> Operand:
     x, y = (builder.get(arg) for arg in call.args)
     if "float" not in x.dtype:
         return NotImplemented
-    exponent = y.number if isinstance(y, Scalar) else None
+    exponent = y.number if isinstance(y, Scalar) and not isinstance(y.number, Extent) else None
     extents = views.broadcast(x.shape, y.shape)
     c = Composite(builder, call)
     base = c.widen(builder.expand(x, extents))
@@ -107,7 +107,7 @@ class Composite:
     def compare(self, op: str, *operands: Operand | Scalar) -> Operand:
         return self.builder.pointwise(op, operands, "bool")
 
-    def const(self, value: float) -> Scalar:
+    def const(self, value: Dim | float) -> Scalar:
         return Scalar(value, self.type)
 
     def widen(self, operand: Operand | Scalar) -> Operand | Scalar:
@@ -124,11 +124,7 @@ class Composite:
 
     def mean(self, operand: Operand, axes: list[int]) -> Operand:
         count = math.prod(operand.shape[axis] for axis in axes)
-        total = self.reduce("sum", operand, axes)
-        symbolic = isinstance(count, Extent)
-        return self(
-            "divide", total, self.builder.derived("number", [count], (), self.type) if symbolic else self.const(count)
-        )
+        return self("divide", self.reduce("sum", operand, axes), self.const(count))
 
 
 def _axes(call: Call, operand: Operand | Scalar) -> list[int]:
@@ -266,8 +262,8 @@ def _ewise_fma(builder: Builder, call: Call) -> Operand:
 def _triangle(builder: Builder, call: Call) -> Operand:
     x, k = builder.get(call.args[0]), number(call.args[1])
     rows, columns = x.shape[-2:]
-    column_minus_k = builder.derived("arange", [-k, columns - k, 1], (columns,), "int32")
-    row = builder.reshape(builder.derived("arange", [0, rows, 1], (rows,), "int32"), (rows, 1))
+    column_minus_k = builder.positions(-k, columns - k, 1, columns, "int32")
+    row = builder.reshape(builder.positions(0, rows, 1, rows, "int32"), (rows, 1))
     compare = "less_equal" if call.op.name == "relax.tril" else "greater_equal"
     inside = builder.pointwise(compare, [column_minus_k, row], "bool")
     return builder.pointwise("where", [inside, x, Scalar(0, x.dtype)], dtype(call))
@@ -276,12 +272,13 @@ def _triangle(builder: Builder, call: Call) -> Operand:
 @register("relax.arange")
 def _arange(builder: Builder, call: Call) -> Operand:
     start, stop, step = (number(arg) for arg in call.args)
-    return builder.derived("arange", [start, stop, step], shape(call), dtype(call))
+    (count,) = shape(call)
+    return builder.positions(start, stop, step, count, dtype(call))
 
 
 @register("library.extent")
-def _extent(builder: Builder, call: Call) -> Operand:
-    return builder.derived("number", [number(call.args[1])], (), dtype(call))
+def _extent(builder: Builder, call: Call) -> Scalar:
+    return Scalar(number(call.args[1]), dtype(call))
 
 
 @register("relax.one_hot")

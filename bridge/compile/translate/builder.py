@@ -63,15 +63,14 @@ class Builder:
         self.constants[value] = tensor
         return whole(value)
 
-    def derived(
-        self, kind: str, arguments: Sequence[Dim | float], extents: Sequence[Dim], element_type: str
+    def positions(
+        self, start: Dim | float, stop: Dim | float, step: Dim | float, count: Dim, element_type: str
     ) -> Operand:
-        """A constant of the size that the program is bound to, see :class:`Derived`; numbers make it a tensor."""
-        if not any(isinstance(argument, Extent) for argument in arguments):
-            make = torch.arange if kind == "arange" else torch.tensor
-            return self.constant(make(*arguments, dtype=getattr(torch, element_type)))
-        value = Value(f"const{len(self.constants)}", tuple(extents), element_type, "constant")
-        self.constants[value] = Derived(kind, tuple(arguments), element_type)
+        """So many positions, a constant; of the size that the program is bound to, see :class:`Derived`."""
+        if not any(isinstance(each, Extent) for each in (start, stop, step)):
+            return self.constant(torch.arange(start, stop, step, dtype=getattr(torch, element_type)))
+        value = Value(f"const{len(self.constants)}", (count,), element_type, "constant")
+        self.constants[value] = Derived((start, stop, step), element_type)
         return whole(value)
 
     def fresh(self, extents: Sequence[Dim], element_type: str) -> Value:
@@ -92,7 +91,7 @@ class Builder:
         """``operand`` as another element type; itself if it has that type."""
         if operand.dtype == element_type:
             return operand
-        if isinstance(operand, Scalar):
+        if isinstance(operand, Scalar) and not isinstance(operand.number, Extent):
             cast = torch.tensor(operand.number, dtype=getattr(torch, operand.dtype)).to(getattr(torch, element_type))
             return Scalar(cast.item(), element_type, operand.shape)
         return self.pointwise("astype", [operand], element_type)
