@@ -13,7 +13,7 @@ from pathlib import Path
 
 import networkx as nx
 
-__all__ = ["BRIDGE", "COMPILE", "MOST_LINES", "Tree", "main", "tree"]
+__all__ = ["BRIDGE", "COMPILE", "MOST_LINES", "PACKAGES", "ROOT", "Tree", "main", "tree"]
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("bridge", "autodiff", "partition")

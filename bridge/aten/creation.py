@@ -7,6 +7,7 @@ from tvm import relax
 
 from bridge.aten.dims import dims, has_extents, numbers_only
 from bridge.aten.registry import converts
+from bridge.base.devices import HOST
 from bridge.base.torch_internals import aten
 
 
@@ -71,5 +72,5 @@ def arange(importer, node, *bounds, **layout):
 def constant_table(importer, node, *args, **layout):
     # numbers alone decide it: what torch's kernel makes of them once is what it makes of them at every call
     numbers_only(str(node.target), *args)
-    table = node.target(*args, **{**layout, "dtype": importer.out(node).dtype, "device": "cpu"})
+    table = node.target(*args, **{**layout, "dtype": importer.out(node).dtype, "device": HOST})
     return relax.const(np.asarray(table.numpy()), importer.out_dtype(node))

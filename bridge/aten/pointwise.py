@@ -11,6 +11,7 @@ from bridge.aten.dims import has_extents
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.aten.subgradients import clamp_at_bound, fmax_prefers_first
 from bridge.aten.whole import whole
+from bridge.base.devices import HOST
 from bridge.base.torch_internals import aten
 from bridge.capture import STOP_GRADIENT
 
@@ -338,7 +339,7 @@ def where(importer, node, condition, x, y):
 
 @converts(aten._to_copy.default)
 def to_copy(importer, node, x, *, dtype=None, device=None, **layout):
-    if device is not None and torch.device(device).type != "cpu":
+    if device is not None and torch.device(device).type != HOST.type:
         raise UnsupportedUse(f"a copy to device {device}")
     return importer.cast(x, importer.out_dtype(node))
 

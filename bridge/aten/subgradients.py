@@ -11,6 +11,9 @@ from collections.abc import Callable
 
 import torch
 
+from bridge.base.devices import HOST
+from bridge.base.modes import autocast_to
+
 __all__ = ["clamp_at_bound", "fmax_prefers_first"]
 
 _NAN = float("nan")
@@ -18,8 +21,8 @@ _NAN = float("nan")
 
 def _gradients(function: Callable[..., torch.Tensor], *operands: list[float]) -> list[list[float]]:
     """Gradients of the sum of the result, in whatever mode this is called."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        leaves = [torch.tensor(values, dtype=torch.float64, device="cpu", requires_grad=True) for values in operands]
+    with torch.inference_mode(False), torch.enable_grad(), autocast_to(None):
+        leaves = [torch.tensor(values, dtype=torch.float64, device=HOST, requires_grad=True) for values in operands]
         grads = torch.autograd.grad(function(*leaves).sum(), leaves)
     return [grad.tolist() for grad in grads]
 

@@ -13,27 +13,36 @@ from typing import Any
 import torch
 from torch.distributions import Distribution
 
+from bridge.base.devices import HOST
 from bridge.base.torch_internals import set_grad_enabled
 
 __all__ = [
     "ambient_autocast",
     "autocast_depth",
     "autocast_setting",
+    "autocast_to",
     "distributions_validate",
     "modes_put_back",
 ]
 
+_HOST = HOST.type
+
 
 def ambient_autocast() -> torch.dtype | None:
-    """The element type that the CPU's autocast casts to where this is called; ``None`` if it is off."""
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    """The element type that the host's autocast casts to where this is called; ``None`` if it is off."""
+    return torch.get_autocast_dtype(_HOST) if torch.is_autocast_enabled(_HOST) else None
+
+
+def autocast_to(dtype: torch.dtype | None, *, cache_enabled: bool | None = None) -> torch.autocast:
+    """A context in which the host's autocast casts to this type; ``None``: in which it is off."""
+    return torch.autocast(_HOST, dtype=dtype, enabled=dtype is not None, cache_enabled=cache_enabled)
 
 
 def autocast_setting() -> torch.dtype | str | bool:
-    """All that matters of the CPU's autocast: ``False`` or the type that it casts to; in words if it caches no cast."""
-    if not torch.is_autocast_enabled("cpu"):
+    """All that matters of the host's autocast: ``False`` or the type that it casts to; in words if it caches none."""
+    if not torch.is_autocast_enabled(_HOST):
         return False
-    dtype = torch.get_autocast_dtype("cpu")
+    dtype = torch.get_autocast_dtype(_HOST)
     return dtype if torch.is_autocast_cache_enabled() else f"{dtype} (cache_enabled=False)"
 
 
@@ -65,5 +74,5 @@ _SETTABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "grad mode": (torch.is_grad_enabled, set_grad_enabled),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-    "autocast": (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
+    "autocast": (partial(torch.is_autocast_enabled, _HOST), partial(torch.set_autocast_enabled, _HOST)),
 }

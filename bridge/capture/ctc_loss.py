@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from bridge.base.modes import ambient_autocast
 from bridge.base.torch_internals import aten
 
 __all__ = ["CTC_LOSSES", "OUR_DERIVATIVES", "WholeCTCLoss"]
@@ -79,7 +80,7 @@ def _traced(
     reduction = _REDUCTIONS.get(reduction, reduction)
     if reduction not in _REDUCTIONS.values():
         return func(log_probs, targets, *lengths, blank, reduction, zero_infinity)  # eager's error
-    if torch.is_autocast_enabled("cpu") and log_probs.dtype != torch.float64:
+    if ambient_autocast() is not None and log_probs.dtype != torch.float64:
         log_probs = log_probs.float()  # as eager's operator does
     options = (blank, reduction, bool(zero_infinity))
     if all(isinstance(each, torch.Tensor) for each in lengths):

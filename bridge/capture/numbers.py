@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.base.devices import HOST
 from bridge.base.torch_internals import COMPILED_CALL, pytree
 
 __all__ = [
@@ -85,7 +86,7 @@ def is_number(value: Any, kind: type) -> bool:
 
 def number_tensor(value: float) -> torch.Tensor:
     """The input for a number."""
-    return torch.tensor(value, dtype=torch.float64, device="cpu")
+    return torch.tensor(value, dtype=torch.float64, device=HOST)
 
 
 def with_number_inputs(

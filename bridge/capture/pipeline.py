@@ -17,7 +17,7 @@ from torch import fx, nn
 from bridge.base.errors import Unsupported, UnsupportedModule, is_refused_by_eager
 from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
-from bridge.base.modes import ambient_autocast
+from bridge.base.modes import ambient_autocast, autocast_to
 from bridge.base.torch_internals import FakeTensor, pytree
 from bridge.capture.captured import Captured
 from bridge.capture.counters import counters_of
@@ -228,7 +228,7 @@ def _trace(
         run = fake_run(module, tensors, real_tensors, args, kwargs, sizes)
     unsupported += grad_modes.problems
     raise_deferred()
-    with torch.autocast("cpu", enabled=False):  # its casts are in the graph by now
+    with autocast_to(None):  # its casts are in the graph by now
         by_origin = _eager_draws(exported, run, forward, unsupported)
         functional = decompose(exported)
     raise_deferred()

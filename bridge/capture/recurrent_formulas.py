@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from bridge.base.modes import ambient_autocast
 from bridge.base.torch_internals import aten, replaced_formula, schema
 from bridge.capture.passes.recurrent import LAYERED
 
@@ -67,7 +68,7 @@ def _with_stand_in(cell: str, formula: Callable[..., Any]) -> Callable[..., Any]
 
 def _stands_in(x: Any, states: Any, weights: Any) -> bool:
     """Whether these are the arguments of a whole sequence of one length, in one of the wide types."""
-    if not isinstance(weights, list | tuple) or torch.is_autocast_enabled("cpu") or x.dim() != 3 or not x.numel():
+    if not isinstance(weights, list | tuple) or ambient_autocast() is not None or x.dim() != 3 or not x.numel():
         return False
     tensors = [x, *(states if isinstance(states, list | tuple) else [states]), *weights]
     dtypes = {tensor.dtype for tensor in tensors}
@@ -122,9 +123,8 @@ def _with_eagers_type(formula: Callable[..., Any]) -> Callable[..., Any]:
         projected = states[0].shape[-1] != states[1].shape[-1]
         known = {each.dtype for each in (x, *states, *weights)} <= {torch.float32, torch.bfloat16}
         fused = torch.backends.mkldnn.enabled and known and not projected and x.numel()
-        if not torch.is_autocast_enabled("cpu") or not fused:
-            return made
-        return tuple(each.to(torch.get_autocast_dtype("cpu")) for each in made)
+        dtype = ambient_autocast()
+        return tuple(each.to(dtype) for each in made) if dtype is not None and fused else made
 
     return lstm
 

@@ -62,7 +62,8 @@ class _Dispatched(torch.autograd.Function):
             inputs.append(grad_outs[i])
         del grad_outs
         run = programs.backward_for(tuple(present))
-        gradients = outside_autocast(run, inputs) if torch.is_autocast_enabled("cpu") else run(inputs)
+        device = programs.device_type
+        gradients = outside_autocast(device, run, inputs) if torch.is_autocast_enabled(device) else run(inputs)
         return (None, None, None, *gradients)
 
 

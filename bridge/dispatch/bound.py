@@ -103,7 +103,7 @@ class BoundCalls:
         """What a call of these sizes runs."""
         lowered, programs = self._lowered, BoundPrograms(self._programs, sizes)
         steps = plan_call(lowered, self._programs.forward, self._guard, self._observed(sizes))
-        run = CallRun(steps, programs.execute, self._guard, lowered.captured.module_name)
+        run = CallRun(steps, programs.execute, programs.device_type, self._guard, lowered.captured.module_name)
         return Bound(programs, run, sizes)
 
     def clear(self) -> None:

@@ -63,13 +63,15 @@ class CallRun:
         after: what is left when autograd has its results.
     """
 
-    def __init__(self, given: Sequence[steps.CallStep], execute: Execute, guard: Guard | None, module_name: str):
+    def __init__(
+        self, given: Sequence[steps.CallStep], execute: Execute, device_type: str, guard: Guard | None, module_name: str
+    ):
         makers: dict[type, tuple[list[Action], Callable[[Any], Action]]] = {}
         self.before: list[Action] = []
         self.forward: list[Action] = []
         self.after: list[Action] = []
         makers[steps.Draws] = self.before, partial(_draws, module_name=module_name)
-        makers[steps.Forward] = self.forward, partial(_forward, execute=execute)
+        makers[steps.Forward] = self.forward, partial(_forward, execute=execute, device_type=device_type)
         makers[steps.Checks] = self.forward, _checks
         makers[steps.Layout] = self.forward, _layout
         makers[steps.Generator] = self.forward, _generator
@@ -96,11 +98,11 @@ def _draws(step: steps.Draws, module_name: str) -> Action:
     return draw_to_be_undone if step.undone else draw
 
 
-def _forward(step: steps.Forward, execute: Execute) -> Action:
+def _forward(step: steps.Forward, execute: Execute, device_type: str) -> Action:
     def forward(call: Call) -> None:
         try:
-            if torch.is_autocast_enabled("cpu"):
-                call.values = outside_autocast(execute, call.primals)
+            if torch.is_autocast_enabled(device_type):
+                call.values = outside_autocast(device_type, execute, call.primals)
             else:
                 call.values = execute(call.primals)
         except Exception as error:
@@ -112,9 +114,9 @@ def _forward(step: steps.Forward, execute: Execute) -> Action:
     return forward
 
 
-def outside_autocast(execute: Callable[[list], list], inputs: list) -> list:
+def outside_autocast(device_type: str, execute: Callable[[list], list], inputs: list) -> list:
     """Runs compiled code: the casts that autocast made are in it, those of the backward included."""
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast(device_type, enabled=False):
         return execute(inputs)
 
 

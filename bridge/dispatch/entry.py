@@ -67,7 +67,9 @@ class Entry:
         backward = self.programs.backward
         self.steps: tuple[CallStep, ...] = forward if backward is None else (*forward, backward.step)
         if self.bound is None:
-            self.run = CallRun(self.steps, self.programs.execute, guard, lowered.captured.module_name)
+            self.run = CallRun(
+                self.steps, self.programs.execute, self.programs.device_type, guard, lowered.captured.module_name
+            )
         else:
             self.bound.bind_sample()
         self._wanted = taken(lowered.wanted)

@@ -41,6 +41,7 @@ class Programs:
         num_wanted: how many inputs get a gradient, for some grad_outs.
         num_outputs: results that the module returns; new buffer values and captures come after them.
         differentiable: indices of the outputs that take a grad_out; ``not_differentiable``: the others.
+        device_type: of the device that they run on, as autocast names it.
 
     Raises:
         UnsupportedModule: there is no kernel for an operator.
@@ -52,6 +53,7 @@ class Programs:
         self._lowered = lowered
         self._is_symbolic = lowered.captured.extents is not None
         self._options = CompileOptions.current(backend)
+        self.device_type = backend.device.type
         self._forward = forward = _Compiling(lowered.forward, name, "forward", self._options)
         self.num_wanted = len(lowered.wanted)
         self.num_outputs = lowered.imported.num_outputs
@@ -120,7 +122,7 @@ class BoundPrograms:
 
     def __init__(self, programs: Programs, sizes: Sizes):
         self._programs, self._sizes = programs, sizes
-        self.execute = programs.forward_for(sizes)
+        self.execute, self.device_type = programs.forward_for(sizes), programs.device_type
         self.num_wanted, self.num_outputs = programs.num_wanted, programs.num_outputs
         self.differentiable, self.not_differentiable = programs.differentiable, programs.not_differentiable
         self._backwards: dict[tuple[int, ...], BackwardRun] = {}

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from autodiff.ir import Function, bindings
+from bridge.base.modes import autocast_to
 from bridge.reference import interpret
 
 __all__ = ["Stage"]
@@ -73,7 +74,7 @@ class Stage:
         Raises:
             ValueError: the number, a shape or an element type of the inputs is not the function's.
         """
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):  # its casts are operators of the stage
+        with torch.no_grad(), autocast_to(None):  # its casts are operators of the stage
             return interpret(self.function, inputs).results if self.runner is None else self.runner(inputs)
 
     def __str__(self) -> str:

@@ -37,6 +37,7 @@ from autodiff.ir import (
     results,
     shape,
 )
+from bridge.base.devices import HOST
 from bridge.library import FUNCTIONS
 from bridge.reference.relax_operators import LIBRARY, OPERATORS
 
@@ -174,7 +175,7 @@ def _legalized(call: Call, env: Mapping[Var, Any]) -> Any:
     function = build_function(list(params.values()), [(result, inner)], [result])
     module = IRModule({"main": function.with_attr("global_symbol", "main")})
     try:
-        machine = relax.VirtualMachine(tvm.compile(module, "llvm"), tvm.cpu())
+        machine = relax.VirtualMachine(tvm.compile(module, "llvm"), tvm.device(HOST.type))
     except tvm.error.TVMError as error:
         raise NotImplementedError(f"{call.op.name}: neither spelled out in torch nor legalized by TVM") from error
     tensors = [env[var].detach().contiguous() for var in params]

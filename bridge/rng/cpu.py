@@ -21,6 +21,7 @@ from functools import cached_property
 
 import torch
 
+from bridge.base.devices import HOST
 from bridge.base.log import channel
 from bridge.compile import Built, bernoulli_function, host_backend
 from bridge.rng.engine import Layout
@@ -71,7 +72,7 @@ class Mask:
 
     def empty(self) -> torch.Tensor:
         """A bool tensor to draw into."""
-        return torch.empty_strided(self.shape, self.stride, dtype=torch.bool, device="cpu")
+        return torch.empty_strided(self.shape, self.stride, dtype=torch.bool, device=HOST)
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class MaskRun:
         """
         generator = torch.default_generator if generator is None else generator
         tensors = [mask.empty() for mask in self._masks]
-        if self._kernels.fill(generator, tensors, self._stream(torch.get_num_threads())):
+        if self._kernels.fill(generator, tensors, self._stream(host_backend().threads())):
             return tensors
         return [draw_by_torch(mask, generator) for mask in self._masks]
 
@@ -147,7 +148,7 @@ def draw_by_torch(mask: Mask, generator: torch.Generator | None = None) -> torch
     """The mask as PyTorch draws it, in eager's dtype where that decides about the bits; bool."""
     if _same_bits(mask.dtype):
         return mask.empty().bernoulli_(mask.probability, generator=generator)
-    drawn = torch.empty_strided(mask.shape, mask.stride, dtype=mask.dtype, device="cpu")
+    drawn = torch.empty_strided(mask.shape, mask.stride, dtype=mask.dtype, device=HOST)
     return drawn.bernoulli_(mask.probability, generator=generator).to(torch.bool)
 
 

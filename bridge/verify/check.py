@@ -11,6 +11,7 @@ import torch
 
 from autodiff.ir import Function, TensorType, bindings
 from bridge.base.errors import CompilationError, UnsupportedModule
+from bridge.base.modes import autocast_to
 from bridge.base.torch_internals import pytree
 from bridge.compile import compile_function
 from bridge.lowering import LoweredCall, html_table
@@ -164,7 +165,7 @@ class Trace:
 def trace(lowered: LoweredCall, *, seed: int) -> Trace:
     """Runs every stage, and the compiled programs, on the sample. ``ValueError`` as :func:`check`."""
     reference = eager_reference(lowered, seed=seed)
-    with torch.autocast("cpu", enabled=False):  # its casts are nodes of the graph
+    with autocast_to(None):  # its casts are nodes of the graph
         return _trace(Trace(lowered, reference, tolerance(_float_types(lowered))))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.base.modes import autocast_to
 from bridge.base.torch_internals import pytree
 from bridge.lowering import LoweredCall, Sample
 from bridge.reference import interpret
@@ -47,8 +48,7 @@ def sample_of(lowered: LoweredCall) -> Sample:
 
 def autocast_of(sample: Sample) -> torch.autocast:
     """The autocast state in which the sample was lowered, as a context."""
-    on = sample.autocast is not None
-    return torch.autocast("cpu", dtype=sample.autocast if on else torch.bfloat16, enabled=on)
+    return autocast_to(sample.autocast)
 
 
 def copied(sample: Sample) -> Sample:
@@ -169,7 +169,7 @@ def backward_inputs(
 ) -> list[torch.Tensor]:
     """Saved primals, saved outputs, captures, grad_outs; ``forward``: the forward's results, if at hand."""
     if forward is None:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with torch.no_grad(), autocast_to(None):
             forward = interpret(lowered.forward, reference.primals).results
     plan = lowered.plan
     saved = [reference.primals[index] for index in plan.saved_primals]

@@ -22,8 +22,9 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
+from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported, user_line
-from bridge.base.modes import autocast_depth
+from bridge.base.modes import autocast_depth, autocast_to
 from bridge.base.torch_internals import (
     FakeTensor,
     OpOverload,
@@ -100,7 +101,7 @@ def _inline_regions(graph_module: fx.GraphModule, around: _Place) -> None:
     for node in _calls(graph_module.graph, _REGION):
         device, dtype, enabled, _, region, *arguments = node.args
         inner = getattr(graph_module, region.target)
-        setting = around.dtype if device != "cpu" else dtype if enabled else None
+        setting = around.dtype if device != HOST.type else dtype if enabled else None
         place = _Place(setting)
         _inline_regions(inner, place)
         for each in inner.graph.nodes:
@@ -265,7 +266,7 @@ def _run(node: fx.Node, values: dict[fx.Node, FakeTensor], setting: torch.dtype 
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: values.get(source, source.meta.get("val")))
     mode = next(iter(values.values())).fake_mode
     recorder = _Recorder()
-    autocast = torch.autocast("cpu", dtype=setting or torch.bfloat16, enabled=setting is not None, cache_enabled=False)
+    autocast = autocast_to(setting, cache_enabled=False)
     with mode, recorder, torch.no_grad(), autocast:
         result = node.target(*args, **kwargs)
     return result, recorder.calls

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from bridge.base.modes import autocast_to
 from bridge.base.torch_internals import aten, implements_composite, pytree
 
 __all__ = ["expand", "is_composite"]
@@ -42,7 +43,7 @@ def expand(node: fx.Node, values: dict[fx.Node, torch.Tensor], setting: torch.dt
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: of.get(source, source.meta.get("val")))
         return pytree.tree_leaves(node.target(*args, **kwargs))
 
-    autocast = torch.autocast("cpu", dtype=setting or torch.bfloat16, enabled=setting is not None, cache_enabled=False)
+    autocast = autocast_to(setting, cache_enabled=False)
     with mode, torch.no_grad(), autocast:
         inner = make_fx(run)(*values.values()).graph
     calls = [each for each in inner.nodes if each.op == "call_function"]

@@ -64,7 +64,8 @@ def test_a_call_runs_nothing_else(kind):
     (eager, args), (module, _) = made(), made()
     add_tvm_dispatch(module, args)
     (entry,) = stats(module).entries
-    entry.run = CallRun([s for s in entry.steps if s.kind != kind], entry.programs.execute, entry.guard, "Everything")
+    steps = [s for s in entry.steps if s.kind != kind]
+    entry.run = CallRun(steps, entry.programs.execute, "cpu", entry.guard, "Everything")
     assert not same(left_behind(module, args), left_behind(eager, args))
     assert stats(module).hits == 1
 
@@ -75,7 +76,7 @@ def test_without_its_checks_a_call_takes_the_sample_s_branch():
     (entry,) = stats(module).entries
     assert same(left_behind(module, (x, -scale)), left_behind(eager, (x, -scale))) and not stats(module).hits
     steps = [step for step in entry.steps if step.kind != "checks"]
-    entry.run = CallRun(steps, entry.programs.execute, entry.guard, "Everything")
+    entry.run = CallRun(steps, entry.programs.execute, "cpu", entry.guard, "Everything")
     assert not same(left_behind(module, (x, -scale)), left_behind(eager, (x, -scale))) and stats(module).hits
 
 

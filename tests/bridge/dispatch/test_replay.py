@@ -101,7 +101,7 @@ def fail(module, error):
         raise error
 
     (entry,) = stats(module).entries
-    entry.run = CallRun(entry.steps, fails, entry.guard, "Classifier")
+    entry.run = CallRun(entry.steps, fails, "cpu", entry.guard, "Classifier")
 
 
 def test_a_program_that_fails_where_eager_does_not_gives_eagers_result():
