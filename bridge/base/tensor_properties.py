@@ -18,7 +18,7 @@ from torch import nn
 
 from bridge.base.torch_internals import neg_view, tensor_guards
 
-__all__ = ["PROPERTIES", "Checks", "Property", "is_nested", "tensor_checks"]
+__all__ = ["PROPERTIES", "Checks", "Property", "is_nested", "same_strides", "tensor_checks"]
 
 Checks = Callable[[Sequence[torch.Tensor]], bool]
 #: To be asked before Dynamo's guard, which ends the process over a nested tensor: that has no strides.
@@ -48,7 +48,7 @@ class Property:
     same: Callable[[Any, Any, torch.Size], bool] | None = None
 
 
-def _same_strides(now: tuple[int, ...], then: tuple[int, ...], shape: torch.Size) -> bool:
+def same_strides(now: tuple[int, ...], then: tuple[int, ...], shape: torch.Size) -> bool:
     """Whether strides are equal where an extent is not 0 or 1: draws and results follow those."""
     return all(a == b for a, b, extent in zip(now, then, shape, strict=True) if extent > 1)
 
@@ -97,7 +97,7 @@ PROPERTIES = (
         "strides",
         torch.Tensor.stride,
         lambda: [torch.zeros(3, 2).t(), torch.zeros(2, 1).expand(2, 3), torch.zeros(2, 6)[:, ::2]],
-        same=_same_strides,
+        same=same_strides,
     ),
 )
 #: Of a quick comparison, besides ``PROPERTIES``.

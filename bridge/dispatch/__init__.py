@@ -1,14 +1,18 @@
 """Dispatch: entries, guards and the autograd Function behind a module's call."""
 
 from bridge.dispatch.api import add_tvm_dispatch, dispatch_at_first_call, remove_tvm_dispatch, stats
+from bridge.dispatch.bound import MAX_BOUND
 from bridge.dispatch.call_steps import CallStep
 from bridge.dispatch.dispatcher import MAX_ENTRIES, require_capturable
 from bridge.dispatch.entries import Entries
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.guards import interpreter_state
 from bridge.dispatch.stats import DispatchStats
+from bridge.dispatch.varying import AUTOMATIC
 
 __all__ = [
+    "AUTOMATIC",
+    "MAX_BOUND",
     "MAX_ENTRIES",
     "CallStep",
     "DispatchStats",

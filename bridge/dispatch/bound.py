@@ -78,6 +78,10 @@ class BoundCalls:
         symbolic = {Draws: {"draws": self._symbolic.draws}, Results: {"outputs": self._symbolic.outputs}}
         return tuple(replace(step, **symbolic.get(type(step), {})) for step in steps)
 
+    def fit(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether argument tensors have sizes that the entry serves, and strides as compiled for these."""
+        return self._sizes.failure(tensors) is None and self._sizes.strided(tensors)
+
     def of(self, inputs: Sequence[torch.Tensor]) -> Bound:
         """What a call with these inputs, which the guard gave, runs."""
         tensors = inputs[len(inputs) - self._count :]

@@ -33,7 +33,7 @@ from bridge.dispatch.guards import GuardFailure, active_modes
 from bridge.dispatch.hooks import call_with_hooks
 from bridge.dispatch.outer_compiler import call_opaque, hide
 from bridge.dispatch.stats import DispatchStats
-from bridge.dispatch.varying import varying_dims
+from bridge.dispatch.varying import AUTOMATIC, varying_dims
 from bridge.dispatch.worth import TOO_SMALL, measure_worth
 
 __all__ = ["MAX_ENTRIES", "Dispatcher", "require_capturable"]
@@ -61,7 +61,7 @@ class Dispatcher:
             instead of a warning; failures of the compiler come here as well, and the call runs eager.
     """
 
-    automatic = False
+    automatic = AUTOMATIC
 
     def __init__(self, module: nn.Module, *, partition: Any, on_miss: str, backend: Backend):
         self._module = weakref.ref(module)  # the module owns its dispatcher, not the other way round

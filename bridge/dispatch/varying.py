@@ -17,8 +17,10 @@ from bridge.base.torch_internals import pytree
 from bridge.capture import DynamicDim
 from bridge.dispatch.guards import Guard
 
-__all__ = ["varying_dims"]
+__all__ = ["AUTOMATIC", "varying_dims"]
 
+#: Whether sizes are found to vary without being told so.
+AUTOMATIC = False
 _LEAST = 2
 
 

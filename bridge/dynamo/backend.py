@@ -5,9 +5,9 @@ buffers. That graph is captured as a module would be (:mod:`bridge.capture.pipel
 random draws and in-place updates of buffers are eager's. A graph that cannot be had exactly runs as Dynamo's own
 ``"eager"`` backend would run it; :func:`graphs` tells which do, how often, and why.
 
-Sizes: Dynamo makes a size symbolic when it sees a second value. Compiled code here has static shapes, so such a graph
-is compiled once for each combination of sizes, at most ``max_entries`` of them. Python numbers that change:
-:mod:`bridge.dynamo.numbers`.
+Sizes: Dynamo makes a size symbolic when it sees a second value. Such a graph can be compiled for all of them
+(:mod:`bridge.dynamo.sizes`); where it is not, once for each combination of sizes, at most ``max_entries`` of them.
+Python numbers that change: :mod:`bridge.dynamo.numbers`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from bridge.base.errors import UnsupportedModule, user_line
+from bridge.base.errors import CompilationError, UnsupportedModule, user_line
 from bridge.base.guard_failure import GuardFailure
 from bridge.base.interrupts import interrupts_deferred
+from bridge.base.lru import LeastRecentlyUsed
 from bridge.capture import is_traced_here
 from bridge.compile import Backend, backend_for
-from bridge.dispatch import MAX_ENTRIES, DispatchStats, Entries, interpreter_state, require_capturable
+from bridge.dispatch import AUTOMATIC, MAX_BOUND, MAX_ENTRIES, DispatchStats, Entries, interpreter_state, require_capturable
 from bridge.dynamo.compiled import Compiled, layout
 from bridge.dynamo.graph import inline_checkpoints
 from bridge.dynamo.numbers import numbers_of, read_directly
+from bridge.dynamo.sizes import sizes_of
 from bridge.dynamo.unsupported import brief
 from bridge.lowering import DEFAULT_PARTITION
 from partition.cut import resolve as resolve_strategy
@@ -99,7 +101,10 @@ class CompiledGraph:
         name: ``"graph 3"``, in the order in which Dynamo found them.
         where: the user's first source line in it, or ``None``.
         stats: hits; misses with their reasons; entries.
+        automatic: whether sizes that Dynamo made symbolic vary here, too.
     """
+
+    automatic = AUTOMATIC
 
     def __init__(self, graph_module: fx.GraphModule, *, partition: Any, backend: Backend, max_entries: int):
         serial = next(_serial)
@@ -115,6 +120,10 @@ class CompiledGraph:
         self._numbers = numbers_of(graph_module.graph)
         self._varying: frozenset[int] = frozenset()
         self._compiled: dict[tuple, Compiled | str] = {}
+        sizes = sizes_of(graph_module.graph)
+        self._sizes = sizes if self.automatic and sizes.dims else None
+        self._varying_sizes: list[tuple[Any, Compiled]] = []  # with the interpreter's state of each
+        self._known_sizes = LeastRecentlyUsed[tuple, Compiled](MAX_BOUND)
         _GRAPHS[serial] = self
 
     def __repr__(self) -> str:
@@ -126,6 +135,8 @@ class CompiledGraph:
         values = self._values(inputs)
         key = (*map(layout, values), interpreter_state())
         compiled = self._compiled.get(key)
+        if compiled is None and self._sizes is not None:
+            compiled = self._of_any_size(key, values)
         if compiled is None and (varying := self._changed_numbers(key)):
             self._varying |= varying
             return self(*inputs)
@@ -141,6 +152,39 @@ class CompiledGraph:
                 reason = failure.reason
         self._entries.misses[reason] += 1
         return self._graph_module(*inputs)
+
+    def _of_any_size(self, key: tuple, values: Sequence[Any]) -> Compiled | None:
+        """What serves inputs of these sizes among others, compiled if need be; ``None`` where sizes cannot vary."""
+        found = self._known_sizes.get(key)
+        if found is not None:
+            return found
+        found = next((each for state, each in self._varying_sizes if state == key[-1] and each.fits(values)), None)
+        if found is None and len(self._varying_sizes) < self._max_entries:
+            found = self._compile_for_sizes(values)
+            if found is None:
+                return None
+            self._varying_sizes.append((key[-1], found))
+        return None if found is None else self._known_sizes.put(key, found)
+
+    @interrupts_deferred()
+    def _compile_for_sizes(self, values: Sequence[Any]) -> Compiled | None:
+        """Compiled for all sizes; ``None`` where that is refused, which is remembered."""
+        try:
+            with _outside_inference_mode():
+                require_capturable(self.name)
+                graph_module = read_directly(self._graph_module, self._numbers)
+                compiled = Compiled(graph_module, values, self._partition, self._backend, self._sizes)
+        except (UnsupportedModule, CompilationError) as error:
+            why = brief(error) if isinstance(error, UnsupportedModule) else error
+            log.info("%s (%s): every size gets an entry of its own: %s", self.name, self.where, why)
+            self._sizes = None
+            return None
+        if not compiled.fits(values):
+            self._sizes = None
+            return None
+        log.info("%s (%s) is compiled for sizes that vary: %s", self.name, self.where, compiled.entry.bound)
+        self._entries.add(compiled.entry)
+        return compiled
 
     def _values(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs, with numbers instead of tensors that hold one, and tensors instead of numbers that vary."""

@@ -13,6 +13,7 @@ from bridge.capture import one_capture_at_a_time
 from bridge.compile import Backend
 from bridge.dispatch import Entry
 from bridge.dynamo.graph import DynamoGraph
+from bridge.dynamo.sizes import GraphSizes
 from bridge.dynamo.unsupported import check_graph
 from bridge.lowering import lower_once
 
@@ -20,21 +21,33 @@ __all__ = ["Compiled", "layout"]
 
 
 class Compiled:
-    """A graph compiled for inputs of one layout.
+    """A graph compiled for inputs of one layout, or of one layout but for sizes that vary.
 
     Attributes:
         entry: its programs; it has no guard, since Dynamo has one.
+
+    Args:
+        sizes: the sizes that are to vary, if any.
 
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower`.
     """
 
-    def __init__(self, graph_module: fx.GraphModule, inputs: Sequence[Any], partition: Any, backend: Backend):
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        inputs: Sequence[Any],
+        partition: Any,
+        backend: Backend,
+        sizes: GraphSizes | None = None,
+    ):
         check_graph(graph_module, inputs)
-        region = DynamoGraph(graph_module, inputs)
+        region = DynamoGraph(graph_module, inputs, sizes)
         arguments = tuple(inputs[position] for position in region.arguments)
+        dims = sizes.dynamic_dims(inputs, region.arguments) if sizes is not None else ()
+        how = {"grad": torch.is_grad_enabled(), "partition": partition, "dims": dims}
         with one_capture_at_a_time():
-            lowered = lower_once(region, arguments, {}, grad=torch.is_grad_enabled(), partition=partition)
+            lowered = lower_once(region, arguments, {}, **how)
         captured = lowered.captured
         self.entry = Entry(None, lowered, backend)
         self._owned = [
@@ -45,11 +58,24 @@ class Compiled:
         ]
         tensors = [position for position in region.arguments if isinstance(inputs[position], torch.Tensor)]
         self._places = tensors
+        self._sizes = sizes
+        self._layouts = [] if sizes is None else [layout(value) for value in inputs]
         self._mutated = [self._owned[index][1] for index, _ in captured.mutated if self._owned[index][0] is None]
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
         owned = [inputs[where] if owner is None else _attribute(owner, where) for owner, where in self._owned]
         return self.entry(owned + [inputs[place] for place in self._places])
+
+    def fits(self, inputs: Sequence[Any]) -> bool:
+        """Whether inputs of other sizes, but of the same modes, are served as well."""
+        if self.entry.bound is None:
+            return False
+        varying = {*self._sizes.tensors, *self._sizes.numbers}
+        for position, (then, value) in enumerate(zip(self._layouts, inputs, strict=True)):
+            now = layout(value)
+            if (_without_sizes(now) != _without_sizes(then)) if position in varying else now != then:
+                return False
+        return self.entry.bound.fit([inputs[place] for place in self._places])
 
     def objection(self, inputs: Sequence[Any]) -> str | None:
         """Why these inputs cannot be run although their layout fits: an in-place change that others would see."""
@@ -78,6 +104,11 @@ def layout(value: Any) -> Any:
         value.requires_grad,
         value.is_neg() or value.is_conj(),
     )
+
+
+def _without_sizes(found: tuple) -> tuple:
+    """A layout, of a tensor without shape and strides, of a number without its value."""
+    return found[:1] + found[3:]
 
 
 def _attribute(owner: nn.Module, path: str) -> torch.Tensor:

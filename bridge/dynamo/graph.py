@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from bridge.base.torch_internals import enter_autocast, exit_autocast, get_data_attribute
+from bridge.dynamo.sizes import GraphSizes
 
 __all__ = ["DynamoGraph", "inline_checkpoints"]
 
@@ -41,27 +42,36 @@ class DynamoGraph(nn.Module):
 
     Inputs that require no grad and are dense can be buffers: whatever is written to them is then an output of the
     traced graph, and is written back. All others are arguments, and writing to those is unsupported.
+
+    Args:
+        sizes: where sizes are to vary. Tensors that have such a size are arguments; numbers that are one are neither,
+            but read off a tensor.
     """
 
-    def __init__(self, graph_module: fx.GraphModule, inputs: Sequence[Any]):
+    def __init__(self, graph_module: fx.GraphModule, inputs: Sequence[Any], sizes: GraphSizes | None = None):
         super().__init__()
+        varying = sizes.tensors if sizes is not None else frozenset()
+        self._numbers = sizes.numbers if sizes is not None else {}
         if _owns_tensors(graph_module):
             self.graph_module = graph_module
         self._graph = (graph_module,)  # not a submodule: each graph's class is its own, and equal ones are to be found
         self.input_of: dict[str, int] = {}
         for position, value in enumerate(inputs):
-            if _may_be_buffer(value):
+            if position not in varying and _may_be_buffer(value):
                 self.input_of[f"input_{position}"] = position
                 self.register_buffer(f"input_{position}", value.detach().clone())
-        buffers = set(self.input_of.values())
-        self.arguments = tuple(position for position in range(len(inputs)) if position not in buffers)
+        self._count = len(inputs)
+        given = {*self.input_of.values(), *self._numbers}
+        self.arguments = tuple(position for position in range(len(inputs)) if position not in given)
 
     def forward(self, *arguments: Any) -> Any:
-        inputs: list[Any] = [None] * (len(arguments) + len(self.input_of))
+        inputs: list[Any] = [None] * self._count
         for position, value in zip(self.arguments, arguments, strict=True):
             inputs[position] = value
         for name, position in self.input_of.items():
             inputs[position] = getattr(self, name)
+        for position, (tensor, dimension) in self._numbers.items():
+            inputs[position] = inputs[tensor].shape[dimension]
         return _Interpreter(self._graph[0]).run(*inputs)
 
 

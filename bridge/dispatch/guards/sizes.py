@@ -16,6 +16,7 @@ import torch
 from autodiff.extents import Dim, Extent, ExtentScope, Guard
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.guard_failure import ARGUMENTS, GuardFailure
+from bridge.base.tensor_properties import same_strides
 from bridge.capture import Captured
 
 __all__ = ["ArgumentSizes", "Sizes", "argument_sizes"]
@@ -104,6 +105,13 @@ class ArgumentSizes:
                 return _another_shape(name, expected, tensor)
         broken = self._broken(sizes)
         return None if broken is None else self._outside(broken, sizes)
+
+    def strided(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether tensors whose shapes fit have the strides that were compiled for these sizes."""
+        return all(
+            same_strides(tensor.stride(), stride, tensor.shape)
+            for tensor, (_, stride) in zip(tensors, self.layouts(self.of(tensors)), strict=True)
+        )
 
     def layouts(self, sizes: Sizes) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Shape and strides of each argument tensor for these sizes."""
