@@ -68,8 +68,8 @@ class BoundCalls:
         self._symbolic = Observed(tuple(captured.draws), tuple(captured.outputs))
         self._observed = observed_for(self._symbolic, sizes.scope)
         self._kept = LeastRecentlyUsed[tuple, Bound](MAX_BOUND, MAX_BOUND_BYTES)
-        steps = [program.steps for program in (programs.forward, programs.backward and programs.backward.program)]
-        self._bytes = _BYTES_OF_A_STEP * sum(map(len, filter(None, steps)))
+        made = [programs.forward, *([programs.backward.program] if programs.backward is not None else [])]
+        self._bytes = _BYTES_OF_A_STEP * sum(len(program.steps) for program in made)
 
     @property
     def steps(self) -> tuple[CallStep, ...]:

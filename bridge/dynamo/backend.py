@@ -28,7 +28,15 @@ from bridge.base.interrupts import interrupts_deferred
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.capture import is_traced_here
 from bridge.compile import Backend, backend_for
-from bridge.dispatch import AUTOMATIC, MAX_BOUND, MAX_ENTRIES, DispatchStats, Entries, interpreter_state, require_capturable
+from bridge.dispatch import (
+    AUTOMATIC,
+    MAX_BOUND,
+    MAX_ENTRIES,
+    DispatchStats,
+    Entries,
+    interpreter_state,
+    require_capturable,
+)
 from bridge.dynamo.compiled import Compiled, layout
 from bridge.dynamo.graph import inline_checkpoints
 from bridge.dynamo.numbers import numbers_of, read_directly
