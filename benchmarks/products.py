@@ -24,7 +24,7 @@ from bridge.compile import Program, clear_choices, compile_function, host_backen
 from bridge.compile.cpu.attainable import attainable_rate
 from bridge.compile.cpu.product_ways import Trial
 from bridge.compile.cpu.products import CpuProducts
-from bridge.compile.schedule.products import LayoutClass, ProductShape
+from bridge.compile.schedule.products import LayoutClass, ProductShape, is_generated
 
 LINEARS = [(14, 768, 768), (14, 768, 3072), (128, 768, 768), (128, 3072, 768), (1024, 768, 3072), (1024, 3072, 768)]
 ATTENTIONS = [(1, 14), (1, 128), (8, 128)]
@@ -84,15 +84,16 @@ def attention_shapes(batch: int, length: int, element_type: str) -> dict[str, Pr
 
 
 def way_row(policy: CpuProducts, name: str, shape: ProductShape, rounds: int) -> str:
-    """Every way's time as a ratio to torch's own, and the way that the policy chose."""
-    ways = policy.ways(shape)
-    found = medians(policy.runs(shape, Trial.of(shape), ways), rounds)
+    """Every way's time as a ratio to torch's own, and the way that the policy chose, generated code with its plan."""
+    ways, trial = policy.ways(shape), Trial.of(shape)
+    found = medians(policy.runs(shape, trial, ways), rounds)
     usual, chosen = ways[0], policy.choose(shape)
     ratios = ", ".join(f"{way} {ms / found[usual]:.2f}" for way, ms in found.items() if way != usual)
     best = min(found, key=found.__getitem__)
     lost = found.get(chosen, found[usual]) / found[best]
     rate = 2e-6 * shape.multiplications / found[usual]
-    return f"| {name} | {shape} | {found[usual]:.3f} | {rate:.0f} | {ratios} | {chosen} | {lost:.2f} |"
+    told = trial.plan(chosen, policy.block(chosen, shape)) if is_generated(chosen) else chosen
+    return f"| {name} | {shape} | {found[usual]:.3f} | {rate:.0f} | {ratios} | {told} | {lost:.2f} |"
 
 
 def merged_row(m: int, k: int, n: int, rounds: int) -> str:

@@ -115,5 +115,7 @@ def _row(index: int, step: Instruction, name_of: dict[str, str], origins: dict[s
     found = [origins.get(name_of.get(name, name)) for name in inside.bindings]
     kind = "kernel" if isinstance(step, Launch) else "library"
     what = " ".join(operation.op.removeprefix("relax.").removeprefix("nn.") for operation in inside.operations)
+    if inside.plan:
+        what = f"{what} ({inside.plan})"
     known = tuple(dict.fromkeys(origin for origin in found if origin is not None))
     return StepRow(index, kind, step.name, what, outputs, inside.flops, inside.bytes, known)

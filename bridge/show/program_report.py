@@ -20,7 +20,7 @@ class StepRow:
 
     Attributes:
         kind: ``"kernel"``, ``"library"`` or ``"view"``.
-        what: the operators that it fuses.
+        what: the operators that it fuses; of a matrix product in generated code also its plan.
         origins: of what it computes, in order, each once.
     """
 

@@ -90,12 +90,15 @@ class Trial:
 
         return with_copies
 
-    def generated(self, multiply: Multiply, block: tuple[int, int]) -> Callable[[], None]:
-        """A function that computes ``c`` by the built kernel, in tasks of ``block`` rows and columns."""
+    def plan(self, way: str, block: tuple[int, int]) -> ProductPlan:
+        """What the kernel is told, for tasks of ``block`` rows and columns."""
         geometry = Geometry.of(*(View(tuple(x.shape), x.stride()) for x in (self.a, self.b, self.c)))
         assert geometry is not None
-        plan = ProductPlan(GENERATED, self.shape.element_type, geometry, block)
-        descriptor = torch.tensor(plan.descriptor(), dtype=torch.int64)
+        return ProductPlan(way, self.shape.element_type, geometry, block)
+
+    def generated(self, multiply: Multiply, block: tuple[int, int]) -> Callable[[], None]:
+        """A function that computes ``c`` by the built kernel, in tasks of ``block`` rows and columns."""
+        descriptor = torch.tensor(self.plan(GENERATED, block).descriptor(), dtype=torch.int64)
         addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (self.a, self.b, self.c, descriptor)]
 
         def run(_alive: object = (self, descriptor)) -> None:

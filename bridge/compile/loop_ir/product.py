@@ -82,6 +82,9 @@ class ProductPlan:
     geometry: Geometry
     block: tuple[int, int]
 
+    def __str__(self) -> str:
+        return f"{self.way}, {self.block[0]} x {self.block[1]} a task"
+
     @property
     def offsets(self) -> tuple[Dim, Dim]:
         """Elements before the first one that is read, of each operand."""

@@ -51,12 +51,14 @@ class Contents:
         flops: arithmetic operations for the sample; a transcendental function counts as one. 0 where it is not known
             (library calls other than products).
         bytes: read and written for the sample, each tensor once.
+        plan: how generated code computes a matrix product; empty for other steps.
     """
 
     operations: tuple[Operation, ...] = ()
     reads: tuple[str, ...] = ()
     flops: int = 0
     bytes: int = 0
+    plan: str = ""
 
     @property
     def bindings(self) -> tuple[str, ...]:
@@ -95,9 +97,9 @@ def contents(nodes: Sequence[Node], stored: Sequence[Value], name_of: Callable[[
         for out in node.outs:
             operations.append(Operation(op, tuple(operands), name(out), out.shape, out.dtype, out.name))
     moved = sum(read.values()) + sum(sample_of(value.nbytes) for value in leaving)
-    return Contents(
-        tuple(operations), tuple(name(value) for value in read), sum(sample_of(_flops(node)) for node in nodes), moved
-    )
+    flops = sum(sample_of(_flops(node)) for node in nodes)
+    plan = ", ".join(str(node.plan) for node in nodes if isinstance(node, Product))
+    return Contents(tuple(operations), tuple(name(value) for value in read), flops, moved, plan)
 
 
 def _inner(name: str, used: Counter[str]) -> str:
