@@ -10,8 +10,6 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
-from tvm import relax
-
 from autodiff.ir import (
     VARS,
     Constant,
@@ -26,6 +24,7 @@ from autodiff.ir import (
     used_vars,
 )
 from autodiff.ops import having
+from autodiff.typed import normalizer
 
 __all__ = ["Binding", "Body", "RewriteCounts", "on_functions"]
 
@@ -87,7 +86,7 @@ class Body:
         self.counts = RewriteCounts()
         self._index = {param: Binding(param, None) for param in self.params}
         self._numbers: dict[Hashable, int] = {}
-        self.normalize = relax.BlockBuilder().normalize
+        self.normalize = normalizer()
         self.bindings = [self.define(var, value) for var, value in pairs]
         self.edits = 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["NoGradient", "UndifferentiableOp"]
+__all__ = ["NoGradient", "UndifferentiableOp", "UnknownShape"]
 
 
 class NoGradient(Exception):
@@ -22,3 +22,15 @@ class UndifferentiableOp(NoGradient):
         self.binding = binding
         self.why = why
         self.others: tuple[UndifferentiableOp, ...] = ()
+
+
+class UnknownShape(Exception):
+    """The shape of an operator's result is not known for operands with symbolic extents.
+
+    ``op`` is the operator's name, ``why`` says what is known.
+    """
+
+    def __init__(self, op: str, why: str):
+        super().__init__(f"{op}: {why}")
+        self.op = op
+        self.why = why

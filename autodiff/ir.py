@@ -80,7 +80,7 @@ _INTEGERS = (IntImm, Add, Sub, Mul, FloorDiv, FloorMod, Max, Min, Cast)  # numbe
 _LEAVES = frozenset({Constant, ExternFunc, StringImm, FloatImm, ShapeExpr, *_INTEGERS})  # read no variables
 
 
-def shape(value: Expr) -> tuple[int, ...]:
+def shape(value: Expr) -> tuple[Dim, ...]:
     """The shape of a tensor expression, symbolic extents as :class:`autodiff.extents.Extent`.
 
     ``ValueError`` if it is no tensor, or one of unknown shape.
@@ -115,12 +115,12 @@ def itemsize(element_type: str) -> int:
     return bits // 8
 
 
-def numel(value: Expr) -> int:
+def numel(value: Expr) -> Dim:
     """Number of elements of a tensor expression."""
     return math.prod(shape(value))
 
 
-def nbytes(value: Expr) -> int:
+def nbytes(value: Expr) -> Dim:
     """Bytes of a tensor expression when stored densely."""
     return numel(value) * itemsize(dtype(value))
 

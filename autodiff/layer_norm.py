@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tvm.relax import op
 
+from autodiff.extents import Dim, same_shape
 from autodiff.ir import Call, Expr, dtype, shape
 from autodiff.normalization import affine, cast, normalize, statistics_dtype
 from autodiff.rewrite import Scope
@@ -55,8 +56,8 @@ def layer_norm(
     return cast(y, dtype(x), scope, f"{name}_output")
 
 
-def _spread(value: Expr | None, along: list[int], scope: Scope, name: str) -> Expr | None:
+def _spread(value: Expr | None, along: list[Dim], scope: Scope, name: str) -> Expr | None:
     """``value`` with size-1 dims where its axes are not adjacent to the end, so that it broadcasts."""
-    if value is None or list(shape(value)) == along:
+    if value is None or same_shape(shape(value), along):
         return value
     return scope.emit(op.reshape(value, along), f"{name}_spread")

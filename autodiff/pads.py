@@ -13,21 +13,26 @@ from dataclasses import dataclass
 from tvm.relax import op
 
 from autodiff.body import Binding, Body, on_functions
+from autodiff.extents import Dim, Extent, at_most, same
 from autodiff.ir import Call, Expr, Tuple, Var, dtype, shape
 from autodiff.rewrite import BodyScope, Scope
 
 __all__ = ["join_pads"]
 
-_Part = tuple[int, int, Expr]
+_Part = tuple[Dim, Dim, Expr]
 
 
 @dataclass
 class _Pieces:
-    """A tensor that is zero along ``axis`` but for ``parts``: ``(begin, end, value)``, disjoint and in order."""
+    """A tensor that is zero along ``axis`` but for ``parts``: ``(begin, end, value)``, disjoint and in order.
+
+    ``symbolic``: whether a bound of a part is an extent.
+    """
 
     axis: int
-    extent: int
+    extent: Dim
     parts: list[_Part]
+    symbolic: bool
 
     def joined(self, other: _Pieces, own: bool, others_own: bool) -> _Pieces | None:
         """The sum, or ``None`` where it is not a plain concatenation.
@@ -38,17 +43,26 @@ class _Pieces:
             return None
         grows = len(self.parts) >= len(other.parts)
         large, small = (self, other) if grows else (other, self)
-        position = bisect_right if grows else bisect_left  # equal (empty) parts stay in the order of the sum
-        places = [position(large.parts, part[:2], key=lambda held: held[:2]) for part in small.parts]
+        symbolic = self.symbolic or other.symbolic
+        places = [_place(large.parts, part, symbolic, grows) for part in small.parts]
         for place, (begin, end, _) in zip(places, small.parts, strict=True):
-            if place and large.parts[place - 1][1] > begin:
+            if place and not at_most(large.parts[place - 1][1], begin):
                 return None
-            if place < len(large.parts) and end > large.parts[place][0]:
+            if place < len(large.parts) and not at_most(end, large.parts[place][0]):
                 return None
         parts = large.parts if (own if grows else others_own) else list(large.parts)
         for place, part in zip(reversed(places), reversed(small.parts), strict=True):
             parts.insert(place, part)
-        return _Pieces(self.axis, self.extent, parts)
+        return _Pieces(self.axis, self.extent, parts, symbolic)
+
+
+def _place(parts: list[_Part], part: _Part, symbolic: bool, behind_equals: bool) -> int:
+    """Where a part would stand among those in order; equal (empty) ones stay in the order of the sum."""
+    begin, end, _ = part
+    if symbolic:
+        return next((place for place, held in enumerate(parts) if not at_most(held[1], begin)), len(parts))
+    position = bisect_right if behind_equals else bisect_left
+    return position(parts, (begin, end), key=lambda held: held[:2])
 
 
 @on_functions
@@ -69,6 +83,8 @@ def join_pads(body: Body, since: int = 0) -> None:
         found = None
         if binding.op == "relax.nn.pad":
             found = _padding(binding.value)
+        elif binding.op == "relax.concat":
+            found = _between_zeros(binding.value, body)
         elif binding.op == "relax.add" and pieces:
             left, right = (body.binding(arg) for arg in binding.value.args)
             if left in pieces and right in pieces:
@@ -102,16 +118,32 @@ def _padding(call: Call) -> _Pieces | None:
         return None
     (axis,) = padded
     begin = widths[2 * axis]
-    return _Pieces(axis, shape(call)[axis], [(begin, begin + shape(x)[axis], x)])
+    end = begin + shape(x)[axis]
+    return _Pieces(axis, shape(call)[axis], [(begin, end, x)], isinstance(end, Extent))
+
+
+def _between_zeros(call: Call, body: Body) -> _Pieces | None:
+    """The piece of a concatenation of one tensor with zeros, of which one has an extent that no pad can have."""
+    axis = int(call.attrs.axis or 0) % len(shape(call))
+    if not isinstance(call.args[0], Tuple) or not isinstance(shape(call)[axis], Extent):
+        return None
+    parts: list[_Part] = []
+    end: Dim = 0
+    for field in call.args[0].fields:
+        begin, end = end, end + shape(field)[axis]
+        binding = body.binding(field)
+        if binding is None or binding.op != "relax.zeros":
+            parts.append((begin, end, field))
+    return _Pieces(axis, end, parts, symbolic=True) if len(parts) == 1 and len(call.args[0].fields) > 1 else None
 
 
 def _concatenation(pieces: _Pieces, like: Var, scope: Scope) -> Call:
     """The pieces one after another, with zeros where there is none."""
     extents = list(shape(like))
     fields: list[Expr] = []
-    position = 0
+    position: Dim = 0
     for begin, end, value in (*pieces.parts, (pieces.extent, pieces.extent, None)):
-        if begin > position:
+        if not same(begin, position):
             extents[pieces.axis] = begin - position
             fields.append(scope.emit(op.zeros(extents, dtype(like)), "gap"))
         if value is not None:

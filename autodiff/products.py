@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from tvm.relax import op
 
 from autodiff.body import Binding, Body, on_functions
+from autodiff.extents import same_shape, sample_of
 from autodiff.ir import Call, Expr, Tuple, Var, dtype, op_name, shape
 from autodiff.rewrite import BodyScope, Scope
 
@@ -35,7 +36,7 @@ def join_products(body: Body) -> None:
         for binding in body.bindings
         if binding.op == "relax.add"
         for read in binding.reads
-        if read.op == "relax.add" and read in once and shape(read.var) == shape(binding.var)
+        if read.op == "relax.add" and read in once and same_shape(shape(read.var), shape(binding.var))
     }
     scope = BodyScope(body)
     started = body.edits
@@ -89,11 +90,11 @@ def _joined(terms: Sequence[Expr], once: set[Binding], body: Body, scope: Scope)
 
 
 def _worth_joining(call: Call) -> bool:
-    """Whether both matrices together are smaller than their product."""
+    """Whether both matrices together are smaller than their product; for extents, those of the sample."""
     a, b = call.args
     if len(shape(a)) != 2 or len(shape(b)) != 2:
         return False
-    (rows, inner), columns = shape(a), shape(b)[1]
+    rows, inner, columns = (sample_of(extent) for extent in (*shape(a), shape(b)[1]))
     return inner * (rows + columns) < rows * columns
 
 

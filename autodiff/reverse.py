@@ -7,10 +7,13 @@ pass, with the same rules and the same order of sums, in time proportional to th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tvm import relax
 from tvm.relax import op
 
 from autodiff.ir import Call, Expr, Op, Tuple, TupleGetItem, TupleType, Var, dtype, op_name, shape
+from autodiff.typed import TypedBuilder
 
 __all__ = ["accumulate"]
 
@@ -27,7 +30,7 @@ def accumulate(body: Body, scalar: Var) -> tuple[Body, dict[Var, Var]]:
     """
     builder = relax.BlockBuilder()
     builder._begin_dataflow_block()  # collects what the rules emit
-    gradients = _Gradients(builder)
+    gradients = _Gradients(builder, (part for pair in body for part in pair))
     try:
         gradients.add(scalar, op.ones(shape(scalar), dtype(scalar)))
         for var, value in reversed(body):
@@ -41,9 +44,9 @@ def accumulate(body: Body, scalar: Var) -> tuple[Body, dict[Var, Var]]:
 class _Gradients:
     """The gradients so far, as variables of the backward: ``of`` holds the sum of what was added for each variable."""
 
-    def __init__(self, builder: relax.BlockBuilder):
+    def __init__(self, builder: relax.BlockBuilder, values: Iterable[Expr]):
         self.of: dict[Var, Var] = {}
-        self._builder = builder
+        self._builder, self._typed = builder, TypedBuilder(builder, values)
 
     def propagate(self, var: Var, value: Expr) -> None:
         """Adds to the gradients of what ``value`` reads, now that the gradient of ``var`` is complete."""
@@ -61,16 +64,16 @@ class _Gradients:
 
     def add(self, expr: Expr, partial: Expr) -> None:
         """``partial`` more for an operand: a variable, a constant (which has no gradient), or a tuple of those."""
-        self._add(expr, _fields(self._builder.normalize(partial)))
+        self._add(expr, _fields(self._typed.normalize(partial)))
 
     def _add(self, expr: Expr, partial: Expr | list) -> None:
         if isinstance(expr, Tuple):
             for field, part in zip(expr.fields, partial, strict=True):
                 self._add(field, part)
         elif isinstance(expr, Var):
-            value = self._builder.normalize(_joined(partial))
+            value = self._typed.normalize(_joined(partial))
             known = self.of.get(expr)
-            self.of[expr] = self._builder.emit(value if known is None else _sum(known, value))
+            self.of[expr] = self._typed.emit(value if known is None else _sum(known, value))
 
     def _add_field(self, item: TupleGetItem, gradient: Var) -> None:
         """One field of a tuple's gradient; the other ones stay, or are zeros."""
@@ -82,7 +85,7 @@ class _Gradients:
         else:
             fields = [TupleGetItem(known, index) for index in range(len(source.ty.fields))]
             fields[item.index] = _sum(fields[item.index], gradient)
-        self.of[source] = self._builder.emit(Tuple(fields))
+        self.of[source] = self._typed.emit(Tuple(fields))
 
 
 def _fields(value: Expr) -> Expr | list:
@@ -120,4 +123,4 @@ def _sum(left: Expr, right: Expr) -> Expr:
 def _zeros(ty: relax.Type) -> Expr:
     if isinstance(ty, TupleType):
         return Tuple([_zeros(field) for field in ty.fields])
-    return op.zeros([int(extent) for extent in ty.shape], str(ty.dtype))
+    return op.zeros(ty.shape, str(ty.dtype))

@@ -8,6 +8,7 @@ from tvm import relax
 
 from autodiff.body import Binding, Body
 from autodiff.ir import Constant, DataflowVar, Expr, Function, Var, bindings
+from autodiff.typed import normalizer
 
 __all__ = ["BodyScope", "NameSupply", "Rule", "Scope", "names", "rewrite"]
 
@@ -22,7 +23,7 @@ class Scope:
         self.body: list[tuple[Var, Expr]] = []
         self._definitions: dict[Var, Expr] = {}
         self._names = NameSupply(taken)
-        self._normalize = relax.BlockBuilder().normalize
+        self._normalize = normalizer()
 
     def emit(self, value: Expr, name: str = "lv") -> Var:
         """Bind ``value`` (a call on variables and constants) to a new variable, ``name`` or ``name_<n>``."""

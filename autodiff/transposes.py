@@ -7,10 +7,10 @@ weight of a linear layer), the gradient of what it transposes is ``transpose(tra
 
 from __future__ import annotations
 
-from tvm import relax
 from tvm.relax import op
 
 from autodiff.ir import DataflowVar, Expr, Var, op_name, shape, substitute
+from autodiff.typed import normalizer
 
 __all__ = ["simplify_transposes"]
 
@@ -40,7 +40,7 @@ class _Rewriter:
         self.body: Body = []
         self.equal: dict[Var, Var] = {}
         self._definitions: dict[Var, Expr] = {}
-        self._normalize = relax.BlockBuilder().normalize
+        self._normalize = normalizer()
 
     def rewrite(self, var: Var, value: Expr) -> None:
         """Appends the bindings that take the place of ``var = value``."""

@@ -8,6 +8,7 @@ from tvm.relax import op
 
 from autodiff.body import Body, on_functions
 from autodiff.constants import const, splat
+from autodiff.extents import broadcast, same, same_shape, sample_of
 from autodiff.ir import Call, Expr, dtype, op_name, shape
 from autodiff.ops import having
 from autodiff.rewrite import Rule, Scope, rewrite
@@ -19,7 +20,7 @@ __all__ = ["deduplicate_views"]
 def deduplicate_views(body: Body, since: int = 0) -> None:
     """Views of views become one view, views that change nothing disappear, and broadcasts move into their users.
 
-    Safe: only positions of elements are concerned, and shapes are static. ``expand_dims``, ``squeeze`` and ``flatten``
+    Safe: only positions of elements are concerned. ``expand_dims``, ``squeeze`` and ``flatten``
     become ``reshape``, so that there is one spelling to compare; so does a transpose that moves only size-1 dims.
     A cast disappears if it undoes a widening cast; the other order rounds and stays.
     """
@@ -28,7 +29,7 @@ def deduplicate_views(body: Body, since: int = 0) -> None:
 
 def _reshape(call: Call, scope: Scope) -> Expr | None:
     x = call.args[0]
-    if shape(x) == shape(call):
+    if same_shape(shape(x), shape(call)):
         return x
     if 0 in shape(call):
         return _to_reshape(call, scope)
@@ -52,7 +53,7 @@ def _permute_dims(call: Call, scope: Scope) -> Expr | None:
     if op_name(source) == "relax.permute_dims":
         inner = _permutation(source)
         return op.permute_dims(source.args[0], [inner[axis] for axis in axes])
-    moved = [axis for axis in axes if shape(x)[axis] != 1]
+    moved = [axis for axis in axes if not same(shape(x)[axis], 1)]
     return _to_reshape(call, scope) if moved == sorted(moved) else None
 
 
@@ -116,7 +117,7 @@ def _unbroadcast(call: Call, scope: Scope) -> Expr | None:
         narrow = _narrow(arg, scope)
         if narrow is not None:
             extents = [shape(other) for other in (*args[:index], narrow, *args[index + 1 :])]
-            if _broadcast(extents) == shape(call):
+            if same_shape(broadcast(extents), shape(call)):
                 args[index] = narrow
     return None if args == list(call.args) else Call(call.op, args, call.attrs, ret_ty=call.ty)
 
@@ -126,8 +127,8 @@ def _hoist(call: Call, scope: Scope) -> Expr | None:
     operands = [_narrow(arg, scope) if shape(arg) else arg for arg in call.args]
     if any(operand is None for operand in operands):
         return None
-    extents = _broadcast([shape(operand) for operand in operands])
-    if math.prod(extents) >= math.prod(shape(call)):
+    extents = broadcast([shape(operand) for operand in operands])
+    if sample_of(math.prod(extents)) >= sample_of(math.prod(shape(call))):
         return None
     narrow = scope.emit(Call(call.op, operands, call.attrs), "narrow")
     return op.broadcast_to(narrow, shape(call))
@@ -141,12 +142,6 @@ def _narrow(value: Expr, scope: Scope) -> Expr | None:
         number = splat(source, scope)
         return None if number is None else const(number, source)
     return None
-
-
-def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    rank = max(len(extents) for extents in shapes)
-    padded = [(1,) * (rank - len(extents)) + extents for extents in shapes]
-    return tuple(next((extent for extent in column if extent != 1), 1) for column in zip(*padded, strict=True))
 
 
 def _negative(call: Call, scope: Scope) -> Expr | None:

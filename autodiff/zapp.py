@@ -13,6 +13,7 @@ from tvm.relax import op
 
 from autodiff.body import Body, on_functions
 from autodiff.constants import splat
+from autodiff.extents import same_shape
 from autodiff.gradients.tools import fit
 from autodiff.ir import Call, Constant, Expr, Var, dtype, shape
 from autodiff.rewrite import Scope, rewrite
@@ -24,7 +25,7 @@ __all__ = ["LIKE", "one_zapp", "zapp_like", "zero_zapp"]
 def zapp_like(body: Body, since: int = 0) -> None:
     """``zeros_like``, ``ones_like``, ``full_like``, ``collapse_sum_like/to``, ``broadcast_to`` become plain operations.
 
-    Safe: shapes are static, so the shape of the pattern operand is known and the operand itself is not needed.
+    Safe: the shape of the pattern operand is known, and the operand itself is not needed.
     """
     rewrite(body, _ZAPP_LIKE, since)
 
@@ -47,7 +48,7 @@ def one_zapp(body: Body, since: int = 0) -> None:
     rewrite(body, _ONE_ZAPP, since)
 
 
-#: ``..._like`` operations with the static shape and element type of the operand that they only look at.
+#: ``..._like`` operations with the shape and element type of the operand that they only look at.
 LIKE: dict[str, Callable[[Call], Expr]] = {
     "relax.zeros_like": lambda call: op.zeros(shape(call), dtype(call)),
     "relax.ones_like": lambda call: op.ones(shape(call), dtype(call)),
@@ -65,13 +66,12 @@ def _collapse(call: Call, scope: Scope) -> Expr:
 
 def _broadcast_to(call: Call, scope: Scope) -> Expr | None:
     x = call.args[0]
-    if shape(x) == shape(call):
+    if same_shape(shape(x), shape(call)):
         return x
     if 0 in shape(call):
         return op.zeros(shape(call), dtype(call))
-    if shape(call)[len(shape(call)) - len(shape(x)) :] == shape(x) and all(
-        extent == 1 for extent in shape(call)[: len(shape(call)) - len(shape(x))]
-    ):
+    new = len(shape(call)) - len(shape(x))
+    if same_shape(shape(call), (*[1] * new, *shape(x))):
         return op.reshape(x, shape(call))
     return None
 
@@ -98,7 +98,7 @@ def _as(x: Expr, call: Call) -> Expr | None:
     """``x`` in the shape of the call's result; ``None`` if the element types differ."""
     if dtype(x) != dtype(call):
         return None
-    return x if shape(x) == shape(call) else op.broadcast_to(x, shape(call))
+    return x if same_shape(shape(x), shape(call)) else op.broadcast_to(x, shape(call))
 
 
 _ZAPP_LIKE = {

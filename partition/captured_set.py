@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import tvm
 import tvm_ffi
 
+from autodiff.extents import is_symbol, symbols_alive
 from autodiff.ir import Expr, Var, substitute, used_vars
 
 from .graph import Graph
@@ -82,4 +84,15 @@ def fingerprints(graph: Graph) -> dict[str, int]:
 def _hash(value: Expr) -> int:
     """Of an expression, whatever its variables are called and whether they are results of the function."""
     plain = {var: Var("x", var.ty) for var in used_vars(value)}
-    return tvm_ffi.structural_hash(substitute(value, plain), map_free_vars=True)
+    found = tvm_ffi.structural_hash(substitute(value, plain), map_free_vars=True)
+    names = _symbols(value) if symbols_alive() else []
+    return hash((found, *names)) if names else found
+
+
+def _symbols(value: Expr) -> list[str]:
+    """The names of the symbols in an expression, which its structure leaves out, in order."""
+    names: list[str] = []
+    tvm.relax.analysis.post_order_visit(
+        value, lambda part: names.append(part.name) if isinstance(part, Var) and is_symbol(part) else None
+    )
+    return names

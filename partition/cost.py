@@ -3,13 +3,16 @@
 Costs are integers, so that cuts are exact and ties are real. The unit is a quarter of the traffic of one float32
 element; only ratios matter. They know about fusion: a point-wise chain recomputed inside a kernel that exists anyway
 costs its arithmetic and the reads of its further operands, not a kernel of its own; a value that fusion would have
-held in registers costs one more write when it is saved.
+held in registers costs one more write when it is saved. Symbolic extents count as in the sample.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+from autodiff.extents import sample_of
+from autodiff.ir import shape
 
 from .graph import Graph, Node
 from .ops import CHEAP, CHEAP_LIBRARY, CREATION, PRODUCTS, REDUCTIONS, ROW, SLICES, TRANSCENDENTAL, TRIVIAL, VIEWS
@@ -163,11 +166,11 @@ def recompute_cost(graph: Graph, name: str) -> int:
     if name in graph.side:
         return cost
     if node.op in TRANSCENDENTAL:
-        cost += TRANSCENDENTAL_ARITHMETIC * math.prod(node.shape)
+        cost += TRANSCENDENTAL_ARITHMETIC * node.elements
     elif node.op in CHEAP or node.op in CREATION:
-        cost += ARITHMETIC * math.prod(node.shape)
+        cost += ARITHMETIC * node.elements
     elif node.op in ROW:
-        cost += (TRANSCENDENTAL_ARITHMETIC + ARITHMETIC) * math.prod(node.shape) + MOVE * (operands[-1] + node.bytes)
+        cost += (TRANSCENDENTAL_ARITHMETIC + ARITHMETIC) * node.elements + MOVE * (operands[-1] + node.bytes)
     else:
         cost += ARITHMETIC * flops(graph, name) + MOVE * (operands[-1] + node.bytes)
     if read_by_kernel(graph, name, graph.adjoint):
@@ -205,10 +208,10 @@ def flops(graph: Graph, name: str) -> int:
     node = graph.nodes[name]
     if is_view(node) or is_creation(node):
         return 0
-    elements = sum(math.prod(item) for item in _result_shapes(graph, node))
-    operands = sorted(math.prod(graph.nodes[read].shape) for read in node.inputs)
+    elements = _result_elements(graph, node)
+    operands = sorted(graph.nodes[read].elements for read in node.inputs)
     if node.op == "relax.matmul":
-        return 2 * elements * int(node.value.args[0].ty.shape[-1])
+        return 2 * elements * sample_of(shape(node.value.args[0])[-1])
     if product(node) is not None and len(operands) > 1:
         return 2 * math.isqrt(operands[-1] * operands[-2] * elements)
     if node.op in TRANSCENDENTAL:
@@ -224,10 +227,10 @@ def moved_bytes(graph: Graph, name: str) -> int:
     return node.bytes + sum(graph.nodes[view_base(graph, read)].bytes for read in node.inputs)
 
 
-def _result_shapes(graph: Graph, node: Node) -> list[tuple[int, ...]]:
+def _result_elements(graph: Graph, node: Node) -> int:
     if node.is_tensor:
-        return [node.shape]
-    return [graph.nodes[user].shape for user in graph.users[node.name] if graph.nodes[user].op == "TupleGetItem"]
+        return node.elements
+    return sum(graph.nodes[user].elements for user in graph.users[node.name] if graph.nodes[user].op == "TupleGetItem")
 
 
 def _short(op: str) -> str:

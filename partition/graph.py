@@ -13,11 +13,13 @@ Bindings that no result needs are dropped. Everything downstream works on this g
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autodiff import Body
 from autodiff.body import Binding
+from autodiff.extents import Dim, sample_of
 from autodiff.ir import Expr, Function, TensorType, Var, dtype, library_name, op_name
 from autodiff.ir import nbytes as tensor_bytes
 from autodiff.ir import shape as tensor_shape
@@ -45,13 +47,18 @@ class Node:
 
     @functools.cached_property
     def is_tensor(self) -> bool:
-        """Whether this is one tensor of static shape; only such values are ever captured."""
+        """Whether this is one tensor of known shape; only such values are ever captured."""
         return isinstance(self.var.ty, TensorType) and self.var.ty.shape is not None
 
     @functools.cached_property
-    def shape(self) -> tuple[int, ...]:
-        """Static shape; empty for a value that is not a tensor."""
+    def shape(self) -> tuple[Dim, ...]:
+        """The shape; empty for a value that is not a tensor."""
         return tensor_shape(self.var) if self.is_tensor else ()
+
+    @functools.cached_property
+    def size(self) -> Dim:
+        """Bytes when stored densely; 0 for a value that is not a tensor."""
+        return tensor_bytes(self.var) if self.is_tensor else 0
 
     @functools.cached_property
     def dtype(self) -> str:
@@ -60,8 +67,13 @@ class Node:
 
     @functools.cached_property
     def bytes(self) -> int:
-        """Bytes when stored densely; 0 for a value that is not a tensor."""
-        return tensor_bytes(self.var) if self.is_tensor else 0
+        """As :attr:`size`, for the sample: what costs are reckoned with."""
+        return sample_of(self.size)
+
+    @functools.cached_property
+    def elements(self) -> int:
+        """Number of elements, for the sample."""
+        return sample_of(math.prod(self.shape))
 
     @functools.cached_property
     def op(self) -> str:

@@ -2,7 +2,7 @@
 
 Only bindings that no forward output depends on are rewritten, so the forward stays bit for bit.
 
-* A value read only for its shape (``zeros_like(x)``) is not read at all: shapes are static, so ``x`` need not be saved.
+* A value read only for its shape (``zeros_like(x)``) is not read at all: shapes are known, so ``x`` need not be saved.
 * A tuple that a later call reads as a whole is rebuilt from its items, because only items are ever captured.
 """
 
@@ -79,5 +79,5 @@ def _fresh(name: str, taken: set[str]) -> str:
     return name
 
 
-#: ``…_like`` operations spelled with the static shape and dtype of the operand that they only look at.
+#: ``…_like`` operations spelled with the shape and dtype of the operand that they only look at.
 _LIKE = {**LIKE, "relax.collapse_sum_like": lambda call: relax.op.collapse_sum_to(call.args[0], shape(call))}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from autodiff.extents import Dim, Extent
+from autodiff.ir import itemsize
 
 from .captured_set import CapturedSet, captured_set, fingerprints
 from .cost import Cost, flops, is_view, moved_bytes
@@ -22,11 +26,12 @@ class Saved:
 
     ``kind`` is ``"capture"`` (an extra result of the forward), ``"output"`` (a result it has anyway), or for what the
     caller holds anyway ``"primal"`` and ``"mask"`` (a dropout mask). ``reason`` is a sentence; ``op`` is what computes
-    the value; ``module_path`` is where it stands in the user's module, as far as the caller has told.
+    the value; ``module_path`` is where it stands in the user's module, as far as the caller has told. Where an extent
+    is symbolic, ``bytes`` are those of the sample.
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Dim, ...]
     dtype: str
     bytes: int
     reason: str
@@ -34,10 +39,18 @@ class Saved:
     op: str = ""
     module_path: str = ""
 
+    @property
+    def size(self) -> Dim:
+        """Bytes, for all sizes."""
+        return math.prod(self.shape) * itemsize(self.dtype)
+
 
 @dataclass(frozen=True)
 class Plan:
     """What the backward reads from the forward, and what it recomputes.
+
+    It is one for all sizes; numbers of bytes and flops are those of the sample, and where an extent is symbolic the
+    table has the bytes of captures as a formula, too.
 
     Args:
         strategy: who chose.
@@ -71,6 +84,11 @@ class Plan:
         return sum(saved.bytes for saved in self.captures)
 
     @property
+    def size(self) -> Dim:
+        """Bytes of the captures, for all sizes."""
+        return sum(saved.size for saved in self.captures)
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of everything that the backward reads from the forward, free or not."""
         return self.bytes + sum(saved.bytes for saved in self.free)
@@ -81,9 +99,7 @@ class Plan:
         rows = [("value", "module", "shape", "dtype", "bytes", "kind", "why")]
         for saved in ordered:
             shape = "x".join(map(str, saved.shape)) or "scalar"
-            rows.append(
-                (saved.name, saved.module_path, shape, saved.dtype, f"{saved.bytes:,}", saved.kind, saved.reason)
-            )
+            rows.append((saved.name, saved.module_path, shape, saved.dtype, _bytes(saved), saved.kind, saved.reason))
         if not any(row[1] for row in rows[1:]):
             rows = [row[:1] + row[2:] for row in rows]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
@@ -101,7 +117,7 @@ class Plan:
         """What is saved and recomputed in all, beside the extremes, and the notes: a few lines."""
         share = f", {self.bytes / self.save_all_bytes:.2f} of save_all" if self.save_all_bytes else ""
         lines = [
-            f"{self.strategy}: {len(self.captures)} captures, {self.bytes:,} bytes{share}; "
+            f"{self.strategy}: {len(self.captures)} captures, {_bytes(self)} bytes{share}; "
             f"{self.total_bytes:,} bytes with what is free",
             f"recomputed: {len(self.recomputed)} bindings, {self.cost.flops:,} flops, {self.cost.bytes:,} bytes moved",
             f"extremes: save_all {self.save_all_bytes:,} bytes, nothing recomputed; inputs only 0 bytes, "
@@ -111,6 +127,12 @@ class Plan:
 
     def __str__(self) -> str:
         return self.table()
+
+
+def _bytes(held: Saved | Plan) -> str:
+    """``"1,024"``, with the formula where an extent is symbolic: ``"1,024 = 4*n*m"``."""
+    formula = f" = {held.size}" if isinstance(held.size, Extent) else ""
+    return f"{held.bytes:,}{formula}"
 
 
 def make_plan(graph: Graph, strategy: str, choice: Choice, *, save_all: Choice) -> tuple[Plan, CapturedSet]:

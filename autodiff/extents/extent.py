@@ -20,7 +20,7 @@ from autodiff.extents.guard import Guard
 from autodiff.extents.polynomial import Composite, Symbol, Terms, add, constant, divide, multiply, text
 from autodiff.extents.ranges import Range, range_of
 
-__all__ = ["Dim", "Extent", "ExtentScope", "from_tir", "is_symbol", "maximum", "minimum", "sample_of"]
+__all__ = ["Dim", "Extent", "ExtentScope", "from_tir", "is_symbol", "maximum", "minimum", "sample_of", "symbols_alive"]
 
 
 class ExtentScope:
@@ -321,6 +321,11 @@ def _either(kind: str, a: Dim, b: Dim) -> Dim:
     if bounds.high is not None and bounds.high <= 0:
         return b if kind == "max" else a
     return owner.scope.make((((Composite(kind, _terms(a), _terms(b)),), 1),))
+
+
+def symbols_alive() -> bool:
+    """Whether there is a scope with symbols at all; where there is none, no shape has to be looked at."""
+    return bool(_SYMBOL_OF)
 
 
 def is_symbol(var: tirx.Var) -> bool:

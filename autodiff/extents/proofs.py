@@ -12,7 +12,7 @@ import math
 from autodiff.extents.extent import Dim, Extent
 from autodiff.extents.polynomial import Terms, divide
 
-__all__ = ["below", "content", "divides", "same"]
+__all__ = ["at_most", "below", "content", "divides", "same"]
 
 
 def same(a: Dim, b: Dim) -> bool:
@@ -47,3 +47,12 @@ def below(value: Dim, bound: int) -> bool:
         return value < bound
     high = value.scope.range_of(value).high
     return high is not None and high < bound
+
+
+def at_most(a: Dim, b: Dim) -> bool:
+    """Whether ``a <= b`` for all sizes."""
+    difference = b - a
+    if not isinstance(difference, Extent):
+        return difference >= 0
+    low = difference.scope.range_of(difference).low
+    return low is not None and low >= 0

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from tvm.relax import op
 
+from autodiff.extents import same_shape
 from autodiff.gradients.registry import Emit, gradient
 from autodiff.gradients.tools import const, fit, zeros_like
 from autodiff.ir import Call, Constant, Expr, Var, numpy_value, shape
@@ -122,7 +123,7 @@ def prelu(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     x, alpha = call.args
     axis = int(call.attrs.axis) % len(shape(x))
     extents = [extent if dim == axis else 1 for dim, extent in enumerate(shape(x))]
-    slope = emit(op.reshape(alpha, extents if shape(alpha) != (1,) else [1] * len(extents)))
+    slope = emit(op.reshape(alpha, [1] * len(extents) if same_shape(shape(alpha), (1,)) else extents))
     positive = emit(op.greater(x, const(0, x)))
     dalpha = emit(fit(op.where(positive, zeros_like(x), x * g), slope, emit))
     return [op.where(positive, g, slope * g), op.reshape(dalpha, shape(alpha))]

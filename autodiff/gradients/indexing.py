@@ -7,6 +7,8 @@ from collections.abc import Collection, Sequence
 
 from tvm.relax import op
 
+from autodiff.constants import size
+from autodiff.extents import Dim, same
 from autodiff.gradients.registry import Emit, checks, gradient
 from autodiff.gradients.tools import const, fit, zeros_like
 from autodiff.ir import Call, Expr, Tuple, TupleGetItem, Var, dtype, shape
@@ -23,7 +25,7 @@ def take(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     return [_add_at(shape(x), axis, indices, g, emit)] + [None] * (len(call.args) - 1)
 
 
-def _add_at(extents: Sequence[int], axis: int, indices: Expr, updates: Expr, emit: Emit) -> Expr:
+def _add_at(extents: Sequence[Dim], axis: int, indices: Expr, updates: Expr, emit: Emit) -> Expr:
     """Zeros of shape ``extents`` with ``updates`` added at ``indices`` along ``axis``; their rank takes its place."""
     count = math.prod(shape(indices))
     rows = [*extents[:axis], count, *extents[axis + 1 :]]
@@ -32,12 +34,12 @@ def _add_at(extents: Sequence[int], axis: int, indices: Expr, updates: Expr, emi
     return op.scatter_elements(op.zeros(extents, dtype(updates)), spread, op.reshape(updates, rows), axis, "add")
 
 
-def _in_range(indices: Expr, extent: int, mode: str, emit: Emit) -> Expr:
+def _in_range(indices: Expr, extent: Dim, mode: str, emit: Emit) -> Expr:
     """The indices that ``take`` reads for indices out of range."""
     if mode == "wrap":
-        return emit(op.floor_mod(indices, const(extent, indices)))
+        return emit(op.floor_mod(indices, size(extent, indices)))
     if mode == "clip":
-        return emit(op.minimum(op.maximum(indices, const(0, indices)), const(extent - 1, indices)))
+        return emit(op.minimum(op.maximum(indices, const(0, indices)), size(extent - 1, indices)))
     return indices
 
 
@@ -56,7 +58,7 @@ def scatter_elements(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None
     dx = g if reduction == "add" else op.scatter_elements(g, indices, zeros_like(updates), axis, "update")
     gathered = g
     for other, (extent, wanted) in enumerate(zip(shape(g), shape(indices), strict=True)):
-        if other != axis % len(shape(g)) and extent != wanted:  # indices may be smaller than the data
+        if other != axis % len(shape(g)) and not same(extent, wanted):  # indices may be smaller than the data
             gathered = emit(op.strided_slice(gathered, [other], [0], [wanted]))
     return [dx, None, op.gather_elements(gathered, indices, axis)]
 
@@ -87,8 +89,8 @@ def index_tensor(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     for axis, extent in enumerate(lead):
         index = indices.fields[axis] if isinstance(indices, Tuple) else emit(TupleGetItem(indices, axis))
         index = emit(op.astype(index, "int64"))
-        index = emit(op.where(op.less(index, const(0, index)), index + const(extent, index), index))
-        row = index if row is None else emit(row * const(extent, row) + index)
+        index = emit(op.where(op.less(index, const(0, index)), index + size(extent, index), index))
+        row = index if row is None else emit(row * size(extent, row) + index)
     added = emit(_add_at([math.prod(lead), *rest], 0, row, g, emit))
     return [op.reshape(added, shape(x)), None]
 

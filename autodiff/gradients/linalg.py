@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from tvm.relax import op
 
+from autodiff.extents import same_shape
 from autodiff.gradients.registry import Emit, checks, gradient
 from autodiff.gradients.tools import fit
 from autodiff.ir import Call, Expr, Tuple, TupleGetItem, Var, dtype, shape
@@ -34,7 +35,7 @@ def matmul(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
 
 def _of_shape(x: Expr, like: Expr, emit: Emit) -> Expr:
     x = emit(x)
-    return x if shape(x) == shape(like) else op.reshape(x, shape(like))
+    return x if same_shape(shape(x), shape(like)) else op.reshape(x, shape(like))
 
 
 def _transposed(x: Expr, emit: Emit) -> Expr:

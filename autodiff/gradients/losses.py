@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from tvm.relax import op
 
+from autodiff.constants import ratio
 from autodiff.gradients.registry import Emit, checks, gradient
 from autodiff.gradients.tools import const, sum_over
 from autodiff.ir import Call, Expr, Var, dtype, shape
@@ -59,7 +60,7 @@ def adaptive_avg_pool(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     sizes = [extent // count for extent, count in zip(extents, windows, strict=True)]
     narrow = [size for count in windows for size in (count, 1)]
     wide = [size for pair in zip(windows, sizes, strict=True) for size in pair]
-    shared = emit(g * const(1 / math.prod(sizes), g))
+    shared = emit(g * ratio(1, math.prod(sizes), g))
     spread = emit(op.broadcast_to(op.reshape(shared, [*shape(x)[:2], *narrow]), [*shape(x)[:2], *wide]))
     return [op.reshape(spread, shape(x))]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tvm.relax import op
 
+from autodiff.extents import same
 from autodiff.gradients.registry import Emit, library_gradient
 from autodiff.ir import Call, Expr, Var, shape
 
@@ -17,7 +18,7 @@ def normalize(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     ``rstd`` keeps the reduced axes as size 1, and may be summed over any other axis of that size.
     """
     _, rstd, centred = call.args
-    axes = [axis for axis, extent in enumerate(shape(rstd)) if extent == 1]
+    axes = [axis for axis, extent in enumerate(shape(rstd)) if same(extent, 1)]
     slope = emit(op.mean(emit(g * y), axes, keepdims=True))
     if not int(centred.value):
         return [rstd * (g - y * slope), None, None]

@@ -7,6 +7,8 @@ from collections.abc import Collection
 
 from tvm.relax import op
 
+from autodiff.constants import ratio, size
+from autodiff.extents import Dim
 from autodiff.gradients.registry import Emit, checks, gradient
 from autodiff.gradients.tools import axes_of, const, keep_axes, zeros_like
 from autodiff.ir import Call, Expr, TupleGetItem, Var, dtype, is_float, shape
@@ -25,7 +27,7 @@ def sum_(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
 def mean(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     """dx = g / n broadcast along the reduced axes"""
     (x,) = call.args
-    scaled = emit(g / const(_count(call), g))
+    scaled = emit(g / size(_count(call), g))
     return [op.broadcast_to(keep_axes(scaled, call, emit), shape(x))]
 
 
@@ -33,7 +35,7 @@ def mean(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
 def variance(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     """dx = g 2 / n (x - mean); TVM's own rule subtracts two large numbers instead of centring first"""
     (x,) = call.args
-    scaled = keep_axes(emit(g * const(2 / _count(call), g)), call, emit)
+    scaled = keep_axes(emit(g * ratio(2, _count(call), g)), call, emit)
     return [scaled * (x - op.mean(x, axes_of(call), keepdims=True))]
 
 
@@ -42,7 +44,7 @@ def std(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     """dx = g / (n y) (x - mean), 0 where y = 0"""
     (x,) = call.args
     flat = op.equal(y, const(0, y))
-    scaled = emit(op.where(flat, const(0, g), g / (y * const(_count(call), y))))
+    scaled = emit(op.where(flat, const(0, g), g / (y * size(_count(call), y))))
     return [keep_axes(scaled, call, emit) * (x - op.mean(x, axes_of(call), keepdims=True))]
 
 
@@ -151,7 +153,7 @@ def _axis(call: Call) -> int:
     return int(call.attrs.axis) % len(shape(call.args[0]))
 
 
-def _count(call: Call) -> int:
+def _count(call: Call) -> Dim:
     return math.prod(shape(call.args[0])[axis] for axis in axes_of(call))
 
 

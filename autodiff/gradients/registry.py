@@ -16,6 +16,7 @@ from tvm.relax import op
 from tvm.relax.op.grad import no_grad
 
 from autodiff.ir import Call, Expr, Op, TensorType, Var, dtype, library_name, op_name, shape
+from autodiff.typed import TypedBuilder
 
 __all__ = [
     "Emit",
@@ -114,7 +115,7 @@ def _adapt(rule: GradientRule) -> Callable:
         if _is_empty(orig_var) or (tensors and all(map(_is_empty, tensors))):
             partials = [_nothing(arg) for arg in orig_call.args]
         else:
-            partials = rule(orig_call, orig_var, output_grad, _emitter(ctx))
+            partials = rule(orig_call, orig_var, output_grad, _emitter(ctx, orig_call, orig_var))
         return [no_grad(arg) if part is None else part for arg, part in zip(orig_call.args, partials, strict=True)]
 
     return fgradient
@@ -132,15 +133,16 @@ def _nothing(arg: Expr) -> Expr | None:
     return None
 
 
-def _emitter(ctx: relax.BlockBuilder) -> Emit:
-    return lambda value: value if isinstance(value, Var) else ctx.emit(value)
+def _emitter(ctx: relax.BlockBuilder, *values: Expr) -> Emit:
+    builder = TypedBuilder(ctx, values)
+    return lambda value: value if isinstance(value, Var) else builder.emit(value)
 
 
 def _library(orig_var: Var, orig_call: Call, output_grad: Var, ctx: relax.BlockBuilder) -> list[Expr]:
     function, *args = orig_call.args
     rule = LIBRARY_RULES[str(function.global_symbol)]
     call = Call(orig_call.op, args, orig_call.attrs, ret_ty=orig_var.ty)
-    partials = rule(call, orig_var, output_grad, _emitter(ctx))
+    partials = rule(call, orig_var, output_grad, _emitter(ctx, call, orig_var))
     return [no_grad(function)] + [
         no_grad(arg) if part is None else part for arg, part in zip(args, partials, strict=True)
     ]

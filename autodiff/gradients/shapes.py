@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection
 
 from tvm.relax import op
 
+from autodiff.extents import Dim, Extent, Slice, same, slice_of
 from autodiff.gradients.registry import Emit, checks, gradient
-from autodiff.gradients.tools import fit, sum_over, zeros_like
-from autodiff.ir import Call, Expr, Tuple, TupleGetItem, Var, shape
+from autodiff.gradients.tools import fit, padded, sum_over, zeros_like
+from autodiff.ir import Call, Expr, Tuple, TupleGetItem, Var, extents_of, shape
+from autodiff.symbolic_shapes import slices
 
 __all__ = []
 
@@ -42,6 +45,17 @@ def collapse_sum_to(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]
 def collapse_sum_like(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = g broadcast to the shape of x"""
     return [op.broadcast_to(g, shape(call.args[0])), None]
+
+
+@gradient("relax.concat")
+def concat(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
+    """dx_i = the section of g that x_i is"""
+    axis = int(call.attrs.axis or 0) % len(shape(y))
+    sizes = [extents_of(field)[axis] for field in call.args[0].ty.fields]
+    ends = list(itertools.accumulate(sizes))
+    if not any(isinstance(end, Extent) for end in ends[:-1]):
+        return [op.split(g, ends[:-1], int(call.attrs.axis or 0))]
+    return [Tuple([op.strided_slice(g, [axis], [end - size], [end]) for end, size in zip(ends, sizes, strict=True)])]
 
 
 @gradient("relax.stack")
@@ -101,41 +115,31 @@ def repeat(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
 @gradient("relax.strided_slice")
 def strided_slice(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = zeros with g at the positions of the slice"""
-    x, axes, begins, ends, *strides = call.args
+    extents = shape(call.args[0])
     value: Expr = g
-    strides = [int(stride) for stride in strides[0].fields] if strides else [1] * len(axes.fields)
-    for axis, begin, end, stride in zip(axes.fields, begins.fields, ends.fields, strides, strict=True):
-        axis = int(axis) % len(shape(x))
-        extent = shape(x)[axis]
-        positions = range(*slice(int(begin), int(end), stride).indices(extent))
-        value = _scatter_slice(value, positions, axis, extent, emit)
+    for axis, begin, end, step in slices(call):
+        value = _scatter_slice(value, slice_of(begin, end, step, extents[axis]), axis, extents[axis], emit)
     return [value] + [None] * (len(call.args) - 1)
 
 
-def _scatter_slice(value: Expr, positions: range, axis: int, extent: int, emit: Emit) -> Expr:
-    """Zeros of ``extent`` along ``axis``, with ``value`` at ``positions``: spread, then padded."""
+def _scatter_slice(value: Expr, cut: Slice, axis: int, extent: Dim, emit: Emit) -> Expr:
+    """Zeros of ``extent`` along ``axis``, with ``value`` at the positions of a slice: spread, then padded."""
     value = emit(value)
-    if positions == range(extent):
+    if cut.is_all_of(extent):
         return value
     extents = list(shape(value))
-    if not positions:
+    if same(cut.length, 0):
         return op.zeros([*extents[:axis], extent, *extents[axis + 1 :]], value.ty.dtype)
-    if positions.step < 0:
-        value, positions = emit(op.flip(value, axis)), positions[::-1]
-    step = positions.step if len(positions) > 1 else 1
-    if step > 1:
+    first, last, step = cut.begin, cut.last, cut.step
+    if step < 0:
+        value, first, last, step = emit(op.flip(value, axis)), last, first, -step
+    if step > 1 and not same(cut.length, 1):
         spread = emit(op.reshape(value, [*extents[: axis + 1], 1, *extents[axis + 1 :]]))
-        spread = emit(_pad(spread, axis + 1, 0, step - 1))
+        spread = emit(padded(spread, axis + 1, 0, step - 1, emit))
         value = emit(op.reshape(spread, [*extents[:axis], extents[axis] * step, *extents[axis + 1 :]]))
-        length = (len(positions) - 1) * step + 1
+        length = (cut.length - 1) * step + 1
         value = emit(op.strided_slice(value, [axis], [0], [length]))  # no zeros after the last element
-    return emit(_pad(value, axis, positions[0], extent - 1 - positions[-1]))
-
-
-def _pad(value: Expr, axis: int, before: int, after: int) -> Expr:
-    widths = [0] * (2 * len(shape(value)))
-    widths[2 * axis : 2 * axis + 2] = before, after
-    return op.nn.pad(value, widths)
+    return emit(padded(value, axis, first, extent - 1 - last, emit))
 
 
 @gradient("relax.slice_scatter")
@@ -182,5 +186,5 @@ def meshgrid(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr]:
     for index, axis in enumerate(order):
         part = emit(TupleGetItem(g, index))
         summed = sum_over(part, [other for other in order if other != axis], emit)
-        partials.append(op.reshape(summed, [int(extent) for extent in fields[index].shape]))
+        partials.append(op.reshape(summed, fields[index].shape))
     return [Tuple(partials)]
