@@ -113,6 +113,19 @@ def slices(call: Call) -> list[tuple[int, Dim, Dim, int]]:
     return list(zip(axes, *bounds, steps, strict=True))
 
 
+@_shape_of("relax.gather_elements", "relax.scatter_elements")
+def _along_an_axis(call: Call) -> Shape:
+    """Indices are as wide as the data at most, but along the axis."""
+    x, indices = shape(call.args[0]), shape(call.args[1])
+    for axis, (extent, wanted) in enumerate(zip(x, indices, strict=True)):
+        if axis != int(call.attrs.axis) % len(x) and wanted > extent:
+            raise ValueError(f"wanted indices of at most {extent} along axis {axis}, got {wanted}")
+    for updates in call.args[2:]:
+        for extent, wanted in zip(shape(updates), indices, strict=True):
+            _equal(extent, wanted)
+    return extents_of(call.ty)
+
+
 @_shape_of("relax.split")
 def _split(call: Call) -> list[Shape]:
     extents = shape(call.args[0])

@@ -1,23 +1,38 @@
-"""Functions with symbolic extents for tests: a sample and the sizes that vary -> what is made of it, at any size."""
+"""Functions with symbolic extents for tests: a function and the sizes that vary -> that it is, at any size, what the
+static function of that size becomes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from autodiff import clean, differentiate
+from autodiff import clean, differentiate, instantiate, join_products, mask_dropout, spell_out
 from autodiff.extents import Dim, ExtentScope
-from autodiff.ir import Constant, Function, TensorType, Var, build_function, is_float, results
+from autodiff.ir import (
+    Constant,
+    Function,
+    TensorType,
+    Var,
+    bindings,
+    build_function,
+    dtype,
+    is_float,
+    results,
+    shape,
+)
 from autodiff.rewrite import Scope
+from bridge.reference.relax import interpret
+from partition import Partitioned, partition
 
-__all__ = ["Places", "extents_of_size", "function_of", "joint_of", "resized"]
+__all__ = ["Pipeline", "Places", "compare", "extents_of_size", "function_of", "pipeline", "resized"]
 
 Places = Mapping[tuple[int, int], str]
 """By argument and axis: the symbol that stands there."""
 
 
-def extents_of_size(args: Sequence[torch.Tensor], argument: int, axis: int, everywhere: bool) -> Places:
+def extents_of_size(args: Sequence[torch.Tensor], argument: int, axis: int, everywhere: bool) -> dict:
     """One symbol at an axis, and ``everywhere`` at all axes of the same size."""
     size = args[argument].shape[axis]
     if not everywhere:
@@ -26,14 +41,18 @@ def extents_of_size(args: Sequence[torch.Tensor], argument: int, axis: int, ever
 
 
 def function_of(
-    build: Callable, args: Sequence[torch.Tensor], places: Places | None = None, scope: ExtentScope | None = None
+    build: Callable,
+    args: Sequence[torch.Tensor],
+    places: Places | None = None,
+    scope: ExtentScope | None = None,
+    high: int | None = None,
 ) -> Function:
-    """What ``build(scope, *params)`` describes, with symbols of ``scope`` at ``places``."""
+    """What ``build(scope, *params)`` describes, with symbols of ``scope``, at most ``high``, at ``places``."""
     places = places or {}
     symbols: dict[str, Dim] = {}
     for (argument, axis), name in places.items():
         if name not in symbols:
-            symbols[name] = scope.symbol(name, args[argument].shape[axis])
+            symbols[name] = scope.symbol(name, args[argument].shape[axis], high=high)
     params = []
     for index, arg in enumerate(args):
         extents = [symbols[places[index, axis]] if (index, axis) in places else n for axis, n in enumerate(arg.shape)]
@@ -45,23 +64,94 @@ def function_of(
     return build_function(params, emitter.body, bound)
 
 
-def joint_of(func: Function) -> Function:
-    """All float results differentiated with respect to all float parameters, cleaned."""
+@dataclass(frozen=True)
+class Pipeline:
+    """What a function becomes: its joint function, cleaned, and the two halves; primals include dropout masks."""
+
+    joint: Function
+    parts: Partitioned
+    primals: int
+    outputs: int
+
+    def at(self, sizes: Mapping[str, int]) -> Pipeline:
+        """The same for given sizes."""
+        forward, backward = (instantiate(half, sizes) for half in (self.parts.forward, self.parts.backward))
+        parts = Partitioned(self.parts.plan, forward, backward)
+        return Pipeline(instantiate(self.joint, sizes), parts, self.primals, self.outputs)
+
+    def run(self, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Results and gradients of the joint function; the halves must give the same."""
+        draws = torch.Generator().manual_seed(5)
+        masks = [torch.rand(shape(mask), generator=draws) > 0.3 for mask in self.joint.params[len(args) : self.primals]]
+        primals = [*args, *masks]
+        kinds = [(shape(param), getattr(torch, dtype(param))) for param in self.joint.params[self.primals :]]
+        grad_outs = [torch.randn(extents, generator=draws, dtype=torch.float64).to(kind) for extents, kind in kinds]
+        wanted = interpret(self.joint, [*primals, *grad_outs]).results
+        plan = self.parts.plan
+        found = interpret(self.parts.forward, primals).results
+        saved = [primals[i] for i in plan.saved_primals] + [found[i] for i in plan.saved_outputs]
+        gradients = interpret(self.parts.backward, [*saved, *found[self.outputs :], *grad_outs]).results
+        for one, other in zip([*found[: self.outputs], *gradients], wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10, equal_nan=True)
+        return wanted
+
+    def bindings(self) -> tuple[int, int, int]:
+        """How many the joint function, the forward and the backward have."""
+        return tuple([len(list(bindings(each))) for each in (self.joint, self.parts.forward, self.parts.backward)])
+
+
+def pipeline(func: Function) -> Pipeline:
+    """A function all of whose float results are differentiated with respect to all of its float parameters."""
     outputs = [index for index, output in enumerate(results(func)) if is_float(output)]
-    return clean(differentiate(func, outputs, [index for index, param in enumerate(func.params) if is_float(param)]))
+    required = [index for index, param in enumerate(func.params) if is_float(param)]
+    primal = clean(spell_out(mask_dropout(func)), merge_casts=False)
+    joint = clean(differentiate(primal, outputs, required))
+    count = len(results(func))
+    parts = partition(joint, num_primals=len(primal.params), num_outputs=count)
+    parts = Partitioned(parts.plan, parts.forward, join_products(parts.backward))
+    return Pipeline(joint, parts, len(primal.params), count)
 
 
 def resized(args: Sequence[torch.Tensor], places: Places, sizes: Mapping[str, int]) -> list[torch.Tensor]:
-    """The arguments with elements repeated or dropped; indices stay below the smallest size."""
-    least = min(sizes.values(), default=0)
+    """The arguments with elements repeated, a little changed, or dropped; indices stay below the smallest size."""
+    least = min(sizes.values())
     made = []
     for index, arg in enumerate(args):
         for (argument, axis), name in places.items():
             if argument == index:
                 arg = arg.index_select(axis, torch.arange(sizes[name]) % arg.shape[axis])
-        if not arg.is_floating_point() and arg.dtype != torch.bool and least < 5:
-            arg = arg % least
-        elif arg.is_floating_point():
+        if arg.is_floating_point():
             arg = arg + 1e-3 * torch.arange(arg.numel(), dtype=arg.dtype).reshape(arg.shape)
+        elif arg.dtype != torch.bool and least < 5:
+            arg = arg % least
         made.append(arg.contiguous())
     return made
+
+
+def compare(
+    build: Callable,
+    args: Sequence[torch.Tensor],
+    places: Places,
+    sizes: Sequence[Mapping[str, int]] = (),
+    high: int | None = None,
+    apart: int = 0,
+) -> ExtentScope:
+    """Makes the pipeline of symbolic extents once, and holds it against the static one of each size: values and
+    gradients in float64, and the numbers of bindings, which may be ``apart``.
+
+    Sizes: those given, by default 2, 7 and the sample's. Those that a guard excludes are left out. Returns the scope.
+    """
+    scope = ExtentScope()
+    made = pipeline(function_of(build, args, places, scope, high))
+    sample = {name: args[argument].shape[axis] for (argument, axis), name in places.items()}
+    sizes = sizes or [dict.fromkeys(sample, 2), dict.fromkeys(sample, 7), sample]
+    broken = scope.broken()
+    for each in [size for size in sizes if broken(size) is None]:
+        given = resized(args, places, each)
+        static = pipeline(function_of(build, given))
+        wanted, symbolic = static.run(given), made.at(each)
+        for one, other in zip(symbolic.run(given), wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10, equal_nan=True)
+        for ours, theirs in zip(symbolic.bindings(), static.bindings(), strict=True):
+            assert abs(ours - theirs) <= apart, f"{each}: {symbolic.bindings()} bindings, static {static.bindings()}"
+    return scope
