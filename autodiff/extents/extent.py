@@ -19,6 +19,7 @@ from tvm.tirx import IntImm
 from autodiff.extents.guard import Guard
 from autodiff.extents.polynomial import Composite, Symbol, Terms, add, constant, divide, multiply, text
 from autodiff.extents.ranges import Range, range_of
+from autodiff.extents.to_tir import to_tir
 
 __all__ = ["Dim", "Extent", "ExtentScope", "from_tir", "is_symbol", "maximum", "minimum", "sample_of", "symbols_alive"]
 
@@ -287,7 +288,7 @@ class Extent:
 
     def __tvm_ffi_object__(self) -> tirx.Expr:
         """TVM's functions take an extent where they take an integer expression."""
-        return _to_tir(self.scope, self.terms)
+        return to_tir(self.terms, self.scope.var)
 
 
 Dim = int | Extent
@@ -365,32 +366,6 @@ _FROM_TIR: dict[type, Callable[[Dim, Dim], Dim]] = {
     tirx.Max: maximum,
     tirx.Min: minimum,
 }
-
-_TO_TIR: dict[str, Callable[[tirx.Expr, tirx.Expr], tirx.Expr]] = {
-    "//": tirx.FloorDiv,
-    "%": tirx.FloorMod,
-    "max": tirx.Max,
-    "min": tirx.Min,
-}
-
-
-def _to_tir(scope: ExtentScope, terms: Terms) -> tirx.Expr:
-    total: tirx.Expr | None = None
-    for monomial, factor in reversed(terms):
-        product: tirx.Expr | None = None
-        for atom in monomial:
-            if isinstance(atom, Symbol):
-                part = scope.var(atom)
-            else:
-                part = _TO_TIR[atom.kind](_to_tir(scope, atom.a), _to_tir(scope, atom.b))
-            product = part if product is None else tirx.Mul(product, part)
-        number = IntImm("int64", factor)
-        if product is None:
-            product = number
-        elif factor != 1:
-            product = tirx.Mul(product, number)
-        total = product if total is None else tirx.Add(total, product)
-    return IntImm("int64", 0) if total is None else total
 
 
 def _terms(value: object) -> Terms | None:
