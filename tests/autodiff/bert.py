@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from tvm import relax
 from tvm.relax import op
 
-from autodiff.ir import Function, Var
+from autodiff.ir import Function, Var, shape
 from autodiff.rewrite import Scope
 from tests.autodiff.evaluate import function
 
@@ -37,6 +38,11 @@ def arguments(dtype: torch.dtype) -> list[torch.Tensor]:
 
 def relax_layer(args: list[torch.Tensor], layers: int = 1) -> Function:
     """``layers`` layers on one set of weights, with ``nn.dropout``, ``nn.layer_norm`` and ``nn.gelu``."""
+    return function(layers_of(layers), *args, names=NAMES)
+
+
+def layers_of(layers: int) -> Callable:
+    """What builds such layers, for any batch and length."""
 
     def build(scope: Scope, *params: Var):
         named = dict(zip(NAMES, params, strict=True))
@@ -45,7 +51,7 @@ def relax_layer(args: list[torch.Tensor], layers: int = 1) -> Function:
             x = _layer(x, named, scope)
         return x
 
-    return function(build, *args, names=NAMES)
+    return build
 
 
 def _layer(x: Var, named: dict[str, Var], scope: Scope) -> Var:
@@ -59,7 +65,7 @@ def _layer(x: Var, named: dict[str, Var], scope: Scope) -> Var:
         return emit(relax.TupleGetItem(emit(op.nn.dropout(value, RATE), "pair"), 0), "dropped")
 
     def heads(value):
-        split = emit(op.reshape(value, (BATCH, LENGTH, HEADS, HIDDEN // HEADS)), "split")
+        split = emit(op.reshape(value, (*shape(value)[:2], HEADS, HIDDEN // HEADS)), "split")
         return emit(op.permute_dims(split, [0, 2, 1, 3]), "heads")
 
     def norm(value, index):
@@ -72,7 +78,7 @@ def _layer(x: Var, named: dict[str, Var], scope: Scope) -> Var:
     scores = emit(op.add(emit(op.multiply(scores, scale), "scaled"), named["bias"]), "masked")
     weights = dropout(emit(op.nn.softmax(scores, -1), "weights"))
     context = emit(op.permute_dims(emit(op.matmul(weights, v), "context"), [0, 2, 1, 3]), "merged")
-    context = emit(op.reshape(context, (BATCH, LENGTH, HIDDEN)), "merged")
+    context = emit(op.reshape(context, shape(x)), "merged")
     x = norm(emit(op.add(dropout(linear(context, "o")), x), "residual"), 1)
     up = emit(op.nn.gelu(linear(x, "up")), "gelu")
     return norm(emit(op.add(dropout(linear(up, "down")), x), "residual"), 2)
