@@ -20,7 +20,8 @@ from bridge.base.torch_internals import FakeTensor, FakeTensorMode, OpOverload, 
 from bridge.capture.draw_recorder import record_draws
 from bridge.capture.number_index import PositionsAreZero
 from bridge.capture.observation import Draw
-from bridge.capture.passes.kinds import is_of_sizes, kind_key, stand_in
+from bridge.capture.passes.kinds import kind_key, stand_in
+from bridge.capture.passes.size_nodes import is_of_sizes
 from bridge.capture.passes.stop_gradient import origin_of
 
 __all__ = ["draws_by_origin", "match_draws"]

@@ -33,9 +33,10 @@ from torch.export.graph_signature import (
 
 from bridge.base.torch_internals import FakeTensor, FakeTensorMode, OpOverload, aten, pytree, schema
 from bridge.base.torch_shapes import environment, expression, fixed, is_decided
+from bridge.capture.passes.size_nodes import NoSizeNodeError, SizeNodes, is_of_sizes
 from bridge.state import constant_key
 
-__all__ = ["Functional", "functional_by_kind", "is_of_sizes", "kind_key", "stand_in"]
+__all__ = ["Functional", "functional_by_kind", "kind_key", "stand_in"]
 
 _HANDED_ON = ("custom", "stack_trace", "nn_module_stack")
 _NAME = re.compile(r"_\d+$")
@@ -79,8 +80,11 @@ def functional_by_kind(
     if kind_of is None:
         return None
     kinds = list(dict.fromkeys(kind_of.values()))
-    formulas = _formulas(kinds, decompose(_program(kinds, exported)))
-    return None if formulas is None else _put_together(exported, kind_of, formulas)
+    try:
+        formulas = _formulas(kinds, decompose(_program(kinds, exported)))
+        return None if formulas is None else _put_together(exported, kind_of, formulas)
+    except NoSizeNodeError:
+        return None
 
 
 def _kinds(exported: ExportedProgram) -> dict[fx.Node, _Kind] | None:
@@ -94,6 +98,8 @@ def _kinds(exported: ExportedProgram) -> dict[fx.Node, _Kind] | None:
             continue
         if node.op != "call_function":
             return None
+        if isinstance(node.meta.get("val"), torch.SymInt) and is_of_sizes(node):
+            continue
         if node.target is operator.getitem:
             source = node.args[0]
             if source not in found or not isinstance(node.meta["val"], FakeTensor):
@@ -105,21 +111,21 @@ def _kinds(exported: ExportedProgram) -> dict[fx.Node, _Kind] | None:
             return None
         sources = tuple(node.all_input_nodes)
         values = [*_tensors(node.meta.get("val")), *(source.meta.get("val") for source in sources)]
-        if not all(map(_is_plain, values)):
+        if not all(map(_is_plain, (value for value in values if not isinstance(value, torch.SymInt)))):
+            return None
+        if any(isinstance(source.meta.get("val"), torch.SymInt) and not is_of_sizes(source) for source in sources):
             return None
         found[node] = known.setdefault(kind_key(node), _Kind(node, sources))
     return found
 
 
+def _tensor_sources(node: fx.Node) -> list[fx.Node]:
+    return [source for source in node.all_input_nodes if not isinstance(source.meta["val"], torch.SymInt)]
+
+
 def kind_key(node: fx.Node) -> tuple:
     """Hashable and equal for calls of one kind, as long as their graphs live; the values that they read are tensors."""
     return node.target, _key((node.args, node.kwargs), tuple(node.all_input_nodes))
-
-
-def is_of_sizes(node: fx.Node) -> bool:
-    """Whether a call gives a number that the sizes of the arguments decide."""
-    value = node.meta.get("val")
-    return isinstance(value, torch.SymInt | torch.SymFloat) and is_decided(environment(value), expression(value))
 
 
 def _only_reads(op: Any) -> bool:
@@ -143,7 +149,11 @@ def _tensors(value: Any) -> list[Any]:
 def _is_plain(value: Any) -> bool:
     if not isinstance(value, FakeTensor) or value.layout is not torch.strided:
         return False
-    return not (value.is_conj() or value.is_neg()) and all(type(extent) is int for extent in value.shape)
+    return not (value.is_conj() or value.is_neg()) and all(map(_is_known, value.shape))
+
+
+def _is_known(extent: Any) -> bool:
+    return type(extent) is int or is_decided(environment(extent), expression(extent))
 
 
 def _form(value: torch.Tensor) -> tuple:
@@ -168,8 +178,16 @@ def _key(value: Any, sources: Sequence[fx.Node]) -> Any:
 def _program(kinds: Sequence[_Kind], exported: ExportedProgram) -> ExportedProgram:
     """One call of each kind, on inputs of its own; its tensors are the results."""
     graph, results = fx.Graph(), []
+    sizes = SizeNodes(graph)
+    for node in exported.graph.nodes:
+        if node.op == "placeholder" and _has_symbols(node):
+            sizes.read_from(_placeholder(graph, f"sizes_{node.name}", node))
     for index, kind in enumerate(kinds):
-        own = {source: _placeholder(graph, f"x{index}_{k}", source) for k, source in enumerate(kind.sources)}
+        own: dict[fx.Node, Any] = {}
+        for k, source in enumerate(kind.sources):
+            value = source.meta["val"]
+            is_size = isinstance(value, torch.SymInt)
+            own[source] = sizes.node(fixed(value)) if is_size else _placeholder(graph, f"x{index}_{k}", source)
         args, kwargs = fx.map_arg((kind.node.args, kind.node.kwargs), own.__getitem__)
         call = graph.call_function(kind.node.target, args, kwargs)
         call.meta = {**kind.node.meta, "custom": {"origin": str(index)}}
@@ -199,6 +217,11 @@ def _program(kinds: Sequence[_Kind], exported: ExportedProgram) -> ExportedProgr
     )
 
 
+def _has_symbols(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and any(isinstance(extent, torch.SymInt) for extent in value.shape)
+
+
 def _placeholder(graph: fx.Graph, name: str, source: fx.Node) -> fx.Node:
     made, value = graph.placeholder(name), source.meta["val"]
     made.meta["val"] = stand_in(value, value.fake_mode).requires_grad_(_requires_grad(source))
@@ -223,11 +246,14 @@ def _formulas(kinds: Sequence[_Kind], program: ExportedProgram) -> dict[_Kind, _
         return None
     if any(spec.kind != OutputKind.USER_OUTPUT for spec in signature.output_specs):
         return None
-    inputs = iter([nodes[spec.arg.name] for spec in signature.input_specs])
+    own_inputs = sum(len(_tensor_sources(kind.node)) for kind in kinds)  # those for sizes come before
+    inputs = iter([nodes[spec.arg.name] for spec in signature.input_specs][-own_inputs:] if own_inputs else [])
     results = iter([nodes[spec.arg.name] for spec in signature.output_specs])
     calls: dict[str, list[fx.Node]] = {str(index): [] for index in range(len(kinds))}
     for node in program.graph.nodes:
-        if node.op in ("placeholder", "output"):
+        if node.op in ("placeholder", "output") or (
+            isinstance(node.meta.get("val"), torch.SymInt) and is_of_sizes(node)
+        ):
             continue
         origin = (node.meta.get("custom") or {}).get("origin")
         if node.op != "call_function" or origin not in calls:
@@ -236,7 +262,7 @@ def _formulas(kinds: Sequence[_Kind], program: ExportedProgram) -> dict[_Kind, _
     found = {}
     for index, kind in enumerate(kinds):
         given = _tensors(kind.node.meta.get("val"))
-        own = tuple(next(inputs) for _ in kind.sources)
+        own = tuple(next(inputs) for _ in _tensor_sources(kind.node))
         made = tuple(next(results) for _ in given)
         if any(_form(node.meta["val"]) != _form(value) for node, value in zip(made, given, strict=True)):
             return None
@@ -248,19 +274,23 @@ def _put_together(
     exported: ExportedProgram, kind_of: dict[fx.Node, _Kind], formulas: dict[_Kind, _Formula]
 ) -> Functional:
     graph = fx.Graph()
+    sizes = SizeNodes(graph)
     new: dict[fx.Node, Any] = {}
     for node in exported.graph.nodes:
         if node.op == "placeholder":
             new[node] = made = graph.create_node("placeholder", node.target, name=node.name)
             made.name, made.meta = node.name, dict(node.meta)  # also "input", which is no name for a new node
+            sizes.read_from(made)
         elif node.op == "output":
             graph.output(fx.map_arg(node.args[0], new.__getitem__))
         elif node in kind_of:
-            results = _call(graph, node, formulas[kind_of[node]], new)
+            results = _call(graph, node, formulas[kind_of[node]], new, sizes)
             new[node] = results if isinstance(node.meta.get("val"), tuple | list) else next(iter(results), None)
-        else:
+        elif node.target is operator.getitem:
             source, index = node.args
             new[node] = new[source][index]
+        else:
+            new[node] = sizes.node(fixed(node.meta["val"]))
     for node in reversed(graph.nodes):  # torch drops unused draws too: who makes a call draws for it (bridge.rng)
         if node.op == "call_function" and not node.users and node.meta.get("val") is not None:
             graph.erase_node(node)
@@ -273,12 +303,18 @@ def _put_together(
     return Functional(graph, ExportGraphSignature(signature.input_specs, results), exported.constants)
 
 
-def _call(graph: fx.Graph, node: fx.Node, formula: _Formula, new: dict[fx.Node, Any]) -> tuple[fx.Node, ...]:
+def _call(
+    graph: fx.Graph, node: fx.Node, formula: _Formula, new: dict[fx.Node, Any], sizes: SizeNodes
+) -> tuple[fx.Node, ...]:
     """The calls that a kind decomposes to, in the place of ``node``; what they are from and where is that node's."""
     handed_on = {key: node.meta[key] for key in _HANDED_ON if key in node.meta}
-    own = dict(zip(formula.inputs, (new[source] for source in node.all_input_nodes), strict=True))
+    own = dict(zip(formula.inputs, (new[source] for source in _tensor_sources(node)), strict=True))
+
+    def put(arg: fx.Node) -> Any:
+        return own[arg] if arg in own else sizes.node(fixed(arg.meta["val"]))
+
     for call in formula.calls:
-        args, kwargs = fx.map_arg((call.args, call.kwargs), own.__getitem__)
+        args, kwargs = fx.map_arg((call.args, call.kwargs), put)
         name = _NAME.sub("", call.name)
         own[call] = made = graph.create_node("call_function", call.target, args, kwargs, name=name)
         made.meta = {**({"val": call.meta["val"]} if "val" in call.meta else {}), **handed_on}

@@ -135,7 +135,7 @@ SOME_SIZES = {
     "written": (_written, 3),
     "windows": (lambda x: x.unfold(1, 2, 1) * 2, 3),
     "split": (lambda x: [part * 2 for part in x.split(x.shape[1] - 1, 1)], 3),
-    "largest": (lambda x: x[:, : max(x.shape[1] - 3, 2)] * 2, 6),
+    "largest": (lambda x: x[:, : max(x.shape[1] - 3, 2)] * 2, 5),
     "smallest": (lambda x: x[:, : min(x.shape[1], 5)] * 2, 6),
     "branch": (lambda x: x * 2 if x.shape[1] > 4 else x, 5),
 }
