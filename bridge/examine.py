@@ -13,7 +13,7 @@ from torch import nn
 
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.interrupts import interrupts_deferred
-from bridge.capture import capture, normalize_sample
+from bridge.capture import capture, dynamic_dims, normalize_sample
 from bridge.lowering import lower_captured
 from bridge.state import PythonState
 
@@ -61,13 +61,20 @@ class Coverage:
 
 
 @interrupts_deferred()
-def examine(module: nn.Module, sample_input: Any, *, sample_kwargs: Mapping[str, Any] | None = None) -> Coverage:
+def examine(
+    module: nn.Module,
+    sample_input: Any,
+    *,
+    sample_kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+) -> Coverage:
     """Tells whether ``add_tvm_dispatch(module, sample_input)`` would succeed, without compiling or changing anything.
 
     Args:
         module: in the mode (train, eval) that is meant.
         sample_input: a tensor (one positional argument), a tuple or list (positional) or a mapping (keyword arguments).
         sample_kwargs: further keyword arguments.
+        dynamic_shapes: as for ``add_tvm_dispatch``.
 
     Returns:
         the operations and what is unsupported among them; ``print`` it.
@@ -82,11 +89,12 @@ def examine(module: nn.Module, sample_input: Any, *, sample_kwargs: Mapping[str,
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
     args, kwargs = normalize_sample(module, sample_input, sample_kwargs)
+    dims = dynamic_dims(module, args, kwargs, dynamic_shapes)
     name = type(module).__name__
     before = PythonState(module)
     operations: Counter[str] = Counter()
     try:
-        captured = capture(module, args, kwargs)
+        captured = capture(module, args, kwargs, dims)
         operations.update(
             str(node.target)
             for node in captured.graph.nodes

@@ -3,7 +3,7 @@
 from bridge.capture.captured import Captured
 from bridge.capture.counters import Counter
 from bridge.capture.ctc_loss import CTC_LOSSES
-from bridge.capture.dynamic_shapes import DynamicDim, dynamic_dims, refuse_dynamic
+from bridge.capture.dynamic_shapes import DynamicDim, dynamic_dims
 from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.fake_run import fake_run
 from bridge.capture.isolated_rng import with_generator
@@ -52,7 +52,6 @@ __all__ = [
     "numbers_read",
     "one_capture_at_a_time",
     "raise_if_eager_raises",
-    "refuse_dynamic",
     "same_numbers",
     "where_is",
     "with_generator",

@@ -18,10 +18,9 @@ from torch.export import AdditionalInputs, Dim, ShapesCollection
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.torch_internals import pytree, pytree_node_type
 
-__all__ = ["DynamicDim", "dynamic_dims", "refuse_dynamic", "refuse_numbers"]
+__all__ = ["DynamicDim", "dynamic_dims", "refuse_numbers"]
 
 _FORM = "torch.export's form: None, or by argument (a dict by name, a tuple by position) and by dimension"
-_HINT = 'leave dynamic_shapes out and give on_miss="compile": every length gets an entry of its own'
 _LEAST = 2
 """Sizes of 0 and 1 are special cases of PyTorch's (nothing, broadcasting), each a program of its own."""
 
@@ -82,30 +81,6 @@ def dynamic_dims(module: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic
     found = tuple(_Reader(list(sample), place_of).inside(dynamic_shapes, values, ()))
     _check_names(found, leaves)
     return found
-
-
-def refuse_dynamic(module: nn.Module, args: tuple, kwargs: dict[str, Any], dynamic_shapes: Any) -> None:
-    """Checks a specification as :func:`dynamic_dims` does, where every call is compiled for its own sizes.
-
-    Raises:
-        UnsupportedModule: names every dimension that is meant to vary.
-        TypeError, ValueError: something else than such a specification, or not one of this sample.
-    """
-    if isinstance(dynamic_shapes, AdditionalInputs):
-        reason = "further samples mean that sizes vary; compiled code has static shapes"
-        refused = [Unsupported("dynamic_shapes=AdditionalInputs", "add_tvm_dispatch", reason, _HINT)]
-        raise UnsupportedModule(type(module).__name__, refused)
-    problems = [
-        Unsupported(
-            f"dynamic_shapes{each.place}",
-            "add_tvm_dispatch",
-            f"dimension {each.dim} is meant to vary; compiled code has static shapes",
-            _HINT,
-        )
-        for each in dynamic_dims(module, args, kwargs, dynamic_shapes)
-    ]
-    if problems:
-        raise UnsupportedModule(type(module).__name__, problems)
 
 
 def refuse_numbers(module_name: str, dims: tuple[DynamicDim, ...]) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.torch_internals import COMPILED_CALL
-from bridge.capture import normalize_sample, refuse_dynamic
+from bridge.capture import dynamic_dims, normalize_sample
 from bridge.compile import backend_for
 from bridge.dispatch.dispatcher import Dispatcher
 from bridge.dispatch.outer_compiler import mark, unmark
@@ -87,8 +87,8 @@ def add_tvm_dispatch(
             default without one; at most ``MAX_ENTRIES`` entries are kept, and what differs in the same thing at every
             call is compiled for a few times only, then runs eager) or ``"error"``.
         target: TVM target of kind ``llvm``; by default this machine's CPU.
-        dynamic_shapes: torch.export's specification. Shapes are static here: a dimension that is meant to vary is
-            unsupported, by name.
+        dynamic_shapes: which dimensions of the sample vary, as torch.export takes it: the entry serves all sizes from 2
+            on, or those of the ``Dim``'s range. What forward asks about sizes is a condition of the entry.
 
     Returns:
         ``module``.
@@ -119,7 +119,7 @@ def add_tvm_dispatch(
     args, kwargs = ((), {}) if learns else normalize_sample(module, sample_input, sample_kwargs)
     if learns and dynamic_shapes is not None:
         raise TypeError("dynamic_shapes: wanted a sample_input that they are shapes of")
-    refuse_dynamic(module, args, kwargs, dynamic_shapes)
+    dims = dynamic_dims(module, args, kwargs, dynamic_shapes)
     if module.__dict__.get(COMPILED_CALL) is not None and _dispatcher(module) is None:
         raise ValueError(f"{type(module).__name__} was compiled with module.compile(); dispatch a module that was not")
     backend = backend_for(target)
@@ -130,7 +130,7 @@ def add_tvm_dispatch(
         dispatcher.learns = True
     else:
         try:
-            dispatcher.add(module, args, kwargs)
+            dispatcher.add(module, args, kwargs, dims)
         except BaseException:
             dispatcher.partition, dispatcher.on_miss, dispatcher.backend = before
             raise

@@ -263,13 +263,6 @@ def test_error_names_the_reason_and_leaves_the_module_usable():
     assert stats(module).hits == 1 and not stats(module).misses
 
 
-@pytest.mark.composes("`dynamic_shapes=`", "dimensions that vary: refused by name", section='`on_miss="compile"`')
-def test_dynamic_shapes_are_refused_by_name():
-    """And the refusal says what to do instead (more in test_dynamic_shapes)."""
-    with pytest.raises(UnsupportedModule, match=r"dynamic_shapes\['x'\]\[0\].*batch[^$]*on_miss"):
-        add_tvm_dispatch(Scale(), rows(4), dynamic_shapes={"x": {0: Dim("batch")}})
-
-
 def test_stats_print_a_few_of_many_reasons():
     module = add_tvm_dispatch(MLP(), rows(2))
     for count in range(3, 33):

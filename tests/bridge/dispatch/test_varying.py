@@ -1,0 +1,198 @@
+"""Entries for all sizes of a dimension, asked for or found out: eager's results, gradients and draws at every size."""
+
+import html
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.nn import functional as F
+
+from bridge import add_tvm_dispatch, examine, explain, stats
+from tests.bridge.compare import Call, assert_same, run
+from tests.bridge.dispatch.varying import automatic, dispatched, normal
+
+SIZES = [(2, 2), (3, 5), (7, 4), (13, 2), (2, 31), (5, 17), (11, 3), (4, 4), (6, 9), (3, 64)]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Dropout(0.2), nn.Linear(9, 3))
+
+
+def rows(batch: int, length: int = 0) -> Call:
+    return Call((normal(batch, 6, grad=True),))
+
+
+class Attention(nn.Module):
+    """Two sizes, a mask, dropout, a residual; a loss beside the result."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out, self.norm = nn.Linear(8, 24), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x, mask):
+        batch, length, width = x.shape
+        q, k, v = self.inner(x).view(batch, length, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-1, -2)) / 2
+        weights = F.dropout(scores.masked_fill(mask[:, None, None, :] == 0, -1e9).softmax(-1), 0.1)
+        y = self.norm(self.out((weights @ v).transpose(1, 2).reshape(batch, length, width)) + x)
+        return y.square().mean(), y
+
+
+def masked(batch: int, length: int) -> Call:
+    mask = (torch.arange(batch * length).reshape(batch, length) % 5 > 0).long()
+    return Call((normal(batch, length, 8, grad=True),), {"mask": mask})
+
+
+BATCH, LENGTH = Dim("batch", max=64), Dim("length", max=64)
+MODELS = {
+    "mlp": (mlp, rows, ({0: BATCH},)),
+    "attention": (Attention, masked, {"x": {0: BATCH, 1: LENGTH}, "mask": {0: BATCH, 1: LENGTH}}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ten_sizes_are_one_entry(name):
+    make, call, shapes = MODELS[name]
+    eager, module = dispatched(make, call(5, 6), shapes)
+    for step, size in enumerate(SIZES):
+        assert_same(run(module, call(*size), seed=step), run(eager, call(*size), seed=step))
+    counted = stats(module)
+    assert counted.hits == len(SIZES) and not counted.misses and len(counted.entries) == 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_second_size_makes_a_dimension_symbolic(name, caplog):
+    make, call, _ = MODELS[name]
+    eager, module = automatic(make)
+    with caplog.at_level(logging.INFO, "bridge.dispatch"):
+        for step, size in enumerate(SIZES):
+            assert_same(run(module, call(*size), seed=step), run(eager, call(*size), seed=step))
+    counted = stats(module)
+    assert counted.hits == len(SIZES) and not counted.misses
+    static, varying = counted.entries
+    again = sum(call(*size).args[0].shape == call(*SIZES[0]).args[0].shape for size in SIZES)
+    assert static.hits == again and static.bound is None and varying.hits == len(SIZES) - again
+    told = [record.getMessage() for record in caplog.records if "for sizes that vary" in record.getMessage()]
+    assert len(told) == 1 and "dimension 0 of args[0], 2 <= " in told[0]
+
+
+def test_explain_and_stats_print_sizes():
+    _, module = dispatched(Attention, masked(5, 6), MODELS["attention"][2])
+    masked(3, 9)(module)
+    assert "float64[batch, length, 8], int64[batch, length]" in repr(stats(module)) and "1 hits" in repr(stats(module))
+    report = explain(module)
+    for text in (str(report), str(report.full), html.unescape(report._repr_html_())):
+        assert "batch: dimension 0 of args[0], 2 <= batch <= 64, 5 in the sample" in text
+        assert "bound for batch = 3, length = 9" in text
+
+
+def test_what_the_range_excludes_runs_eager_and_is_named():
+    eager, module = dispatched(mlp, rows(5), ({0: BATCH},))
+    for batch in (1, 65, 0):
+        assert_same(run(module, rows(batch)), run(eager, rows(batch)))
+    words = "shape of args[0]: dimension 0 (batch) is {}, compiled for 2 <= batch <= 64"
+    assert list(stats(module).misses) == [words.format(batch) for batch in (1, 65, 0)]
+
+
+def test_one_gets_an_entry_of_its_own():
+    eager, module = automatic(mlp)
+    for batch in (5, 7, 1, 9, 1):
+        assert_same(run(module, rows(batch)), run(eager, rows(batch)))
+    assert [entry.hits for entry in stats(module).entries] == [1, 2, 2]
+
+
+def test_a_third_dimension_joins_those_that_vary():
+    eager, module = automatic(Attention)
+    for size in [(3, 5), (4, 5), (2, 5), (2, 6), (7, 8), (3, 5)]:
+        assert_same(run(module, masked(*size)), run(eager, masked(*size)))
+    assert [entry.hits for entry in stats(module).entries] == [2, 2, 2]
+    assert [len(entry.dims) for entry in stats(module).entries] == [0, 2, 4]
+
+
+class Branches(nn.Module):
+    """Python asks for the size."""
+
+    def forward(self, x):
+        return x * 2 if x.shape[0] > 10 else x + x.shape[0]
+
+
+def test_each_branch_of_sizes_is_an_entry():
+    eager, module = automatic(Branches)
+    for batch in (5, 7, 12, 3, 40):
+        assert_same(run(module, rows(batch)), run(eager, rows(batch)))
+    entries = stats(module).entries
+    assert [entry.hits for entry in entries] == [1, 2, 2] and not stats(module).misses
+    assert "10 >= x_0" in str(entries[1].bound) and "x_0 >= 11" in str(entries[2].bound)
+
+
+def test_a_loop_over_a_size_stays_static():
+    class Loop(nn.Module):
+        def forward(self, x):
+            for row in range(x.shape[0]):
+                x = x + row
+            return x
+
+    eager, module = automatic(Loop)
+    for batch in (3, 4, 3, 4):
+        assert_same(run(module, rows(batch)), run(eager, rows(batch)))
+    assert [entry.hits for entry in stats(module).entries] == [2, 2]
+    assert all(entry.bound is None for entry in stats(module).entries)
+
+
+def test_without_gradients():
+    with torch.no_grad():
+        eager, module = dispatched(Attention, masked(5, 6), MODELS["attention"][2])
+        for size in SIZES:
+            call = masked(*size)
+            torch.manual_seed(1)
+            found = call(module)
+            torch.manual_seed(1)
+            for ours, theirs in zip(found, call(eager), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+        with torch.inference_mode():
+            module(*rows_of(4, 3))
+    assert stats(module).hits == len(SIZES) + 1
+
+
+def rows_of(*size: int) -> tuple:
+    call = masked(*size)
+    return call.args[0].detach().requires_grad_(), call.kwargs["mask"]
+
+
+def test_a_backward_from_other_outputs_is_compiled_for_its_sizes():
+    eager, module = dispatched(Attention, masked(5, 6), MODELS["attention"][2])
+    for size in [(5, 6), (2, 3), (7, 9)]:
+        found = []
+        for each in (module, eager):
+            call = masked(*size)
+            torch.manual_seed(1)
+            _, y = call(each)
+            each.zero_grad()
+            y.sin().sum().backward()
+            found.append([call.args[0].grad, *(parameter.grad.clone() for parameter in each.parameters())])
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    assert stats(module).hits == 3
+
+
+def test_added_again_with_the_same_sizes_it_stays():
+    _, module = dispatched(mlp, rows(5), ({0: BATCH},))
+    (entry,) = stats(module).entries
+    for spec in (({0: BATCH},), None):
+        add_tvm_dispatch(module, rows(7).args, dynamic_shapes=spec)
+        assert stats(module).entries == [entry]
+    add_tvm_dispatch(module, rows(7).args, dynamic_shapes=({0: Dim("batch", max=128)},))
+    assert stats(module).entries != [entry] and len(stats(module).entries) == 1
+
+
+def test_examine_takes_sizes_that_vary():
+    class Loop(nn.Module):
+        def forward(self, x):
+            return x + sum(range(x.shape[0]))
+
+    assert examine(mlp(), torch.ones(5, 6), dynamic_shapes=({0: BATCH},)).percentage == 100
+    assert not examine(Loop(), torch.ones(5, 6)).unsupported
+    (problem,) = examine(Loop(), torch.ones(5, 6), dynamic_shapes=({0: BATCH},)).unsupported
+    assert "batch" in str(problem)
