@@ -7,9 +7,8 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.export import Dim
 
-from bridge import DispatchMiss, UnsupportedModule, add_tvm_dispatch, stats
+from bridge import DispatchMiss, add_tvm_dispatch, stats
 from bridge.dispatch.budget import MAX_WASTED
 from bridge.dispatch.dispatcher import MAX_ENTRIES, MISSES_BEFORE_WARNING
 from bridge.dispatch.worth import TOO_SMALL

@@ -1,7 +1,10 @@
 """Entries for all sizes of a dimension, asked for or found out: eager's results, gradients and draws at every size."""
 
+import gc
 import html
 import logging
+import os
+import tracemalloc
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 from bridge import add_tvm_dispatch, examine, explain, stats
+from bridge.dispatch import MAX_BOUND
 from tests.bridge.compare import Call, assert_same, run
 from tests.bridge.dispatch.varying import automatic, dispatched, normal
 
@@ -52,6 +56,9 @@ MODELS = {
 }
 
 
+@pytest.mark.composes(
+    "`dynamic_shapes=`", "one entry for all sizes of the dimensions that vary", section='`on_miss="compile"`'
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_sizes_are_one_entry(name):
     make, call, shapes = MODELS[name]
@@ -159,6 +166,34 @@ def test_without_gradients():
 def rows_of(*size: int) -> tuple:
     call = masked(*size)
     return call.args[0].detach().requires_grad_(), call.kwargs["mask"]
+
+
+def test_many_sizes_leave_memory_flat():
+    _, module = dispatched(mlp, rows(5), ({0: Dim("batch")},))
+    (entry,) = stats(module).entries
+
+    def traced(batches: range) -> int:
+        for batch in batches:
+            module(*rows(batch).args).sum().backward()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    traced(range(2, 150))
+    before = traced(range(150, 300))
+    grown = traced(range(300, 450)) - before
+    tracemalloc.stop()
+    assert len(entry.bound) == MAX_BOUND and stats(module).hits == 448 and grown < 100_000
+
+
+def test_a_forked_child_goes_on():
+    eager, module = dispatched(lambda: nn.Sequential(nn.Linear(6, 9), nn.GELU()), rows(5), ({0: BATCH},))
+    module(*rows(9).args)
+    child = os.fork()
+    if child == 0:
+        same = [torch.allclose(module(*rows(batch).args), eager(*rows(batch).args)) for batch in (9, 11)]
+        os._exit(0 if all(same) and stats(module).hits == 3 else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_backward_from_other_outputs_is_compiled_for_its_sizes():
