@@ -77,7 +77,7 @@ class ReductionOrder:
         most = minimum(rows // self.chunk_rows, rows * columns // self.chunk_elements)
         chunks = maximum(1, minimum(self.most_chunks, most))
         size = chunk_rows(rows, chunks)
-        return (rows + size - 1) // size
+        return maximum(1, (rows + size - 1) // size)
 
     def stages(self, extents: Sequence[Dim], axes: Collection[int]) -> list[tuple[Dim, Dim, Dim]]:
         """A reduction over ``axes`` → ``(outer, reduced, inner)`` of the reductions that make it, one after another.

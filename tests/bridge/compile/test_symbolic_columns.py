@@ -8,6 +8,7 @@ from autodiff.extents import Dim, ExtentScope
 from bridge.compile.cpu.limits import ORDER
 from bridge.compile.loop_ir.graph import Graph
 from bridge.compile.schedule.column_plan import ColumnPlan
+from bridge.compile.schedule.order import chunk_rows
 from tests.bridge.compile.planned_graphs import Builder, assert_static_bits, symbolic
 
 LENGTHS = [2, 3, 15, 16, 17, 63, 64, 65, 100, 300]
@@ -97,12 +98,18 @@ def test_one_chunk_whatever_the_sizes_are_needs_no_partial_results():
     assert not isinstance(symbolic(rows_and_columns, n=40, m=12).planned[0].plan, ColumnPlan)
 
 
-def test_the_chunks_of_a_launch_are_those_of_its_numbers():
+@pytest.mark.parametrize("rows_of", [lambda n: n * 3, lambda n: n, lambda n: n + 1], ids=["3 n", "n", "n + 1"])
+@pytest.mark.parametrize("columns_of", [lambda m: m, lambda m: 8, lambda m: 16384], ids=["m", "8", "16384"])
+def test_the_chunks_of_a_launch_are_those_of_its_numbers(rows_of, columns_of):
     scope = ExtentScope()
     n, m = scope.symbol("n", 40), scope.symbol("m", 12)
-    chunks = ORDER.column_chunks(n * 3, m)
+    chunks = ORDER.column_chunks(rows_of(n), columns_of(m))
+    size = chunk_rows(rows_of(n), chunks)
     for each in SIZES:
-        assert scope.value(chunks, each) == ORDER.column_chunks(each["n"] * 3, each["m"])
+        numbers = rows_of(each["n"]), columns_of(each["m"])
+        expected = ORDER.column_chunks(*numbers)
+        assert scope.value(chunks, each) == expected
+        assert scope.value(size, each) == chunk_rows(numbers[0], expected)
     assert scope.guards == ()
 
 
