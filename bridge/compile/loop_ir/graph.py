@@ -27,13 +27,13 @@ from bridge.compile.loop_ir.views import View, dense, is_dense
 
 __all__ = [
     "Concat",
-    "Derived",
     "Fallback",
     "Graph",
     "LibraryCall",
     "Node",
     "Operand",
     "Pointwise",
+    "Positions",
     "Product",
     "Reduction",
     "Scalar",
@@ -183,10 +183,15 @@ Node = Pointwise | Reduction | LibraryCall | Fallback | Product
 
 
 @dataclass(frozen=True)
-class Derived:
-    """Positions from a beginning to an end by a step, at least one of them symbolic: made when a program is bound."""
+class Positions:
+    """A constant that follows from the sizes: the numbers from ``start`` to ``stop`` by ``step``, as ``arange`` counts.
 
-    arguments: tuple[Dim | float, Dim | float, Dim | float]
+    One that is the same for all sizes is a tensor.
+    """
+
+    start: Dim | float
+    stop: Dim | float
+    step: Dim | float
     dtype: str
 
 
@@ -194,7 +199,7 @@ class Derived:
 class Graph:
     """Nodes in an order of execution, with the operands that are the results.
 
-    ``constants`` are torch tensors or :class:`Derived`.
+    ``constants`` are torch tensors or :class:`Positions`.
     """
 
     params: list[Value]

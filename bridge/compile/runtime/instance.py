@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autodiff.extents import Dim, Extent, ExtentScope
-from bridge.compile.loop_ir.graph import Derived
+from bridge.compile.loop_ir.graph import Positions
 from bridge.compile.runtime.arena import ALIGNMENT
 from bridge.compile.runtime.instructions import CallLibrary, Instruction, Launch, View
 from bridge.compile.runtime.layout import Layout, Register
@@ -31,7 +31,7 @@ class Instances:
 
     Args:
         scope: of all its extents.
-        steps, layout, derived: see :class:`~bridge.compile.runtime.program.Program`.
+        steps, layout, positions: see :class:`~bridge.compile.runtime.program.Program`.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Instances:
         scope: ExtentScope,
         steps: Sequence[Instruction],
         layout: Layout,
-        derived: Sequence[tuple[int, Derived]],
+        positions: Sequence[tuple[int, Positions]],
     ) -> None:
         self._known: dict[object, int] = {}
         self._numbers: list[Dim] = []
@@ -50,7 +50,10 @@ class Instances:
         )
         self._bytes = self._pick(tuple(register.nbytes for register in layout.arena))
         self._views = [self._step(view) for view in layout.views]
-        self._derived = [(slot, constant, self._nested(constant.arguments)) for slot, constant in derived]
+        self._positions = [
+            (slot, getattr(torch, each.dtype), self._nested((each.start, each.stop, each.step)))
+            for slot, each in positions
+        ]
         self._table = scope.compiled(self._numbers)
 
     def __call__(
@@ -70,7 +73,7 @@ class Instances:
             layout.results,
             layout.memory,
         )
-        constants = tuple([(slot, _constant(derived, pick(table))) for slot, derived, pick in self._derived])
+        constants = tuple([(slot, torch.arange(*pick(table), dtype=dtype)) for slot, dtype, pick in self._positions])
         return tuple([make(table) for make in self._steps]), static, constants
 
     def _placed(self, sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -131,7 +134,3 @@ class Instances:
         shape = self._pick(register.shape)
         slot, name, dtype = register.slot, register.name, register.dtype
         return lambda table, offset: Register(slot, name, shape(table), dtype, offset)
-
-
-def _constant(derived: Derived, arguments: Sequence[int | float]) -> torch.Tensor:
-    return torch.arange(*arguments, dtype=getattr(torch, derived.dtype))

@@ -14,7 +14,7 @@ from autodiff.ir import itemsize
 from bridge.base.interrupts import raise_deferred
 from bridge.compile.backend import Backend, Built
 from bridge.compile.codegen.kernel import Kernel
-from bridge.compile.loop_ir.graph import Derived, Fallback, Graph, LibraryCall, Operand, Product, Reduction, Value
+from bridge.compile.loop_ir.graph import Fallback, Graph, LibraryCall, Operand, Positions, Product, Reduction, Value
 from bridge.compile.loop_ir.views import alike, dense
 from bridge.compile.runtime.arena import lying_below, plan_arena
 from bridge.compile.runtime.contents import contents
@@ -260,14 +260,14 @@ class _Linker:
             name=self.name,
             steps=tuple(self.steps),
             layout=layout,
-            constants=tuple((slot, constant) for slot, constant in constants if not isinstance(constant, Derived)),
+            constants=tuple((slot, constant) for slot, constant in constants if not isinstance(constant, Positions)),
             kernels=self.functions,
             backend=backend,
             results=tuple(self._name(op.value) for op in self.graph.results),
             variables=variables,
             code=dict(zip(self.functions, built, strict=True)),
             stage_seconds=timings,
-            derived=tuple((slot, constant) for slot, constant in constants if isinstance(constant, Derived)),
+            positions=tuple((slot, constant) for slot, constant in constants if isinstance(constant, Positions)),
             scope=scope,
         )
 

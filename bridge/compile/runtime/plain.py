@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from autodiff.extents import Composite, Extent, ExtentScope, Guard, ScopeState, Symbol
-from bridge.compile.loop_ir.graph import Derived
+from bridge.compile.loop_ir.graph import Positions
 from bridge.compile.runtime.contents import Contents, Operation
 from bridge.compile.runtime.instructions import CallLibrary, Launch, View
 from bridge.compile.runtime.layout import Layout, Register
@@ -22,7 +22,7 @@ __all__ = ["from_plain", "to_plain"]
 _CLASSES = {
     kind.__name__: kind
     for kind in (
-        *(CallLibrary, Contents, Derived, Launch, Layout, Operation, Register, TensorAt, TensorsAt, View),
+        *(CallLibrary, Contents, Launch, Layout, Operation, Positions, Register, TensorAt, TensorsAt, View),
         *(Composite, Guard, ScopeState, Symbol),
     )
 }

@@ -13,7 +13,7 @@ from tvm_ffi import structural_equal
 from autodiff.extents import ExtentScope, Guard, state_of_scope
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.backend import Backend, Built
-from bridge.compile.loop_ir.graph import Derived
+from bridge.compile.loop_ir.graph import Positions
 from bridge.compile.runtime.instance import Instances
 from bridge.compile.runtime.instructions import CallLibrary, Instruction
 from bridge.compile.runtime.layout import Layout
@@ -43,7 +43,7 @@ class Program:
         results: the names of the results in ``steps``.
         variables: names of the function's parameters, then of its bindings.
         stage_seconds: where Python's part of the compilation spent its seconds.
-        derived: constants that follow from the sizes, by slot.
+        positions: constants that follow from the sizes, by slot.
         scope: of the symbolic extents in all of the above; ``None`` for a program of one size. One that has it does not
             run itself: :meth:`bind` gives what does.
     """
@@ -58,7 +58,7 @@ class Program:
     variables: tuple[str, ...] = field(repr=False)
     code: Mapping[str, Built] = field(repr=False)
     stage_seconds: Mapping[str, float] = field(default_factory=dict, repr=False)
-    derived: tuple[tuple[int, Derived], ...] = field(default=(), repr=False)
+    positions: tuple[tuple[int, Positions], ...] = field(default=(), repr=False)
     scope: ExtentScope | None = field(default=None, repr=False)
 
     @property
@@ -101,12 +101,12 @@ class Program:
             raise ValueError(f"{self.name} is compiled for sizes with {broken}, got {dict(sizes)}")
         steps, layout, constants = self._instances(sizes)
         return replace(
-            self, steps=steps, layout=layout, constants=(*self.constants, *constants), derived=(), scope=None
+            self, steps=steps, layout=layout, constants=(*self.constants, *constants), positions=(), scope=None
         )
 
     @cached_property
     def _instances(self) -> Instances:
-        return Instances(self.scope, self.steps, self.layout, self.derived)
+        return Instances(self.scope, self.steps, self.layout, self.positions)
 
     @cached_property
     def _conditions(self) -> dict[int, Callable[[Mapping[str, int]], Guard | None]]:
@@ -196,7 +196,7 @@ class Program:
         kernels = tuple(self.kernels)
         parts: tuple = (self.steps, self.layout)
         if self.scope is not None:  # as they are written: to ask extents would guard
-            parts = (to_plain((*parts, self.derived, state_of_scope(self.scope))),)
+            parts = (to_plain((*parts, self.positions, state_of_scope(self.scope))),)
         return self.name, parts, slots, kernels, self.backend.key, self.results, self.variables
 
 

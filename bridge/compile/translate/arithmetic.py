@@ -195,7 +195,8 @@ def _relu(builder: Builder, call: Call) -> Operand:
 def _clip(builder: Builder, call: Call) -> Operand:
     x = builder.get(call.args[0])
     low, high = (number(arg) for arg in call.args[1:])
-    if "float" not in x.dtype and not (float(low).is_integer() and float(high).is_integer()):
+    bounds = [bound for bound in (low, high) if not isinstance(bound, Extent)]
+    if "float" not in x.dtype and not all(float(bound).is_integer() for bound in bounds):
         return NotImplemented
     x = builder.pointwise("maximum", [Scalar(low, x.dtype), x], x.dtype)  # of two zeros, the second
     return builder.pointwise("minimum", [Scalar(high, x.dtype), x], dtype(call))
@@ -272,8 +273,7 @@ def _triangle(builder: Builder, call: Call) -> Operand:
 @register("relax.arange")
 def _arange(builder: Builder, call: Call) -> Operand:
     start, stop, step = (number(arg) for arg in call.args)
-    (count,) = shape(call)
-    return builder.positions(start, stop, step, count, dtype(call))
+    return builder.positions(start, stop, step, *shape(call), dtype(call))
 
 
 @register("library.extent")

@@ -10,7 +10,7 @@ from autodiff.extents import Dim, Extent, same
 from autodiff.ir import Constant, Expr, Tuple, Var, dtype, shape
 from bridge.compile.codegen.pointwise import compute_type
 from bridge.compile.loop_ir import views
-from bridge.compile.loop_ir.graph import Derived, Node, Operand, Pointwise, Reduction, Scalar, Value, whole
+from bridge.compile.loop_ir.graph import Node, Operand, Pointwise, Positions, Reduction, Scalar, Value, whole
 from bridge.compile.loop_ir.neutral import Dense, Neutral, Shaped
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.reduction import identity
@@ -31,7 +31,7 @@ class Builder:
         self.rules = rules
         self.env: dict[Var, Operand | Scalar | list] = {}
         self.nodes: list[Node | Neutral] = []
-        self.constants: dict[Value, torch.Tensor | Derived] = {}
+        self.constants: dict[Value, torch.Tensor | Positions] = {}
         self._literals: dict[Constant, Operand | Scalar] = {}
         self._literals_as_tensors: dict[Hashable, Operand] = {}
         self.hint = "t"
@@ -66,11 +66,11 @@ class Builder:
     def positions(
         self, start: Dim | float, stop: Dim | float, step: Dim | float, count: Dim, element_type: str
     ) -> Operand:
-        """So many positions, a constant; of the size that the program is bound to, see :class:`Derived`."""
-        if not any(isinstance(each, Extent) for each in (start, stop, step)):
+        """``count`` numbers from ``start`` to ``stop`` by ``step``, a constant."""
+        if not any(isinstance(number, Extent) for number in (start, stop, step)):
             return self.constant(torch.arange(start, stop, step, dtype=getattr(torch, element_type)))
         value = Value(f"const{len(self.constants)}", (count,), element_type, "constant")
-        self.constants[value] = Derived((start, stop, step), element_type)
+        self.constants[value] = Positions(start, stop, step, element_type)
         return whole(value)
 
     def fresh(self, extents: Sequence[Dim], element_type: str) -> Value:

@@ -7,7 +7,6 @@ import gc
 import random
 import re
 import weakref
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,52 +14,14 @@ from tvm import relax
 from tvm.relax import op as R
 
 from autodiff.extents import ExtentScope
-from autodiff.instantiate import instantiate
 from autodiff.library import number
-from bridge.compile import CompileOptions, Program, backend_for, compile_function
+from bridge.compile import compile_function
 from bridge.compile.runtime.arena import lying_below
 from bridge.compile.runtime.storage import load, save
+from tests.bridge.compile.symbolic import SAMPLE, Symbolic
 from tests.bridge.compile_helpers import function
 
-SAMPLE = 48
 SIZES = [2, 3, 17, SAMPLE, 700]
-
-
-class Symbolic:
-    """A function of rows ``n`` (sample 48), its program, and both for given sizes."""
-
-    def __init__(self, params, body, dtype="float32", samples=(("n", SAMPLE),), deterministic=True):
-        self.scope = ExtentScope()
-        self.symbols = {name: self.scope.symbol(name, sample) for name, sample in samples}
-        extents = [[self.symbols.get(extent, extent) for extent in shape] for shape in params]
-        self.function = function([(shape, dtype) for shape in extents], lambda emit, *p: body(emit, *p, **self.symbols))
-        self.options = replace(CompileOptions.current(backend_for(None)), deterministic=deterministic)
-        self.program = compile_function(self.function, name="symbolic", options=self.options)
-        self.shapes = params
-        self.dtype = getattr(torch, dtype)
-
-    def inputs(self, sizes) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        shapes = [[sizes.get(extent, extent) for extent in shape] for shape in self.shapes]
-        return [torch.randn(shape, generator=generator, dtype=self.dtype) for shape in shapes]
-
-    def static(self, sizes) -> Program:
-        return compile_function(instantiate(self.function, sizes), name="static", options=self.options)
-
-    def both(self, **sizes) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The results of the bound program, and of the one compiled for the sizes."""
-        inputs = self.inputs(sizes)
-        return self.program.bind(sizes)(list(inputs)), self.static(sizes)(list(inputs))
-
-    def assert_same_bits(self, **sizes) -> None:
-        ours, theirs = self.both(**sizes)
-        for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-            assert our.shape == their.shape and our.dtype == their.dtype
-            assert torch.equal(our, their), (index, sizes)
-
-    @property
-    def guards(self) -> list[str]:
-        return list(map(str, self.scope.guards))
 
 
 def normalized(emit, x, weight, bias, dtype="float32"):
@@ -118,8 +79,12 @@ def positions(emit, x, n):
 
 def sizes_as_numbers(emit, x, n):
     mean = emit(R.divide(emit(R.sum(x, 0)), emit(number(n, "float32"))))
+    whole = emit(R.astype(emit(R.multiply(x, relax.const(100.0))), "int64"))
     return [
         mean,
+        emit(number(n * n + 1, "float32")),
+        emit(R.astype(emit(number(n, "int64")), "bfloat16")),
+        emit(R.clip(whole, 0, n - 1)),
         emit(R.subtract(x, mean)),
         emit(R.multiply(x, emit(number(n * 40 - 1, "float32")))),
         emit(R.mean(x, 0)),
