@@ -10,6 +10,10 @@ from torch.nn import functional as F
 
 from tests.bridge.symbolic import assert_as_eager, imported
 
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="products and poolings of older versions fix the sizes, or guard them further"
+)
+
 BATCH, LENGTH = Dim("batch"), Dim("length")
 
 
