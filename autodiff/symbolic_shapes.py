@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from autodiff.extents import Dim, broadcast, from_tir, maximum, slice_of
+from autodiff.extents import Dim, Slice, broadcast, from_tir, maximum, slice_of
 from autodiff.ir import Call, IntImm, TensorType, extents_of, shape
 from autodiff.ops import having
 
@@ -99,18 +99,22 @@ def _stack(call: Call) -> Shape:
 @_shape_of("relax.strided_slice")
 def _strided_slice(call: Call) -> Shape:
     extents = list(shape(call.args[0]))
-    for axis, begin, end, step in slices(call):
-        extents[axis] = slice_of(begin, end, step, extents[axis]).length
+    for axis, cut in slices(call):
+        extents[axis] = cut.length
     return tuple(extents)
 
 
-def slices(call: Call) -> list[tuple[int, Dim, Dim, int]]:
-    """Axis, begin, end and step of each axis that a ``relax.strided_slice`` cuts."""
+def slices(call: Call) -> list[tuple[int, Slice]]:
+    """Each axis that a ``relax.strided_slice`` cuts, and what it reads of it."""
     x, axes, begins, ends, *strides = call.args
     steps = [int(stride) for stride in strides[0].fields] if strides else [1] * len(axes.fields)
-    bounds = [[from_tir(bound) for bound in each.fields] for each in (begins, ends)]
-    axes = [int(axis) % len(shape(x)) for axis in axes.fields]
-    return list(zip(axes, *bounds, steps, strict=True))
+    found = []
+    for axis, begin, end, step in zip(axes.fields, begins.fields, ends.fields, steps, strict=True):
+        begin, end, axis = from_tir(begin), from_tir(end), int(axis) % len(shape(x))
+        inbound = bool(call.attrs.assume_inbound) and step > 0
+        cut = Slice(begin, (end - begin + step - 1) // step, step) if inbound else None
+        found.append((axis, cut or slice_of(begin, end, step, shape(x)[axis])))
+    return found
 
 
 @_shape_of("relax.gather_elements", "relax.scatter_elements")

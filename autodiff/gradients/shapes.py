@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from tvm.relax import op
 
-from autodiff.extents import Dim, Extent, Slice, same, slice_of
+from autodiff.extents import Dim, Extent, Slice, same
 from autodiff.gradients.registry import Emit, checks, gradient
 from autodiff.gradients.tools import fit, padded, sum_over, zeros_like
 from autodiff.ir import Call, Expr, Tuple, TupleGetItem, Var, extents_of, shape
@@ -117,8 +117,8 @@ def strided_slice(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = zeros with g at the positions of the slice"""
     extents = shape(call.args[0])
     value: Expr = g
-    for axis, begin, end, step in slices(call):
-        value = _scatter_slice(value, slice_of(begin, end, step, extents[axis]), axis, extents[axis], emit)
+    for axis, cut in slices(call):
+        value = _scatter_slice(value, cut, axis, extents[axis], emit)
     return [value] + [None] * (len(call.args) - 1)
 
 

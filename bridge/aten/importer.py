@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from tvm import relax
 
+from autodiff.errors import UnknownShape
 from autodiff.extents import Dim, Extent
 from autodiff.ir import (
     Expr,
@@ -26,6 +27,7 @@ from autodiff.ir import (
 )
 from autodiff.library import call as library_call
 from autodiff.library import number
+from autodiff.typed import normalizer
 from bridge.aten.dims import dims, has_extents, same_shape
 from bridge.aten.draws import ChainedDraws
 from bridge.aten.imported import Imported
@@ -77,18 +79,18 @@ class Importer:
         self.draw_params: dict[int, Var] = {}
         self.assertions: list[tuple[Expr, str]] = []
         self.draws = ChainedDraws(self, captured.draws)
-        self._builder = relax.BlockBuilder()
+        self._normalize = normalizer()
         self._names: dict[str, int] = {}
         self._hint = "v"
 
     def emit(self, value: Expr) -> Expr:
         """Binds ``value`` to a new variable named after the node that is converted."""
-        value = self._builder.normalize(value)
+        try:
+            value = self._normalize(value)
+        except UnknownShape as error:
+            raise UnsupportedUse(f"sizes that vary, {error.why}") from error
         if isinstance(value, Var):
             return value
-        if isinstance(value.ty, TensorType) and value.ty.shape is None:
-            hint = "give dimensions that are equal the same name in dynamic_shapes"
-            raise UnsupportedUse("sizes that are equal for reasons which TVM does not see", hint)
         count = self._names.get(self._hint, 0)
         self._names[self._hint] = count + 1
         name = self._hint if count == 0 else f"{self._hint}__{count}"

@@ -103,8 +103,10 @@ def test_what_is_equal_as_a_product_is_equal_by_its_factors():
     lowered = imported(Losses(), (normal(4, 6), normal(4, 6)), [auto, auto])
     assert len(lowered.captured.extents.samples) == 2 and not lowered.captured.extents.guards
     assert_as_eager(lowered, lambda *s: (normal(*s), normal(*s)), [(4, 6), (2, 3)])
-    with pytest.raises(UnsupportedModule, match="give dimensions that are equal the same name"):
-        imported(Losses(), (normal(4, 6), normal(3, 8)), [auto, auto])
+    lowered = imported(Losses(), (normal(4, 6), normal(3, 8)), [auto, auto])
+    names, broken = [symbol.name for symbol in lowered.captured.extents.samples], lowered.captured.extents.broken()
+    fits = {sizes: broken(dict(zip(names, sizes, strict=True))) is None for sizes in [(4, 6, 3, 8), (4, 6, 5, 5)]}
+    assert fits == {(4, 6, 3, 8): True, (4, 6, 5, 5): False}
 
 
 class Halves(nn.Module):
