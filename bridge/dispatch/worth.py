@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autodiff.extents import sample_of
 from bridge.base.guard_failure import GuardFailure
 from bridge.base.threads import is_alone
 from bridge.base.torch_internals import COMPILED_CALL, has_global_hooks, has_saved_tensors_hooks, pytree
@@ -96,7 +97,7 @@ def measure_worth(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str
 
 def _is_small(entry: Entry) -> bool:
     programs = [program for program in (entry.forward, entry.backward) if program is not None]
-    numbers = sum(value.numel for program in programs for value in program.layout.params)
+    numbers = sum(sample_of(value.numel) for program in programs for value in program.layout.params)
     arena = sum(program.arena_bytes for program in programs)
     return numbers <= _SMALL and arena <= 4 * _SMALL and sum(len(program.steps) for program in programs) <= _STEPS
 
