@@ -1,4 +1,4 @@
-"""Models captured once with sizes that vary: what is imported computes eager's results at every size."""
+"""Models captured once with sizes that vary: every stage gives eager's results and gradients at every size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 from torch.export import Dim
 from torch.nn import functional as F
 
-from tests.bridge.symbolic import assert_as_eager, imported
+from tests.bridge.symbolic import assert_as_eager, differentiated, imported
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="products and poolings of older versions fix the sizes, or guard them further"
@@ -27,14 +27,14 @@ def guards(lowered) -> list[str]:
 
 def test_mlp():
     module = nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 3)).double()
-    lowered = imported(module, normal(5, 6), ({0: BATCH},))
+    lowered = differentiated(module, normal(5, 6), ({0: BATCH},))
     assert_as_eager(lowered, lambda n: normal(n, 6), [(2,), (5,), (13,)])
     assert guards(lowered) == []
 
 
 def test_dropout_where_no_number_is_read():
     module = nn.Sequential(nn.Linear(6, 9), nn.Dropout(0.2), nn.Linear(9, 3)).double()
-    lowered = imported(module, normal(5, 6), ({0: BATCH},))
+    lowered = differentiated(module, normal(5, 6), ({0: BATCH},))
     assert_as_eager(lowered, lambda n: normal(n, 6), [(2,), (5,), (13,)])
 
 
@@ -59,7 +59,7 @@ def masked(batch: int, length: int) -> dict[str, torch.Tensor]:
 
 def test_attention_with_mask_and_dropout():
     shapes = {"x": {0: BATCH, 1: LENGTH}, "mask": {0: BATCH, 1: LENGTH}}
-    lowered = imported(Attention().double(), masked(4, 6), shapes)
+    lowered = differentiated(Attention().double(), masked(4, 6), shapes)
     assert_as_eager(lowered, masked, [(4, 6), (2, 2), (3, 11), (7, 5)])
     assert guards(lowered) == []
     assert sorted(symbol.name for symbol in lowered.captured.extents.samples) == ["batch", "length"]
@@ -83,7 +83,7 @@ def tokens(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_embeddings_and_a_loss():
-    lowered = imported(Classifier().double(), tokens(4, 6), ({0: BATCH, 1: LENGTH}, {0: BATCH, 1: LENGTH}))
+    lowered = differentiated(Classifier().double(), tokens(4, 6), ({0: BATCH, 1: LENGTH}, {0: BATCH, 1: LENGTH}))
     assert_as_eager(lowered, tokens, [(4, 6), (2, 2), (3, 11), (7, 40)])
 
 
@@ -93,7 +93,7 @@ def test_convolution_and_batch_norm(padding):
         nn.Conv2d(3, 4, 3, padding=padding), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 5, 2, stride=2)
     ).double()
     height, width = Dim("height", min=10), Dim("width", min=10)
-    lowered = imported(module, normal(3, 3, 10, 12), ({0: BATCH, 2: height, 3: width},))
+    lowered = differentiated(module, normal(3, 3, 10, 12), ({0: BATCH, 2: height, 3: width},))
     assert_as_eager(lowered, lambda *s: normal(s[0], 3, *s[1:]), [(3, 10, 12), (2, 10, 10), (5, 13, 11), (2, 11, 16)])
 
 
