@@ -4,7 +4,8 @@ All of ``autodiff``, ``partition`` and ``bridge`` import Relax types from this f
 them (``struct_info`` became ``ty`` in 0.27), and so the next renaming is one edit.
 
 The functions these packages exchange have one shape (*flat form*): a single dataflow block of
-``var = value`` bindings in ANF, static shapes, and a flat tuple of variables (or constants) as result.
+``var = value`` bindings in ANF, known shapes (numbers, or extents of a scope), and a flat tuple of variables (or
+constants) as result.
 """
 
 from __future__ import annotations
