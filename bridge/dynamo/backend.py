@@ -144,6 +144,9 @@ class CompiledGraph:
         key = (*map(layout, values), interpreter_state())
         compiled = self._compiled.get(key)
         if compiled is None and self._sizes is not None:
+            if varying := self._changed_numbers_of_any_size(values):
+                self._varying |= varying
+                return self(*inputs)
             compiled = self._of_any_size(key, values)
         if compiled is None and (varying := self._changed_numbers(key)):
             self._varying |= varying
@@ -173,6 +176,18 @@ class CompiledGraph:
                 return None
             self._varying_sizes.append((key[-1], found))
         return None if found is None else self._known_sizes.put(key, found)
+
+    def _changed_numbers_of_any_size(self, values: Sequence[Any]) -> frozenset[int]:
+        """As :meth:`_changed_numbers`, of entries for all sizes."""
+        numbers = self._numbers.arithmetic - self._varying - self._sizes.numbers.keys()
+        for known in list(self._varying_sizes) if numbers else ():
+            differing = known[1].differing(values)
+            if differing and differing <= numbers:
+                self._varying_sizes.remove(known)
+                self._known_sizes.clear()
+                self._entries.drop(known[1].entry)
+                return differing
+        return frozenset()
 
     @interrupts_deferred()
     def _compile_for_sizes(self, values: Sequence[Any]) -> Compiled | None:

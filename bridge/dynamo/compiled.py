@@ -68,14 +68,18 @@ class Compiled:
 
     def fits(self, inputs: Sequence[Any]) -> bool:
         """Whether inputs of other sizes, but of the same modes, are served as well."""
-        if self.entry.bound is None:
+        if self.entry.bound is None or self.differing(inputs):
             return False
-        varying = {*self._sizes.tensors, *self._sizes.numbers}
-        for position, (then, value) in enumerate(zip(self._layouts, inputs, strict=True)):
-            now = layout(value)
-            if (_without_sizes(now) != _without_sizes(then)) if position in varying else now != then:
-                return False
         return self.entry.bound.fit([inputs[place] for place in self._places])
+
+    def differing(self, inputs: Sequence[Any]) -> frozenset[int]:
+        """The inputs that differ from those that were compiled, in more than sizes that vary."""
+        sized = {*self._sizes.tensors, *self._sizes.numbers}
+        return frozenset(
+            place
+            for place, (then, now) in enumerate(zip(self._layouts, map(layout, inputs), strict=True))
+            if ((_without_sizes(now) != _without_sizes(then)) if place in sized else now != then)
+        )
 
     def objection(self, inputs: Sequence[Any]) -> str | None:
         """Why these inputs cannot be run although their layout fits: an in-place change that others would see."""

@@ -96,3 +96,13 @@ def test_sizes_are_found_in_a_graph():
     assert [(dimension, name.isidentifier()) for _, dimension, name in sizes.dims] == [(0, True), (1, True), (0, True)]
     places = {place for place in sizes.numbers.values()}
     assert places <= {(position, dimension) for position, dimension, _ in sizes.dims} and len(places) >= 2
+
+
+def test_a_number_that_changes_is_an_input_beside_sizes():
+    known = graphs()
+    compiled = torch.compile(lambda a, scale: (a * scale).sin(), backend="tvm_dispatch", dynamic=True)
+    for step, rows in enumerate((3, 5, 7, 9, 5)):
+        data, scale = x(rows, 4), 0.5 + step
+        torch.testing.assert_close(compiled(data, scale), (data * scale).sin(), **CLOSE)
+    found = made_since(known)
+    assert total(found) == (5, Counter()) and all(len(graph.stats.entries) == 1 for graph in found)
