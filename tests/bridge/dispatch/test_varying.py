@@ -17,6 +17,10 @@ from bridge.dispatch import MAX_BOUND
 from tests.bridge.compare import Call, assert_same, run
 from tests.bridge.dispatch.varying import automatic, dispatched, normal
 
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="products and poolings of older versions fix the sizes, or guard them further"
+)
+
 SIZES = [(2, 2), (3, 5), (7, 4), (13, 2), (2, 31), (5, 17), (11, 3), (4, 4), (6, 9), (3, 64)]
 
 
