@@ -40,6 +40,7 @@ class ExtentScope:
         self.assumed: object = None
         self._guards: dict[Guard, None] = {}
         self._vars: dict[Symbol, tirx.Var] = {}
+        self._bounds: dict[Terms, Range] = {}
 
     def symbol(self, name: str, sample: int, low: int = 2, high: int | None = None) -> Extent:
         """A new extent between ``low`` and ``high``. ``ValueError`` for a name twice or a sample out of range."""
@@ -54,6 +55,13 @@ class ExtentScope:
         _SYMBOL_OF[var.__chandle__()] = (weakref.ref(self), symbol)
         weakref.finalize(self, _SYMBOL_OF.pop, var.__chandle__(), None)
         return extent
+
+    def narrow(self, symbol: Symbol, low: int, high: int | None) -> None:
+        """A smaller range for a symbol: both bounds hold, those that were known and these."""
+        known = self.ranges[symbol]
+        highs = [bound for bound in (high, known.high) if bound is not None]
+        self.ranges[symbol] = Range(low if known.low is None else max(low, known.low), min(highs, default=None))
+        self._bounds.clear()
 
     @property
     def guards(self) -> tuple[Guard, ...]:
@@ -70,7 +78,14 @@ class ExtentScope:
 
     def range_of(self, value: Dim) -> Range:
         """Bounds of a value, whatever the symbols are."""
-        return range_of(value.terms, self.ranges) if isinstance(value, Extent) else Range(value, value)
+        return self.bounds(value.terms) if isinstance(value, Extent) else Range(value, value)
+
+    def bounds(self, terms: Terms) -> Range:
+        """Bounds of terms, found once."""
+        found = self._bounds.get(terms)
+        if found is None:
+            found = self._bounds[terms] = range_of(terms, self.ranges)
+        return found
 
     def value(self, value: Dim, sizes: Mapping[str, int]) -> int:
         """A value for sizes by the symbols' names."""
@@ -123,7 +138,7 @@ class ExtentScope:
 
     def is_zero(self, terms: Terms) -> bool:
         """Whether terms are 0; a guard if that is not the same in the whole range."""
-        bounds = range_of(terms, self.ranges)
+        bounds = self.bounds(terms)
         if bounds.low == bounds.high == 0 or not terms:
             return True
         if (bounds.low is not None and bounds.low > 0) or (bounds.high is not None and bounds.high < 0):
@@ -134,7 +149,7 @@ class ExtentScope:
 
     def is_negative(self, terms: Terms) -> bool:
         """Whether terms are below 0; likewise."""
-        bounds = range_of(terms, self.ranges)
+        bounds = self.bounds(terms)
         if bounds.low is not None and bounds.low >= 0:
             return False
         if bounds.high is not None and bounds.high < 0:
@@ -235,9 +250,9 @@ class Extent:
         if scope.is_zero(b):
             raise ZeroDivisionError(f"{text(a)} divided by {text(b)}, which is 0")
         quotient, left = divide(a, b)
-        bounds, size = range_of(left, scope.ranges), range_of(b, scope.ranges)
+        bounds, size = scope.bounds(left), scope.bounds(b)
         if bounds.low is not None and bounds.low >= 0 and size.low is not None and size.low > 0:
-            below = range_of(add(b, left, -1), scope.ranges)
+            below = scope.bounds(add(b, left, -1))
             if not left or (below.low is not None and below.low > 0):
                 return scope.make((quotient, left)[part])
         if not left:
@@ -249,6 +264,8 @@ class Extent:
         if self is other:
             return True
         terms = _terms(other)
+        if terms == self.terms:
+            return True
         return NotImplemented if terms is None else self.scope.is_zero(add(self.terms, terms, -1))
 
     def __ne__(self, other: object) -> bool:
@@ -316,7 +333,7 @@ def _either(kind: str, a: Dim, b: Dim) -> Dim:
     owner = a if isinstance(a, Extent) else b
     if not isinstance(owner, Extent):
         return _PLAIN[kind](a, b)
-    bounds = range_of(add(_terms(a), _terms(b), -1), owner.scope.ranges)
+    bounds = owner.scope.bounds(add(_terms(a), _terms(b), -1))
     if bounds.low is not None and bounds.low >= 0:
         return a if kind == "max" else b
     if bounds.high is not None and bounds.high <= 0:

@@ -36,6 +36,9 @@ class Symbol:
         """By which atoms are sorted."""
         return self.name
 
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def __str__(self) -> str:
         return self.name
 
@@ -52,6 +55,9 @@ class Composite:
     def order(self) -> str:
         return str(self)
 
+    def __hash__(self) -> int:
+        return hash(self.order)  # a string keeps its hash, and terms are looked up often
+
     def __str__(self) -> str:
         return _atom(self, str)
 
@@ -66,6 +72,8 @@ Terms = tuple[tuple[Monomial, int], ...]
 def normal(sums: Mapping[Monomial, int]) -> Terms:
     """The terms of a sum."""
     left = [(monomial, factor) for monomial, factor in sums.items() if factor]
+    if len(left) < 2:
+        return tuple(left)
     return tuple(sorted(left, key=lambda term: _order(term[0])))
 
 
@@ -82,6 +90,8 @@ def constant(terms: Terms) -> int | None:
 
 def add(a: Terms, b: Terms, factor: int = 1) -> Terms:
     """``a + factor * b``."""
+    if not b:
+        return a
     sums = dict(a)
     for monomial, each in b:
         sums[monomial] = sums.get(monomial, 0) + factor * each
@@ -90,6 +100,10 @@ def add(a: Terms, b: Terms, factor: int = 1) -> Terms:
 
 def multiply(a: Terms, b: Terms) -> Terms:
     """``a * b``."""
+    for one, other in ((a, b), (b, a)):
+        if len(one) == 1 and not one[0][0]:
+            number = one[0][1]
+            return other if number == 1 else tuple([(monomial, number * each) for monomial, each in other])
     sums: dict[Monomial, int] = {}
     for left, one in a:
         for right, other in b:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from autodiff.extents import Dim, Extent, ExtentScope, Guard, sample_of
-from autodiff.extents.ranges import Range
 from bridge.base.errors import Unsupported, is_user_file, line_of
 from bridge.base.torch_shapes import conclusions, environment, expression, is_decided, range_of
 from bridge.capture.dynamic_shapes import DynamicDim
@@ -149,9 +148,7 @@ class SymbolicSizes:
     def _bound(self, extent: Extent, low: int, high: int | None) -> None:
         if extent.linear is not None and extent.linear[1:] == (1, 0):
             key, *_ = extent.linear
-            known = self.scope.ranges[key]
-            high = min((bound for bound in (high, known.high) if bound is not None), default=None)
-            self.scope.ranges[key] = Range(max(low, known.low), high)
+            self.scope.narrow(key, low, high)
         elif extent < low or (high is not None and extent > high):
             raise AssertionError(f"{extent} is not between {low} and {high}")
 
