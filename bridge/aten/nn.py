@@ -114,6 +114,8 @@ def embedding_bag(importer, node, weight, indices, offsets, scale_grad_by_freq=F
     if frozen:
         return whole(importer, node, weight, *args)
     target = aten._embedding_bag.default
+    if node.target is target:
+        return whole(importer, node, weight, *args)
     numbers_only("bags of computed weights", [form.shape for form in node.meta["val"]])
     fakes = target(*fx.node.map_arg(node.args, lambda arg: arg.meta["val"]), **node.kwargs)
     with_gradient = SimpleNamespace(target=target, meta={**node.meta, "val": fakes})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autodiff.ir import Call, Tuple, TupleType, dtype, shape
+from autodiff.extents import Dim, Extent
+from autodiff.ir import Call, Tuple, TupleType, shape
 from bridge.compile.loop_ir.graph import Operand, Scalar, whole
 from bridge.compile.loop_ir.neutral import Join
 from bridge.compile.passes.choose_joins import is_worth_joining
@@ -22,28 +23,34 @@ def _concat(builder: Builder, call: Call) -> Operand:
     if len({operand.dtype for operand in operands}) > 1:
         return NotImplemented
     axis = 0 if call.attrs.axis is None else int(call.attrs.axis) % len(shape(call))
-    return _join(builder, operands, axis, call)
+    return _join(builder, operands, axis, shape(call))
 
 
 @register("relax.nn.pad")
 def _pad(builder: Builder, call: Call) -> Operand:
+    """Axis by axis where an extent is symbolic, which TVM's own loops cannot take."""
     x = builder.get(call.args[0])
     widths = [int(width) for width in call.attrs.pad_width]
     axes = [axis for axis in range(len(x.shape)) if any(widths[2 * axis : 2 * axis + 2])]
-    if str(call.attrs.pad_mode) != "constant" or len(axes) != 1 or min(widths) < 0:
+    symbolic = any(isinstance(extent, Extent) for extent in x.shape)
+    if str(call.attrs.pad_mode) != "constant" or min(widths) < 0 or not axes or (len(axes) > 1 and not symbolic):
         return NotImplemented
-    (axis,) = axes
     fill = float(call.attrs.pad_value)
     number = fill if "float" in x.dtype else int(fill)
-    operands: list[Operand | Scalar] = [x]
-    for width, place in ((widths[2 * axis], 0), (widths[2 * axis + 1], 2)):
-        if width:
-            extents = (*x.shape[:axis], width, *x.shape[axis + 1 :])
-            operands.insert(place, Scalar(number, x.dtype, extents))
-    return _join(builder, operands, axis, call) if is_worth_joining(operands, axis, builder.rules) else NotImplemented
+    for axis in axes:
+        operands: list[Operand | Scalar] = [x]
+        for width, place in ((widths[2 * axis], 0), (widths[2 * axis + 1], 2)):
+            if width:
+                extents = (*x.shape[:axis], width, *x.shape[axis + 1 :])
+                operands.insert(place, Scalar(number, x.dtype, extents))
+        if not symbolic and not is_worth_joining(operands, axis, builder.rules):
+            return NotImplemented
+        extent = sum(widths[2 * axis : 2 * axis + 2]) + x.shape[axis]
+        x = _join(builder, operands, axis, (*x.shape[:axis], extent, *x.shape[axis + 1 :]))
+    return x
 
 
-def _join(builder: Builder, operands: Sequence[Operand | Scalar], axis: int, call: Call) -> Operand:
-    out = builder.fresh(shape(call), dtype(call))
+def _join(builder: Builder, operands: Sequence[Operand | Scalar], axis: int, extents: Sequence[Dim]) -> Operand:
+    out = builder.fresh(extents, operands[0].dtype)
     builder.add(Join(tuple(operands), axis, out))
     return whole(out)

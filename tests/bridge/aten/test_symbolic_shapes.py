@@ -133,6 +133,12 @@ def test_at_all_sizes(name):
     assert_as_eager(lowered, normal, [(2, 2), (5, 12), (7, 4)])
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_a_table(mode):
+    module = nn.Sequential(Of(lambda x: x.argmax(1)), nn.EmbeddingBag(9, 3, mode=mode, padding_idx=1)).double()
+    assert_as_eager(imported(module, normal(4, 6), ({0: N, 1: M},)), normal, [(2, 2), (5, 9), (7, 4)])
+
+
 SOME_SIZES = {
     "slices": (lambda x: (x[:, 1:] * 2, x[:, ::2] * 2, x[:, :3] * 2, F.pad(x[:, :-1], (0, 0, 1, 0))), 4),
     "halves": (lambda x: (x[:, : x.shape[1] // 2] * 2, F.avg_pool1d(x.mT, 2)), 4),

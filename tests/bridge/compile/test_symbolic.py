@@ -66,6 +66,11 @@ def joined(emit, x, y, n):
     return [emit(R.concat([x, emit(R.exp(y))], 0)), emit(R.stack([x, y], 0))]
 
 
+def padded(emit, x, n):
+    one, many = emit(R.nn.pad(x, [0, 0, 1, 0, 0, 0])), emit(R.nn.pad(x, [2, 1, 0, 0, 3, 0], "constant", 0.5))
+    return [one, many, emit(R.add(emit(R.nn.pad(emit(R.exp(x)), [0, 0, 0, 0, 0, 7])), relax.const(1.0)))]
+
+
 def broadcasts(emit, x, y, n):
     wide = emit(R.broadcast_to(emit(R.reshape(y, (n, 1, 16))), (n, 3, 16)))
     return [emit(R.add(x, wide)), wide, emit(R.zeros((n, 3), "float32")), emit(R.sum(emit(R.multiply(x, wide)), 1))]
@@ -120,6 +125,7 @@ CASES = {
     "heads": ([("n", 5, 32), (32,)], heads),
     "slices": ([("n", 64)], slices),
     "joined": ([("n", 40), ("n", 40)], joined),
+    "padded": ([("n", 3, 5)], padded),
     "broadcasts": ([("n", 3, 16), ("n", 16)], broadcasts),
     "positions": ([("n", 40)], positions),
     "sizes as numbers": ([("n", 40)], sizes_as_numbers),
