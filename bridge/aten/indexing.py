@@ -234,6 +234,8 @@ def _strided_positions(node, size, stride, storage_offset):
     """Positions, in row-major order, of the elements that a geometry in memory names."""
     fake = node.args[0].meta["val"]
     numbers_only("a geometry in memory", fake.shape, size, stride, storage_offset)
+    if isinstance(fake, TensorForm):
+        raise UnsupportedUse("a geometry in memory where sizes vary", "use slices, permute, expand or unfold")
     if not fake.is_contiguous() or fake.untyped_storage().nbytes() != fake.numel() * fake.element_size():
         raise UnsupportedUse("as_strided of a tensor that is a view itself", "use slices, permute, expand or unfold")
     positions = np.full(tuple(size), storage_offset or 0, dtype="int64")

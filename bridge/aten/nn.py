@@ -15,8 +15,8 @@ from bridge.aten.dims import numbers_only, same_shape
 from bridge.aten.norm import moments, rstd_of
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.aten.whole import whole
-from bridge.base.torch_internals import aten
-from bridge.capture import COMPUTED_DRAWS
+from bridge.base.torch_internals import FakeTensorMode, aten
+from bridge.capture import COMPUTED_DRAWS, TensorForm
 
 op = relax.op
 
@@ -104,6 +104,15 @@ def embedding(importer, node, weight, indices, padding_idx=-1, scale_grad_by_fre
     return importer.library("embedding", args, importer.out(node))
 
 
+def _fake(form, mode):
+    """A tensor without numbers, where sizes vary elsewhere."""
+    if not isinstance(form, TensorForm):
+        return form
+    numbers_only("bags of computed weights", form.shape)
+    with mode:
+        return torch.empty(form.shape, dtype=form.dtype)
+
+
 @converts(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 def embedding_bag(importer, node, weight, indices, offsets, scale_grad_by_freq=False, mode=0, sparse=False, *rest):
     # the trace takes the form without a gradient for all computed weights: only a placeholder surely needs none
@@ -117,7 +126,8 @@ def embedding_bag(importer, node, weight, indices, offsets, scale_grad_by_freq=F
     if node.target is target:
         return whole(importer, node, weight, *args)
     numbers_only("bags of computed weights", [form.shape for form in node.meta["val"]])
-    fakes = target(*fx.node.map_arg(node.args, lambda arg: arg.meta["val"]), **node.kwargs)
+    mode = FakeTensorMode()
+    fakes = target(*fx.node.map_arg(node.args, lambda arg: _fake(arg.meta["val"], mode)), **node.kwargs)
     with_gradient = SimpleNamespace(target=target, meta={**node.meta, "val": fakes})
     return whole(importer, with_gradient, weight, *args)
 

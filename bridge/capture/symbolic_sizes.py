@@ -124,6 +124,14 @@ class SymbolicSizes:
                 same = [dim for dim, other in pairs if other.xreplace(equal) == symbol]
                 self._symbols[symbol] = self._new(name, symbol, same)
         self._symbols.update({symbol: extent_of(expr, self._symbols) for symbol, expr in equal.items()})
+        self._symbols = {**self._of_strides(), **self._symbols}
+
+    def _of_strides(self) -> dict[Any, Dim]:
+        """Strides that no size tells, of an argument that is a part of something: the sample's, which is what calls are
+        held against."""
+        steps = [step for value in self.arguments.values() for step in value.stride()]
+        symbols = [expression(step).free_symbols for step in steps if isinstance(step, torch.SymInt)]
+        return {symbol: int(self._environment.backed_var_to_val[symbol]) for symbol in set().union(*symbols)}
 
     def _new(self, name: str, symbol: Any, dims: Sequence[DynamicDim]) -> Dim:
         low = max([_LEAST, *(each.low for each in dims)])

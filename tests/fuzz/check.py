@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import re
 import traceback
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +25,7 @@ from tests.fuzz.program import Arguments, Program, make_arguments, make_module
 from tests.fuzz.reordered import Reordered
 from tests.fuzz.unused import Unraised
 
-__all__ = ["Verdict", "check"]
+__all__ = ["PARTITIONS", "Verdict", "Wrong", "check", "judge", "undisturbed"]
 
 FLOOR_ULPS = 64
 """Rounding units of a tensor's largest element that are always allowed."""
@@ -56,32 +58,55 @@ class Wrong(AssertionError):
     """A difference from eager."""
 
 
+def undisturbed(judge: Callable[[Program], Verdict]) -> Callable[[Program], Verdict]:
+    """A judge that leaves torch's generator alone and is not disturbed by advice."""
+
+    @functools.wraps(judge)
+    def judged(program: Program) -> Verdict:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            generator = torch.get_rng_state()
+            try:
+                return judge(program)
+            finally:
+                torch.set_rng_state(generator)
+
+    return judged
+
+
+@undisturbed
 def check(program: Program) -> Verdict:
     """Runs a program eager and dispatched and compares: twice as the sample, then in ways that the seed chooses."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        generator = torch.get_rng_state()
-        try:
-            return _check(program)
-        finally:
-            torch.set_rng_state(generator)
-
-
-def _check(program: Program) -> Verdict:
     names = program.load()
-    eager = make_module(names)
+    rng = random.Random(program.seed)
+    options = {"partition": rng.choice(PARTITIONS), "on_miss": rng.choice(ON_MISS)}
     try:
-        play(copy.deepcopy(eager), Call("eager", lambda: make_arguments(names, 0), nothing, every))
+        play(make_module(names), Call("eager", lambda: make_arguments(names, 0), nothing, every))
     except (RuntimeError, TypeError, ValueError, IndexError) as error:  # eager may refuse the backward
         return Verdict("skipped", f"eager: {_one_line(error)}")
-    dispatched = make_module(names)
+    return judge(names, lambda: calls_of(program, names), options)
+
+
+def judge(
+    names: Mapping[str, Any],
+    calls: Callable[[], Sequence[Call]],
+    options: Mapping[str, Any],
+    look: Callable[[nn.Module, Call], None] | None = None,
+) -> Verdict:
+    """Dispatches a loaded program's module by the sample call, with options, and compares calls with eager.
+
+    ``look``: called after each call that returned, may raise :class:`Wrong`.
+    """
+    eager, dispatched = make_module(names), make_module(names)
     try:
-        _add(dispatched, make_arguments(names, 0), program.seed)
-        calls, done = calls_of(program, names), 0
-        for call in calls:
+        _add(dispatched, make_arguments(names, 0), options)
+        made, done = calls(), 0
+        for call in made:
             _level(dispatched, eager)
             call.change(eager), call.change(dispatched)
             done += _compare(eager, dispatched, call)
+            if look is not None:
+                look(dispatched, call)
     except UnsupportedModule as refusal:
         if not refusal.ops or not all(op.op and op.reason and op.where for op in refusal.ops):
             return Verdict("wrong", f"a refusal without a reason: {refusal}")
@@ -91,8 +116,8 @@ def _check(program: Program) -> Verdict:
     except Exception as error:  # noqa: BLE001 - any other exception is a bug, and listing them is the job
         return Verdict("crash", f"{_one_line(error)} @ {_place(error)}")
     counted = stats(dispatched)
-    if not done <= counted.hits + counted.misses.total() <= len(calls):
-        return Verdict("wrong", f"{done} of {len(calls)} calls returned, {counted}")
+    if not done <= counted.hits + counted.misses.total() <= len(made):
+        return Verdict("wrong", f"{done} of {len(made)} calls returned, {counted}")
     if not counted.hits:
         return Verdict("missed", "; ".join(counted.misses))
     return Verdict("same", "; ".join(counted.misses))
@@ -104,10 +129,8 @@ PARTITIONS = ("min_cut", "min_cut", "min_cut", "save_all", "recompute_all", MinC
 ON_MISS = ("eager", "eager", "compile")
 
 
-def _add(module: nn.Module, arguments: Arguments, seed: int) -> None:
-    """Adds the dispatch, with options by the seed, and checks that, successful or not, it leaves no trace."""
-    rng = random.Random(seed)
-    options = {"partition": rng.choice(PARTITIONS), "on_miss": rng.choice(ON_MISS)}
+def _add(module: nn.Module, arguments: Arguments, options: Mapping[str, Any]) -> None:
+    """Adds the dispatch and checks that, successful or not, it leaves no trace."""
     before = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     attributes = {path: _attributes(child) for path, child in module.named_modules()}
     torch.manual_seed(11)

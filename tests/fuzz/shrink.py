@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from tests.fuzz.check import Verdict, check
@@ -12,7 +12,7 @@ from tests.fuzz.program import Program
 __all__ = ["shrink"]
 
 
-def shrink(program: Program, verdict: Verdict) -> tuple[Program, Verdict]:
+def shrink(program: Program, verdict: Verdict, check: Callable[[Program], Verdict] = check) -> tuple[Program, Verdict]:
     """Drops results, statements and lines of ``__init__`` while the status stays; compiles once for each attempt."""
     candidates = _smaller(program)
     while (candidate := next(candidates, None)) is not None:

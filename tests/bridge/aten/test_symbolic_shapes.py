@@ -116,7 +116,12 @@ ALL_SIZES = {
     "diagonals": lambda x: (_square(x).diagonal(dim1=1, dim2=2) * 2, x.mean(2).diag_embed()),
     "reading": lambda x: x * 2 if (x > -100).all() else x,
     "position": lambda x: x[:, (x.sum() * 0).long()] * 2,
+    "bags": lambda x: x * _bags(torch.ones(5, 3, dtype=x.dtype)).sum(),
 }
+
+
+def _bags(weight: torch.Tensor) -> torch.Tensor:
+    return F.embedding_bag(torch.tensor([[0, 4], [1, 0]]), weight.cumsum(0))
 
 
 def _down(count: int) -> torch.Tensor:
@@ -178,6 +183,8 @@ REFUSED = {
     "a factor that is made of sizes": lambda x: torch.add(x, x, alpha=x.shape[0]),
     "an exponent that is made of sizes": lambda x: x ** x.shape[0],
     "a geometry in memory of a size that varies": lambda x: x.as_strided((x.shape[0], 2), (x.stride(0), 1)) * 2,
+    "a geometry in memory where sizes vary": lambda x: x + torch.ones(4).as_strided((2, 4), (0, 1)).sum(0),
+    "bags of computed weights of a size that varies": lambda x: _bags(x[0] * 2),
     "the k-th value of a size that varies": lambda x: x.kthvalue(x.shape[1] - 1, 1).values,
     "computed of a size that varies": lambda x: x * torch.bernoulli(x.sigmoid()),
     "the sample's 6 alone": lambda x: x / math.sqrt(x.shape[1]),

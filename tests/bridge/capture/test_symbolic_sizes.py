@@ -253,3 +253,14 @@ def test_a_condition_holds_where_its_guards_do(name):
 def test_what_extents_do_not_have_is_no_extent(expr):
     with pytest.raises(NotTranslatedError):
         extent_of(expr, {n: ExtentScope().symbol("n", 6)})
+
+
+def test_strides_that_no_size_tells_are_the_samples():
+    """A part of a wider tensor: its rows may lie anywhere apart, and the entry is for those of the sample."""
+
+    def part(n: int) -> torch.Tensor:
+        return normal(n, 9)[:, ::2]
+
+    lowered = imported(Sums(), (part(4), part(4)), ({0: ROWS}, {0: ROWS}))
+    assert [tuple(map(str, stride)) for stride in lowered.captured.argument_strides] == [("9", "2")] * 2
+    assert_as_eager(lowered, lambda n: (part(n), part(n)), [(2,), (7,)])

@@ -1,0 +1,103 @@
+"""One random module with sizes that vary beside eager: same numbers at each size, or a refusal, or a miss."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from unittest import mock
+
+from torch import nn
+
+from bridge import stats
+from bridge.dispatch.dispatcher import Dispatcher
+from tests.fuzz import inputs
+from tests.fuzz.calls import Call, every, nothing
+from tests.fuzz.check import PARTITIONS, Verdict, Wrong, judge, undisturbed
+from tests.fuzz.play import play
+from tests.fuzz.program import Arguments, Program, make_module
+from tests.fuzz.sizes import Variation, variations
+
+__all__ = ["check_dynamic", "vary"]
+
+TRIES = 6
+"""Variations of a program that eager is asked about."""
+
+
+@undisturbed
+def check_dynamic(program: Program) -> Verdict:
+    """Dispatches a program once, some sizes of its arguments being dynamic, and compares calls of six sizes with eager.
+
+    The detail of one that is the same begins with how many calls of sizes in the range were served.
+    """
+    variation = vary(program)
+    if variation is None:
+        return Verdict("skipped", "no size can vary")
+    options = {"partition": random.Random(program.seed).choice(PARTITIONS)}
+    options |= (
+        {"on_miss": "compile"}
+        if variation.kind == "automatic"
+        else {"on_miss": "eager", "dynamic_shapes": variation.dynamic_shapes()}
+    )
+    watch = _Watch(variation)
+    with mock.patch.object(Dispatcher, "automatic", True):
+        verdict = judge(program.load(), lambda: calls_of(variation), options, watch)
+    served = f"{watch.served} of {watch.within} served by {watch.entries}; " if verdict.status == "same" else ""
+    detail = verdict.detail if verdict.status == "refused" else f"{served}{verdict.detail} [{variation}]"
+    return Verdict(verdict.status, detail)
+
+
+def vary(program: Program) -> Variation | None:
+    """The first variation that eager takes, at two sizes at least."""
+    for _, variation in zip(range(TRIES), variations(program), strict=False):
+        takes, *others = (_eager_takes(variation, sizes) for sizes in variation.sizes[:3])
+        if takes and any(others):
+            return variation
+    return None
+
+
+def _eager_takes(variation: Variation, sizes: tuple[int, ...]) -> bool:
+    module = make_module(variation.program.load())
+    try:
+        play(module, Call("eager", _given(variation, sizes, 0), nothing, every))
+    except Exception:  # noqa: BLE001 - modules assert, too, that sizes are theirs
+        return False
+    return True
+
+
+def calls_of(variation: Variation) -> list[Call]:
+    """One call of each size, one of the sample's again, one out of the range, some with special values or indices."""
+    calls = [
+        Call(f"at {sizes}", _given(variation, sizes, seed), nothing, every)
+        for seed, sizes in enumerate((*variation.sizes, variation.sample, variation.outside))
+    ]
+    rng = random.Random(variation.program.seed + 1)
+    again = _given(variation, rng.choice(variation.sizes), 2)
+    special, indices = inputs.special_values(rng.random()), inputs.other_indices(rng.random())
+    calls.append(Call("with special values", lambda: special(again()), nothing, every, special=True))
+    calls.append(Call("with other indices", lambda: indices(again()), nothing, every))
+    return calls
+
+
+def _given(variation: Variation, sizes: tuple[int, ...], seed: int) -> Callable[[], Arguments]:
+    return lambda: variation.arguments(sizes, seed)
+
+
+class _Watch:
+    """Counts entries, and the calls of sizes in the range that were served; raises for one out of it that was."""
+
+    def __init__(self, variation: Variation):
+        self.within = self.served = self.entries = self._hits = 0
+        self._above = variation.kind == "named" and variation.outside[0] > max(size for size, *_ in variation.sizes)
+        self._inside = Counter(f"at {sizes}" for sizes in variation.sizes)
+        self._outside = f"at {variation.outside}"
+
+    def __call__(self, module: nn.Module, call: Call) -> None:
+        hit = stats(module).hits > self._hits
+        self.entries = len(stats(module).entries)
+        self._hits = stats(module).hits
+        if call.name in self._inside:
+            self.within += 1
+            self.served += hit
+        elif hit and self._above and call.name == self._outside:
+            raise Wrong(f"{call.name}: above the range, and dispatched")

@@ -1,0 +1,129 @@
+"""A program and a seed → which extents of its arguments vary, its arguments at other sizes, ``dynamic_shapes=``.
+
+A size is changed where it is spelled, in an argument's expression, so that what is made of it (a transpose, a slice, a
+second argument of the first) follows. Which dimensions of which tensors vary is read off the arguments of two sizes.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.export import Dim
+
+from tests.fuzz.program import Arguments, Program, make_arguments
+
+__all__ = ["Variation", "variations"]
+
+PRIMES = (5, 7, 11, 13)
+LARGE = (24, 33, 40, 65)
+_SHAPE = re.compile(r"\((\d+(?:, \d+)*,?)\)")
+
+Spot = tuple[int, int]
+"""An argument, and a position in the shape that its expression spells."""
+
+
+@dataclass(frozen=True)
+class Variation:
+    """Spots of a program that vary together, in one or two groups.
+
+    Attributes:
+        groups: the spots of each group, which have one size.
+        sample: the size of each group in the program as it is.
+        sizes: of each group in the calls of its range, the sample's first.
+        outside: of each group in a call that is no case of the range: 0, 1, or above the largest size.
+        kind: ``"named"``, ``"dynamic"``, ``"auto"``, or ``"automatic"``: no specification at all.
+    """
+
+    program: Program
+    groups: tuple[tuple[Spot, ...], ...]
+    sample: tuple[int, ...]
+    sizes: tuple[tuple[int, ...], ...]
+    outside: tuple[int, ...]
+    kind: str
+
+    def __str__(self) -> str:
+        names = ["+".join(f"{self.program.arguments[i][0]}[{j}]" for i, j in group) for group in self.groups]
+        return f"{self.kind} {', '.join(names)} in {self.sizes}"
+
+    def at(self, sizes: tuple[int, ...]) -> Program:
+        """The program with the arguments of these sizes."""
+        arguments = list(self.program.arguments)
+        for group, size in zip(self.groups, sizes, strict=True):
+            for index, position in group:
+                name, text, keyword = arguments[index]
+                arguments[index] = (name, _resized(text, position, size), keyword)
+        return replace(self.program, arguments=tuple(arguments))
+
+    def arguments(self, sizes: tuple[int, ...], seed: int) -> Arguments:
+        """New arguments of these sizes."""
+        return make_arguments(self.at(sizes).load(), seed)
+
+    def dynamic_shapes(self) -> dict[str, Any] | None:
+        """By argument and dimension; dimensions that have the same size at every size share a ``Dim``'s name."""
+        if self.kind == "automatic":
+            return None
+        names = [name for name, _, keyword in sorted(self.program.arguments, key=lambda argument: argument[2])]
+        calls = [_by_name(self.arguments(sizes, 0), names) for sizes in self.sizes]
+        dims: dict[tuple[int, ...], Any] = {}
+        found: dict[str, Any] = {}
+        for name in names:
+            values = [call[name] for call in calls]
+            found[name] = None
+            if not isinstance(values[0], Tensor):
+                continue
+            extents = list(zip(*(value.shape for value in values), strict=True))
+            varying = {i: sizes for i, sizes in enumerate(extents) if len(set(sizes)) > 1 and sizes[0] > 1}
+            found[name] = {i: self._dim(sizes, dims) for i, sizes in varying.items()} or None
+        return found
+
+    def _dim(self, sizes: tuple[int, ...], dims: dict[tuple[int, ...], Any]) -> Any:
+        if self.kind != "named":
+            return Dim.DYNAMIC if self.kind == "dynamic" else Dim.AUTO
+        return dims.setdefault(sizes, Dim(f"size{len(dims)}", min=2, max=max(sizes)))
+
+
+def variations(program: Program) -> Iterator[Variation]:
+    """Ways in which a program's sizes may vary, in a random order; whether eager takes them is not looked at."""
+    rng = random.Random(program.seed)
+    spelled: dict[int, list[Spot]] = {}
+    for index, (_, text, _) in enumerate(program.arguments):
+        found = _SHAPE.search(text)
+        for position, size in enumerate(_sizes(found)) if found else ():
+            spelled.setdefault(size, []).append((index, position))
+    groups = [(size, tuple(spots)) for size, spots in spelled.items() if size > 1]
+    groups += [(size, (spot,)) for size, spots in spelled.items() if size > 1 and len(spots) > 1 for spot in spots]
+    rng.shuffle(groups)
+    pairs = [(one, other) for one in groups for other in groups if not set(one[1]) & set(other[1])]
+    chosen = [(group,) for group in groups]
+    if pairs:
+        chosen.insert(0 if rng.random() < 0.3 else len(chosen), rng.choice(pairs))
+    kind = rng.choice(["named", "named", "dynamic", "auto", "automatic"])
+    for parts in chosen:
+        sample = tuple(size for size, _ in parts)
+        sizes = [sample, tuple(rng.choice(PRIMES) for _ in parts), tuple(rng.choice(LARGE) for _ in parts)]
+        rng.shuffle(others := [*sizes[1:], (2,) * len(parts)])
+        others.append(tuple(rng.choice([2, 3, 4, 6, 8, 19]) for _ in parts))
+        outside = rng.choice([0, 1, 1, 71])
+        apart = (outside, *(rng.choice([size, outside]) for size in sample[1:]))
+        yield Variation(program, tuple(g for _, g in parts), sample, (sample, *others), apart, kind)
+
+
+def _by_name(given: Arguments, names: list[str]) -> Mapping[str, Any]:
+    return {**dict(zip(names, given.args, strict=False)), **given.kwargs}
+
+
+def _sizes(found: re.Match[str]) -> list[int]:
+    return [int(word) for word in found[1].rstrip(",").split(", ")]
+
+
+def _resized(text: str, position: int, size: int) -> str:
+    """An expression with one size of the shape that it spells changed, also where it spells that shape again."""
+    found = _SHAPE.search(text)
+    sizes = _sizes(found)
+    sizes[position] = size
+    return text.replace(found[0], str(tuple(sizes)))

@@ -1,0 +1,101 @@
+"""Random modules with sizes that vary: each is eager's at every size, or refused or missed with a reason."""
+
+from collections import Counter
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from bridge.compile import clear_cache
+from tests.fuzz.calls import Call
+from tests.fuzz.check import Wrong
+from tests.fuzz.dynamic import _Watch, calls_of, check_dynamic, vary
+from tests.fuzz.generate import generate
+from tests.fuzz.program import Program
+from tests.fuzz.sizes import Variation, variations
+
+ARGUMENTS = (
+    ("x", "torch.randn((3, 4), dtype=D).requires_grad_()", False),
+    ("y", "torch.randn((3, 4), dtype=D)[1:]", False),
+)
+
+
+pytestmark = pytest.mark.slow
+
+
+def program(*body: str, seed: int = 7) -> Program:
+    return Program(seed, "float64", (), ARGUMENTS, body, "z")
+
+
+def variation(kind: str, *body: str) -> Variation:
+    sizes = ((3,), (7,), (40,), (2,), (5,))
+    return Variation(program(*body), (((0, 0), (1, 0)),), (3,), sizes, (71,), kind)
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_random_modules_of_any_size(first):
+    clear_cache()
+    found = {seed: check_dynamic(generate(seed)) for seed in range(first, first + 4)}
+    bugs = {seed: verdict for seed, verdict in found.items() if verdict.is_bug}
+    assert not bugs, f"{bugs}\npython -m tests.fuzz --dynamic --show SEED --shrink prints a program"
+    if torch.__version__ >= "2.13":  # operators of older versions fix more sizes
+        assert any(verdict.status == "same" and "6 of 6 served" in verdict.detail for verdict in found.values()), found
+
+
+def test_what_is_made_of_a_size_follows_it():
+    given = variation("named", "z = x[1:] * y").arguments((9,), 0)
+    assert [tuple(tensor.shape) for tensor in given.args] == [(9, 4), (8, 4)]
+
+
+def test_dimensions_that_always_have_the_same_size_share_a_name():
+    found = variation("named", "z = x[1:] * y").dynamic_shapes()
+    assert found["x"].keys() == found["y"].keys() == {0}
+    assert found["x"][0].__name__ != found["y"][0].__name__
+    assert (found["x"][0].min, found["x"][0].max, found["y"][0].max) == (2, 40, 39)
+    assert variation("auto", "z = x * 2").dynamic_shapes() == {"x": {0: Dim.AUTO}, "y": {0: Dim.AUTO}}
+
+
+def test_variations_are_of_sizes_that_arguments_spell():
+    for each in variations(program("z = x * 2")):
+        for group, size in zip(each.groups, each.sample, strict=True):
+            assert {(3, 4)[position] for _, position in group} == {size}
+        assert len(set(each.sizes)) >= 4 and each.sizes[0] == each.sample
+
+
+def test_what_eager_takes_at_one_size_only_does_not_vary():
+    assert vary(program("z = x.reshape(12) * y.reshape(8).sum()")) is None
+    assert vary(program("z = x * 2")) is not None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_wrong_number_at_another_size_is_reported(monkeypatch, seed):
+    """What is dispatched divides by the sample's size."""
+    written = program("z = x.sum() / x.numel()", seed=seed)
+
+    def add(module, sample, **options):
+        count = sample[0].numel()
+        module.__dict__["_compiled_call_impl"] = lambda x, y: x.sum() / count
+
+    monkeypatch.setattr("tests.fuzz.check.add_tvm_dispatch", add)
+    monkeypatch.setattr("tests.fuzz.check._attributes", lambda module: {})
+    monkeypatch.setattr("tests.fuzz.dynamic.stats", lambda module: SimpleNamespace(hits=0, entries=[]))
+    monkeypatch.setattr("tests.fuzz.check.stats", lambda module: SimpleNamespace(hits=9, misses=Counter()))
+    verdict = check_dynamic(written)
+    changed = any(index == 0 for group in vary(written).groups for index, _ in group)
+    assert verdict.status == ("wrong" if changed else "same") and ("output 0" in verdict.detail) == changed, verdict
+
+
+def test_what_is_dispatched_above_the_range_is_reported():
+    watch = _Watch(variation("named", "z = x * 2"))
+    with mock.patch("tests.fuzz.dynamic.stats", lambda module: SimpleNamespace(hits=1, entries=[])):
+        with pytest.raises(Wrong, match="above the range"):
+            watch(nn.Module(), Call("at (71,)", None, None, None))
+
+
+def test_calls_are_of_six_sizes():
+    calls = calls_of(variation("named", "z = x * 2"))
+    sizes = [call.arguments().args[0].shape[0] for call in calls]
+    assert sizes[:7] == [3, 7, 40, 2, 5, 3, 71] and set(sizes[7:]) <= {3, 7, 40, 2, 5}
