@@ -120,6 +120,30 @@ FORMS: dict[str, tuple[Column, ...]] = {
         ),
         Column("torch's graph", lambda row: row.get("note", "")),
     ),
+    "dynamic_bind": (_MODULE, number("steps", "steps", "d"), number("ms", "bind_ms"), number("CPU ms", "bind_work_ms")),
+    "dynamic_call": (
+        _MODULE,
+        number("static µs", "static_us", ".1f"),
+        number("dynamic µs", "dynamic_us", ".1f"),
+        number("more µs", "more_us", ".1f"),
+    ),
+    "dynamic_step": (
+        _MODULE,
+        number("static ms", "static_ms"),
+        number("dynamic ms", "dynamic_ms"),
+        ratio("dynamic / static", "dynamic_ms", "static_ms"),
+        Column("launches/steps, static", lambda row: row.get("static_counts", "")),
+        Column("dynamic", lambda row: row.get("dynamic_counts", "")),
+    ),
+    "dynamic_trainer": (
+        _MODULE,
+        *(number(f"{peer} s", f"{peer}_epoch_s") for peer in ("eager", "dynamic", "static", "inductor")),
+        ratio("dynamic / eager", "dynamic_epoch_s", "eager_epoch_s"),
+        ratio("dynamic / static", "dynamic_epoch_s", "static_epoch_s"),
+        ratio("dynamic / torch.compile", "dynamic_epoch_s", "inductor_epoch_s"),
+        number("entries", "entries", "d"),
+        number("misses", "misses", "d"),
+    ),
 }
 
 

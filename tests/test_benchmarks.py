@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.__main__ import main, scripts
 from benchmarks.foreign_threads import foreign_threads
+from benchmarks.results import Results
 
 
 def test_the_entry_lists_every_script(capsys):
@@ -31,3 +32,15 @@ def test_foreign_threads_are_gone_afterwards():
     with foreign_threads(4):
         assert threading.active_count() == before + 4
     assert threading.active_count() == before
+
+
+def test_sizes_that_vary(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "dynamic.json"
+    monkeypatch.setattr("sys.argv", ["python"])
+    main(["dynamic", "--quick", "--trainer", "--json", str(path)])
+    rows = {row["module"].rpartition(": ")[2]: row for row in Results.load(path).rows}
+    assert {"bind", "call", "batch"} <= rows.keys()
+    assert {"static_counts", "dynamic_counts"} <= rows["batch"].keys()
+    (trained,) = [row for row in rows.values() if "entries" in row]
+    assert (trained["entries"], trained["misses"]) == (1, 0)
+    assert "| dynamic / static |" in capsys.readouterr().out
