@@ -2,6 +2,7 @@
 
     python -m tests.sweep --suite opinfo --out opinfo.csv
     python -m tests.sweep --suite zoo --out zoo.csv --only 'bert|gpt2' --jobs 2
+    python -m tests.sweep --suite moduleinfo --out batches.csv --varying 0
 
 The exit status is 1 if any case is a ``mismatch`` or an ``error``. A refusal is no failure: it names its operators.
 """
@@ -12,6 +13,7 @@ import argparse
 import csv
 import dataclasses
 import importlib
+import inspect
 import os
 import pathlib
 import re
@@ -35,6 +37,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=4, help="samples per case at most (default %(default)s)")
     parser.add_argument("--seconds-per-case", type=float, default=120.0, help="then it is an error")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--varying",
+        type=int,
+        metavar="DIM",
+        help="compile for all sizes of this dimension and compare two others",
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the cases and run nothing")
     return parser.parse_args(arguments)
 
@@ -43,6 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the cases that were asked for; returns the exit status."""
     options = parse(arguments)
     suite = importlib.import_module(SUITES[options.suite])
+    if options.varying is not None and "varying" not in inspect.signature(suite.run_case).parameters:
+        print(f"suite {options.suite} has samples of one size only: --varying is for the others", file=sys.stderr)
+        return 2
     names = [name for name in suite.names() if re.search(options.only, name)]
     if options.list:
         print("\n".join(names))
@@ -55,6 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         samples=options.samples,
         seed=options.seed,
         seconds_per_case=options.seconds_per_case,
+        varying=options.varying,
         threads=max(1, (os.cpu_count() or 1) // options.jobs),
     )
     counts: Counter[str] = Counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge import UnsupportedModule
 from tests.bridge.compare import Call, Run, assert_same, check_module, clone_tree, run
+from tests.sweep.varying import Missed, compare_sizes, of_sizes
 
 __all__ = ["Outcome", "Verdict", "check", "combine", "one_line"]
 
@@ -65,27 +66,67 @@ class _LowerPrecision(TorchDispatchMode):
         return result
 
 
-def check(module: nn.Module, call: Call, *, rtol: float = 1e-9, seed: int = 0, process: Any = None) -> Verdict:
+def check(
+    module: nn.Module,
+    call: Call,
+    *,
+    rtol: float = 1e-9,
+    seed: int = 0,
+    process: Any = None,
+    varying: int | None = None,
+) -> Verdict:
     """Compare a float64 module with eager: outputs, every gradient, buffers, and the generator's state.
 
     Nothing is raised: whatever goes wrong is what the sweep reports.
+
+    Args:
+        varying: a dimension of the inputs that the compiled code leaves open; two further sizes are compared.
     """
+    if varying is not None:
+        return _check_varying(module, call, rtol, seed, process, varying)
     reduced, reason = _reference(module, call, seed, process)
     if reason:
         return Verdict("skipped", reason)
-    verdict = _compare(module, call, seed, process, {"rtol": rtol, "atol": rtol / 100})
+
+    def compare(tolerances: dict[str, float]) -> None:
+        check_module(lambda: copy.deepcopy(module), lambda: call, calls=1, seed=seed, process=process, **tolerances)
+
+    return _judge(compare, rtol, reduced)
+
+
+def _check_varying(module: nn.Module, call: Call, rtol: float, seed: int, process: Any, dimension: int) -> Verdict:
+    """Of the first way in which inputs of other sizes are something that eager can do."""
+    verdict = Verdict("skipped", "no such dimension")
+    for calls in of_sizes(call, dimension):
+        references = [_reference(module, each, seed, process) for each, _ in calls]
+        reason = next((reason for _, reason in references if reason), "" if calls else "nothing in that dimension")
+        if reason:
+            verdict = Verdict("skipped", reason)
+            continue
+
+        def compare(tolerances: dict[str, float], calls: list = calls) -> None:
+            compare_sizes(module, calls, dimension, seed=seed, process=process, tolerances=tolerances)
+
+        return _judge(compare, rtol, any(reduced for reduced, _ in references))
+    return verdict
+
+
+def _judge(compare: Callable[[dict[str, float]], None], rtol: float, reduced: bool) -> Verdict:
+    verdict = _compare(compare, {"rtol": rtol, "atol": rtol / 100})
     if verdict.status == "mismatch" and reduced:
-        relaxed = _compare(module, call, seed, process, REDUCED)
+        relaxed = _compare(compare, REDUCED)
         if relaxed.status == "pass":
             return Verdict("pass", f"to rtol {REDUCED['rtol']} only, because it makes narrower floats inside")
     return verdict
 
 
-def _compare(module: nn.Module, call: Call, seed: int, process: Any, tolerances: dict[str, float]) -> Verdict:
+def _compare(compare: Callable[[dict[str, float]], None], tolerances: dict[str, float]) -> Verdict:
     try:
-        check_module(lambda: copy.deepcopy(module), lambda: call, calls=1, seed=seed, process=process, **tolerances)
+        compare(tolerances)
     except UnsupportedModule as refusal:
         return Verdict("refused", one_line(refusal), tuple(str(op.op) for op in refusal.ops))
+    except Missed as missed:
+        return Verdict("refused", one_line(missed), ("other sizes",))
     except AssertionError as difference:
         return Verdict("mismatch", one_line(difference))
     except Exception as error:  # noqa: BLE001 - any other exception is a bug, and the sweep's job is to list them all

@@ -29,7 +29,7 @@ def names() -> list[str]:
     return list(_modules())
 
 
-def run_case(name: str, *, limit: int = 4, seed: int = 0) -> Outcome:
+def run_case(name: str, *, limit: int = 4, seed: int = 0, varying: int | None = None) -> Outcome:
     """One step of each of at most ``limit`` samples, evenly spread, against eager."""
     start = time.perf_counter()
     info = _modules()[name]
@@ -43,5 +43,5 @@ def run_case(name: str, *, limit: int = 4, seed: int = 0) -> Outcome:
         arguments = sample.constructor_input
         module = info.module_cls(*arguments.args, **arguments.kwargs).to(torch.float64).train()
         call = Call(tuple(sample.forward_input.args), dict(sample.forward_input.kwargs))
-        verdicts.append(check(module, call, rtol=RTOL, seed=seed))
+        verdicts.append(check(module, call, rtol=RTOL, seed=seed, varying=varying))
     return combine(name, verdicts, time.perf_counter() - start)

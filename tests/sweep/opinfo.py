@@ -74,7 +74,7 @@ def _without_seed(operator: Any, *args: Any, **kwargs: Any) -> Any:
     return operator(*args, **kwargs)
 
 
-def run_case(name: str, *, limit: int = 4, seed: int = 0) -> Outcome:
+def run_case(name: str, *, limit: int = 4, seed: int = 0, varying: int | None = None) -> Outcome:
     """Forward and VJP of an operator's samples against autograd."""
     start = time.perf_counter()
     verdicts = []
@@ -86,5 +86,9 @@ def run_case(name: str, *, limit: int = 4, seed: int = 0) -> Outcome:
             module = OperatorModule(_operators()[name].op, arguments)
             tensors = tuple(leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
             # The sample says what of the result is defined at all (of a singular vector not the sign, for example).
-            verdicts.append(check(module, Call(tensors), rtol=RTOL, seed=seed, process=sample.output_process_fn_grad))
+            verdicts.append(
+                check(
+                    module, Call(tensors), rtol=RTOL, seed=seed, varying=varying, process=sample.output_process_fn_grad
+                )
+            )
     return combine(name, verdicts, time.perf_counter() - start)

@@ -14,7 +14,7 @@ from bridge import UnsupportedModule
 from tests.bridge import compare
 from tests.bridge.compare import Call
 from tests.sweep import __main__ as program
-from tests.sweep import moduleinfo, opinfo, zoo
+from tests.sweep import moduleinfo, opinfo, varying, zoo
 from tests.sweep.check import Verdict, check, combine
 from tests.sweep.worker import Settings, run_cases
 
@@ -95,6 +95,44 @@ class Fails(nn.Module):
         raise NotImplementedError("no such derivative")
 
 
+class Loops(nn.Module):
+    def forward(self, x):
+        for row in range(len(x)):
+            x = x + x[row]
+        return x
+
+
+class Asks(nn.Module):
+    def forward(self, x):
+        return x * 2 if x.shape[0] < 4 else x
+
+
+VARYING = [
+    (nn.Sequential(nn.Linear(4, 4), nn.Tanh()), 0, "pass", ""),
+    (nn.Linear(4, 4), 1, "skipped", "eager: RuntimeError"),
+    (nn.Linear(4, 4), 2, "skipped", "no such dimension"),
+    (Loops(), 0, "refused", "forward is for the sample's 3 alone"),
+    (Asks(), 0, "refused", "compiled for 3 >= x_0, called with x_0 = 5"),
+]
+
+
+@pytest.mark.parametrize(("module", "dimension", "status", "named"), VARYING)
+def test_verdicts_of_other_sizes(module, dimension, status, named):
+    verdict = check(module.double(), rows(), varying=dimension)
+    assert verdict.status == status
+    assert named in verdict.detail
+
+
+def test_a_wrong_result_at_another_size_is_a_mismatch(monkeypatch):
+    def wrong(module, sample_input, **options):
+        module._compiled_call_impl = lambda x: module._call_impl(x) + (len(x) == 5) * 1e-6
+        return module
+
+    monkeypatch.setattr(varying, "add_tvm_dispatch", wrong)
+    monkeypatch.setattr(varying, "stats", lambda module: SimpleNamespace(hits=3, misses=Counter()))
+    assert check(nn.Linear(4, 4).double(), rows(), varying=0).status == "mismatch"
+
+
 @pytest.mark.parametrize(("module", "named"), [(Unseeded(), "differs from itself"), (Fails(), "no such derivative")])
 def test_no_reference_is_skipped(module, named):
     verdict = check(module, rows())
@@ -153,6 +191,7 @@ def test_only_selects_and_an_empty_selection_is_reported(tmp_path, capsys):
     assert program.main([*arguments, "--only", "^bert", "--list"]) == 0
     assert capsys.readouterr().out.split() == ["bert", "bert-sdpa"]
     assert program.main([*arguments, "--only", "nothing"]) == 2
+    assert program.main(["--suite", "special", *arguments[2:], "--varying", "0"]) == 2
 
 
 @pytest.mark.parametrize(("statuses", "exit_status"), [(["pass", "refused(aten.x)"], 0), (["pass", "mismatch"], 1)])

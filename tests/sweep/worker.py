@@ -31,6 +31,7 @@ class Settings:
     seed: int = 0
     seconds_per_case: float = 120.0
     threads: int = 1
+    varying: int | None = None
 
 
 def _serve(connection: Connection, settings: Settings) -> None:
@@ -39,9 +40,10 @@ def _serve(connection: Connection, settings: Settings) -> None:
 
     torch.set_num_threads(settings.threads)
     suite = importlib.import_module(SUITES[settings.suite])
+    options = {} if settings.varying is None else {"varying": settings.varying}
     connection.send(None)
     while (name := connection.recv()) is not None:
-        connection.send(suite.run_case(name, limit=settings.samples, seed=settings.seed))
+        connection.send(suite.run_case(name, limit=settings.samples, seed=settings.seed, **options))
 
 
 class _Worker:

@@ -316,12 +316,12 @@ def names() -> list[str]:
     return list(MODELS)
 
 
-def run_case(name: str, *, limit: int = 1, seed: int = 0) -> Outcome:
+def run_case(name: str, *, limit: int = 1, seed: int = 0, varying: int | None = None) -> Outcome:
     """One training step: loss and every output, every gradient, buffers, generator state. ``limit`` has no effect."""
     del limit
     start = time.perf_counter()
     make_model, make_inputs = MODELS[name]
     torch.manual_seed(seed)
     module = make_model().double().train()
-    verdict = check(module, Call(kwargs=make_inputs()), rtol=RTOL, seed=seed)
+    verdict = check(module, Call(kwargs=make_inputs()), rtol=RTOL, seed=seed, varying=varying)
     return combine(name, [verdict], time.perf_counter() - start)
