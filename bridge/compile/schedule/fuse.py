@@ -59,7 +59,7 @@ class Group:
     made: dict[Value, Node] = field(default_factory=dict)
     sources: set[Group] = field(default_factory=set)  # groups whose values this one reads
     users: set[Group] = field(default_factory=set)  # groups that read this one's values
-    last: int = 0  # place of the last node in the graph; ``index`` is that of the first
+    last: int = 0  # place of the last node of the group and of all that it depends on; ``index`` is that of its first
     fusable: bool = True
 
     def is_per_row(self, value: Value) -> bool:
@@ -122,8 +122,8 @@ class _Fuser:
     def run(self) -> list[Group]:
         for index, node in enumerate(self.graph.nodes):
             group = _single(index, node, self.rules)
-            group.last = index
             group.sources = {self.group_of[op.value] for _, op in group.reads() if op.value in self.group_of}
+            group.last = max([index, *(source.last for source in group.sources)])
             for source in group.sources:
                 source.users.add(group)
             self._own(group)
@@ -178,6 +178,7 @@ class _Fuser:
             source.users = (source.users - both) | {union}
         for user in union.users:
             user.sources = (user.sources - both) | {union}
+        _end_behind(union)
         self._own(union)
         return union
 
@@ -200,8 +201,19 @@ class _Fuser:
         return list(done)
 
 
+def _end_behind(group: Group) -> None:
+    """Tells the groups that depend on a group how far it goes."""
+    stack = list(group.users)
+    while stack:
+        user = stack.pop()
+        if user.last < group.last:
+            user.last = group.last
+            stack.extend(user.users)
+
+
 def _reaches(start: Group, goal: Group) -> bool:
-    """Whether ``start`` depends on ``goal`` through a third group: one that ends behind the beginning of ``goal``."""
+    """Whether ``start`` depends on ``goal`` through a third group: one that, with all that it depends on, ends behind
+    the beginning of ``goal``."""
     stack = [source for source in start.sources if source is not goal]
     visited: set[Group] = set()
     while stack:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from graphlib import TopologicalSorter
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from bridge import lower
+from bridge import add_tvm_dispatch, lower
 from bridge.compile import CallLibrary, Launch, Program, compile_function
+from bridge.compile.schedule.fuse import _Fuser
 
 ROWS, COLUMNS = 256, 64
 
@@ -98,3 +101,24 @@ def test_kernels(name):
     counts = tuple(len(steps_of(program)) for program in programs)
     assert counts == (forward, backward), "\n".join(map(str, programs))
     assert all(isinstance(step, Launch) for program in programs for step in steps_of(program))
+
+
+def test_a_library_call_is_not_between_the_parts_of_one_kernel(monkeypatch):
+    """``put`` reads one part of a kernel whose other part reads ``s``: what reads ``put`` runs after ``s``."""
+
+    def function(m, x, index, z):
+        a = index.double()
+        b = x.put(index, a, accumulate=True).tanh()
+        s = (-z).exp()
+        return torch.where(index > 0, s[0], a), b * 2 + s
+
+    def ordered(fuser):
+        list(TopologicalSorter({group: group.sources for group in fuser.groups}).static_order())
+        return in_order(fuser)
+
+    in_order = _Fuser._ordered
+    monkeypatch.setattr(_Fuser, "_ordered", ordered)
+    sample = torch.randn(12, dtype=torch.float64), torch.randint(0, 12, (24,)), torch.randn(12, dtype=torch.float64)
+    module = add_tvm_dispatch(Call(function), sample)
+    for one, other in zip(module(*sample), function(None, *sample), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
