@@ -31,6 +31,8 @@ __all__ = [
     "Graph",
     "LibraryCall",
     "Node",
+    "OneOperand",
+    "OneOut",
     "Operand",
     "Pointwise",
     "Positions",
@@ -90,17 +92,33 @@ class Scalar:
     shape: tuple[Dim, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
-class Pointwise:
-    """``out[i] = op(operands[i]…)``; every operand's view has the shape of ``out``."""
+class OneOperand:
+    """A node that reads one ``operand``."""
 
-    op: str
-    operands: tuple[Operand | Scalar, ...]
+    operand: Operand | Scalar
+
+    @property
+    def operands(self) -> tuple[Operand | Scalar, ...]:
+        return (self.operand,)
+
+
+class OneOut:
+    """A node whose result is one value, ``out``."""
+
     out: Value
 
     @property
     def outs(self) -> tuple[Value, ...]:
         return (self.out,)
+
+
+@dataclass(frozen=True, eq=False)
+class Pointwise(OneOut):
+    """``out[i] = op(operands[i]…)``; every operand's view has the shape of ``out``."""
+
+    op: str
+    operands: tuple[Operand | Scalar, ...]
+    out: Value
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +132,7 @@ class Concat(Pointwise):
 
 
 @dataclass(frozen=True, eq=False)
-class Reduction:
+class Reduction(OneOperand, OneOut):
     """``out[o, i] = op over r of operand[o, r, i]``, the extents being ``outer * reduced * inner``.
 
     The operand's view enumerates its elements in that order. ``op``: sum, prod, max, min, any, all.
@@ -126,14 +144,6 @@ class Reduction:
     reduced: Dim
     inner: Dim
     out: Value
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        return (self.operand,)
-
-    @property
-    def outs(self) -> tuple[Value, ...]:
-        return (self.out,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +172,7 @@ class Fallback:
 
 
 @dataclass(frozen=True, eq=False)
-class Product:
+class Product(OneOut):
     """``out = a @ b`` by the backend's one generated function of all matrix products of an element type.
 
     The operands' values are read as they lie in memory, as the plan says. With ``onto``, the product is added to that
@@ -173,10 +183,6 @@ class Product:
     out: Value
     plan: ProductPlan
     onto: Value | None = None
-
-    @property
-    def outs(self) -> tuple[Value, ...]:
-        return (self.out,)
 
 
 Node = Pointwise | Reduction | LibraryCall | Fallback | Product

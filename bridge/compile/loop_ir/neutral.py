@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bridge.compile.loop_ir.graph import Operand, Scalar, Value
+from bridge.compile.loop_ir.graph import OneOperand, OneOut, Operand, Scalar, Value
 from bridge.compile.loop_ir.views import View
 
 __all__ = ["Dense", "Join", "MatMul", "Neutral", "Result", "Shaped"]
 
 
 @dataclass(frozen=True, eq=False)
-class Shaped:
+class Shaped(OneOperand, OneOut):
     """``out`` has the elements of ``function(view, *arguments)`` of the operand's view.
 
     ``function`` is :func:`~bridge.compile.loop_ir.views.permute`, ``expand``, ``slice_view`` or ``reshape``, whose
@@ -29,49 +29,25 @@ class Shaped:
     operand: Operand
     out: Value
 
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        return (self.operand,)
-
-    @property
-    def outs(self) -> tuple[Value, ...]:
-        return (self.out,)
-
 
 @dataclass(frozen=True, eq=False)
-class Dense:
+class Dense(OneOperand, OneOut):
     """``out`` has the operand's elements, one after another in memory, for a kernel that reads no views."""
 
     operand: Operand
     out: Value
 
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        return (self.operand,)
-
-    @property
-    def outs(self) -> tuple[Value, ...]:
-        return (self.out,)
-
 
 @dataclass(frozen=True, eq=False)
-class Result:
+class Result(OneOperand, OneOut):
     """``out`` is a result of the function: a value of its own, or a parameter itself."""
 
     operand: Operand | Scalar
     out: Value
 
-    @property
-    def operands(self) -> tuple[Operand | Scalar, ...]:
-        return (self.operand,)
-
-    @property
-    def outs(self) -> tuple[Value, ...]:
-        return (self.out,)
-
 
 @dataclass(frozen=True, eq=False)
-class MatMul:
+class MatMul(OneOut):
     """``out = a @ b`` by numpy's rules for vectors and batches; operands and result have one element type."""
 
     a: Operand
@@ -82,22 +58,14 @@ class MatMul:
     def operands(self) -> tuple[Operand, ...]:
         return (self.a, self.b)
 
-    @property
-    def outs(self) -> tuple[Value, ...]:
-        return (self.out,)
-
 
 @dataclass(frozen=True, eq=False)
-class Join:
+class Join(OneOut):
     """``out`` is the concatenation of the operands along ``axis``."""
 
     operands: tuple[Operand | Scalar, ...]
     axis: int
     out: Value
-
-    @property
-    def outs(self) -> tuple[Value, ...]:
-        return (self.out,)
 
 
 Neutral = Shaped | Dense | Result | MatMul | Join

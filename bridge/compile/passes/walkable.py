@@ -52,8 +52,6 @@ class _Copier:
             case Concat():
                 pass
             case Pointwise() if not self._is_walkable(node.operands, node.out.numel):
-                if isinstance(node.operands[0], Scalar) and len(node.operands) == 1:
-                    raise NotImplementedError(f"relax.full of {node.out.shape}: no loops of that many elements")
                 if node.op == "copy":
                     node = LibraryCall("copy", node.operands, node.outs)
                 else:

@@ -106,9 +106,12 @@ def make_space(
     return Space(tuple(reversed(extents[inside:])) or (1,), inner)
 
 
-def _order(cut: Dim) -> tuple[int, str]:
-    """From the finest cut to the coarsest; those of one amount in an order that is the same every time."""
-    return sample_of(cut), str(cut) if isinstance(cut, Extent) else ""
+def _order(cut: Dim) -> tuple[bool, int, str]:
+    """From the finest cut to the coarsest; those of one amount in an order that is the same every time.
+
+    1 divides every other, also an extent that is 0 in the sample.
+    """
+    return not same(cut, 1), sample_of(cut), str(cut) if isinstance(cut, Extent) else ""
 
 
 def share_loops(views: Sequence[View], elements: Dim, rules: Rules, inside: tuple[Dim, Dim] | None = None) -> bool:

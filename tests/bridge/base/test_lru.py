@@ -2,10 +2,12 @@
 
 import os
 import threading
+from functools import partial
 
 import pytest
 
 from bridge.base.lru import LeastRecentlyUsed
+from tests.threads import together
 
 
 def test_what_was_not_asked_for_the_longest_leaves_first():
@@ -46,11 +48,7 @@ def test_a_thousand_keys_of_four_threads():
             if found not in (None, -key) or held.put(key, -key, cost=4) != -key:
                 wrong.append(key)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(work, seed) for seed in range(4)))
     assert not wrong and len(held) == 16 and held.cost == 64
 
 

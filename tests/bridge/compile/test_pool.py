@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-import threading
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from bridge.compile import Program
 from bridge.compile.runtime import pool as pools
 from bridge.compile.runtime.pool import ARENAS, ArenaPool
 from tests.bridge.compile_helpers import program
+from tests.threads import together
 
 
 class User:
@@ -140,19 +141,13 @@ def test_threads_compute_what_one_does_alone():
     programs = {rows: softmax_of_products(rows) for rows in sizes}
     expected = {rows: compiled(inputs(rows)) for rows, compiled in programs.items()}
     wrong: list[int] = []
-    gate = threading.Barrier(4)
 
     def work(first: int) -> None:
-        gate.wait()
         for index in range(first, first + 200):
             rows = sizes[index % len(sizes)]
             if not all(map(torch.equal, programs[rows](inputs(rows)), expected[rows])):
                 wrong.append(rows)
 
-    threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(work, first) for first in range(4)))
     assert not wrong
     assert ARENAS.held_bytes == ARENAS.free_bytes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from tvm.relax import op as R
 
 from bridge.compile import CallLibrary, Launch, View, clear_cache, compile_function
 from tests.bridge.compile_helpers import assert_same, function, program, run
+from tests.threads import together
 
 FLOAT = "float32"
 
@@ -58,11 +59,7 @@ def test_threads_do_not_share_an_arena():
             if not torch.allclose(result, wanted[seed], rtol=1e-4, atol=1e-4):
                 failures.append(seed)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(work, seed) for seed in range(4)))
     assert not failures
 
 

@@ -13,7 +13,7 @@ import torch
 from tvm import relax
 from tvm.relax import op as R
 
-from autodiff.extents import ExtentScope
+from autodiff.extents import ExtentScope, maximum
 from autodiff.library import number
 from bridge.compile import compile_function
 from bridge.compile.runtime.arena import lying_below
@@ -151,6 +151,16 @@ def test_products_computed_as_was_measured_for_the_sample(name):
     for size in SIZES:
         for our, their in zip(*made.both(n=size), strict=True):
             torch.testing.assert_close(our, their, rtol=1e-12, atol=1e-12)
+
+
+def test_an_extent_that_is_zero_in_the_sample():
+    def body(emit, x, n):
+        more = maximum(n - SAMPLE, 0)
+        return [emit(R.full((more,), relax.const(1.5))), emit(R.zeros((more, 3), "float32")), emit(R.exp(x))]
+
+    made = Symbolic([("n", 4)], body)
+    for size in SIZES:
+        made.assert_same_bits(n=size)
 
 
 def test_two_symbols():

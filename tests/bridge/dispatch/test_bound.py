@@ -6,9 +6,9 @@ that the test is of guards, draws, results and what is kept.
 
 import copy
 import gc
-import threading
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from bridge.dispatch.guards import Guard
 from bridge.dispatch.programs import Programs
 from bridge.lowering import lower_once
 from tests.bridge.compare import Call, assert_same, run
+from tests.threads import together
 
 BATCH, LENGTH = 13, 11
 
@@ -213,10 +214,9 @@ def test_a_backward_outlives_what_was_kept(dispatched):
 def test_threads_share_what_is_kept(dispatched):
     eager, module = dispatched
     wanted = {size: eager.linear(call_of(*size).args[0]).tanh() for size in [(2, 3), (4, 5), (6, 7)]}
-    wrong, gate = [], threading.Barrier(4)
+    wrong = []
 
     def work(turn: int) -> None:
-        gate.wait()
         for step in range(9):
             size = [*wanted][(step + turn) % 3]
             x, mask = call_of(*size).args
@@ -225,10 +225,6 @@ def test_threads_share_what_is_kept(dispatched):
             if not torch.allclose(found[kept], (wanted[size] * mask[:, :, None] / 0.7)[kept], rtol=1e-10):
                 wrong.append(size)
 
-    threads = [threading.Thread(target=work, args=(turn,)) for turn in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(work, turn) for turn in range(4)))
     (entry,) = stats(module).entries
     assert not wrong and len(entry.bound) == 3 and entry.hits == 36

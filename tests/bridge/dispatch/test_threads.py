@@ -13,33 +13,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from bridge import add_tvm_dispatch, stats
 from tests.bridge.models import MLP
+from tests.threads import together
 
 ROUNDS = 30
 
 
 def rows(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
-
-
-def together(*actions: Callable[[], None]) -> None:
-    """Runs each action in a thread of its own, started at the same moment; the first error is raised here."""
-    errors: list[BaseException] = []
-    gate = threading.Barrier(len(actions))
-
-    def guarded(action: Callable[[], None]) -> None:
-        try:
-            gate.wait()
-            action()
-        except BaseException as error:  # noqa: BLE001 — whatever it is, the test has to see it
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(action,)) for action in actions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def check_rounds(module: nn.Module, eager: nn.Module, count: int) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from bridge.rng import cpu as mt19937
 from bridge.rng.cpu import Mask, MaskRun
 from bridge.rng.engine import Layout, is_the_lock
 from tests import rng_stress
+from tests.threads import together
 
 
 def flat(count: int, probability: float = rng_stress.KEEP) -> Mask:
@@ -85,11 +87,7 @@ def test_threads_share_one_stream(kernels):
             if turn % 10 == 0:
                 generator.get_state()
 
-    threads = [threading.Thread(target=draw, args=(number,)) for number in range(len(records))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(draw, number) for number in range(len(records))))
     rng_stress.account(records, before, generator.get_state())
 
 
