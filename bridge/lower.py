@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from bridge.base.devices import working_for
 from bridge.base.errors import CompilationError
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.modes import ambient_autocast
@@ -117,7 +118,9 @@ def lower(
         grad = torch.is_grad_enabled()
         call = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)
         training = {path: child.training for path, child in module.named_modules()}
-        sample = Sample(module, args, kwargs, partition, training, ambient_autocast(), relower=lower)
+        with working_for(captured.device):
+            autocast = ambient_autocast()
+        sample = Sample(module, args, kwargs, partition, training, autocast, relower=lower)
         return Lowered.of(call, sample, time.perf_counter() - started)
     except CompilationError:
         raise_if_eager_raises(module, args, kwargs)  # fake tensors let some mistakes pass (mixed types in a product)

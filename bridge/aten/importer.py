@@ -34,6 +34,7 @@ from bridge.aten.imported import Imported
 from bridge.aten.number_checks import computed_numbers, first_broken, holds
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse
 from bridge.aten.sizes import is_size, size
+from bridge.base.devices import HOST
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.torch_internals import ELEMENTWISE_TYPE_PROMOTION_KIND, HigherOrderOperator, elementwise_dtypes
 from bridge.capture import Captured, Reading, TensorForm, where_is
@@ -350,7 +351,7 @@ def _parameter_name(path: str) -> str:
 def _lifted_constant(captured: Captured, node: fx.Node) -> Expr:
     """A tensor literal of the module's code."""
     value = captured.literals[node.name]
-    array = value.detach().contiguous()
+    array = value.detach().to(HOST).contiguous()
     if array.dtype == torch.bfloat16:
         return relax.const(array.float().numpy(), "bfloat16")
     return relax.const(np.asarray(array.numpy()), relax_dtype(array.dtype))

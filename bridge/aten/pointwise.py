@@ -11,7 +11,7 @@ from bridge.aten.dims import has_extents
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.aten.subgradients import clamp_at_bound, fmax_prefers_first
 from bridge.aten.whole import whole
-from bridge.base.devices import HOST
+from bridge.base.devices import current_device
 from bridge.base.torch_internals import aten
 from bridge.capture import STOP_GRADIENT
 
@@ -339,7 +339,7 @@ def where(importer, node, condition, x, y):
 
 @converts(aten._to_copy.default)
 def to_copy(importer, node, x, *, dtype=None, device=None, **layout):
-    if device is not None and torch.device(device).type != HOST.type:
+    if device is not None and torch.device(device).type != current_device().type:
         raise UnsupportedUse(f"a copy to device {device}")
     return importer.cast(x, importer.out_dtype(node))
 

@@ -1,12 +1,42 @@
-"""The host: the device on which modules are captured, imported and compared with eager.
+"""Devices: those of a call's tensors → the one that the call is captured, lowered and compiled for.
 
-Compiled code runs on the device of its backend, :attr:`bridge.compile.Backend.device`, which may be another one day.
+Constants are computed on the host. A thread that captures or lowers a call works for the device of the call's tensors
+(:func:`working_for`): its autocast is the one that counts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 
-__all__ = ["HOST"]
+__all__ = ["HOST", "TYPES", "current_device", "devices_of", "working_for"]
 
 HOST = torch.device("cpu")
+
+TYPES = ("cpu", "cuda")
+"""Types of devices that there is a backend for."""
+
+_CURRENT = ContextVar("bridge_device", default=HOST)
+
+
+def current_device() -> torch.device:
+    """The device of the call that this thread captures or lowers; the host where it does neither."""
+    return _CURRENT.get()
+
+
+@contextmanager
+def working_for(device: torch.device) -> Iterator[None]:
+    """A context in which :func:`current_device` is the given one."""
+    token = _CURRENT.set(device)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
+    """The devices of tensors, in order, each once."""
+    return list(dict.fromkeys(tensor.device for tensor in tensors))

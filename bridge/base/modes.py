@@ -7,43 +7,69 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch.distributions import Distribution
 
-from bridge.base.devices import HOST
+from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import set_grad_enabled
 
 __all__ = [
     "ambient_autocast",
     "autocast_depth",
     "autocast_setting",
+    "autocast_settings",
     "autocast_to",
+    "cuda_autocast_setting",
     "distributions_validate",
     "modes_put_back",
 ]
 
-_HOST = HOST.type
+_HOST, _CUDA = HOST.type, "cuda"
 
 
 def ambient_autocast() -> torch.dtype | None:
-    """The element type that the host's autocast casts to where this is called; ``None`` if it is off."""
-    return torch.get_autocast_dtype(_HOST) if torch.is_autocast_enabled(_HOST) else None
+    """The element type that autocast casts to where this is called; ``None`` if it is off.
+
+    Autocast is that of :func:`bridge.base.devices.current_device`, here and below.
+    """
+    kind = current_device().type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def autocast_to(dtype: torch.dtype | None, *, cache_enabled: bool | None = None) -> torch.autocast:
-    """A context in which the host's autocast casts to this type; ``None``: in which it is off."""
-    return torch.autocast(_HOST, dtype=dtype, enabled=dtype is not None, cache_enabled=cache_enabled)
+    """A context in which autocast casts to this type; ``None``: in which it is off."""
+    kind = current_device().type
+    return torch.autocast(kind, dtype=dtype, enabled=dtype is not None, cache_enabled=cache_enabled)
 
 
 def autocast_setting() -> torch.dtype | str | bool:
     """All that matters of the host's autocast: ``False`` or the type that it casts to; in words if it caches none."""
-    if not torch.is_autocast_enabled(_HOST):
+    return _setting(_HOST)
+
+
+def cuda_autocast_setting() -> torch.dtype | str | bool:
+    """The same of CUDA's."""
+    return _setting(_CUDA)
+
+
+def autocast_settings(kind: str) -> tuple[torch.dtype | str | bool, ...]:
+    """What the setting of a type of devices may be; any other that there is is one that is asked for by name."""
+    now = _setting(kind)
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    return tuple(dict.fromkeys((now, False, *dtypes, *(_uncached(dtype) for dtype in dtypes))))
+
+
+def _setting(kind: str) -> torch.dtype | str | bool:
+    if not torch.is_autocast_enabled(kind):
         return False
-    dtype = torch.get_autocast_dtype(_HOST)
-    return dtype if torch.is_autocast_cache_enabled() else f"{dtype} (cache_enabled=False)"
+    dtype = torch.get_autocast_dtype(kind)
+    return dtype if torch.is_autocast_cache_enabled() else _uncached(dtype)
+
+
+def _uncached(dtype: torch.dtype) -> str:
+    return f"{dtype} (cache_enabled=False)"
 
 
 def distributions_validate() -> bool | None:
@@ -74,5 +100,6 @@ _SETTABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "grad mode": (torch.is_grad_enabled, set_grad_enabled),
     "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-    "autocast": (partial(torch.is_autocast_enabled, _HOST), partial(torch.set_autocast_enabled, _HOST)),
+    "autocast": (lambda: torch.is_autocast_enabled(_HOST), lambda on: torch.set_autocast_enabled(_HOST, on)),
+    "CUDA autocast": (lambda: torch.is_autocast_enabled(_CUDA), lambda on: torch.set_autocast_enabled(_CUDA, on)),
 }

@@ -13,7 +13,7 @@ from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, UPSAMPLES, WHOLE
 from bridge.capture.passes.recurrent import RECURRENT_LAYERS
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
 from bridge.capture.pipeline import capture
-from bridge.capture.preconditions import check_call
+from bridge.capture.preconditions import check_call, device_of_call
 from bridge.capture.readings import Reading, given, numbers_read, same_numbers
 from bridge.capture.sample import normalize_sample
 from bridge.capture.tensor_form import TensorForm
@@ -41,6 +41,7 @@ __all__ = [
     "capture",
     "capturing",
     "check_call",
+    "device_of_call",
     "dynamic_dims",
     "fake_run",
     "given",

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from autodiff.extents import Dim, ExtentScope, Guard
+from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import pytree
 from bridge.capture.counters import Counter
@@ -46,6 +47,7 @@ class Captured:
             shapes and strides in ``observation`` hold extents, and ``arguments`` are of the sample's sizes.
         argument_shapes, argument_strides: of ``arguments``, with extents; empty where ``extents`` is ``None``.
         lines: of the guards that capturing gave ``extents``, where the question was asked.
+        device: of all tensors.
     """
 
     module_name: str
@@ -69,6 +71,7 @@ class Captured:
     argument_shapes: tuple[tuple[Dim, ...], ...] = ()
     argument_strides: tuple[tuple[Dim, ...], ...] = ()
     lines: Mapping[Guard, str] = field(default_factory=dict)
+    device: torch.device = HOST
 
     @property
     def problems(self) -> list[Unsupported]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from bridge.base.errors import Unsupported, UnsupportedModule
-from bridge.base.modes import autocast_setting
+from bridge.base.modes import autocast_setting, cuda_autocast_setting
 from bridge.base.torch_internals import pytree
 from bridge.capture.module_calls import forward_here
 from bridge.state import derived_attribute, derived_attributes
@@ -111,7 +111,7 @@ class DerivedAttributes:
 
 
 def _modes() -> tuple:
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_setting()
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast_setting(), cuda_autocast_setting()
 
 
 class _Unset:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bridge.base.devices import HOST
 from bridge.base.torch_internals import unset_fake_temporarily
 from bridge.state import constant_key
 
@@ -86,4 +87,4 @@ class OpTrace:
 def _bytes(tensor: torch.Tensor) -> bytes:
     """The elements of a tensor that has some, in spite of the fake mode."""
     with unset_fake_temporarily():
-        return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return tensor.detach().reshape(-1).view(torch.uint8).to(HOST).numpy().tobytes()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
+from bridge.base.devices import current_device, working_for
 from bridge.base.errors import Unsupported, UnsupportedModule, is_refused_by_eager
 from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
@@ -40,13 +41,13 @@ from bridge.capture.observation import Draw
 from bridge.capture.passes.autocast import GradModesInRegions, spell_out_casts
 from bridge.capture.passes.decompose import decompose
 from bridge.capture.passes.stop_gradient import prepare
-from bridge.capture.preconditions import check_call
+from bridge.capture.preconditions import check_call, device_of_call
 from bridge.capture.random_nodes import draws_by_origin, match_draws
 from bridge.capture.readings import Reading, ReadsDifferError, given, numbers_read
 from bridge.capture.symbolic_capture import as_in_eager_at_sample, with_extents
 from bridge.capture.symbolic_sizes import SymbolicSizes
 from bridge.capture.thread_isolation import capturing
-from bridge.state import PythonState, generators_put_back, module_tensors
+from bridge.state import ModuleTensor, PythonState, generators_put_back, module_tensors
 
 __all__ = ["capture"]
 
@@ -72,6 +73,11 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequen
     """
     check_call(module, args, kwargs)
     refuse_numbers(type(module).__name__, dims)
+    with working_for(device_of_call(module, args, kwargs)):
+        return _capture(module, args, kwargs, dims)
+
+
+def _capture(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim]) -> Captured:
     traced = _traced_and_settled(module, args, kwargs, dims)
     captured = traced.captured
     forget_real_tensors([fake for fake in traced.fakes if isinstance(fake, FakeTensor)])
@@ -216,7 +222,8 @@ def _trace(
     sizes = SymbolicSizes(dims, argument_values(exported)) if dims else None
     raise_deferred()
     tensors, real_tensors = module_tensors(module, constants(exported))
-    unsupported = free_tensors(exported, {name for tensor in tensors for name in tensor.names})
+    unsupported = _elsewhere(tensors, real_tensors)
+    unsupported += free_tensors(exported, {name for tensor in tensors for name in tensor.names})
     needing_grad = requiring_grad(exported, tensors, pytree.tree_leaves((args, kwargs)))
 
     def needs_grad(node: fx.Node) -> bool:
@@ -247,6 +254,11 @@ def _trace(
         if (node is not None) != output.is_tensor:
             reason = "is a tensor in eager and none in the exported graph, or the reverse"
             observation.unsupported.append(Unsupported(f"result {index}", forward, reason))
+        elif node is not None and node.meta["val"].device != current_device():
+            reason = f"is on device {node.meta['val'].device}, the module on {current_device()}"
+            observation.unsupported.append(
+                Unsupported(f"result {index}", forward, reason, "move it outside of forward")
+            )
     captured = Captured(
         module_name=type(module).__name__,
         graph=functional.graph,
@@ -264,11 +276,21 @@ def _trace(
         literals=literals,
         readings=tuple(readings),
         read=tuple(read),
+        device=current_device(),
     )
     fakes = [node.meta["val"] for node in captured.graph.nodes if node.op == "placeholder"]
     if sizes is not None:
         captured = with_extents(captured, sizes, args, kwargs)
     return _Traced(captured, real_tensors, [*fakes, *run.arguments])
+
+
+def _elsewhere(tensors: Sequence[ModuleTensor], real_tensors: Sequence[torch.Tensor]) -> list[Unsupported]:
+    """What the module owns on another device than that of the call: attributes, which are no parameters."""
+    return [
+        Unsupported(f"a tensor on {real.device}", tensor.names[0], f"the module is on {current_device()}", "move it")
+        for tensor, real in zip(tensors, real_tensors, strict=True)
+        if real.device != current_device()
+    ]
 
 
 def _eager_draws(

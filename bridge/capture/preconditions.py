@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.base.devices import HOST, devices_of
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.pytrees import leaf_names
 from bridge.base.torch_internals import pytree
 from bridge.state import derived_attribute, hooks_of, tensor_problem
 
-__all__ = ["CACHES", "NO_CACHE", "check_call"]
+__all__ = ["CACHES", "NO_CACHE", "check_call", "device_of_call"]
 
 #: Where transformers' caches of keys and values live, and what to do about one.
 CACHES = "transformers.cache_utils"
@@ -42,6 +43,22 @@ def check_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     _refuse_parallel(module, name)
     _refuse_hooks(module, name)
     _refuse_arguments(args, kwargs, name)
+
+
+def device_of_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.device:
+    """The device of everything that a call works on; the host's where there is no tensor.
+
+    Raises:
+        UnsupportedModule: there are several.
+    """
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    devices = devices_of([*module.parameters(), *module.buffers(), *leaves])
+    if len(devices) > 1:
+        name, reason = type(module).__name__, "compiled code runs on one device"
+        where = " and ".join(map(str, devices))
+        problem = Unsupported(f"tensors on {where}", f"{name}.forward", reason, "dispatch the parts on each device")
+        raise UnsupportedModule(name, [problem])
+    return devices[0] if devices else HOST
 
 
 def _refuse_scripted(module: nn.Module, name: str) -> None:

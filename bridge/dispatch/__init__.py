@@ -3,6 +3,7 @@
 from bridge.dispatch.api import add_tvm_dispatch, dispatch_at_first_call, remove_tvm_dispatch, stats
 from bridge.dispatch.bound import MAX_BOUND
 from bridge.dispatch.call_steps import CallStep
+from bridge.dispatch.compile_entry import backend_of_call
 from bridge.dispatch.dispatcher import MAX_ENTRIES, require_capturable
 from bridge.dispatch.entries import Entries
 from bridge.dispatch.entry import Entry
@@ -19,6 +20,7 @@ __all__ = [
     "Entries",
     "Entry",
     "add_tvm_dispatch",
+    "backend_of_call",
     "dispatch_at_first_call",
     "interpreter_state",
     "remove_tvm_dispatch",

@@ -122,7 +122,7 @@ def add_tvm_dispatch(
     dims = dynamic_dims(module, args, kwargs, dynamic_shapes)
     if module.__dict__.get(COMPILED_CALL) is not None and _dispatcher(module) is None:
         raise ValueError(f"{type(module).__name__} was compiled with module.compile(); dispatch a module that was not")
-    backend = backend_for(target)
+    backend = None if target is None else backend_for(target)
     dispatcher = _dispatcher(module) or Dispatcher(module, partition=partition, on_miss=on_miss, backend=backend)
     before = dispatcher.partition, dispatcher.on_miss, dispatcher.backend
     dispatcher.partition, dispatcher.on_miss, dispatcher.backend = partition, on_miss, backend

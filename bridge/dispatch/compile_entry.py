@@ -9,17 +9,39 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.base.devices import HOST, TYPES
+from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.interrupts import raise_deferred
 from bridge.base.torch_internals import pytree
-from bridge.capture import DynamicDim, NumberPlace, one_capture_at_a_time
-from bridge.compile import Backend
+from bridge.capture import DynamicDim, NumberPlace, device_of_call, one_capture_at_a_time
+from bridge.compile import Backend, backend_for
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.guards import Guard
 from bridge.dispatch.number_inputs import as_called, lower_with_numbers
 from bridge.lowering import lower_once
 from bridge.state import PythonState
 
-__all__ = ["compile_entry"]
+__all__ = ["backend_of_call", "compile_entry"]
+
+
+def backend_of_call(wanted: Backend | None, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Backend:
+    """The backend that is wanted, or that of the device that a call's tensors are on.
+
+    Raises:
+        UnsupportedModule: they are on several devices, or on another one than that of the backend that is wanted.
+    """
+    device = device_of_call(module, args, kwargs)
+    name = type(module).__name__
+    if device.type not in TYPES:
+        reason = f"compiled code runs on {' and '.join(TYPES)}"
+        raise UnsupportedModule(name, [Unsupported(f"a tensor on device {device}", f"{name}.forward", reason)])
+    if wanted is None:
+        return backend_for(None if device == HOST else str(device))
+    if wanted.device != device:
+        hint = "leave the target out"
+        problem = Unsupported(f"target on {wanted.device}", f"{name}.forward", f"the module is on {device}", hint)
+        raise UnsupportedModule(name, [problem])
+    return wanted
 
 
 def compile_entry(
@@ -59,7 +81,9 @@ def _outside_inference(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_inference():
         return tensor
     storage = tensor.untyped_storage().clone()
-    return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        storage, tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
 
 
 def _compile_entry(
@@ -76,6 +100,8 @@ def _compile_entry(
     how = {"grad": torch.is_grad_enabled(), "partition": partition}
     backend.prepare([*module.parameters()])
     try:
+        if numbers is not None and backend.device != HOST:  # they are tensors on the host
+            return None
         if numbers is None:
             places, lowered = (), lower_once(module, args, kwargs, **how, dims=dims)
             captured = lowered.captured

@@ -26,7 +26,7 @@ from bridge.capture import DynamicDim, NumberPlace, is_capturing, is_traced_here
 from bridge.compile import Backend
 from bridge.dispatch.advice import advice
 from bridge.dispatch.budget import CompileBudget
-from bridge.dispatch.compile_entry import compile_entry
+from bridge.dispatch.compile_entry import backend_of_call, compile_entry
 from bridge.dispatch.entries import Entries
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.guards import GuardFailure, active_modes
@@ -55,6 +55,7 @@ class Dispatcher:
 
     Attributes:
         entries: what is compiled, and what became of the calls; ``stats``: the user's view of it.
+        backend: ``None``: that of the device of each call's tensors.
         automatic: whether the second size of a dimension makes it symbolic, where calls that miss are compiled.
         learns: whether the next call that misses is compiled, whatever ``on_miss`` says: there was no sample.
         on_refused: called with the condition that a call does not meet and with the reason why no entry serves it,
@@ -63,7 +64,7 @@ class Dispatcher:
 
     automatic = AUTOMATIC
 
-    def __init__(self, module: nn.Module, *, partition: Any, on_miss: str, backend: Backend):
+    def __init__(self, module: nn.Module, *, partition: Any, on_miss: str, backend: Backend | None):
         self._module = weakref.ref(module)  # the module owns its dispatcher, not the other way round
         self.partition = partition
         self.on_miss = on_miss
@@ -285,15 +286,16 @@ class Dispatcher:
         ``dims``: the dimensions of arguments whose sizes vary.
         """
         require_capturable(type(module).__name__)
+        backend = backend_of_call(self.backend, module, args, kwargs)
         fitting = [entry for entry in self.entries.all if _serves(entry, module, args, kwargs)]
         for served in fitting:
-            if self._is_alike(served) and not served.readings and set(dims) <= served.dims:
+            if self._is_alike(served, backend) and not served.readings and set(dims) <= served.dims:
                 log.info("%r serves the call already", served)
                 return served
-        entry = compile_entry(module, args, kwargs, partition=self.partition, backend=self.backend, dims=dims)
+        entry = compile_entry(module, args, kwargs, partition=self.partition, backend=backend, dims=dims)
         replaced = [served for served in fitting if same_numbers(served.readings, entry.readings)]
         for served in replaced:
-            if self._is_alike(served) and set(dims) <= served.dims:
+            if self._is_alike(served, backend) and set(dims) <= served.dims:
                 return served
         entry.worth = measure_worth(entry, module, args, kwargs)
         if entry.worth is not None and entry.worth.is_slower and TOO_SMALL not in self._warned:
@@ -304,9 +306,9 @@ class Dispatcher:
         log.info("added %r", entry)
         return entry
 
-    def _is_alike(self, entry: Entry) -> bool:
-        """Whether an entry was compiled with the same strategy by the same backend."""
-        return _is_same(entry.partition, self.partition) and entry.backend.key == self.backend.key
+    def _is_alike(self, entry: Entry, backend: Backend) -> bool:
+        """Whether an entry was compiled with the same strategy, and by this backend."""
+        return _is_same(entry.partition, self.partition) and entry.backend.key == backend.key
 
     def _add_with_numbers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry | None:
         """An entry that takes as inputs the numbers in which the call differs from an entry, whose place it takes.
@@ -318,7 +320,8 @@ class Dispatcher:
             if changed is None or self._not_inputs[tuple(changed)] >= MAX_ATTEMPTS:
                 continue
             require_capturable(type(module).__name__)
-            how = {"partition": self.partition, "backend": self.backend, "numbers": (known, changed)}
+            backend = backend_of_call(self.backend, module, args, kwargs)
+            how = {"partition": self.partition, "backend": backend, "numbers": (known, changed)}
             entry = compile_entry(module, args, kwargs, **how)
             if entry is None:
                 self._not_inputs[tuple(changed)] += 1

@@ -86,7 +86,8 @@ def tvm_dispatch(
         raise ValueError(f"backend 'tvm_dispatch': unknown options {unknown}; wanted some of {list(_OPTIONS)}")
     partition = options.get("partition", DEFAULT_PARTITION)
     resolve_strategy(partition)
-    backend = backend_for(options.get("target"))
+    target = options.get("target")
+    backend = None if target is None else backend_for(target)
     max_entries = options.get("max_entries", MAX_ENTRIES)
     if type(max_entries) is not int or max_entries < 1:
         raise ValueError(f"backend 'tvm_dispatch': wanted max_entries of 1 or more, got {max_entries!r}")
@@ -114,7 +115,7 @@ class CompiledGraph:
 
     automatic = AUTOMATIC
 
-    def __init__(self, graph_module: fx.GraphModule, *, partition: Any, backend: Backend, max_entries: int):
+    def __init__(self, graph_module: fx.GraphModule, *, partition: Any, backend: Backend | None, max_entries: int):
         serial = next(_serial)
         lines = (user_line(node.meta.get("stack_trace")) for node in graph_module.graph.nodes)
         self.name = f"graph {serial}"

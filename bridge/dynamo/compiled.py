@@ -11,7 +11,7 @@ from torch import fx, nn
 from bridge.base.torch_internals import storage_id
 from bridge.capture import one_capture_at_a_time
 from bridge.compile import Backend
-from bridge.dispatch import Entry
+from bridge.dispatch import Entry, backend_of_call
 from bridge.dynamo.graph import DynamoGraph
 from bridge.dynamo.sizes import GraphSizes
 from bridge.dynamo.unsupported import check_graph
@@ -27,6 +27,7 @@ class Compiled:
         entry: its programs; it has no guard, since Dynamo has one.
 
     Args:
+        backend: ``None``: that of the device of the inputs.
         sizes: the sizes that are to vary, if any.
 
     Raises:
@@ -38,7 +39,7 @@ class Compiled:
         graph_module: fx.GraphModule,
         inputs: Sequence[Any],
         partition: Any,
-        backend: Backend,
+        backend: Backend | None,
         sizes: GraphSizes | None = None,
     ):
         check_graph(graph_module, inputs)
@@ -46,6 +47,7 @@ class Compiled:
         arguments = tuple(inputs[position] for position in region.arguments)
         dims = sizes.dynamic_dims(inputs, region.arguments) if sizes is not None else ()
         how = {"grad": torch.is_grad_enabled(), "partition": partition, "dims": dims}
+        backend = backend_of_call(backend, region, arguments, {})
         with one_capture_at_a_time():
             lowered = lower_once(region, arguments, {}, **how)
         captured = lowered.captured

@@ -15,6 +15,7 @@ from typing import Any
 import autodiff
 from autodiff.ir import Function
 from bridge.aten import Imported, import_graph
+from bridge.base.devices import working_for
 from bridge.base.log import channel
 from bridge.capture import Captured
 from bridge.lowering.lowered import LoweredCall
@@ -44,6 +45,11 @@ def lower_captured(
         UnsupportedModule: an operator is not handled exactly.
         CompilationError: a pass failed; a bug of this package.
     """
+    with working_for(captured.device):
+        return _lower(captured, grad, partition, capture_seconds)
+
+
+def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: float) -> LoweredCall:
     started = time.perf_counter()
     imported = import_graph(captured)
     requires_grad = [tensor.requires_grad for tensor in (*captured.module_tensors, *captured.arguments)]

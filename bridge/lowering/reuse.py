@@ -24,9 +24,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
+from bridge.base.devices import current_device, working_for
 from bridge.base.errors import CompilationError
 from bridge.base.log import channel
-from bridge.base.modes import autocast_setting
+from bridge.base.modes import autocast_setting, cuda_autocast_setting
 from bridge.base.torch_internals import pytree, storage_id
 from bridge.capture import (
     DynamicDim,
@@ -36,6 +37,7 @@ from bridge.capture import (
     capture,
     capturing,
     check_call,
+    device_of_call,
     fake_run,
     given,
     numbers_read,
@@ -85,8 +87,15 @@ def lower_once(
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower.lower`.
     """
-    started = time.perf_counter()
     check_call(module, args, kwargs)
+    with working_for(device_of_call(module, args, kwargs)):
+        return _lower_once(module, args, kwargs, grad, partition, dims)
+
+
+def _lower_once(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], grad: bool, partition: Any, dims: Sequence[DynamicDim]
+) -> LoweredCall:
+    started = time.perf_counter()
     call_key = _call_key(module, args, kwargs, grad, partition) if not dims else None
     known = _LOWERED.get(call_key) if call_key is not None else None
     if known:
@@ -129,7 +138,7 @@ def _call_key(module: nn.Module, args: tuple, kwargs: dict[str, Any], grad: bool
     if strategy is None or None in keys:
         return None
     classes = tuple((path, type(child)) for path, child in module.named_modules(remove_duplicate=False))
-    modes = (grad, torch.get_default_dtype(), autocast_setting())
+    modes = (grad, torch.get_default_dtype(), current_device(), autocast_setting(), cuda_autocast_setting())
     return classes, tuple(tensors), tuple(places), tuple(keys), spec, modes, strategy
 
 

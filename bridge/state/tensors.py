@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from bridge.base.devices import HOST
+from bridge.base.devices import TYPES
 from bridge.base.errors import Unsupported, UnsupportedModule
 
 __all__ = ["ModuleTensor", "module_tensors", "once_per_owner", "tensor_attribute", "tensor_problem"]
@@ -82,8 +82,8 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
         return f"layout {tensor.layout}"
     if tensor.dtype.is_complex:
         return "complex numbers are not supported"
-    if tensor.device.type != HOST.type:
-        return f"a tensor on device {tensor.device}: compiled code runs on the CPU"
+    if tensor.device.type not in TYPES:
+        return f"a tensor on device {tensor.device}: compiled code runs on {' and '.join(TYPES)}"
     if tensor.is_inference():
         return "a tensor made under torch.inference_mode(), which autograd cannot follow: make a clone outside of it"
     return None

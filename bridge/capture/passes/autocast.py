@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
-from bridge.base.devices import HOST
+from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported, user_line
 from bridge.base.modes import autocast_depth, autocast_to
 from bridge.base.torch_internals import (
@@ -101,7 +101,7 @@ def _inline_regions(graph_module: fx.GraphModule, around: _Place) -> None:
     for node in _calls(graph_module.graph, _REGION):
         device, dtype, enabled, _, region, *arguments = node.args
         inner = getattr(graph_module, region.target)
-        setting = around.dtype if device != HOST.type else dtype if enabled else None
+        setting = around.dtype if device != current_device().type else dtype if enabled else None
         place = _Place(setting)
         _inline_regions(inner, place)
         for each in inner.graph.nodes:

@@ -56,7 +56,9 @@ class Guard:
             module, captured.module_tensors, saves=saves, numbers=attributes, counters=captured.counters
         )
         self.sets_attributes = bool(captured.counters or self._tree.derived)
-        self._modes = ModeGuard(requires_grad, self._tree.reads_grad_mode, self._tree.names_distributions)
+        self._modes = ModeGuard(
+            requires_grad, self._tree.reads_grad_mode, self._tree.names_distributions, captured.device
+        )
         self._states = self._modes.states
         self._arguments = ArgumentGuard(captured, arguments, module.forward, saves=saves, numbers=leaves)
         self.sizes = self._arguments.sizes

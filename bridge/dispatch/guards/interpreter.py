@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from bridge.base.devices import HOST
 from bridge.base.guard_failure import INTERPRETER, GuardFailure
-from bridge.base.modes import autocast_setting, distributions_validate
+from bridge.base.modes import autocast_setting, autocast_settings, cuda_autocast_setting, distributions_validate
 from bridge.base.torch_internals import (
     forward_ad_level,
     has_global_hooks,
@@ -45,6 +46,9 @@ class Mode:
     is_capturable: bool = False
 
 
+_CUDA_MODES = (Mode("CUDA autocast", cuda_autocast_setting, is_capturable=True),)
+"""Of torch's CUDA builds."""
+
 MODES = (
     Mode("grad mode", torch.is_grad_enabled, is_capturable=True),
     Mode("inference mode", torch.is_inference_mode_enabled, is_capturable=True),
@@ -57,9 +61,13 @@ MODES = (
     Mode("torch function mode", len_function_stack, bool),
     Mode("functorch transform", innermost_transform, lambda innermost: innermost is not None),
     Mode("global module hooks", has_global_hooks),
+    *(_CUDA_MODES if torch.backends.cuda.is_built() else ()),
 )
 _NAMES = [mode.name for mode in MODES]
 GRAD, INFERENCE, VALIDATION = map(_NAMES.index, ("grad mode", "inference mode", "validation of distributions"))
+_AUTOCAST = {"cpu": _NAMES.index("autocast")} | (
+    {"cuda": _NAMES.index("CUDA autocast")} if torch.backends.cuda.is_built() else {}
+)
 _READS = [mode.read for mode in MODES]
 _call = getattr(operator, "call", lambda read: read())  # in C since Python 3.11
 _SHOWN = [(i, mode.show) for i, mode in enumerate(MODES) if mode.show is not _as_it_is]
@@ -87,15 +95,18 @@ class ModeGuard:
     """The conditions of one entry on the modes: the values of now, and those that make no difference to it.
 
     Without gradients, ``no_grad`` and ``inference_mode`` are the same to the code; where nothing requires a gradient,
-    whether they are enabled is nothing to it either.
+    whether they are enabled is nothing to it either. The autocast of other devices casts nothing of its own.
 
     Args:
         requires_grad: whether some input requires a gradient.
         reads_grad_mode: whether the module's code asks for the grad mode, and so may do different things.
         names_distributions: whether it names ``torch.distributions``, whose validation Dynamo switches off for good.
+        device: of its tensors.
     """
 
-    def __init__(self, requires_grad: bool, reads_grad_mode: bool, names_distributions: bool):
+    def __init__(
+        self, requires_grad: bool, reads_grad_mode: bool, names_distributions: bool, device: torch.device = HOST
+    ):
         now = read_modes()
         accepted: list[Sequence[Any]] = [(value,) for value in now]
         if not reads_grad_mode and not requires_grad:
@@ -104,6 +115,9 @@ class ModeGuard:
             accepted[INFERENCE] = (now[INFERENCE], not now[INFERENCE])
         if not names_distributions:
             accepted[VALIDATION] = (now[VALIDATION], not now[VALIDATION])
+        for kind, place in _AUTOCAST.items():
+            if kind != device.type:
+                accepted[place] = autocast_settings(kind)
         self._accepted = accepted
         self.states = tuple(product(*accepted))
 
