@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
 
+from torch import nn
 from torch.hub import tqdm
 
 from bridge.base.replaced import replaced
@@ -36,6 +37,9 @@ def patched_globals() -> Iterator[None]:
         stack.enter_context(replaced(symbolic_trace, _Patcher=_Patcher))
         if hasattr(tqdm, "monitor_interval"):  # torch.fx makes a bar that it does not show; its thread would stay
             stack.enter_context(replaced(tqdm, monitor_interval=0))
+        # cuDNN's weights lie behind one another; swapping fakes in does not move them, and fakes lie nowhere
+        flatten = nn.RNNBase.flatten_parameters
+        stack.enter_context(replaced(nn.RNNBase, flatten_parameters=here_only(lambda module: None, flatten)))
         owner, name = mkldnn_switch
         stack.enter_context(replaced(owner, **{name: here_only(lambda: False, getattr(owner, name))}))
         ours = (_compiling_here, _builtins_here, lambda _: nullcontext())

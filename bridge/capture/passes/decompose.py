@@ -28,6 +28,7 @@ from bridge.base.torch_internals import (
     preserve_composite,
     unset_fake_temporarily,
 )
+from bridge.capture.passes.cells import CELLS
 from bridge.capture.passes.kinds import Functional, functional_by_kind
 from bridge.capture.passes.preserved_ops import PRESERVED, PRESERVED_ABOVE_AUTOGRAD
 
@@ -81,9 +82,20 @@ def _tables() -> tuple[Table, Table]:
     others = {op: formula for op, formula in core_decompositions().items() if op not in PRESERVED}
     others[_SELECT_SCATTER] = _unless_symbolic(others[_SELECT_SCATTER])
     composite = {op: others.pop(op) for op in list(others) if is_preservable(op)}
+    composite.update({op: _plain_cell(op, formula) for op, formula in CELLS.items()})
     whole = {*PRESERVED_ATEN_CIA_OPS, *PRESERVED} - composite.keys()
     composite.update((op, preserve_composite) for op in whole if is_preservable(op))
     return composite, others
+
+
+def _plain_cell(op: OpOverload, formula: Callable) -> Callable:
+    """A recurrent cell as products and pointwise operators; on CUDA torch has a kernel of its own in between."""
+    theirs = decomposition_of(op)
+
+    def decomposed(x: torch.Tensor, *args: Any) -> Any:
+        return formula(x, *args) if x.is_cuda else theirs(x, *args)
+
+    return decomposed
 
 
 def _unless_symbolic(formula: Callable) -> Callable:

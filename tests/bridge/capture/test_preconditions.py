@@ -153,3 +153,12 @@ def test_batched_gradients_are_a_clear_error():
     add_tvm_dispatch(module, rows())
     with pytest.raises(RuntimeError, match=r"batched gradients.*remove_tvm_dispatch"):
         torch.autograd.grad(module(rows()), list(module.parameters()), torch.ones(2, 4, 4), is_grads_batched=True)
+
+
+def test_tensors_on_several_devices_are_refused_by_name():
+    module = nn.Linear(6, 6)
+    module.register_buffer("scale", torch.ones(6, device="meta"))
+    with pytest.raises(UnsupportedModule, match="tensors on cpu and meta"):
+        add_tvm_dispatch(module, rows())
+    with pytest.raises(UnsupportedModule, match=r"device meta: compiled code runs on cpu and cuda"):
+        add_tvm_dispatch(nn.Linear(6, 6, device="meta"), torch.ones(2, 6, device="meta"))
