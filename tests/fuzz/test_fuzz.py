@@ -138,6 +138,17 @@ def test_an_error_may_go_unnoticed_only_where_nothing_uses_the_result(result):
     assert check(written).status == "same"
 
 
+@pytest.mark.parametrize("gather", ["x.take(rows)", "x[rows]", "x.index_select(0, rows)", "x.gather(0, rows[:, None])"])
+def test_an_error_inside_an_overwritten_value_may_go_unnoticed(gather):
+    """Its gradient is zero, whatever the element is that it would have been added to."""
+    rows = ("rows", "torch.tensor([0, 1, 2, 2])", False)
+    written = program(f"z = {gather}", "z.zero_()", "y = x + z.sum()")
+    written = replace(written, arguments=(*written.arguments, rows))
+    call = next(call for call in calls_of(written, written.load()) if call.name == "with other indices")
+    assert _unraised(make_module(written.load()), call) is not None
+    assert check(written).status == "same"
+
+
 def test_sums_that_overflow_in_some_order_only_are_not_compared():
     """Eager's sum of ``max, max, -max`` depends on the order; what overflows in every order is nobody's choice."""
     largest = torch.finfo(torch.float32).max

@@ -41,8 +41,14 @@ class Unraised(TorchDispatchMode):
 def _adds_nothing(func: torch._ops.OpOverload, args: tuple) -> bool:
     """Whether it adds zeros to its first argument: the gradient of a result that was overwritten."""
     floats = [arg for arg in args[1:] if isinstance(arg, Tensor) and arg.is_floating_point()]
-    accumulates = "index_put" in func.overloadpacket.__name__ and args[-1] is True
-    return accumulates and bool(floats) and not any(value.any() for value in floats)
+    name = func.overloadpacket.__name__.strip("_")
+    adds = name in _ADD or (name in _PUT and len(args) > 3 and args[3] is True)
+    return adds and bool(floats) and not any(value.any() for value in floats)
+
+
+_ADD = ("index_add", "scatter_add")
+_PUT = ("index_put", "index_put_impl", "put")
+"""What the gradients of gathers are made with; those of the second line if they accumulate."""
 
 
 def _zeroed(func: torch._ops.OpOverload, args: tuple) -> list[Any]:
