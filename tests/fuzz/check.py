@@ -58,6 +58,10 @@ class Wrong(AssertionError):
     """A difference from eager."""
 
 
+class _EagerRaises(Exception):
+    """A sample that eager refuses at the generator's state of that moment: an index that is drawn, for example."""
+
+
 def undisturbed(judge: Callable[[Program], Verdict]) -> Callable[[Program], Verdict]:
     """A judge that leaves torch's generator alone and is not disturbed by advice."""
 
@@ -107,6 +111,8 @@ def judge(
             done += _compare(eager, dispatched, call)
             if look is not None:
                 look(dispatched, call)
+    except _EagerRaises as skip:
+        return Verdict("skipped", f"eager: {_one_line(skip.__cause__)}")
     except UnsupportedModule as refusal:
         if not refusal.ops or not all(op.op and op.reason and op.where for op in refusal.ops):
             return Verdict("wrong", f"a refusal without a reason: {refusal}")
@@ -138,6 +144,10 @@ def _add(module: nn.Module, arguments: Arguments, options: Mapping[str, Any]) ->
     versions = [leaf._version for leaf in arguments.leaves]
     try:
         add_tvm_dispatch(module, arguments.args, sample_kwargs=arguments.kwargs, **options)
+    except Exception as error:
+        if not isinstance(error, UnsupportedModule) and _raises_alike(module, arguments, generator, error):
+            raise _EagerRaises from error
+        raise
     finally:
         after = module.state_dict()
         if after.keys() != before.keys() or not all(_identical(after[name], before[name]) for name in before):
@@ -150,6 +160,18 @@ def _add(module: nn.Module, arguments: Arguments, options: Mapping[str, Any]) ->
             x.grad is not None for x in arguments.leaves
         ):
             raise Wrong("add_tvm_dispatch changed its sample")
+
+
+def _raises_alike(module: nn.Module, arguments: Arguments, generator: Tensor, error: Exception) -> bool:
+    """Whether eager raises the same at a state of the generator, which is left at that state."""
+    torch.set_rng_state(generator)
+    try:
+        _copied(module)(*arguments.args, **arguments.kwargs)
+    except Exception as own:  # noqa: BLE001 - whatever it is, it is compared
+        return type(own) is type(error) and _words(own) == _words(error)
+    finally:
+        torch.set_rng_state(generator)
+    return False
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -138,6 +138,14 @@ def test_an_error_may_go_unnoticed_only_where_nothing_uses_the_result(result):
     assert check(written).status == "same"
 
 
+def test_a_sample_that_eager_refuses_at_the_states_draws_is_skipped():
+    """An index that is drawn: in range where the calls are compared, out of it where the dispatch is added."""
+    inside, outside = (torch.randperm(7, generator=torch.Generator().manual_seed(seed))[0] for seed in (5, 11))
+    assert inside != outside
+    verdict = check(program(f"y = x[(torch.randperm(7)[:1] == {outside}) * 9]"))
+    assert verdict.status == "skipped" and "IndexError" in verdict.detail
+
+
 @pytest.mark.parametrize("gather", ["x.take(rows)", "x[rows]", "x.index_select(0, rows)", "x.gather(0, rows[:, None])"])
 def test_an_error_inside_an_overwritten_value_may_go_unnoticed(gather):
     """Its gradient is zero, whatever the element is that it would have been added to."""
