@@ -1,4 +1,4 @@
-"""Batch and group normalization → plain arithmetic, with training's statistics and buffer updates."""
+"""Batch, group and weight normalization → plain arithmetic, with training's statistics and buffer updates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from tvm import relax
 
 from autodiff.extents import maximum
 from autodiff.ir import dtype, numel, shape
-from bridge.aten.registry import UnsupportedUse, converts
+from bridge.aten.reductions import euclidean_norm
+from bridge.aten.registry import UnsupportedUse, converts, rounds_once
 from bridge.base.torch_internals import aten
 
 op = relax.op
@@ -105,3 +106,11 @@ def native_group_norm(importer, node, x, weight, bias, batch, channels, pixels, 
     y = affine(importer, y, weight, bias, (1, channels, *[1] * (len(shape(x)) - 2)))
     y = importer.cast(y, element_type)
     return y, importer.reshape(mean, (batch, groups)), importer.reshape(rstd, (batch, groups))
+
+
+@converts(aten._weight_norm_interface.default)
+@rounds_once
+def weight_norm(importer, node, v, g, dim=0):
+    """``v`` with the norms ``g`` along all axes but ``dim``, and the norms that it has."""
+    norm = euclidean_norm(importer, v, [axis for axis in range(len(shape(v))) if axis != dim], True)
+    return importer.emit(op.multiply(v, importer.emit(op.divide(g, norm)))), norm

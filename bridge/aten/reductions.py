@@ -211,18 +211,25 @@ def vector_norm(importer, node, x, ord=2, dim=None, keepdim=False, *, dtype=None
     if abs(ord) == float("inf") or ord < 1:
         return whole(importer, node, x, ord, dim, keepdim, dtype=dtype)
     (x,) = importer.operands(node, x)
+    if ord == 2:
+        return euclidean_norm(importer, x, dim, keepdim)
     if ord != 1 and _of_one(x, dim):
         return reduce(importer, op.sum, _size(importer, x, ord), dim, keepdim)
     size = importer.emit(op.abs(x))
     if ord == 1:
         return reduce(importer, op.sum, size, dim, keepdim)
     element_type = importer.out_dtype(node)
-    exponent = importer.constant(float(ord), element_type)
-    powers = op.multiply(x, x) if ord == 2 else op.power(size, exponent)
-    total = reduce(importer, op.sum, importer.emit(powers), dim, keepdim)
-    if ord == 2:
-        return _root(importer, total, op.sqrt, keeps_nan=True)
+    powers = importer.emit(op.power(size, importer.constant(float(ord), element_type)))
+    total = reduce(importer, op.sum, powers, dim, keepdim)
     return _root(importer, total, lambda safe: op.power(safe, importer.constant(1 / ord, element_type)))
+
+
+def euclidean_norm(importer, x, dims, keepdims):
+    """The root of the sum of squares, in the type of ``x``, with torch's gradients."""
+    if _of_one(x, dims):
+        return reduce(importer, op.sum, _size(importer, x, 2), dims, keepdims)
+    total = reduce(importer, op.sum, importer.emit(op.multiply(x, x)), dims, keepdims)
+    return _root(importer, total, op.sqrt, keeps_nan=True)
 
 
 def _of_one(x, dims):
@@ -259,7 +266,6 @@ def _normalized(importer, x, dim, eps):
         norm = _size(importer, x, 2)
     else:
         wide = importer.cast(x, "float32") if stored in ("float16", "bfloat16") else x
-        total = reduce(importer, op.sum, importer.emit(op.multiply(wide, wide)), dim, True)
-        norm = importer.cast(_root(importer, total, op.sqrt, keeps_nan=True), stored)
+        norm = importer.cast(euclidean_norm(importer, wide, dim, True), stored)
     bounded = importer.emit(op.maximum(norm, importer.constant(eps, stored)))
     return importer.emit(op.divide(x, with_derivative(importer, bounded, norm)))

@@ -172,6 +172,7 @@ PRESERVED = (
     aten.linear.default,
     aten.matmul.default,
     aten._safe_softmax.default,
+    aten._weight_norm_interface.default,  # of half types, torch's kernel computes in float32 and rounds once
     aten._prelu_kernel.default,  # its weight's gradient would multiply by what it does not depend on
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten.adaptive_avg_pool1d.default,

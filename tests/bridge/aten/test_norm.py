@@ -1,10 +1,13 @@
 """Normalization layers in train mode: statistics, buffers, affine parameters, reparametrized weights."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from bridge import add_tvm_dispatch, stats
 from tests.bridge.compare import check_module
 
 SHAPES = {1: (5, 4, 6), 2: (3, 4, 5, 6), 3: (2, 4, 3, 2, 5)}
@@ -116,3 +119,17 @@ class Average(nn.Module):
 @pytest.mark.parametrize("training", [True, False])
 def test_buffers_that_the_module_updates(training):
     check_module(lambda: Average().train(training), lambda: leaf(6, 4), calls=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weight_norm_of_half_types_is_computed_in_float32(dtype):
+    """A row of one element has one direction: its gradient is zero but for float32's rounding."""
+    torch.manual_seed(0)
+    eager = parametrizations.weight_norm(nn.Linear(1, 64)).to(dtype)
+    ours, x = copy.deepcopy(eager), torch.ones(1, 1, dtype=dtype)
+    add_tvm_dispatch(ours, x)
+    for module in (eager, ours):
+        module(x).sin().sum().backward()
+    assert stats(ours).hits == 1 and torch.equal(ours(x), eager(x))
+    (norms, directions), (own, _) = ([p.grad for p in m.parametrizations.weight.parameters()] for m in (ours, eager))
+    assert torch.equal(norms, own) and directions.abs().max() < 1e-6
