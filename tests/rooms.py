@@ -41,8 +41,8 @@ BRIDGE = (
 """Rooms and loose files of ``bridge/``; each imports only from those before it, through their ``__init__``."""
 
 COMPILE = (
-    *("loop_ir", "codegen", "schedule", "backend", "passes", "translate", "options", "runtime", "cpu", "targets"),
-    *("signature", "pipeline", "__init__"),
+    *("loop_ir", "codegen", "schedule", "backend", "passes", "translate", "options", "runtime", "cpu", "cuda"),
+    *("targets", "signature", "pipeline", "__init__"),
 )
 """Rooms of ``bridge/compile/``, likewise."""
 

@@ -26,6 +26,8 @@ from autodiff.ir import Function, bindings
 from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
 from bridge.compile.backend import Backend
+from bridge.compile.cuda.executor import POOLS
+from bridge.compile.cuda.nvrtc import clear_compiled
 from bridge.compile.loop_ir.graph import Graph
 from bridge.compile.options import CompileOptions
 from bridge.compile.passes.accumulate import accumulate
@@ -139,4 +141,6 @@ def clear_cache() -> None:
     with _LOCK:
         _PROGRAMS.clear()
     clear_kernels()
+    clear_compiled()
     ARENAS.clear()
+    POOLS.clear()

@@ -8,6 +8,7 @@ from operator import itemgetter
 
 import torch
 
+from bridge.base.devices import HOST
 from bridge.compile.runtime.instructions import CallLibrary, Instruction, Launch, View
 from bridge.library import FUNCTIONS, OUT_KERNELS, invoke
 
@@ -107,6 +108,6 @@ def _launch_at_addresses(launch: Launch, kernel: Callable) -> Action:
 
 
 def _array(scalars: tuple[int, ...]) -> tuple[torch.Tensor, ctypes.c_void_p]:
-    """Integers as int64 in memory, and where that is."""
-    tensor = torch.tensor(scalars, dtype=torch.int64)
+    """Integers as int64 in the host's memory, and where that is."""
+    tensor = torch.tensor(scalars, dtype=torch.int64, device=HOST)
     return tensor, ctypes.c_void_p(tensor.data_ptr())

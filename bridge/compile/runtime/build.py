@@ -48,6 +48,8 @@ def build_kernels(
     funcs: Sequence[tuple[str, PrimFunc]],
     key: str,
     build: Callable[[Mapping[str, PrimFunc], bool], tvm.runtime.Module],
+    *,
+    together: bool = False,
 ) -> list[Built]:
     """Machine code for PrimFuncs given with names, made in the background.
 
@@ -57,6 +59,7 @@ def build_kernels(
         funcs: names and functions.
         key: of the backend; functions of different backends share nothing.
         build: ``(functions, whether they are loops already)`` → one library.
+        together: all in one library, with what are no loops yet; ``build`` is then told that all are.
     """
     keys = [(key, structural_hash(func)) for _, func in funcs]
     with _LOCK:
@@ -69,7 +72,7 @@ def build_kernels(
                 missing[name] = (own, func)
         libraries: dict[tuple[bool, str], dict[str, tuple[tuple[str, int], PrimFunc]]] = {}
         for name, (own, func) in missing.items():
-            libraries.setdefault(_library_of(name, func), {})[name] = (own, func)
+            libraries.setdefault((True, "") if together else _library_of(name, func), {})[name] = (own, func)
         for (loops, alone), chosen in libraries.items():
             raise_deferred()
             made = Build(partial(build, {name: func for name, (_, func) in chosen.items()}, loops))

@@ -23,7 +23,7 @@ from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.bind import bind, last_uses
 from bridge.compile.runtime.instructions import Instruction
 from bridge.compile.runtime.layout import Layout
-from bridge.compile.runtime.pool import ARENAS, Block
+from bridge.compile.runtime.pool import ARENAS, ArenaPool, Block
 
 __all__ = ["Executor"]
 
@@ -42,6 +42,8 @@ class Executor:
     Args:
         device: of the inputs.
         prepare: called before each run, in the thread that runs.
+        empty: shape, strides, element type → memory of a result.
+        pool: of blocks on the device; the host's unless given.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class Executor:
         *,
         device: torch.device,
         prepare: Callable[[], object],
+        empty: Callable[..., torch.Tensor] = empty_strided,
+        pool: ArenaPool | None = None,
     ):
         self.name = name
         self._prepare = prepare
@@ -67,14 +71,15 @@ class Executor:
         self._static_views = [bind(view, {}) for view in layout.views]
         self._forms = [(torch.Size(param.shape), param.torch_dtype, device) for param in layout.params]
         self._fresh = [
-            (made.slot, partial(empty_strided, made.shape, dense_strides(made.shape), made.torch_dtype))
+            (made.slot, partial(empty, made.shape, dense_strides(made.shape), made.torch_dtype))
             for made in layout.fresh
         ]
         self._passed_on = [(i, slot) for i, slot in enumerate(layout.results) if slot < len(layout.params)]
         self._fitting: list[Checks] = []  # inputs that look like these fit, and are dense
         self._arena_bytes = layout.arena_bytes
-        self._key = ARENAS.enroll(self, self._arena_bytes)
-        self._take, self._give = ARENAS.take, ARENAS.give
+        pool = ARENAS if pool is None else pool
+        self._key = pool.enroll(self, self._arena_bytes)
+        self._take, self._give = pool.take, pool.give
 
     def __call__(self, inputs: Sequence[torch.Tensor], *, consume: bool = False) -> list[torch.Tensor]:
         """See :meth:`bridge.compile.runtime.program.Program.__call__`."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from autodiff.extents import Dim, Extent, ExtentScope
+from bridge.base.devices import HOST
 from bridge.compile.loop_ir.graph import Positions
 from bridge.compile.runtime.arena import ALIGNMENT
 from bridge.compile.runtime.instructions import CallLibrary, Instruction, Launch, View
@@ -73,7 +74,9 @@ class Instances:
             layout.results,
             layout.memory,
         )
-        constants = tuple([(slot, torch.arange(*pick(table), dtype=dtype)) for slot, dtype, pick in self._positions])
+        constants = tuple(
+            [(slot, torch.arange(*pick(table), dtype=dtype, device=HOST)) for slot, dtype, pick in self._positions]
+        )
         return tuple([make(table) for make in self._steps]), static, constants
 
     def _placed(self, sizes: Sequence[int]) -> tuple[list[int], int]:

@@ -71,7 +71,7 @@ class Layout:
         """Puts the tensors of the arena, which is to lie in ``memory``, aligned uint8, into their slots."""
         for placed in self.arena:
             if placed.numel == 0:
-                registers[placed.slot] = torch.empty(placed.shape, dtype=placed.torch_dtype)
+                registers[placed.slot] = torch.empty(placed.shape, dtype=placed.torch_dtype, device=memory.device)
             else:
                 raw = memory[placed.offset : placed.offset + placed.nbytes]
                 registers[placed.slot] = raw.view(placed.torch_dtype).view(placed.shape)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from bridge.base.devices import HOST
 from bridge.compile.runtime.arena import ALIGNMENT
 
 __all__ = ["ARENAS", "ArenaPool", "Block"]
@@ -28,8 +29,8 @@ class Block:
 
     __slots__ = ("__weakref__", "bound", "memory", "size")
 
-    def __init__(self, size: int):
-        raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+    def __init__(self, size: int, device: torch.device = HOST):
+        raw = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
         begin = -raw.data_ptr() % ALIGNMENT
         self.memory = raw[begin : begin + size]
         self.size = size
@@ -37,7 +38,7 @@ class Block:
 
 
 class ArenaPool:
-    """Blocks for the runs of any number of users, each of whom needs up to a size of its own.
+    """Blocks on a device for the runs of any number of users, each of whom needs up to a size of its own.
 
     Memory is given back to torch's allocator when a larger block takes a block's place, when blocks stay free for long
     while others are taken, and when no living user needs one as large.
@@ -46,7 +47,8 @@ class ArenaPool:
         give: takes a block back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = HOST) -> None:
+        self._device = device
         self._free: list[Block] = []
         self.give: Callable[[Block], None] = self._free.append
         self._blocks: list[weakref.ref[Block]] = []  # those in use too
@@ -121,7 +123,7 @@ class ArenaPool:
     @torch.inference_mode(False)  # it serves runs of any mode
     def _allocate(self, size: int) -> Block:
         self._left = 0
-        block = Block(size)
+        block = Block(size, self._device)
         self._blocks.append(weakref.ref(block, self._blocks.remove))
         return block
 
@@ -140,4 +142,4 @@ class ArenaPool:
 
 
 ARENAS = ArenaPool()
-"""The pool of this process."""
+"""The host's pool."""

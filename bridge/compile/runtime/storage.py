@@ -21,6 +21,7 @@ import tvm
 import tvm_ffi
 
 from autodiff.extents import scope_of_state, state_of_scope
+from bridge.base.devices import HOST
 from bridge.compile.backend import Backend
 from bridge.compile.options import versions
 from bridge.compile.runtime.plain import from_plain, to_plain
@@ -139,7 +140,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 def _tensor(entry: dict[str, Any], data: bytes) -> torch.Tensor:
     """A tensor of the file, in memory of its own."""
     begin, end = entry["data_offsets"]
-    tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]])
+    tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device=HOST)
     if end > begin:
         ctypes.memmove(tensor.data_ptr(), data[begin:end], tensor.nbytes)
     return tensor

@@ -8,6 +8,7 @@ import torch
 
 from autodiff.extents import Dim, Extent, same
 from autodiff.ir import Constant, Expr, Tuple, Var, dtype, shape
+from bridge.base.devices import HOST
 from bridge.compile.codegen.pointwise import compute_type
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Node, Operand, Pointwise, Positions, Reduction, Scalar, Value, whole
@@ -68,7 +69,7 @@ class Builder:
     ) -> Operand:
         """``count`` numbers from ``start`` to ``stop`` by ``step``, a constant."""
         if not any(isinstance(number, Extent) for number in (start, stop, step)):
-            return self.constant(torch.arange(start, stop, step, dtype=getattr(torch, element_type)))
+            return self.constant(torch.arange(start, stop, step, dtype=getattr(torch, element_type), device=HOST))
         value = Value(f"const{len(self.constants)}", (count,), element_type, "constant")
         self.constants[value] = Positions(start, stop, step, element_type)
         return whole(value)
@@ -92,7 +93,8 @@ class Builder:
         if operand.dtype == element_type:
             return operand
         if isinstance(operand, Scalar) and not isinstance(operand.number, Extent):
-            cast = torch.tensor(operand.number, dtype=getattr(torch, operand.dtype)).to(getattr(torch, element_type))
+            number = torch.tensor(operand.number, dtype=getattr(torch, operand.dtype), device=HOST)
+            cast = number.to(getattr(torch, element_type))
             return Scalar(cast.item(), element_type, operand.shape)
         return self.pointwise("astype", [operand], element_type)
 

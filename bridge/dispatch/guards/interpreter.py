@@ -65,7 +65,7 @@ MODES = (
 )
 _NAMES = [mode.name for mode in MODES]
 GRAD, INFERENCE, VALIDATION = map(_NAMES.index, ("grad mode", "inference mode", "validation of distributions"))
-_AUTOCAST = {"cpu": _NAMES.index("autocast")} | (
+_AUTOCAST = {HOST.type: _NAMES.index("autocast")} | (
     {"cuda": _NAMES.index("CUDA autocast")} if torch.backends.cuda.is_built() else {}
 )
 _READS = [mode.read for mode in MODES]

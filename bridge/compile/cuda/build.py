@@ -1,0 +1,186 @@
+"""Modules for CUDA: PrimFuncs → one module, host code by LLVM, all kernels in one call of NVRTC.
+
+A PrimFunc is a host function that launches one kernel or several, one after another: its loops are bound to blocks and
+threads, and what it computes outside of them (the launch's integers) reaches the kernels by value. It is called with
+tensors, and launches on the stream that torch has current on their device.
+
+TVM's own compilation of CUDA source, which asks for fast math, is not used. The module that it makes from machine code
+wants a driver; everything before that does not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import tvm
+import tvm_ffi
+from tvm import s_tir, tirx
+from tvm.ir import IRModule
+from tvm.target import Target
+from tvm.tirx import PrimFunc
+from tvm.tirx.build import split_host_device_mods
+
+from bridge.compile.codegen.tir import LOOPS_ATTR
+from bridge.compile.cuda.nvrtc import compiled
+from bridge.compile.cuda.preamble import PREAMBLE
+from bridge.compile.cuda.sass import disassembled
+
+__all__ = ["build_library", "cuda_source", "kernel_source", "target_of"]
+
+_HOST = "llvm"
+_CALLBACK = "tvm_callback_cuda_compile"
+_LINE = "\n// ---- kernels\n"
+
+FORMS = ("tvmscript", "cuda", "ptx", "sass")
+
+
+def target_of(arch: str) -> Target:
+    """TVM's target of an architecture such as ``"sm_90"``."""
+    return Target({"kind": "cuda", "arch": arch}, host=_HOST)
+
+
+def build_library(functions: Mapping[str, PrimFunc], arch: str) -> tvm.runtime.Module:
+    """One module of functions; its kernels load where a driver is, on the device of the tensors they are called with.
+
+    Raises:
+        RuntimeError: see :func:`bridge.compile.cuda.nvrtc.compiled`.
+    """
+    target = target_of(arch)
+    host, device = _lowered(functions, target)
+    library = _host_module(host)
+    if len(device.functions):
+        library.import_module(_device_module(device, target, partial(_machine_code, arch=arch)))
+    return library
+
+
+def cuda_source(functions: Mapping[str, PrimFunc], arch: str) -> str:
+    """All that NVRTC is given for functions: the preamble, then their kernels."""
+    target = target_of(arch)
+    _, device = _lowered(functions, target)
+    if not len(device.functions):
+        return ""
+    found: list[str] = []
+
+    def keep(source: str) -> bytes:
+        found.append(source)
+        return b"\0"
+
+    module = _device_module(device, target, keep)
+    return _with_preamble(found[0] if found else str(module.inspect_source()))
+
+
+def _machine_code(source: str, arch: str) -> bytes:
+    return compiled(_with_preamble(source), arch)
+
+
+def _with_preamble(source: str) -> str:
+    """TVM's head, which names types, then what kernels call, then the kernels."""
+    at = source.find('extern "C"')
+    return source[:at] + PREAMBLE + _LINE + source[at:]
+
+
+def _lowered(functions: Mapping[str, PrimFunc], target: Target) -> tuple[IRModule, IRModule]:
+    """Host functions and kernels."""
+    named = {name: func.with_attr("global_symbol", name) for name, func in functions.items()}
+    host, device = IRModule({}), IRModule({})
+    for loops in (True, False):
+        chosen = {name: func for name, func in named.items() if bool(func.attrs.get(LOOPS_ATTR, False)) is loops}
+        if not chosen:
+            continue
+        lower, finish_host, finish_device = _loops() if loops else _blocks()
+        module = lower(tirx.transform.BindTarget(target)(IRModule(chosen)))
+        of_host, of_device = split_host_device_mods(module)
+        host.update(finish_host(of_host))
+        for kernels in of_device.values():
+            device.update(finish_device(kernels))
+    return host, device
+
+
+def _loops() -> tuple[Callable, Callable, Callable]:
+    """For kernels that are loops bound to threads already: splitting, and the packed calling convention without checks.
+
+    Why no other passes, and no checks: see :mod:`bridge.compile.cpu.build`.
+    """
+    passes = [
+        tirx.transform.BF16ComputeLegalize(),
+        tirx.transform.VerifyMemory(),
+        tirx.transform.AnnotateEntryFunc(),
+        tirx.transform.SplitHostDevice(),
+        tirx.transform.MakePackedAPI(),
+        tirx.transform.SkipAssert(),
+        tirx.transform.BF16StorageLegalize(),
+    ]
+    return tvm.transform.Sequential(passes), tirx.transform.LowerTVMBuiltin(), tvm.transform.Sequential([])
+
+
+def _blocks() -> tuple[Callable, Callable, Callable]:
+    """For functions of schedulable blocks: TVM's own pipeline."""
+    lower, finish_host, finish_device = s_tir.pipeline.default_s_tir_pipeline()
+    return lower, finish_host(), finish_device()
+
+
+def _host_module(module: IRModule) -> tvm.runtime.Module:
+    return tvm.get_global_func("target.build.llvm")(module, Target(_HOST))
+
+
+def _device_module(kernels: IRModule, target: Target, compile_source: Callable[[str], bytes]) -> tvm.runtime.Module:
+    """TVM's module of kernels, with machine code by ``compile_source`` where TVM's CUDA run time is loaded.
+
+    Raises:
+        RuntimeError: somebody else's compilation took the place of ours.
+    """
+    with _compiling(compile_source) as ran:
+        module = tvm.get_global_func("target.build.cuda")(kernels, target)
+    if tvm.get_global_func("ffi.Module.create.cuda", allow_missing=True) is not None and not ran:
+        raise RuntimeError(f"kernels for {target} were compiled by another {_CALLBACK} than this package's")
+    return module
+
+
+_BUILDING = threading.local()
+_LOCK = threading.Lock()
+_REPLACED: list[tvm_ffi.Function] = []
+
+
+@contextmanager
+def _compiling(compile_source: Callable[[str], bytes]) -> Iterator[list[bool]]:
+    """This thread's CUDA source goes to a function; yields a list that has an element once that ran."""
+    with _LOCK:
+        if not _REPLACED:
+            _REPLACED.append(tvm.get_global_func(_CALLBACK))
+            tvm_ffi.register_global_func(_CALLBACK, _compile, override=True)
+    ran: list[bool] = []
+
+    def compile_and_tell(source: str) -> bytes:
+        ran.append(True)
+        return compile_source(source)
+
+    _BUILDING.compile = compile_and_tell
+    try:
+        yield ran
+    finally:
+        del _BUILDING.compile
+
+
+def _compile(source: str) -> bytes:
+    """TVM's callback: ours for modules that this package builds, else the one that was there before."""
+    ours = getattr(_BUILDING, "compile", None)
+    return _REPLACED[0](source) if ours is None else ours(str(source))
+
+
+def kernel_source(func: PrimFunc, name: str, arch: str, form: str) -> str:
+    """A kernel as text; compiled forms are compiled anew, as :func:`build_library` does.
+
+    Raises:
+        ValueError: ``form`` is not one of :data:`FORMS`.
+    """
+    if form not in FORMS:
+        raise ValueError(f"form: wanted one of {', '.join(map(repr, FORMS))}, got {form!r}")
+    if form == "tvmscript":
+        return func.with_attr("global_symbol", name).script()
+    source = cuda_source({name: func}, arch)
+    if form == "cuda":
+        return source.partition(_LINE)[2]
+    return compiled(source, arch, "ptx").decode() if form == "ptx" else disassembled(compiled(source, arch))

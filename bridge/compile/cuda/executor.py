@@ -1,0 +1,114 @@
+"""Executor on a GPU: a program bound to its kernels for one device, on whichever stream torch has current there.
+
+Each stream has a pool of arena blocks of its own: work on one stream runs in the order of the calls, so a block that
+was given back may be taken while the GPU still works in it; work on another stream may overlap with it. While torch
+captures a CUDA graph, blocks are the graph's: torch's allocator takes their memory from the graph's pool, and a replay
+finds it as it was.
+
+Kernels read vectors of 16 bytes: an input that begins elsewhere is copied.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from bridge.base.locks import free_in_children
+from bridge.base.lru import LeastRecentlyUsed
+from bridge.base.torch_cuda import current_device, current_stream, empty_strided
+from bridge.compile.runtime.executor import Executor
+from bridge.compile.runtime.pool import ArenaPool
+from bridge.compile.runtime.program import Program
+
+__all__ = ["POOLS", "CudaExecutor", "StreamPools"]
+
+_ALIGNMENT = 16
+"""Bytes, of a kernel's widest access."""
+
+_STREAMS = 8
+"""On which an executor stays bound; those used last."""
+
+
+class StreamPools:
+    """Pools of arena blocks by device and stream."""
+
+    def __init__(self) -> None:
+        self._pools: dict[tuple[torch.device, int], ArenaPool] = {}
+        self._lock = free_in_children(threading.Lock())
+
+    def of(self, device: torch.device, stream: int) -> ArenaPool:
+        """The pool of a stream on a device."""
+        with self._lock:
+            return self._pools.setdefault((device, stream), ArenaPool(device))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(pool.held_bytes for pool in tuple(self._pools.values()))
+
+    def clear(self) -> None:
+        """Gives back the blocks that nobody has."""
+        for pool in tuple(self._pools.values()):
+            pool.clear()
+
+
+POOLS = StreamPools()
+"""Of this process."""
+
+
+class CudaExecutor:
+    """Runs one program on one device; safe to call from any thread.
+
+    Attributes:
+        name: of the program.
+        steps: its instructions.
+    """
+
+    def __init__(self, program: Program, device: torch.device):
+        self.name, self.steps = program.name, program.steps
+        self._device, self._index = device, device.index
+        constants = tuple((slot, tensor.to(device)) for slot, tensor in program.constants)
+        parts = (program.name, program.steps, program.layout, constants, program.code)
+        self._bound: Callable[[ArenaPool], Executor] = partial(_Bound, *parts, device=device)
+        self._by_stream: LeastRecentlyUsed[int, Executor] = LeastRecentlyUsed(_STREAMS)
+
+    def __call__(self, inputs: Sequence[torch.Tensor], *, consume: bool = False) -> list[torch.Tensor]:
+        """See :meth:`bridge.compile.runtime.program.Program.__call__`."""
+        if current_device() != self._index:
+            with torch.cuda.device(self._index):
+                return self(inputs, consume=consume)
+        if torch.cuda.is_current_stream_capturing():
+            return self._captured(inputs, consume)
+        stream = current_stream(self._index)
+        execute = self._by_stream.get(stream)
+        if execute is None:
+            execute = self._by_stream.put(stream, self._bound(pool=POOLS.of(self._device, stream)))
+        return execute(inputs, consume=consume)
+
+    def _captured(self, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
+        """In memory of the graph that is captured, which may serve again once the run is over."""
+        pool = ArenaPool(self._device)
+        try:
+            return self._bound(pool=pool)(inputs, consume=consume)
+        finally:
+            pool.clear()
+
+
+class _Bound(Executor):
+    """A program bound to one pool."""
+
+    def __init__(self, *parts, device: torch.device, pool: ArenaPool):
+        super().__init__(*parts, device=device, prepare=_nothing, empty=empty_strided, pool=pool)
+
+    def _load(self, registers: list, inputs: Sequence[torch.Tensor]) -> None:
+        super()._load(registers, inputs)
+        for slot in range(len(inputs)):
+            if registers[slot].data_ptr() % _ALIGNMENT:
+                registers[slot] = registers[slot].clone(memory_format=torch.contiguous_format)
+
+
+def _nothing() -> None:
+    """No preparation: a launch sets its device itself."""

@@ -1,0 +1,163 @@
+"""NVRTC: CUDA C → machine code (a cubin) or PTX for an architecture, by the library of torch's CUDA wheels.
+
+No compiler has to be installed, and no GPU or driver is needed. The library is asked for by ctypes; kernels include no
+file of CUDA's: what TVM's source includes is given in memory.
+
+Numbers are IEEE's: products are not contracted into sums, division and square root are rounded correctly, denormal
+numbers are kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from bridge.base.errors import TORCH_DIR
+from bridge.base.lru import LeastRecentlyUsed
+
+__all__ = ["OPTIONS", "absent", "clear_compiled", "compiled", "version"]
+
+OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false", "--std=c++17")
+"""Of every compilation, beside the architecture."""
+
+_HEADERS = {
+    "cuda/std/cstdint": """
+namespace cuda { namespace std {
+using int8_t = signed char; using uint8_t = unsigned char;
+using int16_t = short; using uint16_t = unsigned short;
+using int32_t = int; using uint32_t = unsigned int;
+using int64_t = long long; using uint64_t = unsigned long long;
+} }
+""",
+    "cuda/std/type_traits": """
+namespace cuda { namespace std {
+template <class A, class B> struct is_same { static constexpr bool value = false; };
+template <class A> struct is_same<A, A> { static constexpr bool value = true; };
+template <class A, class B> inline constexpr bool is_same_v = is_same<A, B>::value;
+template <class A> struct is_integral;
+template <class A> struct is_signed;
+template <class A> struct is_unsigned;
+template <class A> struct is_floating_point;
+template <bool C, class A = void> struct enable_if {};
+template <class A> struct enable_if<true, A> { using type = A; };
+template <bool C, class A, class B> struct conditional { using type = A; };
+template <class A, class B> struct conditional<false, A, B> { using type = B; };
+} }
+""",
+}
+"""What the head of TVM's CUDA source includes under NVRTC, as far as the head names it."""
+
+_LIBRARY = re.compile(r"libnvrtc\.so\.(\d+)")
+_KEPT, _KEPT_BYTES = 256, 64 * 2**20
+
+_COMPILED: LeastRecentlyUsed[tuple[str, str, str, str], bytes] = LeastRecentlyUsed(_KEPT, _KEPT_BYTES)
+
+
+def clear_compiled() -> None:
+    """Forget what was compiled in this process."""
+    _COMPILED.clear()
+
+
+def absent() -> str:
+    """Why nothing can be compiled here; empty where there is NVRTC."""
+    return "" if _library() is not None else "no NVRTC library: torch's CUDA wheels bring it, so does nvidia-cuda-nvrtc"
+
+
+@functools.cache
+def version() -> str:
+    """Of NVRTC, as in ``"13.0"``; ``"none"`` where there is none."""
+    library = _library()
+    if library is None:
+        return "none"
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
+
+
+def compiled(source: str, arch: str, form: str = "cubin") -> bytes:
+    """CUDA C → ``"cubin"`` or ``"ptx"`` for an architecture such as ``"sm_90"``; equal ones share it.
+
+    Raises:
+        RuntimeError: there is no NVRTC, or it refuses the source, saying what about which line.
+    """
+    key = (hashlib.sha256(source.encode()).hexdigest(), arch, form, version())
+    found = _COMPILED.get(key)
+    if found is None:
+        made = _compile(source, arch, form)
+        found = _COMPILED.put(key, made, len(made))
+    return found
+
+
+def _compile(source: str, arch: str, form: str) -> bytes:
+    library = _library()
+    if library is None:
+        raise RuntimeError(absent())
+    program = ctypes.c_void_p()
+    names = (ctypes.c_char_p * len(_HEADERS))(*(name.encode() for name in _HEADERS))
+    texts = (ctypes.c_char_p * len(_HEADERS))(*(text.encode() for text in _HEADERS.values()))
+    made = library.nvrtcCreateProgram(
+        ctypes.byref(program), source.encode(), b"kernels.cu", len(_HEADERS), texts, names
+    )
+    _check(library, made)
+    try:
+        options = [f"--gpu-architecture={arch}", *OPTIONS]
+        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if library.nvrtcCompileProgram(program, len(options), given):
+            log = _text(library, "ProgramLog", program).decode(errors="replace").rstrip("\0\n")
+            raise RuntimeError(f"NVRTC {version()} refuses the kernels for {arch}:\n{log}")
+        return _text(library, {"cubin": "CUBIN", "ptx": "PTX"}[form], program).rstrip(b"\0" if form == "ptx" else b"")
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _check(library: ctypes.CDLL, status: int) -> None:
+    if status:
+        raise RuntimeError(f"NVRTC {version()}: {library.nvrtcGetErrorString(status).decode()}")
+
+
+def _text(library: ctypes.CDLL, what: str, program: ctypes.c_void_p) -> bytes:
+    """One of a program's results."""
+    size = ctypes.c_size_t()
+    _check(library, getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+    content = ctypes.create_string_buffer(size.value)
+    _check(library, getattr(library, f"nvrtcGet{what}")(program, content))
+    return content.raw
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    for name in _names():
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        return library
+    return None
+
+
+def _names() -> Iterator[str]:
+    """Paths and names to try: of torch's own CUDA version first, newest first otherwise."""
+    found: dict[str, int] = {}
+    for folder in _folders():
+        for path in sorted(folder.glob("libnvrtc.so.*")):
+            if match := _LIBRARY.fullmatch(path.name):
+                found[str(path)] = int(match[1])
+    ours = int((torch.version.cuda or "0").split(".")[0])
+    yield from sorted(found, key=lambda path: (found[path] != ours, -found[path]))
+    yield from (f"libnvrtc.so.{major}" for major in dict.fromkeys((ours, 13, 12)) if major)
+
+
+def _folders() -> Iterator[Path]:
+    """Where wheels put NVIDIA's libraries."""
+    spec = importlib.util.find_spec("nvidia")
+    for root in (spec.submodule_search_locations or ()) if spec is not None else ():
+        yield from sorted(Path(root).glob("*/lib"))
+    yield Path(TORCH_DIR) / "lib"

@@ -1,0 +1,25 @@
+"""Product policy on CUDA: every matrix product is torch's, by the kernel that eager calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bridge.compile.schedule.products import ProductShape
+
+__all__ = ["CudaProducts"]
+
+
+@dataclass(frozen=True)
+class CudaProducts:
+    """cuBLAS by torch, a :class:`~bridge.compile.schedule.products.ProductPolicy`.
+
+    The way follows from the shape alone; what cuBLAS does with it follows from torch's settings, which are part of the
+    compile options.
+    """
+
+    def choose(self, product: ProductShape) -> str:
+        """torch's kernel for matrices, or for batches of them."""
+        return "mm" if product.batch == 1 else "bmm"
+
+    def block(self, way: str, product: ProductShape) -> tuple[int, int]:
+        raise NotImplementedError(f"products on CUDA are torch's: no way {way!r} of our own computes {product}")

@@ -1,0 +1,16 @@
+"""CUDA without a GPU, and with one: what a test wants of the machine, else it is skipped with the reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bridge.compile.cuda import nvrtc
+
+__all__ = ["ARCHES", "needs_nvrtc", "without_gpu"]
+
+ARCHES = ("sm_80", "sm_90")
+"""Architectures that everything is compiled for."""
+
+needs_nvrtc = pytest.mark.skipif(bool(nvrtc.absent()), reason=nvrtc.absent() or "there is NVRTC")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
