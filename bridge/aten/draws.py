@@ -18,6 +18,7 @@ from autodiff.ir import Expr, StringImm, TensorType, TupleType, Var
 from autodiff.library import call as library_call
 from bridge.aten.dims import numbers_only
 from bridge.aten.registry import UnsupportedUse
+from bridge.base.devices import HOST
 from bridge.base.torch_internals import is_dense
 from bridge.capture import Draw, Parameter
 
@@ -69,6 +70,9 @@ class ChainedDraws:
 
     def _emit(self, index: int, tensors: Sequence[Expr]) -> Expr:
         draw, importer = self._draws[index], self._importer
+        if draw.device != HOST:
+            drawn = f"a random draw ({draw.op}) on {draw.device}"
+            raise UnsupportedUse(f"{drawn} whose distribution, or that of a draw before it, is computed")
         parameters = [arg for arg in draw.args if isinstance(arg, Parameter)]
         if len(parameters) != len(tensors):
             raise UnsupportedUse("a random draw with other parameters than eager's")

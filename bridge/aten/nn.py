@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch import fx
 from tvm import relax
 
 from autodiff.constants import const
 from autodiff.dropout import keep_scale
-from autodiff.ir import Expr, dtype, shape
+from autodiff.ir import Expr, TensorType, Var, dtype, shape
+from bridge.aten.derivative import with_derivative
 from bridge.aten.dims import numbers_only, same_shape
 from bridge.aten.norm import moments, rstd_of
 from bridge.aten.registry import UnsupportedUse, converts
@@ -29,19 +31,43 @@ def native_dropout(importer, node, x, rate, train):
         return importer.emit(op.multiply(x, importer.constant(0, dtype(x)))), importer.filled(
             node.meta["val"][1], False
         )
-    draw = importer.captured.draw_of.get(node.name)
-    if draw is None:
+    index = importer.captured.draw_of.get(node.name)
+    if index is None:
         raise UnsupportedUse("a dropout whose draw was not observed in eager")
-    keep = importer.captured.draws[draw].args[0]
-    if abs(keep - (1 - rate)) > 1e-12 or not same_shape(importer.captured.draws[draw].shape, shape(x)):
-        raise UnsupportedUse(f"dropout of rate {rate} where eager keeps with probability {keep}")
-    if importer.draws.is_chained(draw):  # a draw before it is computed, so the mask cannot be drawn ahead
-        mask = importer.draws.make(draw, ())
+    draw = importer.captured.draws[index]
+    dropped = 1 - draw.args[0] if draw.operand is None else draw.args[0]
+    if abs(dropped - rate) > 1e-12 or not same_shape(draw.shape, shape(x)):
+        raise UnsupportedUse(f"dropout of rate {rate} where eager drops with probability {dropped}")
+    if importer.draws.is_chained(index):  # a draw before it is computed, so the mask cannot be drawn ahead
+        mask = importer.draws.make(index, ())
         noise = importer.emit(op.multiply(importer.cast(mask, dtype(x)), const(keep_scale(rate, dtype(x)), x)))
         return importer.emit(op.multiply(x, noise)), importer.cast(mask, "bool")
-    importer.dropout_draws.append(draw)
+    if draw.operand is not None:
+        return _fused_dropout(importer, x, rate, index)
+    importer.dropout_draws.append(index)
     pair = importer.emit(op.nn.dropout(x, rate))
     return importer.item(pair, 0), importer.item(pair, 1)
+
+
+def _fused_dropout(importer, x, rate, index):
+    """As eager's kernels for a GPU: half types in float32, rounded once.
+
+    Forward, it multiplies by ``1 / (1 - rate)`` of a rounded ``1 - rate``; backward, by the rounded quotient. For
+    nearly all rates these are one number.
+    """
+    element_type = dtype(x)
+    wide = importer.cast(x, "float32") if element_type in ("float16", "bfloat16") else x
+    forward, backward = keep_scale(rate, dtype(wide)), 1 / (1 - rate)
+    if dtype(wide) != "float64":
+        backward = float(np.float32(backward))
+    if forward == backward:
+        importer.dropout_draws.append(index)
+        pair = importer.emit(op.nn.dropout(wide, rate))
+        return importer.cast(importer.item(pair, 0), element_type), importer.item(pair, 1)
+    mask = importer.draw_params[index] = Var(f"draw_{index}", TensorType(shape(x), "bool"))
+    noise = importer.cast(mask, dtype(wide))
+    y, linear = (op.multiply(wide, importer.emit(op.multiply(noise, const(s, wide)))) for s in (forward, backward))
+    return importer.cast(with_derivative(importer, importer.emit(y), linear), element_type), mask
 
 
 @converts(

@@ -8,7 +8,7 @@ from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.fake_run import fake_run
 from bridge.capture.isolated_rng import with_generator
 from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, number_tensor, with_number_inputs
-from bridge.capture.observation import Draw, Observation, Output, Parameter
+from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter
 from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, UPSAMPLES, WHOLE
 from bridge.capture.passes.recurrent import RECURRENT_LAYERS
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
@@ -34,6 +34,7 @@ __all__ = [
     "NotArithmeticError",
     "NumberPlace",
     "Observation",
+    "Operand",
     "Output",
     "Parameter",
     "Reading",

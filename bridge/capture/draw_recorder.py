@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from bridge.base.torch_internals import TorchDispatchMode, current_graph_task_id, schema
+from bridge.base.torch_internals import TorchDispatchMode, aten, current_graph_task_id, schema, storage_id
 from bridge.capture.generator_watch import unwatched
-from bridge.capture.observation import Draw, Parameter
+from bridge.capture.observation import Draw, Operand, Parameter
 from bridge.capture.op_trace import OpTrace
 from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS
 
@@ -26,10 +26,18 @@ class DrawRecorder(TorchDispatchMode):
     """Appends a :class:`Draw` for every random operator that runs; tells what it cannot express.
 
     With a ``trace``, every operator is written down there. ``differentiates``: whether one ran in a backward.
+    ``inputs``: module tensors and arguments, in whose memory a dropout may read.
     """
 
-    def __init__(self, draws: list[Draw], complain: Callable[[str, str], None], trace: OpTrace | None = None):
+    def __init__(
+        self,
+        draws: list[Draw],
+        complain: Callable[[str, str], None],
+        trace: OpTrace | None = None,
+        inputs: Sequence[torch.Tensor] = (),
+    ):
         super().__init__()
+        self._inputs = {storage_id(tensor): (index, tensor) for index, tensor in reversed(list(enumerate(inputs)))}
         self.draws = draws
         self.complain = complain
         self.trace = trace
@@ -55,8 +63,14 @@ class DrawRecorder(TorchDispatchMode):
         return result
 
     def _record(self, func, args, kwargs, result) -> None:
-        if isinstance(result, tuple):  # native_dropout called by name: the mask is what was drawn
-            result = result[1] if str(func) == "aten.native_dropout.default" else result[0]
+        operand = None
+        if func is aten.native_dropout.default:  # on a GPU, or called by name: the mask is what was drawn
+            if not 0 < args[1] < 1:  # torch.nn.functional.dropout does not get here
+                self.complain(str(func), f"draws a mask for the rate {args[1]}, which says what it is")
+                return
+            operand = self._operand(args[0])
+        if isinstance(result, tuple):
+            result = result[0 if operand is None else 1]
         # the dispatcher drops arguments that equal their default
         defaults = [a.default_value for a in schema(func).arguments[len(args) :] if not a.kwarg_only]
         args = (*args, *(value for value in defaults if value is not None))
@@ -72,9 +86,17 @@ class DrawRecorder(TorchDispatchMode):
                 self.complain(str(func), "a random draw whose distribution is computed")
                 return
             rest = [_parameter(value) if isinstance(value, torch.Tensor) else value for value in rest]
+        shape, given = tuple(result.shape), tuple(kwargs.items())
         self.draws.append(
-            Draw(str(func), tuple(result.shape), result.stride(), result.dtype, tuple(rest), tuple(kwargs.items()))
+            Draw(str(func), shape, result.stride(), result.dtype, tuple(rest), given, result.device, operand)
         )
+
+    def _operand(self, tensor: torch.Tensor) -> Operand:
+        of, first = self._inputs.get(storage_id(tensor), (None, None))
+        offset = tensor.storage_offset() * tensor.element_size()
+        if first is not None:
+            offset -= first.storage_offset() * first.element_size()
+        return Operand(tensor.dtype, tensor.stride(), offset, of)
 
 
 def _parameter(value: torch.Tensor) -> Parameter:
@@ -89,8 +111,8 @@ def _only_filled(func) -> bool:
 
 def _draws_nothing(func, args) -> bool:
     name = str(func)
-    if name in ("aten.native_dropout.default", "aten.dropout.default"):
-        return not args[2] or args[1] == 0 or args[0].numel() == 0
+    if func is aten.native_dropout.default:  # train=None is true
+        return args[2] is False or args[0].numel() == 0
     # tagged, but random only when asked for dropout
     if "scaled_dot_product" in name:
         return not any(isinstance(arg, float) and arg > 0 for arg in args[3:])

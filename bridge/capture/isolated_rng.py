@@ -1,4 +1,4 @@
-"""Isolated RNG: eager code runs on the side → the default generator is where it was.
+"""Isolated RNG: eager code runs on the side → the default generators, those of GPUs included, are where they were.
 
 Drawing from it and putting its state back would do in a process of one thread. Where another one draws meanwhile, that
 would make its numbers come again.
@@ -12,22 +12,24 @@ from typing import Any
 
 import torch
 
-from bridge.base.torch_internals import TorchDispatchMode, overload_packet, schema
+from bridge.base.devices import HOST
+from bridge.base.generators import default_generator, generator_device, on_side_states
+from bridge.base.torch_internals import TorchDispatchMode, overload_packet, pytree, schema
 
 __all__ = ["IsolatedRNG", "with_generator"]
 
 
 class IsolatedRNG(TorchDispatchMode):
-    """While active, what this thread draws from the default CPU generator comes from one of its own.
+    """While active, what this thread draws from a default generator comes from one of its own, at the same state.
 
-    An operator that takes no generator (``native_dropout`` called by name) moves the default one, which is put back; so
-    is, at the end, a generator that the code itself passes to an operator.
+    An operator that takes no generator (``native_dropout``, which is a GPU's dropout) moves the default one, which is
+    put back; so is, at the end, a generator that the code itself passes to an operator.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._generator = torch.Generator()
-        self._generator.set_state(torch.default_generator.get_state())  # a branch on a draw is the one that comes next
+        # a branch on a draw is the one that comes next
+        self._generators = {HOST: _twin(HOST)}
         self._passed: list[tuple[torch.Generator, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -37,9 +39,12 @@ class IsolatedRNG(TorchDispatchMode):
         if (passed := kwargs.get("generator")) is not None:
             self._passed.append((passed, passed.get_state()))
             return func(*args, **kwargs)
+        device = generator_device(_device(args, kwargs))
+        if device not in self._generators:
+            self._generators[device] = _twin(device)
         if (taker := with_generator(func)) is not None:
-            return taker(*args, **kwargs, generator=self._generator)
-        with torch.random.fork_rng(devices=[]):
+            return taker(*args, **kwargs, generator=self._generators[device])
+        with on_side_states(default_generator(device), self._generators[device]):
             return func(*args, **kwargs)
 
     def __exit__(self, *raised: Any) -> None:
@@ -47,6 +52,21 @@ class IsolatedRNG(TorchDispatchMode):
         while self._passed:
             generator, state = self._passed.pop()
             generator.set_state(state)
+
+
+def _twin(device: torch.device) -> torch.Generator:
+    """A generator in the state of the default one."""
+    twin = torch.Generator(device)
+    twin.set_state(default_generator(device).get_state())
+    return twin
+
+
+def _device(args: tuple, kwargs: dict[str, Any]) -> torch.device:
+    """Where an operator draws: on the device that it is told, or that of its first tensor."""
+    if (told := kwargs.get("device")) is not None:
+        return torch.device(told)
+    tensors = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return next((tensor.device for tensor in tensors), HOST)
 
 
 @functools.cache

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported
 from bridge.capture.call_log import CallSequence
 
-__all__ = ["Draw", "Observation", "Output"]
+__all__ = ["Draw", "Observation", "Operand", "Output", "Parameter"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,23 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class Operand:
+    """The tensor that a fused dropout reads: its layout decides which element gets which number.
+
+    Type, strides and address choose how many numbers a thread of eager's kernel takes at once, and in which order.
+
+    Attributes:
+        of: the input (a module tensor or an argument) in whose memory it lies; ``None`` if that is the call's own.
+        offset: bytes from the input's first element, or from the beginning of the memory.
+    """
+
+    dtype: torch.dtype
+    stride: tuple[int, ...] = field(compare=False)
+    offset: int = field(compare=False, default=0)
+    of: int | None = field(compare=False, default=None)
+
+
+@dataclass(frozen=True)
 class Draw:
     """One random draw of eager's generator.
 
@@ -35,6 +53,8 @@ class Draw:
         args: its further arguments: numbers, strings, dtypes (for bernoulli_: the probability of a one), and
             :class:`Parameter` for tensors.
         kwargs: its keyword arguments.
+        device: of the tensor, and of the generator that it is drawn from.
+        operand: what a fused dropout (``aten.native_dropout``) reads; the tensor that it fills is the mask.
     """
 
     op: str
@@ -43,6 +63,8 @@ class Draw:
     dtype: torch.dtype
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
+    device: torch.device = HOST
+    operand: Operand | None = None
 
     @property
     def is_computed(self) -> bool:

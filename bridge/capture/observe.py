@@ -59,7 +59,8 @@ def observe(
     rules = InPlaceRules(argument_leaves, parameters)
     observation = Observation(unsupported=rules.unsupported)
     trace = OpTrace(inputs) if traced else None
-    recorders = InPlaceWatcher(rules, observation.calls), DrawRecorder(observation.draws, rules.complain, trace)
+    draws = DrawRecorder(observation.draws, rules.complain, trace, inputs)
+    recorders = InPlaceWatcher(rules, observation.calls), draws
     geometry = [_geometry(tensor) for tensor in inputs]
     number_indices = NumberIndices()
     stand_ins = (RecurrentStandIns(), WholeCTCLoss(), number_indices) if traced else ()
@@ -73,7 +74,7 @@ def observe(
     for changed in modes:
         reason = "forward leaves it changed for what comes after the call"
         rules.unsupported.append(Unsupported(changed, "forward", reason, "set it around the call"))
-    observation.differentiates = recorders[1].differentiates
+    observation.differentiates = draws.differentiates
     leaves_now, spec_now = pytree.tree_flatten((args, kwargs))
     if spec_now != argument_spec or any(now is not then for now, then in zip(leaves_now, argument_leaves, strict=True)):
         reason = "changes a list, a dict or an object that was passed to the module"

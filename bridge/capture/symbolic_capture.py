@@ -82,6 +82,18 @@ def as_in_eager_at_sample(symbolic: Observation, real: Observation) -> tuple[Obs
                 reason = f"eager's strides {eagers.stride} for shape {eagers.shape} do not tell those of other sizes"
                 problems.append(Unsupported("strides", "forward", reason, "call .contiguous() on it"))
             made[kind].append(replace(ours, stride=stride))
+    for place, eagers in enumerate(real.draws):
+        ours = made["draws"][place]
+        if ours.operand is None:
+            continue
+        stride = _stride(ours.shape, ours.operand.stride, eagers.operand.stride)
+        same = eagers.operand.of == ours.operand.of and eagers.operand.offset == sample_of(ours.operand.offset)
+        if stride is None or not (same or (eagers.operand.of is None and eagers.operand.offset == 0)):
+            reason = "where eager's dropout reads does not tell where it does for other sizes"
+            problems.append(Unsupported(ours.op, "forward", reason, "call .contiguous() on what it reads"))
+            continue
+        operand = replace(ours.operand if same else eagers.operand, stride=stride)
+        made["draws"][place] = replace(ours, operand=operand)
     return replace(observation, **made), problems
 
 

@@ -18,7 +18,7 @@ from autodiff.extents import Dim, Extent, ExtentScope, Guard, sample_of
 from bridge.base.errors import Unsupported, is_user_file, line_of
 from bridge.base.torch_shapes import conclusions, environment, expression, is_decided, range_of
 from bridge.capture.dynamic_shapes import DynamicDim
-from bridge.capture.observation import Draw, Observation, Output, Parameter
+from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter
 from bridge.capture.sympy_extents import NotTranslatedError, equal_symbols, extent_of, holds
 from bridge.capture.tensor_form import TensorForm
 
@@ -199,7 +199,7 @@ def _line(place: Any) -> str | None:
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """Draws, results and their parts with every number changed."""
-    if isinstance(value, Draw | Output | Parameter):
+    if isinstance(value, Draw | Operand | Output | Parameter):
         return replace(value, **{each.name: _mapped(getattr(value, each.name), change) for each in fields(value)})
     if type(value) in (tuple, list):
         return type(value)(_mapped(each, change) for each in value)

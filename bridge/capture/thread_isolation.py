@@ -8,7 +8,7 @@ made to be seen by the capturing thread alone:
     ``torch.compiler.is_compiling`` and its kin            a flag that is true in that thread
     parameters, buffers and hooks of the module            mappings with two sides (:mod:`bridge.capture.registries`)
     oneDNN, switched off                                   it stays on: nothing that is captured asks for it
-    the generator, if the traced code seeds it             put back, and only then
+    the generators, if the traced code seeds them          put back, and only then
 
 A call of the module itself, or of one inside it, waits in any other thread until the capture is over, since
 ``forward`` may keep things on the module. Dynamo compiles under the same lock, for its tracers change the same things.
@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from bridge.base.generators import of_gpus
 from bridge.base.interrupts import raise_deferred
 from bridge.base.torch_internals import has_saved_tensors_hooks
 from bridge.capture.derived_attributes import DerivedAttributes
@@ -52,7 +53,7 @@ def capturing(module: nn.Module, *, fakes: bool = True) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(one_capture_at_a_time())
         stack.enter_context(_without_warnings())
-        stack.enter_context(_generator_put_back())
+        stack.enter_context(_generators_put_back())
         if fakes:
             stack.enter_context(calls_wait(module))
         stack.enter_context(called_plainly(module))
@@ -75,23 +76,29 @@ def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _generator_put_back() -> Iterator[None]:
-    """Undoes what a seed set by the traced code does to the default generator.
+def _generators_put_back() -> Iterator[None]:
+    """Undoes what a seed set by the traced code does to the default generators, those of GPUs included.
 
     Fake tensors draw nothing. A generator that has merely moved on was moved by another thread: put back, it would give
     the same numbers again.
     """
-    seed, state = torch.initial_seed(), torch.get_rng_state()
+    before = [(generator, generator.initial_seed(), generator.get_state()) for generator in _defaults()]
     changed_before = changes_of_generators()
     try:
         yield
     finally:
-        now = torch.get_rng_state()
-        if not torch.equal(now, state):
-            fresh = torch.Generator().manual_seed(torch.initial_seed()).get_state()
-            seeded = torch.initial_seed() != seed or torch.equal(now, fresh)
+        for generator, seed, state in before:
+            now = generator.get_state()
+            if torch.equal(now, state):
+                continue
+            fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed()).get_state()
+            seeded = generator.initial_seed() != seed or torch.equal(now, fresh)
             if seeded or changes_of_generators() != changed_before:
-                torch.set_rng_state(state)
+                generator.set_state(state)
+
+
+def _defaults() -> list[torch.Generator]:
+    return [torch.default_generator, *of_gpus()]
 
 
 _EXPECTED_WARNINGS = (

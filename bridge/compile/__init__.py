@@ -9,6 +9,7 @@ from bridge.compile.cpu.mt19937_jump import DEGREE
 from bridge.compile.cpu.mt19937_lock import hold_function
 from bridge.compile.cpu.mt19937_swap import swap_function
 from bridge.compile.cpu.products import clear_choices
+from bridge.compile.cuda.dropout_launch import Gpu, gpu_of
 from bridge.compile.options import CompileOptions
 from bridge.compile.pipeline import Compilation, clear_cache, compile_function
 from bridge.compile.runtime.contents import Operation
@@ -28,6 +29,7 @@ __all__ = [
     "CallLibrary",
     "Compilation",
     "CompileOptions",
+    "Gpu",
     "Instruction",
     "Launch",
     "Operation",
@@ -38,6 +40,7 @@ __all__ = [
     "clear_cache",
     "clear_choices",
     "compile_function",
+    "gpu_of",
     "hold_function",
     "host_backend",
     "swap_function",

@@ -19,7 +19,7 @@ from bridge.base.guard_failure import RUN, GuardFailure
 from bridge.dispatch import call_steps as steps
 from bridge.dispatch.guards import Guard
 from bridge.dispatch.results import assembly, relaid
-from bridge.rng import Draws, swap_state, undo_draws
+from bridge.rng import Draws, swap_state
 
 __all__ = ["Action", "Call", "CallRun", "outside_autocast", "taken"]
 
@@ -86,14 +86,15 @@ class CallRun:
 
 
 def _draws(step: steps.Draws, module_name: str) -> Action:
-    make = Draws(step.draws, masks=step.masks, used=step.used, module_name=module_name).make
+    draws = Draws(step.draws, masks=step.masks, used=step.used, module_name=module_name)
+    make, undo = draws.make, draws.undo
 
     def draw(call: Call) -> None:
-        call.primals = call.inputs + make()
+        call.primals = call.inputs + make(call.inputs)
 
     def draw_to_be_undone(call: Call) -> None:
-        call.undo = partial(undo_draws, torch.default_generator.get_state(), make)
-        call.primals = call.inputs + make()
+        call.undo = undo(call.inputs)
+        call.primals = call.inputs + make(call.inputs)
 
     return draw_to_be_undone if step.undone else draw
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from autodiff.extents import sample_of
+from bridge.base.generators import default_generator
 from bridge.base.guard_failure import GuardFailure
 from bridge.base.threads import is_alone
 from bridge.base.torch_internals import COMPILED_CALL, has_global_hooks, has_saved_tensors_hooks, pytree
@@ -77,7 +78,8 @@ def measure_worth(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str
     wanted = [inputs[index] for index in entry.lowered.wanted]
     if any(tensor.grad_fn is not None or tensor._backward_hooks for tensor in wanted):
         return None
-    before, state = PythonState(module), torch.default_generator.get_state() if captured.draws else None
+    generators = [default_generator(device) for device in {draw.device for draw in captured.draws}]
+    before, states = PythonState(module), [generator.get_state() for generator in generators]
     try:
         with generators_put_back():
             steps = [
@@ -88,8 +90,8 @@ def measure_worth(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str
     except Exception:  # noqa: BLE001 - eager's own, of numbers or of what has no derivative: for the call to raise
         return None
     finally:
-        if state is not None:
-            torch.default_generator.set_state(state)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
         before.restore()
         entry.hits = 0
     return Worth(ours, eager)

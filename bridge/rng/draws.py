@@ -1,7 +1,8 @@
-"""Random draws at call time: observed draws → tensors from torch's generator, in eager's order and memory layout.
+"""Random draws at call time: observed draws → tensors from torch's generators, in eager's order and memory layout.
 
-Bernoulli draws that follow each other, dropout masks first of all, are made by compiled code (:mod:`bridge.rng.cpu`)
-where that is faster and gives torch's bits, everything else by torch.
+Each is made on its device, from that device's default generator. On the CPU, Bernoulli draws that follow each other,
+dropout masks first of all, are made by compiled code (:mod:`bridge.rng.cpu`) where that is faster and gives torch's
+bits; a GPU's dropout masks by the kernel that eager's dropout is (:mod:`bridge.rng.fused`); everything else by torch.
 
 A draw is an object of its own (:class:`bridge.capture.observation.Draw`), so that another device can later
 recompute the same bits from the generator's recorded state instead of storing them.
@@ -15,10 +16,14 @@ from itertools import groupby
 
 import torch
 
+from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.base.generators import default_generator, generator_device
 from bridge.base.torch_internals import schema
 from bridge.capture import Draw, with_generator
 from bridge.rng import cpu as mt19937
+from bridge.rng.fused import NATIVE_DROPOUT, FusedDropout
+from bridge.rng.undo import undo_draws
 
 __all__ = ["Draws"]
 
@@ -28,15 +33,16 @@ an element."""
 
 _BERNOULLI = "aten.bernoulli_.float"
 
-_Maker = Callable[[torch.Generator | None], list[torch.Tensor]]
-"""Makes one draw, or several that follow each other, from a generator; torch's default one if ``None``."""
+_Maker = Callable[[torch.Generator | None, Sequence[torch.Tensor]], list[torch.Tensor]]
+"""Makes one draw, or several that follow each other, from a generator, torch's default one if ``None``; inputs of the
+call decide where a GPU's dropout takes its numbers."""
 
 
 class Draws:
     """All draws of one call of a module.
 
     Args:
-        draws: what eager draws, in order; all of them are made, used or not, to leave the generator in eager's state.
+        draws: what eager draws, in order; all of them are made, used or not, to leave the generators in eager's state.
             From the first that is computed on, the program makes them: in its place is the generator's state.
         masks: indices of those that are dropout masks (drawn as ``bool``).
         used: indices of the draws that the compiled code takes, in the order of its parameters.
@@ -46,35 +52,60 @@ class Draws:
     """
 
     def __init__(self, draws: Sequence[Draw], masks: Sequence[int], used: Sequence[int], module_name: str):
-        self._makers: list[_Maker] = []
+        self._makers: list[tuple[torch.device, _Maker]] = []
         self._used = tuple(used)
         self._count = len(draws)
         for index in masks:
-            if draws[index].op != _BERNOULLI:
+            if draws[index].op != _BERNOULLI and not _is_fused(draws[index]):
                 raise UnsupportedModule(
                     module_name, [Unsupported(draws[index].op, module_name, "not a dropout's draw")]
                 )
         values = set(used).difference(masks)  # those that have to be of the draw's dtype
         chained = next((index for index, draw in enumerate(draws) if draw.is_computed), None)
         draws = draws[:chained]
-        for op, group in groupby(enumerate(draws), key=lambda item: item[1].op):
-            if op == _BERNOULLI:
-                self._makers += _bernoullis([(draw, index in values) for index, draw in group])
+        for (op, device), group in groupby(enumerate(draws), key=lambda item: (item[1].op, item[1].device)):
+            if op == _BERNOULLI and device == HOST:
+                made = _bernoullis([(draw, index in values) for index, draw in group])
             else:
-                self._makers += [_replay(draw, module_name) for _, draw in group]
+                made = [_replay(draw, module_name) for _, draw in group]
+            self._makers += [(generator_device(device), maker) for maker in made]
+        self._devices = tuple({device: None for device, _ in self._makers})
         if chained is not None:
-            self._makers.append(_state)
+            self._makers.append((HOST, _state))
 
     def __len__(self) -> int:
         return self._count
 
-    def make(self, generator: torch.Generator | None = None) -> list[torch.Tensor]:
-        """Makes every draw in order, from torch's default generator or another one, and returns the used ones."""
-        made = [tensor for maker in self._makers for tensor in maker(generator)]
+    def make(self, inputs: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """Makes every draw in order, from torch's default generators, and returns the used ones.
+
+        Args:
+            inputs: module tensors and arguments of the call.
+        """
+        made = [tensor for _, maker in self._makers for tensor in maker(None, inputs)]
         return [made[index] for index in self._used]
 
+    def undo(self, inputs: Sequence[torch.Tensor] = ()) -> Callable[[], None]:
+        """What takes back the draws that are made next, with these inputs (:mod:`bridge.rng.undo`)."""
+        before = [(device, default_generator(device).get_state()) for device in self._devices]
 
-def _state(generator: torch.Generator | None) -> list[torch.Tensor]:
+        def take_back() -> None:
+            for device, state in before:
+                undo_draws(state, partial(self._draw_again, device, inputs), device)
+
+        return take_back
+
+    def _draw_again(self, device: torch.device, inputs: Sequence[torch.Tensor], generator: torch.Generator) -> None:
+        for owner, maker in self._makers:
+            if owner == device:
+                maker(generator, inputs)
+
+
+def _is_fused(draw: Draw) -> bool:
+    return draw.op == NATIVE_DROPOUT and draw.device.type == "cuda"
+
+
+def _state(generator: torch.Generator | None, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [(generator or torch.default_generator).get_state()]
 
 
@@ -86,33 +117,51 @@ def _bernoullis(run: list[tuple[Draw, bool]]) -> list[_Maker]:
         kernels = mt19937.compiled()
         if kernels is not None:
             make = mt19937.MaskRun(kernels, masks).draw
-            return [make if set(dtypes) == {torch.bool} else partial(_converted, make, dtypes)]
+            return [partial(_compiled, make) if set(dtypes) == {torch.bool} else partial(_converted, make, dtypes)]
     return [partial(_by_torch, mask, dtype) for mask, dtype in zip(masks, dtypes, strict=True)]
 
 
-def _by_torch(mask: mt19937.Mask, dtype: torch.dtype, generator: torch.Generator | None) -> list[torch.Tensor]:
+def _by_torch(
+    mask: mt19937.Mask, dtype: torch.dtype, generator: torch.Generator | None, inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     if dtype is torch.bool:
         return [mt19937.draw_by_torch(mask, generator)]
     drawn = torch.empty_strided(mask.shape, mask.stride, dtype=dtype)
     return [drawn.bernoulli_(mask.probability, generator=generator)]
 
 
-def _converted(make: _Maker, dtypes: list[torch.dtype], generator: torch.Generator | None) -> list[torch.Tensor]:
+_Compiled = Callable[[torch.Generator | None], list[torch.Tensor]]
+
+
+def _compiled(make: _Compiled, generator: torch.Generator | None, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return make(generator)
+
+
+def _converted(
+    make: _Compiled, dtypes: list[torch.dtype], generator: torch.Generator | None, inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     return [mask.to(dtype) for mask, dtype in zip(make(generator), dtypes, strict=True)]
 
 
 def _value(
-    draw: Draw, operator: Callable[..., torch.Tensor], takes_tensor: bool, generator: torch.Generator | None
+    draw: Draw,
+    operator: Callable[..., torch.Tensor],
+    takes_tensor: bool,
+    generator: torch.Generator | None,
+    inputs: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
     kwargs = dict(draw.kwargs)
     if generator is not None:
         operator, kwargs["generator"] = with_generator(operator), generator
     if not takes_tensor:
         return [operator(*draw.args, **kwargs)]
-    return [operator(torch.empty_strided(draw.shape, draw.stride, dtype=draw.dtype), *draw.args, **kwargs)]
+    filled = torch.empty_strided(draw.shape, draw.stride, dtype=draw.dtype, device=draw.device)
+    return [operator(filled, *draw.args, **kwargs)]
 
 
 def _replay(draw: Draw, module_name: str) -> _Maker:
+    if _is_fused(draw):
+        return FusedDropout(draw).draw
     _, name, overload = draw.op.split(".")
     operator = getattr(getattr(torch.ops.aten, name), overload)
     first = schema(operator).arguments[0]

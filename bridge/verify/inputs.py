@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.base.generators import gpus_in_use
 from bridge.base.modes import autocast_to
 from bridge.base.torch_internals import pytree
 from bridge.lowering import LoweredCall, Sample
@@ -88,11 +89,11 @@ def _inputs(lowered: LoweredCall, sample: Sample) -> list[torch.Tensor]:
     return tensors + [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _drawn(lowered: LoweredCall) -> list[torch.Tensor]:
+def _drawn(lowered: LoweredCall, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     imported = lowered.imported
     used = (*imported.input_draws, *imported.dropout_draws)
     captured = lowered.captured
-    return Draws(captured.draws, imported.dropout_draws, used, captured.module_name).make()
+    return Draws(captured.draws, imported.dropout_draws, used, captured.module_name).make(inputs)
 
 
 def _grad_outs(lowered: LoweredCall, results: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
@@ -114,9 +115,9 @@ def eager_reference(lowered: LoweredCall, *, seed: int) -> Reference:
     captured, imported = lowered.captured, lowered.imported
     inputs = _inputs(lowered, sample)
     before = [tensor.detach().clone() for tensor in inputs]
-    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(bool(lowered.differentiable)):
+    with torch.random.fork_rng(devices=gpus_in_use()), torch.set_grad_enabled(bool(lowered.differentiable)):
         torch.manual_seed(seed)
-        drawn = _drawn(lowered)
+        drawn = _drawn(lowered, inputs)
         torch.manual_seed(seed)
         with autocast_of(sample):
             result = sample.module.forward(*sample.args, **sample.kwargs)

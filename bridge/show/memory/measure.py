@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bridge.base.generators import gpus_in_use
 from bridge.base.torch_internals import pytree
 from bridge.lowering import LoweredCall
 from partition import Plan, Strategy, partition
@@ -43,7 +44,7 @@ def eager_saved_bytes(module: nn.Module, args: tuple, kwargs: dict[str, Any] | N
     The copy is a plain module: a dispatched one is measured as if it were not. The generator is put back.
     """
     module, kwargs = copy.deepcopy(module), kwargs or {}
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with torch.enable_grad(), torch.random.fork_rng(devices=gpus_in_use()):
         return saved_for_backward(module, lambda: module(*args, **kwargs), (args, kwargs), outputs_free=True)
 
 

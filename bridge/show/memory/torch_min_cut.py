@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.base.generators import gpus_in_use
 from bridge.base.torch_internals import torch_partitioner
 from bridge.show.memory.measure import saved_for_backward
 
@@ -65,6 +66,10 @@ def _measure(
     def keep(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
         return graph
 
-    with torchs.inductor_config.patch(fallback_random=True), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with (
+        torchs.inductor_config.patch(fallback_random=True),
+        torch.enable_grad(),
+        torch.random.fork_rng(devices=gpus_in_use()),
+    ):
         cut = torchs.aot_module(module, keep, keep, partition_fn=partition, decompositions=table())
         return saved_for_backward(module, lambda: cut(*args, **kwargs), (args, kwargs), outputs_free=True)

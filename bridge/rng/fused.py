@@ -1,0 +1,57 @@
+"""A GPU's dropout masks by torch: an observed ``native_dropout`` → its mask, by eager's own kernel.
+
+The kernel takes a tensor, whose type, strides and 16-byte alignment decide which element gets which number. So it is
+run on one of eager's layout, with whatever numbers; the mask, and what it adds to the generator's offset, are eager's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bridge.capture import Draw
+from bridge.compile import gpu_of
+
+__all__ = ["NATIVE_DROPOUT", "FusedDropout"]
+
+NATIVE_DROPOUT = "aten.native_dropout.default"
+
+_ALIGNED = 16
+"""Bytes that a thread reads at once at most; torch's allocator gives multiples of more."""
+
+
+class FusedDropout:
+    """The mask of one dropout.
+
+    Args:
+        draw: of :data:`NATIVE_DROPOUT` on a GPU.
+    """
+
+    def __init__(self, draw: Draw):
+        self._draw, self._operand = draw, draw.operand
+        self._rate = draw.args[0]
+        steps = ((extent - 1) * step for extent, step in zip(draw.shape, self._operand.stride, strict=True))
+        self._span = 1 + sum(steps)
+        self._count = torch.Size(draw.shape).numel()
+
+    def draw(self, generator: torch.Generator | None, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The mask, from the device's default generator.
+
+        Args:
+            generator: another one is moved on as far, and nothing is drawn: the operator takes none.
+            inputs: module tensors and arguments: the dropout may read in the memory of one.
+        """
+        if generator is not None:
+            generator.set_offset(generator.get_offset() + gpu_of(self._draw.device).advance(self._count))
+            return []
+        return [torch.native_dropout(self._like_operand(inputs), self._rate, True)[1]]
+
+    def _like_operand(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        operand, draw = self._operand, self._draw
+        address = operand.offset + (0 if operand.of is None else inputs[operand.of].data_ptr())
+        first, beside = divmod(address % _ALIGNED, operand.dtype.itemsize)
+        if beside:
+            raise RuntimeError(f"a dropout's tensor lies at {address}, which is no address of {operand.dtype}")
+        memory = torch.empty(first + self._span, dtype=operand.dtype, device=draw.device)
+        return memory.as_strided(draw.shape, operand.stride, first)
