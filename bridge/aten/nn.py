@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 from torch import fx
 from tvm import relax
@@ -17,6 +16,7 @@ from bridge.aten.dims import numbers_only, same_shape
 from bridge.aten.norm import moments, rstd_of
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.aten.whole import whole
+from bridge.base.devices import HOST
 from bridge.base.torch_internals import FakeTensorMode, aten
 from bridge.capture import COMPUTED_DRAWS, TensorForm
 
@@ -50,24 +50,31 @@ def native_dropout(importer, node, x, rate, train):
 
 
 def _fused_dropout(importer, x, rate, index):
-    """As eager's kernels for a GPU: half types in float32, rounded once.
+    """As eager's own operator: half types in float32, rounded once.
 
-    Forward, it multiplies by ``1 / (1 - rate)`` of a rounded ``1 - rate``; backward, by the rounded quotient. For
-    nearly all rates these are one number.
+    Backward, it multiplies by the rounded quotient ``1 / (1 - rate)``. Forward, a GPU's takes that of a rounded
+    ``1 - rate``, the CPU's one that is rounded to the type of the result. For nearly all rates these are one number.
     """
     element_type = dtype(x)
     wide = importer.cast(x, "float32") if element_type in ("float16", "bfloat16") else x
-    forward, backward = keep_scale(rate, dtype(wide)), 1 / (1 - rate)
-    if dtype(wide) != "float64":
-        backward = float(np.float32(backward))
-    if forward == backward:
+    on_gpu = importer.captured.draws[index].device != HOST
+    quotient = _rounded(1 / (1 - rate), dtype(wide))
+    forward = keep_scale(rate, dtype(wide)) if on_gpu else _rounded(quotient, element_type)
+    if forward == quotient == keep_scale(rate, dtype(wide)):
         importer.dropout_draws.append(index)
         pair = importer.emit(op.nn.dropout(wide, rate))
         return importer.cast(importer.item(pair, 0), element_type), importer.item(pair, 1)
     mask = importer.draw_params[index] = Var(f"draw_{index}", TensorType(shape(x), "bool"))
     noise = importer.cast(mask, dtype(wide))
-    y, linear = (op.multiply(wide, importer.emit(op.multiply(noise, const(s, wide)))) for s in (forward, backward))
-    return importer.cast(with_derivative(importer, importer.emit(y), linear), element_type), mask
+    y, linear = (
+        importer.emit(op.multiply(wide, importer.emit(op.multiply(noise, const(scale, wide)))))
+        for scale in (forward, quotient)
+    )
+    return importer.cast(with_derivative(importer, y, linear), element_type), mask
+
+
+def _rounded(value, element_type):
+    return torch.tensor(value, dtype=getattr(torch, element_type)).item()
 
 
 @converts(

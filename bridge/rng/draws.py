@@ -56,7 +56,7 @@ class Draws:
         self._used = tuple(used)
         self._count = len(draws)
         for index in masks:
-            if draws[index].op != _BERNOULLI and not _is_fused(draws[index]):
+            if draws[index].op not in (_BERNOULLI, NATIVE_DROPOUT):
                 raise UnsupportedModule(
                     module_name, [Unsupported(draws[index].op, module_name, "not a dropout's draw")]
                 )
@@ -99,10 +99,6 @@ class Draws:
         for owner, maker in self._makers:
             if owner == device:
                 maker(generator, inputs)
-
-
-def _is_fused(draw: Draw) -> bool:
-    return draw.op == NATIVE_DROPOUT and draw.device.type == "cuda"
 
 
 def _state(generator: torch.Generator | None, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -160,7 +156,7 @@ def _value(
 
 
 def _replay(draw: Draw, module_name: str) -> _Maker:
-    if _is_fused(draw):
+    if draw.op == NATIVE_DROPOUT:
         return FusedDropout(draw).draw
     _, name, overload = draw.op.split(".")
     operator = getattr(getattr(torch.ops.aten, name), overload)

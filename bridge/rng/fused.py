@@ -1,4 +1,4 @@
-"""A GPU's dropout masks by torch: an observed ``native_dropout`` → its mask, by eager's own kernel.
+"""Masks of fused dropout by torch: an observed ``native_dropout``, a GPU's dropout → its mask, by eager's own kernel.
 
 The kernel takes a tensor, whose type, strides and 16-byte alignment decide which element gets which number. So it is
 run on one of eager's layout, with whatever numbers; the mask, and what it adds to the generator's offset, are eager's.
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from bridge.base.devices import HOST
 from bridge.capture import Draw
 from bridge.compile import gpu_of
 
@@ -25,7 +26,7 @@ class FusedDropout:
     """The mask of one dropout.
 
     Args:
-        draw: of :data:`NATIVE_DROPOUT` on a GPU.
+        draw: of :data:`NATIVE_DROPOUT`.
     """
 
     def __init__(self, draw: Draw):
@@ -39,13 +40,20 @@ class FusedDropout:
         """The mask, from the device's default generator.
 
         Args:
-            generator: another one is moved on as far, and nothing is drawn: the operator takes none.
+            generator: another one is moved on as far, and the mask is not drawn: the operator takes none.
             inputs: module tensors and arguments: the dropout may read in the memory of one.
         """
         if generator is not None:
-            generator.set_offset(generator.get_offset() + gpu_of(self._draw.device).advance(self._count))
+            self._move(generator)
             return []
         return [torch.native_dropout(self._like_operand(inputs), self._rate, True)[1]]
+
+    def _move(self, generator: torch.Generator) -> None:
+        draw = self._draw
+        if draw.device == HOST:
+            torch.empty(draw.shape, dtype=torch.bool).bernoulli_(1 - self._rate, generator=generator)
+        else:
+            generator.set_offset(generator.get_offset() + gpu_of(draw.device).advance(self._count))
 
     def _like_operand(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         operand, draw = self._operand, self._draw
