@@ -1,9 +1,9 @@
 """Comparison of a dispatched module with the module that PyTorch runs: values, gradients, buffers, random state.
 
-Everything is compared inside one process and one seed. In float64 the numbers must agree to ``rtol=1e-10``. In float32
-the dispatched numbers may be no further from the float64 result than twice the distance of eager's own, plus a floor of
-a few units of rounding; float64 and float32 share their dropout masks, because the CPU generator's Bernoulli bits
-do not depend on the element type.
+Everything is compared inside one process and one seed, on the device of :mod:`tests.device`. In float64 the numbers must
+agree to ``rtol=1e-10``. In float32 the dispatched numbers may be no further from the float64 result than twice the
+distance of eager's own, plus a floor of a few units of rounding; float64 and float32 share their dropout masks, because
+the CPU generator's Bernoulli bits do not depend on the element type.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from bridge import add_tvm_dispatch, stats
+from tests.device import DEVICE, generators, moved
 
 __all__ = [
     "Call",
@@ -117,7 +118,7 @@ def run(module: nn.Module, call: Call, *, seed: int = 0, process: Callable[[Any]
         tensor.grad = None
     torch.manual_seed(seed)
     result = call(module)
-    generator = torch.get_rng_state()
+    generator = generators()
     if process is not None:
         result = process(result)
     outputs, spec = pytree.tree_flatten(result)
@@ -140,7 +141,7 @@ def cotangents(outputs: list[Tensor], seed: int) -> list[Tensor]:
     """A random gradient for each output, the same numbers (up to rounding) for every element type."""
     generator = torch.Generator().manual_seed(seed + 1)
     drawn = (torch.randn(output.shape, generator=generator, dtype=torch.float64) for output in outputs)
-    return [value.to(output.dtype) for value, output in zip(drawn, outputs, strict=True)]
+    return [value.to(output.device, output.dtype) for value, output in zip(drawn, outputs, strict=True)]
 
 
 def _copy(value: Any) -> Any:
@@ -266,8 +267,9 @@ def check_module(
         AssertionError: a difference, a generator moved by ``add_tvm_dispatch``, or a call that was not dispatched.
     """
     torch.manual_seed(seed)
-    double = make_module().double()
+    double = make_module().double().to(DEVICE)
     inputs = as_call(make_inputs())
+    inputs = Call(*moved((inputs.args, inputs.kwargs)))
     eager = copy.deepcopy(double).to(dtype)
     dispatched = copy.deepcopy(eager)
 
@@ -276,9 +278,9 @@ def check_module(
         return Call(args, kwargs)
 
     sample = arguments(dtype)
-    before = torch.get_rng_state()
+    before = generators()
     add_tvm_dispatch(dispatched, sample.args, sample_kwargs=sample.kwargs or None, **options)
-    assert torch.equal(torch.get_rng_state(), before), "add_tvm_dispatch moved the default generator"
+    assert torch.equal(generators(), before), "add_tvm_dispatch moved the default generator"
 
     for step in range(calls):
         actual = run(dispatched, arguments(dtype), seed=seed + step, process=process)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from partition import MinCut
+from tests.device import generators, set_generators
 from tests.fuzz.calls import Call, calls_of, every, nothing
 from tests.fuzz.inputs import other_layout
 from tests.fuzz.noise import Noise
@@ -69,11 +70,11 @@ def undisturbed(judge: Callable[[Program], Verdict]) -> Callable[[Program], Verd
     def judged(program: Program) -> Verdict:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            generator = torch.get_rng_state()
+            generator = generators()
             try:
                 return judge(program)
             finally:
-                torch.set_rng_state(generator)
+                set_generators(generator)
 
     return judged
 
@@ -140,7 +141,7 @@ def _add(module: nn.Module, arguments: Arguments, options: Mapping[str, Any]) ->
     before = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     attributes = {path: _attributes(child) for path, child in module.named_modules()}
     torch.manual_seed(11)
-    generator = torch.get_rng_state()
+    generator = generators()
     versions = [leaf._version for leaf in arguments.leaves]
     try:
         add_tvm_dispatch(module, arguments.args, sample_kwargs=arguments.kwargs, **options)
@@ -154,7 +155,7 @@ def _add(module: nn.Module, arguments: Arguments, options: Mapping[str, Any]) ->
             raise Wrong("add_tvm_dispatch changed a parameter or a buffer")
         if {path: _attributes(child) for path, child in module.named_modules()} != attributes:
             raise Wrong("add_tvm_dispatch changed an attribute")
-        if not torch.equal(torch.get_rng_state(), generator):
+        if not torch.equal(generators(), generator):
             raise Wrong("add_tvm_dispatch moved the generator")
         if [leaf._version for leaf in arguments.leaves] != versions or any(
             x.grad is not None for x in arguments.leaves
@@ -194,7 +195,7 @@ def _attempt(module: nn.Module, call: Call) -> Played | Exception:
 
 def _left(module: nn.Module) -> list[Tensor]:
     """What a call that raised has left behind: buffers and the generator's state."""
-    return [*(buffer.detach().clone() for buffer in module.buffers()), torch.get_rng_state()]
+    return [*(buffer.detach().clone() for buffer in module.buffers()), generators()]
 
 
 def _level(module: nn.Module, reference: nn.Module) -> None:

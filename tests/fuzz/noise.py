@@ -58,9 +58,9 @@ class Noise(TorchDispatchMode):
     def _disturbed(self, value: Tensor) -> Tensor:
         if not value.is_floating_point() or not value.numel() or value.layout != torch.strided:
             return value
-        if value.device.type != "cpu":  # a meta tensor: torch asks for a shape only
+        if value.device.type == "meta":  # torch asks for a shape only
             return value
-        error = torch.rand(value.shape, generator=self.generator, dtype=torch.float64) * 2 - 1
+        error = torch.rand(value.shape, generator=self.generator, dtype=torch.float64).to(value.device) * 2 - 1
         factor = 1 + ULPS * torch.finfo(value.dtype).eps * error
         noisy = torch.empty_like(value)
         noisy.copy_(value.double() * factor)

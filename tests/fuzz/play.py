@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from tests.device import generators
 from tests.fuzz.calls import Call
 
 __all__ = ["Played", "play"]
@@ -37,7 +38,7 @@ def play(module: nn.Module, call: Call) -> Played:
     torch.manual_seed(SEED)
     with call.context():
         result = module(*arguments.args, **arguments.kwargs)
-    generator = torch.get_rng_state()
+    generator = generators()
     leaves, spec = pytree.tree_flatten(result)
     values: dict[str, Any] = {f"output {i}": _copy(leaf) for i, leaf in enumerate(leaves)}
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -86,7 +87,7 @@ def _shared_memory(objects: list[Any], *, anyhow: bool) -> set[tuple[int, int]]:
 
 def _cotangents(outputs: list[Tensor]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(SEED + 1)
-    return [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outputs]
+    return [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.device, o.dtype) for o in outputs]
 
 
 def _copy(value: Any) -> Any:

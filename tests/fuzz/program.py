@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from tests.device import DEVICE
+
 __all__ = ["PREAMBLE", "Arguments", "Program", "run_preamble"]
 
 PREAMBLE = '''\
@@ -208,7 +210,7 @@ class Program:
 
 def make_arguments(names: Mapping[str, Any], seed: int) -> Arguments:
     """New arguments for a call of a loaded program; the default generator is left alone."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), DEVICE:
         args, kwargs = names["make_arguments"](seed)
     found: list[Tensor] = []
     for leaf in pytree.tree_leaves((args, kwargs)):
@@ -220,7 +222,7 @@ def make_arguments(names: Mapping[str, Any], seed: int) -> Arguments:
 
 def make_module(names: Mapping[str, Any]) -> nn.Module:
     """A new module of a loaded program, always with the same numbers; the default generator is left alone."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), DEVICE:
         return names["make_module"]()
 
 

@@ -69,7 +69,7 @@ class Reordered(TorchDispatchMode):
             return _two_passes(self._shuffled(args[0], dims), dims, *VARIANCES[func], **kwargs, shifted=self.shifted)
         elif func in CONTRACTIONS:
             left, right = CONTRACTIONS[func]
-            order = self._order(args[left].shape[-1])
+            order = self._order(args[left].shape[-1]).to(args[left].device)
             args[left], args[right] = args[left][..., order], args[right][..., order, :]
         result = _lerp(*args) if func in LERPS else func(*args, **kwargs)
         return _overflowed(*result, self.lost) if func in NORMALIZATIONS else result
@@ -77,9 +77,9 @@ class Reordered(TorchDispatchMode):
     def _shuffled(self, x: Tensor, dims: Any) -> Tensor:
         """Its elements in another order along what is reduced; all of them if that is everything."""
         if not dims or len(dims) == x.dim():
-            return x.flatten()[self._order(x.numel())].view(x.shape)
+            return x.flatten()[self._order(x.numel()).to(x.device)].view(x.shape)
         for dim in dims:
-            x = x.index_select(dim, self._order(x.shape[dim]))
+            x = x.index_select(dim, self._order(x.shape[dim]).to(x.device))
         return x
 
     def _order(self, count: int) -> Tensor:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge import UnsupportedModule
 from tests.bridge.compare import Call, Run, assert_same, check_module, clone_tree, run
+from tests.device import DEVICE, moved
 from tests.sweep.varying import Missed, compare_sizes, of_sizes
 
 __all__ = ["Outcome", "Verdict", "check", "combine", "one_line"]
@@ -82,6 +83,7 @@ def check(
     Args:
         varying: a dimension of the inputs that the compiled code leaves open; two further sizes are compared.
     """
+    module, call = module.to(DEVICE), Call(*moved((call.args, call.kwargs)))
     if varying is not None:
         return _check_varying(module, call, rtol, seed, process, varying)
     reduced, reason = _reference(module, call, seed, process)
