@@ -168,6 +168,8 @@ FakeTensor: type = _find("torch._subclasses.FakeTensor")
 FakeTensorMode: type = _find("torch._subclasses.FakeTensorMode")
 FunctionalTensor: type = _find("torch._subclasses.functional_tensor.FunctionalTensor")
 unset_fake_temporarily = _find("torch._subclasses.fake_tensor.unset_fake_temporarily")
+python_kernels: Callable[[], AbstractContextManager] = _find("torch._dispatch.python.enable_python_dispatcher")
+"""While active, this thread's operators take Python kernels where torch has some."""
 
 
 def clear_fake_memo(mode: Any) -> None:

@@ -13,6 +13,7 @@ from bridge.base.torch_internals import FakeTensorMode, clear_fake_memo, pytree
 from bridge.capture.observation import Observation
 from bridge.capture.observe import observe
 from bridge.capture.passes.kinds import stand_in
+from bridge.capture.python_kernels import running
 from bridge.capture.symbolic_sizes import SymbolicSizes
 from bridge.state import ModuleTensor, once_per_owner
 
@@ -74,7 +75,7 @@ def fake_run(
     fake_args, fake_kwargs = pytree.tree_unflatten(fake_leaves, in_spec)
     parameters = [fake for spec, fake in zip(tensors, fakes, strict=True) if spec.kind == "parameter"]
     return FakeRun(
-        observation=observe(module, state, parameters, [*fakes, *arguments], fake_args, fake_kwargs, mode),
+        observation=observe(module, state, parameters, [*fakes, *arguments], fake_args, fake_kwargs, running(mode)),
         mode=mode,
         arguments=arguments,
         argument_leaves=tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),

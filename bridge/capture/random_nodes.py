@@ -23,6 +23,7 @@ from bridge.capture.observation import Draw
 from bridge.capture.passes.kinds import kind_key, stand_in
 from bridge.capture.passes.size_nodes import is_of_sizes
 from bridge.capture.passes.stop_gradient import origin_of
+from bridge.capture.python_kernels import running
 
 __all__ = ["draws_by_origin", "match_draws"]
 
@@ -64,7 +65,7 @@ def _draws_of_kinds(graph: fx.Graph, mode: FakeTensorMode) -> dict[fx.Node, list
             own.update((source, stand_in(value, mode)) for source, value in own.items() if not is_of_sizes(source))
             args, kwargs = fx.map_arg((node.args, node.kwargs), own.__getitem__)
             known[key] = []
-            with mode:
+            with running(mode):
                 record_draws(partial(node.target, *args, **kwargs), known[key])
         found[node] = known[key]
     return found
@@ -90,7 +91,7 @@ def _draws_of_a_run(exported: ExportedProgram, mode: FakeTensorMode) -> tuple[li
             return result
 
     fakes = [_fake_placeholder(mode, node) for node in exported.graph.nodes if node.op == "placeholder"]
-    with mode, PositionsAreZero():
+    with running(mode), PositionsAreZero():
         Counting(exported.graph_module).run(*fakes)
     return draws, by_origin
 

@@ -93,6 +93,18 @@ def test_dimensions_of_one_name_have_one_extent_and_others_have_their_own():
         imported(Apart(), pair, [{0: ROWS}, {1: ROWS}])
 
 
+class Pads(nn.Module):
+    def forward(self, x, y):
+        return nn.functional.pad(x, (0, 1)) * nn.functional.pad(y, (0, 1))
+
+
+def test_sizes_stay_symbolic_where_torch_finds_them_equal_after_it_has_traced_an_operator():
+    """The fake run meets other symbols than the export; torch's C++ kernel of a padding fixes them."""
+    lowered = imported(Pads(), (normal(4, 5), normal(4, 5)), [{0: ROWS}, {0: ROWS}])
+    assert len(lowered.captured.extents.samples) == 1 and not lowered.captured.extents.guards
+    assert_as_eager(lowered, lambda n: (normal(n, 5), normal(n, 5)), [(4,), (2,), (7,)])
+
+
 class Losses(nn.Module):
     def forward(self, x, y):
         return (x.reshape(-1) * y.reshape(-1)).sum()
