@@ -1,7 +1,7 @@
 """Comparison of a dispatched module with the module that PyTorch runs: values, gradients, buffers, random state.
 
-Everything is compared inside one process and one seed, on the device of :mod:`tests.device`. In float64 the numbers must
-agree to ``rtol=1e-10``. In float32 the dispatched numbers may be no further from the float64 result than twice the
+Everything is compared inside one process and one seed, on the device of :mod:`tests.device`. In float64 the numbers
+must agree to ``rtol=1e-10``. In float32 the dispatched numbers may be no further from the float64 result than twice the
 distance of eager's own, plus a floor of a few units of rounding; float64 and float32 share their dropout masks, because
 the CPU generator's Bernoulli bits do not depend on the element type.
 """
