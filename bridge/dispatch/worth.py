@@ -17,6 +17,7 @@ from torch import nn
 
 from autodiff.extents import sample_of
 from bridge.base.generators import default_generator
+from bridge.base.devices import HOST
 from bridge.base.guard_failure import GuardFailure
 from bridge.base.threads import is_alone
 from bridge.base.torch_internals import COMPILED_CALL, has_global_hooks, has_saved_tensors_hooks, pytree
@@ -64,6 +65,8 @@ def measure_worth(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str
     """
     captured = entry.lowered.captured
     if captured.extents is not None:  # the sample's size is one of many
+        return None
+    if captured.device != HOST:  # a launch returns before its kernel has run
         return None
     if not _is_small(entry) or captured.mutated or has_global_hooks() or has_saved_tensors_hooks():
         return None

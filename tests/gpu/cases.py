@@ -1,0 +1,112 @@
+"""Modules that people train on GPUs, small: by name, what makes the module and what makes its sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import nn
+from transformers.models.bert.modeling_bert import BertLayer
+
+__all__ = ["CASES", "LAYERS"]
+
+_VOCABULARY = 67
+_WIDTH = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+_TEXT = {"vocab_size": _VOCABULARY, "max_position_embeddings": 40}
+
+Make = Callable[[], Any]
+
+
+def _layer(attention: str, p: float) -> nn.Module:
+    rates = {"hidden_dropout_prob": p, "attention_probs_dropout_prob": p}
+    return BertLayer(hf.BertConfig(**_WIDTH, **rates, attn_implementation=attention))
+
+
+def _rows(*shape: int) -> Make:
+    return lambda: torch.randn(*shape, requires_grad=True)
+
+
+def _language() -> dict[str, Any]:
+    ids = torch.randint(3, _VOCABULARY, (3, 17))
+    mask = torch.ones_like(ids)
+    mask[1, 11:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
+
+
+def _pixels(size: int) -> Make:
+    return lambda: {"pixel_values": torch.randn(3, 3, size, size), "labels": torch.tensor([1, 0, 2])}
+
+
+def _bert() -> nn.Module:
+    return hf.BertForMaskedLM(hf.BertConfig(**_WIDTH, **_TEXT, attn_implementation="eager"))
+
+
+def _gpt2() -> nn.Module:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40, "vocab_size": _VOCABULARY}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, use_cache=False, attn_implementation="eager"))
+
+
+def _llama() -> nn.Module:
+    options = {"num_key_value_heads": 2, "use_cache": False, "attn_implementation": "eager"}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**_WIDTH, **_TEXT, **options))
+
+
+def _t5() -> nn.Module:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": _VOCABULARY}
+    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, use_cache=False, decoder_start_token_id=0))
+
+
+def _vit() -> nn.Module:
+    options = {"image_size": 16, "patch_size": 4, "num_labels": 3, "attn_implementation": "eager"}
+    return hf.ViTForImageClassification(hf.ViTConfig(**_WIDTH, **options, hidden_dropout_prob=0.1))
+
+
+def _swin() -> nn.Module:
+    sizes = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4]}
+    return hf.SwinForImageClassification(hf.SwinConfig(**sizes, window_size=4, num_labels=3, drop_path_rate=0.0))
+
+
+def _resnet() -> nn.Module:
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic", "num_labels": 3}
+    return hf.ResNetForImageClassification(hf.ResNetConfig(**sizes))
+
+
+class Mixed(nn.Module):
+    """Draws in several ways, between products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = nn.functional.dropout(self.first(x), 0.3, self.training)
+        h = h + 0.1 * torch.rand_like(h) * torch.randn(h.shape[-1], device=h.device, dtype=h.dtype)
+        keep = torch.bernoulli(torch.full_like(h, 0.8))
+        h = self.second(h * keep)
+        return nn.functional.dropout(h, 0.5, self.training).tanh()
+
+
+LAYERS: dict[str, tuple[Make, Make]] = {
+    f"BertLayer {attention} p={p} {size}": (lambda a=attention, p=p: _layer(a, p), _rows(*size, 32))
+    for attention in ("eager", "sdpa")
+    for p in (0.0, 0.1)
+    for size in ((3, 17), (1, 14), (4, 128))
+}
+"""One transformer layer, by attention, dropout's rate, and batch and length."""
+
+CASES: dict[str, tuple[Make, Make]] = {
+    "MLP": (lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)), _rows(5, 8)),
+    "BertForMaskedLM": (_bert, _language),
+    "GPT-2": (_gpt2, _language),
+    "LLaMA": (_llama, _language),
+    "T5": (_t5, _language),
+    "ViT": (_vit, _pixels(16)),
+    "Swin": (_swin, _pixels(32)),
+    "ResNet": (_resnet, _pixels(32)),
+    "nn.LSTM": (lambda: nn.LSTM(16, 16, batch_first=True), _rows(3, 9, 16)),
+    "LSTMCell": (lambda: nn.LSTMCell(16, 16), _rows(3, 16)),
+    "GRUCell": (lambda: nn.GRUCell(16, 16), _rows(3, 16)),
+    "rand, randn, bernoulli, dropout": (Mixed, _rows(7, 24)),
+}
