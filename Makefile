@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 TORCH_VENV := .venv-torch-$(VERSION)
 ARGS ?=
 
-.PHONY: train test test-torch lint wheel clean
+.PHONY: train test test-gpu test-torch lint wheel clean
 
 # The main job: train a small BERT eager and dispatched, side by side (ARGS="--help" lists the options).
 train: $(STAMP)
@@ -14,6 +14,10 @@ train: $(STAMP)
 # Two workers with one OpenMP thread each: threads that wait for one another across workers cost minutes.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+# On a machine with a GPU: the tests that need one, and how many ran. PYTHON is one whose torch sees the GPU.
+test-gpu:
+	TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m gpu -ra $(ARGS)
 
 # The same tests with another torch, in an environment of its own: make test-torch VERSION=2.15.0 [PYTHON=python3.13]
 test-torch: $(TORCH_VENV)/.installed
