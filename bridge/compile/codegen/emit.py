@@ -8,17 +8,23 @@ generated text grows with the number of operations and not with the number of pa
 from __future__ import annotations
 
 import math
+import platform
 
 from tvm import tirx
 from tvm.ir.expr import TensorLoad
 from tvm.tirx import AllocBuffer, Bind, Broadcast, Buffer, BufferLoad, BufferStore, Expr, Ramp, Stmt, Var
 
-__all__ = ["Emitter", "element_type", "stack_buffer"]
+__all__ = ["Emitter", "compute_type", "element_type", "stack_buffer"]
 
 
 def element_type(expr: Expr) -> str:
     """The element type of an expression, without its lanes."""
     return str(expr.ty).split("x")[0].removeprefix("T.")
+
+
+def compute_type(dtype: str) -> str:
+    """The type in which a kernel computes values stored as ``dtype``."""
+    return "float32" if dtype in ("float16", "bfloat16") else dtype
 
 
 def stack_buffer(size: int, dtype: str, name: str) -> tuple[Buffer, Stmt]:
@@ -89,6 +95,25 @@ class Emitter:
     def reinterpret(self, value: Expr, dtype: str) -> Expr:
         return tirx.reinterpret(self.type(dtype), value)
 
+    def loaded(self, stored: Expr, dtype: str) -> Expr:
+        """A value as memory holds it, of element type ``dtype`` → in its compute type."""
+        return self.cast(stored, compute_type(dtype))
+
+    def stored(self, value: Expr, dtype: str) -> Expr:
+        """A value in its compute type → rounded, as memory holds it."""
+        return self.cast(value, dtype)
+
+    def rounded(self, value: Expr, dtype: str) -> Expr:
+        """A variable rounded to a half type, in its compute type."""
+        if dtype != "bfloat16":
+            return self.loaded(self.stored(value, dtype), dtype)
+        # By hand: TVM computes bfloat16 in float32 and drops a cast there and back.
+        bits = self.bind(self.reinterpret(value, "int32"))
+        odd = tirx.bitwise_and(tirx.shift_right(bits, self.const(16, "int32")), self.const(1, "int32"))
+        up = self.bind(bits + self.const(0x7FFF, "int32") + odd)
+        high = self.reinterpret(tirx.bitwise_and(up, self.const(-0x10000, "int32")), "float32")
+        return self.select(tirx.Not(tirx.EQ(value, value)), self.const(math.nan, "float32"), high)
+
     def select(self, condition: Expr, then: Expr, otherwise: Expr) -> Expr:
         return tirx.Select(condition, then, otherwise)
 
@@ -99,6 +124,25 @@ class Emitter:
         :mod:`bridge.compile.runtime.build`.
         """
         return tirx.call_llvm_pure_intrin(str(args[0].ty), name, *args)
+
+    def math(self, name: str, x: Expr) -> Expr:
+        """An exact function of floating point numbers: sqrt, floor, ceil, trunc, roundeven."""
+        return self.llvm(f"llvm.{name}", x)
+
+    def truncated(self, value: Expr, target: str) -> Expr:
+        """A floating point number as an integer; what fits no integer becomes what it becomes in eager.
+
+        C and LLVM leave nan and numbers out of range undefined, so LLVM may make anything of them. On x86 torch's code
+        gets the smallest integer of 32 or 64 bits, and narrower types are the low bits of that; ARM's instruction
+        saturates.
+        """
+        if platform.machine() not in ("x86_64", "AMD64"):
+            return self.cast(value, target)
+        wide = "int64" if target in ("int64", "uint8") else "int32"
+        smallest, source = -(2 ** (int(wide[3:]) - 1)), element_type(value)
+        value = self.bind(self.math("trunc", value))
+        fits = tirx.And(value >= self.const(smallest, source), value < self.const(-smallest, source))  # powers of two
+        return self.cast(self.bind(self.select(fits, self.cast(value, wide), self.const(smallest, wide))), target)
 
     def libm(self, name: str, *args: Expr) -> Expr:
         """A function of the C library on float32 or float64, lane by lane: it has no vector form."""

@@ -15,21 +15,14 @@ from tvm.tirx import Expr
 
 from autodiff.ops import having
 from bridge.compile.codegen import fastmath
-from bridge.compile.codegen.emit import Emitter, element_type
+from bridge.compile.codegen.emit import Emitter, compute_type, element_type
 
 __all__ = ["EXPENSIVE", "RULES", "compute_type", "different", "maximum", "minimum"]
 
 Rule = Callable[..., Expr]
 
-_HALF = ("float16", "bfloat16")
-
 EXPENSIVE = frozenset(name.split(".")[-1] for name in having("slow"))
 """Operators whose result is cached in a row buffer rather than recomputed within one kernel."""
-
-
-def compute_type(dtype: str) -> str:
-    """The type in which a kernel computes values stored as ``dtype``."""
-    return "float32" if dtype in _HALF else dtype
 
 
 def different(a: Expr, b: Expr) -> Expr:
@@ -59,7 +52,7 @@ def _divide(e: Emitter, a: Expr, b: Expr) -> Expr:
 
 def _floor_divide(e: Emitter, a: Expr, b: Expr) -> Expr:
     if "float" in element_type(a):
-        return e.llvm("llvm.floor", tirx.Div(a, b))
+        return e.math("floor", tirx.Div(a, b))
     a, b = e.bind(a), e.bind(b)
     quotient, zero = e.bind(tirx.truncdiv(a, b)), e.const(0, element_type(a))
     inexact = different(quotient * b, a)
@@ -167,12 +160,12 @@ RULES: dict[str, Rule] = {
     "tanh": fastmath.tanh,
     "erf": fastmath.erf,
     "sigmoid": fastmath.sigmoid,
-    "sqrt": lambda e, x: e.llvm("llvm.sqrt", x),
-    "rsqrt": lambda e, x: e.const(1, element_type(x)) / e.llvm("llvm.sqrt", x),
-    "floor": lambda e, x: e.llvm("llvm.floor", x),
-    "ceil": lambda e, x: e.llvm("llvm.ceil", x),
-    "trunc": lambda e, x: e.llvm("llvm.trunc", x),
-    "round": lambda e, x: e.llvm("llvm.roundeven", x),
+    "sqrt": lambda e, x: e.math("sqrt", x),
+    "rsqrt": lambda e, x: e.const(1, element_type(x)) / e.math("sqrt", x),
+    "floor": lambda e, x: e.math("floor", x),
+    "ceil": lambda e, x: e.math("ceil", x),
+    "trunc": lambda e, x: e.math("trunc", x),
+    "round": lambda e, x: e.math("roundeven", x),
     "sin": _libm("sin"),
     "cos": _libm("cos"),
     "tan": _libm("tan"),

@@ -16,11 +16,12 @@ from bridge.compile.codegen.emit import Emitter, stack_buffer
 from bridge.compile.codegen.pointwise import compute_type
 from bridge.compile.codegen.tir import loop_function, sequence
 from bridge.compile.cpu.row import emit_row
-from bridge.compile.cpu.row_scope import KernelBuffers, RowScope
+from bridge.compile.cpu.row_scope import RowScope
 from bridge.compile.cpu.steps import Steps, left_over, vectors_and_tail
 from bridge.compile.cpu.threads import if_worth
 from bridge.compile.schedule.reduction import combine, identity
 from bridge.compile.schedule.row_plan import RowPlan
+from bridge.compile.schedule.row_scope import KernelBuffers
 
 __all__ = ["generate"]
 

@@ -59,7 +59,7 @@ class Step:
         for node in row_pass.stores:
             index = e.index(scope.element(self.position), 1)
             e.stmts.append(
-                BufferStore(scope.buffers.outputs[node], e.cast(self._value(node), nodes[node].dtype), [index])
+                BufferStore(scope.buffers.outputs[node], e.stored(self._value(node), nodes[node].dtype), [index])
             )
         for node in row_pass.cached:
             buffer = scope.row_buffers[node]

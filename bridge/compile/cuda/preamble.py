@@ -1,7 +1,34 @@
-"""Device functions that kernels call, as CUDA C: what stands before the kernels of every module."""
+"""Preamble of CUDA C: the device functions that generated kernels call, without any header of CUDA's.
+
+``tests/opencl.py`` has the plain form of each, in OpenCL C.
+"""
 
 from __future__ import annotations
 
 __all__ = ["PREAMBLE"]
 
-PREAMBLE = ""
+PREAMBLE = r"""
+#define BRIDGE static __device__ __forceinline__
+
+BRIDGE float bridge_as_float32(int x) { return __int_as_float(x); }
+BRIDGE int bridge_as_int32(float x) { return __float_as_int(x); }
+BRIDGE double bridge_as_float64(long long x) { return __longlong_as_double(x); }
+BRIDGE long long bridge_as_int64(double x) { return __double_as_longlong(x); }
+
+BRIDGE float bridge_from_float16(unsigned short x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+}
+BRIDGE unsigned short bridge_to_float16(float x) {
+  unsigned short y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+  return y;
+}
+BRIDGE float bridge_from_bfloat16(unsigned short x) { return __int_as_float((int)((unsigned int)x << 16)); }
+BRIDGE unsigned short bridge_to_bfloat16(float x) {
+  unsigned int bits = (unsigned int)__float_as_int(x);
+  unsigned int up = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return (unsigned short)(x != x ? 0x7fc0u : up >> 16);
+}
+"""

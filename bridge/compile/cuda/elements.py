@@ -1,0 +1,62 @@
+"""Element kernels: a row plan without reductions → a thread for each vector, and for each element behind them."""
+
+from __future__ import annotations
+
+import math
+
+from tvm import tirx
+from tvm.tirx import Expr, IfThenElse, Stmt, Var
+
+from bridge.compile.codegen.arguments import LaunchArguments
+from bridge.compile.codegen.tir import sequence
+from bridge.compile.cuda.launch import launch
+from bridge.compile.cuda.limits import BLOCK_THREADS, LANES
+from bridge.compile.cuda.scope import ThreadScope
+from bridge.compile.cuda.steps import column_steps
+from bridge.compile.schedule.row_plan import RowPlan
+from bridge.compile.schedule.row_scope import KernelBuffers
+
+__all__ = ["elements"]
+
+
+def elements(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> list[Stmt]:
+    """The launch of all elements."""
+    walk, last = plan.walk, plan.columns[-1]
+    if walk.vectors is not None:  # the elements of a flat space are one row
+        vectors = number(walk.vectors)
+        count = vectors if walk.tail is None else vectors + number(walk.tail[1])
+    else:
+        lanes = math.gcd(last, LANES) if isinstance(last, int) else 1
+        length = plan.length // lanes if isinstance(plan.length, int) else plan.length
+        count = number(walk.rows) * number(length)
+
+    def row_of(index: Expr) -> Stmt:
+        row, turn = tirx.truncdiv(index, number(length)), tirx.truncmod(index, number(length))
+        return _vector(plan, buffers, number, row, turn * number(lanes), lanes)
+
+    def body(block: Var, _: Var, thread: Var) -> Stmt:
+        index = block * number(BLOCK_THREADS) + thread
+        if walk.vectors is None:
+            inside = row_of(index)
+        else:
+            inside = _vector(plan, buffers, number, number(0), index * number(plan.lanes), plan.lanes)
+            if walk.tail is not None:
+                begin = number(walk.tail[0]) + (index - vectors)
+                inside = IfThenElse(index < vectors, inside, _vector(plan, buffers, number, number(0), begin, 1))
+        return IfThenElse(index < count, inside, None)
+
+    blocks = tirx.truncdiv(count + number(BLOCK_THREADS - 1), number(BLOCK_THREADS))
+    return [launch(blocks, BLOCK_THREADS, 1, body)]
+
+
+def _vector(
+    plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, row: Expr, position: Expr, lanes: int
+) -> Stmt:
+    scope = ThreadScope(plan, buffers, number, tirx.EQ(position, number(0)))
+    scope.start(row)
+    position = scope.head.name_index(position, "position")
+    scope.leads = tirx.EQ(position, number(0))
+    scope.per_row_values(0)
+    stmts = scope.taken()
+    steps = column_steps(scope, 0, lanes, position, number(0), {})
+    return sequence([*stmts, *scope.taken(), *steps])

@@ -1,0 +1,94 @@
+"""Emitter of CUDA C: scalar expressions of one thread; what C spells otherwise sits behind functions of the preamble.
+
+Half types and truth values lie in memory as integers: no vector type or header of CUDA's is needed.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+from tvm import tirx
+from tvm.ir.expr import TensorLoad
+from tvm.tirx import AllocBuffer, Buffer, BufferLoad, BufferStore, Expr, Stmt, Var
+
+from bridge.compile.codegen.emit import Emitter, element_type
+
+__all__ = ["CudaEmitter", "local_buffer", "storage_type"]
+
+_STORAGE = {"bool": "uint8", "float16": "uint16", "bfloat16": "uint16"}
+_WRITTEN = {"float32": ("{:.6e}", "<f", "<i"), "float64": ("{:.15g}", "<d", "<q")}
+_ZERO = tirx.const(0, "int32")
+
+
+def storage_type(dtype: str) -> str:
+    """The type as which a kernel's memory holds elements of ``dtype``."""
+    return _STORAGE.get(dtype, dtype)
+
+
+def local_buffer(size: int, dtype: str, name: str) -> tuple[Buffer, Stmt]:
+    """An array of the thread's own and the statement that declares it: registers where all indices are numbers."""
+    buffer = tirx.decl_buffer((size,), dtype, name, scope="local")
+    return buffer, AllocBuffer(buffer)
+
+
+class CudaEmitter(Emitter):
+    """Scalars of one thread.
+
+    No product needs a fence: the compiler is told to contract nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def const(self, number: float, dtype: str) -> Expr:
+        """A number. TVM's writers of C keep 7 digits of a float and 15 of a double: others are made of their bits."""
+        if dtype not in _WRITTEN or not math.isfinite(number):
+            return super().const(number, dtype)
+        written, code, bits = _WRITTEN[dtype]
+        exact = struct.pack(code, number)
+        if struct.pack(code, float(written.format(number))) == exact:
+            return super().const(number, dtype)
+        (integer,) = struct.unpack(bits, exact)
+        return self.reinterpret(tirx.const(integer, f"int{8 * len(exact)}"), dtype)
+
+    def bind(self, value: Expr, hint: str = "v") -> Expr:
+        """A local that holds ``value``; an array of one element, for the reason that the CPU's is."""
+        if isinstance(value, Var) or (isinstance(value, TensorLoad) and value.source.scope() == "local"):
+            return value
+        if element_type(value) == "bool":
+            return value
+        self._names += 1
+        cell, allocation = local_buffer(1, str(value.ty), f"{hint}{self._names}")
+        self.stmts += [allocation, BufferStore(cell, value, [_ZERO])]
+        return BufferLoad(cell, [_ZERO])
+
+    def reinterpret(self, value: Expr, dtype: str) -> Expr:
+        return tirx.call_pure_extern(dtype, f"bridge_as_{dtype}", value)
+
+    def loaded(self, stored: Expr, dtype: str) -> Expr:
+        if dtype == "bool":
+            return tirx.Not(tirx.EQ(stored, tirx.const(0, "uint8")))
+        if dtype in ("float16", "bfloat16"):
+            return tirx.call_pure_extern("float32", f"bridge_from_{dtype}", stored)
+        return stored
+
+    def stored(self, value: Expr, dtype: str) -> Expr:
+        if dtype == "bool":
+            return tirx.Select(value, tirx.const(1, "uint8"), tirx.const(0, "uint8"))
+        if dtype in ("float16", "bfloat16"):
+            return tirx.call_pure_extern("uint16", f"bridge_to_{dtype}", value)
+        return self.cast(value, dtype)
+
+    def rounded(self, value: Expr, dtype: str) -> Expr:
+        return self.loaded(self.stored(value, dtype), dtype)
+
+    def math(self, name: str, x: Expr) -> Expr:
+        return self.libm({"roundeven": "rint"}.get(name, name), x)
+
+    def fma(self, a: Expr, b: Expr, c: Expr) -> Expr:
+        return self.libm("fma", a, b, c)
+
+    def truncated(self, value: Expr, target: str) -> Expr:
+        """As C converts: eager's kernels are C as well. They make uint8 of int64."""
+        return self.cast(self.cast(value, "int64"), target) if target == "uint8" else self.cast(value, target)

@@ -1,0 +1,92 @@
+"""The GPU's limits and its order of reductions.
+
+The order of a row: it is walked by :func:`row_threads` threads. Thread ``t`` takes the vectors ``t, t + threads, …`` of
+:func:`row_lanes` elements; each lane has an accumulator of its own, which are combined by halves, then the threads'
+totals by halves. A column: each chunk's rows are dealt to :func:`row_groups` groups in turn, whose sums are combined in
+order; the chunks are dealt to :data:`FINISH_STRANDS` strands, combined by halves. All of it follows from the extents.
+"""
+
+from __future__ import annotations
+
+import math
+
+from bridge.compile.loop_ir.access import Number
+from bridge.compile.schedule.limits import Limits
+from bridge.compile.schedule.order import ReductionOrder
+
+__all__ = [
+    "BLOCK_THREADS",
+    "COLUMN_STRANDS",
+    "FINISH_STRANDS",
+    "LANES",
+    "LIMITS",
+    "ORDER",
+    "row_groups",
+    "row_lanes",
+    "row_threads",
+]
+
+LANES = 4
+"""Elements that a thread takes at once: 16 bytes of float32, the widest access."""
+
+BLOCK_THREADS = 256
+"""Threads of a block that is not one long row."""
+
+_WARP = 32
+_MOST_THREADS = 1024
+_VECTORS_PER_THREAD = 8  # in registers: 32 numbers of each value that is kept
+
+FINISH_STRANDS = 16
+COLUMN_STRANDS = 8
+
+ORDER = ReductionOrder(
+    lanes=LANES,
+    interleaved=(1,),
+    chunk_elements=8192,
+    chunk_rows=16,
+    most_chunks=512,
+    split=8192,
+)
+
+LIMITS = Limits(
+    nodes=80,
+    buffers=48,
+    terms=16,
+    sections=16,
+    serial_elements=32_768,
+    shared_elements=4096,
+    loops=8,
+    flat_row=4096,
+    short_row=256,
+    cheap_operations=4,
+    parallel_work=1,
+    parallel_columns=1,
+    parallel_finish=1,
+    parallel_legalized=1,
+    transcendental_work=12,
+    tasks=1024,
+    column_vectors=1,
+    joined_sections=8,
+    joined_rows=8,
+    section_operators=4,
+    free_reads=4,
+)
+
+
+def row_lanes(length: Number) -> int:
+    """Elements of a vector of a row: rows of a length that it does not divide begin anywhere in memory."""
+    return math.gcd(length, LANES) if isinstance(length, int) else 1
+
+
+def row_threads(length: Number) -> int:
+    """Threads that walk a row, a power of two; of a length that is the launch's, those of one block."""
+    if not isinstance(length, int):
+        return BLOCK_THREADS
+    vectors = max(1, length // row_lanes(length))
+    wanted = min(vectors, max(_WARP, -(-vectors // _VECTORS_PER_THREAD)))
+    return min(_MOST_THREADS, 1 << (wanted - 1).bit_length())
+
+
+def row_groups(length: Number) -> int:
+    """Groups of threads in a block, each on a row of its own."""
+    return max(1, BLOCK_THREADS // row_threads(length))

@@ -1,0 +1,182 @@
+"""Vector step: one vector of a pass over the row → loads, a loop of its lanes, stores, in one thread.
+
+Vectors are loaded and stored as a whole where they lie at a multiple of their size, which the code asks wherever the
+plan does not say it; arithmetic is scalar, lane by lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm import tirx
+from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Ramp, Stmt, Var
+
+from autodiff.ir import itemsize
+from bridge.compile.codegen.emit import compute_type
+from bridge.compile.codegen.tir import sequence
+from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, storage_type
+from bridge.compile.cuda.scope import ThreadScope
+from bridge.compile.schedule.reduction import combine
+from bridge.compile.schedule.row_plan import Made, Read, RowPass
+
+__all__ = ["Step"]
+
+_WIDEST = 16
+"""Bytes of an access."""
+
+
+class Step:
+    """One step of a pass.
+
+    Args:
+        index: of the pass.
+        lanes: elements of the vector.
+        position: of the first one in the row.
+        slot: its place among the elements of the row that the thread meets.
+        at: coordinate in each loop over the columns; of the first lane in the last one.
+        sections: see :meth:`~bridge.compile.schedule.row_scope.RowValues.compute`.
+        accumulators: of the row reductions, a lane each.
+    """
+
+    def __init__(
+        self,
+        scope: ThreadScope,
+        index: int,
+        lanes: int,
+        position: Expr,
+        slot: Expr,
+        at: Sequence[Expr],
+        sections: Sequence[int | None],
+        accumulators: dict[int, Buffer],
+    ) -> None:
+        self.scope, self.plan, self.index, self.lanes = scope, scope.plan, index, lanes
+        self.position, self.slot, self.at, self.sections = position, slot, at, sections
+        self.accumulators = accumulators
+        self.lane: Expr = Var("lane", scope.plan.index_type) if lanes > 1 else scope.number(0)
+        self.before = CudaEmitter()
+        self.e = CudaEmitter()
+        self.after: list[Stmt] = []
+        self._values: dict[int, Expr] = {}
+        self._loads: dict[Read, Expr] = {}
+
+    def emit(self, row_pass: RowPass) -> list[Stmt]:
+        """Statements that store, keep and accumulate what the pass has to."""
+        e, scope, nodes = self.e, self.scope, self.plan.nodes
+        for node in row_pass.stores:
+            self._store(node, e.stored(self._value(node), nodes[node].dtype))
+        for node in row_pass.cached:
+            kept = scope.cached[node]
+            e.stmts.append(BufferStore(kept.buffer, self._value(node), [self._kept(kept)]))
+        for node in row_pass.reductions:
+            value = e.cast(self._read(nodes[node].operands[0]), compute_type(nodes[node].dtype))
+            row = nodes[node].reduces == "row"
+            buffer = self.accumulators[node] if row else scope.partial[node].buffer
+            place = self.lane if row else self._kept(scope.partial[node])
+            value, inside = e.bind(value), CudaEmitter()
+            added = combine(inside, nodes[node].op, BufferLoad(buffer, [place]), value)
+            store = sequence([*inside.stmts, BufferStore(buffer, added, [place])])
+            e.stmts.append(store if row else scope.if_valid(store))
+        return [*self.before.stmts, *self._lanes(e.stmts), *self.after]
+
+    def _lanes(self, stmts: Sequence[Stmt]) -> list[Stmt]:
+        if self.lanes == 1:
+            return list(stmts)
+        number = self.scope.number
+        return [For(self.lane, number(0), number(self.lanes), ForKind.UNROLLED, sequence(stmts))]
+
+    def _kept(self, kept) -> Expr:
+        return kept.at(self.slot, self.position) + self.lane if self.lanes > 1 else kept.at(self.slot, self.position)
+
+    def _value(self, node: int) -> Expr:
+        """A node's elementwise value in this lane."""
+        if node not in self._values:
+            self._values[node] = self._compute(node)
+        return self._values[node]
+
+    def _compute(self, node: int) -> Expr:
+        e, scope = self.e, self.scope
+        if self.plan.levels[node] < self.index:
+            if node in scope.cached:
+                kept = scope.cached[node]
+                return e.bind(BufferLoad(kept.buffer, [self._kept(kept)]))
+            if node in scope.buffers.outputs:
+                at, dtype = scope.element(self.position), self.plan.nodes[node].dtype
+                return e.bind(e.loaded(self._load_vector(scope.buffers.outputs[node], at, True), dtype))
+        return scope.compute(self.plan.nodes[node], e, self._read, self.sections)
+
+    def _read(self, operand: Read | Made) -> Expr:
+        """An operand in this lane, in its compute type."""
+        if isinstance(operand, Made):
+            known = self.scope.scalars.get(operand.node)
+            return self._value(operand.node) if known is None else known
+        if operand not in self._loads:
+            self._loads[operand] = self._load(operand)
+        return self._loads[operand]
+
+    def _load(self, read: Read) -> Expr:
+        scope, access = self.scope, read.access
+        if not any(access.columns):
+            return scope.load_scalar(read)
+        index, number, dtype = scope.base(access), scope.number, self.plan.dtype(read)
+        for coordinate, stride in zip(self.at, access.columns, strict=True):
+            if stride:
+                index = index + coordinate * number(stride)
+        buffer, step = scope.buffers.inputs[read.tensor], access.columns[-1]
+        if step == 0:
+            return self.before.bind(self.before.loaded(self.before.bind(BufferLoad(buffer, [index])), dtype))
+        if step == 1 and self.lanes > 1:
+            width = self._width(buffer)
+            known = [access.offset, *(term.stride for term in access.terms), *access.columns[:-1]]
+            proven = all(isinstance(each, int) and each % width == 0 for each in known)
+            return self.e.bind(self.e.loaded(self._load_vector(buffer, index, proven), dtype))
+        element = BufferLoad(buffer, [index + self.lane * number(step) if self.lanes > 1 else index])
+        return self.e.bind(self.e.loaded(self.e.bind(element), dtype))
+
+    def _width(self, buffer: Buffer) -> int:
+        """Elements of one access."""
+        return min(self.lanes, _WIDEST // itemsize(str(buffer.dtype)))
+
+    def _pieces(self, buffer: Buffer, index: Expr, local: Buffer) -> list[tuple[list[Expr], list[Expr]]]:
+        """Indices in memory and in the thread's array of each access."""
+        number, width = self.scope.number, self._width(buffer)
+        return [
+            tuple(
+                [Ramp(begin + number(first), 1, width) if width > 1 else begin + number(first)]
+                for begin in (index, number(0))
+            )
+            for first in range(0, self.lanes, width)
+        ]
+
+    def _load_vector(self, buffer: Buffer, index: Expr, proven: bool) -> Expr:
+        """The element of this lane of a vector in memory."""
+        before, number = self.before, self.scope.number
+        if self.lanes == 1:
+            return self.e.bind(BufferLoad(buffer, [index]))
+        local, allocation = local_buffer(self.lanes, str(buffer.dtype), "x")
+        index = before.name_index(index, "at")
+        whole = sequence(
+            [BufferStore(local, BufferLoad(buffer, there), here) for there, here in self._pieces(buffer, index, local)]
+        )
+        if not proven:
+            k = Var("k", self.plan.index_type)
+            single = BufferStore(local, BufferLoad(buffer, [index + k]), [k])
+            each = For(k, number(0), number(self.lanes), ForKind.UNROLLED, single)
+            aligned = tirx.EQ(tirx.bitwise_and(index, number(self._width(buffer) - 1)), number(0))
+            whole = IfThenElse(aligned, whole, each)
+        before.stmts += [allocation, whole]
+        return BufferLoad(local, [self.lane])
+
+    def _store(self, node: int, value: Expr) -> None:
+        """Stores a value of every lane in the kernel's result."""
+        buffer, at = self.scope.buffers.outputs[node], self.scope.element(self.position)
+        if self.lanes == 1:
+            self.e.stmts.append(self.scope.if_valid(BufferStore(buffer, value, [at])))
+            return
+        local, allocation = local_buffer(self.lanes, storage_type(self.plan.nodes[node].dtype), "y")
+        self.before.stmts.append(allocation)
+        self.e.stmts.append(BufferStore(local, value, [self.lane]))
+        at = self.before.name_index(at, "at")
+        stores = [
+            BufferStore(buffer, BufferLoad(local, here), there) for there, here in self._pieces(buffer, at, local)
+        ]
+        self.after.append(self.scope.if_valid(sequence(stores)))
