@@ -18,15 +18,15 @@ __all__ = [
     "BLOCK_THREADS",
     "COLUMN_STRANDS",
     "FINISH_STRANDS",
-    "LANES",
     "LIMITS",
     "ORDER",
+    "VECTOR",
     "row_groups",
     "row_lanes",
     "row_threads",
 ]
 
-LANES = 4
+VECTOR = 4
 """Elements that a thread takes at once: 16 bytes of float32, the widest access."""
 
 BLOCK_THREADS = 256
@@ -40,7 +40,7 @@ FINISH_STRANDS = 16
 COLUMN_STRANDS = 8
 
 ORDER = ReductionOrder(
-    lanes=LANES,
+    lanes=VECTOR,
     interleaved=(1,),
     chunk_elements=8192,
     chunk_rows=16,
@@ -75,7 +75,7 @@ LIMITS = Limits(
 
 def row_lanes(length: Number) -> int:
     """Elements of a vector of a row: rows of a length that it does not divide begin anywhere in memory."""
-    return math.gcd(length, LANES) if isinstance(length, int) else 1
+    return math.gcd(length, VECTOR) if isinstance(length, int) else 1
 
 
 def row_threads(length: Number) -> int:

@@ -136,14 +136,17 @@ class Step:
         """Elements of one access."""
         return min(self.lanes, _WIDEST // itemsize(str(buffer.dtype)))
 
-    def _pieces(self, buffer: Buffer, index: Expr, local: Buffer) -> list[tuple[list[Expr], list[Expr]]]:
-        """Indices in memory and in the thread's array of each access."""
+    def _pieces(self, buffer: Buffer, index: Expr) -> list[tuple[list[Expr], list[Expr]]]:
+        """Indices in memory and in the thread's array of each access.
+
+        They are written as multiples of the width: TVM loads element by element what it does not see to be one.
+        """
         number, width = self.scope.number, self._width(buffer)
+        if width > 1:
+            shift = number(width.bit_length() - 1)
+            index = self.before.name_index(tirx.shift_right(index, shift), "whole") * number(width)
         return [
-            tuple(
-                [Ramp(begin + number(first), 1, width) if width > 1 else begin + number(first)]
-                for begin in (index, number(0))
-            )
+            tuple([Ramp(b + number(first), 1, width) if width > 1 else b + number(first)] for b in (index, number(0)))
             for first in range(0, self.lanes, width)
         ]
 
@@ -155,7 +158,7 @@ class Step:
         local, allocation = local_buffer(self.lanes, str(buffer.dtype), "x")
         index = before.name_index(index, "at")
         whole = sequence(
-            [BufferStore(local, BufferLoad(buffer, there), here) for there, here in self._pieces(buffer, index, local)]
+            [BufferStore(local, BufferLoad(buffer, there), here) for there, here in self._pieces(buffer, index)]
         )
         if not proven:
             k = Var("k", self.plan.index_type)
@@ -176,7 +179,5 @@ class Step:
         self.before.stmts.append(allocation)
         self.e.stmts.append(BufferStore(local, value, [self.lane]))
         at = self.before.name_index(at, "at")
-        stores = [
-            BufferStore(buffer, BufferLoad(local, here), there) for there, here in self._pieces(buffer, at, local)
-        ]
+        stores = [BufferStore(buffer, BufferLoad(local, here), there) for there, here in self._pieces(buffer, at)]
         self.after.append(self.scope.if_valid(sequence(stores)))
