@@ -300,11 +300,10 @@ def _from_opinfo() -> dict[str, Case]:
         name = f"{info.name}:{info.variant_test_name}" if info.variant_test_name else info.name
         if torch.float32 not in info.supported_dtypes("cpu") or name.startswith(_UNSUITED):
             continue
-        function = _with_sample_arguments(info)
         if isinstance(info, UnaryUfuncInfo):
-            found[name] = Case(function, _one)
+            found[name] = Case(_with_sample_arguments(info), _one)
         elif isinstance(info, BinaryUfuncInfo):
-            found[name] = Case(function, _two)
+            found[name] = Case(_with_sample_arguments(info), _two)
         elif isinstance(info, ReductionOpInfo):
             found[f"{name}:rows"] = Case(lambda x, call=info.op: call(x, dim=-1), _rows, either_zero=True)
     return found
