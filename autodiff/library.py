@@ -18,6 +18,11 @@ everything else is a tensor. A result has the type of what it is the gradient of
                                                  is_causal:int, scale:float -> tuple (out, logsumexp)
 ``scaled_dot_product_flash_attention_backward``  grad_out, q, k, v, out, logsumexp, has_mask:int, [attn_mask],
                                                  dropout_p:float, is_causal:int, scale:float -> tuple (dq, dk, dv)
+``attention``                                    kernel:str, q, k, v, has_mask:int, [attn_mask if has_mask],
+                                                 is_causal:int, scale:float -> tuple (out [batch, row, head, column],
+                                                 logsumexp)
+``attention_backward``                           kernel:str, grad_out, q, k, v, out, logsumexp, has_mask:int,
+                                                 [attn_mask], is_causal:int, scale:float -> tuple (dq, dk, dv)
 ``convolution``                                  x, weight, (stride), (padding), (dilation), (output_padding),
                                                  transposed:int, groups:int -> y, without a bias
 ``convolution_backward_input``                   grad, weight, (shape of x), then as ``convolution`` -> dx

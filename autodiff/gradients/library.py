@@ -39,10 +39,21 @@ def scaled_dot_product_flash_attention(call: Call, y: Var, g: Var, emit: Emit) -
     return [TupleGetItem(grads, 0), TupleGetItem(grads, 1), TupleGetItem(grads, 2)] + [None] * len(rest)
 
 
-@checks("library.scaled_dot_product_flash_attention")
+@library_gradient("library.attention")
+def attention(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+    """The same of a kernel that is named; ``out`` and its gradient are [batch, row, head, column]."""
+    kernel, q, k, v, *rest = call.args
+    out, logsumexp = emit(TupleGetItem(y, 0)), emit(TupleGetItem(y, 1))
+    args = [kernel, emit(TupleGetItem(g, 0)), q, k, v, out, logsumexp, *rest]
+    grads = emit(library_call("attention_backward", args, TupleType([q.ty, k.ty, v.ty])))
+    return [None, *(TupleGetItem(grads, index) for index in range(3)), *[None] * len(rest)]
+
+
+@checks("library.scaled_dot_product_flash_attention", "library.attention")
 def check_attention_mask(call: Call, active: Collection[Var]) -> str | None:
-    """The fused kernel computes no gradient for an additive mask."""
-    if any(arg in active for arg in call.args[4:] if isinstance(arg, Var)):
+    """The fused kernels compute no gradient for an additive mask."""
+    given = [arg for arg in call.args if not isinstance(arg, StringImm)]
+    if any(arg in active for arg in given[4:] if isinstance(arg, Var)):
         return "the fused kernel has no gradient with respect to attn_mask"
     return None
 

@@ -2,6 +2,7 @@
 
 from bridge.aten import (
     activations,
+    attention,
     conv,
     creation,
     indexing,
@@ -27,6 +28,7 @@ __all__ = [
     "Imported",
     "UnsupportedUse",
     "activations",
+    "attention",
     "conv",
     "creation",
     "described_draw",

@@ -1,4 +1,4 @@
-"""Neural-network operators → Relax: normalization, dropout, embedding, attention, draws."""
+"""Neural-network operators → Relax: normalization, dropout, embedding, draws."""
 
 from __future__ import annotations
 
@@ -163,21 +163,6 @@ def embedding_bag(importer, node, weight, indices, offsets, scale_grad_by_freq=F
     fakes = target(*fx.node.map_arg(node.args, lambda arg: _fake(arg.meta["val"], mode)), **node.kwargs)
     with_gradient = SimpleNamespace(target=target, meta={**node.meta, "val": fakes})
     return whole(importer, with_gradient, weight, *args)
-
-
-@converts(aten._scaled_dot_product_flash_attention_for_cpu.default)
-def flash_attention(importer, node, q, k, v, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):
-    if dropout_p:
-        raise UnsupportedUse("flash attention with dropout")
-    mask = [] if attn_mask is None else [attn_mask]
-    if scale is None:
-        numbers_only("attention", shape(q)[-1])
-        scale = shape(q)[-1] ** -0.5
-    args = [q, k, v, bool(mask), *mask, float(dropout_p), bool(is_causal), float(scale)]
-    out, logsumexp = node.meta["val"]
-    logsumexp = logsumexp.to(torch.promote_types(out.dtype, torch.float32))  # in torch 2.11 it is float32, traced
-    pair = importer.library("scaled_dot_product_flash_attention", args, (out, logsumexp))
-    return importer.item(pair, 0), importer.item(pair, 1)
 
 
 @converts(aten._assert_tensor_metadata.default)

@@ -175,6 +175,9 @@ PRESERVED = (
     aten._weight_norm_interface.default,  # of half types, torch's kernel computes in float32 and rounds once
     aten._prelu_kernel.default,  # its weight's gradient would multiply by what it does not depend on
     aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
     aten.adaptive_avg_pool1d.default,
     aten.addcdiv.default,
     aten.addcmul.default,

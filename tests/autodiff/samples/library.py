@@ -78,6 +78,29 @@ def _attention(masked, causal):
 for _masked, _causal in [(False, 0), (False, 1), (True, 0)]:
     _attention(_masked, _causal)
 
+
+def _named_attention(masked, causal):
+    """As :func:`_attention`, by a kernel that is named; its output's rows are before its heads."""
+    mask = torch.where(draw(4, 4) > -1, 0.0, -1e4).double()
+
+    def build(scope, q, k, v):
+        more = [relax.const(mask.numpy(), "float64")] if masked else []
+        args = [StringImm("flash"), q, k, v, relax.prim_value(len(more)), *more]
+        out = relax.TensorType((2, 4, 2, 8), "float64")
+        result = relax.TupleType([out, relax.TensorType((2, 2, 4), "float64")])
+        made = scope.emit(library.call("attention", [*args, relax.prim_value(causal), relax.prim_value(0.25)], result))
+        return [TupleGetItem(made, 0)]
+
+    def reference(q, k, v):
+        bias = mask if masked else None
+        return F.scaled_dot_product_attention(q, k, v, bias, is_causal=bool(causal), scale=0.25).transpose(1, 2)
+
+    sample("library.attention", build, reference, *(draw(2, 2, 4, 8, seed=seed) for seed in range(3)))
+
+
+for _masked, _causal in [(False, 0), (False, 1), (True, 0)]:
+    _named_attention(_masked, _causal)
+
 for _transposed in (0, 1):
     _geometry = ([2, 2], [1, 0], [1, 2], [1, 0] if _transposed else [0, 0], _transposed, 2)
     _library(

@@ -1,0 +1,134 @@
+"""CUDA's attention kernels as library functions: what they are given, here with formulas in their place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bridge import UnsupportedModule, add_tvm_dispatch, stats
+from bridge.compile import CallLibrary, Launch
+from bridge.library import FUNCTIONS, attention
+from bridge.library.attention import FORMULA, KERNELS
+
+SCALE = 0.3
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The kernels' places are taken by formulas; the tensors that these were given."""
+    given = []
+
+    def kernel(name, function):
+        def run(*args):
+            given.append((name, [arg for arg in args if isinstance(arg, torch.Tensor)]))
+            return function(*args)
+
+        return run
+
+    kernels = {
+        name: attention._Kernel(kernel(name, FORMULA.forward), kernel(name, FORMULA.backward)) for name in KERNELS
+    }
+    monkeypatch.setattr(attention, "_kernel", lambda name, q: kernels[name])
+    return given
+
+
+def tensors(dtype=torch.float64, columns=7):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 5, 8, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3))
+    mask = torch.randn(5, columns, generator=generator).to(dtype)
+    return q, torch.cat([k, k], 2)[:, :, :columns], torch.cat([v, v], 2)[:, :, :columns], mask
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_forward_and_backward_of_a_named_kernel(name, masked, seen):
+    q, k, v, mask = tensors()
+    leaves = [each.clone().requires_grad_() for each in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*leaves, mask if masked else None, scale=SCALE)
+    grad = torch.randn_like(expected)
+    grads = torch.autograd.grad(expected, leaves, grad)
+    rest = [1, mask, 0, SCALE] if masked else [0, 0, SCALE]
+    out, logsumexp = FUNCTIONS["attention"](name, q, k, v, *rest)
+    torch.testing.assert_close(out.transpose(1, 2), expected)
+    ours = FUNCTIONS["attention_backward"](name, grad.transpose(1, 2), q, k, v, out, logsumexp, *rest)
+    torch.testing.assert_close(ours, grads)
+    assert [each for each, _ in seen] == [name, name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_are_given_what_they_read(dtype, seen):
+    """Dense columns, and masks whose rows begin at multiples of 16 bytes; what is so already is not copied."""
+    q, k, v, mask = tensors(dtype)
+    turned = q.mT.contiguous().mT
+    for bias in (mask, mask[0].expand(5, 7), torch.zeros(5, 16, dtype=dtype)[:, :7], mask.mT.contiguous().mT):
+        FUNCTIONS["attention"]("efficient", turned, k, v, 1, bias, 0, SCALE)
+        _, (given_q, _, given_v, given_bias) = seen[-1]
+        assert given_q.stride(-1) == 1 and torch.equal(given_q, q) and given_v.data_ptr() == v.data_ptr()
+        assert torch.equal(given_bias, bias) and given_bias.stride(-1) == 1
+        assert not given_bias.stride(-2) * given_bias.element_size() % 16
+        fits = bias.stride(-1) == 1 and not bias.stride(0) * bias.element_size() % 16
+        assert (given_bias.data_ptr() == bias.data_ptr()) == fits
+
+
+CALLS = {
+    "flash": lambda *given, p: torch.ops.aten._scaled_dot_product_flash_attention(*given, p, scale=SCALE),
+    "efficient": lambda *given, p: torch.ops.aten._scaled_dot_product_efficient_attention(
+        *given, None, False, p, scale=SCALE
+    ),
+    "cudnn": lambda *given, p: torch.ops.aten._scaled_dot_product_cudnn_attention(*given, None, False, p, scale=SCALE),
+}
+
+
+class Fused(nn.Module):
+    def __init__(self, kernel, dropout=0.0):
+        super().__init__()
+        self.kernel, self.dropout = kernel, dropout
+
+    def forward(self, q, k, v):
+        return torch.tanh(CALLS[self.kernel](q, k, v, p=self.dropout)[0])
+
+
+@pytest.fixture
+def on_the_host():
+    """The kernels exist where the test runs, forward."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def put(name, more):
+        def compute(q, k, v, *rest, scale=None, **_):
+            out, logsumexp = FORMULA.forward(q, k, v, None, False, scale)
+            return out, logsumexp, *more
+
+        library.impl(f"_scaled_dot_product_{name}_attention", compute, "CPU")
+
+    seed, nothing = torch.zeros((), dtype=torch.int64), torch.empty(0)
+    put("flash", (None, None, 5, 5, torch.zeros(2, dtype=torch.uint64), seed.to(torch.uint64), nothing))
+    put("efficient", (seed, seed))
+    put("cudnn", (None, None, 5, 5, seed, seed, nothing))
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_traced_kernel_is_called_forward_and_backward(name, on_the_host):
+    q, k, v, _ = tensors(torch.float32, 5)
+    leaves = [each.clone().requires_grad_() for each in (q, k, v)]
+    expected = torch.tanh(F.scaled_dot_product_attention(*leaves, scale=SCALE))
+    module = add_tvm_dispatch(Fused(name), tuple(each.clone().requires_grad_() for each in (q, k, v)))
+    ours = [each.clone().requires_grad_() for each in (q, k, v)]
+    result = module(*ours)
+    torch.testing.assert_close(result, expected)
+    grad = torch.randn_like(expected)
+    torch.testing.assert_close(torch.autograd.grad(result, ours, grad), torch.autograd.grad(expected, leaves, grad))
+    (entry,) = stats(module).entries
+    calls = [step for program in (entry.forward, entry.backward) for step in program.steps]
+    assert [step.name for step in calls if isinstance(step, CallLibrary)] == ["attention", "attention_backward"]
+    assert not any("copy" in step.ops for step in calls if isinstance(step, Launch))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_dropout_inside_of_a_kernel_is_refused_by_name(name, on_the_host):
+    q, k, v, _ = tensors(torch.float32, 5)
+    with pytest.raises(UnsupportedModule, match="attention with dropout"):
+        add_tvm_dispatch(Fused(name, 0.1), (q, k, v))
