@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from autodiff.extents import sample_of
-from bridge.base.generators import default_generator
 from bridge.base.devices import HOST
+from bridge.base.generators import default_generator
 from bridge.base.guard_failure import GuardFailure
 from bridge.base.threads import is_alone
 from bridge.base.torch_internals import COMPILED_CALL, has_global_hooks, has_saved_tensors_hooks, pytree

@@ -102,10 +102,35 @@ def test_targets_name_backends(target, case):
         assert_same(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("target", ["cuda", {"kind": "opencl"}])
-def test_targets_without_a_backend_are_refused_by_name(target):
-    with pytest.raises(ValueError, match=r"target: wanted one of kind 'llvm', got"):
+def test_targets_without_a_backend_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"target: wanted one of kind 'llvm', 'cuda', got"):
+        add_tvm_dispatch(nn.Linear(2, 2), torch.ones(1, 2), target={"kind": "opencl"})
+
+
+@pytest.mark.parametrize("target", ["cuda:77", torch.device("cuda", 77)])
+def test_a_gpu_that_is_not_there_is_refused_by_name(target):
+    with pytest.raises(ValueError, match=r"'cuda:77' is no GPU of this machine, torch finds \d+; kernels"):
         add_tvm_dispatch(nn.Linear(2, 2), torch.ones(1, 2), target=target)
+
+
+@pytest.mark.parametrize(("target", "message"), [("cuda:x", "cuda:x"), (torch.device("meta"), "no backend for meta")])
+def test_what_is_no_device_is_refused_by_name(target, message):
+    with pytest.raises(ValueError, match=f"target: .*{message}"):
+        backend_for(target)
+
+
+def test_the_hosts_device_is_the_processor():
+    assert backend_for(torch.device("cpu")) is HOST
+
+
+def test_a_target_of_kind_cuda_names_the_architecture():
+    """Kernels for it are compiled on any machine; another architecture or device is another key."""
+    backend = backend_for({"kind": "cuda", "arch": "sm_80"})
+    assert backend.device == torch.device("cuda", 0) and backend.arch == "sm_80"
+    others = [
+        replace(backend, **changed) for changed in ({"arch": "sm_90"}, {"index": 1}, {"order": OTHER_ORDER.order})
+    ]
+    assert len({backend.key, *(other.key for other in others)}) == 4
 
 
 def test_options_are_frozen_and_every_field_is_in_the_key(case, monkeypatch):

@@ -17,7 +17,7 @@ from bridge.compile.cuda import build, nvrtc
 from bridge.compile.cuda.build import build_library, cuda_source, kernel_source
 from bridge.compile.cuda.sass import disassembler
 from bridge.compile.loop_ir.access import Argument
-from tests.gpu import ARCHES, needs_nvrtc, without_gpu
+from tests.nvrtc import ARCHES, needs_nvrtc, without_gpu
 
 pytestmark = needs_nvrtc
 

@@ -1,0 +1,91 @@
+"""The CUDA backend: a GPU → kernels and machine code for it; matrix products are torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import tvm
+from tvm.tirx import PrimFunc
+
+from bridge.compile.backend import Backend, Built
+from bridge.compile.cuda.build import build_library, kernel_source
+from bridge.compile.cuda.executor import CudaExecutor
+from bridge.compile.cuda.kernels import generate
+from bridge.compile.cuda.limits import LIMITS, ORDER
+from bridge.compile.cuda.nvrtc import version
+from bridge.compile.cuda.products import CudaProducts
+from bridge.compile.loop_ir.product import ProductPlan
+from bridge.compile.runtime.build import build_kernels
+from bridge.compile.runtime.program import Program
+from bridge.compile.schedule.column_plan import ColumnPlan
+from bridge.compile.schedule.limits import Limits
+from bridge.compile.schedule.order import ReductionOrder
+from bridge.compile.schedule.row_plan import RowPlan
+
+__all__ = ["CudaBackend", "architecture"]
+
+
+def architecture(index: int) -> str:
+    """A GPU's architecture by the name that NVRTC knows it by, as in ``"sm_90"``."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"
+
+
+@dataclass(frozen=True)
+class CudaBackend(Backend):
+    """Kernels by NVRTC on torch's current stream.
+
+    Attributes:
+        index: of the device.
+        arch: its architecture, as in ``"sm_90"``; kernels for one are compiled on any machine.
+    """
+
+    order: ReductionOrder = ORDER
+    limits: Limits = LIMITS
+    index: int = 0
+    arch: str = field(kw_only=True)
+
+    @property
+    def key(self) -> str:
+        return f"cuda:{self.index} {self._code_key}"
+
+    @property
+    def _code_key(self) -> str:
+        """What kernels depend on: devices of one architecture share them."""
+        return f"{self.arch} nvrtc {version()} {self.order} {self.limits}"
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.index)
+
+    def threads(self) -> int:
+        """One: the host's part of a launch."""
+        return 1
+
+    def products(self, threads: int, deterministic: bool) -> CudaProducts:
+        return CudaProducts()
+
+    def prepare(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Nothing: what NVRTC compiles is known when plans are."""
+
+    def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan) -> PrimFunc:
+        match plan:
+            case RowPlan():
+                return generate(plan)
+            case ColumnPlan():
+                raise NotImplementedError("column reductions on CUDA")
+        raise NotImplementedError(f"products on CUDA are torch's, not generated: {plan}")
+
+    def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
+        return build_kernels(functions, self._code_key, self._library, together=True)
+
+    def _library(self, functions: Mapping[str, PrimFunc], loops: bool) -> tvm.runtime.Module:
+        return build_library(functions, self.arch)
+
+    def executor(self, program: Program) -> Callable[..., list[torch.Tensor]]:
+        return CudaExecutor(program, self.device)
+
+    def source(self, function: PrimFunc, name: str, form: str) -> str:
+        return kernel_source(function, name, self.arch, form)
