@@ -16,6 +16,7 @@ from bridge.compile.runtime.contents import Operation
 from bridge.compile.runtime.instructions import CallLibrary, Instruction, Launch, View
 from bridge.compile.runtime.program import Program
 from bridge.compile.targets import backend_for
+from bridge.compile.translate import DrawnMask
 
 __all__ = [
     "DEGREE",
@@ -29,6 +30,7 @@ __all__ = [
     "CallLibrary",
     "Compilation",
     "CompileOptions",
+    "DrawnMask",
     "Gpu",
     "Instruction",
     "Launch",

@@ -18,7 +18,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from operator import itemgetter
 
 from tvm_ffi import structural_equal, structural_hash
 
@@ -45,7 +46,7 @@ from bridge.compile.runtime.pool import ARENAS
 from bridge.compile.runtime.program import Program
 from bridge.compile.signature import size_signature
 from bridge.compile.targets import backend_for
-from bridge.compile.translate import translate
+from bridge.compile.translate import DrawnMask, translate
 
 __all__ = ["Compilation", "clear_cache", "compile_function", "optimize"]
 
@@ -64,7 +65,13 @@ _LOCK = threading.Lock()
 log, fallbacks_log = channel("compile"), channel("fallbacks")
 
 
-def compile_function(func: Function, *, name: str, options: CompileOptions | None = None) -> Program:
+def compile_function(
+    func: Function,
+    *,
+    name: str,
+    options: CompileOptions | None = None,
+    drawn: Mapping[int, DrawnMask] | None = None,
+) -> Program:
     """Compile a function in flat form (see :mod:`autodiff.ir`).
 
     The program of a function with symbolic extents is one for all sizes: :meth:`Program.bind` gives what runs. What was
@@ -74,10 +81,13 @@ def compile_function(func: Function, *, name: str, options: CompileOptions | Non
     are the current ones for this machine's processor unless given. Raises ``NotImplementedError`` naming an operator
     that cannot be compiled.
 
+    ``drawn``: masks among the parameters, by place, that kernels compute. In place of each, the program takes the
+    generator's state: seed and offset, int64.
+
     No value depends, in any bit, on which other values are results: see :mod:`bridge.compile.schedule.fuse`. That is
     given up with ``options.sums_in_place``, for :mod:`bridge.compile.passes.accumulate`.
     """
-    return Compilation(func, name, options).finish()
+    return Compilation(func, name, options, drawn).finish()
 
 
 class Compilation:
@@ -87,11 +97,18 @@ class Compilation:
     disturb measurements. Arguments and exceptions are those of :func:`compile_function`.
     """
 
-    def __init__(self, func: Function, name: str, options: CompileOptions | None = None):
+    def __init__(
+        self,
+        func: Function,
+        name: str,
+        options: CompileOptions | None = None,
+        drawn: Mapping[int, DrawnMask] | None = None,
+    ):
         self._func, self._name = func, name
         self._options = CompileOptions.current(backend_for(None)) if options is None else options
         self._signature = size_signature(func)
-        self._key = (self._options.key, structural_hash(func, map_free_vars=True), self._signature)
+        masks = tuple(sorted((drawn or {}).items(), key=itemgetter(0)))
+        self._key = (self._options.key, structural_hash(func, map_free_vars=True), self._signature, masks)
         with _LOCK:
             self._program = _PROGRAMS.get(self._key, func)
         if self._program is not None:
@@ -100,7 +117,7 @@ class Compilation:
         started = time.perf_counter()
         backend = self._options.backend
         policy = backend.products(self._options.threads, self._options.deterministic)
-        graph = optimize(choose_layouts(translate(func, backend), backend, policy), backend)
+        graph = optimize(choose_layouts(translate(func, backend, drawn), backend, policy), backend)
         self._graph = accumulate(graph) if self._options.sums_in_place else graph
         self._seconds = time.perf_counter() - started
 

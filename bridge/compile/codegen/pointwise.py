@@ -14,14 +14,17 @@ from tvm import tirx
 from tvm.tirx import Expr
 
 from autodiff.ops import having
-from bridge.compile.codegen import fastmath
+from bridge.compile.codegen import fastmath, philox
 from bridge.compile.codegen.emit import Emitter, compute_type, element_type
 
-__all__ = ["EXPENSIVE", "RULES", "compute_type", "different", "maximum", "minimum"]
+__all__ = ["EXPENSIVE", "MASKS", "RULES", "compute_type", "different", "maximum", "minimum"]
 
 Rule = Callable[..., Expr]
 
-EXPENSIVE = frozenset(name.split(".")[-1] for name in having("slow"))
+MASKS = {f"dropout_mask_{width}": width for width in philox.WIDTHS}
+"""Masks of fused dropout by how many elements eager's kernel loads at once: see :func:`philox.kept` for operands."""
+
+EXPENSIVE = frozenset((*(name.split(".")[-1] for name in having("slow")), *MASKS))
 """Operators whose result is cached in a row buffer rather than recomputed within one kernel."""
 
 
@@ -139,6 +142,10 @@ def _is_nan(e: Emitter, x: Expr) -> Expr:
     return different(x, x)
 
 
+def _mask(width: int) -> Rule:
+    return lambda e, *args: philox.kept(e, width, *args)
+
+
 RULES: dict[str, Rule] = {
     "add": _add,
     "subtract": lambda e, a, b: tirx.Sub(a, b),
@@ -200,4 +207,5 @@ RULES: dict[str, Rule] = {
     "where": lambda e, c, a, b: e.select(c, a, b),
     "copy": lambda e, x: x,
     "concat": lambda e, x: x,  # of the section's operand
+    **{name: _mask(width) for name, width in MASKS.items()},
 }

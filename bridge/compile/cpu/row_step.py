@@ -9,8 +9,9 @@ from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, Stmt
 from bridge.compile.codegen.emit import Emitter
 from bridge.compile.codegen.pointwise import compute_type
 from bridge.compile.cpu.row_scope import RowScope
+from bridge.compile.loop_ir.access import Access
 from bridge.compile.schedule.reduction import combine
-from bridge.compile.schedule.row_plan import Made, Read, RowPass
+from bridge.compile.schedule.row_plan import Index, Made, Read, RowPass
 
 __all__ = ["Accumulators", "Step"]
 
@@ -94,8 +95,10 @@ class Step:
                 return e.bind(e.cast(load, compute_type(self.plan.nodes[node].dtype)))
         return scope.compute(self.plan.nodes[node], e, self._read, self.sections)
 
-    def _read(self, operand: Read | Made) -> Expr:
+    def _read(self, operand: Read | Index | Made) -> Expr:
         """An operand at this step, in its compute type."""
+        if isinstance(operand, Index):
+            return self._index(operand)
         if isinstance(operand, Made):
             if operand.node in self.scope.scalars:
                 return self.e.broadcast(self.scope.scalars[operand.node])
@@ -109,12 +112,21 @@ class Step:
         if not any(strides):
             return e.broadcast(scope.load_scalar(read))
         dtype = compute_type(self.plan.dtype(read))
-        index = scope.base(read.access)
-        for coordinate, stride in zip(self.at, strides, strict=True):
-            if stride:
-                index = index + coordinate * scope.number(stride)
+        index, step = self._place(read.access)
         buffer = scope.buffers.inputs[read.tensor]
         if strides[-1] == 0 and e.lanes > 1:
             return e.bind(e.cast(e.broadcast(BufferLoad(buffer, [index])), dtype))
-        step = strides[-1] if isinstance(strides[-1], int) else scope.number(strides[-1])
         return e.bind(e.cast(BufferLoad(buffer, [e.index(index, step)]), dtype))
+
+    def _index(self, operand: Index) -> Expr:
+        index, step = self._place(operand.access)
+        return self.e.broadcast(index) if operand.access.columns[-1] == 0 else self.e.index(index, step)
+
+    def _place(self, access: Access) -> tuple[Expr, Expr | int]:
+        """Index of the first lane's element, and the step to the next one's."""
+        index, number = self.scope.base(access), self.scope.number
+        for coordinate, stride in zip(self.at, access.columns, strict=True):
+            if stride:
+                index = index + coordinate * number(stride)
+        last = access.columns[-1]
+        return index, last if isinstance(last, int) else number(last)

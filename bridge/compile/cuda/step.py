@@ -16,8 +16,9 @@ from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.tir import sequence
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, storage_type
 from bridge.compile.cuda.scope import ThreadScope
+from bridge.compile.loop_ir.access import Access
 from bridge.compile.schedule.reduction import combine
-from bridge.compile.schedule.row_plan import Made, Read, RowPass
+from bridge.compile.schedule.row_plan import Index, Made, Read, RowPass
 
 __all__ = ["Step"]
 
@@ -104,8 +105,10 @@ class Step:
                 return e.bind(e.loaded(self._load_vector(scope.buffers.outputs[node], at, True), dtype))
         return scope.compute(self.plan.nodes[node], e, self._read, self.sections)
 
-    def _read(self, operand: Read | Made) -> Expr:
+    def _read(self, operand: Read | Index | Made) -> Expr:
         """An operand in this lane, in its compute type."""
+        if isinstance(operand, Index):
+            return self._index(operand.access)
         if isinstance(operand, Made):
             known = self.scope.scalars.get(operand.node)
             return self._value(operand.node) if known is None else known
@@ -117,10 +120,7 @@ class Step:
         scope, access = self.scope, read.access
         if not any(access.columns):
             return scope.load_scalar(read)
-        index, number, dtype = scope.base(access), scope.number, self.plan.dtype(read)
-        for coordinate, stride in zip(self.at, access.columns, strict=True):
-            if stride:
-                index = index + coordinate * number(stride)
+        index, number, dtype = self._first(access), scope.number, self.plan.dtype(read)
         buffer, step = scope.buffers.inputs[read.tensor], access.columns[-1]
         if step == 0:
             return self.before.bind(self.before.loaded(self.before.bind(BufferLoad(buffer, [index])), dtype))
@@ -131,6 +131,19 @@ class Step:
             return self.e.bind(self.e.loaded(self._load_vector(buffer, index, proven), dtype))
         element = BufferLoad(buffer, [index + self.lane * number(step) if self.lanes > 1 else index])
         return self.e.bind(self.e.loaded(self.e.bind(element), dtype))
+
+    def _first(self, access: Access) -> Expr:
+        """Index of the first lane's element."""
+        index, number = self.scope.base(access), self.scope.number
+        for coordinate, stride in zip(self.at, access.columns, strict=True):
+            if stride:
+                index = index + coordinate * number(stride)
+        return index
+
+    def _index(self, access: Access) -> Expr:
+        """Index of this lane's element."""
+        index, step = self._first(access), access.columns[-1]
+        return index + self.lane * self.scope.number(step) if self.lanes > 1 and step != 0 else index
 
     def _width(self, buffer: Buffer) -> int:
         """Elements of one access."""

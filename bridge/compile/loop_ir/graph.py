@@ -46,12 +46,15 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A dense tensor: a parameter, a constant, or a node's result. Identity is the object's."""
+    """A dense tensor: a parameter, a constant, or a node's result. Identity is the object's.
+
+    An ``"index"`` lies nowhere: each element is its own place in the tensor, which a kernel knows where it reads.
+    """
 
     name: str
     shape: tuple[Dim, ...]
     dtype: str
-    source: str = "node"  # or "param", "constant"
+    source: str = "node"  # or "param", "constant", "index"
 
     @property
     def numel(self) -> Dim:

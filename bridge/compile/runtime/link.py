@@ -156,6 +156,8 @@ class _Linker:
         self.returned = [self.operand(op) for op in graph.results]
 
     def slot(self, value: Value) -> int:
+        if value.source == "index":
+            raise AssertionError(f"{value.name} lies nowhere, and something that is no generated kernel reads it")
         value = self.merged.get(value, value)
         key = (value, None)
         if key not in self.slots:
@@ -191,6 +193,8 @@ class _Linker:
         return tuple(self.label[slot] for slot in slots)
 
     def _name(self, value: Value) -> str:
+        if value.source == "index":
+            return value.name
         return self.label[self.slots[self.merged.get(value, value), None]]
 
     def _library(self, node: LibraryCall) -> None:

@@ -68,12 +68,12 @@ class Group:
         return node in self.per_row or (isinstance(node, Reduction) and same(node.inner, 1))
 
     def reads(self) -> list[tuple[Node, Operand]]:
-        """Operands that come from outside the group."""
+        """Operands that are read from memory outside the group."""
         return [
             (node, operand)
             for node in self.nodes
             for operand in node.operands
-            if isinstance(operand, Operand) and operand.value not in self.made
+            if isinstance(operand, Operand) and operand.value not in self.made and operand.value.source != "index"
         ]
 
 

@@ -15,7 +15,7 @@ from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.order import chunk_rows
 from bridge.compile.schedule.planned import Planned
 from bridge.compile.schedule.row_passes import levels_of, plan_passes
-from bridge.compile.schedule.row_plan import Compute, Literal, Made, Passed, Read, RowPass, RowPlan, Walk
+from bridge.compile.schedule.row_plan import Compute, Index, Literal, Made, Passed, Read, RowPass, RowPlan, Walk
 from bridge.compile.schedule.row_plan import Operand as PlannedOperand
 from bridge.compile.schedule.space import Space
 
@@ -181,7 +181,8 @@ class _Planner:
             return Literal(repr(operand.number), operand.dtype, operand.number)
         if operand.value in self.index:
             return Made(self.index[operand.value])
-        return Read(self.inputs[operand.value], access(self.space, operand, scale, self.arguments, fixed=self.fixed))
+        there = access(self.space, operand, scale, self.arguments, fixed=self.fixed)
+        return Index(there) if operand.value.source == "index" else Read(self.inputs[operand.value], there)
 
     def _accumulators(self) -> tuple[int, ...]:
         reduces = any(isinstance(node, Reduction) for node in self.group.nodes)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from bridge.compile.loop_ir.access import Access, Argument, Number
 
-__all__ = ["Compute", "Literal", "Made", "Operand", "Passed", "Read", "RowPass", "RowPlan", "Walk"]
+__all__ = ["Compute", "Index", "Literal", "Made", "Operand", "Passed", "Read", "RowPass", "RowPlan", "Walk"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,13 @@ class Read:
     """An element of the kernel's input of that index."""
 
     tensor: int
+    access: Access
+
+
+@dataclass(frozen=True)
+class Index:
+    """Where an element would be read in a tensor: the index itself, of the plan's index type."""
+
     access: Access
 
 
@@ -56,7 +63,7 @@ class Passed:
     dtype: str
 
 
-Operand = Read | Made | Literal | Passed
+Operand = Read | Index | Made | Literal | Passed
 
 
 @dataclass(frozen=True)
@@ -179,6 +186,8 @@ class RowPlan:
         match operand:
             case Read():
                 return self.inputs[operand.tensor]
+            case Index():
+                return self.index_type
             case Made():
                 return self.nodes[operand.node].dtype
             case Literal() | Passed():

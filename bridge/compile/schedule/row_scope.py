@@ -13,7 +13,7 @@ from bridge.compile.codegen.emit import Emitter, element_type
 from bridge.compile.codegen.pointwise import RULES, compute_type
 from bridge.compile.codegen.rounding import converted, rounded
 from bridge.compile.loop_ir.access import Access, Term
-from bridge.compile.schedule.row_plan import Compute, Literal, Made, Operand, Passed, Read, RowPlan
+from bridge.compile.schedule.row_plan import Compute, Index, Literal, Made, Operand, Passed, Read, RowPlan
 
 __all__ = ["KernelBuffers", "RowValues"]
 
@@ -75,8 +75,13 @@ class RowValues:
         """Emits the store of a per-row result."""
         self.head.stmts.append(store)
 
-    def _per_row_operand(self, operand: Read | Made) -> Expr:
-        return self.scalars[operand.node] if isinstance(operand, Made) else self.load_scalar(operand)
+    def _per_row_operand(self, operand: Read | Index | Made) -> Expr:
+        match operand:
+            case Made():
+                return self.scalars[operand.node]
+            case Index():
+                return self.base(operand.access)
+        return self.load_scalar(operand)
 
     def load_scalar(self, read: Read) -> Expr:
         """The input's element for this row, loaded once."""

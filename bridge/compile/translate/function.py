@@ -10,6 +10,8 @@ concatenations become neutral nodes, see :mod:`bridge.compile.passes.choose_layo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from autodiff.ir import (
     Constant,
     Expr,
@@ -31,24 +33,39 @@ from bridge.compile.loop_ir.graph import Graph, Operand, Scalar, Value, whole
 from bridge.compile.loop_ir.neutral import Result
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.translate.builder import Builder
+from bridge.compile.translate.drawn_masks import STATE, DrawnMask, drawn_mask
 from bridge.compile.translate.registry import TRANSLATIONS
 
 __all__ = ["translate"]
 
 
-def translate(func: Function, rules: Rules) -> Graph:
+def translate(func: Function, rules: Rules, drawn: Mapping[int, DrawnMask] | None = None) -> Graph:
     """The neutral loop graph (:mod:`bridge.compile.loop_ir.neutral`) of a function in flat form, by a backend's rules.
+
+    ``drawn``: parameters, by place, that are masks which kernels compute; the generator's state takes their place.
 
     ``NotImplementedError`` names an operator that neither this package nor TVM's legalization can compile.
     """
     builder = Builder(rules)
-    params = [Value(str(param.name), shape(param), dtype(param), "param") for param in func.params]
-    builder.env.update((var, whole(value)) for var, value in zip(func.params, params, strict=True))
+    params = [_parameter(builder, var, (drawn or {}).get(place)) for place, var in enumerate(func.params)]
     for var, value in bindings(func):
         if var not in builder.env:
             _bind(builder, var, value)
     outputs = [_result(builder, builder.get(output), output) for output in results(func)]
     return Graph(params, builder.constants, builder.nodes, outputs)
+
+
+def _parameter(builder: Builder, var: Var, mask: DrawnMask | None) -> Value:
+    """The value that a caller passes for a parameter."""
+    name = builder.hint = str(var.name)
+    if mask is None:
+        value = Value(name, shape(var), dtype(var), "param")
+        builder.env[var] = whole(value)
+        return value
+    count, element_type = STATE
+    state = Value(name, (count,), element_type, "param")
+    builder.env[var] = drawn_mask(builder, mask, state, shape(var))
+    return state
 
 
 def _bind(builder: Builder, var: Var, value: Expr) -> None:

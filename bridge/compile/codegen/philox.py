@@ -1,0 +1,121 @@
+"""Philox 4x32-10 and the masks of a GPU's fused dropout: an element's number → whether eager's dropout keeps it.
+
+Philox (Salmon et al., 2011) is a function: a key and a counter give four 32-bit numbers, so a mask can be computed
+wherever it is read. torch's kernel numbers its threads; thread t takes its numbers from the counters of which t is the
+upper half, four a call, and the generator's offset says how many calls came before. Which thread takes an element, in
+which call and as which of the four numbers follows from the size of the launch and from how many elements a thread
+loads at once (:func:`place`).
+
+Products are of 64 bits, of which CUDA makes one instruction. Nothing here is a float: eager compares
+``float(u) * 2**-32 + 2**-33 < float(1 - rate)``, which never falls as ``u`` grows, so it is a comparison of integers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from tvm import tirx
+from tvm.tirx import Expr
+
+from bridge.compile.codegen.emit import Emitter, element_type
+
+__all__ = ["WIDTHS", "kept", "numbers_of", "philox4x32_10", "place", "threshold"]
+
+WIDTHS = (1, 2, 4, 8)
+"""How many elements a thread of torch's kernel may load at once."""
+
+_ROUNDS = 10
+_FACTORS = 0xD2511F53, 0xCD9E8D57
+_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+_WORD = "uint32"
+_WIDE = "uint64"
+
+
+def threshold(rate: float) -> int:
+    """The least 32-bit number for which eager drops an element at this rate."""
+    keep = np.float32(1 - rate)
+    low, high = 0, 2**32 - 1  # the largest number gives 1.0, which is dropped at every rate
+    while low < high:
+        middle = (low + high) // 2
+        uniform = np.float32(middle) * np.float32(2**-32) + np.float32(2**-33)
+        low, high = (middle + 1, high) if uniform < keep else (low, middle)
+    return low
+
+
+def philox4x32_10(e: Emitter, key: tuple[Expr, Expr], counter: tuple[Expr, Expr, Expr, Expr]) -> tuple[Expr, ...]:
+    """The four numbers of a counter; words are uint32, the least significant first."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for turn in range(_ROUNDS):
+        if turn:
+            k0, k1 = (e.bind(tirx.Add(k, e.const(step, _WORD))) for k, step in zip((k0, k1), _KEY_STEPS, strict=True))
+        first, second = (
+            e.bind(tirx.Mul(e.cast(c, _WIDE), e.const(factor, _WIDE)), "product")
+            for c, factor in zip((c0, c2), _FACTORS, strict=True)
+        )
+        c0, c2 = (
+            e.bind(tirx.bitwise_xor(tirx.bitwise_xor(_high(e, product), c), k), "word")
+            for product, c, k in ((second, c1, k0), (first, c3, k1))
+        )
+        c1, c3 = e.bind(_low(e, second), "word"), e.bind(_low(e, first), "word")
+    return c0, c1, c2, c3
+
+
+def numbers_of(e: Emitter, seed: Expr, offset: Expr, call: Expr, thread: Expr) -> tuple[Expr, ...]:
+    """The four numbers of a thread in a call behind the generator's offset.
+
+    Args:
+        seed, offset: of the generator, before the draw; int64, the seed's highest bit is the sign.
+        call, thread: uint32.
+    """
+    seed = e.bind(e.cast(seed, _WIDE), "seed")
+    before = tirx.shift_right(e.cast(offset, _WIDE), e.const(2, _WIDE))  # calls: four numbers each
+    counter = e.bind(tirx.Add(before, e.cast(call, _WIDE)), "counter")
+    return philox4x32_10(e, (_low(e, seed), _high(e, seed)), (_low(e, counter), _high(e, counter), thread, _zero(e)))
+
+
+def place(e: Emitter, width: int, index: Expr, threads: Expr) -> tuple[Expr, Expr, Expr]:
+    """Call, thread and which of the four numbers decide about an element, as uint32.
+
+    Args:
+        width: how many elements a thread of eager's kernel loads at once, of :data:`WIDTHS`.
+        index: of the element in the order of eager's kernel.
+        threads: of eager's launch.
+    """
+    kind = _WIDE if element_type(index) == "int64" else _WORD
+    index, threads = e.bind(e.cast(index, kind), "index"), e.cast(threads, kind)
+    # of all threads: a load of so many elements each, or, where they load one, as many as a call has numbers
+    round_of = e.bind(tirx.Mul(threads, e.const(4 if width == 1 else width, kind)), "round")
+    turn = e.bind(tirx.truncdiv(index, round_of), "turn")
+    rest = e.bind(tirx.Sub(index, tirx.Mul(turn, round_of)), "rest")
+    call = e.cast(turn, _WORD)
+    if width == 1:
+        component = e.bind(tirx.truncdiv(rest, threads), "component")
+        thread = tirx.Sub(rest, tirx.Mul(component, threads))
+        return call, e.bind(e.cast(thread, _WORD), "thread"), e.cast(component, _WORD)
+    thread = e.cast(tirx.shift_right(rest, e.const(width.bit_length() - 1, kind)), _WORD)
+    within = e.bind(e.cast(tirx.bitwise_and(rest, e.const(width - 1, kind)), _WORD), "within")
+    if width == 8:
+        call = tirx.Add(tirx.Mul(call, e.const(2, _WORD)), tirx.shift_right(within, e.const(2, _WORD)))
+    return call, e.bind(thread, "thread"), e.bind(tirx.bitwise_and(within, e.const(3, _WORD)), "component")
+
+
+def kept(e: Emitter, width: int, index: Expr, seed: Expr, offset: Expr, threads: Expr, least: Expr) -> Expr:
+    """Whether eager's dropout keeps an element; ``least``: see :func:`threshold`, the others :func:`place`."""
+    call, thread, component = place(e, width, index, threads)
+    numbers = numbers_of(e, seed, offset, call, thread)
+    word = numbers[3]
+    for which in (2, 1, 0):
+        word = e.select(tirx.EQ(component, e.const(which, _WORD)), numbers[which], word)
+    return tirx.LT(e.bind(word, "word"), e.cast(least, _WORD))
+
+
+def _zero(e: Emitter) -> Expr:
+    return e.const(0, _WORD)
+
+
+def _low(e: Emitter, wide: Expr) -> Expr:
+    return e.cast(wide, _WORD)
+
+
+def _high(e: Emitter, wide: Expr) -> Expr:
+    return e.cast(tirx.shift_right(wide, e.const(32, _WIDE)), _WORD)

@@ -1,0 +1,84 @@
+"""Masks that kernels compute from a generator's state: bits, fusion, layouts, sizes that vary."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tvm import tirx
+from tvm.relax import op
+
+from bridge.compile import DrawnMask, compile_function, host_backend
+from bridge.compile.codegen import philox
+from bridge.compile.codegen.emit import Emitter
+from bridge.compile.codegen.tir import loop_function, sequence
+from tests import philox as reference
+from tests.bridge.compile_helpers import function
+
+
+@pytest.mark.parametrize("counter, key, numbers", reference.KNOWN)
+def test_known_answers(counter, key, numbers):
+    assert tuple(int(each) for each in reference.philox4x32_10(counter, key)) == numbers
+    words = tirx.decl_buffer((6,), "uint32", "words")
+    made = tirx.decl_buffer((4,), "uint32", "made")
+    e = Emitter(1)
+    loaded = [e.bind(tirx.BufferLoad(words, [tirx.const(place, "int64")])) for place in range(6)]
+    for place, number in enumerate(philox.philox4x32_10(e, tuple(loaded[4:]), tuple(loaded[:4]))):
+        e.stmts.append(tirx.BufferStore(made, number, [tirx.const(place, "int64")]))
+    (built,) = host_backend().build([("philox", loop_function([words, made], sequence(e.stmts)))])
+    given, got = torch.tensor([*counter, *key], dtype=torch.uint32), torch.zeros(4, dtype=torch.uint32)
+    built.function(given, got)
+    assert tuple(got.tolist()) == numbers
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.15, 0.9, 1e-9, 1 - 1e-9, 2**-25])
+def test_the_threshold_is_where_eagers_comparison_changes(rate):
+    least = philox.threshold(rate)
+    around = np.clip(np.arange(least - 600, least + 600), 0, 2**32 - 1)
+    uniform = around.astype(np.uint32).astype(np.float32) * np.float32(2**-32) + np.float32(2**-33)
+    assert np.array_equal(uniform < np.float32(1 - rate), around < least)
+    assert philox.threshold(0.1) == 0xE6666580
+
+
+FUNCTIONS = {
+    "of elements": lambda e, x, m: op.where(m, x, e(op.negative(x))),
+    "behind a softmax": lambda e, x, m: op.multiply(e(op.nn.softmax(x)), e(op.astype(m, "float32"))),
+    "before a softmax": lambda e, x, m: op.nn.softmax(e(op.multiply(x, e(op.astype(m, "float32"))))),
+    "before a sum over rows": lambda e, x, m: op.sum(e(op.multiply(x, e(op.astype(m, "float32")))), axis=[0, 1]),
+    "transposed": lambda e, x, m: op.permute_dims(e(op.multiply(x, e(op.astype(m, "float32")))), [2, 0, 1]),
+    "a slice": lambda e, x, m: op.strided_slice(e(op.multiply(x, e(op.astype(m, "float32")))), [2], [1], [3]),
+    "joined": lambda e, x, m: op.concat([e(op.multiply(x, e(op.astype(m, "float32")))), x], axis=2),
+    "itself": lambda e, x, m: op.logical_not(m),
+    "gathered": lambda e, x, m: op.cumsum(e(op.astype(m, "float32")), axis=1),
+}
+SHAPES = [((5, 7, 33), 1), ((5, 6, 33), 2), ((3, 8, 36), 4), ((3, 8, 32), 8), ((2, 3, 1000), 8), ((1, 1, 4), 4)]
+
+
+def compiled(name, shape, drawn=None):
+    made = function([(shape, "float32"), (shape, "bool")], lambda e, *args: [e(FUNCTIONS[name](e, *args))])
+    return compile_function(made, name="dropped", drawn=drawn)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_computed_mask_is_the_stored_one(name):
+    """In every kernel that reads it, to the bit; over several turns of eager's threads, and far into the generator."""
+    for place in (first := list(FUNCTIONS).index(name), first + 1, first + 3):
+        shape, width = SHAPES[place % len(SHAPES)]
+        count, threads = int(np.prod(shape)), (256, 512)[place % 2]
+        seed, offset = ((-1, 2**40 + 8), (12345678901234, 2**34 - 4), (7, 0))[place % 3]
+        x, stored = torch.randn(shape), compiled(name, shape)
+        mask = torch.from_numpy(reference.mask(count, 0.1, width, threads, seed, offset)).view(shape)
+        (wanted,) = stored([x, mask])
+        program = compiled(name, shape, {1: DrawnMask(0.1, width, threads)})
+        (got,) = program([x, torch.tensor([seed, offset])])
+        assert torch.equal(got, wanted), (shape, width)
+        if name not in ("itself", "gathered"):
+            assert len(program.steps) == len(stored.steps), "no kernel but those that read the mask"
+
+
+def test_equal_functions_with_other_masks_are_other_programs():
+    shape = (4, 4, 8)
+    drawn = [{1: DrawnMask(rate, width, 256)} for rate, width in ((0.1, 4), (0.1, 8), (0.2, 4))]
+    programs = [compiled("of elements", shape, each) for each in (None, *drawn)]
+    assert len({id(program) for program in programs}) == 4
+    assert compiled("of elements", shape, dict(drawn[0])) is programs[1]
