@@ -19,6 +19,7 @@ import torch
 import tvm
 from tvm.target import Target
 
+from autodiff.extents import Dim, maximum, minimum
 from bridge.base.interrupts import held
 from bridge.base.log import channel
 from bridge.compile.cpu.attainable import attainable_rate
@@ -134,16 +135,18 @@ class CpuProducts:
             for way in ways
         }
 
-    def block(self, way: str, product: ProductShape) -> tuple[int, int]:
-        """Rows and columns of one task: tall blocks, because each packs its part of ``b``; enough for every thread."""
-        panel = columns(product.element_type)
-        parts = -(-product.m // _TALLEST[way])
-        rows = -(-product.m // (parts * ROWS)) * ROWS
-        wanted = 2 * self.threads
-        panels = min(WIDEST_BLOCK, -(-product.n // panel))
-        while panels > 1 and product.batch * -(-product.m // rows) * -(-product.n // (panels * panel)) < wanted:
-            panels -= 1
-        return rows, panels * panel
+    def block(self, way: str, product: ProductShape) -> tuple[Dim, Dim]:
+        """Rows and columns of one task: tall blocks, because each packs its part of ``b``; enough for every thread.
+
+        Of extents that are known when a program is bound, they follow from what these then are.
+        """
+        panel, m, n = columns(product.element_type), product.m, product.n
+        parts = maximum(1, _quotient_up(m, _TALLEST[way]))
+        rows = maximum(1, _quotient_up(m, parts * ROWS)) * ROWS
+        # Blocks of so many panels that each row of blocks has more than this; any number of panels if that is 0.
+        wanted = (2 * self.threads - 1) // maximum(1, product.batch * _quotient_up(m, rows))
+        panels = minimum(minimum(WIDEST_BLOCK, _quotient_up(n, panel)), (n - 1) // maximum(1, panel * wanted))
+        return rows, maximum(1, panels) * panel
 
 
 def measured(policy: CpuProducts, product: ProductShape, ways: Sequence[str]) -> dict[str, float]:
@@ -180,6 +183,11 @@ def shape_class(product: ProductShape, threads: int) -> ProductShape:
         extents[longest] = _step(extents[longest] // 2)
     m, n, k = extents
     return replace(product, batch=batch, m=m, n=n, k=k)
+
+
+def _quotient_up(a: Dim, b: Dim) -> Dim:
+    """``a / b`` rounded up."""
+    return (a + b - 1) // b
 
 
 def _step(extent: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autodiff.extents import Dim, same
+from autodiff.extents import Dim, same, sample_of
 from bridge.compile.loop_ir.views import View, alike
 
 __all__ = ["FIELDS", "Geometry", "ProductPlan"]
@@ -80,10 +80,11 @@ class ProductPlan:
     way: str
     element_type: str
     geometry: Geometry
-    block: tuple[int, int]
+    block: tuple[Dim, Dim]
 
     def __str__(self) -> str:
-        return f"{self.way}, {self.block[0]} x {self.block[1]} a task"
+        rows, width = map(sample_of, self.block)
+        return f"{self.way}, {rows} x {width} a task"
 
     @property
     def offsets(self) -> tuple[Dim, Dim]:

@@ -85,7 +85,7 @@ class ProductChoice:
         return Operand(out, result)
 
     def _plan(self, way: str, element_type: str, geometry: Geometry) -> ProductPlan:
-        outer, inner, m, n, k = map(sample_of, geometry.extents)
+        outer, inner, m, n, k = geometry.extents
         block = self.policy.block(way, ProductShape(element_type, outer * inner, m, n, k))
         return ProductPlan(way, element_type, geometry, block)
 

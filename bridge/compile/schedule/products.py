@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from autodiff.extents import Dim
+
 __all__ = ["GENERATED", "LayoutClass", "ProductPolicy", "ProductShape", "is_generated"]
 
 GENERATED = "generated"
@@ -35,18 +37,18 @@ class LayoutClass:
 
 @dataclass(frozen=True)
 class ProductShape:
-    """``batch`` products of ``[m, k]`` and ``[k, n]`` matrices of one element type."""
+    """``batch`` products of ``[m, k]`` and ``[k, n]`` matrices of one element type. Numbers where a way is chosen."""
 
     element_type: str
-    batch: int
-    m: int
-    n: int
-    k: int
+    batch: Dim
+    m: Dim
+    n: Dim
+    k: Dim
     a: LayoutClass = LayoutClass()
     b: LayoutClass = LayoutClass()
 
     @property
-    def multiplications(self) -> int:
+    def multiplications(self) -> Dim:
         return self.batch * self.m * self.n * self.k
 
     def __str__(self) -> str:
@@ -64,5 +66,8 @@ class ProductPolicy(Protocol):
     def choose(self, product: ProductShape) -> str:
         """The way to compute a product: the name of a library kernel, or :data:`GENERATED` and a blocking."""
 
-    def block(self, way: str, product: ProductShape) -> tuple[int, int]:
-        """Rows and columns of the result that one task of a generated way computes; changes no bit."""
+    def block(self, way: str, product: ProductShape) -> tuple[Dim, Dim]:
+        """Rows and columns of the result that one task of a generated way computes; changes no bit.
+
+        Of extents, whose arithmetic must not guard.
+        """

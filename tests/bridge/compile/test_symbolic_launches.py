@@ -8,9 +8,14 @@ import torch
 from tvm_ffi import structural_equal
 
 from autodiff.extents import Dim, ExtentScope, sample_of
+from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.cpu.threads import launcher
 from bridge.compile.loop_ir.graph import Graph
+from bridge.compile.loop_ir.product import FIELDS
+from bridge.compile.schedule.products import GENERATED
 from tests.bridge.compile.planned_graphs import Builder, Kernels, assert_static_bits, build, symbolic
+from tests.bridge.compile.symbolic import SAMPLE, Symbolic
+from tests.bridge.compile.test_symbolic import CASES
 from tests.bridge.compile.test_symbolic_columns import batched_columns, few_rows, norm_backward, rows
 from tests.bridge.compile.test_symbolic_rows import softmax
 
@@ -45,6 +50,25 @@ def test_wide_indices_for_a_large_sample(make):
 def test_the_sample_leaves_no_trace_in_a_kernel(make):
     few, many = symbolic(make, n=40, m=12), symbolic(make, n=130, m=64)
     assert all(structural_equal(a, b) for a, b in zip(few.functions, many.functions, strict=True))
+
+
+def test_the_tasks_of_a_product_follow_the_sizes(monkeypatch):
+    """Blocks that were right for the sample alone would leave threads idle at another size."""
+    monkeypatch.setattr(CpuProducts, "choose", lambda policy, product: GENERATED)
+    monkeypatch.setattr("bridge.compile.cpu.backend.CpuBackend.threads", lambda backend: 2)
+    shapes, body = CASES["perceptron"]
+    made = Symbolic(shapes, body)
+    blocks = []
+    for n in (SAMPLE, 5, 300, 1440):
+        bound, static = (
+            [step.scalars for step in program.steps if step.name == "product_float32"]
+            for program in (made.program.at({"n": n}), made.static({"n": n}))
+        )
+        assert len(bound) == 3 and bound == static
+        blocks.append([descriptor[FIELDS.index("block_rows")] for descriptor in bound])
+        made.assert_same_bits(n=n)
+    assert all(len(set(rows)) > 1 for rows in list(zip(*blocks, strict=True))[:2]), blocks
+    assert all("2147483647" in guard for guard in made.guards)
 
 
 def test_scratch_memory_follows_the_sizes():
