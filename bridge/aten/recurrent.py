@@ -19,6 +19,7 @@ from autodiff.extents import Dim
 from autodiff.ir import Expr, dtype, shape
 from bridge.aten.dims import has_extents, numbers_only
 from bridge.aten.registry import UnsupportedUse, converts
+from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import aten
 from bridge.capture import RECURRENT_LAYERS, TensorForm
 
@@ -39,6 +40,7 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
     count = len(weights) // (layers * directions)
     projected = count % 2 == 1
     fused = cell == "lstm" and dtype(x) == "float32" and not projected and torch.backends.mkldnn.enabled
+    fused = fused and current_device() == HOST
     fused = fused and not has_extents(shape(x))  # oneDNN alone knows the bytes of its workspace, of given sizes
     finals: list[list[Expr]] = [[] for _ in states]
     x = importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x

@@ -80,6 +80,10 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def legalized(self, function: PrimFunc) -> PrimFunc:
+        """See :class:`~bridge.compile.schedule.limits.Rules`."""
+
+    @abstractmethod
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
         """Machine code for functions given with names; equal functions share it while somebody holds it.
 

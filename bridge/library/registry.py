@@ -28,6 +28,9 @@ __all__ = [
 
 Function = Callable[..., Any]
 
+ALIGNMENT = 16
+"""Bytes, of the widest access of a kernel on a GPU."""
+
 FUNCTIONS: dict[str, Function] = {}
 """``library.<name>`` by name: ``function(*arguments)`` returns tensors."""
 
@@ -111,7 +114,8 @@ def invoke(function: Function, arguments: Sequence[Any], tensors: Sequence[torch
 
 
 def _own(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Dense memory that is no input's."""
+    """Dense memory that is no input's; on a GPU, where kernels read vectors, it begins at a multiple of 16 bytes."""
     if any(value is given for given in inputs):
         return value.clone(memory_format=torch.contiguous_format)
-    return value.contiguous()
+    value = value.contiguous()
+    return value.clone() if value.is_cuda and value.data_ptr() % ALIGNMENT else value

@@ -15,6 +15,7 @@ from bridge.compile.backend import Backend, Built
 from bridge.compile.cpu.build import build_library, kernel_source
 from bridge.compile.cpu.columns import generate_columns
 from bridge.compile.cpu.gemm import gemm_function
+from bridge.compile.cpu.legalized import scheduled
 from bridge.compile.cpu.limits import LIMITS, ORDER
 from bridge.compile.cpu.loops import generate
 from bridge.compile.cpu.product_ways import Multiply
@@ -93,6 +94,9 @@ class CpuBackend(Backend):
             case ColumnPlan():
                 return generate_columns(plan)
         return generate(plan)
+
+    def legalized(self, function: PrimFunc) -> PrimFunc:
+        return scheduled(function, self.limits.parallel_legalized)
 
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
         return build_kernels(functions, self.key, self._library)

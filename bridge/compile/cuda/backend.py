@@ -10,9 +10,10 @@ import tvm
 from tvm.tirx import PrimFunc
 
 from bridge.compile.backend import Backend, Built
-from bridge.compile.cuda.build import build_library, kernel_source
+from bridge.compile.cuda.build import build_library, kernel_source, target_of
 from bridge.compile.cuda.executor import CudaExecutor
 from bridge.compile.cuda.kernels import generate
+from bridge.compile.cuda.legalized import scheduled
 from bridge.compile.cuda.limits import LIMITS, ORDER
 from bridge.compile.cuda.nvrtc import version
 from bridge.compile.cuda.products import CudaProducts
@@ -77,6 +78,9 @@ class CudaBackend(Backend):
             case ColumnPlan():
                 raise NotImplementedError("column reductions on CUDA")
         raise NotImplementedError(f"products on CUDA are torch's, not generated: {plan}")
+
+    def legalized(self, function: PrimFunc) -> PrimFunc:
+        return scheduled(function, target_of(self.arch))
 
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
         return build_kernels(functions, self._code_key, self._library, together=True)

@@ -1,7 +1,7 @@
 """NVRTC: CUDA C → machine code (a cubin) or PTX for an architecture, by the library of torch's CUDA wheels.
 
-No compiler has to be installed, and no GPU or driver is needed. The library is asked for by ctypes; kernels include no
-file of CUDA's: what TVM's source includes is given in memory.
+No compiler has to be installed, and no GPU or driver is needed. The library is asked for by ctypes; our kernels include
+no file of CUDA's: what the head of TVM's source includes is given in memory.
 
 Numbers are IEEE's: products are not contracted into sums, division and square root are rounded correctly, denormal
 numbers are kept.
@@ -107,7 +107,7 @@ def _compile(source: str, arch: str, form: str) -> bytes:
     )
     _check(library, made)
     try:
-        options = [f"--gpu-architecture={arch}", *OPTIONS]
+        options = [f"--gpu-architecture={arch}", *OPTIONS, *_include_paths()]
         given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         if library.nvrtcCompileProgram(program, len(options), given):
             log = _text(library, "ProgramLog", program).decode(errors="replace").rstrip("\0\n")
@@ -153,6 +153,13 @@ def _names() -> Iterator[str]:
     ours = int((torch.version.cuda or "0").split(".")[0])
     yield from sorted(found, key=lambda path: (found[path] != ours, -found[path]))
     yield from (f"libnvrtc.so.{major}" for major in dict.fromkeys((ours, 13, 12)) if major)
+
+
+@functools.cache
+def _include_paths() -> tuple[str, ...]:
+    """For functions that TVM legalized: of half types, its source includes CUDA's headers."""
+    folders = [folder.parent / "include" for folder in _folders()]
+    return tuple(f"--include-path={folder}" for folder in folders if (folder / "cuda_fp16.h").exists())
 
 
 def _folders() -> Iterator[Path]:

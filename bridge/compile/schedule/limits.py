@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from tvm.tirx import PrimFunc
+
 from bridge.compile.schedule.order import ReductionOrder
 
 __all__ = ["Limits", "Rules"]
@@ -71,3 +73,6 @@ class Rules(Protocol):
     @property
     def limits(self) -> Limits:
         """What is worth while."""
+
+    def legalized(self, function: PrimFunc) -> PrimFunc:
+        """A function that TVM legalized, scheduled for the target; no schedule changes a bit."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
-import tvm
-from tvm import relax, s_tir, tirx
+from tvm import relax
 from tvm.ir import GlobalVar, IRModule
 
 from autodiff.extents import Extent
@@ -31,7 +29,7 @@ from bridge.compile.loop_ir.graph import Fallback, Operand, Scalar, Value, whole
 from bridge.compile.translate.builder import Builder
 from bridge.compile.translate.registry import register
 
-__all__ = ["schedule"]
+__all__: list[str] = []
 
 log = channel("fallbacks")
 
@@ -103,34 +101,8 @@ class _Local:
         (ty,) = value.ty_args
         types = list(ty.fields) if isinstance(ty, TupleType) else [ty]
         outs = tuple(Value(op.split(".")[-1], tuple(int(n) for n in t.shape), str(t.dtype)) for t in types)
-        kernel = schedule(self.module[value.args[0]], self.builder.rules.limits.parallel_legalized)
+        kernel = self.builder.rules.legalized(self.module[value.args[0]])
         log.info("%s -> %s: no kernel of ours, TVM's legalization", op, ", ".join(map(str, types)))
         self.builder.add(Fallback(op, tuple(operands), outs, kernel))
         results = [whole(out) for out in outs]
         return results if isinstance(ty, TupleType) else results[0]
-
-
-def schedule(func: tirx.PrimFunc, parallel: int) -> tirx.PrimFunc:
-    """Spatial loops of each block of ``parallel`` iterations or more: fused and parallel.
-
-    Functions that are not made of schedulable blocks (sorts, scans, scatters) are left as they are.
-    """
-    sch = s_tir.Schedule(func)
-    try:
-        blocks = sch.get_child_blocks(sch.get_sblock("root"))
-    except tvm.error.InternalError:
-        return func
-    for block in blocks:
-        loops = sch.get_loops(block)
-        iterators = sch.get(block).iter_vars
-        if len(loops) != len(iterators) or not loops or sch.get_child_blocks(block):
-            continue
-        data_parallel = tirx.IterVar.DataPar
-        spatial = 0
-        while spatial < len(loops) and iterators[spatial].iter_type == data_parallel:
-            spatial += 1
-        if spatial == 0:
-            continue
-        if math.prod(int(sch.get(loop).extent) for loop in loops) >= parallel:
-            sch.parallel(sch.fuse(*loops[:spatial]) if spatial > 1 else loops[0])
-    return sch.mod["main"]

@@ -1,0 +1,94 @@
+"""The CUDA backend as the compiler sees it, without a GPU: programs, their kernels, files and texts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tvm import te, topi
+from tvm.relax import op
+
+from bridge.compile import CompileOptions, Launch, Program, backend_for, compile_function
+from bridge.compile.cuda.nvrtc import compiled
+from bridge.compile.runtime.storage import load, save
+from tests.bridge.compile_helpers import function
+from tests.nvrtc import ARCHES, needs_nvrtc
+
+pytestmark = needs_nvrtc
+
+GPU = backend_for({"kind": "cuda", "arch": "sm_90"})
+
+
+def program(params, body, backend=GPU) -> Program:
+    return compile_function(function(params, body), name="test", options=CompileOptions.current(backend))
+
+
+def scaled(emit, x, scale):
+    return [emit(op.exp(emit(op.multiply(x, emit(op.astype(scale, "float32"))))))]
+
+
+SCALED = [((200, 120), "float32"), ((120,), "bfloat16")]
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_kernels_of_a_program_are_functions_of_one_module(arch):
+    made = program(SCALED, scaled, replace(GPU, arch=arch))
+    assert made.layout.params[0].shape == (200, 120) and made.backend.device == torch.device("cuda", 0)
+    functions = [built.function for built in made.code.values()]
+    assert len(functions) == len(made.kernels) > 1
+    assert len({id(built.build) for built in made.code.values()}) == 1
+
+
+def test_devices_of_one_architecture_share_kernels_and_not_programs():
+    one, other = (program(SCALED, scaled, replace(GPU, index=index)) for index in range(2))
+    assert one is not other and one.backend.key != other.backend.key
+    assert [id(built) for built in one.code.values()] == [id(built) for built in other.code.values()]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_what_tvm_legalizes_is_bound_to_threads_in_the_same_module(dtype):
+    def resized(emit, x, y):
+        return [emit(op.image.resize2d(x, (8, 8), method="nearest_neighbor")), emit(op.multiply(y, y))]
+
+    made = program([((1, 2, 4, 4), dtype), ((3, 5), "float32")], resized)
+    assert sorted(step.ops for step in made.steps if isinstance(step, Launch)) == [
+        ("multiply",),
+        ("relax.image.resize2d",),
+    ]
+    assert len({id(built.build) for built in made.code.values()}) == 1
+    assert all(built.function is not None for built in made.code.values())
+
+
+def test_what_tvm_legalizes_to_a_serial_function_is_refused():
+    x = te.placeholder((4, 5), name="x")
+    serial = te.create_prim_func([x, topi.sort(x, axis=-1)])
+    with pytest.raises(NotImplementedError, match="serial"):
+        GPU.legalized(serial)
+
+
+def test_a_program_is_written_to_a_file_and_read_back(tmp_path):
+    def body(emit, x):
+        table = op.reshape(op.arange(0, 120, 1, "float32"), (120,))
+        return [emit(op.tanh(emit(op.add(x, emit(table)))))]
+
+    made = program([((200, 120), "float32")], body)
+    save(made, tmp_path / "program")
+    again = load(tmp_path / "program", GPU)
+    assert again == made
+    for name in made.kernels:
+        assert again.source(name, "cuda") == made.source(name, "cuda")
+    for other in (replace(GPU, arch="sm_80"), replace(GPU, index=1), backend_for(None)):
+        with pytest.raises(ValueError, match="was saved for backend"):
+            load(tmp_path / "program", other)
+
+
+def test_forms_of_a_kernel():
+    made = program(SCALED, scaled)
+    (*_, kernel) = made.kernels
+    assert "launch_thread" in made.source(kernel) and "__global__" in made.source(kernel, "cuda")
+    assert ".target sm_90" in made.source(kernel, "ptx")
+    with pytest.raises(ValueError, match="form: wanted one of 'tvmscript', 'cuda', 'ptx', 'sass', got 'llvm'"):
+        made.source(kernel, "llvm")
+    with pytest.raises(RuntimeError, match="refuses"):
+        compiled("__global__ void", "sm_90")
