@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from bridge.base.torch_internals import aten
 from bridge.library.registry import out_kernel
 
 __all__: list[str] = []
@@ -32,6 +33,12 @@ def _copy(outs: Tensors, args: Tensors) -> None:
 def _stack(outs: Tensors, args: Tensors, axis: int) -> None:
     """The args along a new axis."""
     torch.stack(list(args), axis, out=outs[0])
+
+
+@out_kernel("flip")
+def _flip(outs: Tensors, args: Tensors, axis: int) -> None:
+    """The only arg's elements along an axis, the last one first."""
+    aten.flip.out(args[0], [axis], out=outs[0])
 
 
 @out_kernel("cumsum")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from autodiff.extents import Extent
 from autodiff.ir import Call, Expr, ShapeExpr, TensorType, Tuple, TupleType, Var, dtype, extents_of, shape
 from bridge.compile.loop_ir.graph import LibraryCall, Operand, Scalar, Value, whole
 from bridge.compile.translate.builder import Builder
@@ -36,6 +37,15 @@ def _stack(builder: Builder, call: Call) -> Operand:
     axis = 0 if call.attrs.axis is None else int(call.attrs.axis)
     out = builder.fresh(shape(call), dtype(call))
     return emit(builder, "stack", operands, [out], axis)[0]
+
+
+@register("relax.flip")
+def _flip(builder: Builder, call: Call) -> Operand:
+    """Of a size that varies; TVM's kernel serves one size."""
+    if not any(isinstance(extent, Extent) for extent in shape(call)):
+        return NotImplemented
+    out = builder.fresh(shape(call), dtype(call))
+    return emit(builder, "flip", [tensor(builder, call.args[0])], [out], int(call.attrs.axis))[0]
 
 
 @register("relax.cumsum", "relax.cumprod")

@@ -100,7 +100,7 @@ ALL_SIZES = {
     "causal": _causal,
     "filled": _filled,
     "reduced": _reduced,
-    "scans": lambda x: (x.cumsum(1), x.softmax(1) + x.log_softmax(0), x.logsumexp(1), x.sort(1).values),
+    "scans": lambda x: (x.cumsum(1), x.flip(0, 2), x.softmax(1) + x.log_softmax(0), x.logsumexp(1), x.sort(1).values),
     "gathered": lambda x: (x.gather(1, x.argsort(1)), torch.zeros_like(x).scatter(1, x.argsort(1), x)),
     "indexed": _indexed,
     "classes": lambda x: F.one_hot(x.argmax(2), 4).double() * 2,

@@ -114,7 +114,7 @@ def attention(emit, x, n):
 def gathered(emit, x, table, n):
     at = emit(R.astype(emit(R.clip(emit(R.multiply(emit(R.abs(x)), relax.const(3.0))), 0, 9)), "int64"))
     rows = emit(R.take(table, emit(R.reshape(at, (n * 4,))), 0))
-    return [emit(R.reshape(rows, (n, 4, 24))), emit(R.cumsum(x, 1)), emit(R.sum(emit(R.exp(rows)), 0))]
+    return [emit(R.reshape(rows, (n, 4, 24))), emit(R.cumsum(emit(R.flip(x, 0)), 1)), emit(R.sum(emit(R.exp(rows)), 0))]
 
 
 CASES = {
