@@ -1,4 +1,4 @@
-"""Torch internals of CUDA: what ``torch.cuda`` looks up in a microsecond, in a tenth of one.
+"""Torch internals of CUDA: what ``torch.cuda`` and ``torch.backends`` look up in a microsecond, in a tenth of one.
 
 Like :mod:`bridge.base.torch_internals`, and for the same lint test: no other file names what is private here.
 """
@@ -6,12 +6,14 @@ Like :mod:`bridge.base.torch_internals`, and for the same lint test: no other fi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
 from bridge.base.torch_internals import _find as find
 
-__all__ = ["current_device", "current_stream", "empty_strided"]
+__all__ = ["SAME_SETTINGS", "SETTINGS", "current_device", "current_stream", "empty_strided"]
 
 current_device: Callable[[], int] = find("torch._C._cuda_getDevice", torch.cuda.current_device)
 """The index of this thread's current device."""
@@ -26,3 +28,27 @@ empty_strided: Callable[..., torch.Tensor] = find(
     lambda *form: torch.empty_strided(*form[:2], dtype=form[2], device=torch.device("cuda", current_device())),
 )
 """Shape, strides, element type → a tensor on the current device."""
+
+_precision = find("torch._C._get_fp32_precision_getter")
+
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "float32 precision of CUDA products": partial(_precision, "cuda", "matmul"),
+    "float32 precision of cuDNN's convolutions": partial(_precision, "cuda", "conv"),
+    "float32 precision of cuDNN's recurrent layers": partial(_precision, "cuda", "rnn"),
+    "reduced precision of float16 sums": find("torch._C._get_cublas_allow_fp16_reduced_precision_reduction"),
+    "reduced precision of bfloat16 sums": find("torch._C._get_cublas_allow_bf16_reduced_precision_reduction"),
+    "float16 accumulation": find("torch._C._get_cublas_allow_fp16_accumulation"),
+    "cuDNN": find("torch._C._get_cudnn_enabled"),
+    "cuDNN's benchmark": find("torch._C._get_cudnn_benchmark"),
+    "cuDNN's deterministic algorithms": find("torch._C._get_cudnn_deterministic"),
+    "flash attention": find("torch._C._get_flash_sdp_enabled"),
+    "efficient attention": find("torch._C._get_mem_efficient_sdp_enabled"),
+    "cuDNN's attention": find("torch._C._get_cudnn_sdp_enabled"),
+    "attention by formula": find("torch._C._get_math_sdp_enabled"),
+    "reduced precision of attention by formula": find("torch._C._get_math_sdp_allow_fp16_bf16_reduction"),
+    "order of attention kernels": find("torch._C._get_sdp_priority_order"),
+}
+"""What torch's kernels for CUDA, and the choice among them, depend on: names in words → values now."""
+
+SAME_SETTINGS: tuple[tuple[Any, ...], ...] = (("none", "ieee"),)
+"""Values of a setting that mean the same."""

@@ -68,6 +68,10 @@ class Backend(ABC):
         """How many threads a kernel would run on if it were launched now."""
 
     @abstractmethod
+    def settings(self) -> tuple[str, ...]:
+        """Settings of torch that what a program computes depends on, as they are now, in words."""
+
+    @abstractmethod
     def products(self, threads: int, deterministic: bool) -> ProductPolicy:
         """Choices for matrix products on a number of threads; ``deterministic``: the same in every process."""
 

@@ -36,6 +36,7 @@ class CompileOptions:
         threads: of a kernel at most; the program runs on as many as there are when it is called, but its choices are
             made for this number.
         versions: see :attr:`key`.
+        settings: of torch, that the backend's programs depend on.
         deterministic: whether torch's deterministic algorithms are asked for: a backend then measures nothing.
         sums_in_place: whether the order of additions may depend on what else is computed, see
             :mod:`bridge.compile.passes.accumulate`.
@@ -46,15 +47,18 @@ class CompileOptions:
     versions: tuple[tuple[str, str], ...]
     sums_in_place: bool = False
     deterministic: bool = False
+    settings: tuple[str, ...] = ()
 
     @classmethod
     def current(cls, backend: Backend) -> CompileOptions:
         """For this process as it is set up now."""
         deterministic = torch.are_deterministic_algorithms_enabled()
-        return cls(backend, backend.threads(), versions(), deterministic=deterministic)
+        given = {"deterministic": deterministic, "settings": backend.settings()}
+        return cls(backend, backend.threads(), versions(), **given)
 
     @property
     def key(self) -> tuple:
         """Everything a program depends on beside its function, as plain data: backend, threads, versions of torch, TVM
-        and our own sources."""
-        return self.backend.key, self.threads, self.versions, self.sums_in_place, self.deterministic
+        and our own sources, torch's settings."""
+        made_for = self.backend.key, self.threads, self.versions, self.settings
+        return *made_for, self.sums_in_place, self.deterministic

@@ -74,6 +74,10 @@ class CpuBackend(Backend):
     def threads(self) -> int:
         return torch.get_num_threads()
 
+    def settings(self) -> tuple[str, ...]:
+        """None: what its library calls depend on, they look up when they run."""
+        return ()
+
     def products(self, threads: int, deterministic: bool) -> CpuProducts:
         return CpuProducts(self.target, self._multiply, threads, deterministic)
 

@@ -9,6 +9,7 @@ import torch
 import tvm
 from tvm.tirx import PrimFunc
 
+from bridge.base.torch_cuda import SETTINGS
 from bridge.compile.backend import Backend, Built
 from bridge.compile.cuda.build import build_library, kernel_source, target_of
 from bridge.compile.cuda.executor import CudaExecutor
@@ -64,6 +65,9 @@ class CudaBackend(Backend):
     def threads(self) -> int:
         """One: the host's part of a launch."""
         return 1
+
+    def settings(self) -> tuple[str, ...]:
+        return tuple(f"{name}: {read()}" for name, read in SETTINGS.items())
 
     def products(self, threads: int, deterministic: bool) -> CudaProducts:
         return CudaProducts()

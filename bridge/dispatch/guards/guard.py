@@ -20,6 +20,7 @@ from bridge.capture import Captured, NumberPlace, number_tensor
 from bridge.dispatch.guards.arguments import ArgumentGuard
 from bridge.dispatch.guards.interpreter import INFERENCE, MODES, ModeGuard, read_modes
 from bridge.dispatch.guards.module import ModuleGuard
+from bridge.dispatch.guards.settings import SettingsGuard, read_settings
 from bridge.dispatch.guards.tensors import TensorGuard
 
 __all__ = ["Guard"]
@@ -60,6 +61,7 @@ class Guard:
             requires_grad, self._tree.reads_grad_mode, self._tree.names_distributions, captured.device
         )
         self._states = self._modes.states
+        self._settings = SettingsGuard() if captured.device.type == "cuda" else None
         self._arguments = ArgumentGuard(captured, arguments, module.forward, saves=saves, numbers=leaves)
         self.sizes = self._arguments.sizes
         self._written = [(index, captured.module_tensors[index].name) for index, _ in captured.mutated]
@@ -71,6 +73,8 @@ class Guard:
         """The inputs of the compiled code if the call is exactly like the sample; ``None`` to ask :meth:`match`."""
         state = read_modes()
         if state not in self._states:
+            return None
+        if self._settings is not None and read_settings() not in self._settings.states:
             return None
         inference = state[INFERENCE]
         tensors = self._arguments.quick(args, kwargs, inference)
@@ -90,6 +94,8 @@ class Guard:
         """
         state = read_modes()
         if (failure := self._modes.failure(state)) is not None:
+            raise failure
+        if self._settings is not None and (failure := self._settings.failure()) is not None:
             raise failure
         tensors = self._arguments.match(args, kwargs)
         inputs = self._tree.match(module, state[INFERENCE])

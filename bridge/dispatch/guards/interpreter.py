@@ -13,6 +13,7 @@ import torch
 from bridge.base.devices import HOST
 from bridge.base.guard_failure import INTERPRETER, GuardFailure
 from bridge.base.modes import autocast_setting, autocast_settings, cuda_autocast_setting, distributions_validate
+from bridge.base.torch_cuda import SETTINGS
 from bridge.base.torch_internals import (
     forward_ad_level,
     has_global_hooks,
@@ -79,11 +80,13 @@ def read_modes() -> tuple[Any, ...]:
 
 
 def interpreter_state() -> tuple[tuple[str, Any], ...]:
-    """The global state that changes what a module computes: name and value of each mode."""
+    """The global state that changes what a module computes: name and value of each mode, of each
+    setting for CUDA where that is in use."""
     values = list(map(_call, _READS))
     for i, show in _SHOWN:
         values[i] = show(values[i])
-    return tuple(zip(_NAMES, values, strict=True))
+    settings = SETTINGS.items() if torch.cuda.is_initialized() else ()
+    return (*zip(_NAMES, values, strict=True), *((name, str(read())) for name, read in settings))
 
 
 def active_modes() -> list[str]:

@@ -1,0 +1,47 @@
+"""Conditions on torch's settings for CUDA: how its kernels round, and which of them it takes; of entries on a GPU.
+
+Library calls follow the settings when they run, as eager does; what was chosen when the graph was traced does not.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+from bridge.base.guard_failure import INTERPRETER, GuardFailure
+from bridge.base.torch_cuda import SAME_SETTINGS, SETTINGS
+from bridge.dispatch.guards.condition import differs
+
+__all__ = ["SettingsGuard", "read_settings"]
+
+_READS = list(SETTINGS.values())
+
+
+def read_settings() -> tuple[Any, ...]:
+    """The value of each of ``SETTINGS``."""
+    return tuple([read() for read in _READS])
+
+
+class SettingsGuard:
+    """The settings of now.
+
+    Attributes:
+        states: values of :func:`read_settings` that mean the same as those of now.
+    """
+
+    def __init__(self) -> None:
+        self._accepted = [_meaning_the_same(value) for value in read_settings()]
+        self.states = tuple(product(*self._accepted))
+
+    def failure(self) -> GuardFailure | None:
+        """The first setting that is not as it was; ``None`` if all are."""
+        for name, value, accepted in zip(SETTINGS, read_settings(), self._accepted, strict=True):
+            if value not in accepted:
+                return differs(INTERPRETER, name, accepted[0], value)
+        return None
+
+
+def _meaning_the_same(value: Any) -> tuple[Any, ...]:
+    """The value, then the others."""
+    others = [other for same in SAME_SETTINGS if value in same for other in same if other != value]
+    return value, *others
