@@ -33,6 +33,9 @@ __all__ = ["CONNECT", "connect_function", "if_worth", "launcher"]
 
 _LOG = channel("compile")
 
+_OPENMP = ("GOMP_parallel", "omp_get_max_threads", "omp_get_num_threads", "omp_get_thread_num", "omp_set_num_threads")
+"""What the launcher and :func:`if_worth` call."""
+
 CONNECT = "bridge_connect_threads"
 """Name of the function, in every module of kernels, that takes the launcher's address."""
 
@@ -41,6 +44,7 @@ _LAUNCHER = """
 %work = type { ptr, ptr, i32 }  ; lambda, its data, status of a task that failed
 
 declare void @GOMP_parallel(ptr, ptr, i32, i32)
+declare i32 @omp_get_max_threads()
 declare i32 @omp_get_num_threads()
 declare i32 @omp_get_thread_num()
 
@@ -67,6 +71,19 @@ end:
 
 define internal i32 @launch(ptr %lambda, ptr %data, i32 %tasks) {
   %work = alloca %work
+  %environment = alloca %environment
+  %most = call i32 @omp_get_max_threads()
+  %single = icmp eq i32 %most, 1
+  %asked = icmp eq i32 %tasks, 0
+  %alone = and i1 %single, %asked
+  br i1 %alone, label %call, label %team
+call:  ; what a team of one does, without making one
+  store ptr null, ptr %environment
+  %count.at = getelementptr %environment, ptr %environment, i32 0, i32 1
+  store i32 1, ptr %count.at
+  %returned = call i32 %lambda(i32 0, ptr %environment, ptr %data)
+  ret i32 %returned
+team:
   store ptr %lambda, ptr %work
   %data.at = getelementptr %work, ptr %work, i32 0, i32 1
   store ptr %data, ptr %data.at
@@ -100,7 +117,7 @@ define i32 @bridge_set_launcher(i64 %address) {
 @functools.cache
 def _launcher_module() -> tvm.runtime.Module | None:
     symbols = ctypes.CDLL(None)
-    if not all(hasattr(symbols, name) for name in ("GOMP_parallel", "omp_get_num_threads", "omp_get_thread_num")):
+    if not all(hasattr(symbols, name) for name in _OPENMP):
         _LOG.info("torch's process has no OpenMP run time with GOMP_parallel: kernels run on TVM's own threads")
         return None
     # An empty module's text starts with the data layout and the target that the loader wants.
