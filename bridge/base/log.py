@@ -31,6 +31,7 @@ CHANNELS: Mapping[str, str] = {
     "dispatch": "entries that are added, evicted, refused",
     "reuse": "calls that are lowered already",
     "mt19937": "random masks that are left to torch",
+    "philox": "a GPU's random masks that are left to torch",
     "dynamo": "torch.compile's graphs that run eager",
 }
 

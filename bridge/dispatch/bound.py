@@ -74,7 +74,7 @@ class BoundCalls:
     @property
     def steps(self) -> tuple[CallStep, ...]:
         """The steps of a call: with extents, but for the strides of results, which are the sample's."""
-        steps = plan_call(self._lowered, self._programs.forward, self._guard, self._observed(self._samples))
+        steps = self._planned(self._samples)
         symbolic = {Draws: {"draws": self._symbolic.draws}, Results: {"outputs": self._symbolic.outputs}}
         return tuple(replace(step, **symbolic.get(type(step), {})) for step in steps)
 
@@ -103,10 +103,14 @@ class BoundCalls:
             failure = GuardFailure(RUN, "error in binding sizes", f"{given}: {type(error).__name__}: {error}")
             raise failure from error
 
+    def _planned(self, sizes: Sizes) -> tuple[CallStep, ...]:
+        programs = self._programs
+        return plan_call(self._lowered, programs.forward, self._guard, self._observed(sizes), programs.masks.draws)
+
     def bind(self, sizes: Sizes) -> Bound:
         """What a call of these sizes runs."""
         lowered, programs = self._lowered, BoundPrograms(self._programs, sizes)
-        steps = plan_call(lowered, self._programs.forward, self._guard, self._observed(sizes))
+        steps = self._planned(sizes)
         run = CallRun(steps, programs.execute, programs.device_type, self._guard, lowered.captured.module_name)
         return Bound(programs, run, sizes)
 

@@ -16,7 +16,11 @@ __all__ = ["input_names", "plan_call"]
 
 
 def plan_call(
-    lowered: LoweredCall, forward: Program, guard: Guard | None, observed: Observed | None = None
+    lowered: LoweredCall,
+    forward: Program,
+    guard: Guard | None,
+    observed: Observed | None = None,
+    computed: Sequence[int] = (),
 ) -> tuple[steps.CallStep, ...]:
     """The steps from the guard to the module's result; what a call does not need is no step.
 
@@ -24,6 +28,7 @@ def plan_call(
         forward: the compiled forward.
         guard: ``None`` where somebody else gives the inputs.
         observed: draws and results of a call of certain sizes, where they vary.
+        computed: places of the draws that are masks which the programs compute.
     """
     captured, imported = lowered.captured, lowered.imported
     observed = observed or Observed(tuple(captured.draws), tuple(captured.outputs))
@@ -40,7 +45,7 @@ def plan_call(
     can_fail = bool(imported.checks) or imported.leaves_state or forward.can_fail
     if observed.draws:
         used = imported.input_draws + imported.dropout_draws
-        found.append(steps.Draws(observed.draws, imported.dropout_draws, used, draws, undone=can_fail))
+        found.append(steps.Draws(observed.draws, imported.dropout_draws, used, draws, can_fail, tuple(computed)))
     name = f"{captured.module_name}_forward"
     found.append(steps.Forward(name, inputs + draws, values))
     if imported.checks:

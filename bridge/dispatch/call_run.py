@@ -86,7 +86,7 @@ class CallRun:
 
 
 def _draws(step: steps.Draws, module_name: str) -> Action:
-    draws = Draws(step.draws, masks=step.masks, used=step.used, module_name=module_name)
+    draws = Draws(step.draws, step.masks, step.used, module_name, step.computed)
     make, undo = draws.make, draws.undo
 
     def draw(call: Call) -> None:

@@ -72,6 +72,7 @@ class Draws(CallStep):
         masks: places of those that are dropout masks.
         used: places of those that the program takes, in its order, and ``names``: what it calls them.
         undone: whether the generator's state is kept, for a call that turns out to be eager's.
+        computed: places of those that are masks which the programs compute, from the generator's state.
     """
 
     kind = "draws"
@@ -80,11 +81,15 @@ class Draws(CallStep):
     used: tuple[int, ...]
     names: tuple[str, ...]
     undone: bool
+    computed: tuple[int, ...] = ()
 
     def text(self) -> str:
         name_of = dict(zip(self.used, self.names, strict=True))
         first = next((place for place, draw in enumerate(self.draws) if draw.is_computed), len(self.draws))
-        made = [f"{name_of.get(place, 'unused')} = {_draw(draw)}" for place, draw in enumerate(self.draws[:first])]
+        made = [
+            f"{name_of.get(place, 'unused')} = {'the state for ' * (place in self.computed)}{_draw(draw)}"
+            for place, draw in enumerate(self.draws[:first])
+        ]
         if first < len(self.draws):
             inside = _list(f"{_draw(draw)}" for draw in self.draws[first:])
             made.append(f"{name_of.get(first, 'unused')} = the generator's state, for {inside} in the program")

@@ -61,7 +61,7 @@ class Entry:
         self.programs = Programs(lowered, backend)
         self.bound = _bound_calls(lowered, self.programs, guard)
         if self.bound is None:
-            forward = plan_call(lowered, self.programs.forward, guard)
+            forward = plan_call(lowered, self.programs.forward, guard, computed=self.programs.masks.draws)
         else:
             forward = self.bound.steps
         backward = self.programs.backward

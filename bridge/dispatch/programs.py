@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -18,9 +18,10 @@ from autodiff.ir import Function
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.locks import free_in_children
-from bridge.compile import Backend, Compilation, CompileOptions, Program
+from bridge.compile import Backend, Compilation, CompileOptions, DrawnMask, Program
 from bridge.dispatch.call_plan import input_names
 from bridge.dispatch.call_steps import Backward
+from bridge.dispatch.computed_masks import ComputedMasks
 from bridge.dispatch.guards import Sizes
 from bridge.lowering import LoweredCall
 
@@ -42,6 +43,7 @@ class Programs:
         num_outputs: results that the module returns; new buffer values and captures come after them.
         differentiable: indices of the outputs that take a grad_out; ``not_differentiable``: the others.
         device_type: of the device that they run on, as autocast names it.
+        masks: those that they compute.
 
     Raises:
         UnsupportedModule: there is no kernel for an operator.
@@ -54,7 +56,8 @@ class Programs:
         self._is_symbolic = lowered.captured.extents is not None
         self._options = CompileOptions.current(backend)
         self.device_type = backend.device.type
-        self._forward = forward = _Compiling(lowered.forward, name, "forward", self._options)
+        self.masks = ComputedMasks(lowered, backend)
+        self._forward = forward = _Compiling(lowered.forward, name, "forward", self._options, self.masks.forward)
         self.num_wanted = len(lowered.wanted)
         self.num_outputs = lowered.imported.num_outputs
         self.differentiable = lowered.differentiable
@@ -62,7 +65,7 @@ class Programs:
         self._backwards: dict[tuple[int, ...], BackwardRun] = {}
         self._later: dict[tuple[int, ...], list[tuple[Holds, BackwardRun]]] = {}
         expected = lowered.expected
-        backward = BackwardRun(lowered, expected, self._options) if lowered.differentiable else None
+        backward = self._backward_run(expected) if lowered.differentiable else None
         self.forward = forward.program()
         if backward is not None:
             backward.compile()
@@ -87,10 +90,13 @@ class Programs:
         found = self._backwards.get(outputs)
         if found is None:
             with interrupts_deferred():
-                found = BackwardRun(self._lowered, outputs, self._options)
+                found = self._backward_run(outputs)
                 found.compile()
                 self._backwards[outputs] = found
         return found
+
+    def _backward_run(self, outputs: tuple[int, ...]) -> BackwardRun:
+        return BackwardRun(self._lowered, outputs, self._options, self.masks.backward)
 
     def backward_at(self, outputs: tuple[int, ...], sizes: Sizes) -> BackwardRun:
         """As :meth:`backward_for`, where extents are symbolic: one that is right for these sizes.
@@ -106,7 +112,7 @@ class Programs:
             found = next((run for broken, run in known if broken(sizes) is None), None)
             if found is None:
                 with interrupts_deferred(), scope.assuming(sizes) as guards:
-                    found = BackwardRun(self._lowered, outputs, self._options)
+                    found = self._backward_run(outputs)
                     found.compile()
                 known.append((scope.broken(guards), found))
         return found.bound(sizes)
@@ -143,10 +149,16 @@ class BackwardRun:
         step: what a call of it does.
     """
 
-    def __init__(self, lowered: LoweredCall, outputs: tuple[int, ...], options: CompileOptions):
+    def __init__(
+        self,
+        lowered: LoweredCall,
+        outputs: tuple[int, ...],
+        options: CompileOptions,
+        masks: Mapping[int, DrawnMask],
+    ):
         self._lowered, self._outputs, self._sizes = lowered, outputs, None
         name = lowered.captured.module_name
-        self._compiling = _Compiling(lowered.backward_for(outputs), name, "backward", options)
+        self._compiling = _Compiling(lowered.backward_for(outputs), name, "backward", options, masks)
 
     def compile(self) -> None:
         """Ends the compilation, but for machine code that is in the making."""
@@ -192,11 +204,18 @@ class _Compiling:
         CompilationError: anything else that goes wrong, at any stage.
     """
 
-    def __init__(self, function: Function, module_name: str, direction: str, options: CompileOptions):
+    def __init__(
+        self,
+        function: Function,
+        module_name: str,
+        direction: str,
+        options: CompileOptions,
+        masks: Mapping[int, DrawnMask],
+    ):
         self.function, self._module_name, self._direction = function, module_name, direction
         options = replace(options, sums_in_place=direction == "backward")
         with self._errors():
-            self._compilation = Compilation(function, f"{module_name}_{direction}", options)
+            self._compilation = Compilation(function, f"{module_name}_{direction}", options, masks)
 
     def program(self) -> Program:
         """The program; its machine code may still be in the making."""

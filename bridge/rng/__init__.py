@@ -1,7 +1,9 @@
-"""Random draws at call time: eager's generator, order and state."""
+"""Random draws at call time: eager's generators, order and state."""
 
+from bridge.rng.check_philox import checked_gpu
+from bridge.rng.computed import computed_mask
 from bridge.rng.draws import Draws
 from bridge.rng.swap import swap_state
 from bridge.rng.undo import undo_draws
 
-__all__ = ["Draws", "swap_state", "undo_draws"]
+__all__ = ["Draws", "checked_gpu", "computed_mask", "swap_state", "undo_draws"]

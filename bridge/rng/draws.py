@@ -3,14 +3,12 @@
 Each is made on its device, from that device's default generator. On the CPU, Bernoulli draws that follow each other,
 dropout masks first of all, are made by compiled code (:mod:`bridge.rng.cpu`) where that is faster and gives torch's
 bits; a GPU's dropout masks by the kernel that eager's dropout is (:mod:`bridge.rng.fused`); everything else by torch.
-
-A draw is an object of its own (:class:`bridge.capture.observation.Draw`), so that another device can later
-recompute the same bits from the generator's recorded state instead of storing them.
+Where the program computes a GPU's mask, the generator's state takes its place (:mod:`bridge.rng.states`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -23,6 +21,7 @@ from bridge.base.torch_internals import schema
 from bridge.capture import Draw, with_generator
 from bridge.rng import cpu as mt19937
 from bridge.rng.fused import NATIVE_DROPOUT, FusedDropout
+from bridge.rng.states import GeneratorStates
 from bridge.rng.undo import undo_draws
 
 __all__ = ["Draws"]
@@ -46,12 +45,20 @@ class Draws:
             From the first that is computed on, the program makes them: in its place is the generator's state.
         masks: indices of those that are dropout masks (drawn as ``bool``).
         used: indices of the draws that the compiled code takes, in the order of its parameters.
+        computed: indices of the masks that it computes: it takes the generator's state before each.
 
     Raises:
         UnsupportedModule: for an operator that cannot be replayed.
     """
 
-    def __init__(self, draws: Sequence[Draw], masks: Sequence[int], used: Sequence[int], module_name: str):
+    def __init__(
+        self,
+        draws: Sequence[Draw],
+        masks: Sequence[int],
+        used: Sequence[int],
+        module_name: str,
+        computed: Collection[int] = (),
+    ):
         self._makers: list[tuple[torch.device, _Maker]] = []
         self._used = tuple(used)
         self._count = len(draws)
@@ -63,8 +70,15 @@ class Draws:
         values = set(used).difference(masks)  # those that have to be of the draw's dtype
         chained = next((index for index, draw in enumerate(draws) if draw.is_computed), None)
         draws = draws[:chained]
-        for (op, device), group in groupby(enumerate(draws), key=lambda item: (item[1].op, item[1].device)):
-            if op == _BERNOULLI and device == HOST:
+
+        def kind(item: tuple[int, Draw]) -> tuple:
+            index, draw = item
+            return draw.op, draw.device, index in computed
+
+        for (op, device, is_computed), group in groupby(enumerate(draws), key=kind):
+            if is_computed:
+                made = [GeneratorStates([draw for _, draw in group]).draw]
+            elif op == _BERNOULLI and device == HOST:
                 made = _bernoullis([(draw, index in values) for index, draw in group])
             else:
                 made = [_replay(draw, module_name) for _, draw in group]

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from autodiff.extents import Dim, minimum
+
 __all__ = ["BLOCK", "NUMBERS", "Gpu", "gpu_of"]
 
 BLOCK = 256
@@ -35,9 +37,9 @@ class Gpu:
         """Threads of the largest launch."""
         return self.processors * (self.threads // BLOCK) * BLOCK
 
-    def launched(self, count: int) -> int:
+    def launched(self, count: Dim) -> Dim:
         """Threads of the launch for so many elements, at least one."""
-        return min(self.most_threads, -(-count // BLOCK) * BLOCK)
+        return minimum(self.most_threads, (count + BLOCK - 1) // BLOCK * BLOCK)
 
     def advance(self, count: int) -> int:
         """What eager adds to the generator's offset."""

@@ -1,0 +1,88 @@
+"""Check of a GPU's masks: masks by the kernels of this package and by eager, bit for bit, once per device and process.
+
+Which numbers eager's dropout takes is no documented rule of torch's: it depends on the kernel, the GPU's size and how
+elements are loaded. A GPU, or a torch, that draws otherwise has its masks drawn by torch.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from tvm import relax
+
+from bridge.base.generators import default_generator, on_side_states
+from bridge.base.log import channel
+from bridge.compile import CompileOptions, DrawnMask, Gpu, backend_for, compile_function, gpu_of
+
+__all__ = ["checked_gpu"]
+
+log = channel("philox")
+
+_SEED = 0x9E3779B97F4A7C15
+_RATE = 0.3
+_CASES = (
+    (torch.float32, 4, 0),
+    (torch.float16, 8, 0),
+    (torch.bfloat16, 8, 0),
+    (torch.float32, 2, 0),
+    (torch.bfloat16, 1, 0),
+    (torch.float32, 2, 2),
+    (torch.float16, 4, 4),
+)
+"""Type, elements that a thread loads at once, first element of the tensor in its memory."""
+
+
+@functools.cache
+def checked_gpu(device: torch.device) -> Gpu | None:
+    """A GPU's size if it draws its masks as kernels compute them; ``None`` if not, which is logged."""
+    gpu = gpu_of(device)
+    if _draws_alike(device, gpu):
+        return gpu
+    log.warning(
+        "torch %s draws dropout masks by a rule of its own on %s; masks are left to it and stored",
+        torch.__version__,
+        torch.cuda.get_device_name(device),
+    )
+    return None
+
+
+def _draws_alike(device: torch.device, gpu: Gpu) -> bool:
+    """Masks and the generator's offset, over several launches of several rounds, from a seed of 64 bits."""
+    counts = [_count(gpu, width, place) for place, (_, width, _) in enumerate(_CASES)]
+    side = torch.Generator(device).manual_seed(_SEED)
+    side.set_offset(2**34 - 4)
+    states, masks = [], []
+    with on_side_states(default_generator(device), side), torch.no_grad():
+        generator = default_generator(device)
+        for (dtype, _, first), count in zip(_CASES, counts, strict=True):
+            offset = generator.get_offset()
+            states.append((_SEED - 2**64, offset))
+            dropped = torch.empty(count + first, dtype=dtype, device=device)[first:]
+            masks.append(torch.native_dropout(dropped, _RATE, True)[1])
+            if generator.get_offset() != offset + gpu.advance(count):
+                return False
+    made = _computed(device, counts, [gpu.launched(count) for count in counts], states)
+    return all(map(torch.equal, made, masks))
+
+
+def _count(gpu: Gpu, width: int, place: int) -> int:
+    """Elements of which a thread loads ``width`` at once, and no more: two rounds of all threads, or a part of one."""
+    rounds = 2 * gpu.most_threads * max(width, 4) if place % 2 else 1000 * width
+    return rounds + (width if width < 8 else 0)
+
+
+def _computed(
+    device: torch.device, counts: list[int], threads: list[int], states: list[tuple[int, int]]
+) -> list[torch.Tensor]:
+    params = [relax.Var(f"mask_{place}", relax.TensorType((count,), "bool")) for place, count in enumerate(counts)]
+    builder = relax.BlockBuilder()
+    with builder.function("masks", params), builder.dataflow():
+        results = [builder.emit_output(relax.op.logical_not(param)) for param in params]
+        builder.emit_func_output(relax.Tuple(results))
+    widths = [width for _, width, _ in _CASES]
+    drawn = {place: DrawnMask(_RATE, *each) for place, each in enumerate(zip(widths, threads, strict=True))}
+    options = CompileOptions.current(backend_for(device))
+    program = compile_function(builder.get()["masks"], name="masks", options=options, drawn=drawn)
+    given = torch.tensor(states, dtype=torch.int64, device=device)
+    return [mask.logical_not() for mask in program(list(given.unbind()))]

@@ -1,0 +1,61 @@
+"""Which masks kernels compute: observed dropouts of a GPU → how eager draws each, where that is known to the bit.
+
+It is known for dense tensors of the usual types in memory of the call's own, on a GPU that draws as the formula says
+(:mod:`bridge.rng.check_philox`). Every other mask is drawn by torch before the program runs, and stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from autodiff.extents import Dim, divides, same
+from bridge.capture import Draw
+from bridge.compile import DrawnMask, Gpu
+from bridge.rng.fused import NATIVE_DROPOUT
+
+__all__ = ["computed_mask"]
+
+_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_WIDEST = 16
+"""Bytes that a thread of eager's kernel loads at once, at most."""
+
+
+def computed_mask(draw: Draw, gpu: Callable[[], Gpu | None]) -> DrawnMask | None:
+    """How eager draws a mask; ``None``: it is to be stored.
+
+    Args:
+        gpu: the size of the GPU, asked for last; ``None`` where it does not draw as expected.
+    """
+    operand = draw.operand
+    if draw.op != NATIVE_DROPOUT or draw.device.type != "cuda" or draw.is_computed:
+        return None
+    if operand.of is not None or operand.dtype not in _TYPES or not _is_dense(draw.shape, operand.stride):
+        return None
+    count: Dim = 1
+    for extent in draw.shape:
+        count = count * extent
+    width = _width(count, operand.offset, operand.dtype.itemsize)
+    if width is None or count >= 2**31 or (size := gpu()) is None:
+        return None
+    return DrawnMask(draw.args[0], width, size.launched(count))
+
+
+def _is_dense(shape: Sequence[Dim], stride: Sequence[Dim]) -> bool:
+    step: Dim = 1
+    for extent, own in zip(reversed(shape), reversed(stride), strict=True):
+        if not same(extent, 1) and not same(own, step):
+            return False
+        step = step * extent
+    return True
+
+
+def _width(count: Dim, offset: Dim, size: int) -> int | None:
+    """How many elements of so many bytes a thread loads at once; ``None`` if that depends on sizes that vary."""
+    width = _WIDEST // size
+    while width > 1 and not (divides(width, count) and divides(width * size, offset)):
+        if not isinstance(count, int) or not isinstance(offset, int):
+            return None
+        width //= 2
+    return width
