@@ -103,5 +103,9 @@ class Backend(ABC):
         """What runs a :class:`~bridge.compile.runtime.program.Program`: ``(inputs, *, consume)`` → results."""
 
     @abstractmethod
+    def launches(self, function: PrimFunc, scalars: Sequence[int]) -> tuple[str, ...]:
+        """What a launch of a kernel with these integers runs on, in words; nothing where there is nothing to say."""
+
+    @abstractmethod
     def source(self, function: PrimFunc, name: str, form: str) -> str:
         """A kernel as text: ``"tvmscript"``, or a form of the target's. ``ValueError`` names the forms there are."""

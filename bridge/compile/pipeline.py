@@ -15,6 +15,7 @@ is in use.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -144,9 +145,9 @@ def optimize(graph: Graph, backend: Backend) -> Graph:
 
 def _tell(program: Program) -> None:
     """What was compiled, and what is left to torch, as lines in the log."""
-    first, *steps = str(program).splitlines()
-    log.info("%s", first)
-    log.debug("%s", "\n".join(steps))
+    log.info("%s", program.headline)
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("%s", str(program).partition("\n")[2])
     by_torch = Counter(step.name for step in program.steps if isinstance(step, CallLibrary))
     if by_torch:
         told = ", ".join(f"{count} x {name}" for name, count in by_torch.most_common())

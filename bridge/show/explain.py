@@ -103,11 +103,13 @@ def program_report(lowered: LoweredCall, direction: str, function: Function, pro
     origins = lowered.origins_in(function)
     rows = []
     for index, step in enumerate(program.steps):
-        rows.append(_row(index, step, name_of, origins))
+        rows.append(_row(program, index, step, name_of, origins))
     return ProgramReport(direction, program, tuple(rows))
 
 
-def _row(index: int, step: Instruction, name_of: dict[str, str], origins: dict[str, Origin]) -> StepRow:
+def _row(
+    program: Program, index: int, step: Instruction, name_of: dict[str, str], origins: dict[str, Origin]
+) -> StepRow:
     outputs = tuple(name_of.get(name, name) for name in step.outputs)
     if not isinstance(step, Launch | CallLibrary):
         return StepRow(index, "view", step.name, "view", outputs, 0, 0, ())
@@ -115,7 +117,8 @@ def _row(index: int, step: Instruction, name_of: dict[str, str], origins: dict[s
     found = [origins.get(name_of.get(name, name)) for name in inside.bindings]
     kind = "kernel" if isinstance(step, Launch) else "library"
     what = " ".join(operation.op.removeprefix("relax.").removeprefix("nn.") for operation in inside.operations)
-    if inside.plan:
-        what = f"{what} ({inside.plan})"
+    told = (*filter(None, [inside.plan]), *(program.launches(step) if isinstance(step, Launch) else ()))
+    if told:
+        what = f"{what} ({', '.join(told)})"
     known = tuple(dict.fromkeys(origin for origin in found if origin is not None))
     return StepRow(index, kind, step.name, what, outputs, inside.flops, inside.bytes, known)

@@ -20,7 +20,8 @@ class StepRow:
 
     Attributes:
         kind: ``"kernel"``, ``"library"`` or ``"view"``.
-        what: the operators that it fuses; of a matrix product in generated code also its plan.
+        what: the operators that it fuses; of a matrix product in generated code also its plan, of a kernel on a GPU
+            its launches.
         origins: of what it computes, in order, each once.
     """
 
@@ -83,13 +84,13 @@ class ProgramReport:
     def source(self, kernel: str, form: str = "tvmscript") -> str:
         """A kernel's source with the modules and lines that its launches come from; ``kernel``: its name or ``k5``.
 
-        ``form``: ``"tvmscript"``, ``"llvm"`` or ``"asm"``. ``KeyError``, ``ValueError`` as ``Program.source``.
+        ``form``: as of ``Program.source``. ``KeyError``, ``ValueError`` as ``Program.source``.
         """
         found = [row for row in self.steps if row.kind == "kernel" and kernel in (row.name, row.name.split("_")[0])]
         if not found:
             known = ", ".join(dict.fromkeys(row.name for row in self.steps if row.kind == "kernel"))
             raise KeyError(f"no kernel {kernel!r} in the {self.direction}; there are {known}")
-        comment = {"tvmscript": "#", "llvm": ";", "asm": "#"}.get(form, "#")
+        comment = {"llvm": ";", "cuda": "//", "ptx": "//", "sass": "//"}.get(form, "#")
         lines: list[str] = []
         for row in found:
             lines += [f"{row.name}: step {row.index} of the {self.direction}, {row.what}", *map(str, row.origins)]

@@ -113,5 +113,8 @@ class CpuBackend(Backend):
         parts = (program.name, program.steps, program.layout, program.constants, program.code)
         return Executor(*parts, device=self.device, prepare=torch.get_num_threads)
 
+    def launches(self, function: PrimFunc, scalars: Sequence[int]) -> tuple[str, ...]:
+        return ()
+
     def source(self, function: PrimFunc, name: str, form: str) -> str:
         return kernel_source(function, name, self.target, form)

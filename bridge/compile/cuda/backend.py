@@ -18,6 +18,7 @@ from bridge.compile.cuda.legalized import scheduled
 from bridge.compile.cuda.limits import LIMITS, ORDER
 from bridge.compile.cuda.nvrtc import version
 from bridge.compile.cuda.products import CudaProducts
+from bridge.compile.cuda.shapes import launch_shapes
 from bridge.compile.loop_ir.product import ProductPlan
 from bridge.compile.runtime.build import build_kernels
 from bridge.compile.runtime.program import Program
@@ -94,6 +95,9 @@ class CudaBackend(Backend):
 
     def executor(self, program: Program) -> Callable[..., list[torch.Tensor]]:
         return CudaExecutor(program, self.device)
+
+    def launches(self, function: PrimFunc, scalars: Sequence[int]) -> tuple[str, ...]:
+        return launch_shapes(function, scalars)
 
     def source(self, function: PrimFunc, name: str, form: str) -> str:
         return kernel_source(function, name, self.arch, form)

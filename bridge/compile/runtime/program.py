@@ -10,12 +10,12 @@ import torch
 from tvm.tirx import PrimFunc
 from tvm_ffi import structural_equal
 
-from autodiff.extents import ExtentScope, Guard, state_of_scope
+from autodiff.extents import ExtentScope, Guard, sample_of, state_of_scope
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.backend import Backend, Built
 from bridge.compile.loop_ir.graph import Positions
 from bridge.compile.runtime.instance import Instances
-from bridge.compile.runtime.instructions import CallLibrary, Instruction
+from bridge.compile.runtime.instructions import CallLibrary, Instruction, Launch
 from bridge.compile.runtime.layout import Layout
 from bridge.compile.runtime.plain import to_plain
 from bridge.library import NEVER_RAISE
@@ -163,8 +163,13 @@ class Program:
             taken.add(slot)
         return shared
 
+    def launches(self, step: Launch) -> tuple[str, ...]:
+        """What a launch of ``steps`` runs on, in words: the sample's, where sizes vary; nothing on a processor."""
+        return self.backend.launches(self.kernels[step.name], [sample_of(number) for number in step.scalars])
+
     def source(self, kernel: str, form: str = "tvmscript") -> str:
-        """A kernel named in ``steps`` as ``"tvmscript"``, ``"llvm"`` or ``"asm"``.
+        """A kernel named in ``steps`` as ``"tvmscript"``, or in a form of the backend's: ``"llvm"`` or ``"asm"``;
+        ``"cuda"``, ``"ptx"`` or ``"sass"``.
 
         ``KeyError`` if there is none of that name, ``ValueError`` for another form.
         """
@@ -172,10 +177,18 @@ class Program:
             raise KeyError(f"no kernel {kernel!r} in {self.name}; there are {', '.join(self.kernels)}")
         return self.backend.source(self.kernels[kernel], kernel, form)
 
-    def __str__(self) -> str:
+    def _line(self, step: Instruction) -> str:
+        shapes = self.launches(step) if isinstance(step, Launch) else ()
+        return f"  {step}; {', '.join(shapes)}; {step.contents.bytes} bytes" if shapes else f"  {step}"
+
+    @property
+    def headline(self) -> str:
+        """The first line of the program as text."""
         seconds = ", ".join(f"{stage} {spent:.3f}" for stage, spent in self.timings.items())
-        head = f"program {self.name}: {len(self.steps)} steps, arena {self.arena_bytes} bytes, seconds: {seconds}"
-        return "\n".join([head, *(f"  {step}" for step in self.steps)])
+        return f"program {self.name}: {len(self.steps)} steps, arena {self.arena_bytes} bytes, seconds: {seconds}"
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline, *map(self._line, self.steps)])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Program):

@@ -1,0 +1,75 @@
+"""Launch shapes: a kernel's function and a launch's integers → how many blocks of how many threads, as text.
+
+For people; the shapes are the function's own, evaluated as its host code does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from tvm import sym, tirx
+from tvm.ir.expr import TensorLoad
+from tvm.tirx import AttrStmt, Bind, Cast, Expr, For, PrimFunc, Stmt
+
+__all__ = ["launch_shapes"]
+
+_INSIDE = ("body", "then_case", "else_case", "block")
+"""Where statements hold others."""
+
+
+def launch_shapes(function: PrimFunc, scalars: Sequence[int]) -> tuple[str, ...]:
+    """Of each launch in order, as in ``"96 x 256 threads"``; none for one that has no blocks."""
+    analyzer = sym.Analyzer()
+    for stmt in _statements(function.body):
+        if isinstance(stmt, Bind) and (read := _read(stmt.value)) is not None:
+            analyzer.bind(stmt.var, tirx.const(scalars[int(read.indices[0])], str(stmt.var.ty)))
+    found = []
+    for launch in _launches(function.body):
+        extents = dict(filter(None, map(_extent, _statements(launch))))
+        sizes = {tag: int(analyzer.simplify(extent)) for tag, extent in extents.items()}
+        blocks, threads = (
+            math.prod(size for tag, size in sizes.items() if tag.startswith(of)) for of in ("block", "thread")
+        )
+        if blocks:
+            found.append(f"{blocks} x {threads} threads")
+    return tuple(found)
+
+
+def _read(value: Expr) -> TensorLoad | None:
+    """A read of the descriptor."""
+    read = value.value if isinstance(value, Cast) else value
+    return read if isinstance(read, TensorLoad) and getattr(read.source, "name", "") == "descriptor" else None
+
+
+def _extent(stmt: Stmt) -> tuple[str, Expr] | None:
+    """What a statement is bound to, and how many there are of it."""
+    if isinstance(stmt, AttrStmt) and stmt.attr_key == "thread_extent":
+        return str(stmt.node.thread_tag), stmt.value
+    if isinstance(stmt, For) and stmt.thread_binding is not None:
+        return str(stmt.thread_binding.thread_tag), stmt.extent
+    return None
+
+
+def _launches(stmt: Stmt) -> Iterator[Stmt]:
+    """The outermost statements that are bound to blocks or threads, in order."""
+    if _extent(stmt) is not None:
+        yield stmt
+    else:
+        for inner in _inner(stmt):
+            yield from _launches(inner)
+
+
+def _statements(stmt: Stmt) -> Iterator[Stmt]:
+    """A statement and all inside."""
+    yield stmt
+    for inner in _inner(stmt):
+        yield from _statements(inner)
+
+
+def _inner(stmt: Stmt) -> Iterator[Stmt]:
+    yield from getattr(stmt, "seq", ())
+    for name in _INSIDE:
+        inner = getattr(stmt, name, None)
+        if isinstance(inner, Stmt):
+            yield inner
