@@ -59,6 +59,7 @@ _NODES = {
     "Max": max,
     "Min": min,
     "GT": lambda a, b: a > b,
+    "LT": lambda a, b: a < b,
 }
 
 
@@ -135,8 +136,9 @@ class _Host:
             case tirx.Bind():
                 self.values[stmt.var] = self.number(stmt.value)
             case tirx.IfThenElse():
-                if self.number(stmt.condition):
-                    self.statement(stmt.then_case)
+                chosen = stmt.then_case if self.number(stmt.condition) else stmt.else_case
+                if chosen is not None:
+                    self.statement(chosen)
             case tirx.Evaluate():
                 self.launch(stmt.value)
             case tirx.DeclBuffer():

@@ -27,12 +27,13 @@ def elements(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> 
         count = vectors if walk.tail is None else vectors + number(walk.tail[1])
     else:
         lanes = math.gcd(last, VECTOR) if isinstance(last, int) else 1
-        length = plan.length // lanes if isinstance(plan.length, int) else plan.length
-        count = number(walk.rows) * number(length)
+        known = isinstance(plan.length, int)
+        turns = number(plan.length // lanes) if known else tirx.truncdiv(number(plan.length), number(lanes))
+        count = number(walk.rows) * turns
 
     def row_of(index: Expr) -> Stmt:
-        row, turn = tirx.truncdiv(index, number(length)), tirx.truncmod(index, number(length))
-        return _vector(plan, buffers, number, row, turn * number(lanes), lanes)
+        row, at = tirx.truncdiv(index, turns), tirx.truncmod(index, turns)
+        return _vector(plan, buffers, number, row, at * number(lanes), lanes)
 
     def body(block: Var, _: Var, thread: Var) -> Stmt:
         index = block * number(BLOCK_THREADS) + thread

@@ -6,19 +6,23 @@ from tvm.tirx import PrimFunc
 
 from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.tir import loop_function, sequence
+from bridge.compile.cuda.columns import generate_columns
 from bridge.compile.cuda.elements import elements
+from bridge.compile.cuda.rows import rows
 from bridge.compile.cuda.scope import kernel_buffers
+from bridge.compile.schedule.column_plan import ColumnPlan
 from bridge.compile.schedule.row_plan import RowPlan
 
 __all__ = ["generate"]
 
 
-def generate(plan: RowPlan) -> PrimFunc:
+def generate(plan: RowPlan | ColumnPlan) -> PrimFunc:
     """The kernel of a plan: inputs, results, scratch memory, the launch's integers."""
-    if any(node.reduces for node in plan.nodes):
-        raise NotImplementedError("reductions on CUDA")
+    if isinstance(plan, ColumnPlan):
+        return generate_columns(plan)
     number, buffers = LaunchArguments(plan.arguments, plan.index_type), kernel_buffers(plan)
-    launches = elements(plan, buffers, number)
+    reduces = any(node.reduces for node in plan.nodes)
+    launches = (rows if reduces else elements)(plan, buffers, number)
     scratch = (*buffers.partial.values(), *buffers.cached.values())
     tensors = (*buffers.inputs, *buffers.outputs.values(), *scratch)
     return loop_function([*tensors, *number.params], sequence([*number.stmts, *launches]))

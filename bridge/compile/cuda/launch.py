@@ -6,13 +6,42 @@ from collections.abc import Callable
 
 from tvm import tirx
 from tvm.ir import Range
-from tvm.tirx import AttrStmt, Evaluate, Expr, IfThenElse, IterVar, Stmt, Var
+from tvm.tirx import AllocBuffer, AttrStmt, Buffer, Evaluate, Expr, IfThenElse, IterVar, Stmt, Var
 
-__all__ = ["launch", "synchronize"]
+from bridge.compile.codegen.tir import sequence
+
+__all__ = ["SharedMemory", "launch", "synchronize"]
 
 
-def launch(blocks: Expr, threads: int, groups: int, body: Callable[[Var, Var, Var], Stmt]) -> Stmt:
-    """``body(block, group, thread)`` for all; nothing if there are no blocks.
+class SharedMemory:
+    """Memory of a block: buffers of one size, which their users have to themselves between two barriers."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._buffers: dict[tuple[str, int], Buffer] = {}
+
+    def __call__(self, dtype: str, index: int = 0) -> Buffer:
+        """The buffer of a type and index."""
+        key = dtype, index
+        if key not in self._buffers:
+            name = f"shared{len(self._buffers)}"
+            self._buffers[key] = tirx.decl_buffer((self._size,), dtype, name, scope="shared")
+        return self._buffers[key]
+
+    @property
+    def allocations(self) -> list[Stmt]:
+        """What declares them, for the beginning of the kernel."""
+        return [AllocBuffer(buffer) for buffer in self._buffers.values()]
+
+
+def launch(
+    blocks: Expr,
+    threads: int,
+    groups: int,
+    body: Callable[[Var, Var, Var], Stmt],
+    shared: SharedMemory | None = None,
+) -> Stmt:
+    """``body(block, group, thread)`` for all, with memory that it may ask for; nothing if there are no blocks.
 
     Threads of a group are neighbours: a warp holds whole groups, or a group whole warps.
     """
@@ -24,6 +53,8 @@ def launch(blocks: Expr, threads: int, groups: int, body: Callable[[Var, Var, Va
     }
     variables = [Var(name, index_type) for name in ("block", "group", "thread")]
     nest = body(*variables)
+    if shared is not None:
+        nest = sequence([*shared.allocations, nest])
     for (tag, extent), variable in reversed(list(zip(extents.items(), variables, strict=True))):
         axis = IterVar(Range(_const(0, index_type), extent), variable, IterVar.ThreadIndex, tag)
         nest = AttrStmt(axis, "thread_extent", extent, nest)

@@ -2,8 +2,8 @@
 
 The order of a row: it is walked by :func:`row_threads` threads. Thread ``t`` takes the vectors ``t, t + threads, …`` of
 :func:`row_lanes` elements; each lane has an accumulator of its own, which are combined by halves, then the threads'
-totals by halves. A column: each chunk's rows are dealt to :func:`row_groups` groups in turn, whose sums are combined in
-order; the chunks are dealt to :data:`FINISH_STRANDS` strands, combined by halves. All of it follows from the extents.
+totals by halves. A column: each chunk's rows are dealt to :func:`row_groups` groups in turn, whose sums are combined by
+halves; so are the chunks, dealt to :data:`FINISH_STRANDS` strands. All of it follows from the extents.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from bridge.compile.schedule.order import ReductionOrder
 __all__ = [
     "BLOCK_THREADS",
     "COLUMN_STRANDS",
+    "FEW_ROWS",
     "FINISH_STRANDS",
     "LIMITS",
     "ORDER",
@@ -37,6 +38,11 @@ _MOST_THREADS = 1024
 _VECTORS_PER_THREAD = 8  # in registers: 32 numbers of each value that is kept
 
 FINISH_STRANDS = 16
+"""Threads that combine what the chunks have of one column."""
+
+FEW_ROWS = 32
+"""A column of fewer is added by one thread, a longer one that is not cut into chunks by :data:`COLUMN_STRANDS`."""
+
 COLUMN_STRANDS = 8
 
 ORDER = ReductionOrder(

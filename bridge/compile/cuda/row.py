@@ -1,0 +1,117 @@
+"""Row of a group of threads: a row plan → the code of one row, its passes and the reductions between them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Stmt, Var
+
+from bridge.compile.codegen.arguments import LaunchArguments
+from bridge.compile.codegen.emit import compute_type
+from bridge.compile.codegen.rounding import rounded
+from bridge.compile.codegen.tir import sequence
+from bridge.compile.cuda.emitter import CudaEmitter, local_buffer
+from bridge.compile.cuda.limits import row_groups, row_lanes, row_threads
+from bridge.compile.cuda.scope import ThreadScope
+from bridge.compile.cuda.steps import column_steps
+from bridge.compile.cuda.tree import Team
+from bridge.compile.schedule.reduction import combine, identity
+from bridge.compile.schedule.row_plan import RowPass, RowPlan
+
+__all__ = ["RowForm", "emit_row"]
+
+_UNROLLED = 16
+"""Turns of a loop over a row at most that is unrolled, so that what a thread keeps is in registers."""
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """How a group of threads walks a row.
+
+    Attributes:
+        threads, groups: see :mod:`bridge.compile.cuda.limits`.
+        lanes: of a vector.
+        turns: vectors that a thread takes at most; ``None`` where the length is the launch's.
+    """
+
+    threads: int
+    groups: int
+    lanes: int
+    turns: int | None
+
+    @classmethod
+    def of(cls, plan: RowPlan) -> RowForm:
+        last, length = plan.columns[-1], plan.length
+        lanes = math.gcd(last, row_lanes(length)) if isinstance(last, int) else 1
+        threads = row_threads(length)
+        turns = -(-length // (threads * lanes)) if isinstance(length, int) else None
+        return cls(threads, row_groups(length), lanes, turns)
+
+    @property
+    def kept(self) -> int | None:
+        """Elements of a row that a thread meets at most."""
+        return None if self.turns is None else self.turns * self.lanes
+
+    def loop(self, plan: RowPlan, number: LaunchArguments, thread: Expr, body) -> Stmt:
+        """``body(emitter, position, slot)`` for the thread's vectors; ``slot`` counts the elements that it meets."""
+        turn, e = Var("turn", plan.index_type), CudaEmitter()
+        wide = self.threads * self.lanes
+        if self.turns is None:
+            turns = tirx.truncdiv(number(plan.length) + number(wide - 1), number(wide))
+        else:
+            turns = number(self.turns)
+        position = e.name_index((turn * number(self.threads) + thread) * number(self.lanes), "position")
+        inside = sequence(body(position, turn * number(self.lanes)))
+        if self.turns is None or self.turns * wide != plan.length:
+            inside = IfThenElse(position < number(plan.length), inside, None)
+        kind = ForKind.UNROLLED if self.turns is not None and self.turns <= _UNROLLED else ForKind.SERIAL
+        return For(turn, number(0), turns, kind, sequence([*e.stmts, inside]))
+
+
+def emit_row(scope: ThreadScope, form: RowForm, team: Team, row: Expr) -> list[Stmt]:
+    """The code of one row; per-row values are computed by every thread of the group."""
+    scope.start(row)
+    stmts: list[Stmt] = []
+    for index, row_pass in enumerate(scope.plan.passes):
+        scope.per_row_values(index)
+        stmts += scope.taken()
+        stmts += _pass(scope, form, team, index, row_pass) if row_pass else []
+    scope.per_row_values(len(scope.plan.passes))
+    return stmts + scope.taken()
+
+
+def _pass(scope: ThreadScope, form: RowForm, team: Team, index: int, row_pass: RowPass) -> list[Stmt]:
+    plan, number, head = scope.plan, scope.number, scope.head
+    rows = [node for node in row_pass.reductions if plan.nodes[node].reduces == "row"]
+    start: list[Stmt] = []
+    accumulators: dict[int, Buffer] = {}
+    for node in rows:
+        dtype = compute_type(plan.nodes[node].dtype)
+        buffer, allocation = local_buffer(form.lanes, dtype, "acc")
+        first = head.const(identity(plan.nodes[node].op, dtype), dtype)
+        start += [allocation, *(BufferStore(buffer, first, [number(k)]) for k in range(form.lanes))]
+        accumulators[node] = buffer
+
+    def vector(position: Expr, slot: Expr) -> list[Stmt]:
+        return column_steps(scope, index, form.lanes, position, slot, accumulators)
+
+    loop = form.loop(plan, number, team.thread, vector)
+    hoisted = scope.taken()  # per-row loads that the steps asked for
+    parts = [
+        (plan.nodes[node].op, str(buffer.dtype), _folded(scope, node, buffer)) for node, buffer in accumulators.items()
+    ]
+    for node, total in zip(rows, team.totals(head, parts), strict=True):
+        scope.set_scalar(node, head.bind(rounded(head, total, plan.nodes[node].dtype), "r"))
+    return [*start, *hoisted, loop, *scope.taken()]
+
+
+def _folded(scope: ThreadScope, node: int, buffer: Buffer) -> Expr:
+    """A thread's lanes, combined by halves."""
+    head, op = scope.head, scope.plan.nodes[node].op
+    lanes = [BufferLoad(buffer, [scope.number(k)]) for k in range(int(buffer.shape[0]))]
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = [head.bind(combine(head, op, a, b)) for a, b in zip(lanes[:half], lanes[half:], strict=True)]
+    return lanes[0]

@@ -1,0 +1,168 @@
+"""Row kernels: a row plan with reductions → its launches.
+
+Rows alone: a group of threads for each. Where rows are reduced as well, or a row's buffers lie in scratch memory: a
+block for each task, whose groups take the task's rows in turn; what a task has of a column reduction is combined by a
+second launch, see :mod:`bridge.compile.cuda.finish`.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.tirx import BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Stmt, Var
+
+from bridge.compile.codegen.arguments import LaunchArguments
+from bridge.compile.codegen.emit import compute_type
+from bridge.compile.codegen.tir import sequence
+from bridge.compile.cuda.emitter import CudaEmitter, local_buffer
+from bridge.compile.cuda.finish import finish_columns
+from bridge.compile.cuda.launch import SharedMemory, launch, synchronize
+from bridge.compile.cuda.row import RowForm, emit_row
+from bridge.compile.cuda.scope import Kept, ThreadScope
+from bridge.compile.cuda.tree import Halved, Team, halve
+from bridge.compile.schedule.reduction import identity
+from bridge.compile.schedule.row_plan import RowPlan
+from bridge.compile.schedule.row_scope import KernelBuffers
+
+__all__ = ["rows"]
+
+_REGISTERS = 64
+"""Numbers of a column reduction at most that a thread keeps for itself; of longer rows they lie in scratch memory."""
+
+
+def rows(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> list[Stmt]:
+    """The launches of a plan with reductions."""
+    return _Rows(plan, buffers, number).launches()
+
+
+class _Rows:
+    def __init__(self, plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> None:
+        self.plan, self.buffers, self.number = plan, buffers, number
+        self.form = form = RowForm.of(plan)
+        lanes = form.lanes if plan.column_reductions and form.groups > 1 else 1
+        self.shared = SharedMemory(form.threads * form.groups * lanes)
+
+    def launches(self) -> list[Stmt]:
+        plan, number, form, walk = self.plan, self.number, self.form, self.plan.walk
+        if plan.column_reductions or plan.buffer_row is not None:
+            blocks, body = number(1 if walk.tasks is None else walk.tasks), self._task
+        else:
+            groups = number(form.groups)
+            blocks, body = tirx.truncdiv(number(walk.rows) + groups - number(1), groups), self._row
+        launches = [launch(blocks, form.threads, form.groups, body, self.shared)]
+        if any(node in self.buffers.outputs for node in plan.column_reductions):
+            launches.append(finish_columns(plan, self.buffers, number))
+        return launches
+
+    def _team(self, group: Expr, thread: Expr) -> tuple[Team, ThreadScope]:
+        team = Team(self.form.threads, group, thread, self.number, self.shared)
+        return team, ThreadScope(self.plan, self.buffers, self.number, tirx.EQ(thread, self.number(0)))
+
+    def _clamped(self, scope: ThreadScope, row: Expr, count: Expr) -> Expr:
+        """A row there is: groups behind the last repeat it, so that all reach every barrier, and store nothing."""
+        if self.form.groups == 1:
+            return row
+        scope.valid = row < count
+        return tirx.min(row, count - self.number(1))
+
+    def _row(self, block: Var, group: Var, thread: Var) -> Stmt:
+        team, scope = self._team(group, thread)
+        row = block * self.number(self.form.groups) + group
+        row = self._clamped(scope, row, self.number(self.plan.walk.rows))
+        allocations = self._keep(scope, self.number(0))
+        return sequence([*allocations, *emit_row(scope, self.form, team, row)])
+
+    def _task(self, task: Var, group: Var, thread: Var) -> Stmt:
+        number, walk, form = self.number, self.plan.walk, self.form
+        team, scope = self._team(group, thread)
+        begin, count = number(0), number(walk.rows)
+        names = CudaEmitter()
+        if walk.task_rows is not None:
+            chunk = tirx.truncmod(task, number(walk.chunks)) if walk.batched else task
+            begin = chunk * number(walk.task_rows)
+            count = tirx.min(number(walk.task_rows), number(walk.rows) - begin)
+            if walk.batched:
+                begin = tirx.truncdiv(task, number(walk.chunks)) * number(walk.rows) + begin
+            begin, count = names.name_index(begin, "begin"), names.name_index(count, "count")
+        allocations = self._keep(scope, task)
+        turn = Var("turn", self.plan.index_type)
+        row = begin + self._clamped(scope, turn * number(form.groups) + group, count)
+        turns = tirx.truncdiv(count + number(form.groups - 1), number(form.groups))
+        loop = For(turn, number(0), turns, ForKind.SERIAL, sequence(emit_row(scope, form, team, row)))
+        first = self._partials(scope, team, True, task)
+        return sequence([*names.stmts, *allocations, *first, loop, *self._partials(scope, team, False, task)])
+
+    def _keep(self, scope: ThreadScope, task: Expr) -> list[Stmt]:
+        """Makes room for what a thread keeps: between passes, and of column reductions."""
+        plan, number, kept = self.plan, self.number, self.form.kept
+        allocations: list[Stmt] = []
+        for node in plan.cached:
+            if plan.buffer_row is not None:
+                scope.cached[node] = Kept(self.buffers.cached[node], task * number(plan.buffer_row))
+                continue
+            buffer, allocation = local_buffer(kept, compute_type(plan.nodes[node].dtype), "kept")
+            scope.cached[node] = Kept(buffer)
+            allocations.append(allocation)
+        for node in plan.column_reductions:
+            if kept is None or kept > _REGISTERS:
+                scope.partial[node] = Kept(self.buffers.partial[node], task * number(plan.length))
+                continue
+            buffer, allocation = local_buffer(kept, compute_type(plan.nodes[node].dtype), "part")
+            scope.partial[node] = Kept(buffer)
+            allocations.append(allocation)
+        return allocations
+
+    def _partials(self, scope: ThreadScope, team: Team, first: bool, task: Expr) -> list[Stmt]:
+        """Fills the parts of column reductions with identities, or stores those that the thread keeps."""
+        plan, number, form, stmts = self.plan, self.number, self.form, []
+        for node, kept in scope.partial.items():
+            op, dtype = plan.nodes[node].op, compute_type(plan.nodes[node].dtype)
+
+            def clear(position: Expr, slot: Expr, kept=kept, op=op, dtype=dtype) -> list[Stmt]:
+                start = CudaEmitter().const(identity(op, dtype), dtype)
+                at = kept.at(slot, position)
+                return [BufferStore(kept.buffer, start, [at + number(k)]) for k in range(form.lanes)]
+
+            if first:
+                stmts.append(form.loop(plan, number, team.thread, clear))
+            elif kept.base is None:
+                stmts += self._store_partial(node, kept, team, task)
+        return stmts
+
+    def _store_partial(self, node: int, kept: Kept, team: Team, task: Expr) -> list[Stmt]:
+        """What the groups of a block have of a column reduction, combined, as the task's part."""
+        plan, number, form = self.plan, self.number, self.form
+        memory, op = self.buffers.partial[node], plan.nodes[node].op
+        base = task * number(plan.length)
+
+        def store(position: Expr, slot: Expr) -> list[Stmt]:
+            return [
+                BufferStore(memory, BufferLoad(kept.buffer, [slot + number(k)]), [base + position + number(k)])
+                for k in range(form.lanes)
+            ]
+
+        if form.groups == 1:
+            return [form.loop(plan, number, team.thread, store)]
+        wide = form.threads * form.lanes
+        turn = Var("turn", plan.index_type)
+
+        def place(k: int):
+            return lambda member: member * number(wide) + team.thread * number(form.lanes) + number(k)
+
+        shared, places = self.shared(str(kept.buffer.dtype)), [place(k) for k in range(form.lanes)]
+        slot = turn * number(form.lanes)
+        stmts: list[Stmt] = [
+            synchronize(),
+            *(
+                BufferStore(shared, BufferLoad(kept.buffer, [slot + number(k)]), [places[k](team.group)])
+                for k in range(form.lanes)
+            ),
+        ]
+        stmts += halve([Halved(op, shared, each) for each in places], form.groups, team.group, number)
+        position = (turn * number(form.threads) + team.thread) * number(form.lanes)
+        total = [
+            BufferStore(memory, BufferLoad(shared, [places[k](number(0))]), [base + position + number(k)])
+            for k in range(form.lanes)
+        ]
+        last = tirx.And(tirx.EQ(team.group, number(0)), position < number(plan.length))
+        stmts += [IfThenElse(last, sequence(total), None)]
+        return [For(turn, number(0), number(form.turns), ForKind.UNROLLED, sequence(stmts))]
