@@ -78,10 +78,8 @@ class CudaBackend(Backend):
 
     def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan) -> PrimFunc:
         match plan:
-            case RowPlan():
+            case RowPlan() | ColumnPlan():
                 return generate(plan)
-            case ColumnPlan():
-                raise NotImplementedError("column reductions on CUDA")
         raise NotImplementedError(f"products on CUDA are torch's, not generated: {plan}")
 
     def legalized(self, function: PrimFunc) -> PrimFunc:

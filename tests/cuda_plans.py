@@ -1,0 +1,85 @@
+"""Plans of a GPU on a processor: loop graphs → kernels for CUDA → OpenCL on PoCL → results beside the CPU backend's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from autodiff.extents import ExtentScope
+from bridge.compile.cuda.backend import CudaBackend
+from bridge.compile.loop_ir.graph import Graph, Reduction, Value
+from bridge.compile.schedule.column_plan import plan_columns
+from bridge.compile.schedule.fuse import fuse
+from bridge.compile.schedule.plan_rows import plan_rows
+from bridge.compile.schedule.planned import Planned
+from tests.opencl import OpenClKernels
+
+__all__ = ["BACKEND", "CudaKernels", "array", "assert_near", "planned"]
+
+BACKEND = CudaBackend(arch="sm_90")
+
+#: Of the largest number of a result, what two orders of summation may differ by.
+TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+
+
+def planned(graph: Graph) -> list[Planned]:
+    """The plans of a graph's kernels, in order, as the compiler makes them for a GPU."""
+    groups = fuse(graph, BACKEND)
+    stored = {operand.value for operand in graph.results}
+    for group in groups:
+        stored |= {operand.value for _, operand in group.reads()}
+    plans = []
+    for group in groups:
+        node = group.nodes[0]
+        alone = isinstance(node, Reduction) and not group.fusable
+        plans.append(plan_columns(node, BACKEND) if alone else plan_rows(group, stored, BACKEND))
+    return plans
+
+
+class CudaKernels:
+    """Kernels of planned graphs, compiled together."""
+
+    def __init__(self, graphs: Sequence[Sequence[Planned]]) -> None:
+        self.graphs = graphs
+        plans = {each.plan: None for graph in graphs for each in graph}
+        self.index = {plan: index for index, plan in enumerate(plans)}
+        self.code = OpenClKernels([BACKEND.kernel(plan) for plan in plans])
+
+    def run(
+        self,
+        graph: Sequence[Planned],
+        memory: dict[Value, torch.Tensor],
+        scope: ExtentScope | None = None,
+        sizes: Mapping[str, int] | None = None,
+    ) -> None:
+        """Runs a graph's kernels; ``memory`` has the inputs, and the results afterwards."""
+
+        def number(extents: tuple) -> tuple[int, ...]:
+            return extents if scope is None else scope.compiled(extents)(sizes)
+
+        for each in graph:
+            for value in (*each.outputs, *each.scratch):
+                memory[value] = torch.full(number(value.shape), 3, dtype=getattr(torch, value.dtype))
+            tensors = [memory[value] for value in (*each.inputs, *each.outputs, *each.scratch)]
+            self.code(self.index[each.plan], list(map(array, tensors)), number(each.scalars))
+
+
+def array(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's memory as a kernel for CUDA sees it."""
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    return (tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor).numpy()
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Equal but for the order of sums; integers are equal."""
+    assert ours.dtype is theirs.dtype
+    ours, theirs = ours.reshape(-1), theirs.reshape(-1)
+    if not ours.is_floating_point():
+        assert torch.equal(ours, theirs)
+        return
+    finite = theirs[theirs.isfinite()].double().abs()
+    scale = max(1.0, float(finite.max())) if len(finite) else 1.0
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE[ours.dtype] * scale, equal_nan=True)
