@@ -148,7 +148,9 @@ def _in_float32_if(condition, importer, convert, node, *args, **kwargs):
 def _rounded(importer, node, number):
     """A number as the result's type holds it."""
     if isinstance(number, Extent | Expr):
-        raise UnsupportedUse("a factor that is made of sizes which vary", "multiply by it")
+        if importer.out(node).dtype in (torch.float16, torch.bfloat16):
+            raise UnsupportedUse("a factor of a half type that is made of sizes which vary", "multiply by it")
+        return number
     return torch.tensor(number, dtype=importer.out(node).dtype).item()
 
 
@@ -163,7 +165,8 @@ def _is_wider(importer, node, factor):
 
 @converts(aten.add.Tensor, aten.add.Scalar)
 def add(importer, node, x, y, *, alpha=1):
-    return _in_float32_if(alpha != 1, importer, _add, node, x, y, alpha=_rounded(importer, node, alpha))
+    alpha = _rounded(importer, node, alpha)
+    return _in_float32_if(not _is_one(alpha), importer, _add, node, x, y, alpha=alpha)
 
 
 def _add(importer, node, x, y, *, alpha):
@@ -175,7 +178,8 @@ def _add(importer, node, x, y, *, alpha):
 
 @converts(aten.sub.Tensor, aten.sub.Scalar)
 def sub(importer, node, x, y, *, alpha=1):
-    return _in_float32_if(alpha != 1, importer, _sub, node, x, y, alpha=_rounded(importer, node, alpha))
+    alpha = _rounded(importer, node, alpha)
+    return _in_float32_if(not _is_one(alpha), importer, _sub, node, x, y, alpha=alpha)
 
 
 def _sub(importer, node, x, y, *, alpha):
@@ -193,8 +197,13 @@ def broadcast(importer, node, *operands):
     return [importer.expand(operand, importer.out(node).shape) for operand in operands]
 
 
+def _is_one(factor):
+    """For all sizes; asking guards nothing."""
+    return not isinstance(factor, Extent | Expr) and factor == 1
+
+
 def _scaled(importer, value, alpha):
-    return value if alpha == 1 else importer.emit(op.multiply(value, importer.constant(alpha, dtype(value))))
+    return value if _is_one(alpha) else importer.emit(op.multiply(value, importer.constant(alpha, dtype(value))))
 
 
 @converts(aten.mul.Tensor, aten.mul.Scalar)
@@ -244,7 +253,11 @@ def reciprocal(importer, node, x):
 def pow_scalar(importer, node, x, exponent):
     (x,) = importer.operands(node, x)
     if isinstance(exponent, Extent | Expr):
-        raise UnsupportedUse("an exponent that is made of sizes which vary", "torch.pow with a tensor")
+        if dtype(x) not in ("float32", "float64"):
+            raise UnsupportedUse(
+                f"an exponent of {dtype(x)} that is made of sizes which vary", "torch.pow with a tensor"
+            )
+        return importer.emit(op.power(x, importer.constant(exponent, dtype(x))))
     if exponent == 2:
         return importer.emit(op.multiply(x, x))
     if exponent == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from bridge.capture.inplace_rules import CHANGES_ARGUMENT
 from bridge.capture.module_calls import forward_here
 from bridge.capture.number_index import SymbolicNumberIndices
 from bridge.capture.recurrent_formulas import lstm_as_in_eager
+from bridge.capture.symbolic_formulas import SymbolicFormulas
 from bridge.state import ModuleTensor
 
 __all__ = [
@@ -62,6 +63,7 @@ def export(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequenc
             tracers_hooks_removed(),
             DataIsDetached(),
             WholeCTCLoss(),
+            SymbolicFormulas() if dims else nullcontext(),
             _forward_as_exported(module),
         ):
             return torch.export.export(

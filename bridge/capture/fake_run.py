@@ -13,7 +13,7 @@ from bridge.base.torch_internals import FakeTensorMode, clear_fake_memo, pytree
 from bridge.capture.observation import Observation
 from bridge.capture.observe import observe
 from bridge.capture.passes.kinds import stand_in
-from bridge.capture.python_kernels import running
+from bridge.capture.symbolic_formulas import running
 from bridge.capture.symbolic_sizes import SymbolicSizes
 from bridge.state import ModuleTensor, once_per_owner
 

@@ -23,7 +23,7 @@ from bridge.capture.observation import Draw
 from bridge.capture.passes.kinds import kind_key, stand_in
 from bridge.capture.passes.size_nodes import is_of_sizes
 from bridge.capture.passes.stop_gradient import origin_of
-from bridge.capture.python_kernels import running
+from bridge.capture.symbolic_formulas import running
 
 __all__ = ["draws_by_origin", "match_draws"]
 

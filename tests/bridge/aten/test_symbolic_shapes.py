@@ -66,6 +66,11 @@ def _padded(x):
     return F.pad(x, (0, 0, 2, 1)), F.pad(x, (1, 1), mode="reflect"), F.pad(x, (0, 0, 0, 40 - x.shape[1]))
 
 
+def _resized(x):
+    by_size = F.interpolate(x.mT, x.shape[1] + 3, mode="linear"), F.interpolate(x[:, None], (5, 7), mode="bilinear")
+    return F.interpolate(x.mT, scale_factor=2) * 2, F.interpolate(x, scale_factor=0.5) * 2, *by_size
+
+
 def _norms(x):
     return F.layer_norm(x, x.shape[1:]), F.group_norm(x.mT, 2), F.batch_norm(x.mT, None, None, training=True)
 
@@ -76,7 +81,15 @@ def _losses(x):
 
 def _numbers(x):
     kept = torch.where(x > 0, x, x.shape[0]), torch.arange(9).clamp(max=x.shape[1] - 1), x.sum() / x.numel()
-    return x * x.shape[1] + x.shape[0], x / x.shape[1] - 1 / x.shape[0], x * x.shape[1] ** -0.5, x.shape[0], *kept
+    made = torch.add(x, x, alpha=x.shape[0]), torch.sub(x, x, alpha=x.shape[1] ** -0.5), x ** (x.shape[1] - 1)
+    return (
+        x * x.shape[1] + x.shape[0],
+        x / x.shape[1] - 1 / x.shape[0],
+        x * x.shape[1] ** -0.5,
+        x.shape[0],
+        *kept,
+        *made,
+    )
 
 
 def _drawn(x):
@@ -108,6 +121,8 @@ ALL_SIZES = {
     "products": lambda x: (torch.einsum("nic,njc->nij", x, x), torch.baddbmm(x, _square(x), x)),
     "norms": _norms,
     "pooled": lambda x: F.adaptive_avg_pool1d(F.conv1d(x.mT, torch.ones(3, 4, 2, dtype=x.dtype), padding=1), 3),
+    "rows pooled": lambda x: F.max_pool1d(torch.stack([x.flatten(1)] * 2, 1), 2, 1, 1) * 2,
+    "resized": _resized,
     "losses": _losses,
     "numbers": _numbers,
     "half": lambda x: (x.half() * x.shape[1] / x.shape[0], x.float() * x.shape[1]),
@@ -166,7 +181,19 @@ def test_at_sizes_from_one_on(name):
     assert_as_eager(lowered, normal, [(3, least), (2, 7), (5, 8)])
 
 
+class Cell(nn.Module):
+    """One step for each row."""
+
+    def __init__(self, cell: nn.Module):
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x):
+        return self.cell(x[:, 0])
+
+
 LAYERS = {
+    "lstm cell": Cell(nn.LSTMCell(4, 3)),
     "lstm": nn.LSTM(4, 3, batch_first=True),
     "gru": nn.GRU(4, 3, 2, batch_first=True, dropout=0.2, bidirectional=True),
     "encoder": nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
@@ -180,8 +207,8 @@ def test_layers_of_any_batch(name):
 
 
 REFUSED = {
-    "a factor that is made of sizes": lambda x: torch.add(x, x, alpha=x.shape[0]),
-    "an exponent that is made of sizes": lambda x: x ** x.shape[0],
+    "a factor of a half type that is made of sizes": lambda x: torch.add(x.half(), x.half(), alpha=x.shape[0]),
+    "an exponent of float16 that is made of sizes which vary": lambda x: x.half() ** x.shape[0],
     "a geometry in memory of a size that varies": lambda x: x.as_strided((x.shape[0], 2), (x.stride(0), 1)) * 2,
     "a geometry in memory where sizes vary": lambda x: x + torch.ones(4).as_strided((2, 4), (0, 1)).sum(0),
     "bags of computed weights of a size that varies": lambda x: _bags(x[0] * 2),
