@@ -143,7 +143,7 @@ assert stats(body).hits == 2 and len(stats(body).misses) == 6
 
 # %% [markdown]
 # What to do about them: call `add_tvm_dispatch` again with the other sample or in the other mode, which adds an
-# entry; let misses compile (`on_miss="compile"`, eight entries at most); or make them loud.
+# entry; let misses compile (`on_miss="compile"`: the second batch size is compiled for all of them); or make them loud.
 
 # %%
 flexible = add_tvm_dispatch(copy.deepcopy(body), x, on_miss="compile")

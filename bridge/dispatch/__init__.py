@@ -9,10 +9,8 @@ from bridge.dispatch.entries import Entries
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.guards import interpreter_state
 from bridge.dispatch.stats import DispatchStats
-from bridge.dispatch.varying import AUTOMATIC
 
 __all__ = [
-    "AUTOMATIC",
     "MAX_BOUND",
     "MAX_ENTRIES",
     "CallStep",

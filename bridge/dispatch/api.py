@@ -84,8 +84,9 @@ def add_tvm_dispatch(
         sample_kwargs: further keyword arguments.
         partition: what is saved for the backward: ``"min_cut"``, ``"save_all"``, ``"recompute_all"`` or a strategy.
         on_miss: for calls that match no entry: ``"eager"`` (the default where there is a sample), ``"compile"`` (the
-            default without one; at most ``MAX_ENTRIES`` entries are kept, and what differs in the same thing at every
-            call is compiled for a few times only, then runs eager) or ``"error"``.
+            default without one; the second size of a dimension is compiled for all sizes from 2 on, if that is exact;
+            at most ``MAX_ENTRIES`` entries are kept, and what differs in the same thing at every call is compiled for a
+            few times only, then runs eager) or ``"error"``.
         target: TVM target of kind ``llvm``; by default this machine's CPU.
         dynamic_shapes: which dimensions of the sample vary, as torch.export takes it: the entry serves all sizes from 2
             on, or those of the ``Dim``'s range. What forward asks about sizes is a condition of the entry.

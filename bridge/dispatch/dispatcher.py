@@ -7,6 +7,7 @@ which ``nn.Module.__call__`` asks first and ``nn.Module.__getstate__`` drops, so
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 import threading
 import weakref
@@ -17,7 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.errors import CompilationError, DispatchMiss, Unsupported, UnsupportedModule, is_refused_by_eager
+from bridge.base.errors import (
+    CompilationError,
+    DispatchMiss,
+    Unsupported,
+    UnsupportedModule,
+    is_out_of_memory,
+    is_refused_by_eager,
+)
 from bridge.base.guard_failure import INTERPRETER, RUN
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.log import channel
@@ -33,7 +41,7 @@ from bridge.dispatch.guards import GuardFailure, active_modes
 from bridge.dispatch.hooks import call_with_hooks
 from bridge.dispatch.outer_compiler import call_opaque, hide
 from bridge.dispatch.stats import DispatchStats
-from bridge.dispatch.varying import AUTOMATIC, varying_dims
+from bridge.dispatch.varying import FixedDims, varying_dims
 from bridge.dispatch.worth import TOO_SMALL, measure_worth
 
 __all__ = ["MAX_ENTRIES", "Dispatcher", "require_capturable"]
@@ -56,13 +64,10 @@ class Dispatcher:
     Attributes:
         entries: what is compiled, and what became of the calls; ``stats``: the user's view of it.
         backend: ``None``: that of the device of each call's tensors.
-        automatic: whether the second size of a dimension makes it symbolic, where calls that miss are compiled.
         learns: whether the next call that misses is compiled, whatever ``on_miss`` says: there was no sample.
         on_refused: called with the condition that a call does not meet and with the reason why no entry serves it,
             instead of a warning; failures of the compiler come here as well, and the call runs eager.
     """
-
-    automatic = AUTOMATIC
 
     def __init__(self, module: nn.Module, *, partition: Any, on_miss: str, backend: Backend | None):
         self._module = weakref.ref(module)  # the module owns its dispatcher, not the other way round
@@ -76,7 +81,7 @@ class Dispatcher:
         self.budget = CompileBudget()
         self._unsupported: dict[str, None] = {}
         self._not_inputs: Counter[tuple[NumberPlace, ...]] = Counter()  # how often numbers could not be inputs
-        self._static: set[tuple[DynamicDim, ...]] = set()  # dimensions whose sizes could not vary together
+        self._fixed = FixedDims()
         self._missed = ("", 0)  # the cause of the latest misses, and how many they were
         self._adding = threading.RLock()
         self._warned: set[Any] = set()
@@ -336,25 +341,31 @@ class Dispatcher:
 
         ``None`` if there are none such, or if the sizes are refused, which is logged: each gets an entry of its own.
         """
-        if not self.automatic:
+        for known in reversed(self.entries.all):
+            if dims := varying_dims(known.guard, module.forward, args, kwargs):
+                break
+        else:
             return None
-        known = (varying_dims(entry.guard, module.forward, args, kwargs) for entry in reversed(self.entries.all))
-        dims = next(filter(None, known), ())
-        if not dims or dims in self._static:
+        dims = self._fixed.left(module.training, dims)
+        if not dims:
             return None
         name, entry = type(module).__name__, None
         try:
             entry = self.add(module, args, kwargs, dims)
             entry.guard.match(module, args, kwargs)
-        except (UnsupportedModule, CompilationError, GuardFailure) as error:
-            self._static.add(dims)
+        except Exception as error:  # whatever goes wrong with all sizes, this one can still be compiled
+            if is_refused_by_eager(error) or is_out_of_memory(error):
+                raise
+            self._fixed.note(module.training, tuple(set(dims) - known.dims) or dims)
             if entry is not None:
                 self.entries.drop(entry)
-            places = ", ".join(each.place for each in dims)
-            log.info("%s: every size of %s gets an entry of its own: %s", name, places, error)
+            is_bug = not isinstance(error, UnsupportedModule | GuardFailure)
+            words = "%s: every size of %s gets an entry of its own: %s"
+            log.log(logging.WARNING if is_bug else logging.INFO, words, name, _places(dims), error)
             return None
         if entry.bound is None:
-            self._static.add(dims)
+            self._fixed.note(module.training, tuple(set(dims) - known.dims) or dims)
+            log.info("%s: forward fixes %s; every size gets an entry of its own", name, _places(dims))
         else:
             log.info("%s is compiled for sizes that vary from its second size on: %s", name, entry.bound)
         return entry
@@ -363,6 +374,10 @@ class Dispatcher:
         """Adds entries that were compiled for the same module."""
         with self._adding:
             self.entries.add(*entries)
+
+
+def _places(dims: Sequence[DynamicDim]) -> str:
+    return ", ".join(each.place for each in dims)
 
 
 #: A hook of the deprecated kind is handed the gradients of the module's last operator, which is not there any more.

@@ -15,12 +15,12 @@ from typing import Any
 from autodiff.extents import Extent
 from bridge.base.torch_internals import pytree
 from bridge.capture import DynamicDim
-from bridge.dispatch.guards import Guard
+from bridge.dispatch.guards import Guard, interpreter_state
 
-__all__ = ["AUTOMATIC", "varying_dims"]
+__all__ = ["MAX_REFUSED", "FixedDims", "varying_dims"]
 
-#: Whether sizes are found to vary without being told so.
-AUTOMATIC = False
+#: Sets of dimensions that are tried in vain, in one mode, before every size gets an entry of its own.
+MAX_REFUSED = 4
 _LEAST = 2
 
 
@@ -49,6 +49,26 @@ def varying_dims(
                 place = f"{path}.shape[{dimension}]"
                 found.append(DynamicDim(leaf, dimension, place, "Dim.AUTO", name, _LEAST, None, required=False))
     return tuple(found)
+
+
+class FixedDims:
+    """Dimensions whose sizes turned out not to vary, by the modes of the call: no further size tries them again."""
+
+    def __init__(self) -> None:
+        self._refused: dict[tuple, list[frozenset[DynamicDim]]] = {}
+
+    def left(self, is_training: bool, dims: tuple[DynamicDim, ...]) -> tuple[DynamicDim, ...]:
+        """Those of the dimensions that may be tried together in the present modes."""
+        refused = self._refused.get((is_training, interpreter_state()), [])
+        if len(refused) >= MAX_REFUSED:
+            return ()
+        gone = frozenset().union(*(each for each in refused if each <= frozenset(dims)))
+        return tuple(each for each in dims if each not in gone)
+
+    def note(self, is_training: bool, dims: tuple[DynamicDim, ...]) -> None:
+        """They cannot vary together. Where a few of them cannot, the others may."""
+        refused = self._refused.setdefault((is_training, interpreter_state()), [])
+        refused[:] = [*(each for each in refused if not each > frozenset(dims)), frozenset(dims)]
 
 
 def _parameter(forward: Callable[..., Any], path: str) -> str:

@@ -29,7 +29,6 @@ from bridge.base.lru import LeastRecentlyUsed
 from bridge.capture import is_traced_here
 from bridge.compile import Backend, backend_for
 from bridge.dispatch import (
-    AUTOMATIC,
     MAX_BOUND,
     MAX_ENTRIES,
     DispatchStats,
@@ -110,10 +109,7 @@ class CompiledGraph:
         name: ``"graph 3"``, in the order in which Dynamo found them.
         where: the user's first source line in it, or ``None``.
         stats: hits; misses with their reasons; entries.
-        automatic: whether sizes that Dynamo made symbolic vary here, too.
     """
-
-    automatic = AUTOMATIC
 
     def __init__(self, graph_module: fx.GraphModule, *, partition: Any, backend: Backend | None, max_entries: int):
         serial = next(_serial)
@@ -130,7 +126,7 @@ class CompiledGraph:
         self._varying: frozenset[int] = frozenset()
         self._compiled: dict[tuple, Compiled | str] = {}
         sizes = sizes_of(graph_module.graph)
-        self._sizes = sizes if self.automatic and sizes.dims else None
+        self._sizes = sizes if sizes.dims else None
         self._varying_sizes: list[tuple[Any, Compiled]] = []  # with the interpreter's state of each
         self._known_sizes = LeastRecentlyUsed[tuple, Compiled](MAX_BOUND)
         _GRAPHS[serial] = self

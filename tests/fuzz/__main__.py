@@ -9,6 +9,7 @@ import logging
 import sys
 import time
 from collections import Counter
+from functools import partial
 
 import torch
 
@@ -24,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=500, help="number of programs")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first one; the others count up")
     parser.add_argument("--dynamic", action="store_true", help="some sizes of the arguments vary (tests/fuzz/sizes.py)")
+    parser.add_argument("--automatic", action="store_true", help="likewise, and calls that miss find out which")
     parser.add_argument("--show", type=int, metavar="SEED", help="print the program of a seed and its verdict")
     parser.add_argument("--shrink", action="store_true", help="print a smaller program for each bug")
     parser.add_argument("--verbose", action="store_true", help="print every verdict")
@@ -34,6 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.show is not None:
         print(generate(options.show).source)
     judge = check_dynamic if options.dynamic else check
+    if options.automatic:
+        judge = partial(check_dynamic, kind="automatic")
     seeds = range(options.seed, options.seed + options.count) if options.show is None else [options.show]
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()

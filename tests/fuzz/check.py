@@ -63,16 +63,16 @@ class _EagerRaises(Exception):
     """A sample that eager refuses at the generator's state of that moment: an index that is drawn, for example."""
 
 
-def undisturbed(judge: Callable[[Program], Verdict]) -> Callable[[Program], Verdict]:
+def undisturbed(judge: Callable[..., Verdict]) -> Callable[..., Verdict]:
     """A judge that leaves torch's generator alone and is not disturbed by advice."""
 
     @functools.wraps(judge)
-    def judged(program: Program) -> Verdict:
+    def judged(program: Program, **options: Any) -> Verdict:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             generator = generators()
             try:
-                return judge(program)
+                return judge(program, **options)
             finally:
                 set_generators(generator)
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from unittest import mock
 
 from torch import nn
 
 from bridge import stats
-from bridge.dispatch.dispatcher import Dispatcher
 from tests.fuzz import inputs
 from tests.fuzz.calls import Call, every, nothing
 from tests.fuzz.check import PARTITIONS, Verdict, Wrong, judge, undisturbed
@@ -25,12 +23,13 @@ TRIES = 6
 
 
 @undisturbed
-def check_dynamic(program: Program) -> Verdict:
+def check_dynamic(program: Program, kind: str | None = None) -> Verdict:
     """Dispatches a program once, some sizes of its arguments being dynamic, and compares calls of six sizes with eager.
 
-    The detail of one that is the same begins with how many calls of sizes in the range were served.
+    The detail of one that is the same begins with how many calls of sizes in the range were served. ``kind``: as of
+    :func:`vary`.
     """
-    variation = vary(program)
+    variation = vary(program, kind)
     if variation is None:
         return Verdict("skipped", "no size can vary")
     options = {"partition": random.Random(program.seed).choice(PARTITIONS)}
@@ -40,16 +39,15 @@ def check_dynamic(program: Program) -> Verdict:
         else {"on_miss": "eager", "dynamic_shapes": variation.dynamic_shapes()}
     )
     watch = _Watch(variation)
-    with mock.patch.object(Dispatcher, "automatic", True):
-        verdict = judge(program.load(), lambda: calls_of(variation), options, watch)
+    verdict = judge(program.load(), lambda: calls_of(variation), options, watch)
     served = f"{watch.served} of {watch.within} served by {watch.entries}; " if verdict.status == "same" else ""
     detail = verdict.detail if verdict.status == "refused" else f"{served}{verdict.detail} [{variation}]"
     return Verdict(verdict.status, detail)
 
 
-def vary(program: Program) -> Variation | None:
-    """The first variation that eager takes, at two sizes at least."""
-    for _, variation in zip(range(TRIES), variations(program), strict=False):
+def vary(program: Program, kind: str | None = None) -> Variation | None:
+    """The first variation, of a kind or of the one that the seed chooses, that eager takes, at two sizes at least."""
+    for _, variation in zip(range(TRIES), variations(program, kind), strict=False):
         takes, *others = (_eager_takes(variation, sizes) for sizes in variation.sizes[:3])
         if takes and any(others):
             return variation

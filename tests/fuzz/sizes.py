@@ -87,8 +87,11 @@ class Variation:
         return dims.setdefault(sizes, Dim(f"size{len(dims)}", min=2, max=max(sizes)))
 
 
-def variations(program: Program) -> Iterator[Variation]:
-    """Ways in which a program's sizes may vary, in a random order; whether eager takes them is not looked at."""
+def variations(program: Program, kind: str | None = None) -> Iterator[Variation]:
+    """Ways in which a program's sizes may vary, in a random order; whether eager takes them is not looked at.
+
+    ``kind``: of all of them, see :class:`Variation`; by default the program's seed chooses.
+    """
     rng = random.Random(program.seed)
     spelled: dict[int, list[Spot]] = {}
     for index, (_, text, _) in enumerate(program.arguments):
@@ -102,7 +105,7 @@ def variations(program: Program) -> Iterator[Variation]:
     chosen = [(group,) for group in groups]
     if pairs:
         chosen.insert(0 if rng.random() < 0.3 else len(chosen), rng.choice(pairs))
-    kind = rng.choice(["named", "named", "dynamic", "auto", "automatic"])
+    chosen_kind = rng.choice(["named", "named", "dynamic", "auto", "automatic"])
     for parts in chosen:
         sample = tuple(size for size, _ in parts)
         sizes = [sample, tuple(rng.choice(PRIMES) for _ in parts), tuple(rng.choice(LARGE) for _ in parts)]
@@ -110,7 +113,7 @@ def variations(program: Program) -> Iterator[Variation]:
         others.append(tuple(rng.choice([2, 3, 4, 6, 8, 19]) for _ in parts))
         outside = rng.choice([0, 1, 1, 71])
         apart = (outside, *(rng.choice([size, outside]) for size in sample[1:]))
-        yield Variation(program, tuple(g for _, g in parts), sample, (sample, *others), apart, kind)
+        yield Variation(program, tuple(g for _, g in parts), sample, (sample, *others), apart, kind or chosen_kind)
 
 
 def _by_name(given: Arguments, names: list[str]) -> Mapping[str, Any]:

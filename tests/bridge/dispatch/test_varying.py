@@ -13,7 +13,9 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 from bridge import add_tvm_dispatch, examine, explain, stats
+from bridge.capture import DynamicDim
 from bridge.dispatch import MAX_BOUND
+from bridge.dispatch.varying import MAX_REFUSED, FixedDims
 from tests.bridge.compare import Call, assert_same, run
 from tests.bridge.dispatch.varying import automatic, dispatched, normal
 
@@ -150,6 +152,44 @@ def test_a_loop_over_a_size_stays_static():
         assert_same(run(module, rows(batch)), run(eager, rows(batch)))
     assert [entry.hits for entry in stats(module).entries] == [2, 2]
     assert all(entry.bound is None for entry in stats(module).entries)
+
+
+def test_what_was_refused_is_not_tried_again():
+    a, b, c = (DynamicDim(0, i, f"args[0].shape[{i}]", "Dim.AUTO", f"x_{i}", 2, None, required=False) for i in range(3))
+    fixed = FixedDims()
+    fixed.note(True, (a, b))
+    assert fixed.left(True, (a, b)) == () and fixed.left(True, (a,)) == (a,) and fixed.left(False, (a, b)) == (a, b)
+    fixed.note(True, (b,))
+    assert fixed.left(True, (a, b)) == (a,) and fixed.left(True, (a, b, c)) == (a, c)
+    with torch.no_grad():
+        assert fixed.left(True, (b,)) == (b,)
+    for dims in ((a, c), (c,), (a,)):
+        assert fixed.left(True, (c,)) == (() if dims == (a,) else (c,))
+        fixed.note(True, dims)
+    for dimension in range(3, 3 + MAX_REFUSED):
+        fixed.note(True, (DynamicDim(0, dimension, "", "", "", 2, None, required=False),))
+    assert fixed.left(True, (DynamicDim(1, 0, "", "", "", 2, None, required=False),)) == ()
+
+
+class LengthFixed(nn.Module):
+    """A bound that is a size, which cannot vary; another size that can."""
+
+    def forward(self, x):
+        return x.sin().clamp(max=x.shape[1] / 20)
+
+
+def test_one_size_varies_beside_one_that_cannot():
+    eager, module = automatic(LengthFixed)
+    for batch, length in [(3, 5), (3, 6), (4, 6), (9, 6), (2, 7), (8, 7)]:
+        call = Call((normal(batch, length, grad=True),))
+        assert_same(run(module, call), run(eager, call))
+    assert stats(module).hits == 6
+    assert [(entry.hits, entry.bound is not None) for entry in stats(module).entries] == [
+        (1, False),
+        (1, False),
+        (2, True),
+        (2, True),
+    ]
 
 
 def test_without_gradients():

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch
-from bridge.base.torch_internals import COMPILED_CALL
 from tests.bridge.compare import Call
 
 __all__ = ["automatic", "dispatched", "normal"]
@@ -27,9 +26,7 @@ def dispatched(make: Callable[[], nn.Module], call: Call, dynamic_shapes: Any) -
 def automatic(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     """A module in float64, and a copy that is compiled when called, the second size of a dimension for all sizes."""
     eager = _made(make)
-    module = add_tvm_dispatch(copy.deepcopy(eager))
-    module.__dict__[COMPILED_CALL].automatic = True
-    return eager, module
+    return eager, add_tvm_dispatch(copy.deepcopy(eager))
 
 
 def _made(make: Callable[[], nn.Module]) -> nn.Module:

@@ -163,31 +163,41 @@ def test_each_side_of_a_graph_break_is_a_graph():
 
 @pytest.mark.composes(
     "changing sizes",
-    'an entry each, eight (`options={"max_entries": …}`)',
+    'one entry from the second on; where that is refused an entry each, eight (`options={"max_entries": …}`)',
     section='`torch.compile(model, backend="tvm_dispatch")`',
 )
-def test_sizes_that_become_symbolic_are_compiled_one_by_one():
+@pytest.mark.parametrize("varies", [True, False])
+def test_sizes_that_become_symbolic(varies, caplog):
+    """One entry for all; where that is refused, which is tried once, one for each."""
+
+    def function(a):
+        return F.dropout(a.softmax(-1) if varies else a.softmax(-1).clamp(max=a.shape[0] / 99)) * a.shape[0]
+
     known = graphs()
-    compiled = torch.compile(lambda a: F.dropout(a.softmax(-1)) * a.shape[0], backend="tvm_dispatch")
+    compiled = torch.compile(function, backend="tvm_dispatch")
+    caplog.set_level(logging.INFO, "bridge.dynamo")
     for rows in (3, 5, 7, 5):
         torch.manual_seed(rows)
         data = x(rows, 4)
         torch.manual_seed(0)
         actual = compiled(data)
         torch.manual_seed(0)
-        torch.testing.assert_close(actual, F.dropout(data.softmax(-1)) * rows, **CLOSE)
+        torch.testing.assert_close(actual, function(data), **CLOSE)
     found = made_since(known)
     assert total(found) == (4, Counter())
-    assert sum(len(graph.stats.entries) for graph in found) == 3
+    assert sum(len(graph.stats.entries) for graph in found) == (2 if varies else 3)
+    words = "is compiled for sizes that vary" if varies else "every size gets an entry of its own"
+    assert sum(words in record.getMessage() for record in caplog.records) == 1
 
 
 def test_more_sizes_than_are_kept_run_eager(caplog):
-    compiled = torch.compile(lambda a: a.sin() * 2, backend="tvm_dispatch", dynamic=True, options={"max_entries": 2})
+    options = {"max_entries": 2}
+    compiled = torch.compile(lambda a: a.clamp(max=a.shape[0]), backend="tvm_dispatch", dynamic=True, options=options)
     known = graphs()
     with caplog.at_level(logging.WARNING, "bridge.dynamo"):
         for rows in (3, 4, 5, 6, 3):
             data = x(rows, 4)
-            torch.testing.assert_close(compiled(data), data.sin() * 2, **CLOSE)
+            torch.testing.assert_close(compiled(data), data.clamp(max=rows), **CLOSE)
     hits, misses = total(made_since(known))
     assert hits == 3 and sum(misses.values()) == 2 and "more than 2" in next(iter(misses))
     assert len(caplog.records) == 1

@@ -7,14 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bridge.dynamo.backend import CompiledGraph, graphs
+from bridge.dynamo.backend import graphs
 from bridge.dynamo.sizes import sizes_of
 from tests.bridge.dynamo_helpers import CLOSE, made_since, outcome, total, x
 
 
 @pytest.fixture(autouse=True)
-def automatic(monkeypatch):
-    monkeypatch.setattr(CompiledGraph, "automatic", True)
+def reset():
     torch.compiler.reset()
 
 
