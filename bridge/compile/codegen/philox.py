@@ -18,10 +18,13 @@ from tvm.tirx import Expr
 
 from bridge.compile.codegen.emit import Emitter, element_type
 
-__all__ = ["WIDTHS", "kept", "numbers_of", "philox4x32_10", "place", "threshold"]
+__all__ = ["NUMBERS", "WIDTHS", "kept", "numbers_of", "philox4x32_10", "place", "threshold"]
 
 WIDTHS = (1, 2, 4, 8)
 """How many elements a thread of torch's kernel may load at once."""
+
+NUMBERS = 4
+"""Of a call."""
 
 _ROUNDS = 10
 _FACTORS = 0xD2511F53, 0xCD9E8D57
@@ -84,7 +87,7 @@ def place(e: Emitter, width: int, index: Expr, threads: Expr) -> tuple[Expr, Exp
     kind = _WIDE if element_type(index) == "int64" else _WORD
     index, threads = e.bind(e.cast(index, kind), "index"), e.cast(threads, kind)
     # of all threads: a load of so many elements each, or, where they load one, as many as a call has numbers
-    round_of = e.bind(tirx.Mul(threads, e.const(4 if width == 1 else width, kind)), "round")
+    round_of = e.bind(tirx.Mul(threads, e.const(NUMBERS if width == 1 else width, kind)), "round")
     turn = e.bind(tirx.truncdiv(index, round_of), "turn")
     rest = e.bind(tirx.Sub(index, tirx.Mul(turn, round_of)), "rest")
     call = e.cast(turn, _WORD)

@@ -14,6 +14,7 @@ from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThen
 from autodiff.ir import itemsize
 from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.tir import sequence
+from bridge.compile.cuda.drawn_vector import drawn_vector, is_at_multiples
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, storage_type
 from bridge.compile.cuda.scope import ThreadScope
 from bridge.compile.loop_ir.access import Access
@@ -103,7 +104,8 @@ class Step:
             if node in scope.buffers.outputs:
                 at, dtype = scope.element(self.position), self.plan.nodes[node].dtype
                 return e.bind(e.loaded(self._load_vector(scope.buffers.outputs[node], at, True), dtype))
-        return scope.compute(self.plan.nodes[node], e, self._read, self.sections)
+        mask = drawn_vector(self, self.plan.nodes[node])
+        return scope.compute(self.plan.nodes[node], e, self._read, self.sections) if mask is None else mask
 
     def _read(self, operand: Read | Index | Made) -> Expr:
         """An operand in this lane, in its compute type."""
@@ -120,19 +122,17 @@ class Step:
         scope, access = self.scope, read.access
         if not any(access.columns):
             return scope.load_scalar(read)
-        index, number, dtype = self._first(access), scope.number, self.plan.dtype(read)
+        index, number, dtype = self.first(access), scope.number, self.plan.dtype(read)
         buffer, step = scope.buffers.inputs[read.tensor], access.columns[-1]
         if step == 0:
             return self.before.bind(self.before.loaded(self.before.bind(BufferLoad(buffer, [index])), dtype))
         if step == 1 and self.lanes > 1:
-            width = self._width(buffer)
-            known = [access.offset, *(term.stride for term in access.terms), *access.columns[:-1]]
-            proven = all(isinstance(each, int) and each % width == 0 for each in known)
+            proven = is_at_multiples(access, self._width(buffer))
             return self.e.bind(self.e.loaded(self._load_vector(buffer, index, proven), dtype))
         element = BufferLoad(buffer, [index + self.lane * number(step) if self.lanes > 1 else index])
         return self.e.bind(self.e.loaded(self.e.bind(element), dtype))
 
-    def _first(self, access: Access) -> Expr:
+    def first(self, access: Access) -> Expr:
         """Index of the first lane's element."""
         index, number = self.scope.base(access), self.scope.number
         for coordinate, stride in zip(self.at, access.columns, strict=True):
@@ -142,7 +142,7 @@ class Step:
 
     def _index(self, access: Access) -> Expr:
         """Index of this lane's element."""
-        index, step = self._first(access), access.columns[-1]
+        index, step = self.first(access), access.columns[-1]
         return index + self.lane * self.scope.number(step) if self.lanes > 1 and step != 0 else index
 
     def _width(self, buffer: Buffer) -> int:

@@ -119,10 +119,14 @@ class RowValues:
             sections: indices of the unrolled loops over the columns, ``None`` for the others.
         """
         operands = [self._section(node, sections)] if node.sections else node.operands
-        args = [self._number(op, e) if isinstance(op, Literal | Passed) else read(op) for op in operands]
+        args = self.values(operands, e, read)
         if node.op == "astype":
             return e.bind(converted(e, args[0], self.plan.dtype(node.operands[0]), node.dtype))
         return e.bind(rounded(e, RULES[node.op](e, *args), node.dtype, node.op))
+
+    def values(self, operands: Sequence[Operand], e: Emitter, read: Callable[[Operand], Expr]) -> list[Expr]:
+        """The values of operands; ``read``: of those that are no numbers."""
+        return [self._number(each, e) if isinstance(each, Literal | Passed) else read(each) for each in operands]
 
     def _number(self, operand: Literal | Passed, e: Emitter) -> Expr:
         """A number in every lane, in its compute type. One that the launch passes is converted once per row, as torch

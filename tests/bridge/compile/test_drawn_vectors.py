@@ -1,0 +1,78 @@
+"""Computed masks in a GPU's kernels: the code that CUDA gets, run as OpenCL, and what of it is shared by four lanes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tvm.relax import op
+
+from bridge.compile import CompileOptions, DrawnMask, backend_for, compile_function
+from bridge.compile.passes.choose_layouts import choose_layouts
+from bridge.compile.pipeline import optimize
+from bridge.compile.schedule.fuse import fuse
+from bridge.compile.schedule.plan_rows import plan_rows
+from bridge.compile.translate import translate
+from tests import philox
+from tests.bridge.compile_helpers import function
+from tests.nvrtc import ARCHES, needs_nvrtc
+from tests.opencl import OpenClKernels
+
+GPU = backend_for({"kind": "cuda", "arch": "sm_90"})
+RATE, SEED, OFFSET = 0.1, -(2**62) + 5, 2**34 - 8
+
+FUNCTIONS = {
+    "elements": lambda e, x, m: op.where(m, x, e(op.negative(x))),
+    "a bias": lambda e, x, m: op.multiply(e(op.add(x, first_rows(e, x))), e(op.astype(m, "float32"))),
+    "slices": lambda e, x, m: op.strided_slice(e(op.where(m, x, e(op.negative(x)))), [2], [4], [12]),
+}
+SHAPES = [((5, 7, 33), 1), ((5, 6, 33), 2), ((3, 8, 36), 4), ((3, 8, 32), 8), ((2, 3, 1000), 8), ((40, 30, 16), 4)]
+
+
+def first_rows(e, x):
+    return e(op.strided_slice(x, [0, 1], [0, 0], [1, 1]))
+
+
+def made(name, shape):
+    return function([(shape, "float32"), (shape, "bool")], lambda e, *args: [e(FUNCTIONS[name](e, *args))])
+
+
+def kernel(name, shape, width, threads):
+    """Plan and code of the one kernel."""
+    drawn = {1: DrawnMask(RATE, width, threads)}
+    graph = optimize(choose_layouts(translate(made(name, shape), GPU, drawn), GPU, GPU.products(1, True)), GPU)
+    (*_, group), stored = fuse(graph, GPU), {operand.value for operand in graph.results}
+    planned = plan_rows(group, stored, GPU)
+    return planned, GPU.kernel(planned.plan)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_bits_are_those_of_stored_masks(name):
+    cases = [(shape, width, (256, 512)[place % 2]) for place, (shape, width) in enumerate(SHAPES)]
+    made_of = [kernel(name, *case) for case in cases]
+    kernels = OpenClKernels([function for _, function in made_of])
+    for place, ((shape, width, threads), (planned, _)) in enumerate(zip(cases, made_of, strict=True)):
+        x = torch.randn(shape)
+        mask = philox.mask(x.numel(), RATE, width, threads, SEED, OFFSET)
+        (wanted,) = compile_function(made(name, shape), name="stored")([x, torch.from_numpy(mask).view(shape)])
+        memory = {"p0": x.numpy().ravel(), "p1": np.array([SEED, OFFSET])}
+        out = np.zeros(wanted.numel(), dtype=np.float32)
+        kernels(place, [*(memory[value.name] for value in planned.inputs), out], planned.scalars)
+        assert np.array_equal(out, wanted.numpy().ravel()), (shape, width)
+
+
+@pytest.mark.parametrize("shape, width, calls", [((3, 8, 36), 4, 1), ((3, 8, 32), 8, 1), ((3, 8, 36), 2, 4)])
+def test_four_lanes_share_a_call(shape, width, calls):
+    """Outside of the loop over the lanes, where a thread of eager's takes four elements at once."""
+    before, _, loop = str(kernel("elements", shape, width, 256)[1].script()).partition("unroll")
+    assert (before if calls == 1 else loop).count("3528531795") == 10
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ARCHES)
+def test_cuda_compiles_them(arch):
+    backend = backend_for({"kind": "cuda", "arch": arch})
+    for (shape, width), name in zip(SHAPES, FUNCTIONS, strict=False):
+        drawn, options = {1: DrawnMask(RATE, width, 512)}, CompileOptions.current(backend)
+        program = compile_function(made(name, shape), name="drawn", options=options, drawn=drawn)
+        assert all(built.function is not None for built in program.code.values())
