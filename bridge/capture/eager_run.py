@@ -27,6 +27,7 @@ from bridge.capture.observation import Observation
 from bridge.capture.observe import observe
 from bridge.capture.readings import NumberReader, Reading, reading, same_numbers
 from bridge.capture.tracing import times_asked
+from bridge.capture.validation_reads import ValidationReads
 from bridge.state import ModuleTensor, once_per_owner
 
 __all__ = ["as_in_eager", "real_run"]
@@ -75,8 +76,9 @@ def real_run(
         if times_asked() == asked:
             return run, []
         untraced, state = _state(module, tensors, real_tensors)
-        with IsolatedRNG(), graphs():
+        with IsolatedRNG(), graphs(), ValidationReads() as validation:
             result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
+        run.reads_validation |= validation.found
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises
         raise refused_by_eager(from_user_code(error)) from error.__cause__
     if _all_close([*run.results, *owned], [*pytree.tree_leaves(packed(result)), *untraced]):

@@ -113,6 +113,7 @@ class Observation:
             those of another run.
         results: the leaves of its result themselves, of a run on real tensors.
         differentiates: whether forward runs a backward itself.
+        reads_validation: whether forward depends on whether ``torch.distributions`` check their arguments.
         objects: the objects in its result that a compiled call makes anew (:mod:`bridge.base.objects`).
     """
 
@@ -124,4 +125,5 @@ class Observation:
     trace: tuple | None = None
     results: list[Any] = field(default_factory=list)
     differentiates: bool = False
+    reads_validation: bool = False
     objects: list[Any] = field(default_factory=list)

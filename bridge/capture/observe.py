@@ -29,6 +29,7 @@ from bridge.capture.op_trace import OpTrace
 from bridge.capture.overlap import overlaps
 from bridge.capture.recurrent_formulas import RecurrentStandIns
 from bridge.capture.tracing import HERE
+from bridge.capture.validation_reads import ValidationReads
 
 __all__ = ["observe"]
 
@@ -64,7 +65,7 @@ def observe(
     geometry = [_geometry(tensor) for tensor in inputs]
     number_indices = NumberIndices()
     stand_ins = (RecurrentStandIns(), WholeCTCLoss(), number_indices) if traced else ()
-    with modes_put_back() as modes, ExitStack() as stack:
+    with modes_put_back() as modes, ValidationReads() as validation, ExitStack() as stack:
         for context in (mode, _exporting_flags(), generator_watch(rules), *stand_ins, *recorders):
             stack.enter_context(context)
         result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
@@ -74,7 +75,7 @@ def observe(
     for changed in modes:
         reason = "forward leaves it changed for what comes after the call"
         rules.unsupported.append(Unsupported(changed, "forward", reason, "set it around the call"))
-    observation.differentiates = draws.differentiates
+    observation.differentiates, observation.reads_validation = draws.differentiates, validation.found
     leaves_now, spec_now = pytree.tree_flatten((args, kwargs))
     if spec_now != argument_spec or any(now is not then for now, then in zip(leaves_now, argument_leaves, strict=True)):
         reason = "changes a list, a dict or an object that was passed to the module"

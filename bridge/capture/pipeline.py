@@ -100,6 +100,7 @@ def _capture(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Seque
     compare = as_in_eager if captured.extents is None else as_in_eager_at_sample
     observation, differences = compare(captured.observation, real)
     observation.unsupported += [*differing, *differences]
+    observation.reads_validation |= real.reads_validation
     return replace(captured, observation=observation, fake_observation=captured.observation)
 
 

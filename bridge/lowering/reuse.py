@@ -186,7 +186,8 @@ def _observation_key(observation: Observation, readings: Sequence[Reading]) -> t
     outputs = [_output_key(output) for output in observation.outputs]
     if observation.trace is None or observation.unsupported or observation.objects or None in outputs:
         return None
-    return observation.trace, tuple(outputs), observation.out_spec, tuple(reading.key for reading in readings)
+    reads = tuple(reading.key for reading in readings), observation.reads_validation
+    return observation.trace, tuple(outputs), observation.out_spec, reads
 
 
 def _output_key(output: Output) -> tuple | None:

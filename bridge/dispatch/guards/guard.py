@@ -58,7 +58,7 @@ class Guard:
         )
         self.sets_attributes = bool(captured.counters or self._tree.derived)
         self._modes = ModeGuard(
-            requires_grad, self._tree.reads_grad_mode, self._tree.names_distributions, captured.device
+            requires_grad, self._tree.reads_grad_mode, captured.observation.reads_validation, captured.device
         )
         self._states = self._modes.states
         self._settings = SettingsGuard() if captured.device.type == "cuda" else None

@@ -103,12 +103,12 @@ class ModeGuard:
     Args:
         requires_grad: whether some input requires a gradient.
         reads_grad_mode: whether the module's code asks for the grad mode, and so may do different things.
-        names_distributions: whether it names ``torch.distributions``, whose validation Dynamo switches off for good.
+        reads_validation: whether the call asked if ``torch.distributions`` check arguments; Dynamo switches that off.
         device: of its tensors.
     """
 
     def __init__(
-        self, requires_grad: bool, reads_grad_mode: bool, names_distributions: bool, device: torch.device = HOST
+        self, requires_grad: bool, reads_grad_mode: bool, reads_validation: bool, device: torch.device = HOST
     ):
         now = read_modes()
         accepted: list[Sequence[Any]] = [(value,) for value in now]
@@ -116,7 +116,7 @@ class ModeGuard:
             accepted[GRAD] = (now[GRAD], not now[GRAD])
         if not reads_grad_mode and not (now[GRAD] and requires_grad):
             accepted[INFERENCE] = (now[INFERENCE], not now[INFERENCE])
-        if not names_distributions:
+        if not reads_validation:
             accepted[VALIDATION] = (now[VALIDATION], not now[VALIDATION])
         for kind, place in _AUTOCAST.items():
             if kind != device.type:

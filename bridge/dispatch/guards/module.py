@@ -132,11 +132,6 @@ class ModuleGuard:
         return self._code.mentions("is_grad_enabled", "is_inference_mode_enabled", "is_inference")
 
     @property
-    def names_distributions(self) -> bool:
-        """Whether the code names ``torch.distributions`` or one of its classes or functions."""
-        return self._code.mentions("distributions", *torch.distributions.__all__)
-
-    @property
     def condition_names(self) -> tuple[str, ...]:
         """Names of the conditions, those on single properties of tensors apart."""
         return ("code", *(condition.name for condition in self._conditions.in_order))

@@ -324,17 +324,33 @@ def test_transformers_with_masks(name):
     check(make(), good, other=other)
 
 
-@pytest.mark.parametrize("names_them", [True, False])
-def test_validation_of_distributions_is_a_switch_of_the_process(names_them):
-    """Dynamo switches it off for good: an entry without the checks is not for a process that validates again."""
-    switch = D.Distribution.set_default_validate_args
-    module = Written((lambda h, x: D.Normal(h(x), x).entropy()) if names_them else (lambda h, x: h(x)))
+def with_a_distribution(h, x):
+    return D.Normal(h(x), x).entropy()
+
+
+def with_settings_of_its_own(h, x):
+    return D.Normal(h(x), x, validate_args=False).entropy()
+
+
+def naming_them(h, x):
+    return D.Normal(h(x), x).entropy() if x.dim() > 5 else h(x)
+
+
+@pytest.mark.parametrize("function", [with_a_distribution, with_settings_of_its_own, naming_them])
+def test_validation_of_distributions_is_a_switch_of_the_process(function):
+    """Dynamo switches it off for good: an entry without the checks is not for a process that validates again.
+
+    Where the call does not ask, as in a model whose class could make a distribution in another method, it is no matter.
+    """
+    switch, asks = D.Distribution.set_default_validate_args, function is with_a_distribution
+    module = Written(function)
     switch(False)
     try:
         add_tvm_dispatch(module.double(), POSITIVE)
     finally:
         switch(True)
-    if names_them:
+    assert "_validate_args" in vars(D.Distribution) and D.Distribution._validate_args is True
+    if asks:
         with pytest.raises(ValueError, match="constraint GreaterThan"):
             module(-POSITIVE)
         assert list(stats(module).misses) == ["validation of distributions: compiled for False, called with True"]
