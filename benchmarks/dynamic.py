@@ -1,7 +1,8 @@
 """What sizes that vary cost: binding a size, a call of a known size, and a step beside a static entry's.
 
     bind       seconds until a call of a size that was not seen before can run: forward and backward bound, medians
-    call       a call of a size that is known beside one of a static entry, on modules that have next to nothing to do
+    call       a call of a size that is known beside one of a static entry, on modules that have next to nothing to do;
+               also one after a call of another size that is known
     step       forward and backward of the blocks of :mod:`benchmarks.train_blocks`, with a batch and with a sequence
                that varies, beside a static entry of the same size; both are timed at the second size that they see.
                The kernels that both run are counted beside it
@@ -20,9 +21,10 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -104,8 +106,14 @@ def call(name: str, rounds: int) -> Row:
     make, shape = CALLED[name]
     module, x = make().train(), torch.randn(shape, requires_grad=True)
     grad = torch.randn_like(x)
-    peers = {"static": dispatched(module, x, ()), "dynamic": dispatched(module, x, (0, 1)[: len(shape) - 1])}
-    times = by_turns(peers, x, grad, rounds)
+    dims = (0, 1)[: len(shape) - 1]
+    other = torch.randn([size + (dim in dims) for dim, size in enumerate(shape)], requires_grad=True)
+    peers = {
+        "static": dispatched(module, x, ()),
+        "dynamic": dispatched(module, x, dims),
+        "turns": dispatched(module, x, dims),
+    }
+    times = by_turns(peers, x, grad, rounds, {"turns": other})
     differences = [ours - other for ours, other in zip(times["dynamic"], times["static"], strict=True)]
     return {
         "module": f"{name}: call",
@@ -114,11 +122,22 @@ def call(name: str, rounds: int) -> Row:
     }
 
 
-def by_turns(peers: dict[str, nn.Module], x: Tensor, grad: Tensor, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each peer's steps, the first tenth left out; every call is one of its entry."""
+def by_turns(
+    peers: dict[str, nn.Module],
+    x: Tensor,
+    grad: Tensor,
+    rounds: int,
+    others: Mapping[str, Tensor] = MappingProxyType({}),
+) -> dict[str, list[float]]:
+    """Seconds of each peer's steps, the first tenth left out; every call is one of its entry.
+
+    ``others``: peers for which a step with another input, not timed, comes before each.
+    """
     times: dict[str, list[float]] = {peer: [] for peer in peers}
     for _ in range(rounds + rounds // 10 + 1):
         for peer, module in peers.items():
+            if peer in others:
+                step(module, others[peer], torch.ones_like(others[peer]))
             times[peer].append(step(module, x, grad))
     for module in peers.values():
         assert not stats(module).misses, stats(module)
@@ -162,7 +181,7 @@ def measures(part: str, given: argparse.Namespace) -> Iterator[Callable[[], Row]
             kinds = [(name, kind) for name, varying in VARYING.items() for kind in varying if given.only in name]
             yield from (partial(block, name, kind, given.rounds, given.quick) for name, kind in kinds)
         case _:
-            yield partial(epochs, quick=given.quick, with_inductor=given.inductor)
+            yield partial(epochs, quick=given.quick, with_inductor=given.inductor, count=given.batches)
 
 
 def main() -> None:
@@ -170,6 +189,7 @@ def main() -> None:
     parser.add_argument("--parts", default="bind,call,step", help="which of bind, call, step, trainer, by commas")
     parser.add_argument("--trainer", action="store_true", help="epochs over real text, too")
     parser.add_argument("--inductor", action="store_true", help="there also torch.compile(dynamic=True)")
+    parser.add_argument("--batches", type=int, help="of an epoch there; 41 unless given")
     parser.add_argument("--only", default="", help="blocks whose name contains this")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--sizes", type=int, default=100, help="how many sizes are bound")
@@ -179,7 +199,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     if options.quick:
         options.only, options.rounds, options.sizes = options.only or "GELU-MLP", 2, 3
-    parts = [*options.parts.split(","), *(["trainer"] if options.trainer else [])]
+    parts = dict.fromkeys([*options.parts.split(","), *(["trainer"] if options.trainer else [])])
     print(f"sizes that vary; {versions()}; {machine()}\n")
     rows: list[Row] = []
     for part in parts:

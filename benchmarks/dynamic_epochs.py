@@ -51,14 +51,17 @@ def batches(data: list[list[int]], size: int, vocabulary: int, length: int = 0) 
         yield collate(data[start : start + size], vocabulary, generator, length)
 
 
-def epochs(*, quick: bool, with_inductor: bool) -> Row:
-    """Seconds of an epoch of each peer, and their entries and misses; the first step of each is left out."""
-    size, steps = (2, 4) if quick else (8, 40)
+def epochs(*, quick: bool, with_inductor: bool, count: int | None = None) -> Row:
+    """Seconds of an epoch of each peer, and their entries and misses; the first step of each is left out.
+
+    ``count``: batches of an epoch, two or more.
+    """
+    size, count = (2, count or 5) if quick else (8, count or 41)
     options = {"hidden_size": 24, "num_attention_heads": 2, "intermediate_size": 32} if quick else {}
     width = options or {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024}
     tokenizer = build_tokenizer(corpus(), 60 if quick else 4000)
     vocabulary = len(tokenizer)
-    data = texts(tokenizer, size * (steps + 1), seed=0, longest=40 if quick else 200)
+    data = texts(tokenizer, size * count, seed=0, longest=40 if quick else 200)
     padded = list(batches(data, size, vocabulary))
     mean = round(sum(batch["input_ids"].shape[1] for batch in padded) / len(padded))
     level = list(batches(data, size, vocabulary, mean))

@@ -126,6 +126,7 @@ FORMS: dict[str, tuple[Column, ...]] = {
         number("static µs", "static_us", ".1f"),
         number("dynamic µs", "dynamic_us", ".1f"),
         number("more µs", "more_us", ".1f"),
+        number("sizes in turns µs", "turns_us", ".1f"),
     ),
     "dynamic_step": (
         _MODULE,

@@ -1,7 +1,7 @@
 """Reads of the validation of distributions: forward runs → whether it asks if ``torch.distributions`` check arguments.
 
 That is a mode of the process, which Dynamo switches off for good. A forward that does not read it is the same function
-whatever it is; code that only names distributions, in a method that the call does not run, is no reason to depend on it.
+whatever it is; one whose class names distributions in a method that the call does not run does not depend on it.
 """
 
 from __future__ import annotations

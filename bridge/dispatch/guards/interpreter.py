@@ -107,9 +107,7 @@ class ModeGuard:
         device: of its tensors.
     """
 
-    def __init__(
-        self, requires_grad: bool, reads_grad_mode: bool, reads_validation: bool, device: torch.device = HOST
-    ):
+    def __init__(self, requires_grad: bool, reads_grad_mode: bool, reads_validation: bool, device: torch.device = HOST):
         now = read_modes()
         accepted: list[Sequence[Any]] = [(value,) for value in now]
         if not reads_grad_mode and not requires_grad:
