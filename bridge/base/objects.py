@@ -21,13 +21,18 @@ from torch import nn
 
 from bridge.base.torch_internals import pytree
 
-__all__ = ["ObjectNode", "has_objects", "objects_of", "packed", "unpacked"]
+__all__ = ["ObjectNode", "has_objects", "is_plain", "objects_of", "packed", "unpacked"]
 
 #: Attributes of these types do not change: one value may be handed out at every call.
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, type, enum.Enum),
-    *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value cannot change, and holds nothing else."""
+    return isinstance(value, _PLAIN)
 
 
 class _Ordinary:
@@ -51,9 +56,9 @@ class ObjectNode:
         self.value = value
 
     def make(self) -> Any:
-        """A new object like it; a size, which nobody can change, is handed out itself."""
+        """A new object like it."""
         if self.kind is torch.Size:
-            return self.attributes["size"]
+            return torch.Size(self.attributes.values())
         made = dict.__new__(self.kind) if issubclass(self.kind, dict) else object.__new__(self.kind)
         own = getattr(made, "__dict__", {})
         for name, value in self.attributes.items():
@@ -67,10 +72,11 @@ class ObjectNode:
 
 
 def _flatten(node: ObjectNode) -> tuple[list[Any], tuple]:
-    """What is no plain value is a child; plain values are part of the structure."""
+    """What is no plain value is a child, and so is an extent, which may vary; plain values belong to the structure."""
     values = [*node.attributes.items(), *node.items.items()]
-    children = [value for _, value in values if not isinstance(value, _PLAIN)]
-    layout = [(name, (value,) if isinstance(value, _PLAIN) else None) for name, value in values]
+    plain = () if node.kind is torch.Size else _PLAIN
+    children = [value for _, value in values if not isinstance(value, plain)]
+    layout = [(name, (value,) if isinstance(value, plain) else None) for name, value in values]
     return children, (node.kind, len(node.attributes), layout)
 
 
@@ -110,7 +116,7 @@ def has_objects(spec: pytree.TreeSpec) -> bool:
 def _packed(leaf: Any, seen: set[int]) -> Any:
     """An object's node, whose attributes are packed; one that is there twice, or odd inside, stays what it is."""
     if _is_size(leaf):  # pytree takes it for a tuple, and gives a tuple back
-        return ObjectNode(torch.Size, {"size": leaf}, {})
+        return ObjectNode(torch.Size, {str(axis): extent for axis, extent in enumerate(leaf)}, {})
     if not _is_object(leaf) or id(leaf) in seen:
         return leaf
     seen.add(id(leaf))

@@ -16,6 +16,7 @@ from torch import nn
 from bridge.capture.fake_run import fake_run
 from bridge.capture.numbers import NotArithmeticError, refusing_all_use, twin_of
 from bridge.capture.readings import Reading, given
+from bridge.capture.symbolic_sizes import SymbolicSizes
 from bridge.capture.thread_isolation import capturing
 from bridge.state import PythonState, module_tensors
 
@@ -37,13 +38,19 @@ class Counter:
 
 
 def counters_of(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], changed: Sequence[str], readings: Sequence[Reading] = ()
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    changed: Sequence[str],
+    readings: Sequence[Reading] = (),
+    sizes: SymbolicSizes | None = None,
 ) -> list[Counter] | None:
     """The counters that these attributes are; ``None`` if one of them is something else, or is read.
 
     Args:
         changed: what forward changes, as ``PythonState.changes`` calls it: ``"self.calls"``, ``"self.encoder.calls"``.
         readings: numbers that forward takes out of tensors.
+        sizes: those of the arguments that vary; a step that is made of them is no constant.
     """
     places = [what.removeprefix("self.").rpartition(".")[::2] for what in changed if what.startswith("self.")]
     if len(places) < len(changed) or "forward" in module.__dict__:
@@ -63,7 +70,7 @@ def counters_of(
         owner[name] = _Counted(0, index)
     try:
         with capturing(twin), given(twin, readings):
-            run = fake_run(twin, *module_tensors(twin), args, kwargs)
+            run = fake_run(twin, *module_tensors(twin), args, kwargs, sizes)
     except Exception:  # noqa: BLE001 - whatever forward raises where a counter is read
         before.restore()
         return None

@@ -64,7 +64,7 @@ def export(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequenc
             DataIsDetached(),
             WholeCTCLoss(),
             SymbolicFormulas() if dims else nullcontext(),
-            _forward_as_exported(module),
+            _forward_as_exported(module, _spelled_out(module, args, kwargs) if dims else None),
         ):
             return torch.export.export(
                 module, stand_in_args, stand_in_kwargs, dynamic_shapes=_shapes(dims, leaves), strict=False
@@ -80,8 +80,10 @@ def export(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequenc
 
 
 @contextmanager
-def _forward_as_exported(module: nn.Module) -> Iterator[None]:
+def _forward_as_exported(module: nn.Module, signature: inspect.Signature | None) -> Iterator[None]:
     """While active, for this thread alone: objects that forward returns are the pytree nodes that they are observed as.
+
+    ``signature``: what forward says that it takes; ``None``: its own.
 
     The mode for number indices is entered here, since it has to come before torch.export's own.
     """
@@ -92,8 +94,27 @@ def _forward_as_exported(module: nn.Module) -> Iterator[None]:
         with SymbolicNumberIndices():
             return packed(forward(*args, **kwargs))
 
+    if signature is not None:
+        packing.__signature__ = signature
     with forward_here(module, packing):
         yield
+
+
+def _spelled_out(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> inspect.Signature | None:
+    """The signature of forward with a parameter for each keyword of the call that it takes in ``**kwargs``.
+
+    torch.export cannot tell which of these vary; ``None`` where there are none.
+    """
+    signature = inspect.signature(module.forward)
+    known = signature.parameters
+    others = next((name for name, each in known.items() if each.kind is each.VAR_KEYWORD), None)
+    more = [name for name in kwargs if name not in known]
+    if others is None or not more:
+        return None
+    kept = [each for each in known.values() if each.name != others]
+    return signature.replace(
+        parameters=[*kept, *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in more)]
+    )
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:

@@ -105,11 +105,13 @@ def _capture(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Seque
 
 
 class _Traced(NamedTuple):
-    """A captured call, the tensors that its ``module_tensors`` describe, and the fake ones that entered its graph."""
+    """A captured call, the tensors that its ``module_tensors`` describe, the fake ones that entered its graph, and the
+    sizes that vary."""
 
     captured: Captured
     real_tensors: list[torch.Tensor]
     fakes: list[Any]
+    sizes: SymbolicSizes | None
 
 
 def _traced_and_settled(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim]) -> _Traced:
@@ -123,15 +125,15 @@ def _traced_and_settled(module: nn.Module, args: tuple, kwargs: dict[str, Any], 
     before = first
     traced = _trace_or_refuse(module, args, kwargs, dims, first, before)
     before.restore_caches()
-    counters = None
+    counters, call = None, (args, kwargs)
     if (changed := before.changes()) and not traced.captured.problems:
-        counters = counters_of(module, args, kwargs, changed, traced.captured.readings)
+        counters = counters_of(module, *call, changed, traced.captured.readings, traced.sizes)
         if counters is None:
             before = PythonState(module)
             traced = _trace_or_refuse(module, args, kwargs, dims, first, before)
             before.restore_caches()
             changed = before.changes()
-            counters = counters_of(module, args, kwargs, changed, traced.captured.readings) if changed else None
+            counters = counters_of(module, *call, changed, traced.captured.readings, traced.sizes) if changed else None
     if counters is not None:
         for each in counters:
             module.get_submodule(each.path).__dict__[each.name] = first.value_of(each.path, each.name)
@@ -282,7 +284,7 @@ def _trace(
     fakes = [node.meta["val"] for node in captured.graph.nodes if node.op == "placeholder"]
     if sizes is not None:
         captured = with_extents(captured, sizes, args, kwargs)
-    return _Traced(captured, real_tensors, [*fakes, *run.arguments])
+    return _Traced(captured, real_tensors, [*fakes, *run.arguments], sizes)
 
 
 def _elsewhere(tensors: Sequence[ModuleTensor], real_tensors: Sequence[torch.Tensor]) -> list[Unsupported]:

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
-from autodiff.extents import Dim, sample_of
+from autodiff.extents import Dim, Extent, sample_of
 from bridge.base.errors import Unsupported
+from bridge.base.objects import is_plain
 from bridge.base.torch_internals import pytree
+from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture.captured import Captured
 from bridge.capture.eager_run import as_in_eager
 from bridge.capture.fake_run import arguments_of_sample
@@ -71,6 +73,7 @@ def as_in_eager_at_sample(symbolic: Observation, real: Observation) -> tuple[Obs
     of a dense tensor, whose axes keep their order.
     """
     observation, problems = as_in_eager(at_sample(symbolic), real)
+    problems = problems or _hiding_sizes(symbolic, real)
     if problems:
         return observation, problems
     made: dict[str, list[Any]] = {}
@@ -95,6 +98,30 @@ def as_in_eager_at_sample(symbolic: Observation, real: Observation) -> tuple[Obs
         operand = replace(ours.operand if same else eagers.operand, stride=stride)
         made["draws"][place] = replace(ours, operand=operand)
     return replace(observation, **made), problems
+
+
+def _hiding_sizes(symbolic: Observation, real: Observation) -> list[Unsupported]:
+    """Results that may hold a size, where none is looked for: equal to eager's for the sample is not equal for all."""
+    reason = "may hold a size, which varies"
+    found = [
+        Unsupported(f"result {index}, a {type(ours.value).__name__}", "forward", reason, "return the size by itself")
+        for index, (ours, eagers) in enumerate(zip(symbolic.outputs, real.outputs, strict=False))
+        if not (ours.is_tensor or isinstance(ours.value, Extent) or is_plain(ours.value) or ours.value is eagers.value)
+    ]
+    if _holds_size(symbolic.out_spec):
+        found.append(Unsupported("the result's structure", "forward", reason, "return the size by itself"))
+    return found
+
+
+def _holds_size(part: Any) -> bool:
+    """Whether a structure, or what it is told by, has a symbolic number in it."""
+    if isinstance(part, pytree.TreeSpec):
+        return _holds_size(part.context) or any(map(_holds_size, part.children()))
+    if isinstance(part, dict):
+        return any(map(_holds_size, part.values()))
+    if isinstance(part, slice):
+        return any(map(_holds_size, (part.start, part.stop, part.step)))
+    return isinstance(part, SYMBOLIC) or (isinstance(part, list | tuple | set) and any(map(_holds_size, part)))
 
 
 def _stride(shape: Sequence[Dim], traced: Sequence[Dim], eagers: Sequence[int]) -> tuple[Dim, ...] | None:

@@ -297,7 +297,7 @@ def _put_together(
     signature = exported.graph_signature
     outputs = zip(signature.output_specs, graph.output_node().args[0], strict=True)
     results = [
-        replace(spec, arg=TensorArgument(name=made.name)) if isinstance(made, fx.Node) else spec
+        replace(spec, arg=type(spec.arg)(name=made.name)) if isinstance(made, fx.Node) else spec
         for spec, made in outputs
     ]
     return Functional(graph, ExportGraphSignature(signature.input_specs, results), exported.constants)
