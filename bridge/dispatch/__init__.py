@@ -3,8 +3,8 @@
 from bridge.dispatch.api import add_tvm_dispatch, dispatch_at_first_call, remove_tvm_dispatch, stats
 from bridge.dispatch.bound import MAX_BOUND
 from bridge.dispatch.call_steps import CallStep
-from bridge.dispatch.compile_entry import backend_of_call
-from bridge.dispatch.dispatcher import MAX_ENTRIES, require_capturable
+from bridge.dispatch.compile_entry import backend_of_call, require_capturable
+from bridge.dispatch.dispatcher import MAX_ENTRIES
 from bridge.dispatch.entries import Entries
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.guards import interpreter_state

@@ -16,12 +16,12 @@ from bridge.base.torch_internals import pytree
 from bridge.capture import DynamicDim, NumberPlace, device_of_call, one_capture_at_a_time
 from bridge.compile import Backend, backend_for
 from bridge.dispatch.entry import Entry
-from bridge.dispatch.guards import Guard
+from bridge.dispatch.guards import Guard, active_modes
 from bridge.dispatch.number_inputs import as_called, lower_with_numbers
 from bridge.lowering import lower_once
 from bridge.state import PythonState
 
-__all__ = ["backend_of_call", "compile_entry"]
+__all__ = ["backend_of_call", "compile_entry", "require_capturable"]
 
 
 def backend_of_call(wanted: Backend | None, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Backend:
@@ -121,3 +121,10 @@ def _compile_entry(
     except BaseException:
         before.restore()
         raise
+
+
+def require_capturable(module_name: str) -> None:
+    """Capturing needs plain PyTorch around it: :class:`UnsupportedModule` names what else is active."""
+    for name in active_modes():
+        problem = Unsupported(name, "where add_tvm_dispatch is called", "is active", "add the dispatch outside it")
+        raise UnsupportedModule(module_name, [problem])

@@ -7,11 +7,9 @@ which ``nn.Module.__call__`` asks first and ``nn.Module.__getstate__`` drops, so
 from __future__ import annotations
 
 import itertools
-import logging
 import sys
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,30 +19,28 @@ from torch import nn
 from bridge.base.errors import (
     CompilationError,
     DispatchMiss,
-    Unsupported,
     UnsupportedModule,
-    is_out_of_memory,
     is_refused_by_eager,
 )
 from bridge.base.guard_failure import INTERPRETER, RUN
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.log import channel
 from bridge.base.torch_internals import MODULE_CALL, has_global_hooks, is_exporting
-from bridge.capture import DynamicDim, NumberPlace, is_capturing, is_traced_here, same_numbers
+from bridge.capture import DynamicDim, is_capturing, is_traced_here, same_numbers
 from bridge.compile import Backend
 from bridge.dispatch.advice import advice
 from bridge.dispatch.budget import CompileBudget
-from bridge.dispatch.compile_entry import backend_of_call, compile_entry
+from bridge.dispatch.compile_entry import backend_of_call, compile_entry, require_capturable
 from bridge.dispatch.entries import Entries
 from bridge.dispatch.entry import Entry
-from bridge.dispatch.guards import GuardFailure, active_modes
+from bridge.dispatch.generalize import Generalization
+from bridge.dispatch.guards import GuardFailure
 from bridge.dispatch.hooks import call_with_hooks
 from bridge.dispatch.outer_compiler import call_opaque, hide
 from bridge.dispatch.stats import DispatchStats
-from bridge.dispatch.varying import FixedDims, varying_dims
 from bridge.dispatch.worth import TOO_SMALL, measure_worth
 
-__all__ = ["MAX_ENTRIES", "Dispatcher", "require_capturable"]
+__all__ = ["MAX_ENTRIES", "Dispatcher"]
 
 log, guards_log = channel("dispatch"), channel("guards")
 
@@ -52,8 +48,6 @@ log, guards_log = channel("dispatch"), channel("guards")
 MAX_ENTRIES = 8
 #: Unsupported calls that ``on_miss="compile"`` remembers, in order not to try them again.
 MAX_UNSUPPORTED = 64
-#: How often it is tried to make inputs of the same numbers.
-MAX_ATTEMPTS = 2
 #: Misses one after the other, for the same cause, before any hit, after which the user is told that no call ever fits.
 MISSES_BEFORE_WARNING = 3
 
@@ -80,8 +74,7 @@ class Dispatcher:
         self.stats = DispatchStats(self.entries)
         self.budget = CompileBudget()
         self._unsupported: dict[str, None] = {}
-        self._not_inputs: Counter[tuple[NumberPlace, ...]] = Counter()  # how often numbers could not be inputs
-        self._fixed = FixedDims()
+        self._generalization = Generalization(self.entries, self.add, self._options)
         self._missed = ("", 0)  # the cause of the latest misses, and how many they were
         self._adding = threading.RLock()
         self._warned: set[Any] = set()
@@ -227,8 +220,7 @@ class Dispatcher:
             entry = None
             try:
                 if not failure.tried:
-                    entry = self._add_with_numbers(module, args, kwargs)
-                    entry = entry or self._add_varying(module, args, kwargs)
+                    entry = self._generalization(module, args, kwargs)
                 entry = entry or self.add(module, args, kwargs)
                 inputs = entry.guard.match(module, args, kwargs)
                 if entry in failure.tried:
@@ -291,13 +283,14 @@ class Dispatcher:
         ``dims``: the dimensions of arguments whose sizes vary.
         """
         require_capturable(type(module).__name__)
-        backend = backend_of_call(self.backend, module, args, kwargs)
+        options = self._options(module, args, kwargs)
+        backend = options["backend"]
         fitting = [entry for entry in self.entries.all if _serves(entry, module, args, kwargs)]
         for served in fitting:
             if self._is_alike(served, backend) and not served.readings and set(dims) <= served.dims:
                 log.info("%r serves the call already", served)
                 return served
-        entry = compile_entry(module, args, kwargs, partition=self.partition, backend=backend, dims=dims)
+        entry = compile_entry(module, args, kwargs, **options, dims=dims)
         replaced = [served for served in fitting if same_numbers(served.readings, entry.readings)]
         for served in replaced:
             if self._is_alike(served, backend) and set(dims) <= served.dims:
@@ -311,73 +304,18 @@ class Dispatcher:
         log.info("added %r", entry)
         return entry
 
+    def _options(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """How a call is compiled, as :func:`compile_entry` takes it."""
+        return {"partition": self.partition, "backend": backend_of_call(self.backend, module, args, kwargs)}
+
     def _is_alike(self, entry: Entry, backend: Backend) -> bool:
         """Whether an entry was compiled with the same strategy, and by this backend."""
         return _is_same(entry.partition, self.partition) and entry.backend.key == backend.key
-
-    def _add_with_numbers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry | None:
-        """An entry that takes as inputs the numbers in which the call differs from an entry, whose place it takes.
-
-        ``None`` if there is no such entry, or the numbers cannot be inputs.
-        """
-        for known in reversed(self.entries.all):
-            changed = known.guard.changed_numbers(module, args, kwargs)
-            if changed is None or self._not_inputs[tuple(changed)] >= MAX_ATTEMPTS:
-                continue
-            require_capturable(type(module).__name__)
-            backend = backend_of_call(self.backend, module, args, kwargs)
-            how = {"partition": self.partition, "backend": backend, "numbers": (known, changed)}
-            entry = compile_entry(module, args, kwargs, **how)
-            if entry is None:
-                self._not_inputs[tuple(changed)] += 1
-                return None
-            self.entries.replace([known], entry)
-            log.info("added %r, which takes %s as inputs", entry, entry.guard.numbers)
-            return entry
-        return None
-
-    def _add_varying(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry | None:
-        """An entry that takes all sizes of the dimensions in which the call differs from an entry.
-
-        ``None`` if there are none such, or if the sizes are refused, which is logged: each gets an entry of its own.
-        """
-        for known in reversed(self.entries.all):
-            if dims := varying_dims(known.guard, module.forward, args, kwargs):
-                break
-        else:
-            return None
-        dims = self._fixed.left(module.training, dims)
-        if not dims:
-            return None
-        name, entry = type(module).__name__, None
-        try:
-            entry = self.add(module, args, kwargs, dims)
-            entry.guard.match(module, args, kwargs)
-        except Exception as error:  # whatever goes wrong with all sizes, this one can still be compiled
-            if is_refused_by_eager(error) or is_out_of_memory(error):
-                raise
-            self._fixed.note(module.training, tuple(set(dims) - known.dims) or dims)
-            if entry is not None:
-                self.entries.drop(entry)
-            is_bug = not isinstance(error, UnsupportedModule | GuardFailure)
-            words = "%s: every size of %s gets an entry of its own: %s"
-            log.log(logging.WARNING if is_bug else logging.INFO, words, name, _places(dims), error)
-            return None
-        if entry.bound is None:
-            self._fixed.note(module.training, tuple(set(dims) - known.dims) or dims)
-            log.info("%s: forward fixes %s; every size gets an entry of its own", name, _places(dims))
-        else:
-            log.info("%s is compiled for sizes that vary from its second size on: %s", name, entry.bound)
-        return entry
 
     def adopt(self, entries: list[Entry]) -> None:
         """Adds entries that were compiled for the same module."""
         with self._adding:
             self.entries.add(*entries)
-
-
-def _places(dims: Sequence[DynamicDim]) -> str:
-    return ", ".join(each.place for each in dims)
 
 
 #: A hook of the deprecated kind is handed the gradients of the module's last operator, which is not there any more.
@@ -394,10 +332,3 @@ def _serves(entry: Entry, module: nn.Module, args: tuple, kwargs: dict[str, Any]
 
 def _is_same(strategy: Any, other: Any) -> bool:
     return strategy is other or (type(strategy) is type(other) and bool(strategy == other))
-
-
-def require_capturable(module_name: str) -> None:
-    """Capturing needs plain PyTorch around it: :class:`UnsupportedModule` names what else is active."""
-    for name in active_modes():
-        problem = Unsupported(name, "where add_tvm_dispatch is called", "is active", "add the dispatch outside it")
-        raise UnsupportedModule(module_name, [problem])
