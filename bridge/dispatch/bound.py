@@ -64,7 +64,7 @@ class BoundCalls:
         self._sizes = sizes
         _ = sizes.guards  # all is compiled
         self._samples = {symbol.name: size for symbol, size in sizes.scope.samples.items()}
-        self._count = len(captured.arguments)
+        self._count = sizes.count  # number inputs come before them
         self._symbolic = Observed(tuple(captured.draws), tuple(captured.outputs))
         self._observed = observed_for(self._symbolic, sizes.scope)
         self._kept = LeastRecentlyUsed[tuple, Bound](MAX_BOUND, MAX_BOUND_BYTES)

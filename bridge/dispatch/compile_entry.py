@@ -107,7 +107,9 @@ def _compile_entry(
             captured = lowered.captured
         else:
             known, changed = numbers
-            found = lower_with_numbers(module, args, kwargs, changed, known.lowered, known.guard.numbers, **how)
+            found = lower_with_numbers(
+                module, args, kwargs, changed, known.lowered, known.guard.numbers, **how, dims=dims
+            )
             if found is None or found[0].captured.readings:  # a number that Python reads decides by its value
                 before.restore()
                 return None

@@ -45,7 +45,7 @@ class Generalization:
         self._fixed = FixedDims()
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry | None:
-        """An entry for the call and others like it; ``None`` if there is nothing that it differs in, or it is not exact.
+        """An entry for the call and others like it; ``None`` if it differs in nothing such, or that is not exact.
 
         Raises:
             UnsupportedModule, CompilationError: as :func:`bridge.lower`, of numbers.
@@ -60,7 +60,8 @@ class Generalization:
                 continue
             require_capturable(type(module).__name__)
             how = self._options(module, args, kwargs)
-            entry = compile_entry(module, args, kwargs, **how, numbers=(known, changed))
+            dims = varying_dims(known.guard, module.forward, args, kwargs)
+            entry = compile_entry(module, args, kwargs, **how, numbers=(known, changed), dims=dims)
             if entry is None:
                 self._not_inputs[tuple(changed)] += 1
                 return None

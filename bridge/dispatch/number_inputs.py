@@ -3,7 +3,7 @@
 ``self.beta`` that is annealed, ``model(x, temperature)``: compiled as a constant, every new value is another entry.
 From the second value on it is an input, if forward does nothing with it but scale and shift tensors
 (:mod:`bridge.capture.numbers`), and if the graph that has it as an input is, at the earlier value, the very graph that
-was compiled for that value: node by node, with the number where the constant was.
+was compiled for that value: node by node, with the number where the constant was. Sizes that vary there vary on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import fx, nn
 from bridge.base.errors import CompilationError
 from bridge.base.log import channel
 from bridge.base.torch_internals import pytree
-from bridge.capture import Captured, NumberPlace, number_tensor, with_number_inputs
+from bridge.capture import Captured, DynamicDim, NumberPlace, number_tensor, with_number_inputs
 from bridge.lowering import LoweredCall, lower_once
 from bridge.state import same
 
@@ -40,6 +40,7 @@ def lower_with_numbers(
     *,
     grad: bool,
     partition: Any,
+    dims: Sequence[DynamicDim] = (),
 ) -> tuple[LoweredCall, list[NumberPlace]] | None:
     """``module(*args, **kwargs)`` lowered with numbers as its first arguments, and which; ``None`` if it is not exact.
 
@@ -47,15 +48,20 @@ def lower_with_numbers(
         changed: where the numbers are, and the value that ``like`` was lowered for.
         like: the lowered call that this one differs from by the numbers.
         known: numbers that are inputs of ``like``.
+        dims: dimensions of arguments whose sizes vary, where they do in ``like``.
     """
     places = sorted({*changed, *known}, key=_order)
     try:
         twin, twin_args = with_number_inputs(module, args, kwargs, places)
-        lowered = lower_once(twin, twin_args, kwargs, grad=grad, partition=partition)
+        behind = [replace(each, leaf=each.leaf + len(places)) for each in dims]
+        lowered = lower_once(twin, twin_args, kwargs, grad=grad, partition=partition, dims=behind)
     except CompilationError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever forward raises where a number is used as none can be
         log.info("%s: %s cannot be inputs: %s", type(module).__name__, _names(changed), error)
+        return None
+    if (lowered.captured.extents is None) != (like.captured.extents is None):
+        log.info("%s: %s cannot be inputs beside sizes that vary", type(module).__name__, _names(changed))
         return None
     values = {place: number_tensor(changed.get(place, _ANY)) for place in places}
     compared = _Comparison(like.captured, lowered.captured, [values[each] for each in known], list(values.values()))
@@ -77,6 +83,8 @@ def as_called(captured: Captured, args: tuple, kwargs: dict[str, Any], count: in
     return replace(
         captured,
         arguments=captured.arguments[count:],
+        argument_shapes=captured.argument_shapes[count:],
+        argument_strides=captured.argument_strides[count:],
         argument_leaves=tuple(None if tensor else leaf for leaf, tensor in zip(leaves, is_tensor, strict=True)),
         argument_is_tensor=tuple(is_tensor),
         in_spec=spec,

@@ -132,18 +132,25 @@ class ArgumentGuard:
     def compiled_shapes(self, args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, tuple[Dim, ...], torch.Tensor]]:
         """Of each tensor argument its name, the shape that was compiled and the tensor that is given.
 
-        Nothing if the call differs in more than its tensors.
+        Nothing if the call differs in more than its tensors and in numbers.
         """
         try:
             leaves = self.leaves(args, kwargs)
+            if self.changed_numbers(args, kwargs) is None or self._are_tensors.failure(leaves) is not None:
+                return []
         except GuardFailure:
-            return []
-        if any(condition.failure(leaves) is not None for condition in (self._constants, self._are_tensors)):
             return []
         tensors = [leaves[i] for i in self.tensor_leaves]
         if any(map(is_nested, tensors)):
             return []
         return list(zip((self.paths[i] for i in self.tensor_leaves), self._shapes, tensors, strict=True))
+
+    def sizes_fit(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether all argument tensors have the shapes that were compiled; not to be asked of another structure."""
+        shapes = self.compiled_shapes(args, kwargs)
+        if self.sizes is not None:
+            return bool(shapes) and self.sizes.failure([tensor for *_, tensor in shapes]) is None
+        return all(shape == tuple(tensor.shape) for _, shape, tensor in shapes)
 
     def learn(self, tensors: Sequence[torch.Tensor], inference: bool) -> None:
         """Remembers how matching tensors look, where that is not known yet."""

@@ -108,7 +108,8 @@ class Guard:
     def changed_numbers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[NumberPlace, Any] | None:
         """The numbers that differ from what was compiled, with what they were.
 
-        ``None`` if a constant differs that is no number, or nothing does. What else differs is not looked at.
+        ``None`` if a constant differs that is no number, or the sizes do, or nothing does. What else differs is not
+        looked at.
         """
         try:
             leaves = self._arguments.changed_numbers(args, kwargs)
@@ -117,13 +118,15 @@ class Guard:
             return None
         if leaves is None or attributes is None or not (leaves or attributes) or self._tree.mentions("type"):
             return None
+        if not self._arguments.sizes_fit(args, kwargs):
+            return None
         places = {NumberPlace(type(then), path=path, name=name): then for (path, name), then in attributes.items()}
         return {**places, **{NumberPlace(type(then), leaf=leaf): then for leaf, then in leaves.items()}}
 
     def compiled_shapes(self, args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, tuple[Dim, ...], torch.Tensor]]:
         """Of each tensor argument its name, the shape that was compiled and the tensor that is given.
 
-        Nothing if the arguments differ in more than their tensors.
+        Nothing if the arguments differ in more than their tensors and in numbers.
         """
         return self._arguments.compiled_shapes(args, kwargs)
 

@@ -69,6 +69,11 @@ class ArgumentSizes:
         flat = [each for dims in zip(shapes, strides, strict=True) for part in dims for each in part]
         self._values = scope.compiled(flat)
 
+    @property
+    def count(self) -> int:
+        """How many argument tensors there are."""
+        return len(self._shapes)
+
     @cached_property
     def guards(self) -> tuple[Guard, ...]:
         """What the lowering has concluded; to be asked first when all of it is compiled, and the same from then on."""

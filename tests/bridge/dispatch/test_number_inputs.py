@@ -205,3 +205,39 @@ def test_a_number_that_is_returned_is_no_input():
         result, number = module(X)
         assert number == value and type(number) is float
         torch.testing.assert_close(result, X * value)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="sizes of operators of older versions are fixed")
+def test_numbers_and_sizes_change_together():
+    """The second size is compiled for all of them, the number after it becomes an input beside them."""
+    module = Annealed()
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module)
+    for step, rows in enumerate((4, 6, 5, 9, 2, 4, 7)):
+        x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(rows))
+        module.beta = eager.beta = step / 7
+        assert_same(run(module, Call((x,)), seed=step), run(eager, Call((x,)), seed=step), **CLOSE)
+    static, varying = stats(module).entries
+    assert stats(module).hits == 7 and not stats(module).misses
+    assert (static.hits, varying.hits) == (1, 5)  # and one that has made room for it
+    assert [place.name for place in varying.guard.numbers] == ["beta"] and varying.bound is not None
+    module.beta = eager.beta = 0.25
+    x = torch.ones(1, 3)
+    assert_same(run(module, Call((x,))), run(eager, Call((x,))), **CLOSE)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="sizes of operators of older versions are fixed")
+def test_a_number_that_is_no_input_is_a_constant_beside_sizes():
+    class Power(nn.Module):
+        def forward(self, x, power):
+            return x**power
+
+    module = add_tvm_dispatch(Power())
+    for rows, power in [(3, 2.0), (4, 2.0), (5, 3.0), (6, 3.0), (7, 2.0)]:
+        x = torch.rand(rows, 3)
+        torch.testing.assert_close(module(x, power), x**power, **CLOSE)
+    assert [(entry.hits, entry.bound is not None) for entry in stats(module).entries] == [
+        (1, False),
+        (2, True),
+        (2, True),
+    ]
