@@ -145,7 +145,7 @@ class Dispatcher:
     def _miss(self, module: nn.Module, found: GuardFailure, eager: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.on_miss == "error":
             raise DispatchMiss(f"{type(module).__name__}: {found.reason}") from found.__cause__
-        self.entries.misses[found.reason] += 1
+        self.entries.count_miss(found.reason)
         guards_log.info("%s runs eager: %s", type(module).__name__, found.reason)
         if not self.entries.hits and self.on_miss == "eager":
             self._note_no_hit(type(module).__name__, found)

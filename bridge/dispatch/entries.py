@@ -7,7 +7,11 @@ from collections.abc import Iterable
 
 from bridge.dispatch.entry import Entry
 
-__all__ = ["Entries"]
+__all__ = ["MAX_REASONS", "Entries"]
+
+#: Reasons that are counted, each by itself: sizes that differ at every call give one each.
+MAX_REASONS = 1000
+_OTHERS = "another reason"
 
 
 class Entries:
@@ -15,7 +19,7 @@ class Entries:
 
     Attributes:
         all: the entries, oldest first. A change makes another list: calls of other threads may be walking through this.
-        misses: calls that ran eager, by the reason.
+        misses: calls that ran eager, by the reason; beyond the first thousand reasons, under one name.
     """
 
     def __init__(self) -> None:
@@ -27,6 +31,11 @@ class Entries:
     def hits(self) -> int:
         """Calls that an entry ran, one that is gone by now or one that there is."""
         return self._hits_of_gone + sum(entry.hits for entry in self.all)
+
+    def count_miss(self, reason: str) -> None:
+        """A call ran eager."""
+        is_counted = reason in self.misses or len(self.misses) < MAX_REASONS
+        self.misses[reason if is_counted else _OTHERS] += 1
 
     def add(self, *entries: Entry) -> None:
         """Appends entries; those that there are stay where they are."""

@@ -158,7 +158,7 @@ class CompiledGraph:
                 return compiled(values)
             except GuardFailure as failure:  # of the forward program: nothing is changed, and the call begins anew
                 reason = failure.reason
-        self._entries.misses[reason] += 1
+        self._entries.count_miss(reason)
         return self._graph_module(*inputs)
 
     def _of_any_size(self, key: tuple, values: Sequence[Any]) -> Compiled | None:

@@ -320,3 +320,11 @@ def test_stats_print_a_few_of_many_reasons():
         module(rows(count))
     printed = repr(stats(module))
     assert "misses=30" in printed and "10 x 10 other reasons" in printed and 20 < len(printed.splitlines()) < 30
+
+
+def test_the_reasons_that_are_kept_are_bounded(monkeypatch):
+    monkeypatch.setattr("bridge.dispatch.entries.MAX_REASONS", 3)
+    module = add_tvm_dispatch(Scale(), rows(2))
+    for count in (3, 4, 5, 6, 3, 7):
+        module(rows(count))
+    assert list(stats(module).misses.values()) == [2, 1, 1, 2] and stats(module).misses["another reason"] == 2

@@ -1,10 +1,12 @@
 """torch.compile with sizes that vary: one entry for all sizes of a graph that Dynamo made symbolic."""
 
+import copy
 from collections import Counter
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from bridge.dynamo.backend import graphs
@@ -37,6 +39,41 @@ def test_ten_sizes(dynamic, entries):
     found = run(mlp(), *[(x(rows, 4),) for rows in (5, 7, 2, 9, 31, 64, 3, 7, 8, 11)], dynamic=dynamic)
     assert total(found) == (10, Counter())
     assert sum(len(graph.stats.entries) for graph in found) == entries
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(13, 6), nn.Linear(6, 13)
+
+    def forward(self, tokens, mask, labels, temperature):
+        h = F.dropout(self.embedding(tokens), 0.2, self.training).masked_fill(mask[..., None], 0.0).cumsum(1)
+        return F.cross_entropy(self.out(h).flatten(0, 1) * temperature, labels.flatten())
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_training_loop_of_ten_lengths(dynamic):
+    """Dynamo compiles once or twice, each of its graphs has one entry, losses and generator are eager's."""
+    torch.manual_seed(0)
+    eager, known = Tagger().double(), graphs()
+    module = copy.deepcopy(eager)
+    counters.clear()
+    runs = [(eager, eager), (module, torch.compile(module, backend="tvm_dispatch", dynamic=dynamic))]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each, _ in runs]
+    for step, length in enumerate((7, 5, 9, 12, 3, 8, 20, 6, 11, 4, 7)):
+        tokens = torch.arange(3 * length).view(3, length) % 13
+        seen = []
+        for (_, function), optimizer in zip(runs, optimizers, strict=True):
+            torch.manual_seed(step)
+            loss = function(tokens, tokens > 11, tokens * 5 % 13, 1 + step / 8)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen.append((loss.detach(), torch.get_rng_state()))
+        torch.testing.assert_close(seen[0], seen[1], **CLOSE)
+    assert counters["stats"]["unique_graphs"] == (1 if dynamic else 2)
+    found = made_since(known)
+    assert total(found) == (11, Counter()) and all(len(graph.stats.entries) == 1 for graph in found)
 
 
 def test_a_size_as_a_number_and_two_tensors_of_one_size():
