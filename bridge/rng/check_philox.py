@@ -77,8 +77,9 @@ def _computed(
 ) -> list[torch.Tensor]:
     params = [relax.Var(f"mask_{place}", relax.TensorType((count,), "bool")) for place, count in enumerate(counts)]
     builder = relax.BlockBuilder()
-    with builder.function("masks", params), builder.dataflow():
-        results = [builder.emit_output(relax.op.logical_not(param)) for param in params]
+    with builder.function("masks", params):
+        with builder.dataflow():
+            results = [builder.emit_output(relax.op.logical_not(param)) for param in params]
         builder.emit_func_output(relax.Tuple(results))
     widths = [width for _, width, _ in _CASES]
     drawn = {place: DrawnMask(_RATE, *each) for place, each in enumerate(zip(widths, threads, strict=True))}

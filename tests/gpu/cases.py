@@ -55,7 +55,9 @@ def _llama() -> nn.Module:
 
 def _t5() -> nn.Module:
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": _VOCABULARY}
-    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, use_cache=False, decoder_start_token_id=0))
+    return hf.T5ForConditionalGeneration(
+        hf.T5Config(**sizes, use_cache=False, decoder_start_token_id=0, attn_implementation="eager")
+    )
 
 
 def _vit() -> nn.Module:
