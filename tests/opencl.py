@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import platform
 from collections.abc import Sequence
 
@@ -25,7 +26,7 @@ from tvm.tirx import transform as passes
 __all__ = ["OpenClKernels"]
 
 _TARGET = {"kind": "opencl", "max_num_threads": 1024, "max_threads_per_block": 1024}
-_OPTIONS = ["-cl-fp32-correctly-rounded-divide-sqrt"]
+_OPTIONS = ["-cl-fp32-correctly-rounded-divide-sqrt", "-cl-opt-disable"]
 
 _PLAIN = r"""
 #pragma OPENCL EXTENSION cl_khr_fp64 : enable
@@ -65,6 +66,7 @@ _NODES = {
 
 @functools.cache
 def _device():
+    os.environ.setdefault("POCL_WORK_GROUP_SPECIALIZATION", "0")  # one compilation for launches of any extents
     opencl = pytest.importorskip("pyopencl", reason="pyopencl is not installed")
     try:
         devices = [device for each in opencl.get_platforms() for device in each.get_devices()]
@@ -103,7 +105,8 @@ class OpenClKernels:
         self.hosts = [parts.pop(name) for name in named]
         code = tvm.get_global_func("target.build.opencl")(IRModule(parts), target)
         self.source = code.inspect_source()
-        self.kernels = opencl.Program(context, _PLAIN + self.source).build(_OPTIONS) if parts else None
+        built = opencl.Program(context, _PLAIN + self.source).build(_OPTIONS) if parts else None
+        self.kernels = {name: opencl.Kernel(built, name) for name in parts}
 
     def __call__(self, index: int, arrays: Sequence[np.ndarray], scalars: Sequence[int] = ()) -> list[tuple[int, ...]]:
         """Runs a function on arrays, in place; extents of the launches that it made."""
@@ -167,7 +170,7 @@ class _Host:
         blocks = [self.number(extents.get(f"blockIdx.{axis}", tirx.const(1, "int32"))) for axis in "xyz"]
         self.launches.append((*blocks, *local))
         whole = tuple(a * b for a, b in zip(blocks, local, strict=True))
-        getattr(self.owner.kernels, kernel.value)(self.owner.queue, whole, tuple(local), *passed)
+        self.owner.kernels[kernel.value](self.owner.queue, whole, tuple(local), *passed)
 
     def argument(self, expr):
         if isinstance(expr, Call):  # a buffer's pointer
