@@ -24,7 +24,7 @@ from bridge.base.lru import LeastRecentlyUsed
 
 __all__ = ["OPTIONS", "absent", "clear_compiled", "compiled", "version"]
 
-OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false", "--std=c++17")
+OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false", "--std=c++17", "--disable-warnings")
 """Of every compilation, beside the architecture."""
 
 _HEADERS = {
@@ -51,6 +51,13 @@ template <bool C, class A, class B> struct conditional { using type = A; };
 template <class A, class B> struct conditional<false, A, B> { using type = B; };
 } }
 """,
+    "math_constants.h": """
+#define CUDART_INF_F __int_as_float(0x7f800000)
+#define CUDART_NAN_F __int_as_float(0x7fc00000)
+#define CUDART_INF __longlong_as_double(0x7ff0000000000000ll)
+#define CUDART_NAN __longlong_as_double(0x7ff8000000000000ll)
+""",
+    "sm_61_intrinsics.h": "",  # for a product of bytes that no kernel of ours has
 }
 """What the head of TVM's CUDA source includes under NVRTC, as far as the head names it."""
 

@@ -1,0 +1,108 @@
+"""Whole programs for CUDA, forward and backward: every kernel is compiled, for each architecture, without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+from transformers import ConvNextConfig, GPT2Config
+from transformers.models.convnext.modeling_convnext import ConvNextLayer
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+from bridge import lower
+from bridge.compile import Built, CallLibrary, CompileOptions, Launch, backend_for, compile_function
+from bridge.compile.cuda.backend import CudaBackend
+from bridge.compile.cuda.build import build_library, cuda_source
+from bridge.compile.cuda.nvrtc import compiled
+from tests.bridge.models import bert_layer
+from tests.nvrtc import ARCHES, needs_nvrtc
+
+pytestmark = needs_nvrtc
+
+
+@dataclass(frozen=True)
+class Collecting(CudaBackend):
+    """Keeps kernels, which are compiled together at the end."""
+
+    kernels: dict = field(default_factory=dict, compare=False)
+
+    def build(self, functions):
+        self.kernels.update((f"m{len(self.kernels)}_{name}", function) for name, function in functions)
+        return [Built(lambda: None) for _ in functions]
+
+
+def gpt2_block() -> nn.Module:
+    return GPT2Block(GPT2Config(n_embd=24, n_head=3, n_positions=40, attn_implementation="eager"), layer_idx=0)
+
+
+class Step(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTMCell(12, 20)
+
+    def forward(self, x, h, c):
+        return self.cell(x, (h, c))
+
+
+def rows(*shape, dtype=torch.float32):
+    return torch.randn(*shape, dtype=dtype).requires_grad_()
+
+
+CASES = {
+    "BertLayer": (bert_layer, lambda: rows(3, 17, 24)),
+    "GPT-2 block in bfloat16": (lambda: gpt2_block().bfloat16(), lambda: rows(3, 17, 24, dtype=torch.bfloat16)),
+    "ConvNeXt block": (lambda: ConvNextLayer(ConvNextConfig(), dim=12), lambda: rows(2, 12, 9, 7)),
+    "LSTM step in float16": (
+        lambda: Step().half(),
+        lambda: tuple(rows(5, size, dtype=torch.float16) for size in (12, 20, 20)),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def collected():
+    """Kernels and programs by case."""
+    kernels, programs = {}, {}
+    for name, (make, sample) in CASES.items():
+        torch.manual_seed(0)
+        backend = Collecting(arch=ARCHES[0])
+        options = CompileOptions.current(backend)
+        lowered = lower(make().train(), sample())
+        functions = {"forward": lowered.forward, "backward": lowered.expected_backward}
+        programs[name] = [compile_function(func, name=key, options=options) for key, func in functions.items()]
+        kernels[name] = backend.kernels
+    return kernels, programs
+
+
+def check_compiled(kernels, arch):
+    cubin = compiled(cuda_source(kernels, arch), arch)
+    assert cubin.startswith(b"\x7fELF") and all(f"{name}_kernel".encode() in cubin for name in kernels)
+
+
+@pytest.mark.parametrize(("name", "arch"), [(name, ARCHES[index % 2]) for index, name in enumerate(CASES)])
+def test_every_kernel_is_compiled(name, arch, collected):
+    check_compiled(collected[0][name], arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "arch"), [(name, ARCHES[1 - index % 2]) for index, name in enumerate(CASES)])
+def test_every_kernel_is_compiled_for_the_other_architecture(name, arch, collected):
+    check_compiled(collected[0][name], arch)
+
+
+def test_host_code_is_built(collected):
+    kernels = collected[0]["LSTM step in float16"]
+    library = build_library(kernels, ARCHES[1])
+    assert all(library[name] is not None for name in kernels)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_programs_products_are_torchs_and_launches_have_shapes(name, collected):
+    _, programs = collected
+    for program in programs[name]:
+        assert any(isinstance(step, CallLibrary) for step in program.steps)
+        assert not any(step.name.startswith("product_") for step in program.steps)
+        assert all(program.launches(step) for step in program.steps if isinstance(step, Launch))
+        assert program.backend.device == torch.device("cuda", 0) != backend_for(None).device
