@@ -50,11 +50,9 @@ def checked_gpu(device: torch.device) -> Gpu | None:
 def _draws_alike(device: torch.device, gpu: Gpu) -> bool:
     """Masks and the generator's offset, over several launches of several rounds, from a seed of 64 bits."""
     counts = [_count(gpu, width, place) for place, (_, width, _) in enumerate(_CASES)]
-    side = torch.Generator(device).manual_seed(_SEED)
-    side.set_offset(2**34 - 4)
     states, masks = [], []
-    with on_side_states(default_generator(device), side), torch.no_grad():
-        generator = default_generator(device)
+    generator = default_generator(device)
+    with on_side_states(generator, _side(device)), torch.no_grad():
         for (dtype, _, first), count in zip(_CASES, counts, strict=True):
             offset = generator.get_offset()
             states.append((_SEED - 2**64, offset))
@@ -64,6 +62,12 @@ def _draws_alike(device: torch.device, gpu: Gpu) -> bool:
                 return False
     made = _computed(device, counts, [gpu.launched(count) for count in counts], states)
     return all(map(torch.equal, made, masks))
+
+
+def _side(device: torch.device) -> torch.Generator:
+    side = torch.Generator(device).manual_seed(_SEED)
+    side.set_offset(2**34 - 4)  # calls are counted beyond 32 bits
+    return side
 
 
 def _count(gpu: Gpu, width: int, place: int) -> int:

@@ -1,0 +1,67 @@
+"""The check of a GPU's masks, on a stand-in for a GPU: it finds the rule that eager follows, and every other one."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from bridge.compile import Gpu
+from bridge.rng import check_philox
+from tests import philox
+
+GPU = Gpu(processors=2, threads=256)
+HOST = torch.device("cpu")
+
+
+class Generator:
+    """A CUDA generator, as far as the check needs one."""
+
+    offset = 2**34 - 4
+
+    def get_offset(self):
+        return self.offset
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Eager's fused dropout on a GPU with few threads; ``wrong``: what it does otherwise."""
+    generator, wrong = Generator(), {}
+
+    def native_dropout(x, rate, train):
+        count, address, size = x.numel(), x.storage_offset() * x.element_size(), x.element_size()
+        width = wrong.get("width") or 16 // size
+        while width > 1 and (count % width or address % (width * size)):
+            width //= 2
+        threads = philox.launched(count, wrong.get("threads", GPU.most_threads))
+        mask = philox.mask(count, rate, width, threads, check_philox._SEED, generator.offset)
+        generator.offset += wrong.get("advance", philox.advance(count, GPU.most_threads))
+        return None, torch.from_numpy(mask)
+
+    @contextmanager
+    def aside(*_):
+        yield
+
+    monkeypatch.setattr(torch, "native_dropout", native_dropout)
+    monkeypatch.setattr(check_philox, "default_generator", lambda device: generator)
+    monkeypatch.setattr(check_philox, "on_side_states", aside)
+    monkeypatch.setattr(check_philox, "_side", lambda device: None)
+    monkeypatch.setattr(check_philox, "gpu_of", lambda device: GPU)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "this GPU")
+    check_philox.checked_gpu.cache_clear()
+    yield wrong
+    check_philox.checked_gpu.cache_clear()
+
+
+def test_eagers_rule_is_recognized(eager):
+    assert check_philox.checked_gpu(HOST) == GPU
+
+
+@pytest.mark.parametrize("wrong", [{"width": 2}, {"width": 16}, {"threads": 256}, {"advance": 4}], ids=str)
+def test_another_rule_is_found_and_told_once(eager, wrong, caplog):
+    eager.update(wrong)
+    with caplog.at_level(logging.WARNING, "bridge.philox"):
+        assert check_philox.checked_gpu(HOST) is None and check_philox.checked_gpu(HOST) is None
+    assert len(caplog.records) == 1 and "left to it" in caplog.text
