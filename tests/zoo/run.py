@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
-from bridge.compile import clear_cache
 from tests.zoo import scripts
 
 __all__ = ["Outcome", "Script", "compare", "load", "names"]
@@ -123,7 +122,6 @@ def compare(train: Script, steps: int, dtype: torch.dtype = torch.float32) -> Ou
 
 
 def _run(train: Script, steps: int, dtype: torch.dtype, enabled: bool) -> Trained:
-    clear_cache()
     dispatch, before = Dispatch(enabled), torch.get_default_dtype()
     losses, seconds = [], []
     torch.set_default_dtype(dtype)

@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.flat_memory import ALLOWED, WORKLOADS, measure
 from bridge import add_tvm_dispatch, remove_tvm_dispatch, stats
-from bridge.compile import clear_cache
+from bridge.compile import Built, clear_cache
 from bridge.compile.pipeline import _PROGRAMS
 from bridge.compile.runtime import executor
 from bridge.compile.runtime.build import _KERNELS
@@ -114,7 +114,8 @@ def test_the_module_dies_with_its_last_name():
 
 
 @pytest.mark.composes("`del module`")
-def test_compiled_code_dies_with_the_last_module_that_uses_it():
+def test_compiled_code_dies_with_the_last_module_that_uses_it(monkeypatch):
+    monkeypatch.setattr("bridge.compile.runtime.build.Built", Built)  # tests keep what they build: see conftest.py
     clear_cache()
     first = add_tvm_dispatch(MLP(6, 11), rows())
     second = add_tvm_dispatch(MLP(6, 11), rows())
