@@ -87,7 +87,8 @@ def add_tvm_dispatch(
             default without one; the second size of a dimension is compiled for all sizes from 2 on, if that is exact;
             at most ``MAX_ENTRIES`` entries are kept, and what differs in the same thing at every call is compiled for a
             few times only, then runs eager) or ``"error"``.
-        target: TVM target of kind ``llvm``; by default this machine's CPU.
+        target: a TVM target of kind ``llvm`` or ``cuda``, or a GPU by name (``"cuda:1"``); by default the device of the
+            module's and the sample's tensors.
         dynamic_shapes: which dimensions of the sample vary, as torch.export takes it: the entry serves all sizes from 2
             on, or those of the ``Dim``'s range. What forward asks about sizes is a condition of the entry.
 
