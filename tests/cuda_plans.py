@@ -9,6 +9,7 @@ import torch
 
 from autodiff.extents import ExtentScope
 from bridge.compile.cuda.backend import CudaBackend
+from bridge.compile.cuda.kernels import generate
 from bridge.compile.loop_ir.graph import Graph, Reduction, Value
 from bridge.compile.schedule.column_plan import plan_columns
 from bridge.compile.schedule.fuse import fuse
@@ -45,7 +46,7 @@ class CudaKernels:
         self.graphs = graphs
         plans = {each.plan: None for graph in graphs for each in graph}
         self.index = {plan: index for index, plan in enumerate(plans)}
-        self.code = OpenClKernels([BACKEND.kernel(plan) for plan in plans])
+        self.code = OpenClKernels([generate(plan, plain=True) for plan in plans])
 
     def run(
         self,

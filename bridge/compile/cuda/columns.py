@@ -14,8 +14,8 @@ from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.tir import loop_function, sequence
 from bridge.compile.cuda.emitter import CudaEmitter, storage_type
 from bridge.compile.cuda.launch import SharedMemory, launch
-from bridge.compile.cuda.limits import BLOCK_THREADS, COLUMN_STRANDS, FEW_ROWS
-from bridge.compile.cuda.strands import WARP, Strands
+from bridge.compile.cuda.limits import BLOCK_THREADS, COLUMN_STRANDS, FEW_ROWS, WARP
+from bridge.compile.cuda.strands import Strands
 from bridge.compile.loop_ir.access import Term
 from bridge.compile.schedule.column_plan import ColumnPlan
 

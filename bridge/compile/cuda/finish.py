@@ -12,8 +12,8 @@ from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.tir import sequence
 from bridge.compile.cuda.emitter import CudaEmitter
 from bridge.compile.cuda.launch import SharedMemory, launch
-from bridge.compile.cuda.limits import FINISH_STRANDS
-from bridge.compile.cuda.strands import WARP, Strands
+from bridge.compile.cuda.limits import FINISH_STRANDS, WARP
+from bridge.compile.cuda.strands import Strands
 from bridge.compile.schedule.row_plan import RowPlan
 from bridge.compile.schedule.row_scope import KernelBuffers
 

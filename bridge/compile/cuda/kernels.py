@@ -16,13 +16,16 @@ from bridge.compile.schedule.row_plan import RowPlan
 __all__ = ["generate"]
 
 
-def generate(plan: RowPlan | ColumnPlan) -> PrimFunc:
-    """The kernel of a plan: inputs, results, scratch memory, the launch's integers."""
+def generate(plan: RowPlan | ColumnPlan, plain: bool = False) -> PrimFunc:
+    """The kernel of a plan: inputs, results, scratch memory, the launch's integers.
+
+    ``plain``: without what only CUDA has, for the same bits on other devices.
+    """
     if isinstance(plan, ColumnPlan):
         return generate_columns(plan)
     number, buffers = LaunchArguments(plan.arguments, plan.index_type), kernel_buffers(plan)
     reduces = any(node.reduces for node in plan.nodes)
-    launches = (rows if reduces else elements)(plan, buffers, number)
+    launches = rows(plan, buffers, number, plain) if reduces else elements(plan, buffers, number)
     scratch = (*buffers.partial.values(), *buffers.cached.values())
     tensors = (*buffers.inputs, *buffers.outputs.values(), *scratch)
     return loop_function([*tensors, *number.params], sequence([*number.stmts, *launches]))

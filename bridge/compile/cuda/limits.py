@@ -1,9 +1,9 @@
 """The GPU's limits and its order of reductions.
 
 The order of a row: it is walked by :func:`row_threads` threads. Thread ``t`` takes the vectors ``t, t + threads, …`` of
-:func:`row_lanes` elements; each lane has an accumulator of its own, which are combined by halves, then the threads'
-totals by halves. A column: each chunk's rows are dealt to :func:`row_groups` groups in turn, whose sums are combined by
-halves; so are the chunks, dealt to :data:`FINISH_STRANDS` strands. All of it follows from the extents.
+:func:`row_lanes` elements; each lane has an accumulator of its own, and these are combined by halves. So are then the
+threads of each warp, then the warps. A column: each chunk's rows are dealt to :func:`row_groups` groups in turn, whose
+sums are combined by halves; so are the chunks, dealt to :data:`FINISH_STRANDS` strands. It follows from the extents.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ __all__ = [
     "LIMITS",
     "ORDER",
     "VECTOR",
+    "WARP",
     "row_groups",
     "row_lanes",
     "row_threads",
@@ -30,10 +31,12 @@ __all__ = [
 VECTOR = 4
 """Elements that a thread takes at once: 16 bytes of float32, the widest access."""
 
+WARP = 32
+"""Threads that exchange values directly, and whose neighbours read neighbours in memory at once."""
+
 BLOCK_THREADS = 256
 """Threads of a block that is not one long row."""
 
-_WARP = 32
 _MOST_THREADS = 1024
 _VECTORS_PER_THREAD = 8  # in registers: 32 numbers of each value that is kept
 
@@ -89,7 +92,7 @@ def row_threads(length: Number) -> int:
     if not isinstance(length, int):
         return BLOCK_THREADS
     vectors = max(1, length // row_lanes(length))
-    wanted = min(vectors, max(_WARP, -(-vectors // _VECTORS_PER_THREAD)))
+    wanted = min(vectors, max(WARP, -(-vectors // _VECTORS_PER_THREAD)))
     return min(_MOST_THREADS, 1 << (wanted - 1).bit_length())
 
 

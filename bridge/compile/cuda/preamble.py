@@ -31,4 +31,5 @@ BRIDGE unsigned short bridge_to_bfloat16(float x) {
   unsigned int up = bits + 0x7fffu + ((bits >> 16) & 1u);
   return (unsigned short)(x != x ? 0x7fc0u : up >> 16);
 }
+template <class T> BRIDGE T bridge_shuffle_xor(T x, int lanes) { return (T)__shfl_xor_sync(0xffffffffu, x, lanes); }
 """

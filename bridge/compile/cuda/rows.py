@@ -29,13 +29,14 @@ _REGISTERS = 64
 """Numbers of a column reduction at most that a thread keeps for itself; of longer rows they lie in scratch memory."""
 
 
-def rows(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> list[Stmt]:
-    """The launches of a plan with reductions."""
-    return _Rows(plan, buffers, number).launches()
+def rows(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: bool) -> list[Stmt]:
+    """The launches of a plan with reductions; ``plain``: see :class:`~bridge.compile.cuda.tree.Team`."""
+    return _Rows(plan, buffers, number, plain).launches()
 
 
 class _Rows:
-    def __init__(self, plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> None:
+    def __init__(self, plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: bool) -> None:
+        self.plain = plain
         self.plan, self.buffers, self.number = plan, buffers, number
         self.form = form = RowForm.of(plan)
         lanes = form.lanes if plan.column_reductions and form.groups > 1 else 1
@@ -54,7 +55,7 @@ class _Rows:
         return launches
 
     def _team(self, group: Expr, thread: Expr) -> tuple[Team, ThreadScope]:
-        team = Team(self.form.threads, group, thread, self.number, self.shared)
+        team = Team(self.form.threads, group, thread, self.number, self.shared, self.plain)
         return team, ThreadScope(self.plan, self.buffers, self.number, tirx.EQ(thread, self.number(0)))
 
     def _clamped(self, scope: ThreadScope, row: Expr, count: Expr) -> Expr:

@@ -12,18 +12,16 @@ from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.tir import sequence
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer
 from bridge.compile.cuda.launch import SharedMemory, synchronize
+from bridge.compile.cuda.limits import WARP
 from bridge.compile.cuda.tree import Halved, halve
 from bridge.compile.schedule.reduction import combine, identity
 
-__all__ = ["WARP", "Strands"]
-
-WARP = 32
-"""Columns of a block with several strands: neighbours in a warp read neighbours in memory."""
+__all__ = ["Strands"]
 
 
 @dataclass(frozen=True)
 class Strands:
-    """``count`` strands, a power of two, for each of a block's columns.
+    """``count`` strands, a power of two, for each of a warp of columns.
 
     Attributes:
         strand, column: which one of the block this thread is.

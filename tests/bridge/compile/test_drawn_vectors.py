@@ -44,7 +44,7 @@ def kernel(name, shape, drawn=None):
     graph = optimize(choose_layouts(graph, GPU, GPU.products(1, True)), GPU)
     (group,), stored = fuse(graph, GPU), {operand.value for operand in graph.results}
     planned = plan_rows(group, stored, GPU)
-    return planned, GPU.kernel(planned.plan)
+    return planned, generate(planned.plan, plain=True)
 
 
 @pytest.mark.parametrize("place, name", list(enumerate(FUNCTIONS)))
