@@ -39,7 +39,7 @@ def check_dynamic(program: Program, kind: str | None = None) -> Verdict:
         else {"on_miss": "eager", "dynamic_shapes": variation.dynamic_shapes()}
     )
     watch = _Watch(variation)
-    verdict = judge(program.load(), lambda: calls_of(variation), options, watch)
+    verdict = judge(variation.at(variation.sample).load(), lambda: calls_of(variation), options, watch)
     served = f"{watch.served} of {watch.within} served by {watch.entries}; " if verdict.status == "same" else ""
     detail = verdict.detail if verdict.status == "refused" else f"{served}{verdict.detail} [{variation}]"
     return Verdict(verdict.status, detail)
@@ -48,8 +48,9 @@ def check_dynamic(program: Program, kind: str | None = None) -> Verdict:
 def vary(program: Program, kind: str | None = None) -> Variation | None:
     """The first variation, of a kind or of the one that the seed chooses, that eager takes, at two sizes at least."""
     for _, variation in zip(range(TRIES), variations(program, kind), strict=False):
-        takes, *others = (_eager_takes(variation, sizes) for sizes in variation.sizes[:3])
-        if takes and any(others):
+        if _eager_takes(variation, variation.sample) and any(
+            _eager_takes(variation, sizes) for sizes in variation.sizes[1:4] if sizes != variation.sample
+        ):
             return variation
     return None
 

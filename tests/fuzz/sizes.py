@@ -20,7 +20,8 @@ from tests.fuzz.program import Arguments, Program, make_arguments
 __all__ = ["Variation", "variations"]
 
 PRIMES = (5, 7, 11, 13)
-LARGE = (24, 33, 40, 65)
+DRAWN = (PRIMES, (24, 33, 40, 65), (2, 3, 4, 6, 8, 19), (3, 4, 16, 33))
+"""Choices for each size by itself: primes, large ones, small ones, and those of other dimensions."""
 _SHAPE = re.compile(r"\((\d+(?:, \d+)*,?)\)")
 
 Spot = tuple[int, int]
@@ -33,7 +34,7 @@ class Variation:
 
     Attributes:
         groups: the spots of each group, which have one size.
-        sample: the size of each group in the program as it is.
+        sample: the size of each group in the call that is compiled: in the program as it is, or another.
         sizes: of each group in the calls of its range, the sample's first.
         outside: of each group in a call that is no case of the range: 0, 1, or above the largest size.
         kind: ``"named"``, ``"dynamic"``, ``"auto"``, or ``"automatic"``: no specification at all.
@@ -107,13 +108,17 @@ def variations(program: Program, kind: str | None = None) -> Iterator[Variation]
         chosen.insert(0 if rng.random() < 0.3 else len(chosen), rng.choice(pairs))
     chosen_kind = rng.choice(["named", "named", "dynamic", "auto", "automatic"])
     for parts in chosen:
-        sample = tuple(size for size, _ in parts)
-        sizes = [sample, tuple(rng.choice(PRIMES) for _ in parts), tuple(rng.choice(LARGE) for _ in parts)]
-        rng.shuffle(others := [*sizes[1:], (2,) * len(parts)])
-        others.append(tuple(rng.choice([2, 3, 4, 6, 8, 19]) for _ in parts))
+        count = len(parts)
+        own, equal = tuple(size for size, _ in parts), (rng.choice(PRIMES),) * count
+        drawn = [tuple(rng.choice(sizes) for _ in parts) for sizes in DRAWN]
+        sample = rng.choice([own, own, *drawn])
+        others = [each for each in dict.fromkeys([(2,) * count, own, equal, *drawn]) if each != sample]
+        rng.shuffle(others)
         outside = rng.choice([0, 1, 1, 71])
         apart = (outside, *(rng.choice([size, outside]) for size in sample[1:]))
-        yield Variation(program, tuple(g for _, g in parts), sample, (sample, *others), apart, kind or chosen_kind)
+        yield Variation(
+            program, tuple(g for _, g in parts), sample, (sample, *others[:4]), apart, kind or chosen_kind
+        )
 
 
 def _by_name(given: Arguments, names: list[str]) -> Mapping[str, Any]:
