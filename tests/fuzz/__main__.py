@@ -26,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the first one; the others count up")
     parser.add_argument("--dynamic", action="store_true", help="some sizes of the arguments vary (tests/fuzz/sizes.py)")
     parser.add_argument("--automatic", action="store_true", help="likewise, and calls that miss find out which")
+    parser.add_argument("--everywhere", action="store_true", help="likewise, at two dozen sizes far from the sample's")
     parser.add_argument("--show", type=int, metavar="SEED", help="print the program of a seed and its verdict")
     parser.add_argument("--shrink", action="store_true", help="print a smaller program for each bug")
     parser.add_argument("--verbose", action="store_true", help="print every verdict")
@@ -35,9 +36,10 @@ def main(argv: list[str] | None = None) -> int:
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     if options.show is not None:
         print(generate(options.show).source)
-    judge = check_dynamic if options.dynamic else check
-    if options.automatic:
-        judge = partial(check_dynamic, kind="automatic")
+    judge = check
+    if options.dynamic or options.automatic or options.everywhere:
+        kind = "automatic" if options.automatic else None
+        judge = partial(check_dynamic, kind=kind, far=options.everywhere)
     seeds = range(options.seed, options.seed + options.count) if options.show is None else [options.show]
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()

@@ -14,7 +14,7 @@ from tests.fuzz.calls import Call, every, nothing
 from tests.fuzz.check import PARTITIONS, Verdict, Wrong, judge, undisturbed
 from tests.fuzz.play import play
 from tests.fuzz.program import Arguments, Program, make_module
-from tests.fuzz.sizes import Variation, variations
+from tests.fuzz.sizes import Variation, everywhere, variations
 
 __all__ = ["check_dynamic", "vary"]
 
@@ -23,15 +23,17 @@ TRIES = 6
 
 
 @undisturbed
-def check_dynamic(program: Program, kind: str | None = None) -> Verdict:
+def check_dynamic(program: Program, kind: str | None = None, far: bool = False) -> Verdict:
     """Dispatches a program once, some sizes of its arguments being dynamic, and compares calls of six sizes with eager.
 
     The detail of one that is the same begins with how many calls of sizes in the range were served. ``kind``: as of
-    :func:`vary`.
+    :func:`vary`; ``far``: at all the sizes where a guard may be too weak instead (:func:`everywhere`).
     """
     variation = vary(program, kind)
     if variation is None:
         return Verdict("skipped", "no size can vary")
+    if far:
+        variation = everywhere(variation)
     options = {"partition": random.Random(program.seed).choice(PARTITIONS)}
     options |= (
         {"on_miss": "compile"}

@@ -17,11 +17,13 @@ from torch.export import Dim
 
 from tests.fuzz.program import Arguments, Program, make_arguments
 
-__all__ = ["Variation", "variations"]
+__all__ = ["Variation", "everywhere", "variations"]
 
 PRIMES = (5, 7, 11, 13)
 DRAWN = (PRIMES, (24, 33, 40, 65), (2, 3, 4, 6, 8, 19), (3, 4, 16, 33))
 """Choices for each size by itself: primes, large ones, small ones, and those of other dimensions."""
+END = 80
+"""The end of the range where sizes are taken from everywhere."""
 _SHAPE = re.compile(r"\((\d+(?:, \d+)*,?)\)")
 
 Spot = tuple[int, int]
@@ -116,9 +118,21 @@ def variations(program: Program, kind: str | None = None) -> Iterator[Variation]
         rng.shuffle(others)
         outside = rng.choice([0, 1, 1, 71])
         apart = (outside, *(rng.choice([size, outside]) for size in sample[1:]))
-        yield Variation(
-            program, tuple(g for _, g in parts), sample, (sample, *others[:4]), apart, kind or chosen_kind
-        )
+        yield Variation(program, tuple(g for _, g in parts), sample, (sample, *others[:4]), apart, kind or chosen_kind)
+
+
+def everywhere(variation: Variation, count: int = 24) -> Variation:
+    """A variation at sizes that tell whether its guards are sound: the smallest, primes, the range's end, those beside
+    the sample's, those of other dimensions, and pairs that are equal."""
+    texts = (*(text for _, text, _ in variation.program.arguments), *variation.program.init)
+    others = {int(number) for text in texts for number in re.findall(r"\b\d+\b", text)}
+    near = {size + step for size in variation.sample for step in (-1, 1)}
+    sizes = [*sorted({2, 3, 7, 13, *near, *(each for each in others if each < END)} - {0, 1}), END]
+    rng = random.Random(variation.program.seed)
+    pairs = [tuple(rng.choice(sizes) for _ in variation.sample) for _ in range(count)]
+    equal = [(size,) * len(variation.sample) for size in sizes]
+    found = dict.fromkeys([variation.sample, *rng.sample(pairs, len(pairs) // 2), *equal, *pairs])
+    return replace(variation, sizes=tuple(found)[:count], outside=(END + 1, *variation.outside[1:]))
 
 
 def _by_name(given: Arguments, names: list[str]) -> Mapping[str, Any]:

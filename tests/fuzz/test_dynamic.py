@@ -15,7 +15,7 @@ from tests.fuzz.check import Wrong
 from tests.fuzz.dynamic import _Watch, calls_of, check_dynamic, vary
 from tests.fuzz.generate import generate
 from tests.fuzz.program import Program
-from tests.fuzz.sizes import Variation, variations
+from tests.fuzz.sizes import Variation, everywhere, variations
 
 ARGUMENTS = (
     ("x", "torch.randn((3, 4), dtype=D).requires_grad_()", False),
@@ -106,3 +106,27 @@ def test_calls_are_of_six_sizes():
     calls = calls_of(variation("named", "z = x * 2"))
     sizes = [call.arguments().args[0].shape[0] for call in calls]
     assert sizes[:7] == [3, 7, 40, 2, 5, 3, 71] and set(sizes[7:]) <= {3, 7, 40, 2, 5}
+
+
+@pytest.mark.parametrize("seed", [50011])
+def test_guards_are_sound_far_from_the_sample(seed):
+    verdict = check_dynamic(generate(seed), far=True)
+    assert not verdict.is_bug, f"{verdict}\npython -m tests.fuzz --everywhere --show {seed} prints the program"
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+def test_a_guard_that_is_missing_is_reported(monkeypatch, accepted):
+    """The size 4 is told from others by forward, and by a guard of the entry; without guards that goes wrong."""
+    monkeypatch.setattr("tests.fuzz.dynamic.vary", lambda program, kind: variation("dynamic", *program.body))
+    if accepted:
+        monkeypatch.setattr("autodiff.extents.ExtentScope.broken", lambda self, guards=None: lambda sizes: None)
+    verdict = check_dynamic(program("z = x * (3 if x.shape[0] == x.shape[1] else 2)"), far=True)
+    assert verdict.status == ("wrong" if accepted else "same"), verdict
+    assert accepted or "compiled for x_0 != 4, called with x_0 = 4" in verdict.detail
+
+
+def test_sizes_everywhere_are_the_ends_those_of_other_dimensions_and_equal_pairs():
+    spots = (((0, 0),), ((0, 1),))
+    two = everywhere(Variation(program("z = x * 2"), spots, (3, 4), ((3, 4), (7, 9)), (71, 4), "named"))
+    assert two.sizes[0] == (3, 4) and two.outside == (81, 4)
+    assert {(2, 2), (3, 3), (4, 4), (80, 80)} <= set(two.sizes) and len(set(two.sizes)) == len(two.sizes)
