@@ -28,12 +28,6 @@ OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false",
 """Of every compilation, beside the architecture."""
 
 _HEADERS = {
-    "math_constants.h": """
-#define CUDART_INF_F __int_as_float(0x7f800000)
-#define CUDART_NAN_F __int_as_float(0x7fffffff)
-#define CUDART_INF __longlong_as_double(0x7ff0000000000000ll)
-#define CUDART_NAN __longlong_as_double(0x7fffffffffffffffll)
-""",
     "cuda/std/cstdint": """
 namespace cuda { namespace std {
 using int8_t = signed char; using uint8_t = unsigned char;
