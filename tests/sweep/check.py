@@ -98,6 +98,7 @@ def check(
 
 def _check_varying(module: nn.Module, call: Call, rtol: float, seed: int, process: Any, dimension: int) -> Verdict:
     """Of the first way in which inputs of other sizes are something that eager can do."""
+    call = Call(*clone_tree((call.args, call.kwargs), torch.float64))
     verdict = Verdict("skipped", "no such dimension")
     for calls in of_sizes(call, dimension):
         references = [_reference(module, each, seed, process) for each, _ in calls]

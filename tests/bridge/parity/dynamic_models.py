@@ -113,6 +113,7 @@ class Translator(nn.Module):
             self.embed(source),
             self.embed(target),
             tgt_mask=torch.ones(target.shape[1], target.shape[1], dtype=torch.bool).triu(1),
+            tgt_is_causal=True,
             src_key_padding_mask=padding,
             memory_key_padding_mask=padding,
         )
@@ -125,6 +126,27 @@ class Translator(nn.Module):
 def translator_inputs(batch: int, source: int, target: int) -> dict[str, Tensor]:
     words = [torch.randint(VOCABULARY, (batch, length)) for length in (source, target)]
     return {"source": words[0], "target": words[1], "padding": ~padded(batch, source)}
+
+
+class Segmenter(nn.Module):
+    """A U-Net of one level: pooled, resized to any picture's size, joined; a class for each pixel."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.GELU())
+        self.middle = nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.InstanceNorm2d(6, affine=True), nn.Dropout2d(0.1))
+        self.up = nn.ConvTranspose2d(6, 6, 2, stride=2)
+        self.head = nn.Conv2d(18, 4, 1)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
+        fine = self.down(pixel_values)
+        coarse = self.middle(F.max_pool2d(fine, 2))
+        ways = (F.interpolate(each, fine.shape[2:], mode="bilinear") for each in (coarse, self.up(coarse)))
+        return F.cross_entropy(self.head(torch.cat([fine, *ways], 1)), labels)
+
+
+def scenes(batch: int, height: int, width: int) -> dict[str, Tensor]:
+    return {**images(batch, height, width), "labels": torch.randint(4, (batch, height, width))}
 
 
 class Recommender(nn.Module):
@@ -167,6 +189,18 @@ PICTURES = (
     (2, 29, 53),
     (8, 33, 32),
 )
+SCENES = (
+    (3, 6, 7),
+    (2, 4, 4),
+    (2, 9, 5),
+    (5, 8, 17),
+    (4, 7, 11),
+    (7, 8, 10),
+    (3, 16, 16),
+    (11, 5, 5),
+    (2, 9, 13),
+    (8, 6, 8),
+)
 ROWS = ((6,), (2,), (3,), (5,), (16,), (17,), (31,), (64,), (97,), (128,))
 TWO_LENGTHS = (
     (3, 7, 5),
@@ -197,6 +231,12 @@ MODELS = {
         translator_inputs,
         dict.fromkeys(("source", "padding"), TEXT) | {"target": {0: BATCH, 1: Dim("target", max=LONGEST)}},
         (*TWO_LENGTHS[:-1], (3, 2, 2)),
+    ),
+    "segmenter": Varying(
+        Segmenter,
+        scenes,
+        {"pixel_values": {0: BATCH, 2: Dim.DYNAMIC, 3: Dim.DYNAMIC}, "labels": {0: BATCH, 1: Dim.AUTO, 2: Dim.AUTO}},
+        SCENES,
     ),
     "recommender": Varying(Recommender, visits, dict.fromkeys(visits(2), ROW), ROWS),
 }

@@ -6,7 +6,7 @@ import copy
 import itertools
 import random
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -34,7 +34,16 @@ class Pair(NamedTuple):
     dispatched: nn.Module
 
 
-@pytest.fixture(scope="module", params=[n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
+GRADIENTS_ONLY = ("segmenter",)
+
+
+def of(names: Iterable[str]) -> pytest.MarkDecorator:
+    """A pair for each of these models."""
+    each = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return pytest.mark.parametrize("pair", each, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     """A model in float64, all of it: where its code asks for float32 (norms, rotations, losses), it gets float64."""
     model = MODELS[request.param]
@@ -51,6 +60,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         yield Pair(model, eager, dispatched)
 
 
+@of(MODELS)
 def test_gradients_at_ten_sizes(pair):
     model, eager, dispatched = pair
     for sizes in model.sizes:
@@ -70,6 +80,7 @@ def many(sizes: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
     return list(found)
 
 
+@of(name for name in MODELS if name not in GRADIENTS_ONLY)
 def test_thirty_steps_with_twenty_sizes(pair):
     model, eager, dispatched = pair
     before = stats(dispatched).hits
