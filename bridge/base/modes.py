@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,28 +45,26 @@ def autocast_to(dtype: torch.dtype | None, *, cache_enabled: bool | None = None)
     return torch.autocast(kind, dtype=dtype, enabled=dtype is not None, cache_enabled=cache_enabled)
 
 
-def autocast_setting() -> torch.dtype | str | bool:
-    """All that matters of the host's autocast: ``False`` or the type that it casts to; in words if it caches none."""
-    return _setting(_HOST)
+def autocast_setting(kind: str = _HOST) -> torch.dtype | str | bool:
+    """All that matters of the autocast of a type of devices: ``False`` or what it casts to; in words if it caches none.
 
-
-def cuda_autocast_setting() -> torch.dtype | str | bool:
-    """The same of CUDA's."""
-    return _setting(_CUDA)
-
-
-def autocast_settings(kind: str) -> tuple[torch.dtype | str | bool, ...]:
-    """What the setting of a type of devices may be; any other that there is is one that is asked for by name."""
-    now = _setting(kind)
-    dtypes = (torch.float16, torch.bfloat16, torch.float32)
-    return tuple(dict.fromkeys((now, False, *dtypes, *(_uncached(dtype) for dtype in dtypes))))
-
-
-def _setting(kind: str) -> torch.dtype | str | bool:
+    Of the host's unless told otherwise.
+    """
     if not torch.is_autocast_enabled(kind):
         return False
     dtype = torch.get_autocast_dtype(kind)
     return dtype if torch.is_autocast_cache_enabled() else _uncached(dtype)
+
+
+cuda_autocast_setting = partial(autocast_setting, _CUDA)
+"""That of CUDA's."""
+
+
+def autocast_settings(kind: str) -> tuple[torch.dtype | str | bool, ...]:
+    """What the setting of a type of devices may be; any other that there is is one that is asked for by name."""
+    now = autocast_setting(kind)
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    return tuple(dict.fromkeys((now, False, *dtypes, *(_uncached(dtype) for dtype in dtypes))))
 
 
 def _uncached(dtype: torch.dtype) -> str:

@@ -45,7 +45,9 @@ def plan_call(
     can_fail = bool(imported.checks) or imported.leaves_state or forward.can_fail
     if observed.draws:
         used = imported.input_draws + imported.dropout_draws
-        found.append(steps.Draws(observed.draws, imported.dropout_draws, used, draws, can_fail, tuple(computed)))
+        found.append(
+            steps.Draws(observed.draws, imported.dropout_draws, used, draws, can_fail, tuple(computed), captured.device)
+        )
     name = f"{captured.module_name}_forward"
     found.append(steps.Forward(name, inputs + draws, values))
     if imported.checks:

@@ -86,7 +86,7 @@ class CallRun:
 
 
 def _draws(step: steps.Draws, module_name: str) -> Action:
-    draws = Draws(step.draws, step.masks, step.used, module_name, step.computed)
+    draws = Draws(step.draws, step.masks, step.used, module_name, step.computed, step.device)
     make, undo = draws.make, draws.undo
 
     def draw(call: Call) -> None:

@@ -11,6 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
+from bridge.base.devices import HOST
 from bridge.base.torch_internals import pytree
 from bridge.capture import Counter, Draw, Output
 
@@ -73,6 +76,7 @@ class Draws(CallStep):
         used: places of those that the program takes, in its order, and ``names``: what it calls them.
         undone: whether the generator's state is kept, for a call that turns out to be eager's.
         computed: places of those that are masks which the programs compute, from the generator's state.
+        device: of the program.
     """
 
     kind = "draws"
@@ -82,6 +86,7 @@ class Draws(CallStep):
     names: tuple[str, ...]
     undone: bool
     computed: tuple[int, ...] = ()
+    device: torch.device = HOST
 
     def text(self) -> str:
         name_of = dict(zip(self.used, self.names, strict=True))

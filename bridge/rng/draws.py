@@ -46,6 +46,7 @@ class Draws:
         masks: indices of those that are dropout masks (drawn as ``bool``).
         used: indices of the draws that the compiled code takes, in the order of its parameters.
         computed: indices of the masks that it computes: it takes the generator's state before each.
+        device: where it takes what is used: a module on a GPU may draw on the host.
 
     Raises:
         UnsupportedModule: for an operator that cannot be replayed.
@@ -58,6 +59,7 @@ class Draws:
         used: Sequence[int],
         module_name: str,
         computed: Collection[int] = (),
+        device: torch.device = HOST,
     ):
         self._makers: list[tuple[torch.device, _Maker]] = []
         self._used = tuple(used)
@@ -67,6 +69,8 @@ class Draws:
                 raise UnsupportedModule(
                     module_name, [Unsupported(draws[index].op, module_name, "not a dropout's draw")]
                 )
+        self._device = device
+        self._moved = {index for index, draw in enumerate(draws) if draw.device != device and index not in computed}
         values = set(used).difference(masks)  # those that have to be of the draw's dtype
         chained = next((index for index, draw in enumerate(draws) if draw.is_computed), None)
         draws = draws[:chained]
@@ -97,7 +101,7 @@ class Draws:
             inputs: module tensors and arguments of the call.
         """
         made = [tensor for _, maker in self._makers for tensor in maker(None, inputs)]
-        return [made[index] for index in self._used]
+        return [made[index] if index not in self._moved else made[index].to(self._device) for index in self._used]
 
     def undo(self, inputs: Sequence[torch.Tensor] = ()) -> Callable[[], None]:
         """What takes back the draws that are made next, with these inputs (:mod:`bridge.rng.undo`)."""

@@ -85,7 +85,7 @@ class Mixed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = nn.functional.dropout(self.first(x), 0.3, self.training)
         h = h + 0.1 * torch.rand_like(h) * torch.randn(h.shape[-1], device=h.device, dtype=h.dtype)
-        keep = torch.empty_like(h).bernoulli_(0.8)
+        keep = torch.empty_like(h).bernoulli_(0.8) + torch.randn(())  # of the host's generator
         h = self.second(h * keep)
         return nn.functional.dropout(h, 0.5, self.training).tanh()
 

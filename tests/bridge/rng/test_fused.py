@@ -15,6 +15,7 @@ from bridge.base.torch_internals import FakeTensorMode
 from bridge.capture import Draw, Operand
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.compile import Gpu
+from bridge.rng.draws import Draws
 from bridge.rng.fused import NATIVE_DROPOUT, FusedDropout
 from tests.bridge.compare import Call, Function, assert_same, run
 
@@ -165,3 +166,15 @@ def test_the_tensor_to_draw_for_lies_as_eagers(of, offset, first):
 def test_the_launch_on_an_h200(count, threads, advance):
     gpu = Gpu(processors=132, threads=2048)
     assert (gpu.launched(count), gpu.advance(count)) == (threads, advance)
+
+
+def test_a_draw_of_the_host_is_moved_to_the_program():
+    """Used ones; the others are made where eager makes them, and stay there."""
+    draw = Draw("aten.randn.default", (3,), (1,), torch.float32, ((3,),), (("device", torch.device("cpu")),))
+    torch.manual_seed(0)
+    made = Draws([draw, draw], [], [1], "Module", device=torch.device("meta")).make()
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    torch.randn(3), torch.randn(3)
+    assert [tensor.device.type for tensor in made] == ["meta"]
+    assert torch.equal(torch.get_rng_state(), state)
