@@ -67,8 +67,8 @@ class Dropped(nn.Module):
         return x * next(self.given).view(x.shape) / (1 - rate)
 
     def forward(self, x):
-        scores = self.drop((x @ x.transpose(-2, -1)).softmax(-1), 0.1)
-        y = F.dropout(self.linear(scores @ x), 0.25)
+        scores = self.drop(torch.bmm(x, x.transpose(1, 2)).softmax(-1), 0.1)
+        y = F.dropout(self.linear(torch.bmm(scores, x)), 0.25)
         return self.drop(self.norm(x + self.drop(y, 0.15)).tanh(), 0.4), scores
 
 
