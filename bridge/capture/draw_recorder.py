@@ -9,6 +9,7 @@ import torch
 
 from bridge.base.torch_internals import TorchDispatchMode, aten, current_graph_task_id, schema, storage_id
 from bridge.capture.generator_watch import unwatched
+from bridge.capture.isolated_rng import with_generator
 from bridge.capture.observation import Draw, Operand, Parameter
 from bridge.capture.op_trace import OpTrace
 from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS
@@ -69,6 +70,9 @@ class DrawRecorder(TorchDispatchMode):
                 self.complain(str(func), f"draws a mask for the rate {args[1]}, which says what it is")
                 return
             operand = self._operand(args[0])
+        elif with_generator(func) is None:
+            self.complain(str(func), "draws inside of a kernel that takes no generator")
+            return
         if isinstance(result, tuple):
             result = result[0 if operand is None else 1]
         # the dispatcher drops arguments that equal their default

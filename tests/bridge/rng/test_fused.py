@@ -129,6 +129,15 @@ def test_dropout_on_a_gpu_is_observed_with_the_layout_of_what_it_reads():
         )
 
 
+def test_a_kernel_that_draws_by_itself_is_refused():
+    def function(q):
+        torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, None, True, 0.0)
+        torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, None, True, 0.1)
+
+    draws, ((op, reason),) = observed(function, ((2, 3, 8, 16), (384, 128, 16, 1)))
+    assert not draws and "efficient_attention" in op and "takes no generator" in reason
+
+
 def test_every_draw_has_its_device():
     draws, _ = observed(lambda x: (torch.rand(3, device="cuda"), torch.rand(3), torch.randn_like(x)), ((4,), (1,)))
     assert [draw.device for draw in draws] == [GPU, torch.device("cpu"), GPU]
