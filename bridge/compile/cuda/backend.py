@@ -15,6 +15,7 @@ from bridge.compile.cuda.build import build_library, kernel_source, target_of
 from bridge.compile.cuda.executor import CudaExecutor
 from bridge.compile.cuda.kernels import generate
 from bridge.compile.cuda.legalized import scheduled
+from bridge.compile.cuda.libraries import hold, let_go
 from bridge.compile.cuda.limits import LIMITS, ORDER
 from bridge.compile.cuda.nvrtc import version
 from bridge.compile.cuda.products import CudaProducts
@@ -86,9 +87,12 @@ class CudaBackend(Backend):
         return scheduled(function, target_of(self.arch))
 
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
-        return build_kernels(functions, self._code_key, self._library, together=True)
+        kernels = build_kernels(functions, self._code_key, self._library, together=True)
+        hold(kernels)
+        return kernels
 
     def _library(self, functions: Mapping[str, PrimFunc], loops: bool) -> tvm.runtime.Module:
+        let_go()
         return build_library(functions, self.arch)
 
     def executor(self, program: Program) -> Callable[..., list[torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -11,12 +12,15 @@ import tvm_ffi
 from tvm import tirx
 from tvm.tirx import AttrStmt, BufferLoad, BufferStore, Expr, IfThenElse, PrimFunc, Stmt, Var
 
+from bridge.compile import Built
 from bridge.compile.codegen.arguments import LaunchArguments, flat_buffer
 from bridge.compile.codegen.tir import loop_function, sequence
 from bridge.compile.cuda import build, nvrtc
 from bridge.compile.cuda.build import build_library, cuda_source, kernel_source
+from bridge.compile.cuda.libraries import hold, let_go
 from bridge.compile.cuda.sass import disassembler
 from bridge.compile.loop_ir.access import Argument
+from bridge.compile.runtime.background import Build
 from tests.nvrtc import ARCHES, needs_nvrtc, without_gpu
 
 pytestmark = needs_nvrtc
@@ -160,3 +164,32 @@ def test_code_that_another_callback_made_is_refused(run_time):
             build_library({"k": launches(3.0)}, "sm_80")
     finally:
         tvm_ffi.register_global_func(CALLBACK, ours, override=True)
+
+
+class Library(dict):
+    """Tells where it is let go."""
+
+    def __init__(self, gone):
+        self.gone = gone
+
+    def __del__(self):
+        self.gone.append(threading.current_thread())
+
+
+def test_a_library_is_let_go_where_the_next_one_is_built():
+    """Its module's destructor changes the current device of the thread that it runs in."""
+    gone = []
+    build = Build(lambda: Library(gone))
+    kernels = [Built(lambda name=name, build=build: (name, build.result()), build) for name in "ab"]
+    hold(kernels)
+    functions = [kernel.function for kernel in kernels]
+    del build, kernels[0], functions
+    let_go()
+    gc.collect()
+    assert not gone
+    kernels.clear()
+    gc.collect()
+    assert not gone, "nobody uses it, and the user's thread does not unload it"
+    assert Build(let_go).result() is None
+    gc.collect()
+    assert len(gone) == 1 and gone[0] is not threading.current_thread()
