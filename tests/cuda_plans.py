@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from autodiff.extents import ExtentScope
 from bridge.compile.cuda.backend import CudaBackend
 from bridge.compile.cuda.kernels import generate
 from bridge.compile.loop_ir.graph import Graph, Reduction, Value
@@ -52,14 +51,12 @@ class CudaKernels:
         self,
         graph: Sequence[Planned],
         memory: dict[Value, torch.Tensor],
-        scope: ExtentScope | None = None,
-        sizes: Mapping[str, int] | None = None,
+        number: Callable[[tuple], tuple[int, ...]] = tuple,
     ) -> None:
-        """Runs a graph's kernels; ``memory`` has the inputs, and the results afterwards."""
+        """Runs a graph's kernels; ``memory`` has the inputs, and the results afterwards.
 
-        def number(extents: tuple) -> tuple[int, ...]:
-            return extents if scope is None else scope.compiled(extents)(sizes)
-
+        ``number``: extents as numbers.
+        """
         for each in graph:
             for value in (*each.outputs, *each.scratch):
                 memory[value] = torch.full(number(value.shape), 3, dtype=getattr(torch, value.dtype))
