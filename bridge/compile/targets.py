@@ -11,6 +11,7 @@ from tvm.target import Target
 from bridge.compile.backend import Backend
 from bridge.compile.cpu.backend import CpuBackend, host_backend
 from bridge.compile.cuda.backend import CudaBackend, architecture
+from bridge.compile.cuda.nvrtc import absent
 
 __all__ = ["backend_for", "backend_on"]
 
@@ -45,7 +46,7 @@ def backend_for(target: Target | str | dict[str, Any] | torch.device | Backend |
 
 
 def backend_on(device: torch.device) -> Backend:
-    """The backend that compiles for a device. ``ValueError`` if there is none, or no such device."""
+    """The backend that compiles for a device. ``ValueError`` if there is none, no such device, or no NVRTC."""
     if device.type != "cuda":
         if device.type == host_backend().device.type:
             return host_backend()
@@ -57,6 +58,8 @@ def backend_on(device: torch.device) -> Backend:
             f"target: {str(device)!r} is no GPU of this machine, torch finds {count}; kernels for one that is elsewhere"
             ' are compiled for {"kind": "cuda", "arch": "sm_90"}'
         )
+    if absent():
+        raise ValueError(f"target: kernels for {device} cannot be compiled: {absent()}")
     return CudaBackend(index=index, arch=architecture(index))
 
 

@@ -36,7 +36,11 @@ def backend_of_call(wanted: Backend | None, module: nn.Module, args: tuple, kwar
         reason = f"compiled code runs on {' and '.join(TYPES)}"
         raise UnsupportedModule(name, [Unsupported(f"a tensor on device {device}", f"{name}.forward", reason)])
     if wanted is None:
-        return backend_for(None if device == HOST else str(device))
+        try:
+            return backend_for(None if device == HOST else str(device))
+        except ValueError as error:
+            problem = Unsupported(f"tensors on {device}", f"{name}.forward", str(error))
+            raise UnsupportedModule(name, [problem]) from error
     if wanted.device != device:
         hint = "leave the target out"
         problem = Unsupported(f"target on {wanted.device}", f"{name}.forward", f"the module is on {device}", hint)

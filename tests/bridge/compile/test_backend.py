@@ -14,8 +14,9 @@ from torch import nn
 from tvm.relax import op
 from tvm.target import Target
 
-from bridge import add_tvm_dispatch, stats
+from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.compile import Backend, CompileOptions, Launch, backend_for, compile_function
+from bridge.compile.cuda import nvrtc
 from tests.bridge.compile_helpers import assert_same, function
 from tests.rooms import PACKAGES, ROOT
 
@@ -111,6 +112,16 @@ def test_targets_without_a_backend_are_refused_by_name():
 def test_a_gpu_that_is_not_there_is_refused_by_name(target):
     with pytest.raises(ValueError, match=r"'cuda:77' is no GPU of this machine, torch finds \d+; kernels"):
         add_tvm_dispatch(nn.Linear(2, 2), torch.ones(1, 2), target=target)
+
+
+def test_a_gpu_without_nvrtc_is_refused_when_the_dispatch_is_added(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(nvrtc, "_library", lambda: None)
+    with pytest.raises(ValueError, match=r"kernels for cuda:0 cannot be compiled: no NVRTC library: .* wheels bring"):
+        backend_for("cuda:0")
+    monkeypatch.setattr("bridge.dispatch.compile_entry.device_of_call", lambda *_: torch.device("cuda", 0))
+    with pytest.raises(UnsupportedModule, match="no NVRTC library"):
+        add_tvm_dispatch(nn.Linear(2, 2), torch.ones(1, 2))
 
 
 @pytest.mark.parametrize(("target", "message"), [("cuda:x", "cuda:x"), (torch.device("meta"), "no backend for meta")])
