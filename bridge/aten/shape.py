@@ -6,7 +6,7 @@ from tvm import relax
 
 from autodiff.extents import Dim, maximum, same
 from autodiff.ir import Expr, dtype, shape
-from bridge.aten.dims import clamped, has_extents
+from bridge.aten.dims import clamped, has_extents, numbers_only
 from bridge.aten.registry import converts
 from bridge.base.torch_internals import aten
 
@@ -73,6 +73,7 @@ def _sliced(importer, x, dim, start, end, step=1):
 
 @converts(aten.slice.Tensor)
 def slice_(importer, node, x, dim=0, start=None, end=None, step=1):
+    numbers_only("the step of a slice", step)
     dim %= len(shape(x))
     start, end = slice_bounds(shape(x)[dim], start, end)
     return _sliced(importer, x, dim, start, end, step)
@@ -119,6 +120,7 @@ def unbind(importer, node, x, dim=0):
 
 @converts(aten.slice_scatter.default)
 def slice_scatter(importer, node, x, source, dim=0, start=None, end=None, step=1):
+    numbers_only("the step of a slice", step)
     dim %= len(shape(x))
     extent = shape(x)[dim]
     start, end = slice_bounds(extent, start, end)

@@ -6,13 +6,15 @@ expressions are sympy's, of torch's own classes among others; who reads them goe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from traceback import FrameSummary
 from typing import Any
 
 import torch
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from bridge.base.torch_internals import PROBES, MissingInternalError
+from bridge.base.torch_internals import PROBES, FakeTensorMode, MissingInternalError
 
 __all__ = [
     "SYMBOLIC",
@@ -21,6 +23,7 @@ __all__ = [
     "environment",
     "expression",
     "fixed",
+    "fresh_sizes",
     "hint",
     "is_decided",
     "range_of",
@@ -46,6 +49,20 @@ def hint(value: Any) -> Any:
 def fixed(value: Any) -> Any:
     """A number as it is; of a symbolic one the expression, which hashes and compares without a guard."""
     return value.node.expr if isinstance(value, SYMBOLIC) else value
+
+
+def fresh_sizes(tensors: Mapping[Any, tuple[torch.Tensor, Collection[int]]]) -> dict[Any, torch.Tensor]:
+    """Fake tensors like these, of one new environment, with a symbol of its own for the size of each given dimension.
+
+    The symbols of two calls of this, with equal keys, are equal.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False), allow_non_fake_inputs=True)
+    found = {}
+    for key, (tensor, varying) in tensors.items():
+        kinds = [DimDynamic.DYNAMIC if dim in varying else DimDynamic.STATIC for dim in range(tensor.dim())]
+        context = StatelessSymbolicContext(dynamic_sizes=kinds)
+        found[key] = mode.from_tensor(tensor.detach(), symbolic_context=context, source=ConstantSource(f"input_{key}"))
+    return found
 
 
 def environment(value: Any) -> Any:

@@ -16,6 +16,7 @@ from bridge.capture.pipeline import capture
 from bridge.capture.preconditions import check_call, device_of_call
 from bridge.capture.readings import Reading, given, numbers_read, same_numbers
 from bridge.capture.sample import normalize_sample
+from bridge.capture.size_trace import SizeTrace, is_implied, sized_run
 from bridge.capture.tensor_form import TensorForm
 from bridge.capture.thread_isolation import capturing
 from bridge.capture.tracing import is_capturing, is_traced_here, one_capture_at_a_time
@@ -38,6 +39,7 @@ __all__ = [
     "Output",
     "Parameter",
     "Reading",
+    "SizeTrace",
     "TensorForm",
     "capture",
     "capturing",
@@ -47,6 +49,7 @@ __all__ = [
     "fake_run",
     "given",
     "is_capturing",
+    "is_implied",
     "is_number",
     "is_traced_here",
     "normalize_sample",
@@ -55,6 +58,7 @@ __all__ = [
     "one_capture_at_a_time",
     "raise_if_eager_raises",
     "same_numbers",
+    "sized_run",
     "where_is",
     "with_generator",
     "with_number_inputs",

@@ -14,6 +14,7 @@ import torch
 
 from bridge.base.devices import HOST
 from bridge.base.torch_internals import unset_fake_temporarily
+from bridge.base.torch_shapes import SYMBOLIC, environment, expression, is_decided
 from bridge.state import constant_key
 
 __all__ = ["OpTrace"]
@@ -27,7 +28,8 @@ class OpTrace:
     Attributes:
         rows: hashable, one per operator: the operator, grad mode, its arguments, its results.
         complete: whether everything that had a part is in ``rows``; false where an operator took something that
-            cannot be compared: a tensor that is neither an input nor made before, a generator, a symbolic number.
+            cannot be compared: a tensor that is neither an input nor made before, a generator, a number that a tensor
+            gives.
     """
 
     def __init__(self, inputs: Sequence[torch.Tensor]):
@@ -65,10 +67,7 @@ class OpTrace:
             return "unknown"
         if isinstance(value, tuple | list):
             return type(value), tuple(self._key(item, literal) for item in value)
-        key = constant_key(value)
-        if key is None:
-            self.complete = False
-        return key
+        return self._constant(value)
 
     def _results(self, result: Any) -> Any:
         if isinstance(result, torch.Tensor):
@@ -78,7 +77,13 @@ class OpTrace:
             return self._index[id(result)]
         if isinstance(result, tuple | list):
             return tuple(map(self._results, result))
-        key = constant_key(result)  # a number that Python code may act on
+        return self._constant(result)  # a number that Python code may act on
+
+    def _constant(self, value: Any) -> Any:
+        """Of a symbolic number, what it is for all sizes."""
+        if isinstance(value, SYMBOLIC) and is_decided(environment(value), expression(value)):
+            return "symbolic", type(value), expression(value)
+        key = constant_key(value)
         if key is None:
             self.complete = False
         return key

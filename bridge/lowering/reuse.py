@@ -9,6 +9,9 @@ their inputs. The fake run is made in the very module that is to be dispatched, 
 global, or one of another dropout rate, has another key and is captured by itself. A fake run takes about ten
 milliseconds; capturing (``torch.export``, decomposition) and lowering a layer takes a few hundred.
 
+Where sizes vary, the fake run is one on symbols, and the observation key has expressions for sizes and the conditions
+that were concluded: :mod:`bridge.capture.size_trace`.
+
 An entry of the cache lives as long as a dispatch entry uses it; :func:`clear_lowered` empties it.
 """
 
@@ -29,19 +32,24 @@ from bridge.base.errors import CompilationError
 from bridge.base.log import channel
 from bridge.base.modes import autocast_setting, cuda_autocast_setting
 from bridge.base.torch_internals import pytree, storage_id
+from bridge.base.torch_shapes import fixed
 from bridge.capture import (
+    Captured,
     DynamicDim,
     Observation,
     Output,
     Reading,
+    SizeTrace,
     capture,
     capturing,
     check_call,
     device_of_call,
     fake_run,
     given,
+    is_implied,
     numbers_read,
     raise_if_eager_raises,
+    sized_run,
 )
 from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.pipeline import lower_captured
@@ -81,8 +89,7 @@ def lower_once(
         grad: whether gradients are wanted (grad mode is on).
         partition: a strategy of :func:`partition.partition`. What was lowered with a strategy object that could
             change is not shared.
-        dims: dimensions of arguments whose sizes vary. Such a call is not shared: operators that are equal for the
-            sample may differ for other sizes.
+        dims: dimensions of arguments whose sizes vary.
 
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower.lower`.
@@ -96,11 +103,11 @@ def _lower_once(
     module: nn.Module, args: tuple, kwargs: dict[str, Any], grad: bool, partition: Any, dims: Sequence[DynamicDim]
 ) -> LoweredCall:
     started = time.perf_counter()
-    call_key = _call_key(module, args, kwargs, grad, partition) if not dims else None
+    call_key = _call_key(module, args, kwargs, grad, partition, dims)
     known = _LOWERED.get(call_key) if call_key is not None else None
     if known:
         reads = any(lowered.captured.readings for lowered in known.values())
-        found = known.get(_observe(module, args, kwargs, reads))
+        found = known.get(_observe(module, args, kwargs, reads, dims))
         if found is not None:
             log.info("%s runs the operators of a call that is lowered already", type(module).__name__)
             return found
@@ -112,7 +119,10 @@ def _lower_once(
         raise_if_eager_raises(module, args, kwargs)  # fake tensors let some mistakes pass (mixed types in a product)
         raise
     lowered.seconds = time.perf_counter() - started
-    observation_key = _observation_key(captured.fake_observation, captured.readings)
+    if dims:
+        observation_key = _observe_all_sizes(module, args, kwargs, dims, captured) if call_key is not None else None
+    else:
+        observation_key = _observation_key(captured.fake_observation, captured.readings)
     owned = all(tensor.kind != "attribute" for tensor in captured.module_tensors)
     if call_key is not None and observation_key is not None and owned and not captured.counters:
         for key in [key for key, held in _LOWERED.items() if not held]:
@@ -121,7 +131,9 @@ def _lower_once(
     return lowered
 
 
-def _call_key(module: nn.Module, args: tuple, kwargs: dict[str, Any], grad: bool, partition: Any) -> tuple | None:
+def _call_key(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], grad: bool, partition: Any, dims: Sequence[DynamicDim]
+) -> tuple | None:
     """What a call looks like before it is made; ``None`` where that cannot be compared.
 
     How tensors share memory is part of it: what is written through one of them is read through the other.
@@ -139,7 +151,7 @@ def _call_key(module: nn.Module, args: tuple, kwargs: dict[str, Any], grad: bool
         return None
     classes = tuple((path, type(child)) for path, child in module.named_modules(remove_duplicate=False))
     modes = (grad, torch.get_default_dtype(), current_device(), autocast_setting(), cuda_autocast_setting())
-    return classes, tuple(tensors), tuple(places), tuple(keys), spec, modes, strategy
+    return classes, tuple(tensors), tuple(places), tuple(keys), spec, modes, strategy, tuple(dims)
 
 
 def _tensor_key(tensor: torch.Tensor) -> tuple:
@@ -157,20 +169,27 @@ def _strategy_key(partition: Any) -> tuple | None:
 
 
 @generators_put_back()
-def _observe(module: nn.Module, args: tuple, kwargs: dict[str, Any], reads: bool) -> tuple | None:
+def _observe(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], reads: bool, dims: Sequence[DynamicDim]
+) -> tuple | None:
     """The observation key of a fake run; ``None`` where only a capture can tell. The module is left as it was.
 
-    ``reads``: calls like this one read numbers, which takes an eager run before.
+    ``reads``: calls like this one read numbers, which takes an eager run before. ``dims``: what is to be observed for
+    all sizes; the key ends with what was concluded about them.
     """
     before = PythonState(module)
     readings: tuple[Reading, ...] = ()
+    about_sizes: list[SizeTrace] = []
     try:
         if reads:
             with capturing(module, fakes=False):
                 readings = numbers_read(module, args, kwargs)
             before.restore()
         with capturing(module), given(module, readings):
-            run = fake_run(module, *module_tensors(module), args, kwargs)
+            if dims:
+                observation, *about_sizes = sized_run(module, args, kwargs, dims)
+            else:
+                observation = fake_run(module, *module_tensors(module), args, kwargs).observation
     except Exception:  # noqa: BLE001 - the capture that follows meets it again, and says what it is
         before.restore()
         return None
@@ -178,7 +197,19 @@ def _observe(module: nn.Module, args: tuple, kwargs: dict[str, Any], reads: bool
     if before.changes():
         before.restore()
         return None
-    return _observation_key(run.observation, readings)
+    key = _observation_key(observation, readings)
+    return key if key is None else (*key, *about_sizes)
+
+
+def _observe_all_sizes(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim], captured: Captured
+) -> tuple | None:
+    """The observation key of a call that was captured for all sizes; ``None`` where it is not to be shared: what it was
+    observed to do might be something else for sizes that the captured call serves."""
+    if captured.readings:
+        return None
+    key = _observe(module, args, kwargs, False, dims)
+    return key if key is not None and is_implied(key[-1], captured) else None
 
 
 def _observation_key(observation: Observation, readings: Sequence[Reading]) -> tuple | None:
@@ -192,5 +223,10 @@ def _observation_key(observation: Observation, readings: Sequence[Reading]) -> t
 
 def _output_key(output: Output) -> tuple | None:
     value = constant_key(output.value)
-    rest = tuple(getattr(output, field.name) for field in fields(output) if field.name != "value")
+    rest = tuple(_fixed(getattr(output, field.name)) for field in fields(output) if field.name != "value")
     return None if value is None else (value, rest)
+
+
+def _fixed(value: Any) -> Any:
+    """Sizes as expressions, which hash and compare without asking anything."""
+    return tuple(map(fixed, value)) if type(value) is tuple else fixed(value)
