@@ -78,7 +78,8 @@ def test_work_is_on_the_current_stream(block):
     module, x, expected = block
     check(module, x, expected)
     side, source = torch.cuda.Stream(), torch.zeros_like(x)
-    with torch.cuda.stream(side), torch.no_grad():
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
         source.copy_(x)
         made = module(source)
@@ -86,6 +87,7 @@ def test_work_is_on_the_current_stream(block):
     assert not done.query()
     torch.cuda.current_stream().wait_event(done)
     torch.testing.assert_close(made, expected, rtol=1e-5, atol=1e-5)
+    assert not stats(module).misses
     used = {stream for _, stream in POOLS._pools}
     assert side.cuda_stream in used and len(used) > 1
 
@@ -103,6 +105,7 @@ def test_streams_at_the_same_time(block):
                 made.append(module(each))
         torch.cuda.synchronize()
         assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True))
+    assert not stats(module).misses
 
 
 def test_an_input_off_16_bytes(block):
@@ -117,6 +120,7 @@ def test_a_users_own_graph(block):
     module, x, _ = block
     other = torch.randn_like(x)
     with torch.no_grad():
+        add_tvm_dispatch(module, x)
         wanted = module(other)
         held = x.clone()
         side = torch.cuda.Stream()
@@ -134,7 +138,7 @@ def test_a_users_own_graph(block):
         filler = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(8)]
         graph.replay()
         torch.cuda.synchronize()
-    assert filler and torch.equal(result, wanted)
+    assert filler and torch.equal(result, wanted) and not stats(module).misses
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
@@ -162,11 +166,12 @@ def test_memory_that_ran_out():
     try:
         with pytest.raises(torch.OutOfMemoryError):
             module(x)
+        gc.collect()  # the error's frames
         assert torch.cuda.memory_allocated() == held
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     check(module, x, expected)
-    assert stats(module).hits == 2
+    assert stats(module).hits >= 2
 
 
 def test_ranges_under_a_profiler(block):
