@@ -2,6 +2,7 @@
 
     make train                                    # or: python -m benchmarks.train_bert
     make train ARGS="--layers 4 --dispatch layers --plot out/train.png"
+    python -m benchmarks.train_bert --device cuda # with a torch that sees a GPU
 
 ``BertForMaskedLM`` with random initial weights and dropout learns masked words of text that ships with CPython. Two
 copies of one model see the same batches; each has the random state of a run of its own, put in place before its step
@@ -43,6 +44,8 @@ TOLERANCE = {"float32": 1e-4, "float64": 1e-9}
 AUTOCAST_TOLERANCE = 0.05
 """The same under autocast: a step rounds to 8 or 11 bits, and the roundings of fifty steps add up."""
 
+CPU = torch.device("cpu")
+
 TABLE_ROWS = 12
 """About how many steps the table of losses shows."""
 
@@ -53,28 +56,41 @@ class Training:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    generator: Tensor
+    generator: list[Tensor]
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     autocast: torch.dtype | None = None
+    device: torch.device = CPU
 
     def step(self, batch: Batch) -> None:
         """One optimizer step on ``batch``, under this training's own random state."""
-        torch.set_rng_state(self.generator)
+        set_generators(self.generator, self.device)
         start = time.perf_counter()
         self.optimizer.zero_grad()
-        with casting(self.autocast):
+        with casting(self.autocast, self.device):
             loss = self.model(**batch).loss
         loss.backward()
         self.optimizer.step()
         self.losses.append(loss.item())
         self.seconds.append(time.perf_counter() - start)
-        self.generator = torch.get_rng_state()
+        self.generator = generators(self.device)
 
 
-def casting(dtype: torch.dtype | None) -> torch.autocast:
-    """Autocast to ``dtype``; no autocast if it is ``None``."""
-    return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+def generators(device: torch.device) -> list[Tensor]:
+    """The state of the generators that a training on a device draws from."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def set_generators(states: list[Tensor], device: torch.device) -> None:
+    """Puts back what :func:`generators` gave."""
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, device)
+
+
+def casting(dtype: torch.dtype | None, device: torch.device) -> torch.autocast:
+    """The device's autocast to ``dtype``; no autocast if it is ``None``."""
+    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
 @dataclass(frozen=True)
@@ -127,6 +143,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--autocast", choices=["bfloat16", "float16"], help="run forward under torch.autocast")
     parser.add_argument("--tolerance", type=float, help="on the losses (default 1e-4; float64 1e-9, autocast 0.05)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", type=torch.device, default=CPU, help="cpu (default), cuda, cuda:1, ...")
     parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw the two curves into an image")
     options = parser.parse_args(arguments)
     for name in ("layers", "hidden", "heads", "steps", "batch"):
@@ -136,6 +153,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--hidden {options.hidden} is not a multiple of --heads {options.heads}")
     if options.seq < 3:
         parser.error(f"--seq {options.seq} has no room for a word between [CLS] and [SEP]")
+    if options.device.type == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device {options.device} is given, and torch {torch.__version__} sees no GPU")
     if options.tolerance is None:
         options.tolerance = AUTOCAST_TOLERANCE if options.autocast else TOLERANCE[options.dtype]
     options.autocast = getattr(torch, options.autocast) if options.autocast else None
@@ -156,15 +175,14 @@ def make_model(options: argparse.Namespace, vocabulary_size: int) -> BertForMask
     )
     config._attn_implementation = options.attention
     torch.manual_seed(options.seed)
-    return BertForMaskedLM(config).to(getattr(torch, options.dtype)).train()
+    return BertForMaskedLM(config).to(options.device, getattr(torch, options.dtype)).train()
 
 
 def make_training(model: nn.Module, options: argparse.Namespace) -> Training:
     """A training that starts at the seed's random state."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
-    return Training(
-        model, optimizer, torch.Generator().manual_seed(options.seed).get_state(), autocast=options.autocast
-    )
+    torch.manual_seed(options.seed)
+    return Training(model, optimizer, generators(options.device), autocast=options.autocast, device=options.device)
 
 
 def dispatch(model: BertForMaskedLM, batch: Batch, options: argparse.Namespace) -> list[nn.Module]:
@@ -218,8 +236,8 @@ def train(eager: Training, dispatched: Training, modules: list[nn.Module], batch
 
 def measure_saved(training: Training, batch: Batch) -> int:
     """Bytes that one forward of the trained model saves; its random state and statistics stay out of the training."""
-    torch.set_rng_state(training.generator)
-    with casting(training.autocast):
+    set_generators(training.generator, training.device)
+    with casting(training.autocast, training.device):
         return saved_for_backward(training.model, lambda: training.model(**batch), batch)
 
 
@@ -230,10 +248,11 @@ def train_both(options: argparse.Namespace) -> Result:
     batches = masked_batches(
         tokenizer, documents, steps=options.steps, batch=options.batch, length=options.seq, seed=options.seed
     )
+    batches = [{name: tensor.to(options.device) for name, tensor in batch.items()} for batch in batches]
     model = make_model(options, len(tokenizer))
     copied = copy.deepcopy(model)
     start = time.perf_counter()
-    with casting(options.autocast):
+    with casting(options.autocast, options.device):
         modules = dispatch(copied, batches[0], options)
     setup_seconds = time.perf_counter() - start
     eager, dispatched = make_training(model, options), make_training(copied, options)
@@ -297,9 +316,16 @@ def header(options: argparse.Namespace) -> str:
         f"BertForMaskedLM, {options.layers} layers x {options.hidden}, {options.heads} heads, {options.attention} "
         f"attention, dropout {options.dropout}, {options.dtype}{autocast}; batches of "
         f"{options.batch} x {options.seq} tokens, AdamW, seed {options.seed}, "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}; dispatched: "
+        f"{where(options)}, torch {torch.__version__}; dispatched: "
         f"{options.dispatch}. Steps of the two runs alternate in one process, each under its own random state."
     )
+
+
+def where(options: argparse.Namespace) -> str:
+    """The device, in words."""
+    if options.device.type == "cuda":
+        return torch.cuda.get_device_name(options.device)
+    return f"{torch.get_num_threads()} threads"
 
 
 def failures(result: Result, options: argparse.Namespace) -> list[str]:

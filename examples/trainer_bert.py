@@ -1,6 +1,6 @@
 """Fine-tune a BERT with HuggingFace's ``Trainer``, its encoder layers dispatched to TVM, and compare with eager.
 
-    python -m examples.trainer_bert
+    python -m examples.trainer_bert [--device cuda]
 
 All that a script of one's own needs is ``callbacks=[TrainerDispatch()]``: the ``Trainer`` is as it was, with gradient
 accumulation, clipping, evaluation, checkpoints, and a second run that resumes from one.
@@ -35,7 +35,15 @@ class Run:
     misses: Counter[str]
 
 
-def fine_tune(folder: pathlib.Path, *, dispatch: bool, resume: bool = False, size: dict[str, int], length: int) -> Run:
+def fine_tune(
+    folder: pathlib.Path,
+    *,
+    dispatch: bool,
+    resume: bool = False,
+    size: dict[str, int],
+    length: int,
+    device: str = "cpu",
+) -> Run:
     """``STEPS`` optimizer steps of two micro-batches; with ``resume``, those from the checkpoint half-way on."""
     model = make_model(**size)
     examples, held_out = make_examples(64, length), make_examples(2 * BATCH, length, seed=1)
@@ -54,7 +62,7 @@ def fine_tune(folder: pathlib.Path, *, dispatch: bool, resume: bool = False, siz
         save_steps=EVERY,
         logging_steps=1,
         seed=0,
-        use_cpu=True,
+        use_cpu=device == "cpu",
         disable_tqdm=True,
         report_to=[],
     )
@@ -91,6 +99,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--length", type=int, default=64, help="tokens per sequence")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the Trainer's first GPU")
     options = parser.parse_args()
     size: dict[str, Any] = {"layers": options.layers, "hidden": options.hidden}
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +108,12 @@ def main() -> None:
             for name in ("eager", "dispatched"):
                 path = pathlib.Path(folder) / name
                 runs[name] = fine_tune(
-                    path, dispatch=name == "dispatched", resume=resume, size=size, length=options.length
+                    path,
+                    dispatch=name == "dispatched",
+                    resume=resume,
+                    size=size,
+                    length=options.length,
+                    device=options.device,
                 )
             mine, eager = runs["dispatched"], runs["eager"]
             print(
