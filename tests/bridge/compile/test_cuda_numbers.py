@@ -1,0 +1,61 @@
+"""Numbers of a GPU's kernels, run as OpenCL: functions of float32 at the CPU's error bounds, half types as torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tvm.relax import op as R
+
+from bridge.compile.passes.choose_layouts import choose_layouts
+from bridge.compile.pipeline import optimize
+from bridge.compile.translate import translate
+from tests.bridge.compile.test_fastmath import FUNCTIONS, floats, ulps
+from tests.bridge.compile_helpers import function
+from tests.cuda_plans import BACKEND, CudaKernels, planned
+
+
+def run(inputs, body):
+    """``body`` as kernels for a GPU, on these inputs."""
+    params = [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in inputs]
+    graph = translate(function(params, body), BACKEND)
+    graph = optimize(choose_layouts(graph, BACKEND, BACKEND.products(1, True)), BACKEND)
+    plans = planned(graph)
+    memory = dict(zip(graph.params, inputs, strict=True))
+    CudaKernels([plans]).run(plans, memory)
+    return [memory[operand.value].reshape(operand.shape) for operand in graph.results]
+
+
+def test_error_over_the_whole_range():
+    x = floats()
+    x = torch.cat([x[::32], x[-9:]])
+    results = run([x], lambda emit, p: [emit(ours(p)) for ours, *_ in FUNCTIONS.values()])
+    for y, (name, (_, exact, bound, promised)) in zip(results, FUNCTIONS.items(), strict=True):
+        inside = torch.ones_like(x, dtype=torch.bool) if promised is None else promised(x)
+        theirs = exact(x[inside].double())
+        assert float(ulps(y[inside], theirs).max()) <= bound, name
+        assert torch.equal(y[inside].isnan(), theirs.isnan()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_round_and_widen_as_torch(dtype):
+    name = str(dtype).removeprefix("torch.")
+    x = floats()[::64].contiguous()
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    (narrow,) = run([x], lambda emit, p: [emit(R.astype(p, name))])
+    (wide,) = run([every], lambda emit, p: [emit(R.astype(p, "float32"))])
+    for ours, theirs in ((narrow, x.to(dtype)), (wide, every.float())):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        assert torch.equal(ours[~ours.isnan()], theirs[~theirs.isnan()])
+
+
+def test_nan_and_infinity_in_reductions():
+    inf, nan = float("inf"), float("nan")
+    x = torch.tensor([[1.0, nan, -inf, inf], [-inf, -inf, -inf, -inf], [inf, inf, 1.0, 2.0]]).repeat(1, 30)
+    largest, least, total, columns = run(
+        [x], lambda emit, p: [emit(R.max(p, [1])), emit(R.min(p, [1])), emit(R.sum(p, [1])), emit(R.max(p, [0]))]
+    )
+    assert largest[0].isnan() and least[0].isnan() and total[0].isnan()
+    assert (
+        largest[1:].tolist() == [-inf, inf] and least[1:].tolist() == [-inf, 1.0] and total[1:].tolist() == [-inf, inf]
+    )
+    torch.testing.assert_close(columns, x.amax(0), equal_nan=True)
