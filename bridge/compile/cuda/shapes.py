@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from tvm import sym, tirx
 from tvm.ir.expr import TensorLoad
-from tvm.tirx import AttrStmt, Bind, Cast, Expr, For, PrimFunc, Stmt
+from tvm.tirx import AttrStmt, Bind, Cast, Expr, For, IntImm, PrimFunc, Stmt
 
 __all__ = ["launch_shapes"]
 
@@ -19,7 +19,10 @@ _INSIDE = ("body", "then_case", "else_case", "block")
 
 
 def launch_shapes(function: PrimFunc, scalars: Sequence[int]) -> tuple[str, ...]:
-    """Of each launch in order, as in ``"96 x 256 threads"``; none for one that has no blocks."""
+    """Of each launch in order, as in ``"96 x 256 threads"``; none for one that has no blocks.
+
+    A number that is not the launch's is written as the kernel has it.
+    """
     analyzer = sym.Analyzer()
     for stmt in _statements(function.body):
         if isinstance(stmt, Bind) and (read := _read(stmt.value)) is not None:
@@ -27,9 +30,12 @@ def launch_shapes(function: PrimFunc, scalars: Sequence[int]) -> tuple[str, ...]
     found = []
     for launch in _launches(function.body):
         extents = dict(filter(None, map(_extent, _statements(launch))))
-        sizes = {tag: int(analyzer.simplify(extent)) for tag, extent in extents.items()}
+        sizes = {tag: analyzer.simplify(extent) for tag, extent in extents.items()}
+        if not all(isinstance(size, IntImm) for size in sizes.values()):
+            found.append(" x ".join(map(str, extents.values())))
+            continue
         blocks, threads = (
-            math.prod(size for tag, size in sizes.items() if tag.startswith(of)) for of in ("block", "thread")
+            math.prod(int(size) for tag, size in sizes.items() if tag.startswith(of)) for of in ("block", "thread")
         )
         if blocks:
             found.append(f"{blocks} x {threads} threads")
