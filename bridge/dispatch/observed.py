@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from autodiff.extents import Extent, ExtentScope
@@ -23,29 +24,29 @@ class Observed:
 
 def observed_for(observed: Observed, scope: ExtentScope) -> Callable[[Sizes], Observed]:
     """What gives the same for certain sizes: every extent in shapes, strides, offsets and arguments is a number."""
-    extents = list({extent.terms: extent for extent in _extents(observed)}.values())
+    places: dict[tuple, int] = {}
+    extents: list[Extent] = []
+    make = _maker(observed, places, extents) or (lambda _: observed)
     values = scope.compiled(extents)
-    terms = [extent.terms for extent in extents]
-    return lambda sizes: _with_numbers(observed, dict(zip(terms, values(sizes), strict=True)))
+    return lambda sizes: make(values(sizes))
 
 
-def _extents(value: Any) -> Iterator[Extent]:
+def _maker(value: Any, places: dict[tuple, int], extents: list[Extent]) -> Callable[[Sequence[int]], Any] | None:
+    """What gives a value with numbers where it holds extents, which are collected; ``None`` if it holds none."""
     if isinstance(value, Extent):
-        yield value
-    for part in _parts(value):
-        yield from _extents(part)
-
-
-def _with_numbers(value: Any, numbers: dict[Any, int]) -> Any:
-    """A value with numbers where it holds extents."""
-    if isinstance(value, Extent):
-        return numbers[value.terms]
+        place = places.setdefault(value.terms, len(extents))
+        if place == len(extents):
+            extents.append(value)
+        return itemgetter(place)
+    makers = [_maker(part, places, extents) for part in _parts(value)]
+    if not any(makers):
+        return None
     if type(value) in (list, tuple):
-        return type(value)([_with_numbers(part, numbers) for part in value])
-    if next(_extents(value), None) is None:
-        return value
-    changed = {field.name: _with_numbers(getattr(value, field.name), numbers) for field in fields(value)}
-    return replace(value, **changed)
+        kind = type(value)
+        known = list(zip(makers, value, strict=True))
+        return lambda numbers: kind([part if make is None else make(numbers) for make, part in known])
+    changed = [(field.name, make) for field, make in zip(fields(value), makers, strict=True) if make is not None]
+    return lambda numbers: replace(value, **{name: make(numbers) for name, make in changed})
 
 
 def _parts(value: Any) -> Sequence[Any]:

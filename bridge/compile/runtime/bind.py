@@ -12,14 +12,19 @@ from bridge.base.devices import HOST
 from bridge.compile.runtime.instructions import CallLibrary, Instruction, Launch, View
 from bridge.library import FUNCTIONS, OUT_KERNELS, invoke
 
-__all__ = ["Action", "bind", "last_uses"]
+__all__ = ["Action", "Arrays", "bind", "last_uses"]
 
 Action = Callable[[list], None]
 """An instruction as a function of the registers."""
 
 
-def bind(instruction: Instruction, functions: Mapping[str, Callable]) -> Action:
-    """The action of an instruction; ``functions`` are the program's kernels by name.
+Arrays = dict[tuple[int, ...], tuple[torch.Tensor, ctypes.c_void_p]]
+"""Integers as int64 in memory, and where that is."""
+
+
+def bind(instruction: Instruction, functions: Mapping[str, Callable], arrays: Arrays) -> Action:
+    """The action of an instruction; ``functions`` are the program's kernels by name, ``arrays`` what its launches pass,
+    one for all that pass the same.
 
     ``KeyError`` for a kernel that is in neither ``functions`` nor :mod:`bridge.library`.
     """
@@ -29,9 +34,9 @@ def bind(instruction: Instruction, functions: Mapping[str, Callable]) -> Action:
         case CallLibrary():
             return _library(instruction)
         case Launch(offsets=None):
-            return _launch(instruction, functions[instruction.name])
+            return _launch(instruction, functions[instruction.name], arrays)
         case Launch():
-            return _launch_at_addresses(instruction, functions[instruction.name])
+            return _launch_at_addresses(instruction, functions[instruction.name], arrays)
 
 
 def last_uses(instructions: Sequence[Instruction], kept: Collection[int]) -> list[tuple[int, ...]]:
@@ -74,10 +79,10 @@ def _library(call: CallLibrary) -> Action:
     return allocate
 
 
-def _launch(launch: Launch, kernel: Callable) -> Action:
+def _launch(launch: Launch, kernel: Callable, arrays: Arrays) -> Action:
     slots = (*launch.reads, *launch.writes)
     if launch.scalars:
-        scalars, where = _array(launch.scalars)
+        scalars, where = _array(launch.scalars, arrays)
 
         def run(registers: list, _alive: torch.Tensor = scalars) -> None:
             kernel(*[registers[slot] for slot in slots], where)
@@ -89,9 +94,9 @@ def _launch(launch: Launch, kernel: Callable) -> Action:
     return lambda registers: kernel(*pick(registers))
 
 
-def _launch_at_addresses(launch: Launch, kernel: Callable) -> Action:
+def _launch_at_addresses(launch: Launch, kernel: Callable, arrays: Arrays) -> Action:
     """The geometry of views is in the scalars, so none of them is made at a call."""
-    scalars, where = _array(launch.scalars)
+    scalars, where = _array(launch.scalars, arrays)
     (a, b), (c,) = launch.reads, launch.writes
     a_bytes, b_bytes, c_bytes = launch.offsets
     address = ctypes.c_void_p
@@ -107,7 +112,8 @@ def _launch_at_addresses(launch: Launch, kernel: Callable) -> Action:
     return run
 
 
-def _array(scalars: tuple[int, ...]) -> tuple[torch.Tensor, ctypes.c_void_p]:
-    """Integers as int64 in the host's memory, and where that is."""
-    tensor = torch.tensor(scalars, dtype=torch.int64, device=HOST)
-    return tensor, ctypes.c_void_p(tensor.data_ptr())
+def _array(scalars: tuple[int, ...], arrays: Arrays) -> tuple[torch.Tensor, ctypes.c_void_p]:
+    if scalars not in arrays:
+        tensor = torch.tensor(scalars, dtype=torch.int64, device=HOST)
+        arrays[scalars] = tensor, ctypes.c_void_p(tensor.data_ptr())
+    return arrays[scalars]

@@ -20,7 +20,7 @@ from bridge.base.tensor_properties import Checks, is_nested, tensor_checks
 from bridge.base.torch_internals import empty_strided
 from bridge.compile.backend import Built
 from bridge.compile.loop_ir.views import dense_strides
-from bridge.compile.runtime.bind import bind, last_uses
+from bridge.compile.runtime.bind import Arrays, bind, last_uses
 from bridge.compile.runtime.instructions import Instruction
 from bridge.compile.runtime.layout import Layout
 from bridge.compile.runtime.pool import ARENAS, ArenaPool, Block
@@ -67,8 +67,10 @@ class Executor:
         self._code = code  # alive as long as this
         functions = {kernel: built.function for kernel, built in code.items()}
         kept = {*layout.filled, *(slot for slot, _ in constants), *layout.results}
-        self.actions = tuple(zip([bind(step, functions) for step in steps], last_uses(steps, kept), strict=True))
-        self._static_views = [bind(view, {}) for view in layout.views]
+        arrays: Arrays = {}
+        actions = [bind(step, functions, arrays) for step in steps]
+        self.actions = tuple(zip(actions, last_uses(steps, kept), strict=True))
+        self._static_views = [bind(view, {}, {}) for view in layout.views]
         self._forms = [(torch.Size(param.shape), param.torch_dtype, device) for param in layout.params]
         self._fresh = [
             (made.slot, partial(empty, made.shape, dense_strides(made.shape), made.torch_dtype))

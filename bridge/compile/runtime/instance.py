@@ -7,6 +7,7 @@ program picks its own from there. The arena keeps the order of the sample's plan
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -118,6 +119,8 @@ class Instances:
         return lambda table: tuple([part(table) for part in parts])
 
     def _step(self, step: Instruction) -> Callable[[Table], Instruction]:
+        if _is_static(step):
+            return lambda _: step
         match step:
             case Launch():
                 scalars, offsets = self._pick(step.scalars), self._pick(step.offsets or ())
@@ -134,6 +137,24 @@ class Instances:
                 return lambda table: View(*viewed, shape(table), strides(table), offset(table))
 
     def _register(self, register: Register) -> Callable[[Table, int], Register]:
+        if not any(isinstance(extent, Extent) for extent in register.shape):
+            return lambda _, offset: register if offset == register.offset else replace(register, offset=offset)
         shape = self._pick(register.shape)
         slot, name, dtype = register.slot, register.name, register.dtype
         return lambda table, offset: Register(slot, name, shape(table), dtype, offset)
+
+
+def _is_static(step: Instruction) -> bool:
+    """Whether an instruction is the same for all sizes."""
+    match step:
+        case Launch():
+            numbers: tuple = (*step.scalars, *(step.offsets or ()))
+        case CallLibrary():
+            numbers = step.attrs
+        case View():
+            numbers = (*step.shape, *step.strides, step.offset)
+    return not _holds_extents(numbers)
+
+
+def _holds_extents(value: Any) -> bool:
+    return any(map(_holds_extents, value)) if type(value) is tuple else isinstance(value, Extent)
