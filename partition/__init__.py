@@ -10,7 +10,7 @@ from .curve import BUDGETS, Point, curve
 from .cut import STRATEGIES, Partitioned, partition
 from .graph import Graph, Node, build_graph
 from .min_cut import MinCut
-from .plan import Plan, Saved
+from .plan import Plan, Saved, bytes_text
 from .split import rebuild_backward
 from .strategy import Choice, Strategy
 
@@ -30,6 +30,7 @@ __all__ = [
     "Saved",
     "Strategy",
     "build_graph",
+    "bytes_text",
     "coloring",
     "curve",
     "fewest_bytes",

@@ -14,7 +14,7 @@ from .cost import Cost, flops, is_view, moved_bytes
 from .graph import Graph
 from .strategy import Choice
 
-__all__ = ["Plan", "Saved", "make_plan"]
+__all__ = ["Plan", "Saved", "bytes_text", "make_plan"]
 
 #: What the names of primals start with that are random draws.
 _MASK_PREFIX = "mask_"
@@ -99,7 +99,8 @@ class Plan:
         rows = [("value", "module", "shape", "dtype", "bytes", "kind", "why")]
         for saved in ordered:
             shape = "x".join(map(str, saved.shape)) or "scalar"
-            rows.append((saved.name, saved.module_path, shape, saved.dtype, _bytes(saved), saved.kind, saved.reason))
+            named = saved.name, saved.module_path, shape, saved.dtype
+            rows.append((*named, bytes_text(saved), saved.kind, saved.reason))
         if not any(row[1] for row in rows[1:]):
             rows = [row[:1] + row[2:] for row in rows]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
@@ -117,7 +118,7 @@ class Plan:
         """What is saved and recomputed in all, beside the extremes, and the notes: a few lines."""
         share = f", {self.bytes / self.save_all_bytes:.2f} of save_all" if self.save_all_bytes else ""
         lines = [
-            f"{self.strategy}: {len(self.captures)} captures, {_bytes(self)} bytes{share}; "
+            f"{self.strategy}: {len(self.captures)} captures, {bytes_text(self)} bytes{share}; "
             f"{self.total_bytes:,} bytes with what is free",
             f"recomputed: {len(self.recomputed)} bindings, {self.cost.flops:,} flops, {self.cost.bytes:,} bytes moved",
             f"extremes: save_all {self.save_all_bytes:,} bytes, nothing recomputed; inputs only 0 bytes, "
@@ -129,7 +130,7 @@ class Plan:
         return self.table()
 
 
-def _bytes(held: Saved | Plan) -> str:
+def bytes_text(held: Saved | Plan) -> str:
     """``"1,024"``, with the formula where an extent is symbolic: ``"1,024 = 4*n*m"``."""
     formula = f" = {held.size}" if isinstance(held.size, Extent) else ""
     return f"{held.bytes:,}{formula}"

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from autodiff.extents import Extent
 from bridge.dispatch import CallStep
 from bridge.lowering import LoweredCall, html_table, megabytes
 from bridge.show.program_report import ROOT, ProgramReport
 from bridge.show.tables import cut, more, table
-from partition import Plan
+from partition import Plan, bytes_text
 
 __all__ = ["EntryReport", "Report"]
 
@@ -87,7 +88,7 @@ class EntryReport:
         plan = self.plan
         share = f", {plan.bytes / plan.save_all_bytes:.2f} of save_all" if plan.save_all_bytes else ""
         out = [
-            f"  saved     {len(plan.captures)} captures, {megabytes(plan.bytes)} ({plan.strategy}{share}); draws "
+            f"  saved     {len(plan.captures)} captures, {_saved_bytes(plan)} ({plan.strategy}{share}); draws "
             f"{megabytes(self.kept_bytes - plan.bytes)}; {len(plan.recomputed)} operations computed again"
         ]
         rows = saved_rows(plan)
@@ -119,10 +120,16 @@ class EntryReport:
             table = html_table(("step", "name", "flop", "moved", "module", "operators"), program.table(), right=(2, 3))
             parts.append(_fold(program.summary(full=True), table))
         if self.plan is not None:
-            head = f"saved for the backward: {len(self.plan.captures)} captures, {megabytes(self.plan.bytes)}"
+            head = f"saved for the backward: {len(self.plan.captures)} captures, {_saved_bytes(self.plan)}"
             table = html_table(("value", "module", "tensor", "bytes", "kind", "why"), saved_rows(self.plan), right=(3,))
             parts.append(_fold(head, table, is_open=True))
         return "".join(parts)
+
+
+def _saved_bytes(plan: Plan) -> str:
+    """``"1.2 MB"``; where sizes vary that is the sample's, and the formula for all stands beside it."""
+    formula = f" = {plan.size} bytes" if isinstance(plan.size, Extent) else ""
+    return f"{megabytes(plan.bytes)}{formula}"
 
 
 def _ordered(plan: Plan) -> list:
@@ -136,7 +143,7 @@ def saved_rows(plan: Plan) -> list[tuple[str, ...]]:
             saved.name,
             saved.module_path or ROOT,
             f"{saved.dtype} {'x'.join(map(str, saved.shape)) or 'scalar'}",
-            f"{saved.bytes:,}",
+            bytes_text(saved),
             saved.kind,
             saved.reason,
         )

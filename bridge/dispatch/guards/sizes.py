@@ -7,9 +7,10 @@ every argument is looked at. What the lowering concluded about sizes is ``scope.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 
@@ -42,6 +43,7 @@ class ArgumentSizes:
         scope: of the extents.
         shapes, strides: of each argument tensor.
         names: how a failure calls each tensor.
+        lines: of guards of the scope, where the question was asked.
 
     Raises:
         ValueError: a symbol that no dimension of an argument tells.
@@ -60,8 +62,9 @@ class ArgumentSizes:
         shapes: Sequence[Sequence[Dim]],
         strides: Sequence[Sequence[Dim]],
         names: Sequence[str],
+        lines: Mapping[Guard, str] = MappingProxyType({}),
     ):
-        self.scope = scope
+        self.scope, self._lines = scope, lines
         self._shapes = [tuple(shape) for shape in shapes]
         self._names = names
         self._places = {symbol.name: _place_of(symbol.name, self._shapes) for symbol in scope.samples}
@@ -132,7 +135,12 @@ class ArgumentSizes:
             is_symbol = (place.factor, place.offset) == (1, 0)
             told = where if is_symbol else f"{where} is {self._shapes[place.tensor][place.dimension]}"
             found.append(f"{symbol}: {told}, {self._range(symbol.name)}, {sample} in the sample")
-        return "\n".join([*found, *map(str, self.guards)])
+        return "\n".join([*found, *(f"{guard}{self._asked(guard)}" for guard in self.guards)])
+
+    def _asked(self, guard: Guard) -> str:
+        """Who asked what became a conclusion, where that is known."""
+        line = self._lines.get(guard)
+        return f" (asked by {line})" if line else ""
 
     def _range(self, name: str) -> str:
         bounds = next(bounds for symbol, bounds in self.scope.ranges.items() if symbol.name == name)
@@ -147,7 +155,7 @@ class ArgumentSizes:
         field = f"shape of {self._names[place.tensor]}"
         if broken in self.guards or len(involved) > 1:
             given = ", ".join(f"{name} = {sizes[name]}" for name in involved)
-            return GuardFailure(ARGUMENTS, field, f"compiled for {broken}, called with {given}")
+            return GuardFailure(ARGUMENTS, field, f"compiled for {broken}, called with {given}{self._asked(broken)}")
         (name,) = involved
         extent = place.factor * sizes[name] + place.offset
         what = f"dimension {place.dimension} ({self._shapes[place.tensor][place.dimension]}) is {extent}"
@@ -166,7 +174,8 @@ def argument_sizes(captured: Captured, names: Sequence[str]) -> ArgumentSizes | 
     if captured.extents is None:
         return None
     try:
-        return ArgumentSizes(captured.extents, captured.argument_shapes, captured.argument_strides, names)
+        shapes, strides = captured.argument_shapes, captured.argument_strides
+        return ArgumentSizes(captured.extents, shapes, strides, names, captured.lines)
     except ValueError as error:
         problem = Unsupported("dynamic_shapes", f"{captured.module_name}.forward", str(error))
         raise UnsupportedModule(captured.module_name, [problem], cause=error) from None

@@ -4,6 +4,7 @@ import gc
 import html
 import logging
 import os
+import re
 import tracemalloc
 
 import pytest
@@ -99,6 +100,7 @@ def test_explain_and_stats_print_sizes():
     for text in (str(report), str(report.full), html.unescape(report._repr_html_())):
         assert "batch: dimension 0 of args[0], 2 <= batch <= 64, 5 in the sample" in text
         assert "bound for batch = 3, length = 9" in text
+        assert re.search(r"captures, [\d.]+ KiB = [\d*]+batch\*length.* bytes", text), text
 
 
 def test_what_the_range_excludes_runs_eager_and_is_named():
@@ -138,6 +140,15 @@ def test_each_branch_of_sizes_is_an_entry():
     entries = stats(module).entries
     assert [entry.hits for entry in entries] == [1, 2, 2] and not stats(module).misses
     assert "10 >= x_0" in str(entries[1].bound) and "x_0 >= 11" in str(entries[2].bound)
+
+
+def test_who_asked_for_a_size_is_named():
+    _, module = dispatched(Branches, rows(5), ({0: BATCH},))
+    module(*rows(12).args)
+    line = r"test_varying\.py:\d+: return x \* 2 if x\.shape\[0\] > 10 else x \+ x\.shape\[0\]\)"
+    (reason,) = stats(module).misses
+    assert re.search(rf"compiled for 10 >= batch, called with batch = 12 \(asked by \S*{line}$", reason), reason
+    assert re.search(rf"10 >= batch \(asked by \S*{line}", str(explain(module).full))
 
 
 def test_a_loop_over_a_size_stays_static():
