@@ -14,6 +14,7 @@ from bridge.base.torch_internals import pytree
 from bridge.capture.autograd_uses import derivatives_noted
 from bridge.capture.copied_call import Copies, copied_call
 from bridge.capture.isolated_rng import IsolatedRNG
+from bridge.capture.module_calls import is_copied_with_its_forward
 
 __all__ = ["raise_if_eager_raises"]
 
@@ -51,6 +52,8 @@ def _of_a_copy(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[U
     copies = Copies()
     try:
         twin = copy.deepcopy(module)
+        if not is_copied_with_its_forward(module, twin):
+            return None
         copied_args, copied_kwargs = pytree.tree_map_only(torch.Tensor, copies.of, (args, kwargs))
         with IsolatedRNG(), derivatives_noted() as found:
             result = twin(*copied_args, **copied_kwargs)

@@ -19,7 +19,7 @@ from bridge.capture.passes.cumulative import averages_cumulatively, cumulative_f
 from bridge.capture.patched_globals import here_only
 from bridge.capture.tracing import is_capturing
 
-__all__ = ["called_plainly", "calls_wait", "forward_here", "forwards_here"]
+__all__ = ["called_plainly", "calls_wait", "forward_here", "forwards_here", "is_copied_with_its_forward"]
 
 
 @contextmanager
@@ -37,13 +37,28 @@ def forwards_here(root: nn.Module) -> Iterator[None]:
 def forward_here(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """While active, ``module`` runs ``forward`` instead of its own in the thread that captures."""
     attributes, own = module.__dict__, module.__dict__.get("forward")
-    attributes["forward"] = here_only(forward, module.forward)
+    attributes["forward"] = chosen = here_only(forward, module.forward)
+    chosen.is_of_capture = True
     try:
         yield
     finally:
         del attributes["forward"]
         if own is not None:
             attributes["forward"] = own
+
+
+def is_copied_with_its_forward(module: nn.Module, twin: nn.Module) -> bool:
+    """Whether a deep copy runs on its own tensors: a function in the place of forward is no copy of itself.
+
+    What :func:`forward_here` has put there is taken off the copy.
+    """
+    for original, copied in zip(module.modules(), twin.modules(), strict=True):
+        forward = copied.__dict__.get("forward")
+        if forward is not None and forward is original.__dict__.get("forward"):
+            if not getattr(forward, "is_of_capture", False):
+                return False
+            del copied.__dict__["forward"]
+    return True
 
 
 def _forward_here(layer: nn.Module) -> Callable[..., Any] | None:

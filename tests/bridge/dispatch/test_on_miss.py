@@ -6,6 +6,7 @@ Where a size cannot vary, each gets an entry of its own, at most eight.
 import copy
 import logging
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -175,6 +176,31 @@ def test_a_call_that_eager_refuses_fails_as_in_eager_and_is_counted(bad):
     assert left[0] == left[1]
     assert stats(module).hits + stats(module).misses.total() == 1
     check(module, eager, rows(4))
+
+
+def with_a_closure(norm: nn.BatchNorm1d) -> nn.BatchNorm1d:
+    """Its forward is a function, which no copy takes along."""
+    norm.forward = lambda x: nn.BatchNorm1d.forward(norm, x)
+    return norm
+
+
+@pytest.mark.parametrize(
+    ("norm", "plain"),
+    [
+        (nn.BatchNorm1d(3, momentum=None), nn.BatchNorm1d(3, momentum=None)),  # traced in another form
+        (with_a_closure(nn.BatchNorm1d(3)), nn.BatchNorm1d(3)),
+    ],
+    ids=["cumulative", "closure"],
+)
+def test_a_call_that_eager_refuses_writes_to_buffers_as_in_eager(norm, plain):
+    module, eager = (nn.Sequential(each, nn.Linear(6, 3)) for each in (norm, plain))
+    add_tvm_dispatch(module, on_miss="compile")
+    for width in (6, 7, 6):
+        for each in (module, eager):
+            with pytest.raises(RuntimeError) if width == 7 else nullcontext():
+                each(torch.randn(4, 3, width, generator=torch.Generator().manual_seed(width)))
+    for ours, theirs in zip(module.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
 def test_modes_become_entries():
