@@ -52,7 +52,7 @@ def cuda_cudnn(importer, node, q, k, v, mask, compute_log_sumexp, dropout_p=0.0,
 def _attention(importer, kernel, q, k, v, mask, dropout_p, is_causal, scale):
     """Out and logsumexp of one of CUDA's kernels; nothing in the trace reads what else it returns."""
     if dropout_p:
-        raise UnsupportedUse("fused attention with dropout, whose kernel draws by itself")
+        raise UnsupportedUse("attention with dropout, which draws inside of a kernel that takes no generator")
     if scale is None:
         numbers_only("attention", shape(q)[-1])
         scale = shape(q)[-1] ** -0.5

@@ -81,9 +81,6 @@ class DrawRecorder(TorchDispatchMode):
         if str(func) == "aten.bernoulli.p" and args[0].requires_grad:
             self.complain(str(func), "eager has no derivative of it, and fails in the backward")
             return
-        if "scaled_dot_product" in str(func):
-            self.complain(str(func), "fused attention with dropout, whose kernel draws by itself")
-            return
         rest = args[1:] if _only_filled(func) else args
         if kwargs.get("generator") is not None:
             self.complain(str(func), "a random draw from a generator of its own")
