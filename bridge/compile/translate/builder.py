@@ -25,12 +25,14 @@ class Builder:
     Attributes:
         rules: the backend's reduction order, and what is worth generating.
         env: Relax variables to operands (lists for tuples).
+        later: what makes the operand of a variable when it is first read, and so lives no longer than it is needed.
         hint: the name of values made now.
     """
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.env: dict[Var, Operand | Scalar | list] = {}
+        self.later: dict[Var, Callable[[], Operand]] = {}
         self.nodes: list[Node | Neutral] = []
         self.constants: dict[Value, torch.Tensor | Positions] = {}
         self._literals: dict[Constant, Operand | Scalar] = {}
@@ -40,6 +42,8 @@ class Builder:
     def get(self, expr: Expr) -> Operand | Scalar | list:
         """The operand of an argument: a variable, a constant or a tuple of those."""
         if isinstance(expr, Var):
+            if expr in self.later:
+                self.env[expr] = self.later.pop(expr)()
             return self.env[expr]
         if isinstance(expr, Constant):
             if expr not in self._literals:

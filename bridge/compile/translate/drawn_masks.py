@@ -38,7 +38,7 @@ class DrawnMask:
 
 
 def drawn_mask(builder: Builder, mask: DrawnMask, state: Value, extents: Sequence[Dim]) -> Operand:
-    """The mask of a dense tensor of these extents, from the generator's state."""
+    """The mask of a dense tensor of these extents, from the generator's state; made where it is first read."""
     every = (0,) * len(extents)
     seed, offset = (Operand(state, View(tuple(extents), every, place)) for place in range(2))
     index = whole(Value(f"{state.name}_index", tuple(extents), "int64", "index"))

@@ -11,6 +11,7 @@ concatenations become neutral nodes, see :mod:`bridge.compile.passes.choose_layo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from autodiff.ir import (
     Constant,
@@ -64,7 +65,7 @@ def _parameter(builder: Builder, var: Var, mask: DrawnMask | None) -> Value:
         return value
     count, element_type = STATE
     state = Value(name, (count,), element_type, "param")
-    builder.env[var] = drawn_mask(builder, mask, state, shape(var))
+    builder.later[var] = partial(drawn_mask, builder, mask, state, shape(var))
     return state
 
 

@@ -82,3 +82,19 @@ def test_equal_functions_with_other_masks_are_other_programs():
     programs = [compiled("of elements", shape, each) for each in (None, *drawn)]
     assert len({id(program) for program in programs}) == 4
     assert compiled("of elements", shape, dict(drawn[0])) is programs[1]
+
+
+def test_a_mask_is_computed_where_it_is_read_first():
+    """What reads masks of a chain of products lives no longer with computed masks than with stored ones."""
+
+    def chain(e, x, w, *pairs):
+        for given, mask in zip(pairs[::2], pairs[1::2], strict=True):
+            dropped = e(op.multiply(given, e(op.astype(mask, "float32"))))
+            x = e(op.matmul(e(op.matmul(x, w)), dropped))
+        return [x]
+
+    square, count = (64, 64), 6
+    made = function([(square, "float32")] * 2 + [(square, "float32"), (square, "bool")] * count, chain)
+    drawn = {3 + 2 * place: DrawnMask(0.1, 4, 256) for place in range(count)}
+    stored, computed = (compile_function(made, name="chain", drawn=each) for each in (None, drawn))
+    assert computed.arena_bytes == stored.arena_bytes
