@@ -63,8 +63,9 @@ everything else is a tensor. A result has the type of what it is the gradient of
                                                  fused}; states: how many the cell has
 ``recurrent_layer_backward``                     options:str, count:int, the ``count`` tensors, all results, gradients
                                                  of y and the last states -> tuple of a gradient for each tensor
-``draw``                                         name:str, description:str, state, parameters.. -> tuple (what the
-                                                 library's random operator of that name draws, the next state)
+``draw``                                         name:str, description:str, state, parameters.., then (sizes) if the
+                                                 description names some -> tuple (what the library's random operator
+                                                 of that name draws, the next state)
 ``upsample``                                     x, mode:str, (output size), align_corners:int, then per axis
                                                  scale:float (0: from the sizes) -> y
 ``upsample_backward``                            grad, (shape of x), then as ``upsample`` -> dx

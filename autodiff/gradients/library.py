@@ -139,11 +139,11 @@ def draw(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     name, _, _, *parameters = call.args
     if str(name.value) != "aten._standard_gamma.default":
         return [None] * len(call.args)
-    (concentration,) = parameters
+    concentration, *sizes = parameters
     arguments = StringImm('[[{"$tensor": 0}, {"$tensor": 1}], {}]')
     value, grad = emit(TupleGetItem(y, 0)), emit(TupleGetItem(g, 0))
     operator = [StringImm("aten._standard_gamma_grad.default"), arguments, concentration, value]
-    return [None, None, None, grad * emit(library_call("operator", operator, concentration.ty))]
+    return [None, None, None, grad * emit(library_call("operator", operator, concentration.ty)), *[None] * len(sizes)]
 
 
 @library_gradient("library.log1p", wide=True)

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from autodiff.ir import Expr, StringImm, TensorType, TupleType, Var
+from autodiff.extents import Dim, Extent, same, sample_of
+from autodiff.ir import Expr, ShapeExpr, StringImm, TensorType, TupleType, Var
 from autodiff.library import call as library_call
-from bridge.aten.dims import numbers_only
+from bridge.aten.dims import has_extents
 from bridge.aten.registry import UnsupportedUse
 from bridge.base.devices import HOST
 from bridge.base.torch_internals import is_dense
@@ -85,9 +86,10 @@ class ChainedDraws:
         element_type = str(draw.dtype).removeprefix("torch.")
         if element_type not in _DTYPES:
             raise UnsupportedUse(f"random numbers of type {draw.dtype}")
-        numbers_only("a draw whose distribution, or that of one before it, is computed", draw.shape, draw.args)
         types = TupleType([TensorType(draw.shape, element_type), self._state.ty])
-        args = [StringImm(draw.op), StringImm(described_draw(draw)), self._state, *tensors]
+        description, sizes = described_draw(draw)
+        args = [StringImm(draw.op), StringImm(description), self._state, *tensors]
+        args += [ShapeExpr(sizes)] if sizes else []
         made = importer.emit(library_call("draw", args, types))
         self._state = importer.item(made, 1)
         return importer.item(made, 0)
@@ -95,6 +97,8 @@ class ChainedDraws:
 
 def _is_plain(parameter: Parameter) -> bool:
     """Whether every element has its own memory, or all along an axis share it (``expand``)."""
+    if has_extents((parameter.shape, parameter.stride)):
+        return _is_dense([(e, s) for e, s in zip(parameter.shape, parameter.stride, strict=True) if not same(s, 0)])
     kept = [(e, s) for e, s in zip(parameter.shape, parameter.stride, strict=True) if s or e <= 1]
     if not kept:
         return True
@@ -102,9 +106,23 @@ def _is_plain(parameter: Parameter) -> bool:
     return 0 in parameter.shape or is_dense(torch.empty_strided(shape, stride, device="meta"))
 
 
-def described_draw(draw: Draw) -> str:
-    """Arguments, layout of the result and of the parameters, as JSON: see ``draw`` in :mod:`autodiff.library`."""
+def _is_dense(dims: Sequence[tuple[Dim, Dim]]) -> bool:
+    """Whether these extents and strides are those of a dense tensor, for all sizes."""
+    step: Dim = 1
+    for extent, stride in sorted(dims, key=lambda dim: (sample_of(dim[1]), sample_of(dim[0]))):
+        if not same(extent, 1) and not same(stride, step):
+            return False
+        step = step * extent
+    return True
+
+
+def described_draw(draw: Draw) -> tuple[str, list[Extent]]:
+    """Arguments, layout of the result and of the parameters, as JSON: see ``draw`` in :mod:`autodiff.library`.
+
+    ``{"$size": i}`` stands for the i-th of the extents that are given with it.
+    """
     count = 0
+    sizes: list[Extent] = []
 
     def written(value: Any) -> Any:
         nonlocal count
@@ -112,20 +130,24 @@ def described_draw(draw: Draw) -> str:
             count += 1
             return {
                 "$tensor": count - 1,
-                "stride": list(value.stride),
+                "stride": written(value.stride),
                 "dtype": str(value.dtype).removeprefix("torch."),
             }
         if isinstance(value, torch.dtype):
             return {"$dtype": str(value).removeprefix("torch.")}
         if isinstance(value, torch.device | torch.layout | torch.memory_format):
             return None
-        return list(value) if isinstance(value, tuple | list) else value
+        if isinstance(value, Extent):
+            sizes.append(value)
+            return {"$size": len(sizes) - 1}
+        return [written(each) for each in value] if isinstance(value, tuple | list) else value
 
-    return json.dumps(
+    text = json.dumps(
         {
             "args": [written(arg) for arg in draw.args],
             "kwargs": {name: written(value) for name, value in draw.kwargs},
-            "result": [list(draw.shape), list(draw.stride), str(draw.dtype).removeprefix("torch.")],
+            "result": [written(draw.shape), written(draw.stride), str(draw.dtype).removeprefix("torch.")],
         },
         sort_keys=True,
     )
+    return text, sizes

@@ -16,7 +16,7 @@ from bridge.base.torch_shapes import SYMBOLIC
 from bridge.capture.captured import Captured
 from bridge.capture.eager_run import as_in_eager
 from bridge.capture.fake_run import arguments_of_sample
-from bridge.capture.observation import Observation
+from bridge.capture.observation import Draw, Observation, Parameter
 from bridge.capture.passes.stop_gradient import where_is
 from bridge.capture.symbolic_sizes import SymbolicSizes, at_sample
 from bridge.capture.sympy_extents import NotTranslatedError
@@ -85,6 +85,9 @@ def as_in_eager_at_sample(symbolic: Observation, real: Observation) -> tuple[Obs
                 reason = f"eager's strides {eagers.stride} for shape {eagers.shape} do not tell those of other sizes"
                 problems.append(Unsupported("strides", "forward", reason, "call .contiguous() on it"))
             made[kind].append(replace(ours, stride=stride))
+    made["draws"] = [
+        _parameters_as_in_eager(ours, eagers, problems) for ours, eagers in zip(made["draws"], real.draws, strict=True)
+    ]
     for place, eagers in enumerate(real.draws):
         ours = made["draws"][place]
         if ours.operand is None:
@@ -122,6 +125,20 @@ def _holds_size(part: Any) -> bool:
     if isinstance(part, slice):
         return any(map(_holds_size, (part.start, part.stop, part.step)))
     return isinstance(part, SYMBOLIC) or (isinstance(part, list | tuple | set) and any(map(_holds_size, part)))
+
+
+def _parameters_as_in_eager(draw: Draw, eagers: Draw, problems: list[Unsupported]) -> Draw:
+    """With the strides that eager's parameters have: they decide which element gets which number."""
+    args = []
+    for ours, theirs in zip(draw.args, eagers.args, strict=True):
+        if isinstance(ours, Parameter):
+            stride = _stride(ours.shape, ours.stride, theirs.stride)
+            if stride is None:
+                reason = f"the strides {theirs.stride} of a parameter do not tell those of other sizes"
+                problems.append(Unsupported(draw.op, "forward", reason, "call .contiguous() on it"))
+            ours = replace(ours, stride=ours.stride if stride is None else stride)
+        args.append(ours)
+    return replace(draw, args=tuple(args))
 
 
 def _stride(shape: Sequence[Dim], traced: Sequence[Dim], eagers: Sequence[int]) -> tuple[Dim, ...] | None:

@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 
 @library_function("draw")
-def draw(name, description, state, *tensors):
+def draw(name, description, state, *given):
     """What eager's operator draws from a generator in this state, and the state that it leaves.
 
     Parameters have the types that they have in eager, which decide about the bits, also where a check computes what is
@@ -23,7 +23,9 @@ def draw(name, description, state, *tensors):
     """
     _, packet, overload = name.split(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload)
-    described = json.loads(description)
+    tensors = [each for each in given if isinstance(each, torch.Tensor)]
+    sizes = next((each for each in given if not isinstance(each, torch.Tensor)), ())
+    described = json.loads(description, object_hook=lambda value: sizes[value["$size"]] if "$size" in value else value)
 
     def read(value: Any) -> Any:
         if isinstance(value, dict) and "$tensor" in value:

@@ -38,5 +38,6 @@ class Drawn:
 
     def _make(self, index: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         draw = self._draws[index]
-        made, self._state = FUNCTIONS["draw"](draw.op, described_draw(draw), self._state, *tensors)
+        description, _ = described_draw(draw)
+        made, self._state = FUNCTIONS["draw"](draw.op, description, self._state, *tensors)
         return made

@@ -97,6 +97,11 @@ def _drawn(x):
     return x * torch.rand_like(x) + places, F.dropout(x.transpose(0, 1), 0.3), F.dropout1d(x, 0.3)
 
 
+def _computed_draws(x):
+    kept, noise = torch.bernoulli(x.sigmoid().transpose(0, 1)), torch.normal(x.mean(1, keepdim=True).expand_as(x), 2.0)
+    return x * kept.transpose(0, 1) + noise, x * torch.rand(x.shape[1], 1), torch.multinomial(x[0].exp(), 2)
+
+
 def _causal(x):
     mask = torch.ones(x.shape[1], x.shape[1]).triu(1) > 0
     fused = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)
@@ -127,6 +132,7 @@ ALL_SIZES = {
     "numbers": _numbers,
     "half": lambda x: (x.half() * x.shape[1] / x.shape[0], x.float() * x.shape[1]),
     "draws": _drawn,
+    "computed draws": _computed_draws,
     "parts": lambda x: [part * 2 for part in (*x.split(2, 2), *x.unbind(2), *x.chunk(2, 2))],
     "diagonals": lambda x: (_square(x).diagonal(dim1=1, dim2=2) * 2, x.mean(2).diag_embed()),
     "reading": lambda x: x * 2 if (x > -100).all() else x,
@@ -213,7 +219,6 @@ REFUSED = {
     "a geometry in memory where sizes vary": lambda x: x + torch.ones(4).as_strided((2, 4), (0, 1)).sum(0),
     "bags of computed weights of a size that varies": lambda x: _bags(x[0] * 2),
     "the k-th value of a size that varies": lambda x: x.kthvalue(x.shape[1] - 1, 1).values,
-    "computed of a size that varies": lambda x: x * torch.bernoulli(x.sigmoid()),
     "the sample's 6 alone": lambda x: x / math.sqrt(x.shape[1]),
 }
 
