@@ -130,7 +130,7 @@ def test_masks_by_torch_are_eagers_in_every_layout(layout, dtype):
     x = LAYOUTS[layout](memory)
     operand = Operand(dtype, x.stride(), x.storage_offset() * x.element_size(), 0)
     draw = Draw(NATIVE_DROPOUT, tuple(x.shape), x.stride(), torch.bool, (0.3, True), (), HOME, operand)
-    draws = Draws([draw] * 2, [0, 1], [0, 1], "Dropped")
+    draws = Draws([draw] * 2, [0, 1], [0, 1], "Dropped", device=HOME)
     found = []
     for make in (lambda: [torch.native_dropout(x, 0.3, True)[1] for _ in range(2)], lambda: draws.make([memory])):
         torch.manual_seed(5)
