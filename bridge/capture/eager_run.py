@@ -25,6 +25,7 @@ from bridge.capture.call_log import differences
 from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.observation import Observation
 from bridge.capture.observe import observe
+from bridge.capture.own_leaves import own_leaves
 from bridge.capture.readings import NumberReader, Reading, reading, same_numbers
 from bridge.capture.tracing import times_asked
 from bridge.capture.validation_reads import ValidationReads
@@ -62,7 +63,7 @@ def real_run(
     Raises:
         Exception: whatever forward raises, marked by :func:`bridge.base.errors.refused_by_eager`.
     """
-    args, kwargs = pytree.tree_map_only(torch.Tensor, _own_leaf, (args, kwargs))
+    args, kwargs = own_leaves(args, kwargs, real_tensors)
     arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     owned, state = _state(module, tensors, real_tensors)
     parameters = [tensor for spec, tensor in zip(tensors, owned, strict=True) if spec.kind == "parameter"]
@@ -147,10 +148,6 @@ def _pieces(flat: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
 def _reals(tensor: torch.Tensor) -> torch.Tensor:
     """Few operators know complex numbers, fewest those of half precision."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def _own_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def as_in_eager(fake: Observation, real: Observation) -> tuple[Observation, list[Unsupported]]:

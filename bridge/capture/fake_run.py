@@ -12,6 +12,7 @@ from torch import nn
 from bridge.base.torch_internals import FakeTensorMode, clear_fake_memo, pytree
 from bridge.capture.observation import Observation
 from bridge.capture.observe import observe
+from bridge.capture.own_leaves import own_leaves
 from bridge.capture.passes.kinds import stand_in
 from bridge.capture.symbolic_formulas import running
 from bridge.capture.symbolic_sizes import SymbolicSizes
@@ -67,7 +68,7 @@ def fake_run(
         if spec.kind != "attribute"
         for name in once_per_owner(module, spec.names)
     }
-    leaves, in_spec = pytree.tree_flatten((args, kwargs))
+    leaves, in_spec = pytree.tree_flatten(own_leaves(args, kwargs, real_tensors))
     fake_leaves = [_fake_leaf(mode, leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     for index, value in {} if sizes is None else sizes.arguments.items():
         fake_leaves[index] = stand_in(value, mode).requires_grad_(leaves[index].requires_grad)

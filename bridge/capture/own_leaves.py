@@ -1,0 +1,38 @@
+"""Arguments of a run's own: argument tensors → leaves of the same numbers and layout, each in memory of its own.
+
+A result that lies in the memory of an argument is a view of that very one. In the sample two arguments may share
+memory, or one with a parameter, and in later calls need not: which of them a result belongs to is told by what is
+made of them, which their memory tells only where it is not shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from bridge.base.torch_internals import has_storage, pytree, storage_id
+
+__all__ = ["own_leaves"]
+
+
+def own_leaves(args: tuple, kwargs: dict[str, Any], owned: Iterable[torch.Tensor]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments with new leaves for tensors; those that share memory with the module's, or with an earlier one,
+    are copies."""
+    taken = {storage_id(tensor) for tensor in owned if has_storage(tensor)}
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        leaf = tensor.detach()
+        if has_storage(leaf):
+            leaf = _copy(leaf) if storage_id(leaf) in taken and leaf.numel() else leaf
+            taken.add(storage_id(leaf))
+        return leaf.requires_grad_(tensor.requires_grad)
+
+    return pytree.tree_map_only(torch.Tensor, own, (args, kwargs))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    storage = tensor.untyped_storage().clone()
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
