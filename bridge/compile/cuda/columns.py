@@ -13,7 +13,7 @@ from bridge.compile.codegen.arguments import LaunchArguments, flat_buffer
 from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.tir import loop_function, sequence
 from bridge.compile.cuda.emitter import CudaEmitter, storage_type
-from bridge.compile.cuda.launch import SharedMemory, launch
+from bridge.compile.cuda.launch import SharedMemory, launch, portions
 from bridge.compile.cuda.limits import BLOCK_THREADS, COLUMN_STRANDS, FEW_ROWS, WARP
 from bridge.compile.cuda.strands import Strands
 from bridge.compile.loop_ir.access import Term
@@ -48,9 +48,10 @@ class _ColumnKernel:
 
         def body(block: Var, group: Var, thread: Var) -> Stmt:
             e = CudaEmitter()
-            column = e.name_index(block * number(columns) + thread, "column")
-            inside = e.name_index(tirx.min(column, count - number(1)), "inside")
-            batch, position = tirx.truncdiv(inside, number(plan.length)), tirx.truncmod(inside, number(plan.length))
+            begin = block * number(columns)
+            left = count - begin
+            column = e.name_index(begin + tirx.min(thread, left - number(1)), "column")
+            batch, position = tirx.truncdiv(column, number(plan.length)), tirx.truncmod(column, number(plan.length))
             position = e.name_index(position, "position")
             first = self._index(number(plan.offset), batch, plan.by_batch) + self._column(position)
             first = e.name_index(first, "first")
@@ -62,11 +63,10 @@ class _ColumnKernel:
             form = Strands(strands, group, thread, number, shared)
             stmts, total = form.combined(plan.op, compute_type(plan.target), row, number(plan.rows))
             store = BufferStore(self.target, e.stored(total, plan.target), [column])
-            alone = tirx.And(form.leads, column < count) if strands > 1 else column < count
+            alone = tirx.And(form.leads, thread < left) if strands > 1 else thread < left
             return sequence([*e.stmts, *stmts, IfThenElse(alone, store, None)])
 
-        blocks = tirx.truncdiv(count + number(columns - 1), number(columns))
-        return launch(blocks, columns, strands, body, shared)
+        return launch(portions(count, columns), columns, strands, body, shared)
 
     def _index(self, first: Expr, index: Expr, terms: tuple[Term, ...]) -> Expr:
         for term in terms:

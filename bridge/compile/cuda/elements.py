@@ -9,7 +9,7 @@ from tvm.tirx import Expr, IfThenElse, Stmt, Var
 
 from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.tir import sequence
-from bridge.compile.cuda.launch import launch
+from bridge.compile.cuda.launch import launch, portions
 from bridge.compile.cuda.limits import BLOCK_THREADS, VECTOR
 from bridge.compile.cuda.scope import ThreadScope
 from bridge.compile.cuda.steps import column_steps
@@ -36,7 +36,8 @@ def elements(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> 
         return _vector(plan, buffers, number, row, at * number(lanes), lanes)
 
     def body(block: Var, _: Var, thread: Var) -> Stmt:
-        index = block * number(BLOCK_THREADS) + thread
+        first = block * number(BLOCK_THREADS)
+        index = first + thread
         if walk.vectors is None:
             inside = row_of(index)
         else:
@@ -44,10 +45,9 @@ def elements(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> 
             if walk.tail is not None:
                 begin = number(walk.tail[0]) + (index - vectors)
                 inside = IfThenElse(index < vectors, inside, _vector(plan, buffers, number, number(0), begin, 1))
-        return IfThenElse(index < count, inside, None)
+        return IfThenElse(thread < count - first, inside, None)
 
-    blocks = tirx.truncdiv(count + number(BLOCK_THREADS - 1), number(BLOCK_THREADS))
-    return [launch(blocks, BLOCK_THREADS, 1, body)]
+    return [launch(portions(count, BLOCK_THREADS), BLOCK_THREADS, 1, body)]
 
 
 def _vector(

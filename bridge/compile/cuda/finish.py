@@ -11,7 +11,7 @@ from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, IfThenElse, Stmt, Va
 from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.tir import sequence
 from bridge.compile.cuda.emitter import CudaEmitter
-from bridge.compile.cuda.launch import SharedMemory, launch
+from bridge.compile.cuda.launch import SharedMemory, launch, portions
 from bridge.compile.cuda.limits import FINISH_STRANDS, WARP
 from bridge.compile.cuda.strands import Strands
 from bridge.compile.schedule.row_plan import RowPlan
@@ -30,13 +30,13 @@ def finish_columns(plan: RowPlan, buffers: KernelBuffers, number: LaunchArgument
 
     def body(block: Var, group: Var, thread: Var) -> Stmt:
         e = CudaEmitter()
-        column = e.name_index(block * number(WARP) + thread, "column")
-        valid = column < count
-        inside = e.name_index(tirx.min(column, count - number(1)), "inside")
-        first = inside
+        begin = block * number(WARP)
+        left = count - begin
+        column = e.name_index(begin + tirx.min(thread, left - number(1)), "column")
+        first = column
         if walk.batched:
-            batch = tirx.truncdiv(inside, length)
-            first = e.name_index(inside + batch * (chunks - number(1)) * length, "first")
+            batch = tirx.truncdiv(column, length)
+            first = e.name_index(column + batch * (chunks - number(1)) * length, "first")
         stmts = e.stmts
         for node in plan.column_reductions:
             if node not in buffers.outputs:
@@ -49,7 +49,7 @@ def finish_columns(plan: RowPlan, buffers: KernelBuffers, number: LaunchArgument
             form = Strands(FINISH_STRANDS, group, thread, number, shared)
             summed, total = form.combined(op, str(partial.dtype), part, chunks)
             store = BufferStore(buffers.outputs[node], e.stored(total, plan.nodes[node].dtype), [column])
-            stmts += [*summed, IfThenElse(tirx.And(form.leads, valid), store, None)]
+            stmts += [*summed, IfThenElse(tirx.And(form.leads, thread < left), store, None)]
         return sequence(stmts)
 
-    return launch(tirx.truncdiv(count + number(WARP - 1), number(WARP)), WARP, FINISH_STRANDS, body, shared)
+    return launch(portions(count, WARP), WARP, FINISH_STRANDS, body, shared)

@@ -10,7 +10,7 @@ from tvm.tirx import AllocBuffer, AttrStmt, Buffer, Evaluate, Expr, IfThenElse, 
 
 from bridge.compile.codegen.tir import sequence
 
-__all__ = ["SharedMemory", "launch", "synchronize"]
+__all__ = ["SharedMemory", "launch", "portions", "synchronize"]
 
 
 class SharedMemory:
@@ -59,6 +59,12 @@ def launch(
         axis = IterVar(Range(_const(0, index_type), extent), variable, IterVar.ThreadIndex, tag)
         nest = AttrStmt(axis, "thread_extent", extent, nest)
     return IfThenElse(tirx.GT(blocks, _const(0, index_type)), nest, None)
+
+
+def portions(count: Expr, size: int) -> Expr:
+    """How many times ``size`` cover ``count``; for counts up to the end of their type."""
+    of, one = _const(size, str(count.ty)), _const(1, str(count.ty))
+    return tirx.truncdiv(count, of) + tirx.min(tirx.truncmod(count, of), one)
 
 
 def synchronize() -> Stmt:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Stmt, Var
 
 from bridge.compile.codegen.arguments import LaunchArguments
@@ -13,6 +12,7 @@ from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.rounding import rounded
 from bridge.compile.codegen.tir import sequence
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer
+from bridge.compile.cuda.launch import portions
 from bridge.compile.cuda.limits import row_groups, row_lanes, row_threads
 from bridge.compile.cuda.scope import ThreadScope
 from bridge.compile.cuda.steps import column_steps
@@ -59,13 +59,14 @@ class RowForm:
         turn, e = Var("turn", plan.index_type), CudaEmitter()
         wide = self.threads * self.lanes
         if self.turns is None:
-            turns = tirx.truncdiv(number(plan.length) + number(wide - 1), number(wide))
+            turns = portions(number(plan.length), wide)
         else:
             turns = number(self.turns)
         position = e.name_index((turn * number(self.threads) + thread) * number(self.lanes), "position")
         inside = sequence(body(position, turn * number(self.lanes)))
         if self.turns is None or self.turns * wide != plan.length:
-            inside = IfThenElse(position < number(plan.length), inside, None)
+            behind = number(plan.length) - turn * number(wide)
+            inside = IfThenElse(thread * number(self.lanes) < behind, inside, None)
         kind = ForKind.UNROLLED if self.turns is not None and self.turns <= _UNROLLED else ForKind.SERIAL
         return For(turn, number(0), turns, kind, sequence([*e.stmts, inside]))
 

@@ -15,7 +15,7 @@ from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.tir import sequence
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer
 from bridge.compile.cuda.finish import finish_columns
-from bridge.compile.cuda.launch import SharedMemory, launch, synchronize
+from bridge.compile.cuda.launch import SharedMemory, launch, portions, synchronize
 from bridge.compile.cuda.row import RowForm, emit_row
 from bridge.compile.cuda.scope import Kept, ThreadScope
 from bridge.compile.cuda.tree import Halved, Team, halve
@@ -47,8 +47,7 @@ class _Rows:
         if plan.column_reductions or plan.buffer_row is not None:
             blocks, body = number(1 if walk.tasks is None else walk.tasks), self._task
         else:
-            groups = number(form.groups)
-            blocks, body = tirx.truncdiv(number(walk.rows) + groups - number(1), groups), self._row
+            blocks, body = portions(number(walk.rows), form.groups), self._row
         launches = [launch(blocks, form.threads, form.groups, body, self.shared)]
         if any(node in self.buffers.outputs for node in plan.column_reductions):
             launches.append(finish_columns(plan, self.buffers, number))
@@ -58,17 +57,20 @@ class _Rows:
         team = Team(self.form.threads, group, thread, self.number, self.shared, self.plain)
         return team, ThreadScope(self.plan, self.buffers, self.number, tirx.EQ(thread, self.number(0)))
 
-    def _clamped(self, scope: ThreadScope, row: Expr, count: Expr) -> Expr:
-        """A row there is: groups behind the last repeat it, so that all reach every barrier, and store nothing."""
+    def _turn(self, scope: ThreadScope, group: Expr, turn: Expr, count: Expr) -> Expr:
+        """The row, of ``count``, that a group takes in a turn.
+
+        Groups behind the last repeat it, so that all reach every barrier, and store nothing.
+        """
+        first = turn * self.number(self.form.groups)
         if self.form.groups == 1:
-            return row
-        scope.valid = row < count
-        return tirx.min(row, count - self.number(1))
+            return first
+        scope.valid = group < count - first
+        return first + tirx.min(group, count - first - self.number(1))
 
     def _row(self, block: Var, group: Var, thread: Var) -> Stmt:
         team, scope = self._team(group, thread)
-        row = block * self.number(self.form.groups) + group
-        row = self._clamped(scope, row, self.number(self.plan.walk.rows))
+        row = self._turn(scope, group, block, self.number(self.plan.walk.rows))
         allocations = self._keep(scope, self.number(0))
         return sequence([*allocations, *emit_row(scope, self.form, team, row)])
 
@@ -86,9 +88,10 @@ class _Rows:
             begin, count = names.name_index(begin, "begin"), names.name_index(count, "count")
         allocations = self._keep(scope, task)
         turn = Var("turn", self.plan.index_type)
-        row = begin + self._clamped(scope, turn * number(form.groups) + group, count)
-        turns = tirx.truncdiv(count + number(form.groups - 1), number(form.groups))
-        loop = For(turn, number(0), turns, ForKind.SERIAL, sequence(emit_row(scope, form, team, row)))
+        row = begin + self._turn(scope, group, turn, count)
+        loop = For(
+            turn, number(0), portions(count, form.groups), ForKind.SERIAL, sequence(emit_row(scope, form, team, row))
+        )
         first = self._partials(scope, team, True, task)
         return sequence([*names.stmts, *allocations, *first, loop, *self._partials(scope, team, False, task)])
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from autodiff.extents import ExtentScope
 from bridge.compile.cuda.build import cuda_source
 from bridge.compile.cuda.nvrtc import compiled
-from tests.bridge.compile.cuda_graphs import GRAPHS
-from tests.bridge.compile.planned_graphs import Kernels, build, inputs
+from tests.bridge.compile.cuda_graphs import GRAPHS, layer_norm_backward, softmax, strided
+from tests.bridge.compile.planned_graphs import Builder, Kernels, build, inputs
 from tests.cuda_plans import BACKEND, CudaKernels, assert_near, planned
 from tests.nvrtc import ARCHES, needs_nvrtc
 
@@ -40,3 +41,36 @@ def test_nvrtc_takes_every_form(arch):
     source = cuda_source({f"k{index}": BACKEND.kernel(plan) for index, plan in enumerate(plans)}, arch)
     assert compiled(source, arch)
     assert "bridge_shuffle_xor(" in source.split("// ---- kernels")[1] and "float4" in source
+
+
+def reductions(n, m):
+    """Pointwise, row and column reductions of ``(n, m)``."""
+    b = Builder()
+    x = b.param(n, m)
+    y = b.op("add", x, 1.0)
+    sums = b.reduce("sum", b.op("exp", x), n, m, 1, n, 1)
+    return b.graph(y, b.op("divide", x, sums), sums, b.reduce("sum", x, 1, n, m, m))
+
+
+@pytest.mark.parametrize(
+    ("make", "samples", "sizes"),
+    [
+        (reductions, {"n": 9, "m": 70}, [(2, 2), (300, 40), (3, 700)]),
+        (layer_norm_backward, {"rows": 900, "columns": 70}, [(2, 5), (70, 300), (800, 64)]),
+        (lambda n: softmax(n, 64), {"n": 9}, [(2,), (300,)]),
+        (lambda a, b: strided(a, b, 64), {"a": 3, "b": 9}, [(2, 4), (3, 7)]),
+    ],
+)
+def test_sizes_of_the_launch(make, samples, sizes):
+    scope = ExtentScope()
+    graph = make(**{name: scope.symbol(name, sample) for name, sample in samples.items()})
+    plans = planned(graph)
+    cases = [dict(zip(samples, each, strict=True)) for each in sizes]
+    ours, fixed = CudaKernels([plans]), [Kernels(make(**values)) for values in cases]
+    build(*fixed)
+    for host, values in zip(fixed, cases, strict=True):
+        given = inputs(host.graph)
+        memory = dict(zip(graph.params, given, strict=True))
+        ours.run(plans, memory, lambda extents, values=values: scope.compiled(extents)(values))
+        for operand, expected in zip(graph.results, host(given), strict=True):
+            assert_near(memory[operand.value], expected)

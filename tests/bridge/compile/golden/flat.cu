@@ -1,6 +1,6 @@
 extern "C" __global__ void __launch_bounds__(256) k0_kernel(float* __restrict__ in0_ptr, float* __restrict__ in1_ptr, float* __restrict__ out0_ptr, int n0, int n1, int n2);
 extern "C" __global__ void __launch_bounds__(256) k0_kernel(float* __restrict__ in0_ptr, float* __restrict__ in1_ptr, float* __restrict__ out0_ptr, int n0, int n1, int n2) {
-  if (((((int)blockIdx.x) * 256) + ((int)threadIdx.x)) < (n2 + n1)) {
+  if (((int)threadIdx.x) < ((n2 + n1) - (((int)blockIdx.x) * 256))) {
     if (((((int)blockIdx.x) * 256) + ((int)threadIdx.x)) < n2) {
       int row1 = 0;
       int position2 = (((((int)blockIdx.x) * 256) + ((int)threadIdx.x)) * 4);

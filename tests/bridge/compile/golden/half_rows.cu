@@ -1,6 +1,6 @@
 extern "C" __global__ void __launch_bounds__(256) k0_kernel(ushort* __restrict__ in0_ptr, ushort* __restrict__ in1_ptr, ushort* __restrict__ out0_ptr, int n0);
 extern "C" __global__ void __launch_bounds__(256) k0_kernel(ushort* __restrict__ in0_ptr, ushort* __restrict__ in1_ptr, ushort* __restrict__ out0_ptr, int n0) {
-  if (((((int)blockIdx.x) * 256) + ((int)threadIdx.x)) < (n0 * 75)) {
+  if (((int)threadIdx.x) < ((n0 * 75) - (((int)blockIdx.x) * 256))) {
     int row1 = (((((int)blockIdx.x) * 256) + ((int)threadIdx.x)) / 75);
     int position2 = ((((((int)blockIdx.x) * 256) + ((int)threadIdx.x)) % 75) * 4);
     int base3 = (row1 * 300);
