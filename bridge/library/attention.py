@@ -141,7 +141,9 @@ def attention(kernel, q, k, v, has_mask, *rest):
 def attention_backward(kernel, grad_out, q, k, v, out, logsumexp, has_mask, *rest):
     mask, (is_causal, scale) = _attention_mask(has_mask, rest)
     grad_out, q, k, v = map(_dense_columns, (grad_out.transpose(1, 2), q, k, v))
-    given = [grad_out, q, k, v, _aligned(mask), out.transpose(1, 2), logsumexp, bool(is_causal), scale]
+    # cuDNN's plan of a backward is kept by the layout of q, k and v, and is for out in the layout that forward makes
+    out = out.contiguous().transpose(1, 2)
+    given = [grad_out, q, k, v, _aligned(mask), out, logsumexp, bool(is_causal), scale]
     return tuple(_kernel(kernel, q).backward(*given)[:3])
 
 

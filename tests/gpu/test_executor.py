@@ -222,7 +222,9 @@ def test_scaled_dot_product_attention_is_eagers_kernel(dtype):
     add_tvm_dispatch(module, (q, k, v))
     made = module(q, k, v)
     assert torch.equal(made, expected) and stats(module).hits == 1
-    torch.testing.assert_close(torch.autograd.grad(made.float().square().sum(), (q, k, v)), grads, rtol=1e-2, atol=1e-2)
+    found = torch.autograd.grad(made.float().square().sum(), (q, k, v))
+    for ours, eagers in zip(found, grads, strict=True):
+        torch.testing.assert_close(ours, eagers, rtol=1e-2, atol=1e-2 * eagers.abs().max().item())
 
 
 def test_library_results_begin_where_vectors_may():
