@@ -82,6 +82,9 @@ def _cudnn(q, k, v, mask, is_causal, scale):
 
 
 def _cudnn_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale):
+    # torch keeps cuDNN's plans by the layout of q, k and v, and makes one for out in the layout of q: in another layout,
+    # out is read as if it lay so. Here all of them lie as (batch, row, head, column).
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     seed = q.new_empty((), dtype=torch.int64)
     rest = [seed, seed, mask, None, None, q.shape[2], k.shape[2], 0.0, is_causal]
     return aten._scaled_dot_product_cudnn_attention_backward(grad_out, q, k, v, out, logsumexp, *rest, scale=scale)
@@ -141,7 +144,6 @@ def attention(kernel, q, k, v, has_mask, *rest):
 def attention_backward(kernel, grad_out, q, k, v, out, logsumexp, has_mask, *rest):
     mask, (is_causal, scale) = _attention_mask(has_mask, rest)
     grad_out, q, k, v = map(_dense_columns, (grad_out.transpose(1, 2), q, k, v))
-    # cuDNN's plan of a backward is kept by the layout of q, k and v, and is for out in the layout that forward makes
     out = out.contiguous().transpose(1, 2)
     given = [grad_out, q, k, v, _aligned(mask), out, logsumexp, bool(is_causal), scale]
     return tuple(_kernel(kernel, q).backward(*given)[:3])

@@ -209,22 +209,34 @@ def test_attention_kernels(name, masked):
         torch.testing.assert_close(ours.double(), theirs, rtol=3e-2, atol=3e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_scaled_dot_product_attention_is_eagers_kernel(dtype):
-    class Attention(nn.Module):
-        def forward(self, q, k, v):
-            return F.scaled_dot_product_attention(q, k, v)
+class Attention(nn.Module):
+    """Fused attention of heads that lie apart, or side by side in each row as a layer's projections do."""
 
-    q, k, v = (torch.randn(2, 4, 64, 64, device="cuda", dtype=dtype).requires_grad_() for _ in range(3))
-    module = Attention()
-    expected = module(q, k, v)
-    grads = torch.autograd.grad(expected.float().square().sum(), (q, k, v))
-    add_tvm_dispatch(module, (q, k, v))
-    made = module(q, k, v)
-    assert torch.equal(made, expected) and stats(module).hits == 1
-    found = torch.autograd.grad(made.float().square().sum(), (q, k, v))
-    for ours, eagers in zip(found, grads, strict=True):
-        torch.testing.assert_close(ours, eagers, rtol=1e-2, atol=1e-2 * eagers.abs().max().item())
+    def __init__(self, is_causal: bool, side_by_side: bool):
+        super().__init__()
+        self.is_causal, self.side_by_side = is_causal, side_by_side
+
+    def forward(self, *given):
+        q, k, v = (each.transpose(1, 2) for each in given) if self.side_by_side else given
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_scaled_dot_product_attention_is_eagers_kernel(dtype, is_causal, side_by_side):
+    module, eager = Attention(is_causal, side_by_side), Attention(is_causal, side_by_side)
+    for rows in (64, 37):
+        q, k, v = (torch.randn(2, 4, rows, 64, device="cuda", dtype=dtype).requires_grad_() for _ in range(3))
+        expected = eager(q, k, v)
+        cotangent = torch.randn_like(expected)
+        grads = torch.autograd.grad(expected, (q, k, v), cotangent)
+        add_tvm_dispatch(module, (q, k, v))
+        made = module(q, k, v)
+        assert torch.equal(made, expected)
+        for ours, eagers in zip(torch.autograd.grad(made, (q, k, v), cotangent), grads, strict=True):
+            torch.testing.assert_close(ours, eagers, rtol=1e-2, atol=1e-2 * eagers.abs().max().item())
+    assert stats(module).hits == 2
 
 
 def test_library_results_begin_where_vectors_may():
