@@ -6,12 +6,12 @@ expressions are sympy's, of torch's own classes among others; who reads them goe
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Collection, Iterator, Mapping
 from traceback import FrameSummary
 from typing import Any
 
 import torch
-from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from bridge.base.torch_internals import PROBES, FakeTensorMode, MissingInternalError
@@ -61,7 +61,7 @@ def fresh_sizes(tensors: Mapping[Any, tuple[torch.Tensor, Collection[int]]]) -> 
     for key, (tensor, varying) in tensors.items():
         kinds = [DimDynamic.DYNAMIC if dim in varying else DimDynamic.STATIC for dim in range(tensor.dim())]
         context = StatelessSymbolicContext(dynamic_sizes=kinds)
-        found[key] = mode.from_tensor(tensor.detach(), symbolic_context=context, source=ConstantSource(f"input_{key}"))
+        found[key] = mode.from_tensor(tensor.detach(), symbolic_context=context, source=_source(f"input_{key}"))
     return found
 
 
@@ -95,3 +95,8 @@ def conclusions(env: Any) -> Iterator[Conclusion]:
     """
     for guard in env.guards:
         yield guard.expr, guard.sloc.maybe_user_loc or guard.sloc.framework_loc
+
+
+def _source(name: str) -> Any:
+    """Where a symbol is from, in Dynamo's form; Dynamo is imported at first use."""
+    return importlib.import_module("torch._dynamo.source").ConstantSource(name)

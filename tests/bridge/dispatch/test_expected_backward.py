@@ -25,9 +25,9 @@ def compiled(monkeypatch) -> list[str]:
     """Names of the programs compiled, in order."""
     names, compilation = [], programs.Compilation
 
-    def noted(function, name, options):
+    def noted(function, name, *options):
         names.append(name)
-        return compilation(function, name, options)
+        return compilation(function, name, *options)
 
     monkeypatch.setattr(programs, "Compilation", noted)
     return names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -126,8 +127,8 @@ def test_masks_are_bytes_and_drawn_once(strategy, monkeypatch):
     draws = []
     make_all = Draws.make
 
-    def counting(self: Draws) -> list[Tensor]:
-        made = make_all(self)
+    def counting(self: Draws, inputs: Sequence[Tensor]) -> list[Tensor]:
+        made = make_all(self, inputs)
         draws.extend(tuple(tensor.shape) for tensor in made)
         return made
 
