@@ -37,12 +37,18 @@ class Stream:
 
 
 def chunks_of(elements: int, threads: int) -> list[int]:
-    """Where chunks begin, in blocks: one a thread, all of a size but for the first, which needs no jump."""
+    """Where chunks begin, in blocks: one a thread, all of a size but for the first, which needs no jump, and the last.
+
+    There are eight sizes from one power of two to the next, so that masks of many sizes share the jumps, each of which
+    takes some 20 ms to find.
+    """
     blocks = -(-elements // PER_BLOCK)
     count = min(threads, (blocks - _JUMP) // _LEAST)
     if count < 2:
         return [0]
     size = -(-(blocks - _JUMP) // count)
+    step = 1 << max(0, size.bit_length() - 4)
+    size = -(-size // step) * step
     return [0, *range(size + _JUMP, blocks, size)]
 
 
@@ -65,7 +71,7 @@ def stream(sizes: Sequence[tuple[int, int]], threads: int) -> Stream:
     return Stream(len(chunks), *tables, terms)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=32)
 def _terms(begins: tuple[int, ...]) -> tuple[np.ndarray, list[int]]:
     """The terms of the jumps to chunks that begin there; none for the first."""
     found: list[np.ndarray] = []

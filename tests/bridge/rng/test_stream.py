@@ -55,6 +55,11 @@ def test_chunks_cover_the_stream():
             assert len(sizes) == 1 or sizes[0] >= sizes[1:].max(), "the first thread jumps nowhere"
 
 
+def test_masks_of_many_sizes_share_jumps():
+    """Sizes that vary find few new jumps, each of which takes long to find."""
+    assert len({tuple(streams.chunks_of(elements, 2)) for elements in range(4 * 10**6, 8 * 10**6, 10**4)}) <= 10
+
+
 @pytest.fixture
 def small_chunks(monkeypatch):
     monkeypatch.setattr(streams, "_JUMP", 2)
