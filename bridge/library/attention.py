@@ -84,7 +84,7 @@ def _cudnn(q, k, v, mask, is_causal, scale):
 def _cudnn_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale):
     # torch keeps cuDNN's plans by the layout of q, k and v, each for an out that lies as q does, and would read another
     # out as if it lay so. Here all of them lie as (batch, row, head, column).
-    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    grad_out, q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad_out, q, k, v))
     seed = q.new_empty((), dtype=torch.int64)
     rest = [seed, seed, mask, None, None, q.shape[2], k.shape[2], 0.0, is_causal]
     return aten._scaled_dot_product_cudnn_attention_backward(grad_out, q, k, v, out, logsumexp, *rest, scale=scale)
