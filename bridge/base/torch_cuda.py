@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bridge.base.torch_internals import _find as find
+from bridge.base.torch_internals import find
 
 __all__ = ["SAME_SETTINGS", "SETTINGS", "current_device", "current_stream", "empty_strided"]
 

@@ -39,8 +39,8 @@ class MissingInternalError(ImportError):
         super().__init__(f"torch {torch.__version__} has no {path}; tvm-dispatch was run with torch {RUN_WITH}")
 
 
-def _find(path: str, fallback: Any = _REQUIRED) -> Any:
-    """The object at a dotted path below ``torch``, or the fallback.
+def find(path: str, fallback: Any = _REQUIRED) -> Any:
+    """The object at a dotted path below ``torch``, or the fallback; for the files of this room.
 
     Raises:
         MissingInternalError: there is neither.
@@ -62,19 +62,19 @@ def _find(path: str, fallback: Any = _REQUIRED) -> Any:
     return found
 
 
-pytree: ModuleType = _find("torch.utils._pytree")
-pytree_node_type: Callable[[Any], Any] = _find("torch.utils._pytree._get_node_type")
+pytree: ModuleType = find("torch.utils._pytree")
+pytree_node_type: Callable[[Any], Any] = find("torch.utils._pytree._get_node_type")
 """A container → what its kind is registered under in ``pytree.SUPPORTED_NODES``."""
-TorchDispatchMode: type = _find("torch.utils._python_dispatch.TorchDispatchMode")
+TorchDispatchMode: type = find("torch.utils._python_dispatch.TorchDispatchMode")
 
 
 # Operators
 
-OpOverload: type = _find("torch._ops.OpOverload")
-HigherOrderOperator: type = _find("torch._ops.HigherOrderOperator")
-_has_kernel = _find("torch._C._dispatch_has_kernel_for_dispatch_key")
+OpOverload: type = find("torch._ops.OpOverload")
+HigherOrderOperator: type = find("torch._ops.HigherOrderOperator")
+_has_kernel = find("torch._C._dispatch_has_kernel_for_dispatch_key")
 _COMPOSITE = "CompositeImplicitAutograd"
-_COMPOSITE_KEY = _find(f"torch._C.DispatchKey.{_COMPOSITE}")
+_COMPOSITE_KEY = find(f"torch._C.DispatchKey.{_COMPOSITE}")
 
 schema: Callable[[Any], Any] = attrgetter("_schema")
 """An operator's overload → its schema: name, arguments, returns, aliasing."""
@@ -117,7 +117,7 @@ class _Aten:
 
 
 aten = _Aten()
-linear_pointwise: Any = _find("torch.ops.mkldnn._linear_pointwise", None)
+linear_pointwise: Any = find("torch.ops.mkldnn._linear_pointwise", None)
 """oneDNN's linear layer ``(x, weight, bias, "none", [], "")``, or ``None`` in a build without oneDNN."""
 
 
@@ -142,18 +142,18 @@ def replaced_formula(op: Any, make: Callable[[Callable[..., Any]], Callable[...,
 
 # Tensors
 
-has_storage: Callable[[torch.Tensor], bool] = _find("torch._C._has_storage")
-no_torch_function: Callable[[], AbstractContextManager] = _find("torch._C.DisableTorchFunction")
+has_storage: Callable[[torch.Tensor], bool] = find("torch._C._has_storage")
+no_torch_function: Callable[[], AbstractContextManager] = find("torch._C.DisableTorchFunction")
 """While active, no torch-function mode sees the calls that this thread makes."""
-neg_view: Callable[[torch.Tensor], torch.Tensor] = _find("torch._neg_view")
-empty_strided: Callable[..., torch.Tensor] = _find(
+neg_view: Callable[[torch.Tensor], torch.Tensor] = find("torch._neg_view")
+empty_strided: Callable[..., torch.Tensor] = find(
     "torch._C._dynamo.guards._empty_strided_cpu", lambda *form: torch.empty_strided(*form[:2], dtype=form[2])
 )
 """Shape, strides, element type → a CPU tensor; Inductor's, half a microsecond quicker than ``torch.empty_strided``."""
-is_dense: Callable[[torch.Tensor], bool] = _find("torch._prims_common.is_non_overlapping_and_dense_or_false")
-elementwise_dtypes = _find("torch._prims_common.elementwise_dtypes")
-ELEMENTWISE_TYPE_PROMOTION_KIND = _find("torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND")
-get_data_attribute = _find("torch._C._autograd._get_data_attr", None)
+is_dense: Callable[[torch.Tensor], bool] = find("torch._prims_common.is_non_overlapping_and_dense_or_false")
+elementwise_dtypes = find("torch._prims_common.elementwise_dtypes")
+ELEMENTWISE_TYPE_PROMOTION_KIND = find("torch._prims_common.ELEMENTWISE_TYPE_PROMOTION_KIND")
+get_data_attribute = find("torch._C._autograd._get_data_attr", None)
 """What Dynamo writes for ``tensor.data``; ``None`` where it writes something else."""
 
 
@@ -164,11 +164,11 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 # Fake tensors
 
-FakeTensor: type = _find("torch._subclasses.FakeTensor")
-FakeTensorMode: type = _find("torch._subclasses.FakeTensorMode")
-FunctionalTensor: type = _find("torch._subclasses.functional_tensor.FunctionalTensor")
-unset_fake_temporarily = _find("torch._subclasses.fake_tensor.unset_fake_temporarily")
-python_kernels: Callable[[], AbstractContextManager] = _find("torch._dispatch.python.enable_python_dispatcher")
+FakeTensor: type = find("torch._subclasses.FakeTensor")
+FakeTensorMode: type = find("torch._subclasses.FakeTensorMode")
+FunctionalTensor: type = find("torch._subclasses.functional_tensor.FunctionalTensor")
+unset_fake_temporarily = find("torch._subclasses.fake_tensor.unset_fake_temporarily")
+python_kernels: Callable[[], AbstractContextManager] = find("torch._dispatch.python.enable_python_dispatcher")
 """While active, this thread's operators take Python kernels where torch has some."""
 
 
@@ -182,19 +182,19 @@ def clear_fake_memo(mode: Any) -> None:
 
 # Modes of the interpreter
 
-set_grad_enabled: Callable[[bool], None] = _find("torch._C._set_grad_enabled")
-len_function_stack: Callable[[], int] = _find("torch._C._len_torch_function_stack")
-len_dispatch_stack: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack")
-current_graph_task_id: Callable[[], int] = _find("torch._C._current_graph_task_id")
+set_grad_enabled: Callable[[bool], None] = find("torch._C._set_grad_enabled")
+len_function_stack: Callable[[], int] = find("torch._C._len_torch_function_stack")
+len_dispatch_stack: Callable[[], int] = find("torch._C._len_torch_dispatch_stack")
+current_graph_task_id: Callable[[], int] = find("torch._C._current_graph_task_id")
 """Number of the backward that the calling thread is in, -1 outside of one."""
-enter_autocast = _find("torch.amp.autocast_mode._enter_autocast")
-exit_autocast = _find("torch.amp.autocast_mode._exit_autocast")
-is_tracked_by_functorch: Callable[[torch.Tensor], bool] = _find("torch._C._functorch.is_functorch_wrapped_tensor")
-innermost_transform: Callable[[], Any] = _find("torch._C._functorch.peek_interpreter_stack")
-_forward_ad = _find("torch.autograd.forward_ad")
-mkldnn_switch: tuple[ModuleType, str] = (_find("torch._C"), "_get_mkldnn_enabled")
+enter_autocast = find("torch.amp.autocast_mode._enter_autocast")
+exit_autocast = find("torch.amp.autocast_mode._exit_autocast")
+is_tracked_by_functorch: Callable[[torch.Tensor], bool] = find("torch._C._functorch.is_functorch_wrapped_tensor")
+innermost_transform: Callable[[], Any] = find("torch._C._functorch.peek_interpreter_stack")
+_forward_ad = find("torch.autograd.forward_ad")
+mkldnn_switch: tuple[ModuleType, str] = (find("torch._C"), "_get_mkldnn_enabled")
 """Owner and name of the function that says whether oneDNN is on."""
-_find("torch._C._get_mkldnn_enabled")
+find("torch._C._get_mkldnn_enabled")
 
 
 forward_ad_level: Callable[[], int] = functools.partial(getattr, _forward_ad, "_current_level")
@@ -206,7 +206,7 @@ def compiling_flags(value: Any) -> AbstractContextManager[None]:
     return replaced(torch.compiler, _is_compiling_flag=value, _is_exporting_flag=value)
 
 
-_saved_tensors_hooks = _find("torch._C._autograd._top_saved_tensors_default_hooks")
+_saved_tensors_hooks = find("torch._C._autograd._top_saved_tensors_default_hooks")
 saved_tensors_hooks: Callable[[], tuple[Any, Any] | None] = functools.partial(_saved_tensors_hooks, True)
 """The innermost ``torch.autograd.graph.saved_tensors_hooks`` of this thread, or ``None``."""
 
@@ -223,16 +223,16 @@ def is_exporting() -> bool:
 
 # Modules and their hooks
 
-BatchNormBase: type[torch.nn.Module] = _find("torch.nn.modules.batchnorm._BatchNorm")
+BatchNormBase: type[torch.nn.Module] = find("torch.nn.modules.batchnorm._BatchNorm")
 """What all batch normalizations are subclasses of."""
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of a module that hold its hooks."""
 COMPILED_CALL = "_compiled_call_impl"
 """Attribute of a module that is called in its place, where ``nn.Module.compile`` and the dispatcher put theirs."""
-MODULE_CALL: CodeType = _find("torch.nn.Module._wrapped_call_impl").__code__
+MODULE_CALL: CodeType = find("torch.nn.Module._wrapped_call_impl").__code__
 """Code of the method that asks for it."""
 _GLOBAL_HOOKS = [
-    _find(f"torch.nn.modules.module._global_{kind}")
+    find(f"torch.nn.modules.module._global_{kind}")
     for kind in ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 ]
 
@@ -241,7 +241,7 @@ has_global_hooks: Callable[[], bool] = functools.partial(any, _GLOBAL_HOOKS)
 """Whether hooks are registered on all modules (``register_module_forward_hook`` and its kin)."""
 
 
-_BUFFER_HOOKS: dict[int, Any] = _find("torch.nn.modules.module._global_buffer_registration_hooks")
+_BUFFER_HOOKS: dict[int, Any] = find("torch.nn.modules.module._global_buffer_registration_hooks")
 
 
 @contextmanager
@@ -301,16 +301,16 @@ def _function_classes() -> Iterable[type]:
 
 # torch.export and torch.fx
 
-symbolic_trace: ModuleType = _find("torch.fx._symbolic_trace")
-SymbolicPatcher: type = _find("torch.fx._symbolic_trace._Patcher")
+symbolic_trace: ModuleType = find("torch.fx._symbolic_trace")
+SymbolicPatcher: type = find("torch.fx._symbolic_trace._Patcher")
 """Replaces methods of ``nn.Module`` while torch.fx traces; it is looked up in ``symbolic_trace`` under its own name."""
-decompose_exported_program = _find("torch.export.exported_program._decompose_exported_program")
-core_decompositions: Callable[[], dict] = _find("torch._decomp._core_aten_decompositions_post_autograd")
+decompose_exported_program = find("torch.export.exported_program._decompose_exported_program")
+core_decompositions: Callable[[], dict] = find("torch._decomp._core_aten_decompositions_post_autograd")
 """() → the decompositions to core ATen: overload → formula."""
-decomposition_of: Callable[[Any], Callable[..., Any]] = _find("torch._export.utils._get_decomp_for_cia")
+decomposition_of: Callable[[Any], Callable[..., Any]] = find("torch._export.utils._get_decomp_for_cia")
 """A composite overload → its formula."""
-_is_preservable = _find("torch._export.utils._is_preservable_cia_op")
-preserve_composite = _find("torch._export.utils._special_op_to_preserve_cia")
+_is_preservable = find("torch._export.utils._is_preservable_cia_op")
+preserve_composite = find("torch._export.utils._special_op_to_preserve_cia")
 """Stands in a table of decompositions for "leave this one whole"."""
 
 
@@ -319,7 +319,7 @@ def is_preservable(op: Any) -> bool:
     return isinstance(op, OpOverload) and _is_preservable(op)
 
 
-autograd_key = _find("torch._C.DispatchKey.Autograd")
+autograd_key = find("torch._C.DispatchKey.Autograd")
 
 ASSERT = "_assert"
 """torch's own ``assert``, which torch.export takes out of forward's hands since 2.15."""
@@ -336,7 +336,7 @@ EXPORT_CONTEXTS = ("_compiling_state_context", "_override_builtin_ops", "_ignore
 def export_tracer() -> ModuleType:
     """The module of torch.export that traces, with :data:`EXPORT_CONTEXTS` in it; it imports Dynamo."""
     for name in EXPORT_CONTEXTS:
-        _find(f"torch.export._trace.{name}")
+        find(f"torch.export._trace.{name}")
     return importlib.import_module("torch.export._trace")
 
 
@@ -363,20 +363,20 @@ class Partitioner:
 def torch_partitioner() -> Partitioner:
     """torch's own partition; importing it takes a second."""
     return Partitioner(
-        aot_module=_find("torch._functorch.aot_autograd.aot_module"),
-        min_cut=_find("torch._functorch.partitioners.min_cut_rematerialization_partition"),
-        decompositions=_find("torch._decomp.core_aten_decompositions"),
-        inductor_decompositions=_find("torch._inductor.decomposition.select_decomp_table"),
-        inductor_passes=_find("torch._inductor.fx_passes.joint_graph.joint_graph_passes"),
-        inductor_config=_find("torch._inductor.config"),
+        aot_module=find("torch._functorch.aot_autograd.aot_module"),
+        min_cut=find("torch._functorch.partitioners.min_cut_rematerialization_partition"),
+        decompositions=find("torch._decomp.core_aten_decompositions"),
+        inductor_decompositions=find("torch._inductor.decomposition.select_decomp_table"),
+        inductor_passes=find("torch._inductor.fx_passes.joint_graph.joint_graph_passes"),
+        inductor_config=find("torch._inductor.config"),
     )
 
 
 # Dynamo: imported at first use
 
-tensor_guards: Any = _find("torch._C._dynamo.guards.TensorGuards", None)
+tensor_guards: Any = find("torch._C._dynamo.guards.TensorGuards", None)
 """Dynamo's class of checks of a list of tensors, or ``None``."""
-dict_version: Callable[[dict[str, Any]], int] | None = _find("torch._C._dynamo.guards.dict_version", None)
+dict_version: Callable[[dict[str, Any]], int] | None = find("torch._C._dynamo.guards.dict_version", None)
 """Dynamo's function for a number that changes with each write to a dictionary, or ``None``."""
 TRANSFORM_MODULES = ("torch._C._functorch", "torch._functorch", "torch.autograd.forward_ad")
 """Where the functions of ``torch.func`` transforms and of forward-mode differentiation are from."""
@@ -392,7 +392,7 @@ def leave_frames_alone(code: CodeType) -> bool:
 
     It is what ``torch.compiler.disable`` does, without the wrapper that costs a microsecond at every call.
     """
-    eval_frame = _find("torch._C._dynamo.eval_frame", None)
+    eval_frame = find("torch._C._dynamo.eval_frame", None)
     if eval_frame is None or not hasattr(eval_frame, "set_code_exec_strategy"):
         return False
     skip = eval_frame._FrameAction.SKIP

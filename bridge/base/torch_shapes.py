@@ -6,7 +6,6 @@ expressions are sympy's, of torch's own classes among others; who reads them goe
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Collection, Iterator, Mapping
 from traceback import FrameSummary
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from bridge.base.torch_internals import PROBES, FakeTensorMode, MissingInternalError
+from bridge.base.torch_internals import PROBES, FakeTensorMode, MissingInternalError, find
 
 __all__ = [
     "SYMBOLIC",
@@ -99,4 +98,4 @@ def conclusions(env: Any) -> Iterator[Conclusion]:
 
 def _source(name: str) -> Any:
     """Where a symbol is from, in Dynamo's form; Dynamo is imported at first use."""
-    return importlib.import_module("torch._dynamo.source").ConstantSource(name)
+    return find("torch._dynamo.source.ConstantSource")(name)

@@ -62,3 +62,9 @@ class LaunchArguments:
         """A loop's coordinate from the number of the turn in all of them."""
         at = index if term.below == 1 else tirx.truncdiv(index, self(term.below))
         return at if term.extent is None else tirx.truncmod(at, self(term.extent))
+
+    def index(self, first: Expr, index: Expr, terms: tuple[Term, ...]) -> Expr:
+        """``first`` and the terms of the turn of that number: where an element is."""
+        for term in terms:
+            first = first + self.coordinate(index, term) * self(term.stride)
+        return first

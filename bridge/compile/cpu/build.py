@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import tvm
 from tvm import tirx
@@ -10,6 +10,7 @@ from tvm.ir import IRModule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
+from bridge.compile.codegen.lowering import lower_loops
 from bridge.compile.codegen.tir import LOOPS_ATTR
 from bridge.compile.cpu.threads import CONNECT, connect_function, launcher
 
@@ -19,31 +20,7 @@ __all__ = ["build_library", "kernel_source"]
 _FORMS = {"tvmscript": None, "llvm": "ll", "asm": "s"}
 
 
-def _loop_pipeline() -> tuple[tvm.transform.Pass, Callable, Callable]:
-    """Lowering for kernels that are loops already: the passes that the packed calling convention needs, no others.
-
-    TVM's default pipeline simplifies under an analyzer that substitutes every bound variable by its value, which is
-    exponential in the length of a chain of bindings (a polynomial is one). Nothing here does that.
-
-    The calling convention's checks of every argument (number of dimensions, each extent, dtype, device, strides) are
-    more code than most kernels and take more than half of LLVM's time. A kernel is called only by the Program that it
-    was built for, which checks its inputs once per call and makes everything else itself; so they are left out.
-    """
-    passes = tvm.transform.Sequential(
-        [
-            tirx.transform.BF16ComputeLegalize(),
-            tirx.transform.VerifyMemory(),
-            tirx.transform.AnnotateEntryFunc(),
-            tirx.transform.SplitHostDevice(),
-            tirx.transform.MakePackedAPI(),
-            tirx.transform.SkipAssert(),
-            tirx.transform.BF16StorageLegalize(),
-        ]
-    )
-    return passes, lambda: tirx.transform.LowerTVMBuiltin(), lambda: tvm.transform.Sequential([])
-
-
-tirx.register_tir_pipeline("bridge_loops", _loop_pipeline)
+tirx.register_tir_pipeline("bridge_loops", lower_loops)
 
 
 def _compiled(funcs: Mapping[str, PrimFunc], target: Target, loops: bool) -> tvm.runtime.Module:

@@ -10,7 +10,6 @@ from bridge.compile.codegen.emit import Emitter, stack_buffer
 from bridge.compile.codegen.pointwise import compute_type
 from bridge.compile.codegen.tir import loop_function, sequence
 from bridge.compile.cpu.threads import if_worth
-from bridge.compile.loop_ir.access import Term
 from bridge.compile.schedule.column_plan import ColumnPlan, Section
 from bridge.compile.schedule.reduction import combine, identity
 
@@ -42,8 +41,8 @@ class _ColumnKernel:
         batch, block = tirx.truncdiv(task, number(section.count)), tirx.truncmod(task, number(section.count))
         accumulator, allocation = stack_buffer(lanes * section.copies, dtype, "acc")
         start, body, finish = Emitter(lanes), Emitter(lanes), Emitter(lanes)
-        first = start.name_index(self._index(number(plan.offset), batch, plan.by_batch), "first")
-        base = body.name_index(self._index(first, row, plan.by_row), "base")
+        first = start.name_index(number.index(number(plan.offset), batch, plan.by_batch), "first")
+        base = body.name_index(number.index(first, row, plan.by_row), "base")
         for copy in range(section.copies):
             slot = [start.index(number(copy * lanes), 1)]
             column = number(section.begin) + (block * number(section.copies) + number(copy)) * number(lanes)
@@ -59,11 +58,6 @@ class _ColumnKernel:
         stmts = [allocation, *start.stmts, rows, *finish.stmts]
         tasks = For(task, number(0), number(plan.batches) * number(section.count), kind, sequence(stmts))
         return if_worth(number, plan.parallel, tasks)
-
-    def _index(self, first: Expr, index: Expr, terms: tuple[Term, ...]) -> Expr:
-        for term in terms:
-            first = first + self.number.coordinate(index, term) * self.number(term.stride)
-        return first
 
     def _load(self, e: Emitter, base: Expr, column: Expr) -> Expr:
         """Elements of a row from a column on; lane by lane where the loops inside a row are several."""

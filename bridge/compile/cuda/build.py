@@ -23,6 +23,7 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 from tvm.tirx.build import split_host_device_mods
 
+from bridge.compile.codegen.lowering import lower_loops
 from bridge.compile.codegen.tir import LOOPS_ATTR
 from bridge.compile.cuda.nvrtc import compiled
 from bridge.compile.cuda.preamble import PREAMBLE
@@ -90,36 +91,13 @@ def _lowered(functions: Mapping[str, PrimFunc], target: Target) -> tuple[IRModul
         chosen = {name: func for name, func in named.items() if bool(func.attrs.get(LOOPS_ATTR, False)) is loops}
         if not chosen:
             continue
-        lower, finish_host, finish_device = _loops() if loops else _blocks()
+        lower, finish_host, finish_device = lower_loops() if loops else s_tir.pipeline.default_s_tir_pipeline()
         module = lower(tirx.transform.BindTarget(target)(IRModule(chosen)))
         of_host, of_device = split_host_device_mods(module)
-        host.update(finish_host(of_host))
+        host.update(finish_host()(of_host))
         for kernels in of_device.values():
-            device.update(finish_device(kernels))
+            device.update(finish_device()(kernels))
     return host, device
-
-
-def _loops() -> tuple[Callable, Callable, Callable]:
-    """For kernels that are loops bound to threads already: splitting, and the packed calling convention without checks.
-
-    Why no other passes, and no checks: see :mod:`bridge.compile.cpu.build`.
-    """
-    passes = [
-        tirx.transform.BF16ComputeLegalize(),
-        tirx.transform.VerifyMemory(),
-        tirx.transform.AnnotateEntryFunc(),
-        tirx.transform.SplitHostDevice(),
-        tirx.transform.MakePackedAPI(),
-        tirx.transform.SkipAssert(),
-        tirx.transform.BF16StorageLegalize(),
-    ]
-    return tvm.transform.Sequential(passes), tirx.transform.LowerTVMBuiltin(), tvm.transform.Sequential([])
-
-
-def _blocks() -> tuple[Callable, Callable, Callable]:
-    """For functions of schedulable blocks: TVM's own pipeline."""
-    lower, finish_host, finish_device = s_tir.pipeline.default_s_tir_pipeline()
-    return lower, finish_host(), finish_device()
 
 
 def _host_module(module: IRModule) -> tvm.runtime.Module:

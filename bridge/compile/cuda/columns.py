@@ -16,7 +16,6 @@ from bridge.compile.cuda.emitter import CudaEmitter, storage_type
 from bridge.compile.cuda.launch import SharedMemory, launch, portions
 from bridge.compile.cuda.limits import BLOCK_THREADS, COLUMN_STRANDS, FEW_ROWS, WARP
 from bridge.compile.cuda.strands import Strands
-from bridge.compile.loop_ir.access import Term
 from bridge.compile.schedule.column_plan import ColumnPlan
 
 __all__ = ["generate_columns"]
@@ -53,11 +52,11 @@ class _ColumnKernel:
             column = e.name_index(begin + tirx.min(thread, left - number(1)), "column")
             batch, position = tirx.truncdiv(column, number(plan.length)), tirx.truncmod(column, number(plan.length))
             position = e.name_index(position, "position")
-            first = self._index(number(plan.offset), batch, plan.by_batch) + self._column(position)
+            first = number.index(number(plan.offset), batch, plan.by_batch) + self._column(position)
             first = e.name_index(first, "first")
 
             def row(e: CudaEmitter, index: Expr) -> Expr:
-                stored = e.bind(BufferLoad(self.source, [self._index(first, index, plan.by_row)]))
+                stored = e.bind(BufferLoad(self.source, [number.index(first, index, plan.by_row)]))
                 return e.cast(e.loaded(stored, plan.source), compute_type(plan.target))
 
             form = Strands(strands, group, thread, number, shared)
@@ -67,11 +66,6 @@ class _ColumnKernel:
             return sequence([*e.stmts, *stmts, IfThenElse(alone, store, None)])
 
         return launch(portions(count, columns), columns, strands, body, shared)
-
-    def _index(self, first: Expr, index: Expr, terms: tuple[Term, ...]) -> Expr:
-        for term in terms:
-            first = first + self.number.coordinate(index, term) * self.number(term.stride)
-        return first
 
     def _column(self, position: Expr) -> Expr:
         """Index of the element at a position of a row, which may be several loops."""

@@ -70,8 +70,8 @@ def test_an_operator_that_is_there_is_torchs_own():
 
 def test_a_missing_name_is_an_error_that_says_so_or_takes_its_fallback():
     with pytest.raises(MissingInternalError, match=r"has no torch\._C\.no_such_thing; .* was run with torch 2\."):
-        torch_internals._find("torch._C.no_such_thing")
-    assert torch_internals._find("torch._C.no_such_thing", None) is None
+        torch_internals.find("torch._C.no_such_thing")
+    assert torch_internals.find("torch._C.no_such_thing", None) is None
 
 
 class Halved(torch.autograd.Function):
