@@ -32,6 +32,9 @@ Holds = Callable[[Sizes], Guard | None]
 _LATER = free_in_children(threading.RLock())
 """Held while a scope answers for sizes other than the sample's."""
 
+_MOST_LATER = 8
+"""Backwards of one pattern of grad_outs, by what they conclude about the sizes; the newest stay."""
+
 
 class Programs:
     """Forward and backwards of one lowered call, compiled.
@@ -115,6 +118,7 @@ class Programs:
                     found = self._backward_run(outputs)
                     found.compile()
                 known.append((scope.broken(guards), found))
+                del known[:-_MOST_LATER]
         return found.bound(sizes)
 
 
