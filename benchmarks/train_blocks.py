@@ -63,7 +63,7 @@ class LlamaBlock(nn.Module):
         self.rotary = LlamaRotaryEmbedding(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        positions = torch.arange(x.shape[1])[None]
+        positions = torch.arange(x.shape[1], device=x.device)[None]
         return self.layer(x, position_embeddings=self.rotary(x, positions))
 
 
