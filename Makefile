@@ -15,9 +15,10 @@ train: $(STAMP)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
-# On a machine with a GPU: the tests that need one, and how many ran. PYTHON is one whose torch sees the GPU.
+# On a machine with a GPU: the tests that need one, those that run on any device, and how many ran. PYTHON is one whose
+# torch sees the GPU.
 test-gpu:
-	TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m gpu -ra $(ARGS)
+	TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(PYTHON) -m pytest -ra $(ARGS)
 
 # The same tests with another torch, in an environment of its own: make test-torch VERSION=2.15.0 [PYTHON=python3.13]
 test-torch: $(TORCH_VENV)/.installed

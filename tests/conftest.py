@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from bridge.compile import Built
 from bridge.compile.schedule.products import GENERATED
+from tests.device import DEVICE, factories_on
 from tests.frames import quick_getmodule
 
 KEPT_KERNELS = 600
@@ -19,6 +21,12 @@ KEPT_KERNELS = 600
 
 LONG = tuple(f"tests/{name}/" for name in ("notebooks", "zoo", "typing", "bridge/composition"))
 """Folders of tests that take long: they come first, so that in the end no worker is busy while the other is not."""
+
+ON_ANY_DEVICE = tuple(
+    f"tests/bridge/{room}/"
+    for room in ("aten", "capture", "dispatch", "library", "lowering", "parity", "rng", "show", "state", "verify")
+)
+"""Rooms whose tests run on the device of :mod:`tests.device`, but for those that are marked as being about the CPU."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -61,8 +69,30 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(patch.undo)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+    if DEVICE.type == "cpu":
+        return
+    there = [item for item in items if _is_about(item, DEVICE)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(there)])
+    items[:] = there
+
+
+def _is_about(item: pytest.Item, device: torch.device) -> bool:
+    """A test says something about a device that is not the CPU."""
+    if item.get_closest_marker("gpu") is not None:
+        return True
+    return item.nodeid.startswith(ON_ANY_DEVICE) and item.get_closest_marker("cpu") is None
+
+
+@pytest.fixture(autouse=True)
+def _made_on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tensors and modules of tests that run on any device are made on the one that is tested."""
+    if DEVICE.type == "cpu" or not request.node.nodeid.startswith(ON_ANY_DEVICE):
+        yield
+        return
+    with factories_on(DEVICE):
+        yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -71,8 +101,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Of a run of the tests that want a GPU: how many ran, and where."""
-    if config.option.markexpr != "gpu":
+    """Of a run on a GPU: how many tests ran, and where."""
+    if DEVICE.type == "cpu":
         return
     ran = sum(len(terminalreporter.stats.get(outcome, ())) for outcome in ("passed", "failed"))
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"

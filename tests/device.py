@@ -1,16 +1,73 @@
-"""The device that parity is tested on: ``TEST_DEVICE=cuda`` moves modules and inputs there; the CPU otherwise."""
+"""The device that the suite runs on: ``TEST_DEVICE=cuda`` puts modules and inputs there; the CPU otherwise."""
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers.models
+from torch import nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["DEVICE", "generators", "moved", "set_generators"]
+__all__ = ["DEVICE", "FACTORIES", "factories_on", "generators", "moved", "set_generators"]
 
 DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
+
+FACTORIES = (
+    "arange",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "tensor",
+    "zeros",
+)
+"""Functions of torch that make tensors from numbers."""
+
+_CALLERS = tuple(
+    str(Path(file).parent) for file in (__file__, nn.modules.__file__, transformers.models.__file__) if file is not None
+)
+"""Whose calls without a device are meant: those of tests, and of constructors of modules."""
+
+
+@contextmanager
+def factories_on(device: torch.device) -> Iterator[None]:
+    """Tests and constructors of modules make their tensors on a device, where they name none.
+
+    Torch's own function mode for this (``torch.set_default_device``) would be seen by what is tested, and would move
+    tensors that the package itself makes. A generator of the CPU draws there, and what it drew is moved.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in FACTORIES:
+            patch.setattr(torch, name, _placed(getattr(torch, name), device))
+        yield
+
+
+def _placed(factory: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
+    @wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        caller = sys._getframe(1).f_code.co_filename
+        if kwargs.get("device") is not None or not caller.startswith(_CALLERS):
+            return factory(*args, **kwargs)
+        generator = kwargs.get("generator")
+        if generator is None or generator.device.type == device.type:
+            return factory(*args, **{**kwargs, "device": device})
+        requires_grad = kwargs.pop("requires_grad", False)
+        return factory(*args, **kwargs).to(device).requires_grad_(requires_grad)
+
+    return make
 
 
 def generators() -> torch.Tensor:
