@@ -118,7 +118,8 @@ class Compilation:
         started = time.perf_counter()
         backend = self._options.backend
         policy = backend.products(self._options.threads, self._options.deterministic)
-        graph = optimize(choose_layouts(translate(func, backend, drawn), backend, policy), backend)
+        neutral = translate(func, backend, drawn)
+        graph = optimize(choose_layouts(neutral, backend, policy, self._options.grad_outs), backend)
         self._graph = accumulate(graph) if self._options.sums_in_place else graph
         self._seconds = time.perf_counter() - started
 

@@ -162,6 +162,7 @@ class BackwardRun:
     ):
         self._lowered, self._outputs, self._sizes = lowered, outputs, None
         name = lowered.captured.module_name
+        options = replace(options, sums_in_place=True, grad_outs=len(outputs))
         self._compiling = _Compiling(lowered.backward_for(outputs), name, "backward", options, masks)
 
     def compile(self) -> None:
@@ -217,7 +218,6 @@ class _Compiling:
         masks: Mapping[int, DrawnMask],
     ):
         self.function, self._module_name, self._direction = function, module_name, direction
-        options = replace(options, sums_in_place=direction == "backward")
         with self._errors():
             self._compilation = Compilation(function, f"{module_name}_{direction}", options, masks)
 

@@ -90,6 +90,8 @@ class CpuProducts:
     deterministic: bool = False
     measure: Measure | None = None
 
+    keeps_order = False
+
     def choose(self, product: ProductShape) -> str:
         """The fastest way for the product's class, measured when the class is first met."""
         usual = "mm" if product.batch == 1 else "bmm"

@@ -14,8 +14,11 @@ class CudaProducts:
     """cuBLAS by torch, a :class:`~bridge.compile.schedule.products.ProductPolicy`.
 
     The way follows from the shape alone; what cuBLAS does with it follows from torch's settings, which are part of the
-    compile options.
+    compile options. cuBLAS reads and writes transposed matrices as fast, whereas a kernel that transposes reads memory
+    in steps.
     """
+
+    keeps_order = True
 
     def choose(self, product: ProductShape) -> str:
         """torch's kernel for matrices, or for batches of them."""

@@ -23,12 +23,14 @@ from bridge.compile.schedule.products import ProductPolicy
 __all__ = ["choose_layouts"]
 
 
-def choose_layouts(graph: Graph, rules: Rules, products: ProductPolicy) -> Graph:
+def choose_layouts(graph: Graph, rules: Rules, products: ProductPolicy, grad_outs: int = 0) -> Graph:
     """The graph without neutral nodes, by a backend's rules and its choices for matrix products.
 
-    Results are values of their own, or parameters themselves.
+    Results are values of their own, or parameters themselves. ``grad_outs``: see
+    :class:`~bridge.compile.options.CompileOptions`.
     """
     walk = _Walk(rules, ProductChoice(products, _readers(graph.nodes)))
+    walk.gradients.update(graph.params[len(graph.params) - grad_outs :])
     for node in graph.nodes:
         walk.add(node)
     return replace(graph, nodes=walk.placed.nodes, results=walk.results)
@@ -44,9 +46,12 @@ def _readers(nodes: Iterable[Node | Neutral]) -> dict[Value, list[Node | Neutral
 
 
 class _Walk:
+    """Attributes: ``gradients``, all values that depend on the gradient of an output."""
+
     def __init__(self, rules: Rules, products: ProductChoice) -> None:
         self.placed = Placed()
         self.results: list[Operand] = []
+        self.gradients: set[Value] = set()
         self._rules = rules
         self._products = products
         self._where: dict[Value, Operand] = {}  # results of neutral nodes, and copies that were there already
@@ -55,6 +60,8 @@ class _Walk:
     def add(self, node: Node | Neutral) -> None:
         self.placed.name = node.outs[0].name
         operands = tuple(map(self._read, node.operands))
+        if any(isinstance(operand, Operand) and operand.value in self.gradients for operand in node.operands):
+            self.gradients.update(node.outs)
         match node:
             case Shaped():
                 self._where[node.out] = self._shaped(node, *operands)
@@ -89,7 +96,11 @@ class _Walk:
 
     def _choose_product(self, node: MatMul, a: Operand, b: Operand) -> None:
         self._where[node.out] = self._products.choose(
-            self.placed, node, (a, self._usual_view(node.a)), (b, self._usual_view(node.b))
+            self.placed,
+            node,
+            (a, self._usual_view(node.a)),
+            (b, self._usual_view(node.b)),
+            is_gradient=node.out in self.gradients,
         )
         if not is_dense(self._where[node.out].view):
             self._usual[node.out] = dense(node.out.shape)

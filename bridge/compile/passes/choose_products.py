@@ -37,11 +37,11 @@ class ProductChoice:
         self.policy = policy
         self.readers = readers
 
-    def choose(self, placed: Placed, node: MatMul, a: Given, b: Given) -> Operand:
+    def choose(self, placed: Placed, node: MatMul, a: Given, b: Given, *, is_gradient: bool = False) -> Operand:
         """Adds what computes a product of placed operands; where its result lies.
 
         Each operand comes with its usual view: the way, which decides bits, depends on no stored order, for readers
-        decide those.
+        decide those. Only a gradient's bits may depend on them: no other function computes it again.
         """
         (a, usual_a), (b, usual_b) = (_matrices(placed, *each) for each in ((a, (1, -1)), (b, (-1, 1))))
         extents = node.out.shape
@@ -54,8 +54,18 @@ class ProductChoice:
         if is_generated(way):
             made = self._generated(placed, way, a, b, batch, order)
         else:
-            made = _library(placed, way, a, b, batch)
+            made = self._by_library(placed, way, a, b, batch, order if is_gradient else None)
         return placed.reshape(made, extents)
+
+    def _by_library(
+        self, placed: Placed, way: str, a: Operand, b: Operand, batch: Sequence[Dim], order: Sequence[int] | None
+    ) -> Operand:
+        """``a @ b``; where that is as good, the product of the transposes where readers want rows as columns."""
+        turn = self.policy.keeps_order and order is not None and order.index(len(order) - 1) < len(order) - 1
+        if not turn or same(math.prod(b.shape[:-2]), 1):
+            return _library(placed, way, a, b, batch, self.policy.keeps_order)
+        turned = _library(placed, way, _turned(b), _turned(a), batch, True)
+        return _turned(placed.reshape(turned, (*batch, *turned.shape[-2:])))
 
     def _way(self, element_type: str, a: View, b: View, batch: Sequence[Dim]) -> str:
         product = product_shape(element_type, a, b, batch)
@@ -162,16 +172,36 @@ def _layout(view: View, is_copied: bool) -> LayoutClass:
     return LayoutClass(unit, is_copied)
 
 
-def _library(placed: Placed, way: str, a: Operand, b: Operand, batch: Sequence[Dim]) -> Operand:
-    """2-D products by the kernel that ``way`` names; batches by ``torch.bmm``."""
+def _turned(operand: Operand) -> Operand:
+    """The transposes of an operand's matrices."""
+    axes = [*range(len(operand.shape) - 2), -1, -2]
+    return Operand(operand.value, views.permute(operand.view, axes))
+
+
+def _batches(placed: Placed, operand: Operand, batch: Sequence[Dim], keeps_order: bool) -> Operand:
+    """One batch of matrices; where that takes a copy, in their own order or in that of memory."""
+    matrix = operand.shape[-2:]
+    expanded = placed.expand(operand, (*batch, *matrix))
+    shape = (math.prod(batch), *matrix)
+    if keeps_order and views.reshape(expanded.view, shape) is None and _layout(operand.view, True).unit == "column":
+        return _turned(_batches(placed, _turned(operand), batch, False))
+    return placed.reshape(expanded, shape)
+
+
+def _library(
+    placed: Placed, way: str, a: Operand, b: Operand, batch: Sequence[Dim], keeps_order: bool = False
+) -> Operand:
+    """2-D products by the kernel that ``way`` names; batches by ``torch.bmm``.
+
+    ``keeps_order``: see :class:`~bridge.compile.schedule.products.ProductPolicy`.
+    """
     m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
     count = math.prod(batch)
     if same(math.prod(b.shape[:-2]), 1):
         a, b = placed.reshape(a, (count * m, k)), placed.reshape(b, (k, n))
         name, out = way, placed.fresh((count * m, n), a.dtype)
     else:
-        a = placed.reshape(placed.expand(a, (*batch, m, k)), (count, m, k))
-        b = placed.reshape(placed.expand(b, (*batch, k, n)), (count, k, n))
+        a, b = (_batches(placed, operand, batch, keeps_order) for operand in (a, b))
         name, out = "bmm", placed.fresh((count, m, n), a.dtype)
     placed.nodes.append(LibraryCall(name, (a, b), (out,)))
     return whole(out)

@@ -61,7 +61,13 @@ class ProductPolicy(Protocol):
 
     The way of a product decides its bits. So it depends on the product's shape and on nothing else, for as long as the
     process lives: a value that a backward computes again has the forward's bits.
+
+    Attributes:
+        keeps_order: whether a library's copies of batches keep neighbours in memory neighbours, and its results are
+            stored in the order that readers want; otherwise they are in the logical order.
     """
+
+    keeps_order: bool
 
     def choose(self, product: ProductShape) -> str:
         """The way to compute a product: the name of a library kernel, or :data:`GENERATED` and a blocking."""

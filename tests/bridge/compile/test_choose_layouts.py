@@ -26,6 +26,7 @@ class Policy:
 
     way: str
     asked: list[ProductShape] = field(default_factory=list)
+    keeps_order: bool = False
 
     def choose(self, product: ProductShape) -> str:
         self.asked.append(product)
@@ -35,10 +36,10 @@ class Policy:
         return 4, 32
 
 
-def chosen(params: list[tuple], body: Callable, policy: Policy):
+def chosen(params: list[tuple], body: Callable, policy: Policy, grad_outs: int = 0):
     backend = host_backend()
     graph = translate(function([(shape, "float32") for shape in params], body), backend)
-    return graph, choose_layouts(graph, backend, policy)
+    return graph, choose_layouts(graph, backend, policy, grad_outs)
 
 
 def product_then(order: list[int] | None, *, then: Callable | None = None) -> Callable:
@@ -172,6 +173,40 @@ def test_golden(case):
         assert any(isinstance(node, Neutral) for node in neutral.nodes)
         if expected is not None:
             assert text(graph) == expected
+
+
+def scores(emit: Callable, q: relax.Expr, k: relax.Expr) -> list[relax.Var]:
+    heads = [emit(op.permute_dims(x, [0, 2, 1, 3])) for x in (q, k)]
+    return [emit(op.matmul(heads[0], emit(op.permute_dims(heads[1], [0, 1, 3, 2]))))]
+
+
+def test_a_copy_for_a_library_keeps_neighbours_neighbours():
+    """Keys are copied as rows of heads, and read as columns by the kernel that can."""
+    heads = [(2, 5, 3, 8), (2, 5, 3, 8)]
+    _, graph = chosen(heads, scores, Policy("bmm", keeps_order=True))
+    assert text(graph) == [
+        "0 = copy(p0[2,3,5,8:120,8,24,1+0])",
+        "1 = copy(p1[2,3,5,8:120,8,24,1+0])",
+        "2 = library bmm(0[6,5,8:40,8,1+0], 1[6,8,5:40,1,8+0])",
+        "return 2[2,3,5,5:75,25,5,1+0]",
+    ]
+    _, graph = chosen(heads, scores, Policy("bmm"))
+    assert "1 = copy(p1[2,3,8,5:120,8,1,24+0])" in text(graph)
+
+
+def test_a_gradient_is_stored_by_a_library_as_its_readers_want_it():
+    """The product of the transposes, for readers that read its rows as columns; never where a forward has it, too."""
+    body, policy = product_then([0, 3, 1, 2]), Policy("bmm", keeps_order=True)
+    _, graph = chosen(HEADS, body, policy, grad_outs=1)
+    assert text(graph) == [
+        "0 = library bmm(p1[6,8,8:64,1,8+0], p0[6,8,4:32,1,8+0])",
+        "1 = exp(0[2,8,3,4:96,4,32,1+0])",
+        "return 1",
+    ]
+    _, graph = chosen(HEADS, body, policy)
+    assert text(graph)[0] == "0 = library bmm(p0[6,4,8:32,8,1+0], p1[6,8,8:64,8,1+0])"
+    _, graph = chosen(HEADS, product_then([0, 2, 1, 3]), policy, grad_outs=1)
+    assert text(graph)[0] == "0 = library bmm(p0[6,4,8:32,8,1+0], p1[6,8,8:64,8,1+0])"
 
 
 def test_translation_says_what_and_not_where():
