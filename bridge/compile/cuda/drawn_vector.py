@@ -40,7 +40,7 @@ def is_at_multiples(access: Access, count: int) -> bool:
 def drawn_vector(step: _Step, node: Compute) -> Expr | None:
     """Whether this lane's element is kept; ``None``: no mask, or each lane has a call of its own."""
     width = MASKS.get(node.op, 1)
-    if width < NUMBERS or step.lanes != NUMBERS or node.per_row:
+    if width < NUMBERS or step.lanes % NUMBERS or node.per_row:
         return None
     index, *others = node.operands
     if index.access.columns[-1] != 1 or not is_at_multiples(index.access, NUMBERS):
@@ -51,10 +51,12 @@ def drawn_vector(step: _Step, node: Compute) -> Expr | None:
         return step.scope.load_scalar(operand)
 
     seed, offset, threads, least = step.scope.values(others, e, read)
-    call, thread, _ = place(e, width, step.first(index.access), threads)
     words: Buffer
-    words, allocation = local_buffer(NUMBERS, "uint32", "words")
+    words, allocation = local_buffer(step.lanes, "uint32", "words")
     e.stmts.append(allocation)
-    for lane, number in enumerate(numbers_of(e, seed, offset, call, thread)):
-        e.stmts.append(BufferStore(words, number, [tirx.const(lane, str(step.lane.ty))]))
+    begin, index_type = step.first(index.access), str(step.lane.ty)
+    for first in range(0, step.lanes, NUMBERS):
+        call, thread, _ = place(e, width, begin + tirx.const(first, index_type), threads)
+        for lane, number in enumerate(numbers_of(e, seed, offset, call, thread)):
+            e.stmts.append(BufferStore(words, number, [tirx.const(first + lane, index_type)]))
     return step.e.bind(tirx.LT(BufferLoad(words, [step.lane]), step.e.cast(least, "uint32")))
