@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import transformers.models
 from torch import nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["DEVICE", "FACTORIES", "factories_on", "generators", "moved", "set_generators"]
+__all__ = ["DEVICE", "FACTORIES", "factories_on", "forked_generators", "generators", "moved", "set_generators"]
 
 DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
 
@@ -82,6 +82,11 @@ def set_generators(state: torch.Tensor) -> None:
     torch.set_rng_state(state[:own])
     if DEVICE.type == "cuda":
         torch.cuda.set_rng_state(state[own:], DEVICE)
+
+
+def forked_generators() -> AbstractContextManager:
+    """A context after which the default generators, of the CPU and of the device, are where they were."""
+    return torch.random.fork_rng(devices=[DEVICE] if DEVICE.type == "cuda" else [])
 
 
 def moved(tree: Any) -> Any:

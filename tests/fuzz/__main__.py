@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import logging
 import sys
 import time
 from collections import Counter
 from functools import partial
 
-import torch
-
-from bridge.compile import clear_cache
+from tests.device import DEVICE
 from tests.fuzz.check import check
 from tests.fuzz.dynamic import check_dynamic
 from tests.fuzz.generate import generate
+from tests.fuzz.placed import placed
+from tests.fuzz.run import run_seeds
 from tests.fuzz.shrink import shrink
+from tests.fuzz.verdict import Verdict
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,12 +28,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--show", type=int, metavar="SEED", help="print the program of a seed and its verdict")
     parser.add_argument("--shrink", action="store_true", help="print a smaller program for each bug")
     parser.add_argument("--verbose", action="store_true", help="print every verdict")
+    parser.add_argument("--jobs", type=int, help="processes; one that dies costs one program")
+    parser.add_argument("--seconds-per-program", type=float, default=300.0, help="then it is a crash, with --jobs")
     options = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    for noisy in ("torch.fx", "torch.export", "torch._export"):  # they print the graph of everything that is refused
-        logging.getLogger(noisy).setLevel(logging.CRITICAL)
     if options.show is not None:
-        print(generate(options.show).source)
+        print(placed(generate(options.show).source, DEVICE))
     judge = check
     if options.dynamic or options.automatic or options.everywhere:
         kind = "automatic" if options.automatic else None
@@ -44,24 +41,26 @@ def main(argv: list[str] | None = None) -> int:
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     started = time.perf_counter()
-    for position, seed in enumerate(seeds):
-        if position % 20 == 0:
-            clear_cache()  # what equal graphs share is worth little here, and it is kept
-        program = generate(seed)
-        with contextlib.redirect_stderr(io.StringIO()):  # torch.export prints the graph of what it refuses
-            verdict = judge(program)
+
+    def report(seed: int, verdict: Verdict) -> None:
         counts[verdict.status] += 1
         if verdict.status == "refused":
             reasons.update(part.split(": ")[0] for part in verdict.detail.split("; "))
-        if verdict.is_bug or options.verbose or options.show is not None:
+        shown = verdict.is_bug or verdict.lost or verdict.status == "imprecise"
+        if shown or options.verbose or options.show is not None:
             print(f"{seed:>6} {verdict.status}: {verdict.detail}", flush=True)
         if verdict.is_bug and options.shrink:
-            smaller, detail = shrink(program, verdict, judge)
+            smaller, detail = shrink(generate(seed), verdict, judge)
             print(f"{smaller.source.partition('class Random')[2]}\n{detail}\n", flush=True)
+
+    run_seeds(seeds, judge, report, jobs=options.jobs, seconds=options.seconds_per_program)
     seconds = time.perf_counter() - started
     print(", ".join(f"{count} {status}" for status, count in counts.most_common()), f"in {seconds:.0f} s")
     for reason, count in reasons.most_common(20):
         print(f"  refused {count:>4} x {reason}")
+    if counts.total() < len(seeds):
+        print(f"{len(seeds) - counts.total()} not tried: the GPU is lost to this process; --jobs starts another")
+        return 2
     return 1 if counts["wrong"] or counts["crash"] else 0
 
 

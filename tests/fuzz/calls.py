@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from tests.device import DEVICE
 from tests.fuzz import inputs
 from tests.fuzz.program import Arguments, Program, make_arguments
 
@@ -29,6 +30,7 @@ class Call:
         outputs: which of so many outputs get a grad_out.
         context: entered around the forward.
         special: whether an argument holds special values: what is finite, infinite or nan is compared by element.
+        strange: whether eager may refuse the arguments' values.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Call:
     outputs: Callable[[int], list[bool]]
     context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     special: bool = False
+    strange: bool = False
 
 
 def nothing(module: nn.Module) -> None:
@@ -116,7 +119,7 @@ def _other_default_dtype() -> Iterator[None]:
 
 
 def _autocast() -> contextlib.AbstractContextManager:
-    return torch.autocast("cpu", torch.bfloat16)
+    return torch.autocast(DEVICE.type, torch.bfloat16)
 
 
 def calls_of(program: Program, names: Mapping[str, Any]) -> list[Call]:
@@ -168,10 +171,22 @@ def calls_of(program: Program, names: Mapping[str, Any]) -> list[Call]:
     ]
     rng = random.Random(program.seed + 1)
     strange = [
-        Call("with special values", given(inputs.special_values(rng.random())), nothing, every, special=True),
-        Call("with huge values", given(inputs.special_values(rng.random(), huge=True)), nothing, every, special=True),
-        Call("with other indices", given(inputs.other_indices(rng.random())), nothing, every),
+        ("with special values", inputs.special_values(rng.random()), True),
+        ("with huge values", inputs.special_values(rng.random(), huge=True), True),
+        ("with other indices", inputs.other_indices(rng.random()), False),
     ]
     first = Call("first call", arguments(0), nothing, every)
     second = Call("second call", arguments(1), nothing, every)
-    return [first, second, *strange, rng.choice(special)]
+    strangely = [
+        Call(name, given(change), nothing, every, special=kind, strange=True) for name, change, kind in strange
+    ]
+    otherwise = [
+        Call(name, given(change), nothing, every)
+        for name, change, shared in (
+            ("with arguments of their own", inputs.of_their_own, True),
+            ("with arguments of one memory", inputs.of_one_memory, False),
+        )
+        if inputs.share_memory(make_arguments(names, 0)) is shared
+        and inputs.share_memory(change(make_arguments(names, 0))) is not shared
+    ]
+    return [first, second, *strangely, rng.choice(special), *otherwise]

@@ -11,10 +11,11 @@ from torch import nn
 from bridge import stats
 from tests.fuzz import inputs
 from tests.fuzz.calls import Call, every, nothing
-from tests.fuzz.check import PARTITIONS, Verdict, Wrong, judge, undisturbed
+from tests.fuzz.check import PARTITIONS, judge, undisturbed
 from tests.fuzz.play import play
 from tests.fuzz.program import Arguments, Program, make_module
 from tests.fuzz.sizes import Variation, everywhere, variations
+from tests.fuzz.verdict import Verdict, Wrong
 
 __all__ = ["check_dynamic", "vary"]
 
@@ -77,6 +78,8 @@ def calls_of(variation: Variation) -> list[Call]:
     special, indices = inputs.special_values(rng.random()), inputs.other_indices(rng.random())
     calls.append(Call("with special values", lambda: special(again()), nothing, every, special=True))
     calls.append(Call("with other indices", lambda: indices(again()), nothing, every))
+    if inputs.share_memory(again()):
+        calls.append(Call("with arguments of their own", lambda: inputs.of_their_own(again()), nothing, every))
     return calls
 
 

@@ -11,7 +11,17 @@ from torch.utils import _pytree as pytree
 
 from tests.fuzz.program import Arguments
 
-__all__ = ["Change", "by_keyword", "by_position", "other_indices", "other_layout", "special_values"]
+__all__ = [
+    "Change",
+    "by_keyword",
+    "by_position",
+    "of_one_memory",
+    "of_their_own",
+    "other_indices",
+    "other_layout",
+    "share_memory",
+    "special_values",
+]
 
 Change = Callable[[Arguments], Arguments]
 
@@ -75,6 +85,28 @@ def other_layout(given: Arguments) -> Arguments:
     return _mapped(given, copy)
 
 
+def of_their_own(given: Arguments) -> Arguments:
+    """The same numbers, each tensor in memory of its own: one that occurs twice is two, no part is another's."""
+    return _mapped(given, lambda tensor: tensor, once=False)
+
+
+def of_one_memory(given: Arguments) -> Arguments:
+    """Where tensors have one shape and type, each is the first of them."""
+    first: dict[tuple, Tensor] = {}
+
+    def build(tensor: Tensor) -> Tensor:
+        return first.setdefault((tensor.shape, tensor.dtype, tensor.requires_grad), tensor)
+
+    args, kwargs = pytree.tree_map_only(Tensor, build, (given.args, given.kwargs))
+    return Arguments(args, kwargs, given.leaves)
+
+
+def share_memory(given: Arguments) -> bool:
+    """Whether two tensors among the arguments lie in the same memory, or are the same."""
+    tensors = [leaf for leaf in pytree.tree_leaves((given.args, given.kwargs)) if isinstance(leaf, Tensor)]
+    return len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(tensors)
+
+
 def by_keyword(names: Sequence[str]) -> Change:
     """Every argument by its name; ``names`` are those of the signature, in order."""
     return lambda given: Arguments((), {**dict(zip(names, given.args, strict=False)), **given.kwargs}, given.leaves)
@@ -90,15 +122,15 @@ def by_position(names: Sequence[str]) -> Change:
     return change
 
 
-def _mapped(given: Arguments, change: Callable[[Tensor], Tensor]) -> Arguments:
-    """Arguments with changed tensors: a leaf stays one, a tensor that occurs twice does so, what shares memory does
-    not."""
+def _mapped(given: Arguments, change: Callable[[Tensor], Tensor], *, once: bool = True) -> Arguments:
+    """Arguments with changed tensors: a leaf stays one, what shares memory does not; a tensor that occurs twice does
+    so, if each is to be made ``once``."""
     made: dict[int, Tensor] = {}
 
     def build(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
+        if id(tensor) not in made or not once:
             with torch.no_grad():
-                new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype) if _dense(tensor) else None
+                new = tensor.new_empty_strided(tensor.shape, tensor.stride()) if _dense(tensor) else None
                 new = tensor.detach().clone() if new is None else new.copy_(tensor)
                 made[id(tensor)] = change(new).requires_grad_(tensor.requires_grad)
         return made[id(tensor)]

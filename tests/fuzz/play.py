@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tests.device import generators
+from tests.device import DEVICE, generators
 from tests.fuzz.calls import Call
 
-__all__ = ["Played", "play"]
+__all__ = ["Played", "copied", "play"]
 
 SEED = 5
 """Of torch's generator before every call."""
@@ -54,7 +55,18 @@ def play(module: nn.Module, call: Call) -> Played:
     values |= {f"gradient of {name}": _copy(p.grad) for name, p in module.named_parameters()}
     values |= {f"gradient of argument {i}": _copy(leaf.grad) for i, leaf in enumerate(arguments.leaves)}
     values |= {f"buffer {name}": _copy(buffer) for name, buffer in module.named_buffers()}
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()  # an assertion that failed in a kernel is raised here, not in the next call
     return Played(values, (spec, needs, same), generator, shared, spanned)
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """A copy; what ``weight_norm`` and its kin have computed, which no copy takes along, is computed anew by a call."""
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                vars(part)[name] = value.detach()
+    return copy.deepcopy(module)
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tests.device import DEVICE
+from tests.device import DEVICE, forked_generators
+from tests.fuzz.placed import placed
 
 __all__ = ["PREAMBLE", "Arguments", "Program", "run_preamble"]
 
@@ -191,16 +192,17 @@ class Program:
         lines += [f"    return ({positional}), {{{keywords}}}", ""]
         return "\n".join(lines)
 
-    def load(self) -> Mapping[str, Any]:
-        """The script's names after it ran; its lines are found in tracebacks.
+    def load(self, device: torch.device = DEVICE) -> Mapping[str, Any]:
+        """The script's names after it ran; its lines are found in tracebacks. What it makes lies on the device.
 
         Raises:
             Exception: whatever its class statement raises.
         """
-        filename = f"<fuzz/{self.seed}-{hash(self.source) & 0xFFFFFF:06x}.py>".strip("<>")
-        linecache.cache[filename] = (len(self.source), None, self.source.splitlines(keepends=True), filename)
-        names: dict[str, Any] = {"__name__": "tests.fuzz.generated"}
-        exec(compile(self.source, filename, "exec"), names)
+        filename = f"<fuzz/{self.seed}-{hash(self.source) & 0xFFFFFF:06x}-{device.type}.py>".strip("<>")
+        source = placed(self.source, device)
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+        names: dict[str, Any] = {"__name__": "tests.fuzz.generated", "DEVICE": device}
+        exec(compile(source, filename, "exec"), names)
         return names
 
     def without(self, index: int) -> Program:
@@ -210,7 +212,7 @@ class Program:
 
 def make_arguments(names: Mapping[str, Any], seed: int) -> Arguments:
     """New arguments for a call of a loaded program; the default generator is left alone."""
-    with torch.random.fork_rng(devices=[]), DEVICE:
+    with forked_generators(), names["DEVICE"]:
         args, kwargs = names["make_arguments"](seed)
     found: list[Tensor] = []
     for leaf in pytree.tree_leaves((args, kwargs)):
@@ -222,7 +224,7 @@ def make_arguments(names: Mapping[str, Any], seed: int) -> Arguments:
 
 def make_module(names: Mapping[str, Any]) -> nn.Module:
     """A new module of a loaded program, always with the same numbers; the default generator is left alone."""
-    with torch.random.fork_rng(devices=[]), DEVICE:
+    with forked_generators(), names["DEVICE"]:
         return names["make_module"]()
 
 

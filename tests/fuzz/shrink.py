@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tests.fuzz.check import Verdict, check
+from tests.fuzz.check import check
 from tests.fuzz.program import Program
+from tests.fuzz.verdict import Verdict
 
 __all__ = ["shrink"]
 

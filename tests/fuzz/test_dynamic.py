@@ -11,11 +11,11 @@ from torch.export import Dim
 
 from bridge.compile import clear_cache
 from tests.fuzz.calls import Call
-from tests.fuzz.check import Wrong
 from tests.fuzz.dynamic import _Watch, calls_of, check_dynamic, vary
 from tests.fuzz.generate import generate
 from tests.fuzz.program import Program
 from tests.fuzz.sizes import Variation, everywhere, variations
+from tests.fuzz.verdict import Wrong
 
 ARGUMENTS = (
     ("x", "torch.randn((3, 4), dtype=D).requires_grad_()", False),
@@ -86,8 +86,8 @@ def test_a_wrong_number_at_another_size_is_reported(monkeypatch, seed):
         count = sample[0].numel()
         module.__dict__["_compiled_call_impl"] = lambda x, y: x.sum() / count
 
-    monkeypatch.setattr("tests.fuzz.check.add_tvm_dispatch", add)
-    monkeypatch.setattr("tests.fuzz.check._attributes", lambda module: {})
+    monkeypatch.setattr("tests.fuzz.sample.add_tvm_dispatch", add)
+    monkeypatch.setattr("tests.fuzz.sample._attributes", lambda module: {})
     monkeypatch.setattr("tests.fuzz.dynamic.stats", lambda module: SimpleNamespace(hits=0, entries=[]))
     monkeypatch.setattr("tests.fuzz.check.stats", lambda module: SimpleNamespace(hits=9, misses=Counter()))
     verdict = check_dynamic(written)

@@ -11,12 +11,14 @@ from torch import nn
 
 from bridge.compile import clear_cache
 from tests.fuzz.calls import calls_of
-from tests.fuzz.check import Verdict, _unraised, check
+from tests.fuzz.check import check
+from tests.fuzz.compare import without_unused
 from tests.fuzz.generate import generate
 from tests.fuzz.play import play
 from tests.fuzz.program import Program, make_module
 from tests.fuzz.reordered import Reordered
 from tests.fuzz.shrink import shrink
+from tests.fuzz.verdict import Verdict
 
 pytestmark = pytest.mark.slow
 
@@ -110,8 +112,8 @@ def test_a_wrong_number_is_reported(monkeypatch, statement, word):
         module.__dict__["_compiled_call_impl"] = forward
 
     assert wrong
-    monkeypatch.setattr("tests.fuzz.check.add_tvm_dispatch", add)
-    monkeypatch.setattr("tests.fuzz.check._attributes", lambda module: {})
+    monkeypatch.setattr("tests.fuzz.sample.add_tvm_dispatch", add)
+    monkeypatch.setattr("tests.fuzz.sample._attributes", lambda module: {})
     monkeypatch.setattr("tests.fuzz.check.stats", lambda module: SimpleNamespace(hits=5, misses=Counter()))
     verdicts = [check(replace(written, seed=seed)) for seed in range(8)]  # how it is called
     assert any(verdict.status == "wrong" and word in verdict.detail for verdict in verdicts), verdicts
@@ -133,7 +135,7 @@ def test_an_error_may_go_unnoticed_only_where_nothing_uses_the_result(result):
     module = make_module(written.load())
     with pytest.raises(IndexError):
         play(module, call)
-    played = _unraised(module, call)
+    played = without_unused(module, call)
     assert (played is not None) == (result == "y")
     assert check(written).status == "same"
 
@@ -153,7 +155,7 @@ def test_an_error_inside_an_overwritten_value_may_go_unnoticed(gather):
     written = program(f"z = {gather}", "z.zero_()", "y = x + z.sum()")
     written = replace(written, arguments=(*written.arguments, rows))
     call = next(call for call in calls_of(written, written.load()) if call.name == "with other indices")
-    assert _unraised(make_module(written.load()), call) is not None
+    assert without_unused(make_module(written.load()), call) is not None
     assert check(written).status == "same"
 
 

@@ -150,7 +150,7 @@ def test_the_worst_sample_decides():
     assert combine("x", [passed, wrong, refused], 1).detail == "5"
 
 
-def serve(connection, settings):
+def serve(settings, connection):
     """A worker whose cases crash or never end by their names."""
     connection.send(None)
     while (name := connection.recv()) is not None:

@@ -1,0 +1,219 @@
+"""One call of the dispatched module beside eager: the same error, or the same numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from tests.device import DEVICE, generators
+from tests.fuzz.calls import Call
+from tests.fuzz.closeness import distance, finite_distance, floor, identical, kind, matches
+from tests.fuzz.inputs import other_layout
+from tests.fuzz.noise import Noise
+from tests.fuzz.play import Played, copied, play
+from tests.fuzz.reordered import Reordered
+from tests.fuzz.unused import Unraised
+from tests.fuzz.verdict import EagerRaises, Wrong, in_backward, is_lost, one_line, place, words
+from tests.host_kernels import HostKernels
+
+__all__ = ["Comparison"]
+
+NOISE_FACTOR = 10.0
+"""How many times what eager moves under noise is still rounding."""
+NOISE_RUNS = 3
+REORDERED_RUNS = 4
+"""In how many orders sums at huge arguments are tried."""
+
+
+class Comparison:
+    """Two modules, call by call.
+
+    Args:
+        host: makes the mode in which eager's operators are the host's; ``None`` where eager's are that anyway.
+
+    Attributes:
+        imprecise: eager's operators that differ from the host's where the dispatched module does not.
+    """
+
+    def __init__(
+        self,
+        eager: nn.Module,
+        dispatched: nn.Module,
+        host: Callable[[], HostKernels] | None = None if DEVICE.type == "cpu" else HostKernels,
+    ):
+        self._eager, self._dispatched, self._host = eager, dispatched, host
+        self.imprecise: set[str] = set()
+
+    def call(self, call: Call) -> bool:
+        """Calls both, the dispatched one with eager's buffers. Whether both returned; ``False`` if both raised.
+
+        Raises:
+            Wrong: they differ.
+            EagerRaises: a kernel of eager's failed an assertion.
+            Exception: what the dispatched module raises where eager does not.
+        """
+        eager, dispatched = self._eager, self._dispatched
+        _level(dispatched, eager)
+        call.change(eager), call.change(dispatched)
+        reference = copied(eager)
+        want = _attempt(eager, call)
+        if isinstance(want, Exception) and is_lost(want):
+            raise EagerRaises from want
+        left = _left(eager)
+        got = _attempt(dispatched, call)
+        if isinstance(want, Exception):
+            return self._both_raised(reference, call, got, want, left)
+        if isinstance(got, Exception):
+            raise got
+        self._assert_same(reference, call, got, want)
+        return True
+
+    def _both_raised(
+        self, reference: nn.Module, call: Call, got: Played | Exception, want: Exception, left: list[Tensor]
+    ) -> bool:
+        if not isinstance(got, Exception):
+            if in_backward(want):
+                return True  # eager refuses its own in-place writes in the backward; a functional graph need not
+            unraised = without_unused(reference, call)
+            if unraised:
+                _level(self._eager, self._dispatched)  # what the failing call did not write
+                with Unraised(2):
+                    self._assert_same(reference, call, got, unraised)
+                return True
+            raise Wrong(f"{call.name}: returned, eager raised {one_line(want)}")
+        if type(got) is not type(want) or words(got) != words(want):
+            raise Wrong(f"{call.name}: raised {one_line(got)} @ {place(got)}, eager {one_line(want)}")
+        for one, other in zip(_left(self._dispatched), left, strict=True):
+            if not matches("what a failing call left", one, other, call.name):
+                raise Wrong(f"{call.name}: another buffer or generator after {one_line(want)}")
+        return False
+
+    def _assert_same(self, reference: nn.Module, call: Call, got: Played, want: Played) -> None:
+        labels = ("structure", "requires_grad and strides", "same objects")
+        for label, one, other in zip(labels, got.form, want.form, strict=True):
+            if one != other:
+                raise Wrong(f"{call.name}: {label}: {one}, eager's is {other}")
+        if not want.spanned <= got.shared <= want.shared:
+            raise Wrong(f"{call.name}: tensors that share memory: {got.shared}, eager's are {want.shared}")
+        if not torch.equal(got.generator, want.generator):
+            raise Wrong(f"{call.name}: the generator's state is not eager's")
+        judge = _judge_kinds if call.special else _judge
+        try:
+            judge(_again(reference, contextlib.nullcontext), call, got, want)
+        except Wrong:
+            if not (host := self._host and self._host()):
+                raise
+            with host:
+                exact = play(copied(reference), call)
+            if not host.differing:
+                raise
+            judge(_again(reference, self._host), call, got, exact)
+            self.imprecise |= host.differing
+
+
+Again = Callable[[Call, contextlib.AbstractContextManager], Played]
+"""A call of the reference, as it was before, in a mode."""
+
+
+def _again(reference: nn.Module, kernels: Callable[[], contextlib.AbstractContextManager]) -> Again:
+    def again(call: Call, mode: contextlib.AbstractContextManager) -> Played:
+        with mode, kernels():
+            return play(copied(reference), call)
+
+    return again
+
+
+def without_unused(reference: nn.Module, call: Call) -> Played | None:
+    """What eager returns if the operators that raise are left out, where nothing uses their results.
+
+    An operator whose result nothing uses does not run in a compiled call (``docs/limits.md``), so its error goes
+    unnoticed; of one that is used, two numbers as its result make two results.
+    """
+    runs = []
+    for factor in (2, 3):
+        with Unraised(factor):
+            runs.append(_attempt(copied(reference), call))
+    if any(isinstance(run, Exception) for run in runs):
+        return None
+    one, other = (run.values for run in runs)
+    used = any(not identical(one[name], other[name]) for name in one)
+    return None if used else runs[0]
+
+
+def _attempt(module: nn.Module, call: Call) -> Played | Exception:
+    try:
+        return play(module, call)
+    except Exception as error:  # noqa: BLE001 - what one side raises the other must raise
+        return error
+
+
+def _left(module: nn.Module) -> list[Tensor]:
+    """What a call that raised has left behind: buffers and the generator's state."""
+    return [*(buffer.detach().clone() for buffer in module.buffers()), generators()]
+
+
+def _level(module: nn.Module, reference: nn.Module) -> None:
+    """Gives the reference's buffers to a module: what rounding made of them in one call is no fault of the next."""
+    with torch.no_grad():
+        for one, other in zip(module.buffers(), reference.buffers(), strict=True):
+            if not torch.equal(one, other):
+                one.copy_(other)
+
+
+def _far(call: Call, got: Played, want: Played) -> list[str]:
+    return [name for name in want.values if not matches(name, got.values[name], want.values[name], call.name)]
+
+
+def _judge(again: Again, call: Call, got: Played, want: Played) -> None:
+    """Numbers are eager's up to a few roundings, or as far from them as eager moves under noise."""
+    far = _far(call, got, want)
+    if not far:
+        return
+    moved = dict.fromkeys(far, 0.0)
+    for run in range(NOISE_RUNS):
+        noisy = again(call, Noise(run))
+        for name in far:
+            moved[name] = max(moved[name], distance(noisy.values[name], want.values[name]))
+    for name in far:
+        value, off = want.values[name], distance(got.values[name], want.values[name])
+        if not off <= NOISE_FACTOR * moved[name]:
+            far_off = f"is off by {off:.3g}; noise moves eager by {moved[name]:.3g}"
+            raise Wrong(f"{call.name}: {name} {tuple(value.shape)} {value.dtype} {far_off}")
+
+
+def _judge_kinds(again: Again, call: Call, got: Played, want: Played) -> None:
+    """What is finite, infinite or nan is eager's, element by element, wherever eager agrees with itself: under
+    rounding noise and on other strides; finite elements differ by no more than eager's own do. With huge arguments
+    also where sums are taken in another order and products are rounded before they are added (``reordered.py``): which
+    partial sum overflows, and with it whether two of them cancel to ``inf - inf``, is the kernel's choice.
+
+    Left open: a gradient that is exactly zero here (what an output does not depend on) where eager multiplies zeros by
+    nan; what is not finite where a huge argument overflows inside a kernel.
+    """
+    far = _far(call, got, want)
+    if not far:
+        return
+    others = [again(call, Noise(run)) for run in range(NOISE_RUNS)]
+    others += [again(call, Reordered(run)) for run in range(REORDERED_RUNS if "huge" in call.name else 0)]
+    strided = replace(call, arguments=lambda: other_layout(call.arguments()))
+    with contextlib.suppress(Exception):  # a view of those strides may be refused, an in-place write for example
+        others.append(again(strided, contextlib.nullcontext()))
+    for name in far:
+        one, value = got.values[name].double(), want.values[name].double()
+        alternatives = [other.values[name].double() for other in others]
+        stable = torch.stack([kind(other) == kind(value) for other in alternatives]).all(0)
+        if "gradient" in name:
+            stable &= ~(value.isnan() & (one == 0))
+        if "huge" in call.name:
+            stable &= value.isfinite()
+        wrong = stable & (kind(one) != kind(value))
+        moved = max(finite_distance(other, value) for other in alternatives)
+        allowed = max(NOISE_FACTOR * moved, floor(want.values[name]))
+        wrong |= stable & value.isfinite() & ((one - value).abs() > allowed)
+        if wrong.any():
+            at = tuple(wrong.nonzero()[0].tolist())
+            raise Wrong(f"{call.name}: {name} {tuple(value.shape)} at {at} is {one[at]:.6g}, eager's {value[at]:.6g}")

@@ -1,0 +1,76 @@
+"""Seeds → verdicts, in this process or in several."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection
+
+import torch
+
+from bridge.compile import clear_cache
+from tests.fuzz.generate import generate
+from tests.fuzz.program import Program
+from tests.fuzz.verdict import Verdict
+from tests.pool import run_pool
+
+__all__ = ["run_seeds"]
+
+Judge = Callable[[Program], Verdict]
+
+KEEP = 20
+"""Programs after which what equal graphs share is let go: it is worth little here, and it is kept."""
+
+
+def run_seeds(
+    seeds: Iterable[int],
+    judge: Judge,
+    report: Callable[[int, Verdict], None],
+    *,
+    jobs: int | None = None,
+    seconds: float = 300.0,
+) -> None:
+    """``report`` is called with each seed and what became of its program.
+
+    Args:
+        jobs: processes, each with one thread; a seed whose process dies, or has no verdict after so many ``seconds``,
+            is a crash. ``None``: this process, which a kernel's assertion on a GPU leaves without its device.
+    """
+    if jobs is None:
+        for seed, verdict in _verdicts(seeds, judge):
+            report(seed, verdict)
+        return
+    run_pool(
+        seeds,
+        partial(_serve, judge),
+        lambda result: report(*result),
+        failed=lambda seed, reason, _: (seed, Verdict("crash", reason)),
+        ends=lambda result: result[1].lost,
+        jobs=jobs,
+        seconds=seconds,
+    )
+
+
+def _serve(judge: Judge, connection: Connection) -> None:
+    """A process's loop: a seed comes in, it goes out with its verdict; ``None`` ends it."""
+    connection.send(None)
+    for result in _verdicts(iter(connection.recv, None), judge):
+        connection.send(result)
+
+
+def _verdicts(seeds: Iterable[int], judge: Judge) -> Iterator[tuple[int, Verdict]]:
+    """Each seed with its verdict, up to the one after which the device is lost."""
+    torch.set_num_threads(1)
+    for noisy in ("torch.fx", "torch.export", "torch._export"):  # they print the graph of everything that is refused
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
+    for position, seed in enumerate(seeds):
+        if position % KEEP == 0:
+            clear_cache()
+        with contextlib.redirect_stderr(io.StringIO()):  # torch.export prints the graph of what it refuses
+            verdict = judge(generate(seed))
+        yield seed, verdict
+        if verdict.lost:
+            return
