@@ -167,6 +167,8 @@ class Dispatcher:
         """Whether a call that missed may be compiled; says so once for each cause that has used up its budget."""
         if failure.reason in self._unsupported or failure.__cause__ is not None:  # eager raises, too
             return False
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # that work would be in the graph
+            return False
         if self.budget.allows(failure.field, self.entries.all):
             return True
         if (failure.field, "budget") not in self._warned:

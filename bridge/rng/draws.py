@@ -17,6 +17,7 @@ import torch
 from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.generators import default_generator, generator_device
+from bridge.base.guard_failure import RUN, GuardFailure
 from bridge.base.torch_internals import schema
 from bridge.capture import Draw, with_generator
 from bridge.rng import cpu as mt19937
@@ -87,6 +88,8 @@ class Draws:
             else:
                 made = [_replay(draw, module_name) for _, draw in group]
             self._makers += [(generator_device(device), maker) for maker in made]
+        self._on_gpu = any(owner.type == "cuda" for owner, _ in self._makers)
+        self._reads_state = bool(computed)
         self._devices = tuple({device: None for device, _ in self._makers})
         if chained is not None:
             self._makers.append((HOST, _state))
@@ -99,12 +102,23 @@ class Draws:
 
         Args:
             inputs: module tensors and arguments of the call.
+
+        Raises:
+            GuardFailure: a CUDA graph is being captured, and masks are computed: a replay would find the state of now
+                again and again. Nothing is drawn yet.
         """
+        if self._reads_state:
+            self._refuse_capture()
         made = [tensor for _, maker in self._makers for tensor in maker(None, inputs)]
         return [made[index] if index not in self._moved else made[index].to(self._device) for index in self._used]
 
     def undo(self, inputs: Sequence[torch.Tensor] = ()) -> Callable[[], None]:
-        """What takes back the draws that are made next, with these inputs (:mod:`bridge.rng.undo`)."""
+        """What takes back the draws that are made next, with these inputs (:mod:`bridge.rng.undo`).
+
+        Raises:
+            GuardFailure: a CUDA graph is being captured: the state is then not to be read.
+        """
+        self._refuse_capture()
         before = [(device, default_generator(device).get_state()) for device in self._devices]
 
         def take_back() -> None:
@@ -112,6 +126,10 @@ class Draws:
                 undo_draws(state, partial(self._draw_again, device, inputs), device)
 
         return take_back
+
+    def _refuse_capture(self) -> None:
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            raise GuardFailure(RUN, "a CUDA graph is being captured", "the generator's state is read in every call")
 
     def _draw_again(self, device: torch.device, inputs: Sequence[torch.Tensor], generator: torch.Generator) -> None:
         for owner, maker in self._makers:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 
 from bridge.base.generators import default_generator
-from bridge.base.guard_failure import RUN, GuardFailure
 from bridge.base.locks import free_in_children
 from bridge.capture import Draw
 from bridge.compile import gpu_of
@@ -40,15 +39,10 @@ class GeneratorStates:
 
         Args:
             generator: another one is moved on as far, and nothing is made.
-
-        Raises:
-            GuardFailure: a CUDA graph is being captured: a replay would find the same state again and again.
         """
         if generator is not None:
             generator.set_offset(generator.get_offset() + sum(self._advances))
             return []
-        if torch.cuda.is_current_stream_capturing():
-            raise GuardFailure(RUN, "a CUDA graph is being captured", "masks are computed from the generator's state")
         generator = default_generator(self._device)
         with _LOCK:
             seed, offset = generator.initial_seed(), generator.get_offset()

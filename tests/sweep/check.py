@@ -7,6 +7,7 @@ import copy
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bridge import UnsupportedModule
 from tests.bridge.compare import Call, Run, assert_same, check_module, clone_tree, run
 from tests.device import DEVICE, moved
+from tests.host_kernels import HostKernels
 from tests.sweep.varying import Missed, compare_sizes, of_sizes
 
 __all__ = ["Outcome", "Verdict", "check", "combine", "one_line"]
@@ -90,10 +92,20 @@ def check(
     if reason:
         return Verdict("skipped", reason)
 
-    def compare(tolerances: dict[str, float]) -> None:
-        check_module(lambda: copy.deepcopy(module), lambda: call, calls=1, seed=seed, process=process, **tolerances)
+    def compare(tolerances: dict[str, float], **options: Any) -> None:
+        make = partial(copy.deepcopy, module)
+        check_module(make, lambda: call, calls=1, seed=seed, process=process, **tolerances, **options)
 
-    return _judge(compare, rtol, reduced)
+    verdict = _judge(compare, rtol, reduced)
+    if verdict.status != "mismatch" or DEVICE.type == "cpu":
+        return verdict
+    host = HostKernels()
+    exactly = _judge(partial(compare, kernels=lambda: host), rtol, False)
+    if exactly.status != "pass" or not host.differing:
+        return verdict
+    return Verdict(
+        "pass", f"as the host's kernels; eager's {', '.join(sorted(host.differing))} is off on {DEVICE.type}"
+    )
 
 
 def _check_varying(module: nn.Module, call: Call, rtol: float, seed: int, process: Any, dimension: int) -> Verdict:

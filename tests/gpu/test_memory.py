@@ -1,0 +1,149 @@
+"""Memory of a GPU: flat over hundreds of steps, a step's peak below eager's, all of it in torch's statistics."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from torch.nn import functional as F
+
+from bridge import add_tvm_dispatch, stats
+from bridge.compile import clear_cache
+from tests.device import DEVICE
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: TEST_DEVICE=cuda, or make test-gpu"),
+]
+
+PEAK_OF_EAGER = 0.7
+
+
+class Block(nn.Module):
+    """Products, normalization, dropout, two results, a counter."""
+
+    def __init__(self, width: int = 96):
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        hidden = F.gelu(self.up(self.norm(x)))
+        return x + self.drop(self.down(hidden)), hidden
+
+
+def step(module, x, optimizer):
+    """One of training; a second forward whose result is dropped; now and then a retained graph."""
+    optimizer.zero_grad()
+    out, hidden = module(x)
+    module(x)
+    out.square().mean().backward(retain_graph=True)
+    hidden.mean().backward()
+    optimizer.step()
+
+
+def test_memory_is_flat_over_300_steps():
+    torch.manual_seed(0)
+    module, x = Block().to(DEVICE), torch.randn(64, 96, device=DEVICE)
+    add_tvm_dispatch(module, x)
+    optimizer = torch.optim.AdamW(module.parameters(), 1e-3)
+    seen = []
+    for count in range(300):
+        step(module, x, optimizer)
+        if count in (49, 299):
+            gc.collect()
+            torch.cuda.synchronize()
+            seen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert seen[0] == seen[1] and stats(module).hits == 600
+
+
+def peak(module, call) -> int:
+    """Bytes at the peak of a step of training, what lay there before left out."""
+    gc.collect()
+    for _ in range(2):
+        module.zero_grad(set_to_none=True)
+        module(**call).loss.backward()
+    module.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    clear_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    module(**call).loss.backward()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_the_peak_of_twelve_layers():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "num_hidden_layers": 12, "num_attention_heads": 4, "intermediate_size": 512}
+    config = hf.BertConfig(**sizes, vocab_size=200, max_position_embeddings=128, attn_implementation="eager")
+    eager = hf.BertForMaskedLM(config).to(DEVICE).train()
+    ids = torch.randint(0, 200, (16, 128), device=DEVICE)
+    call = {"input_ids": ids, "labels": ids}
+    theirs = peak(eager, call)
+    module = copy.deepcopy(eager)
+    del eager
+    add_tvm_dispatch(module, call)
+    ours = peak(module, call)
+    assert not stats(module).misses
+    print(f"peak of a step: {ours / 2**20:.0f} MiB, eager {theirs / 2**20:.0f} MiB: {ours / theirs:.3f}")
+    assert ours <= PEAK_OF_EAGER * theirs
+
+
+def test_what_a_call_keeps_is_counted_and_given_back():
+    torch.manual_seed(0)
+    module, x = Block().to(DEVICE), torch.randn(256, 96, device=DEVICE)
+    add_tvm_dispatch(module, x)
+    for _ in range(2):
+        module.zero_grad()
+        module(x)[0].sum().backward()
+    before = torch.cuda.memory_allocated()
+    out, hidden = module(x)
+    kept = torch.cuda.memory_allocated() - before
+    assert kept >= out.nbytes + hidden.nbytes
+    del out, hidden
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_memory_that_ran_out_in_a_step(where):
+    """torch's error, from forward and from backward; nothing is held afterwards, and the next step is right."""
+    torch.manual_seed(0)
+    module, x = Block().to(DEVICE), torch.randn(1 << 16, 96, device=DEVICE)
+    add_tvm_dispatch(module, x)
+    module(x)[0].sum().backward()
+    module.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    module(x)[0].sum().backward()
+    wanted = [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+    module.zero_grad(set_to_none=True)
+    clear_cache()
+    gc.collect()
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_allocated()
+    torch.manual_seed(1)
+    loss = module(x)[0].sum() if where == "backward" else None
+    clear_cache()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(DEVICE).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 22)) / total)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            (module(x)[0].sum() if loss is None else loss).backward()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    loss = None
+    module.zero_grad(set_to_none=True)
+    clear_cache()
+    gc.collect()  # the error's frames
+    assert torch.cuda.memory_allocated() == held
+    torch.manual_seed(1)
+    module(x)[0].sum().backward()
+    made = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    assert all(torch.equal(one, other) for one, other in zip(made, wanted, strict=True))
+    assert not stats(module).misses
