@@ -109,6 +109,17 @@ FORMS: dict[str, tuple[Column, ...]] = {
         number("torch.compile ms", "torch_compile_ms", ".1f"),
         ratio("ours / torch.compile", "ours_ms", "torch_compile_ms"),
     ),
+    "inference": (
+        _MODULE,
+        number("eager ms", "eager_ms"),
+        number("torch.jit ms", "jit_ms"),
+        number("torch.compile ms", "compile_ms"),
+        number("max-autotune ms", "autotune_ms"),
+        number("ours ms", "ours_ms"),
+        Column("quickest other", lambda row: row.get("best", "")),
+        Column("ours / quickest other", lambda row: row.get("ours_to_best"), ".2f", bold=True),
+        number("rounds", "rounds", "d"),
+    ),
     "memory": (
         _MODULE,
         Column("input", lambda row: row["input"]),

@@ -34,6 +34,15 @@ def test_foreign_threads_are_gone_afterwards():
     assert threading.active_count() == before
 
 
+def test_inference(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "inference.json"
+    monkeypatch.setattr("sys.argv", ["python"])
+    main(["inference", "--quick", "--only", "1x14", "--json", str(path)])
+    (row,) = Results.load(path).rows
+    assert {"eager_ms", "jit_ms", "ours_ms", "ours_to_best"} <= row.keys() and row["best"] in ("eager", "jit")
+    assert "| ours / quickest other |" in capsys.readouterr().out
+
+
 def test_sizes_that_vary(tmp_path, monkeypatch, capsys):
     path = tmp_path / "dynamic.json"
     monkeypatch.setattr("sys.argv", ["python"])

@@ -12,6 +12,7 @@ from bridge.compile.cpu.products import clear_choices
 from bridge.compile.cuda.dropout_launch import Gpu, gpu_of
 from bridge.compile.options import CompileOptions
 from bridge.compile.pipeline import Compilation, clear_cache, compile_function
+from bridge.compile.runtime.constants import with_constants
 from bridge.compile.runtime.contents import Operation
 from bridge.compile.runtime.instructions import CallLibrary, Instruction, Launch, View
 from bridge.compile.runtime.program import Program
@@ -46,4 +47,5 @@ __all__ = [
     "hold_function",
     "host_backend",
     "swap_function",
+    "with_constants",
 ]

@@ -8,8 +8,10 @@ and pickles are plain modules.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, Literal, TypeVar
 
+import torch
 import tvm
 from torch import nn
 
@@ -48,6 +50,7 @@ def add_tvm_dispatch(
     on_miss: Literal["eager", "compile", "error"] | None = None,
     target: tvm.target.Target | str | dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
+    freeze: bool = False,
 ) -> Module:
     """Compiles a call of ``module``, forward and backward, and dispatches matching calls to it from now on.
 
@@ -91,6 +94,12 @@ def add_tvm_dispatch(
             module's and the sample's tensors.
         dynamic_shapes: which dimensions of the sample vary, as torch.export takes it: the entry serves all sizes from 2
             on, or those of the ``Dim``'s range. What forward asks about sizes is a condition of the entry.
+        freeze: for inference: the module's parameters and buffers become constants of calls without gradients
+            (``torch.no_grad()``, ``torch.inference_mode()``), for which the sample is compiled. What depends on them
+            alone is computed once, BatchNorm folded into the convolution before it, products of one input merged;
+            results are eager's to rounding. A call after a tensor was changed or replaced is a miss, which
+            ``on_miss="compile"`` answers by computing the constants again. Changes that torch does not count (through
+            ``.data`` or NumPy) are not seen: call this again after them.
 
     Returns:
         ``module``.
@@ -126,15 +135,21 @@ def add_tvm_dispatch(
         raise ValueError(f"{type(module).__name__} was compiled with module.compile(); dispatch a module that was not")
     backend = None if target is None else backend_for(target)
     dispatcher = _dispatcher(module) or Dispatcher(module, partition=partition, on_miss=on_miss, backend=backend)
-    before = dispatcher.partition, dispatcher.on_miss, dispatcher.backend
-    dispatcher.partition, dispatcher.on_miss, dispatcher.backend = partition, on_miss, backend
+    before = dispatcher.partition, dispatcher.on_miss, dispatcher.backend, dispatcher.freeze
+    dispatcher.partition, dispatcher.on_miss, dispatcher.backend, dispatcher.freeze = (
+        partition,
+        on_miss,
+        backend,
+        freeze,
+    )
     if learns:
         dispatcher.learns = True
     else:
         try:
-            dispatcher.add(module, args, kwargs, dims)
+            with torch.no_grad() if freeze else nullcontext():
+                dispatcher.add(module, args, kwargs, dims)
         except BaseException:
-            dispatcher.partition, dispatcher.on_miss, dispatcher.backend = before
+            dispatcher.partition, dispatcher.on_miss, dispatcher.backend, dispatcher.freeze = before
             raise
     dispatcher.budget.clear()
     if module.__dict__.get(COMPILED_CALL) is None:

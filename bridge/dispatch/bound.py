@@ -18,6 +18,7 @@ from bridge.base.lru import LeastRecentlyUsed
 from bridge.dispatch.call_plan import plan_call
 from bridge.dispatch.call_run import CallRun
 from bridge.dispatch.call_steps import CallStep, Draws, Results
+from bridge.dispatch.frozen import FrozenPrograms
 from bridge.dispatch.guards import ArgumentSizes, Guard, Sizes
 from bridge.dispatch.observed import Observed, observed_for
 from bridge.dispatch.programs import BoundPrograms, Programs
@@ -58,7 +59,9 @@ class BoundCalls:
         GuardFailure: by :meth:`of`, where sizes cannot be bound.
     """
 
-    def __init__(self, lowered: LoweredCall, programs: Programs, guard: Guard | None, sizes: ArgumentSizes):
+    def __init__(
+        self, lowered: LoweredCall, programs: Programs | FrozenPrograms, guard: Guard | None, sizes: ArgumentSizes
+    ):
         captured = lowered.captured
         self._lowered, self._programs, self._guard = lowered, programs, guard
         self._sizes = sizes
@@ -105,7 +108,14 @@ class BoundCalls:
 
     def _planned(self, sizes: Sizes) -> tuple[CallStep, ...]:
         programs = self._programs
-        return plan_call(self._lowered, programs.forward, self._guard, self._observed(sizes), programs.masks.draws)
+        return plan_call(
+            self._lowered,
+            programs.forward,
+            self._guard,
+            self._observed(sizes),
+            programs.masks.draws,
+            programs.is_frozen,
+        )
 
     def bind(self, sizes: Sizes) -> Bound:
         """What a call of these sizes runs."""

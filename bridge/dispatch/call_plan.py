@@ -21,6 +21,7 @@ def plan_call(
     guard: Guard | None,
     observed: Observed | None = None,
     computed: Sequence[int] = (),
+    frozen: bool = False,
 ) -> tuple[steps.CallStep, ...]:
     """The steps from the guard to the module's result; what a call does not need is no step.
 
@@ -29,6 +30,7 @@ def plan_call(
         guard: ``None`` where somebody else gives the inputs.
         observed: draws and results of a call of certain sizes, where they vary.
         computed: places of the draws that are masks which the programs compute.
+        frozen: whether the program has the module's tensors as constants.
     """
     captured, imported = lowered.captured, lowered.imported
     observed = observed or Observed(tuple(captured.draws), tuple(captured.outputs))
@@ -49,7 +51,8 @@ def plan_call(
             steps.Draws(observed.draws, imported.dropout_draws, used, draws, can_fail, tuple(computed), captured.device)
         )
     name = f"{captured.module_name}_forward"
-    found.append(steps.Forward(name, inputs + draws, values))
+    given = inputs[len(captured.module_tensors) :] if frozen else inputs
+    found.append(steps.Forward(name, given + draws, values))
     if imported.checks:
         found.append(steps.Checks(lowered.num_results - 1, imported.checks))
     if layouts := result_layouts(observed.outputs, imported.output_of, forward.shared_results()):

@@ -16,6 +16,7 @@ from bridge.base.torch_internals import pytree
 from bridge.capture import DynamicDim, NumberPlace, device_of_call, one_capture_at_a_time
 from bridge.compile import Backend, backend_for
 from bridge.dispatch.entry import Entry
+from bridge.dispatch.frozen import FrozenPrograms
 from bridge.dispatch.guards import Guard, active_modes
 from bridge.dispatch.number_inputs import as_called, lower_with_numbers
 from bridge.lowering import lower_once
@@ -57,6 +58,7 @@ def compile_entry(
     backend: Backend,
     numbers: tuple[Entry, Mapping[NumberPlace, Any]] | None = None,
     dims: Sequence[DynamicDim] = (),
+    freeze: bool = False,
 ) -> Entry | None:
     """Captures, lowers and compiles ``module(*args, **kwargs)`` in the current mode; the module is not changed.
 
@@ -64,6 +66,7 @@ def compile_entry(
         numbers: an entry that the call differs from by these numbers, with the values that it was compiled for: the
             new entry takes them as inputs. ``None`` is returned if that is not exact.
         dims: dimensions of arguments whose sizes vary.
+        freeze: whether the module's tensors become constants, if no gradients are wanted.
 
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower`.
@@ -73,7 +76,7 @@ def compile_entry(
     with torch.inference_mode(False), torch.set_grad_enabled(gradients), one_capture_at_a_time():
         if not gradients:
             args, kwargs = pytree.tree_map_only(torch.Tensor, _outside_inference, (args, kwargs))
-        entry = _compile_entry(module, args, kwargs, partition, backend, numbers, dims)
+        entry = _compile_entry(module, args, kwargs, partition, backend, numbers, dims, freeze and not gradients)
     if entry is None:
         return None
     entry.partition, entry.backend, entry.dims = partition, backend, frozenset(dims)
@@ -98,6 +101,7 @@ def _compile_entry(
     backend: Backend,
     numbers: tuple[Entry, Mapping[NumberPlace, Any]] | None,
     dims: Sequence[DynamicDim],
+    freeze: bool,
 ) -> Entry | None:
     started = time.perf_counter()
     before = PythonState(module)
@@ -120,7 +124,9 @@ def _compile_entry(
             lowered, places = found
             captured = as_called(lowered.captured, args, kwargs, len(places))
         arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        entry = Entry(Guard(module, captured, arguments, places), lowered, backend)
+        guard = Guard(module, captured, arguments, places, freeze)
+        programs = FrozenPrograms(lowered, backend, guard.frozen.tensors) if guard.frozen is not None else None
+        entry = Entry(guard, lowered, backend, programs)
         raise_deferred()
         entry.compile_seconds = time.perf_counter() - started  # less than ``lowered`` took, where it was reused
         return entry

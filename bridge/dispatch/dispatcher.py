@@ -59,6 +59,7 @@ class Dispatcher:
         entries: what is compiled, and what became of the calls; ``stats``: the user's view of it.
         backend: ``None``: that of the device of each call's tensors.
         learns: whether the next call that misses is compiled, whatever ``on_miss`` says: there was no sample.
+        freeze: whether the module's tensors become constants of what is compiled for calls without gradients.
         on_refused: called with the condition that a call does not meet and with the reason why no entry serves it,
             instead of a warning; failures of the compiler come here as well, and the call runs eager.
     """
@@ -69,6 +70,7 @@ class Dispatcher:
         self.on_miss = on_miss
         self.backend = backend
         self.learns = False
+        self.freeze = False
         self.on_refused: Callable[[str, object], None] | None = None
         self.entries = Entries()
         self.stats = DispatchStats(self.entries)
@@ -222,6 +224,9 @@ class Dispatcher:
             entry = None
             try:
                 if not failure.tried:
+                    entry = self._frozen_anew(module, args, kwargs)
+                    if entry is not None:
+                        return entry, entry.guard.match(module, args, kwargs)
                     entry = self._generalization(module, args, kwargs)
                 entry = entry or self.add(module, args, kwargs)
                 inputs = entry.guard.match(module, args, kwargs)
@@ -287,6 +292,8 @@ class Dispatcher:
         require_capturable(type(module).__name__)
         options = self._options(module, args, kwargs)
         backend = options["backend"]
+        if self.freeze:
+            self._frozen_anew(module, args, kwargs)  # changes that torch does not count are among what it is called for
         fitting = [entry for entry in self.entries.all if _serves(entry, module, args, kwargs)]
         for served in fitting:
             if self._is_alike(served, backend) and not served.readings and set(dims) <= served.dims:
@@ -308,11 +315,29 @@ class Dispatcher:
 
     def _options(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """How a call is compiled, as :func:`compile_entry` takes it."""
-        return {"partition": self.partition, "backend": backend_of_call(self.backend, module, args, kwargs)}
+        backend = backend_of_call(self.backend, module, args, kwargs)
+        return {"partition": self.partition, "backend": backend, "freeze": self.freeze}
 
     def _is_alike(self, entry: Entry, backend: Backend) -> bool:
-        """Whether an entry was compiled with the same strategy, and by this backend."""
+        """Whether an entry was compiled with the same strategy, by this backend, and frozen if that is wanted."""
+        if entry.backward is None and entry.is_frozen != self.freeze:
+            return False
         return _is_same(entry.partition, self.partition) and entry.backend.key == backend.key
+
+    def _frozen_anew(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry | None:
+        """An entry that serves the call but for frozen tensors that have changed, with these as they are now."""
+        for known in reversed(self.entries.all):
+            if known.guard.frozen is None:
+                continue
+            try:
+                entry = known.renewed(module, args, kwargs)
+            except GuardFailure:
+                continue
+            with self._adding:
+                self.entries.replace([known], entry)
+            log.info("%r is frozen anew", entry)
+            return entry
+        return None
 
     def adopt(self, entries: list[Entry]) -> None:
         """Adds entries that were compiled for the same module."""

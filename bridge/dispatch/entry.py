@@ -22,6 +22,7 @@ from bridge.dispatch.bound import BoundCalls
 from bridge.dispatch.call_plan import plan_call
 from bridge.dispatch.call_run import Call, CallRun, taken
 from bridge.dispatch.call_steps import CallStep
+from bridge.dispatch.frozen import FrozenPrograms
 from bridge.dispatch.guards import Guard, argument_sizes
 from bridge.dispatch.programs import Programs
 from bridge.lowering import LoweredCall
@@ -52,16 +53,23 @@ class Entry:
     cause: str | None = None
     worth: Any = None
 
-    def __init__(self, guard: Guard | None, lowered: LoweredCall, backend: Backend):
+    def __init__(
+        self,
+        guard: Guard | None,
+        lowered: LoweredCall,
+        backend: Backend,
+        programs: FrozenPrograms | None = None,
+    ):
         started = time.perf_counter()
         self.guard = guard
         self.lowered = lowered
         self.hits = 0
         self.last_used = 0
-        self.programs = Programs(lowered, backend)
+        self.programs = Programs(lowered, backend) if programs is None else programs
         self.bound = _bound_calls(lowered, self.programs, guard)
         if self.bound is None:
-            forward = plan_call(lowered, self.programs.forward, guard, computed=self.programs.masks.draws)
+            made = self.programs
+            forward = plan_call(lowered, made.forward, guard, computed=made.masks.draws, frozen=made.is_frozen)
         else:
             forward = self.bound.steps
         backward = self.programs.backward
@@ -88,6 +96,23 @@ class Entry:
         return None if backward is None else backward.program
 
     @property
+    def is_frozen(self) -> bool:
+        """Whether the module's tensors are constants of the forward program."""
+        return self.programs.is_frozen
+
+    def renewed(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Entry:
+        """The entry of this call with the frozen tensors as they are now; nothing is compiled.
+
+        Raises:
+            GuardFailure: the call differs in more than frozen tensors.
+            UnsupportedModule: they cannot be frozen.
+        """
+        guard, tensors = self.guard.renewed(module, args, kwargs)
+        found = Entry(guard, self.lowered, self.backend, self.programs.renewed(tensors))
+        found.partition, found.backend, found.dims, found.cause = self.partition, self.backend, self.dims, self.cause
+        return found
+
+    @property
     def readings(self) -> tuple[Reading, ...]:
         """Numbers that forward read: the entry is the branch of calls that read the same."""
         return self.lowered.captured.readings
@@ -105,7 +130,7 @@ class Entry:
             for tensor, shape in zip(captured.arguments, dims, strict=True)
         )
         sizes = f", {len(self.bound)} sizes" if self.bound is not None else ""
-        kind = "training" if self.backward else "forward only"
+        kind = "training" if self.backward else "frozen" if self.is_frozen else "forward only"
         slower = f", {self.worth}" if self.worth is not None and self.worth.is_slower else ""
         head = f"Entry({captured.module_name}({shapes}), {kind}"
         return f"{head}, {self.hits} hits{sizes}, {self.compile_seconds:.2f} s{slower})"
@@ -145,7 +170,7 @@ class Entry:
         return call.result
 
 
-def _bound_calls(lowered: LoweredCall, programs: Programs, guard: Guard | None) -> BoundCalls | None:
+def _bound_calls(lowered: LoweredCall, programs: Programs | FrozenPrograms, guard: Guard | None) -> BoundCalls | None:
     captured = lowered.captured
     names = [f"input {place}" for place in range(len(captured.arguments))]
     sizes = guard.sizes if guard is not None else argument_sizes(captured, names)

@@ -25,7 +25,7 @@ from bridge.dispatch.computed_masks import ComputedMasks
 from bridge.dispatch.guards import Sizes
 from bridge.lowering import LoweredCall
 
-__all__ = ["BackwardRun", "BoundPrograms", "Programs"]
+__all__ = ["BackwardRun", "BoundPrograms", "Compiling", "Programs"]
 
 Execute = Callable[..., list[torch.Tensor]]
 Holds = Callable[[Sizes], Guard | None]
@@ -47,11 +47,14 @@ class Programs:
         differentiable: indices of the outputs that take a grad_out; ``not_differentiable``: the others.
         device_type: of the device that they run on, as autocast names it.
         masks: those that they compute.
+        is_frozen: whether the module's tensors are constants of the forward.
 
     Raises:
         UnsupportedModule: there is no kernel for an operator.
         CompilationError: compiling failed, a bug of this package.
     """
+
+    is_frozen = False
 
     def __init__(self, lowered: LoweredCall, backend: Backend):
         name = lowered.captured.module_name
@@ -60,7 +63,7 @@ class Programs:
         self._options = CompileOptions.current(backend)
         self.device_type = backend.device.type
         self.masks = ComputedMasks(lowered, backend)
-        self._forward = forward = _Compiling(lowered.forward, name, "forward", self._options, self.masks.forward)
+        self._forward = forward = Compiling(lowered.forward, name, "forward", self._options, self.masks.forward)
         self.num_wanted = len(lowered.wanted)
         self.num_outputs = lowered.imported.num_outputs
         self.differentiable = lowered.differentiable
@@ -82,6 +85,11 @@ class Programs:
     def forward_for(self, sizes: Sizes) -> Execute:
         """Runs the forward program for these sizes."""
         return self._forward.execute(sizes)
+
+    @property
+    def forward_function(self) -> Function:
+        """What :attr:`forward` was compiled from."""
+        return self._lowered.forward
 
     @property
     def backward(self) -> BackwardRun | None:
@@ -163,7 +171,7 @@ class BackwardRun:
         self._lowered, self._outputs, self._sizes = lowered, outputs, None
         name = lowered.captured.module_name
         options = replace(options, sums_in_place=True, grad_outs=len(outputs))
-        self._compiling = _Compiling(lowered.backward_for(outputs), name, "backward", options, masks)
+        self._compiling = Compiling(lowered.backward_for(outputs), name, "backward", options, masks)
 
     def compile(self) -> None:
         """Ends the compilation, but for machine code that is in the making."""
@@ -201,7 +209,7 @@ class BackwardRun:
         return gradients
 
 
-class _Compiling:
+class Compiling:
     """A function on its way to a program: see :class:`bridge.compile.Compilation`.
 
     Raises:
@@ -226,10 +234,14 @@ class _Compiling:
         with self._errors():
             return self._compilation.finish()
 
-    def execute(self, sizes: Sizes | None = None) -> Execute:
-        """Runs the program, for these sizes where extents are symbolic; waits for its machine code."""
+    def execute(self, sizes: Sizes | None = None, program: Program | None = None) -> Execute:
+        """Runs the program, for these sizes where extents are symbolic; waits for its machine code.
+
+        ``program``: what was made of it, with constants in the place of parameters.
+        """
         with self._errors():
-            return _under_name(self._compilation.finish(), sizes, self._module_name, self._direction)
+            program = self._compilation.finish() if program is None else program
+            return _under_name(program, sizes, self._module_name, self._direction)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

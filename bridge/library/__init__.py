@@ -20,6 +20,6 @@ from bridge.library import (  # noqa: F401
     resize,
     sorting,
 )
-from bridge.library.registry import FUNCTIONS, NEVER_RAISE, OUT_KERNELS, TensorAt, TensorsAt, invoke
+from bridge.library.registry import FUNCTIONS, NEVER_RAISE, OUT_KERNELS, TensorAt, TensorsAt, dense, invoke
 
-__all__ = ["FUNCTIONS", "NEVER_RAISE", "OUT_KERNELS", "TensorAt", "TensorsAt", "invoke"]
+__all__ = ["FUNCTIONS", "NEVER_RAISE", "OUT_KERNELS", "TensorAt", "TensorsAt", "dense", "invoke"]

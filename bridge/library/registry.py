@@ -21,6 +21,7 @@ __all__ = [
     "OUT_KERNELS",
     "TensorAt",
     "TensorsAt",
+    "dense",
     "invoke",
     "library_function",
     "out_kernel",
@@ -117,5 +118,10 @@ def _own(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Dense memory that is no input's; on a GPU, where kernels read vectors, it begins at a multiple of 16 bytes."""
     if any(value is given for given in inputs):
         return value.clone(memory_format=torch.contiguous_format)
+    return dense(value)
+
+
+def dense(value: torch.Tensor) -> torch.Tensor:
+    """A tensor as kernels read it: the very memory where that is dense and, on a GPU, aligned; else a copy."""
     value = value.contiguous()
     return value.clone() if value.is_cuda and value.data_ptr() % ALIGNMENT else value

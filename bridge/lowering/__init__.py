@@ -1,5 +1,6 @@
 """Lowering: the pipeline's stages as data, their origins, and their reuse by equal calls."""
 
+from bridge.lowering.frozen import FrozenCall, freeze_call
 from bridge.lowering.lowered import LoweredCall, Sample
 from bridge.lowering.origin import Origin
 from bridge.lowering.pipeline import DEFAULT_PARTITION, cleaned_and_named, lower_captured
@@ -9,6 +10,7 @@ from bridge.lowering.text import attributes, binding_line, count, html_table, me
 
 __all__ = [
     "DEFAULT_PARTITION",
+    "FrozenCall",
     "LoweredCall",
     "Origin",
     "Sample",
@@ -17,6 +19,7 @@ __all__ = [
     "binding_line",
     "cleaned_and_named",
     "count",
+    "freeze_call",
     "html_table",
     "lower_captured",
     "lower_once",

@@ -41,17 +41,19 @@ def explain(module: nn.Module, *, full: bool = False) -> Report:
 
 def _entry(entry: Entry, module: nn.Module) -> EntryReport:
     lowered = entry.lowered
-    programs = [program_report(lowered, "forward", lowered.forward, entry.forward)]
+    programs = [program_report(lowered, "forward", entry.programs.forward_function, entry.forward)]
     if entry.backward is not None:
         programs.append(program_report(lowered, "backward", lowered.expected_backward, entry.backward))
     seconds = {stage.name: stage.seconds for stage in lowered.stages}
     seconds["split"] = seconds.pop("split forward", 0.0) + seconds.pop("split backward", 0.0)
+    if entry.is_frozen:
+        seconds |= {stage.name: stage.seconds for stage in entry.programs.frozen}
     for report in programs:
         for stage, spent in report.program.timings.items():
             seconds[stage] = seconds.get(stage, 0.0) + spent
     return EntryReport(
         repr(entry),
-        _guards(lowered, module),
+        (*_guards(lowered, module), *_frozen(entry)),
         entry.steps,
         tuple(programs),
         lowered.plan,
@@ -91,6 +93,13 @@ def _guards(lowered: LoweredCall, module: nn.Module) -> tuple[str, ...]:
     found.append(f"{gradients}; autocast, default dtype, deterministic algorithms and torch modes as at capture")
     found += [": ".join(check).partition(" at the sample")[0] for check in lowered.imported.checks]
     return tuple(found)
+
+
+def _frozen(entry: Entry) -> tuple[str, ...]:
+    if not entry.is_frozen:
+        return ()
+    count = len(entry.lowered.captured.module_tensors)
+    return (f"{count} parameters and buffers are the tensors that were frozen, unchanged since",)
 
 
 def program_report(lowered: LoweredCall, direction: str, function: Function, program: Program) -> ProgramReport:

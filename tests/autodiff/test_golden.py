@@ -12,7 +12,7 @@ from autodiff.ir import bindings, op_name
 from autodiff.spell_out import SPELLINGS
 from tests.autodiff.golden import GOLDEN, assert_same, is_pass
 
-for _name in ("simplification", "structure", "normalizations", "differentiation", "extents"):
+for _name in ("simplification", "structure", "normalizations", "differentiation", "extents", "inference"):
     importlib.import_module(f"tests.autodiff.golden.{_name}")
 
 EXPORTED = [value for name in autodiff.__all__ if is_pass(value := getattr(autodiff, name))]

@@ -8,6 +8,7 @@ arguments' structure, the argument tensors, the module tree, memory shared with 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.base.torch_internals import storage_id
 from bridge.capture import Captured, NumberPlace, number_tensor
 from bridge.dispatch.guards.arguments import ArgumentGuard
+from bridge.dispatch.guards.frozen import FrozenTensors
 from bridge.dispatch.guards.interpreter import INFERENCE, MODES, ModeGuard, read_modes
 from bridge.dispatch.guards.module import ModuleGuard
 from bridge.dispatch.guards.settings import SettingsGuard, read_settings
@@ -35,8 +37,10 @@ class Guard:
         arguments: the sample's argument tensors (their layouts are what is expected).
         numbers: where the numbers are found that the compiled code takes as inputs, between module tensors and
             arguments: attributes, then arguments.
+        freeze: whether the compiled code has the module's tensors as constants.
 
     Attributes:
+        frozen: the condition that these have not changed; ``None`` where every call reads them.
         sizes: reads the sizes of the argument tensors; ``None`` where every extent is a number.
     """
 
@@ -46,6 +50,7 @@ class Guard:
         captured: Captured,
         arguments: Sequence[torch.Tensor],
         numbers: Sequence[NumberPlace] = (),
+        freeze: bool = False,
     ):
         self.numbers = tuple(numbers)
         attributes = {(place.path, place.name): place.kind for place in numbers if place.leaf is None}
@@ -66,6 +71,10 @@ class Guard:
         self.sizes = self._arguments.sizes
         self._written = [(index, captured.module_tensors[index].name) for index, _ in captured.mutated]
         self._names = [spec.name for spec in captured.module_tensors]
+        self.frozen = None
+        if freeze:
+            kinds = [f"{spec.kind} '{spec.name}'" for spec in captured.module_tensors]
+            self.frozen = FrozenTensors(self._tree.tensors(module), kinds)
         self._names += [place.name or self._arguments.paths[place.leaf] for place in numbers]
         self._names += [self._arguments.paths[i] for i in self._arguments.tensor_leaves]
 
@@ -81,13 +90,17 @@ class Guard:
         if tensors is None:
             return None
         owned = self._tree.quick(module, inference)
-        if owned is None:
+        if owned is None or (self.frozen is not None and not self.frozen.holds(owned)):
             return None
         inputs = owned + (self._number_inputs(module, args, kwargs) if self.numbers else []) + tensors
         return None if self._written and self._shared_memory(inputs) else inputs
 
-    def match(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    def match(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], changed: bool = False
+    ) -> list[torch.Tensor]:
         """The input tensors of the compiled code (module tensors, then arguments) if the call matches.
+
+        ``changed``: frozen tensors may have changed.
 
         Raises:
             GuardFailure: naming the first thing that differs.
@@ -99,11 +112,24 @@ class Guard:
             raise failure
         tensors = self._arguments.match(args, kwargs)
         inputs = self._tree.match(module, state[INFERENCE])
+        if self.frozen is not None and not changed and (failure := self.frozen.failure(inputs)) is not None:
+            raise failure
         inputs += (self._number_inputs(module, args, kwargs) if self.numbers else []) + tensors
         if (failure := self._shared_memory(inputs)) is not None:
             raise failure
         self._arguments.learn(tensors, state[INFERENCE])
         return inputs
+
+    def renewed(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[Guard, list[torch.Tensor]]:
+        """The guard for the frozen tensors as they are now, and those.
+
+        Raises:
+            GuardFailure: the call differs in more than these.
+        """
+        tensors = self.match(module, args, kwargs, changed=True)[: len(self.frozen.tensors)]
+        found = copy(self)
+        found.frozen = self.frozen.renewed(tensors)
+        return found, tensors
 
     def changed_numbers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[NumberPlace, Any] | None:
         """The numbers that differ from what was compiled, with what they were.
@@ -152,7 +178,8 @@ class Guard:
         modes, each = (mode.name for mode in MODES), TensorGuard.condition_names
         arguments = (*self._arguments.condition_names, *(f"{name} of arguments" for name in each))
         owned = (*self._tree.condition_names, *(f"{name} of module tensors" for name in each))
-        return (*modes, *arguments, *owned, "shared memory")
+        frozen = () if self.frozen is None else ("frozen tensors",)
+        return (*modes, *arguments, *owned, *frozen, "shared memory")
 
     def _shared_memory(self, inputs: Sequence[torch.Tensor]) -> GuardFailure | None:
         """Two inputs in one storage, one of which the call changes: eager reads the new values in both."""

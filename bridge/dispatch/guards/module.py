@@ -192,6 +192,10 @@ class ModuleGuard:
         self._tensors.learn(tensors, inference)
         return tensors
 
+    def tensors(self, root: nn.Module) -> list[torch.Tensor]:
+        """The module's tensors as they are, in the order of the compiled code's inputs."""
+        return self._conditions.find_tensors(self._tree(root))
+
     def numbers(self, root: nn.Module) -> list[Any]:
         """The attributes that the compiled code takes as inputs."""
         modules = [root, *self._modules]

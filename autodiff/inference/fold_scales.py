@@ -1,0 +1,192 @@
+"""Scale folding: a convolution or product with a frozen weight, then an affine map of channels -> other weights.
+
+Evaluation-mode BatchNorm is such a map (B. Jacob et al., "Quantization and Training of Neural Networks", 2018, 3.2):
+``(conv(x, W) + b - mean) * rstd * gamma + beta`` is ``conv(x, W * s) + t`` with ``s = rstd * gamma`` for each channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tvm.relax import op
+
+from autodiff.body import Binding, Body, on_functions
+from autodiff.constants import const
+from autodiff.extents import same, same_shape
+from autodiff.inference.binding_times import hoist_static
+from autodiff.ir import Call, Expr, TensorType, Var, dtype, library_name, numel, op_name, shape
+from autodiff.rewrite import BodyScope
+
+__all__ = ["fold_scales"]
+
+_TYPES = ("float32", "float64")
+_MAPS = {"relax.add": op.add, "relax.subtract": op.subtract, "relax.multiply": op.multiply, "relax.divide": op.divide}
+_SHIFTS = ("relax.add", "relax.subtract")
+
+
+@on_functions
+def fold_scales(body: Body, frozen: int) -> None:
+    """``(x @ W) * s + t`` becomes ``x @ (W * s) + t`` for ``W``, ``s``, ``t`` of the first ``frozen`` parameters.
+
+    ``s`` and ``t`` have one number, or one for each output channel. A map that only shifts, or scales by a literal,
+    stays as it is.
+
+    Safe: real arithmetic's distributive law, term by term; in floating point the weights are rounded once more, so
+    results differ at rounding level. float32 and float64 only: what is rounded to a half type between product and map
+    has other numbers. Where ``s`` is not finite the law does not hold: the weights are not finite then, for the caller
+    to look at.
+    """
+    static = hoist_static(body, frozen)
+    returned = body.returned()
+    chains = [_chain(binding, static, returned, body) for binding in body.bindings if binding not in static]
+    ends = {chain.end: chain for chain in chains if chain is not None}
+    if not ends:
+        return
+    scope = BodyScope(body)
+    for binding in body.bindings:
+        if binding in ends:
+            body.assign(binding, _folded(ends[binding], scope))
+            body.counts.rewrites += 1
+        scope.bindings.append(binding)
+    body.finish(scope.bindings, {})
+    body.prune()
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """A product, and the maps that follow.
+
+    Attributes:
+        weight: place of the weight among the call's arguments; ``axis``: its axis of output channels.
+        axis_from_end: that of the result, negative.
+        maps: operator and operand, in order.
+        end: the last binding of them.
+    """
+
+    product: Binding
+    weight: int
+    axis: int
+    axis_from_end: int
+    maps: Sequence[tuple[str, Expr]]
+    end: Binding
+
+
+def _chain(product: Binding, static: set[Binding], returned: set[Binding], body: Body) -> _Chain | None:
+    place = _weight(product, static, body)
+    if place is None:
+        return None
+    weight, axis, channel = place
+    current, maps, end, scales = product, [], product, False
+    while len(current.users) == 1 and current not in returned:
+        (user,) = current.users
+        if _keeps_channels(user, current, channel):
+            current = user
+            continue
+        operand = _operand(user, current, static, body, channel)
+        if operand is None:
+            break
+        maps.append((user.op, operand))
+        scales |= user.op not in _SHIFTS and isinstance(operand, Var)
+        current = end = user
+    return _Chain(product, weight, axis, channel, maps, end) if scales else None
+
+
+def _weight(product: Binding, static: set[Binding], body: Body) -> tuple[int, int, int] | None:
+    """Place of the frozen weight, its axis of output channels, and that of the result, from the end."""
+    value = product.value
+    if product.op is None or not isinstance(value, Call) or not _is_tensor_of(product.var, _TYPES):
+        return None
+    if product.op == "relax.matmul":
+        x, weight = value.args
+        if len(shape(weight)) != 2 or body.binding(weight) not in static or body.binding(x) in static:
+            return None
+        return (1, 1, -1) if dtype(x) == dtype(weight) == dtype(product.var) else None
+    if library_name(value) != "library.convolution":
+        return None
+    _, _, weight, *_, transposed, groups = value.args
+    if body.binding(weight) not in static or len(shape(weight)) != len(shape(product.var)):
+        return None
+    if int(transposed.value) and int(groups.value) != 1:
+        return None
+    return 2, int(transposed.value), 1 - len(shape(weight))
+
+
+def _is_tensor_of(value: Expr, types: Sequence[str]) -> bool:
+    return isinstance(value.ty, TensorType) and dtype(value) in types
+
+
+def _keeps_channels(user: Binding, current: Binding, channel: int) -> bool:
+    """Whether it is a reshape that leaves channels, in the last axis, as they are."""
+    if user.op != "relax.reshape" or channel != -1:
+        return False
+    before, after = shape(current.var), shape(user.var)
+    return len(after) > 0 and same(before[-1], after[-1])
+
+
+def _operand(user: Binding, current: Binding, static: set[Binding], body: Body, channel: int) -> Expr | None:
+    """The static operand of a map of channels that reads ``current`` in the other place."""
+    if user.op not in _MAPS or not same_shape(shape(user.var), shape(current.var)):
+        return None
+    left, right = user.value.args
+    operand, is_left = (right, False) if body.binding(left) is current else (left, True)
+    if is_left and user.op in ("relax.subtract", "relax.divide"):
+        return None
+    known = body.binding(operand)
+    if (isinstance(operand, Var) and known not in static) or dtype(operand) != dtype(current.var):
+        return None
+    extents = shape(operand)
+    rank = len(extents)
+    others = [extent for axis, extent in enumerate(extents) if axis - rank != channel]
+    return operand if all(same(extent, 1) for extent in others) else None
+
+
+def _folded(chain: _Chain, scope: BodyScope) -> Expr:
+    """The last map's value: the product with other weights, and one shift."""
+    product, end, name = chain.product, chain.end, chain.product.name
+    scale: Expr = const(1, product.var)
+    shift: Expr | None = None
+    for kind, operand in chain.maps:
+        vector = _flat(operand, scope, name)
+        apply = _MAPS[kind]
+        if kind not in _SHIFTS:
+            scale = scope.emit(apply(scale, vector), f"{name}_scale")
+        if shift is not None:
+            shift = scope.emit(apply(shift, vector), f"{name}_shift")
+        elif kind in _SHIFTS:
+            shift = vector if kind == "relax.add" else scope.emit(op.negative(vector), f"{name}_shift")
+    args = list(product.value.args)
+    args[chain.weight] = _scaled(args[chain.weight], scale, chain.axis, scope, name)
+    made = Call(product.value.op, args, product.value.attrs, product.value.ty_args, ret_ty=product.var.ty)
+    if shift is None and same_shape(shape(product.var), shape(end.var)):
+        return made
+    made = scope.emit(made, name)
+    if not same_shape(shape(product.var), shape(end.var)):
+        reshaped = op.reshape(made, shape(end.var))
+        if shift is None:
+            return reshaped
+        made = scope.emit(reshaped, name)
+    return op.add(made, _along(shift, chain.axis_from_end, scope, name))
+
+
+def _scaled(weight: Expr, scale: Expr, axis: int, scope: BodyScope, name: str) -> Expr:
+    """The weight times the scale of each output channel; a transposed matrix stays a transpose."""
+    source = scope.definition(weight)
+    if op_name(source) == "relax.permute_dims" and len(shape(weight)) == 2 and axis == 1:
+        inner = _scaled(source.args[0], scale, 0, scope, name)
+        return scope.emit(op.permute_dims(inner), f"{name}_weight")
+    return scope.emit(op.multiply(weight, _along(scale, axis - len(shape(weight)), scope, name)), f"{name}_weight")
+
+
+def _flat(operand: Expr, scope: BodyScope, name: str) -> Expr:
+    """The numbers of channels as a vector, one number as a 0-d tensor."""
+    extents = shape(operand)
+    wanted = [] if all(same(extent, 1) for extent in extents) else [numel(operand)]
+    return operand if same_shape(extents, wanted) else scope.emit(op.reshape(operand, wanted), f"{name}_channels")
+
+
+def _along(vector: Expr, axis: int, scope: BodyScope, name: str) -> Expr:
+    """A vector as a tensor that broadcasts along the other axes; ``axis`` counts from the end."""
+    if axis == -1 or not shape(vector):
+        return vector
+    return scope.emit(op.reshape(vector, [*shape(vector), *[1] * (-axis - 1)]), f"{name}_channels")

@@ -1,0 +1,135 @@
+"""Splitting by binding times: a function with frozen parameters -> what is computed once, and what by each call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autodiff.body import Binding, Body
+from autodiff.dce import live_bindings
+from autodiff.inference.binding_times import static_bindings
+from autodiff.ir import (
+    Call,
+    Constant,
+    Expr,
+    Function,
+    TensorType,
+    Tuple,
+    Var,
+    build_function,
+    library_name,
+    op_name,
+    results,
+    substitute,
+)
+from autodiff.ops import having, traits
+
+__all__ = ["Frozen", "split_static"]
+
+_FILLS = frozenset({"relax.zeros", "relax.ones", "relax.full"})
+_VIEWS = having("view", "plain")
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A function split by binding times: ``function(*frozen, *rest)`` is ``call(*rest, *constants(*frozen))``.
+
+    Attributes:
+        constants: frozen parameters -> what calls read of them; a parameter that is read as it is stands among the
+            results itself.
+        call: the other parameters, then the results of ``constants`` -> the function's results.
+        weights: places, among the results of ``constants``, of computed factors of products and convolutions.
+    """
+
+    constants: Function
+    call: Function
+    weights: tuple[int, ...]
+
+    @property
+    def num_live(self) -> int:
+        """Parameters of ``call`` that each call gives."""
+        return len(self.call.params) - len(results(self.constants))
+
+
+def split_static(func: Function, frozen: int) -> Frozen:
+    """Splits a function at the values that the rest reads of what depends on its first ``frozen`` parameters alone.
+
+    Views and fills of static values are made by the call, where they cost nothing. Safe: bindings are pure, so it does
+    not matter when and how often they are computed.
+    """
+    body = Body.of(func)
+    static = static_bindings(body, frozen)
+    needed = _Needed(body, static)
+    dynamic = [binding for binding in body.bindings if binding not in static]
+    for binding in dynamic:
+        for read in binding.reads:
+            needed.ask(read)
+    for output in body.outputs:
+        if isinstance(output, Var):
+            needed.ask(body.binding(output))
+    new = {given.var: Var(given.name, given.var.ty) for given in needed.given}
+    pairs = [(binding.var, substitute(binding.value, new)) for binding in (*needed.again, *dynamic)]
+    outputs = [substitute(output, new) for output in body.outputs]
+    params = [*body.params[frozen:], *new.values()]
+    made = [given.var for given in needed.given]
+    computed = live_bindings([(each.var, each.value) for each in body.bindings if each in static], made)
+    weights = _weights(pairs, dict(pairs), {new[given.var]: place for place, given in enumerate(needed.given)})
+    is_computed = [given.value is not None for given in needed.given]
+    return Frozen(
+        build_function(body.params[:frozen], computed, made),
+        build_function(params, pairs, outputs, body.attrs),
+        tuple(sorted(place for place in weights if is_computed[place])),
+    )
+
+
+class _Needed:
+    """What the dynamic part reads of the static one.
+
+    Attributes:
+        given: values that are computed once, in the order in which they are asked for.
+        again: static bindings that the call makes itself, in order.
+    """
+
+    def __init__(self, body: Body, static: set[Binding]):
+        self._body, self._static = body, static
+        self._given: dict[Binding, None] = {}
+        self._again: set[Binding] = set()
+
+    def ask(self, binding: Binding) -> None:
+        """The call reads this one, static or not."""
+        if binding not in self._static or binding in self._given or binding in self._again:
+            return
+        if binding.value is None or not _is_free(binding):
+            self._given[binding] = None
+            return
+        self._again.add(binding)
+        for read in binding.reads:
+            self.ask(read)
+
+    @property
+    def given(self) -> list[Binding]:
+        return list(self._given)
+
+    @property
+    def again(self) -> list[Binding]:
+        return [binding for binding in self._body.bindings if binding in self._again]
+
+
+def _is_free(binding: Binding) -> bool:
+    """Whether a value costs a call nothing: a view, one number everywhere, no tensor."""
+    if not isinstance(binding.var.ty, TensorType) or isinstance(binding.value, Constant | Tuple):
+        return True
+    return binding.op in _VIEWS or (binding.op in _FILLS and not binding.reads)
+
+
+def _weights(pairs: list[tuple[Var, Expr]], definitions: dict[Var, Expr], place: dict[Var, int]) -> set[int]:
+    """Places of the given values that products and convolutions read, through views."""
+    found = set()
+    for _, value in pairs:
+        is_product = "product" in traits(op_name(value) or "") or library_name(value) == "library.convolution"
+        if is_product and isinstance(value, Call):
+            for arg in value.args:
+                while isinstance(arg, Var) and arg in definitions and op_name(definitions[arg]) in _VIEWS:
+                    arg = definitions[arg].args[0]
+                if isinstance(arg, Var) and arg in place:
+                    found.add(place[arg])
+    return found

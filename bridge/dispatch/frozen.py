@@ -1,0 +1,107 @@
+"""Frozen programs: a lowered call, frozen, and the module's tensors → the program of a call, with its constants bound.
+
+Two programs: one computes the constants from the module's tensors, when the entry is made and when a tensor has
+changed; the other one is a call, given the arguments. Neither holds a number of the module's, so equal modules share
+both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+
+from autodiff.ir import Function
+from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.compile import Backend, CompileOptions, Program, with_constants
+from bridge.dispatch.computed_masks import ComputedMasks
+from bridge.dispatch.guards import Sizes
+from bridge.dispatch.programs import Compiling
+from bridge.lowering import FrozenCall, LoweredCall, freeze_call
+
+__all__ = ["FrozenPrograms"]
+
+Execute = Callable[..., list[torch.Tensor]]
+
+
+class FrozenPrograms:
+    """The programs of a call without gradients whose module's tensors are frozen.
+
+    What an entry asks for is as in :class:`bridge.dispatch.programs.Programs`; there is no backward.
+
+    Args:
+        tensors: the module's, as the guard gives them.
+
+    Attributes:
+        frozen: the lowering's stages.
+        constants: tensors → constants; ``forward``: a call, its constants among the parameters.
+
+    Raises:
+        UnsupportedModule: it cannot be frozen, or there is no kernel for an operator.
+        CompilationError: compiling failed, a bug of this package.
+    """
+
+    is_frozen = True
+    num_wanted = 0
+    backward = None
+
+    def __init__(self, lowered: LoweredCall, backend: Backend, tensors: Sequence[torch.Tensor]):
+        name = lowered.captured.module_name
+        options = CompileOptions.current(backend)
+        self.frozen: FrozenCall = freeze_call(lowered)
+        self.num_outputs = lowered.imported.num_outputs
+        self.differentiable: tuple[int, ...] = ()
+        self.not_differentiable = list(range(self.num_outputs))
+        self.device_type = backend.device.type
+        self.masks = ComputedMasks(lowered, backend)  # none: a frozen call draws nothing
+        self._name, self._count = name, len(tensors)
+        self._is_symbolic = lowered.captured.extents is not None
+        compiling = [
+            Compiling(function, name, direction, options, {})
+            for function, direction in ((self.frozen.constants, "constants"), (self.frozen.call, "forward"))
+        ]
+        self._constants, self._call = compiling
+        self.constants, self.forward = (each.program() for each in compiling)
+        self._freeze(tensors)
+
+    @property
+    def forward_function(self) -> Function:
+        """What :attr:`forward` was compiled from."""
+        return self.frozen.call
+
+    def renewed(self, tensors: Sequence[torch.Tensor]) -> FrozenPrograms:
+        """The same programs with the constants of these tensors.
+
+        Raises:
+            UnsupportedModule: a folded weight is not finite.
+        """
+        found = copy(self)
+        found._freeze(tensors)
+        return found
+
+    def forward_for(self, sizes: Sizes) -> Execute:
+        """Runs a call of these sizes; module tensors among its inputs are not looked at."""
+        return self._behind_module_tensors(self._call.execute(sizes, self._bound))
+
+    @torch.inference_mode(False)  # what is made serves calls of any mode
+    def _freeze(self, tensors: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            made = self._constants.execute()(list(tensors))
+        names = [param.name for param in self.forward_function.params[-len(made) :]] if made else []
+        for place in self.frozen.weights:
+            if not bool(torch.isfinite(made[place]).all()):
+                what = Unsupported(names[place], self._name, "not finite with what is folded into it: not exact")
+                raise UnsupportedModule(self._name, [what])
+        self._bound: Program = with_constants(self.forward, made)
+        if not self._is_symbolic:
+            self.execute = self._behind_module_tensors(self._call.execute(program=self._bound))
+
+    def _behind_module_tensors(self, execute: Execute) -> Execute:
+        count = self._count
+
+        def run(inputs: list[torch.Tensor], **options: Any) -> list[torch.Tensor]:
+            return execute(inputs[count:], **options)
+
+        return run
