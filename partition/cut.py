@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from autodiff import Body
 from autodiff.ir import Function
 
+from .as_read import saved_as_read
 from .coloring import RecomputeAll, SaveAll
 from .graph import build_graph
 from .min_cut import MinCut
@@ -41,6 +42,7 @@ def partition(
     num_outputs: int,
     strategy: str | Strategy = "min_cut",
     module_paths: Mapping[str, str] | None = None,
+    as_read: bool = False,
 ) -> Partitioned:
     """Cut a joint function into a forward and a backward.
 
@@ -50,6 +52,8 @@ def partition(
         strategy: ``"min_cut"``, ``"save_all"``, ``"recompute_all"``, or an object such as
             :class:`partition.MinCut` with its options.
         module_paths: for the plan's table, where in the user's module a variable comes from, by variable name.
+        as_read: whether values are saved in the order in which they are read, see :mod:`partition.as_read`: for
+            kernels that read nothing in another order than it is stored in.
 
     Raises:
         ValueError: unknown strategy; counts that do not fit; a forward output that depends on a grad_out; a random
@@ -57,8 +61,11 @@ def partition(
         TypeError: a strategy that is neither a name nor has a ``choose``.
     """
     chosen = resolve(strategy)
-    graph = build_graph(joint, num_primals, num_outputs, module_paths)
-    plan, captured = make_plan(graph, chosen.name, chosen.choose(graph), save_all=SaveAll().choose(graph))
+    graph = build_graph(joint, num_primals, num_outputs, module_paths, as_read=as_read)
+    choice = chosen.choose(graph)
+    if as_read:
+        choice = saved_as_read(graph, choice)
+    plan, captured = make_plan(graph, chosen.name, choice, save_all=SaveAll().choose(graph), as_read=as_read)
     forward, backward = split(graph, captured)
     return Partitioned(plan, forward, backward)
 

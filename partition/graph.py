@@ -26,6 +26,7 @@ from autodiff.ir import shape as tensor_shape
 
 from .normalize import normalize
 from .ops import RANDOM
+from .permuted import permute_once
 
 __all__ = ["Graph", "Node", "build_graph"]
 
@@ -138,7 +139,12 @@ class Graph:
 
 
 def build_graph(
-    joint: Function | Body, num_primals: int, num_outputs: int, module_paths: Mapping[str, str] | None = None
+    joint: Function | Body,
+    num_primals: int,
+    num_outputs: int,
+    module_paths: Mapping[str, str] | None = None,
+    *,
+    as_read: bool = False,
 ) -> Graph:
     """The graph of a joint function in flat form.
 
@@ -146,6 +152,7 @@ def build_graph(
         joint: a function, or its body, which is edited; parameters are ``num_primals`` primals, then grad_outs;
             results are ``num_outputs`` forward outputs, then gradients.
         module_paths: by variable name, where in the user's module a value comes from.
+        as_read: see :func:`partition.partition`.
 
     Raises:
         ValueError: counts that do not fit, a forward output that depends on a grad_out, or a random draw inside.
@@ -159,6 +166,8 @@ def build_graph(
     outputs, gradients = returned[:num_outputs], returned[num_outputs:]
     body.prune()
     normalize(body, outputs)
+    if as_read:
+        permute_once(body, outputs)
     body.prune()
 
     paths = module_paths or {}

@@ -64,6 +64,7 @@ class Plan:
         inputs_only: what recomputing everything from the inputs would cost, with no captures at all.
         notes: what did not go as asked, in sentences.
         fingerprints: a hash of the computation behind each saved value, for :func:`partition.rebuild_backward`.
+        as_read: whether values are saved in the order in which they are read.
     """
 
     strategy: str
@@ -77,6 +78,7 @@ class Plan:
     inputs_only: Cost
     notes: tuple[str, ...]
     fingerprints: Mapping[str, int] = field(repr=False, hash=False)
+    as_read: bool = False
 
     @property
     def bytes(self) -> int:
@@ -136,7 +138,9 @@ def bytes_text(held: Saved | Plan) -> str:
     return f"{held.bytes:,}{formula}"
 
 
-def make_plan(graph: Graph, strategy: str, choice: Choice, *, save_all: Choice) -> tuple[Plan, CapturedSet]:
+def make_plan(
+    graph: Graph, strategy: str, choice: Choice, *, save_all: Choice, as_read: bool = False
+) -> tuple[Plan, CapturedSet]:
     """The plan of a choice, and the captured set that it describes.
 
     Raises:
@@ -174,6 +178,7 @@ def make_plan(graph: Graph, strategy: str, choice: Choice, *, save_all: Choice) 
         inputs_only=_cost(graph, _recomputed(graph, captured_set(graph, Choice(use_outputs=False)))),
         notes=choice.notes,
         fingerprints={name: known[name] for name in (*captured.primals, *captured.outputs, *captured.captures)},
+        as_read=as_read,
     )
     return plan, captured
 

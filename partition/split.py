@@ -51,7 +51,7 @@ def rebuild_backward(joint: Function, plan: Plan, *, num_primals: int, num_outpu
     Raises:
         ValueError: ``joint`` has another forward, or needs a primal that ``plan`` does not save.
     """
-    graph = build_graph(joint, num_primals, num_outputs)
+    graph = build_graph(joint, num_primals, num_outputs, as_read=plan.as_read)
     known = fingerprints(graph)
     held = plan.free + plan.captures
     for saved in plan.captures:

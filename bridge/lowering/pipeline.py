@@ -15,7 +15,7 @@ from typing import Any
 import autodiff
 from autodiff.ir import Function
 from bridge.aten import Imported, import_graph
-from bridge.base.devices import working_for
+from bridge.base.devices import HOST, working_for
 from bridge.base.log import channel
 from bridge.capture import Captured
 from bridge.lowering.lowered import LoweredCall
@@ -79,6 +79,7 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
         num_outputs=lowered.num_results,
         strategy=partition,
         module_paths={name: origin.module for name, origin in sources.items()},
+        as_read=captured.device.type != HOST.type,
     )
     log.info("%s %s", captured.module_name, lowered.plan.summary())
     log.debug("%s", lowered.plan)

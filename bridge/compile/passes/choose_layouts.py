@@ -119,4 +119,5 @@ class _Walk:
             value = operand.value
             if value.source == "node" or (value.source == "param" and alike(operand.shape, value.shape)):
                 return operand
-        return self.placed.pointwise_copy(operand)
+        made = self.placed.copied(operand) if self._products.policy.keeps_order else None
+        return self.placed.pointwise_copy(operand) if made is None else made

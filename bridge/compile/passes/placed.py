@@ -39,6 +39,10 @@ class Placed:
             self._copies[key] = self._add_copy(operand, out or self.fresh(operand.shape, operand.dtype))
         return self._copies[key]
 
+    def copied(self, operand: Operand | Scalar) -> Operand | None:
+        """The copy of an operand's elements in order, if one was made."""
+        return self._copies.get(operand) if isinstance(operand, Operand) else None
+
     def _add_copy(self, operand: Operand | Scalar, out: Value) -> Operand:
         self.nodes.append(Pointwise("copy", (operand,), out))
         return whole(out)
