@@ -23,6 +23,8 @@ everything else is a tensor. A result has the type of what it is the gradient of
                                                  logsumexp)
 ``attention_backward``                           kernel:str, grad_out, q, k, v, out, logsumexp, has_mask:int,
                                                  [attn_mask], is_causal:int, scale:float -> tuple (dq, dk, dv)
+``dropping_attention``,                          as those without dropout, then dropout_p:float, advance:int, state: the
+``dropping_attention_backward``                  generator's before the call, and how far that moves it
 ``convolution``                                  x, weight, (stride), (padding), (dilation), (output_padding),
                                                  transposed:int, groups:int -> y, without a bias
 ``convolution_backward_input``                   grad, weight, (shape of x), then as ``convolution`` -> dx
@@ -66,6 +68,9 @@ everything else is a tensor. A result has the type of what it is the gradient of
 ``draw``                                         name:str, description:str, state, parameters.., then (sizes) if the
                                                  description names some -> tuple (what the library's random operator
                                                  of that name draws, the next state)
+``placed_draw``                                  name:str, description:str, advance:int, state, parameters.. -> what the
+                                                 library's random operator of that name draws from a generator in that
+                                                 state, which it moves on by ``advance``
 ``upsample``                                     x, mode:str, (output size), align_corners:int, then per axis
                                                  scale:float (0: from the sizes) -> y
 ``upsample_backward``                            grad, (shape of x), then as ``upsample`` -> dx
@@ -90,7 +95,10 @@ from tvm import relax
 from autodiff.extents import Dim, Extent
 from autodiff.ir import LIBRARY_PREFIX, Call, Constant, Expr, TensorType, TupleType
 
-__all__ = ["call", "number"]
+__all__ = ["GENERATOR_STATE", "call", "number"]
+
+GENERATOR_STATE = (2,), "uint64"
+"""Shape and type of the state of a GPU's generator: seed and offset, on the host. Nothing else is of this type."""
 
 
 def call(name: str, args: Sequence[Expr], result: TensorType | TupleType) -> Call:

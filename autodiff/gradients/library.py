@@ -42,14 +42,24 @@ def scaled_dot_product_flash_attention(call: Call, y: Var, g: Var, emit: Emit) -
 @library_gradient("library.attention")
 def attention(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """The same of a kernel that is named; ``out`` and its gradient are [batch, row, head, column]."""
+    return _attention("attention_backward", call, y, g, emit)
+
+
+@library_gradient("library.dropping_attention")
+def dropping_attention(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+    """The same; the backward kernel drops what the forward did, from the same state of the generator"""
+    return _attention("dropping_attention_backward", call, y, g, emit)
+
+
+def _attention(backward: str, call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     kernel, q, k, v, *rest = call.args
     out, logsumexp = emit(TupleGetItem(y, 0)), emit(TupleGetItem(y, 1))
     args = [kernel, emit(TupleGetItem(g, 0)), q, k, v, out, logsumexp, *rest]
-    grads = emit(library_call("attention_backward", args, TupleType([q.ty, k.ty, v.ty])))
+    grads = emit(library_call(backward, args, TupleType([q.ty, k.ty, v.ty])))
     return [None, *(TupleGetItem(grads, index) for index in range(3)), *[None] * len(rest)]
 
 
-@checks("library.scaled_dot_product_flash_attention", "library.attention")
+@checks("library.scaled_dot_product_flash_attention", "library.attention", "library.dropping_attention")
 def check_attention_mask(call: Call, active: Collection[Var]) -> str | None:
     """The fused kernels compute no gradient for an additive mask."""
     given = [arg for arg in call.args if not isinstance(arg, StringImm)]
@@ -136,14 +146,24 @@ def recurrent_layer(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]
 @library_gradient("library.draw")
 def draw(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """No gradient, but through a standard gamma (implicit reparameterization: Figurnov et al., 2018)"""
-    name, _, _, *parameters = call.args
-    if str(name.value) != "aten._standard_gamma.default":
-        return [None] * len(call.args)
-    concentration, *sizes = parameters
-    arguments = StringImm('[[{"$tensor": 0}, {"$tensor": 1}], {}]')
-    value, grad = emit(TupleGetItem(y, 0)), emit(TupleGetItem(g, 0))
-    operator = [StringImm("aten._standard_gamma_grad.default"), arguments, concentration, value]
-    return [None, None, None, grad * emit(library_call("operator", operator, concentration.ty)), *[None] * len(sizes)]
+    return _gamma(call, emit(TupleGetItem(y, 0)), emit(TupleGetItem(g, 0)), 3, emit)
+
+
+@library_gradient("library.placed_draw")
+def placed_draw(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+    """The same of a draw that has no next state"""
+    return _gamma(call, y, g, 4, emit)
+
+
+def _gamma(call: Call, value: Expr, grad: Expr, first: int, emit: Emit) -> list[Expr | None]:
+    """``first``: the place of the draw's first parameter."""
+    found: list[Expr | None] = [None] * len(call.args)
+    if str(call.args[0].value) == "aten._standard_gamma.default":
+        concentration = call.args[first]
+        arguments = StringImm('[[{"$tensor": 0}, {"$tensor": 1}], {}]')
+        operator = [StringImm("aten._standard_gamma_grad.default"), arguments, concentration, value]
+        found[first] = grad * emit(library_call("operator", operator, concentration.ty))
+    return found
 
 
 @library_gradient("library.log1p", wide=True)

@@ -7,6 +7,7 @@ from tvm import relax
 
 from autodiff.ir import dtype, shape
 from bridge.aten.dims import numbers_only
+from bridge.aten.placed_draws import state_before
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import aten
 from bridge.capture import TensorForm
@@ -36,23 +37,21 @@ def flash_attention(importer, node, q, k, v, dropout_p=0.0, is_causal=False, *, 
 
 @converts(aten._scaled_dot_product_flash_attention.default)
 def cuda_flash(importer, node, q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    return _attention(importer, "flash", q, k, v, None, dropout_p, is_causal, scale)
+    return _attention(importer, node, "flash", q, k, v, None, dropout_p, is_causal, scale)
 
 
 @converts(aten._scaled_dot_product_efficient_attention.default)
 def cuda_efficient(importer, node, q, k, v, mask, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
-    return _attention(importer, "efficient", q, k, v, mask, dropout_p, is_causal, scale)
+    return _attention(importer, node, "efficient", q, k, v, mask, dropout_p, is_causal, scale)
 
 
 @converts(aten._scaled_dot_product_cudnn_attention.default)
 def cuda_cudnn(importer, node, q, k, v, mask, compute_log_sumexp, dropout_p=0.0, is_causal=False, *_, scale=None):
-    return _attention(importer, "cudnn", q, k, v, mask, dropout_p, is_causal, scale)
+    return _attention(importer, node, "cudnn", q, k, v, mask, dropout_p, is_causal, scale)
 
 
-def _attention(importer, kernel, q, k, v, mask, dropout_p, is_causal, scale):
+def _attention(importer, node, kernel, q, k, v, mask, dropout_p, is_causal, scale):
     """Out and logsumexp of one of CUDA's kernels; nothing in the trace reads what else it returns."""
-    if dropout_p:
-        raise UnsupportedUse("attention with dropout, which draws inside of a kernel that takes no generator")
     if scale is None:
         numbers_only("attention", shape(q)[-1])
         scale = shape(q)[-1] ** -0.5
@@ -61,5 +60,9 @@ def _attention(importer, kernel, q, k, v, mask, dropout_p, is_causal, scale):
     out = TensorForm((batch, rows, heads, shape(v)[-1]), getattr(torch, dtype(q)))
     masks = [] if mask is None else [mask]
     args = [kernel, q, k, v, bool(masks), *masks, bool(is_causal), float(scale)]
-    pair = importer.library("attention", args, (out, TensorForm((batch, heads, *sums), torch.float32)))
+    name = "attention"
+    if dropout_p:
+        state, advance = state_before(importer, node)
+        name, args = "dropping_attention", [*args, float(dropout_p), advance, state]
+    pair = importer.library(name, args, (out, TensorForm((batch, heads, *sums), torch.float32)))
     return importer.emit(op.permute_dims(importer.item(pair, 0), [0, 2, 1, 3])), importer.item(pair, 1)

@@ -1,9 +1,10 @@
 """Chained draws: draws whose distribution is computed, and those after them → library calls, each after the other.
 
-Draws with known parameters are made before a program runs. One like ``torch.bernoulli(p)`` is made inside, where p is
-known, and how far it moves the generator may depend on p; so all that eager draws after it are made inside too. Each
-call takes the generator's state and gives the next: a pure function, which draws the same where it is computed again.
-The first state is an input of the program. The last is a result, which the generator gets once the call has succeeded.
+Draws with known parameters are made before a program runs. On the host, one like ``torch.bernoulli(p)`` is made inside,
+where p is known, and how far it moves the generator may depend on p; so all that eager draws after it are made inside
+too. Each call takes the generator's state and gives the next: a pure function, which draws the same where it is
+computed again. The first state is an input of the program. The last is a result, which the generator gets once the call
+has succeeded. A GPU's are placed draws (:mod:`bridge.aten.placed_draws`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from bridge.base.devices import HOST
 from bridge.base.torch_internals import is_dense
 from bridge.capture import Draw, Parameter
 
-__all__ = ["ChainedDraws", "described_draw"]
+__all__ = ["ChainedDraws", "check_parameters", "described_draw", "drawn_type"]
 
 _DTYPES = "float32 float64 int64 bool float16 bfloat16 int32 uint8 int8 int16".split()
 
@@ -71,28 +72,38 @@ class ChainedDraws:
 
     def _emit(self, index: int, tensors: Sequence[Expr]) -> Expr:
         draw, importer = self._draws[index], self._importer
-        if draw.device != HOST:
+        if draw.device != HOST or importer.captured.device != HOST:
             drawn = f"a random draw ({draw.op}) on {draw.device}"
-            raise UnsupportedUse(f"{drawn} whose distribution, or that of a draw before it, is computed")
-        parameters = [arg for arg in draw.args if isinstance(arg, Parameter)]
-        if len(parameters) != len(tensors):
-            raise UnsupportedUse("a random draw with other parameters than eager's")
-        if not all(_is_plain(parameter) for parameter in parameters):
-            raise UnsupportedUse("a random draw whose parameters overlap in memory", "call .contiguous() on them")
+            raise UnsupportedUse(f"{drawn} where the distribution of one on the host is computed")
+        check_parameters(draw, tensors)
         if self._state is None:
             size = torch.default_generator.get_state().numel()
             self._state = Var(f"draw_{self._first}", TensorType((size,), "uint8"))
             importer.draw_params[self._first] = self._state
-        element_type = str(draw.dtype).removeprefix("torch.")
-        if element_type not in _DTYPES:
-            raise UnsupportedUse(f"random numbers of type {draw.dtype}")
-        types = TupleType([TensorType(draw.shape, element_type), self._state.ty])
+        types = TupleType([drawn_type(draw), self._state.ty])
         description, sizes = described_draw(draw)
         args = [StringImm(draw.op), StringImm(description), self._state, *tensors]
         args += [ShapeExpr(sizes)] if sizes else []
         made = importer.emit(library_call("draw", args, types))
         self._state = importer.item(made, 1)
         return importer.item(made, 0)
+
+
+def check_parameters(draw: Draw, tensors: Sequence[Expr]) -> None:
+    """``UnsupportedUse`` where a draw's parameters cannot be laid out as eager's are."""
+    parameters = [arg for arg in draw.args if isinstance(arg, Parameter)]
+    if len(parameters) != len(tensors):
+        raise UnsupportedUse("a random draw with other parameters than eager's")
+    if not all(_is_plain(parameter) for parameter in parameters):
+        raise UnsupportedUse("a random draw whose parameters overlap in memory", "call .contiguous() on them")
+
+
+def drawn_type(draw: Draw) -> TensorType:
+    """The type in which eager draws it."""
+    element_type = str(draw.dtype).removeprefix("torch.")
+    if element_type not in _DTYPES:
+        raise UnsupportedUse(f"random numbers of type {draw.dtype}")
+    return TensorType(draw.shape, element_type)
 
 
 def _is_plain(parameter: Parameter) -> bool:

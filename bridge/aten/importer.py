@@ -32,6 +32,7 @@ from bridge.aten.dims import dims, has_extents, same_shape
 from bridge.aten.draws import ChainedDraws
 from bridge.aten.imported import Imported
 from bridge.aten.number_checks import computed_numbers, first_broken, holds
+from bridge.aten.placed_draws import unplaced
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse
 from bridge.aten.sizes import is_size, size
 from bridge.base.devices import HOST
@@ -265,7 +266,7 @@ def import_graph(captured: Captured) -> Imported:
         CompilationError: a conversion failed; names the operator and the user's line.
     """
     unknown = _unknown_types(captured)
-    problems = [*captured.problems, *computed_numbers(captured), *unknown]
+    problems = [*captured.problems, *computed_numbers(captured), *unplaced(captured), *unknown]
     if unknown:
         raise UnsupportedModule(captured.module_name, problems)
     importer = Importer(captured)

@@ -14,6 +14,7 @@ from autodiff.ir import Expr, TensorType, Var, dtype, shape
 from bridge.aten.derivative import with_derivative
 from bridge.aten.dims import numbers_only, same_shape
 from bridge.aten.norm import moments, rstd_of
+from bridge.aten.placed_draws import placed_draw
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.aten.whole import whole
 from bridge.base.devices import HOST
@@ -108,7 +109,12 @@ def computed_draw(importer, node, *args, **kwargs):
     tensors = [arg for arg in args if isinstance(arg, Expr)]
     if node.target is aten.bernoulli.Tensor:  # the first is only filled
         tensors = tensors[1:]
-    return importer.cast(importer.draws.make(importer.captured.draw_of[node.name], tensors), importer.out_dtype(node))
+    index = importer.captured.draw_of[node.name]
+    if importer.captured.draws[index].is_placed:
+        made = placed_draw(importer, node, tensors)
+    else:
+        made = importer.draws.make(index, tensors)
+    return importer.cast(made, importer.out_dtype(node))
 
 
 @converts(aten.native_layer_norm.default)

@@ -5,14 +5,29 @@ A CUDA generator is a seed and an offset, kept on the host: to read or to set th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from bridge.base.devices import HOST
+from bridge.base.locks import free_in_children
 
-__all__ = ["default_generator", "generator_device", "gpus_in_use", "of_gpus", "on_side_states"]
+__all__ = [
+    "MOVING",
+    "at_state",
+    "default_generator",
+    "generator_device",
+    "gpus_in_use",
+    "of_gpus",
+    "offset_of",
+    "on_side_states",
+    "own_at",
+]
+
+MOVING = free_in_children(threading.RLock())
+"""Held while a GPU's generator is read and moved, or is elsewhere for a moment: of two threads here, one is first."""
 
 
 def generator_device(device: torch.device) -> torch.device:
@@ -26,6 +41,11 @@ def default_generator(device: torch.device) -> torch.Generator:
     """torch's default generator of a device."""
     owner = generator_device(device)
     return torch.default_generator if owner == HOST else torch.cuda.default_generators[owner.index]
+
+
+def offset_of(generator: torch.Generator) -> int | None:
+    """A GPU's generator → how far it has moved since it was seeded; the host's → ``None``, it has no such number."""
+    return None if generator.device == HOST else generator.get_offset()
 
 
 def of_gpus() -> list[torch.Generator]:
@@ -51,3 +71,35 @@ def on_side_states(generator: torch.Generator, side: torch.Generator) -> Iterato
     finally:
         side.set_state(generator.get_state())
         generator.set_state(before)
+
+
+@contextmanager
+def at_state(generator: torch.Generator, seed: int, offset: int) -> Iterator[None]:
+    """While active, a GPU's generator is at this seed and offset; then it is put back.
+
+    For operators that take no generator. What another thread draws from it meanwhile is of this state, and does not
+    move it on.
+    """
+    with MOVING:
+        before = generator.initial_seed(), generator.get_offset()
+        _move(generator, seed, offset)
+        try:
+            yield
+        finally:
+            _move(generator, *before)
+
+
+def own_at(device: torch.device, state: torch.Tensor) -> torch.Generator:
+    """A generator of its own at a seed and an offset; on the host, where there are no offsets, seeded with both."""
+    seed, offset = state.tolist()
+    if device.type == HOST.type:
+        return torch.Generator().manual_seed((seed + offset) % 2**63)
+    generator = torch.Generator(device).manual_seed(seed)
+    generator.set_offset(offset)
+    return generator
+
+
+def _move(generator: torch.Generator, seed: int, offset: int) -> None:
+    if generator.initial_seed() != seed:
+        generator.manual_seed(seed)
+    generator.set_offset(offset)

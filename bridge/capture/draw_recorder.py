@@ -12,7 +12,8 @@ from bridge.capture.generator_watch import unwatched
 from bridge.capture.isolated_rng import with_generator
 from bridge.capture.observation import Draw, Operand, Parameter
 from bridge.capture.op_trace import OpTrace
-from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS
+from bridge.capture.passes.attention_draws import attention_rate, is_attention
+from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, CUDA_ATTENTION
 
 __all__ = ["DrawRecorder", "record_draws"]
 
@@ -27,7 +28,8 @@ class DrawRecorder(TorchDispatchMode):
     """Appends a :class:`Draw` for every random operator that runs; tells what it cannot express.
 
     With a ``trace``, every operator is written down there. ``differentiates``: whether one ran in a backward.
-    ``inputs``: module tensors and arguments, in whose memory a dropout may read.
+    ``inputs``: module tensors and arguments, in whose memory a dropout may read. ``advance``: how far the last draw
+    moved its generator.
     """
 
     def __init__(
@@ -36,8 +38,10 @@ class DrawRecorder(TorchDispatchMode):
         complain: Callable[[str, str], None],
         trace: OpTrace | None = None,
         inputs: Sequence[torch.Tensor] = (),
+        advance: Callable[[], int | None] = lambda: None,
     ):
         super().__init__()
+        self._advance = advance
         self._inputs = {storage_id(tensor): (index, tensor) for index, tensor in reversed(list(enumerate(inputs)))}
         self.draws = draws
         self.complain = complain
@@ -59,11 +63,16 @@ class DrawRecorder(TorchDispatchMode):
                 self.in_backward = True  # said once
                 reason = "runs autograd inside forward: its result is a constant"
                 self.complain("torch.autograd.grad or backward", reason)
-        if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args):
+        if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs or {}):
             self._record(func, args, kwargs or {}, result)
         return result
 
     def _record(self, func, args, kwargs, result) -> None:
+        if func in CUDA_ATTENTION:
+            out, rate = result[0], attention_rate(func, args, kwargs)
+            form = str(func), tuple(out.shape), (), out.dtype, (rate,), (), out.device
+            self.draws.append(Draw(*form, advance=self._advance()))
+            return
         operand = None
         if func is aten.native_dropout.default:  # on a GPU, or called by name: the mask is what was drawn
             if not 0 < args[1] < 1:  # torch.nn.functional.dropout does not get here
@@ -91,9 +100,8 @@ class DrawRecorder(TorchDispatchMode):
                 return
             rest = [_parameter(value) if isinstance(value, torch.Tensor) else value for value in rest]
         shape, given = tuple(result.shape), tuple(kwargs.items())
-        self.draws.append(
-            Draw(str(func), shape, result.stride(), result.dtype, tuple(rest), given, result.device, operand)
-        )
+        form = str(func), shape, result.stride(), result.dtype, tuple(rest), given, result.device, operand
+        self.draws.append(Draw(*form, advance=self._advance()))
 
     def _operand(self, tensor: torch.Tensor) -> Operand:
         of, first = self._inputs.get(storage_id(tensor), (None, None))
@@ -113,11 +121,7 @@ def _only_filled(func) -> bool:
     return packet.endswith(("_", "_like", "dropout")) or str(func) == "aten.bernoulli.p"
 
 
-def _draws_nothing(func, args) -> bool:
-    name = str(func)
+def _draws_nothing(func, args, kwargs) -> bool:
     if func is aten.native_dropout.default:  # train=None is true
         return args[2] is False or args[0].numel() == 0
-    # tagged, but random only when asked for dropout
-    if "scaled_dot_product" in name:
-        return not any(isinstance(arg, float) and arg > 0 for arg in args[3:])
-    return False
+    return is_attention(func) and not attention_rate(func, args, kwargs)

@@ -69,8 +69,9 @@ def real_run(
     parameters = [tensor for spec, tensor in zip(tensors, owned, strict=True) if spec.kind == "parameter"]
     asked, reader, graphs = times_asked(), NumberReader(), nullcontext if differentiates else _nothing_saved
     try:
-        with IsolatedRNG(), graphs(), reading(module, reader) if readings else nullcontext():
-            run = observe(module, state, parameters, [*owned, *arguments], args, kwargs, nullcontext(), traced=False)
+        with IsolatedRNG() as isolated, graphs(), reading(module, reader) if readings else nullcontext():
+            given = module, state, parameters, [*owned, *arguments], args, kwargs, nullcontext()
+            run = observe(*given, traced=False, advance=lambda: isolated.advance)
         if not same_numbers(reader.readings, readings):
             hint = "do not let forward depend on what is left of earlier calls"
             return run, [Unsupported("a number that forward reads", "forward", "differs when it is read again", hint)]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bridge.base.devices import HOST
-from bridge.base.generators import default_generator, generator_device, on_side_states
+from bridge.base.generators import default_generator, generator_device, offset_of, on_side_states
 from bridge.base.torch_internals import TorchDispatchMode, overload_packet, pytree, schema
 
 __all__ = ["IsolatedRNG", "with_generator"]
@@ -24,7 +24,12 @@ class IsolatedRNG(TorchDispatchMode):
 
     An operator that takes no generator (``native_dropout``, which is a GPU's dropout) moves the default one, which is
     put back; so is, at the end, a generator that the code itself passes to an operator.
+
+    Attributes:
+        advance: how far the last draw moved a GPU's offset.
     """
+
+    advance: int | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,10 +47,15 @@ class IsolatedRNG(TorchDispatchMode):
         device = generator_device(_device(args, kwargs))
         if device not in self._generators:
             self._generators[device] = _twin(device)
+        generator = self._generators[device]
+        before = offset_of(generator)
         if (taker := with_generator(func)) is not None:
-            return taker(*args, **kwargs, generator=self._generators[device])
-        with on_side_states(default_generator(device), self._generators[device]):
-            return func(*args, **kwargs)
+            result = taker(*args, **kwargs, generator=generator)
+        else:
+            with on_side_states(default_generator(device), generator):
+                result = func(*args, **kwargs)
+        self.advance = None if before is None else offset_of(generator) - before
+        return result
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)

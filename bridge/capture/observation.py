@@ -55,6 +55,7 @@ class Draw:
         kwargs: its keyword arguments.
         device: of the tensor, and of the generator that it is drawn from.
         operand: what a fused dropout (``aten.native_dropout``) reads; the tensor that it fills is the mask.
+        advance: how far a placed draw moves its generator's offset; ``None`` where it was not measured.
     """
 
     op: str
@@ -65,10 +66,24 @@ class Draw:
     kwargs: tuple[tuple[str, Any], ...] = ()
     device: torch.device = HOST
     operand: Operand | None = None
+    advance: int | None = field(compare=False, default=None)
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether the program makes it from the generator's state at its place, which is known before the program runs.
+
+        The dropout of fused attention, which is drawn inside of its kernel, and a GPU's draw with computed parameters:
+        how far these move the generator depends on no number.
+        """
+        return "_scaled_dot_product_" in self.op or (self.device != HOST and self._has_parameters)
 
     @property
     def is_computed(self) -> bool:
-        """Whether its distribution depends on tensors: it can be made only where they are known."""
+        """Whether the program makes it, and all after it: how far it moves the generator depends on tensors."""
+        return self._has_parameters and not self.is_placed
+
+    @property
+    def _has_parameters(self) -> bool:
         return any(isinstance(arg, Parameter) for arg in self.args)
 
 

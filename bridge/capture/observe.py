@@ -9,7 +9,7 @@ that the compiled module must reproduce; what cannot be reproduced is refused by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -44,6 +44,7 @@ def observe(
     mode: AbstractContextManager,
     *,
     traced: bool = True,
+    advance: Callable[[], int | None] = lambda: None,
 ) -> Observation:
     """Runs ``module``, on fake tensors unless told otherwise, and reports what eager does.
 
@@ -55,12 +56,13 @@ def observe(
         args, kwargs: the sample with fake tensors in it.
         mode: the fake mode that all of them belong to; of real ones, a context that does nothing.
         traced: whether the trace is wanted. It keeps every tensor until it is complete.
+        advance: how far the last draw moved its generator.
     """
     argument_leaves, argument_spec = pytree.tree_flatten((args, kwargs))
     rules = InPlaceRules(argument_leaves, parameters)
     observation = Observation(unsupported=rules.unsupported)
     trace = OpTrace(inputs) if traced else None
-    draws = DrawRecorder(observation.draws, rules.complain, trace, inputs)
+    draws = DrawRecorder(observation.draws, rules.complain, trace, inputs, advance)
     recorders = InPlaceWatcher(rules, observation.calls), draws
     geometry = [_geometry(tensor) for tensor in inputs]
     number_indices = NumberIndices()

@@ -20,6 +20,7 @@ from bridge.base.torch_internals import FakeTensor, FakeTensorMode, OpOverload, 
 from bridge.capture.draw_recorder import record_draws
 from bridge.capture.number_index import PositionsAreZero
 from bridge.capture.observation import Draw
+from bridge.capture.passes.attention_draws import attention_rate, is_attention
 from bridge.capture.passes.kinds import kind_key, stand_in
 from bridge.capture.passes.size_nodes import is_of_sizes
 from bridge.capture.passes.stop_gradient import origin_of
@@ -135,7 +136,7 @@ def _is_random(node: fx.Node) -> bool:
     if node.target is aten.native_dropout.default:
         value, rate, train = node.args
         return bool(train) and 0 < rate < 1 and value.meta["val"].numel() > 0
-    return "scaled_dot_product" not in str(node.target)
+    return not is_attention(node.target) or attention_rate(node.target, node.args, node.kwargs) > 0
 
 
 def _fake_placeholder(mode: FakeTensorMode, node: fx.Node) -> Any:

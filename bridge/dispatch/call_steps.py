@@ -92,7 +92,8 @@ class Draws(CallStep):
         name_of = dict(zip(self.used, self.names, strict=True))
         first = next((place for place, draw in enumerate(self.draws) if draw.is_computed), len(self.draws))
         made = [
-            f"{name_of.get(place, 'unused')} = {'the state for ' * (place in self.computed)}{_draw(draw)}"
+            f"{name_of.get(place, 'unused')} = "
+            f"{'the state for ' * (place in self.computed or draw.is_placed)}{_draw(draw)}"
             for place, draw in enumerate(self.draws[:first])
         ]
         if first < len(self.draws):

@@ -1,18 +1,20 @@
 """Scaled dot-product attention by torch's fused kernels, and its VJP: the one for CPUs, those of CUDA.
 
-On CUDA, which of its kernels eager takes is decided where the graph is traced; a call names it. Their dropout draws
-from the generator inside of the kernel: calls are without.
+On CUDA, which of its kernels eager takes is decided where the graph is traced; a call names it. What a kernel drops it
+draws from the GPU's default generator, which for that moment is put where it is at this place of the program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
+from bridge.base.generators import at_state, default_generator
 from bridge.base.torch_internals import aten
+from bridge.library.attention_kernels import FORMULA, KERNELS, SUMS, Dropout, Kernel
 from bridge.library.registry import library_function
 
 __all__: list[str] = []
@@ -43,88 +45,6 @@ def flash_attention_backward(grad_out, q, k, v, out, logsumexp, has_mask, *rest)
     )
 
 
-class _Kernel(NamedTuple):
-    """One of CUDA's kernels, without dropout.
-
-    Attributes:
-        forward: ``(q, k, v, mask, is_causal, scale)`` → out, logsumexp, and more.
-        backward: ``(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale)`` → dq, dk, dv, and more.
-    """
-
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-
-
-def _flash(q, k, v, mask, is_causal, scale):
-    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)
-
-
-def _flash_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale):
-    seed = q.new_empty(2, dtype=torch.uint64)  # of the dropout: not read
-    rest = [None, None, q.shape[2], k.shape[2], 0.0, is_causal, seed, seed[1]]
-    return aten._scaled_dot_product_flash_attention_backward(grad_out, q, k, v, out, logsumexp, *rest, scale=scale)
-
-
-def _efficient(q, k, v, mask, is_causal, scale):
-    return aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, is_causal, scale=scale)
-
-
-def _efficient_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale):
-    seed = q.new_empty((), dtype=torch.int64)
-    wanted = [True, True, True, False]
-    return aten._scaled_dot_product_efficient_attention_backward(
-        grad_out, q, k, v, mask, out, logsumexp, seed, seed, 0.0, wanted, is_causal, scale=scale
-    )
-
-
-def _cudnn(q, k, v, mask, is_causal, scale):
-    return aten._scaled_dot_product_cudnn_attention(q, k, v, mask, True, 0.0, is_causal, False, scale=scale)
-
-
-def _cudnn_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale):
-    # torch keeps cuDNN's plans by the layout of q, k and v, each for an out that lies as q does, and would read another
-    # out as if it lay so. Here all of them lie as (batch, row, head, column).
-    grad_out, q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad_out, q, k, v))
-    seed = q.new_empty((), dtype=torch.int64)
-    rest = [seed, seed, mask, None, None, q.shape[2], k.shape[2], 0.0, is_causal]
-    return aten._scaled_dot_product_cudnn_attention_backward(grad_out, q, k, v, out, logsumexp, *rest, scale=scale)
-
-
-def _weights(q, k, mask, is_causal, scale):
-    scores = q @ k.mT * scale
-    if is_causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-    return scores if mask is None else scores + mask
-
-
-def _formula(q, k, v, mask, is_causal, scale):
-    scores = _weights(q, k, mask, is_causal, scale)
-    return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)
-
-
-def _formula_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale):
-    weights = torch.softmax(_weights(q, k, mask, is_causal, scale), -1)
-    d_scores = weights * (grad_out @ v.mT - (grad_out * out).sum(-1, keepdim=True)) * scale
-    return d_scores @ k, d_scores.mT @ q, weights.mT @ grad_out
-
-
-FORMULA = _Kernel(_formula, _formula_backward)
-"""What they all compute, for checks: in float64, which no kernel takes, and elsewhere than on a GPU."""
-
-_SUMS = {
-    "flash": lambda sums: sums,
-    "efficient": lambda sums: torch.nn.functional.pad(sums, (0, -sums.shape[-1] % 32)),
-    "cudnn": lambda sums: sums.unsqueeze(-1),
-}
-"""The formula's logsumexp in each kernel's form."""
-
-KERNELS = {
-    "flash": _Kernel(_flash, _flash_backward),
-    "efficient": _Kernel(_efficient, _efficient_backward),
-    "cudnn": _Kernel(_cudnn, _cudnn_backward),
-}
-"""By the word that torch's operator has in its name."""
-
 _ALIGNMENT = 16
 """Bytes that rows of a mask begin at a multiple of."""
 
@@ -132,24 +52,58 @@ _ALIGNMENT = 16
 @library_function("attention")
 def attention(kernel, q, k, v, has_mask, *rest):
     mask, (is_causal, scale) = _attention_mask(has_mask, rest)
-    given = [*map(_dense_columns, (q, k, v)), _aligned(mask), bool(is_causal), scale]
-    compute = _kernel(kernel, q)
-    out, logsumexp, *_ = compute.forward(*given)
-    if compute is FORMULA:
-        logsumexp = _SUMS[kernel](logsumexp)
-    return out.transpose(1, 2), logsumexp
+    return _forward(kernel, q, k, v, mask, is_causal, scale)
 
 
 @library_function("attention_backward")
 def attention_backward(kernel, grad_out, q, k, v, out, logsumexp, has_mask, *rest):
     mask, (is_causal, scale) = _attention_mask(has_mask, rest)
+    return _backward(kernel, grad_out, q, k, v, mask, out, logsumexp, is_causal, scale)
+
+
+@library_function("dropping_attention")
+def dropping_attention(kernel, q, k, v, has_mask, *rest):
+    """``RuntimeError`` where the generator does not move by ``advance``: draws after it would not be eager's."""
+    mask, (is_causal, scale, rate, advance, state) = _attention_mask(has_mask, rest)
+    with _drawing(q.device, advance, state) if _kernel(kernel, q) is not FORMULA else nullcontext():
+        return _forward(kernel, q, k, v, mask, is_causal, scale, Dropout(rate, state))
+
+
+@library_function("dropping_attention_backward")
+def dropping_attention_backward(kernel, grad_out, q, k, v, out, logsumexp, has_mask, *rest):
+    mask, (is_causal, scale, rate, _, state) = _attention_mask(has_mask, rest)
+    dropout = Dropout(rate, state)
+    return _backward(kernel, grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout)
+
+
+@contextmanager
+def _drawing(device: torch.device, advance: int, state: Tensor) -> Iterator[None]:
+    """While active, a device's default generator is in this state; then it has moved by ``advance`` and is put back."""
+    generator, (seed, offset) = default_generator(device), state.tolist()
+    with at_state(generator, seed, offset):
+        yield
+        moved = generator.get_offset() - offset
+    if moved != advance:
+        raise RuntimeError(f"attention's dropout moved the generator by {moved}, where eager's moved it by {advance}")
+
+
+def _forward(name, q, k, v, mask, is_causal, scale, dropout=None):
+    given = [*map(_dense_columns, (q, k, v)), _aligned(mask), bool(is_causal), scale, dropout]
+    compute = _kernel(name, q)
+    out, logsumexp, *_ = compute.forward(*given)
+    if compute is FORMULA:
+        logsumexp = SUMS[name](logsumexp).float()
+    return out.transpose(1, 2), logsumexp
+
+
+def _backward(name, grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout=None):
     grad_out, q, k, v = map(_dense_columns, (grad_out.transpose(1, 2), q, k, v))
     out = out.contiguous().transpose(1, 2)
-    given = [grad_out, q, k, v, _aligned(mask), out, logsumexp, bool(is_causal), scale]
-    return tuple(_kernel(kernel, q).backward(*given)[:3])
+    given = [grad_out, q, k, v, _aligned(mask), out, logsumexp, bool(is_causal), scale, dropout]
+    return tuple(_kernel(name, q).backward(*given)[:3])
 
 
-def _kernel(name: str, q: Tensor) -> _Kernel:
+def _kernel(name: str, q: Tensor) -> Kernel:
     return KERNELS[name] if q.is_cuda and q.dtype is not torch.float64 else FORMULA
 
 

@@ -1,4 +1,4 @@
-"""Random draws inside a program: eager's operator, from a generator's state to the next."""
+"""Random draws inside a program: eager's operator, from a generator in the state that eager's is in at its place."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bridge.base.generators import offset_of, own_at
 from bridge.base.torch_internals import schema
 from bridge.capture import with_generator
 from bridge.library.registry import library_function
@@ -16,7 +17,29 @@ __all__: list[str] = []
 
 @library_function("draw")
 def draw(name, description, state, *given):
-    """What eager's operator draws from a generator in this state, and the state that it leaves.
+    """What eager's operator draws from a generator in this state, and the state that it leaves."""
+    generator = torch.Generator()
+    generator.set_state(state)
+    return _drawn(name, description, generator, given), generator.get_state()
+
+
+@library_function("placed_draw")
+def placed_draw(name, description, advance, state, *parameters):
+    """What eager's operator draws from a GPU's generator at this seed and offset.
+
+    Raises:
+        RuntimeError: it moves the generator by something else than ``advance``: draws after it would not be eager's.
+    """
+    generator = own_at(parameters[0].device, state)
+    before = offset_of(generator)
+    made = _drawn(name, description, generator, parameters)
+    if before is not None and (moved := offset_of(generator) - before) != advance:
+        raise RuntimeError(f"{name} moved the generator by {moved}, where eager's moved it by {advance}")
+    return made
+
+
+def _drawn(name, description, generator, given):
+    """What an operator draws, on the generator's device.
 
     Parameters have the types that they have in eager, which decide about the bits, also where a check computes what is
     around in float64.
@@ -39,13 +62,11 @@ def draw(name, description, state, *given):
     missing = sum(not argument.kwarg_only for argument in schema(operator).arguments) - len(args)
     if missing and str(schema(operator).arguments[0].type) == "Tensor" and _fills(operator):
         shape, stride, dtype = described["result"]
-        args.insert(0, torch.empty_strided(shape, stride, dtype=getattr(torch, dtype)))
-    generator = torch.Generator()
-    generator.set_state(state)
+        args.insert(0, torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=generator.device))
     made = with_generator(operator)(*args, **kwargs, generator=generator)
     if wide := [tensor.dtype for tensor in tensors if tensor.dtype is torch.float64]:  # a check, see above
         made = made.to(wide[0]) if made.is_floating_point() else made
-    return made, generator.get_state()
+    return made
 
 
 def _fills(operator: Any) -> bool:
@@ -59,5 +80,5 @@ def _laid_out(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:
     if list(tensor.stride()) == stride:
         return tensor
     once = tensor[tuple(slice(0, 1) if not step else slice(None) for step in stride)]
-    own = torch.empty_strided(once.shape, stride, dtype=tensor.dtype).copy_(once)
+    own = torch.empty_strided(once.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(once)
     return own.expand(tensor.shape)

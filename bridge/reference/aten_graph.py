@@ -10,9 +10,11 @@ import torch
 from torch import fx
 
 from autodiff.dropout import keep_scale
-from bridge.aten import Imported
+from bridge.aten import Imported, described_draw
+from bridge.base.generators import at_state, default_generator
 from bridge.base.torch_internals import aten
-from bridge.capture import RECURRENT_LAYERS, STOP_GRADIENT, Captured, Parameter
+from bridge.capture import RECURRENT_LAYERS, STOP_GRADIENT, Captured, Draw, Parameter
+from bridge.library import FUNCTIONS
 from bridge.reference.draws import Drawn
 from bridge.reference.relax import Run
 
@@ -78,7 +80,10 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
         index = captured.draw_of[node.name]
         count = len([arg for arg in captured.draws[index].args if isinstance(arg, Parameter)])
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)] if count else []
-        draw = drawn.at(index, tensors[len(tensors) - count :])  # what is only filled comes before the parameters
+        parameters = tensors[len(tensors) - count :]  # what is only filled comes before them
+        draw = drawn.at(index, parameters)
+        if captured.draws[index].is_placed:
+            return _placed(node, captured.draws[index], args, kwargs, parameters, draw)
         if node.target is aten.native_dropout.default and draw is not None:
             x, rate = args[:2]
             scale = keep_scale(float(rate), str(x.dtype).removeprefix("torch."))
@@ -86,3 +91,14 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
         if draw is not None:
             return draw.to(node.meta["val"].dtype)
     return node.target(*args, **kwargs)
+
+
+def _placed(
+    node: fx.Node, draw: Draw, args: tuple, kwargs: dict[str, Any], parameters: list[torch.Tensor], state: torch.Tensor
+) -> Any:
+    """What is drawn inside of the program, from the generator's state at its place."""
+    if parameters:
+        made = FUNCTIONS["placed_draw"](draw.op, described_draw(draw)[0], draw.advance, state, *parameters)
+        return made.to(node.meta["val"].dtype)
+    with at_state(default_generator(draw.device), *state.tolist()):
+        return node.target(*args, **kwargs)

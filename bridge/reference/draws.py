@@ -18,8 +18,8 @@ class Drawn:
 
     Args:
         draws: what eager draws, in order.
-        given: of those that are made before the program, the tensor by index; of the first computed one, the
-            generator's state, from which it and those after it are made (:mod:`bridge.aten.draws`).
+        given: of those that are made before the program, the tensor by index; of placed ones the generator's state; of
+            the first computed one as well, from which it and those after it are made (:mod:`bridge.aten.draws`).
     """
 
     def __init__(self, draws: Sequence[Draw], given: Mapping[int, torch.Tensor]):

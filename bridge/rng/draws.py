@@ -3,7 +3,8 @@
 Each is made on its device, from that device's default generator. On the CPU, Bernoulli draws that follow each other,
 dropout masks first of all, are made by compiled code (:mod:`bridge.rng.cpu`) where that is faster and gives torch's
 bits; a GPU's dropout masks by the kernel that eager's dropout is (:mod:`bridge.rng.fused`); everything else by torch.
-Where the program computes a GPU's mask, the generator's state takes its place (:mod:`bridge.rng.states`).
+Where the program computes a GPU's mask, or makes a GPU's draw in its place, the generator's state is made instead
+(:mod:`bridge.rng.states`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from bridge.base.torch_internals import schema
 from bridge.capture import Draw, with_generator
 from bridge.rng import cpu as mt19937
 from bridge.rng.fused import NATIVE_DROPOUT, FusedDropout
-from bridge.rng.states import GeneratorStates
+from bridge.rng.states import states_of_masks, states_of_placed
 from bridge.rng.undo import undo_draws
 
 __all__ = ["Draws"]
@@ -71,25 +72,31 @@ class Draws:
                     module_name, [Unsupported(draws[index].op, module_name, "not a dropout's draw")]
                 )
         self._device = device
-        self._moved = {index for index, draw in enumerate(draws) if draw.device != device and index not in computed}
+        self._moved = {
+            index
+            for index, draw in enumerate(draws)
+            if draw.device != device and not draw.is_placed and index not in computed
+        }
         values = set(used).difference(masks)  # those that have to be of the draw's dtype
         chained = next((index for index, draw in enumerate(draws) if draw.is_computed), None)
         draws = draws[:chained]
 
         def kind(item: tuple[int, Draw]) -> tuple:
             index, draw = item
-            return draw.op, draw.device, index in computed
+            return draw.op, draw.device, draw.is_placed, index in computed
 
-        for (op, device, is_computed), group in groupby(enumerate(draws), key=kind):
-            if is_computed:
-                made = [GeneratorStates([draw for _, draw in group]).draw]
+        for (op, device, is_placed, is_computed), group in groupby(enumerate(draws), key=kind):
+            if is_placed:
+                made = [states_of_placed([draw for _, draw in group]).draw]
+            elif is_computed:
+                made = [states_of_masks([draw for _, draw in group]).draw]
             elif op == _BERNOULLI and device == HOST:
                 made = _bernoullis([(draw, index in values) for index, draw in group])
             else:
                 made = [_replay(draw, module_name) for _, draw in group]
             self._makers += [(generator_device(device), maker) for maker in made]
         self._on_gpu = any(owner.type == "cuda" for owner, _ in self._makers)
-        self._reads_state = bool(computed)
+        self._reads_state = bool(computed) or any(draw.is_placed for draw in draws)
         self._devices = tuple({device: None for device, _ in self._makers})
         if chained is not None:
             self._makers.append((HOST, _state))
@@ -104,8 +111,8 @@ class Draws:
             inputs: module tensors and arguments of the call.
 
         Raises:
-            GuardFailure: a CUDA graph is being captured, and masks are computed: a replay would find the state of now
-                again and again. Nothing is drawn yet.
+            GuardFailure: a CUDA graph is being captured, and the program takes the generator's state: a replay would
+                find that of now again and again. Nothing is drawn yet.
         """
         if self._reads_state:
             self._refuse_capture()

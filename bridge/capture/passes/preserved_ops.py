@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bridge.base.torch_internals import aten
 
-__all__ = ["COMPUTED_DRAWS", "PRESERVED", "PRESERVED_ABOVE_AUTOGRAD", "UPSAMPLES", "WHOLE"]
+__all__ = ["COMPUTED_DRAWS", "CUDA_ATTENTION", "PRESERVED", "PRESERVED_ABOVE_AUTOGRAD", "UPSAMPLES", "WHOLE"]
 
 
 #: Computed by torch's own kernel, with torch's own derivative: see :mod:`bridge.aten.whole`. They are deterministic,
@@ -150,6 +150,13 @@ COMPUTED_DRAWS = (
     aten._standard_gamma.default,
 )
 
+#: CUDA's fused kernels, which drop inside.
+CUDA_ATTENTION = (
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+)
+
 #: Interpolations, with torch's name for the library's mode: torch has kernels for both directions.
 UPSAMPLES = {
     getattr(aten, f"{prefix}upsample_{mode}"): mode
@@ -165,6 +172,7 @@ UPSAMPLES = {
 PRESERVED = (
     *WHOLE,
     *COMPUTED_DRAWS,
+    *CUDA_ATTENTION,
     aten.linalg_householder_product.default,
     aten.ormqr.default,
     *(overload for packet in UPSAMPLES for overload in (packet.default, packet.vec)),
@@ -175,9 +183,6 @@ PRESERVED = (
     aten._weight_norm_interface.default,  # of half types, torch's kernel computes in float32 and rounds once
     aten._prelu_kernel.default,  # its weight's gradient would multiply by what it does not depend on
     aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
     aten.adaptive_avg_pool1d.default,
     aten.addcdiv.default,
     aten.addcmul.default,

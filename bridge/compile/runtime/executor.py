@@ -16,6 +16,7 @@ from operator import attrgetter
 import torch
 from torch.autograd import profiler
 
+from bridge.base.devices import HOST
 from bridge.base.tensor_properties import Checks, is_nested, tensor_checks
 from bridge.base.torch_internals import empty_strided
 from bridge.compile.backend import Built
@@ -40,7 +41,7 @@ class Executor:
         actions: they as functions of the registers, each with the slots that it is the last to use.
 
     Args:
-        device: of the inputs.
+        device: of the inputs, but for states of generators.
         prepare: called before each run, in the thread that runs.
         empty: shape, strides, element type → memory of a result.
         pool: of blocks on the device; the host's unless given.
@@ -71,7 +72,11 @@ class Executor:
         actions = [bind(step, functions, arrays) for step in steps]
         self.actions = tuple(zip(actions, last_uses(steps, kept), strict=True))
         self._static_views = [bind(view, {}, {}) for view in layout.views]
-        self._forms = [(torch.Size(param.shape), param.torch_dtype, device) for param in layout.params]
+        places = [HOST if param.lies_on_host else device for param in layout.params]
+        self._forms = [
+            (torch.Size(param.shape), param.torch_dtype, place)
+            for param, place in zip(layout.params, places, strict=True)
+        ]
         self._fresh = [
             (made.slot, partial(empty, made.shape, dense_strides(made.shape), made.torch_dtype))
             for made in layout.fresh

@@ -9,6 +9,7 @@ import torch
 
 from autodiff.extents import Dim
 from autodiff.ir import itemsize
+from autodiff.library import GENERATOR_STATE
 from bridge.compile.runtime.instructions import View
 
 __all__ = ["Layout", "Register"]
@@ -31,6 +32,11 @@ class Register:
     @property
     def nbytes(self) -> Dim:
         return self.numel * itemsize(self.dtype)
+
+    @property
+    def lies_on_host(self) -> bool:
+        """Whether it is the state of a GPU's generator, which library functions read on the host."""
+        return (self.shape, self.dtype) == GENERATOR_STATE
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -12,7 +12,10 @@ from tvm.relax import ShapeExpr, TupleGetItem, op
 
 from autodiff import library
 from autodiff.ir import StringImm
+from bridge.base.devices import HOST
+from bridge.base.generators import own_at
 from bridge.library import FUNCTIONS
+from bridge.library.attention_kernels import FORMULA, Dropout
 from tests.autodiff.evaluate import tensor_type
 from tests.autodiff.gradcheck import draw
 from tests.autodiff.samples import sample
@@ -79,27 +82,36 @@ for _masked, _causal in [(False, 0), (False, 1), (True, 0)]:
     _attention(_masked, _causal)
 
 
-def _named_attention(masked, causal):
+def _named_attention(masked, causal, rate=0.0):
     """As :func:`_attention`, by a kernel that is named; its output's rows are before its heads."""
     mask = torch.where(draw(4, 4) > -1, 0.0, -1e4).double()
 
-    def build(scope, q, k, v):
+    def build(scope, q, k, v, *state):
         more = [relax.const(mask.numpy(), "float64")] if masked else []
         args = [StringImm("flash"), q, k, v, relax.prim_value(len(more)), *more]
+        args += [relax.prim_value(causal), relax.prim_value(0.25)]
+        args += [relax.prim_value(rate), relax.prim_value(8), *state] if rate else []
         out = relax.TensorType((2, 4, 2, 8), "float64")
-        result = relax.TupleType([out, relax.TensorType((2, 2, 4), "float64")])
-        made = scope.emit(library.call("attention", [*args, relax.prim_value(causal), relax.prim_value(0.25)], result))
+        result = relax.TupleType([out, relax.TensorType((2, 2, 4), "float32")])
+        made = scope.emit(library.call(name, args, result))
         return [TupleGetItem(made, 0)]
 
-    def reference(q, k, v):
+    def reference(q, k, v, *state):
         bias = mask if masked else None
+        if rate:
+            dropout = Dropout(rate, *state)
+            return FORMULA.forward(q, k, v, bias, bool(causal), 0.25, dropout)[0].transpose(1, 2)
         return F.scaled_dot_product_attention(q, k, v, bias, is_causal=bool(causal), scale=0.25).transpose(1, 2)
 
-    sample("library.attention", build, reference, *(draw(2, 2, 4, 8, seed=seed) for seed in range(3)))
+    name = "dropping_attention" if rate else "attention"
+    state = [torch.tensor([2**64 - 5, 12], dtype=torch.uint64)] if rate else []
+    sample(f"library.{name}", build, reference, *(draw(2, 2, 4, 8, seed=seed) for seed in range(3)), *state)
 
 
 for _masked, _causal in [(False, 0), (False, 1), (True, 0)]:
     _named_attention(_masked, _causal)
+_named_attention(True, 0, rate=0.3)
+_named_attention(False, 1, rate=0.3)
 
 for _transposed in (0, 1):
     _geometry = ([2, 2], [1, 0], [1, 2], [1, 0] if _transposed else [0, 0], _transposed, 2)
@@ -275,3 +287,20 @@ def _drawn_gamma(scope, state, concentration):
 
 _state = torch.Generator().manual_seed(0).get_state()
 sample("library.draw", _drawn_gamma, _gamma, _state, draw(3, 4, low=0.3))
+
+
+def _placed_gamma(scope, state, concentration):
+    tensor = {"$tensor": 0, "stride": [4, 1], "dtype": "float64"}
+    description = json.dumps({"args": [tensor], "kwargs": {}, "result": [[3, 4], [4, 1], "float64"]})
+    args = [StringImm("aten._standard_gamma.default"), StringImm(description), relax.prim_value(4)]
+    return [scope.emit(library.call("placed_draw", [*args, state, concentration], concentration.ty))]
+
+
+_place = torch.tensor([2**64 - 5, 12], dtype=torch.uint64)
+sample(
+    "library.placed_draw",
+    _placed_gamma,
+    lambda state, concentration: torch._standard_gamma(concentration, generator=own_at(HOST, state)),
+    _place,
+    draw(3, 4, low=0.3),
+)

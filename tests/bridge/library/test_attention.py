@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bridge import UnsupportedModule, add_tvm_dispatch, stats
+from bridge import add_tvm_dispatch, stats
 from bridge.compile import CallLibrary, Launch
 from bridge.library import FUNCTIONS, attention
-from bridge.library.attention import FORMULA, KERNELS
+from bridge.library.attention_kernels import FORMULA, KERNELS, Kernel
 
 SCALE = 0.3
 
@@ -27,9 +27,7 @@ def seen(monkeypatch):
 
         return run
 
-    kernels = {
-        name: attention._Kernel(kernel(name, FORMULA.forward), kernel(name, FORMULA.backward)) for name in KERNELS
-    }
+    kernels = {name: Kernel(kernel(name, FORMULA.forward), kernel(name, FORMULA.backward)) for name in KERNELS}
     monkeypatch.setattr(attention, "_kernel", lambda name, q: kernels[name])
     return given
 
@@ -82,12 +80,12 @@ CALLS = {
 
 
 class Fused(nn.Module):
-    def __init__(self, kernel, dropout=0.0):
+    def __init__(self, kernel):
         super().__init__()
-        self.kernel, self.dropout = kernel, dropout
+        self.kernel = kernel
 
     def forward(self, q, k, v):
-        return torch.tanh(CALLS[self.kernel](q, k, v, p=self.dropout)[0])
+        return torch.tanh(CALLS[self.kernel](q, k, v, p=0.0)[0])
 
 
 @pytest.fixture
@@ -127,8 +125,15 @@ def test_a_traced_kernel_is_called_forward_and_backward(name, on_the_host):
     assert not any("copy" in step.ops for step in calls if isinstance(step, Launch))
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_dropout_inside_of_a_kernel_is_refused_by_name(name, on_the_host):
-    q, k, v, _ = tensors(torch.float32, 5)
-    with pytest.raises(UnsupportedModule, match="draws inside of a kernel that takes no generator"):
-        add_tvm_dispatch(Fused(name, 0.1), (q, k, v))
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_formula_of_grouped_heads(causal):
+    """The form that checks compute, which torch differentiates here."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 6, 5, 8, generator=generator, dtype=torch.float64).requires_grad_()
+    k, v = (torch.randn(2, 2, 5, 8, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=SCALE, enable_gqa=True)
+    grad = torch.randn_like(expected)
+    out, sums = FORMULA.forward(q, k, v, None, causal, SCALE)
+    torch.testing.assert_close(out, expected)
+    found = FORMULA.backward(grad, q, k, v, None, out, sums, causal, SCALE)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, [q, k, v], grad))

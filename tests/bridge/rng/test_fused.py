@@ -129,10 +129,18 @@ def test_dropout_on_a_gpu_is_observed_with_the_layout_of_what_it_reads():
         )
 
 
-def test_a_kernel_that_draws_by_itself_is_refused():
+def test_attention_draws_where_it_is_asked_for_dropout():
     def function(q):
         torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, None, True, 0.0)
-        torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, None, True, 0.1)
+        torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, None, True, dropout_p=0.1)
+
+    (draw,), complaints = observed(function, ((2, 3, 8, 16), (384, 128, 16, 1)))
+    assert not complaints and draw.is_placed and not draw.is_computed and draw.args == (0.1,)
+
+
+def test_a_kernel_that_draws_by_itself_is_refused():
+    def function(q):
+        torch.ops.aten._efficient_attention_forward(q, q, q, None, None, None, None, None, 0.1, 0)
 
     draws, ((op, reason),) = observed(function, ((2, 3, 8, 16), (384, 128, 16, 1)))
     assert not draws and "efficient_attention" in op and "takes no generator" in reason

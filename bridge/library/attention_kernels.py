@@ -1,0 +1,149 @@
+"""Fused attention of CUDA: torch's kernels forward and backward by name, and the formula that they all compute.
+
+Dropout is drawn inside of a kernel, from its GPU's default generator. Backward, the kernel draws the same again, from
+the seed and the offset at which the generator was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bridge.base.generators import own_at
+from bridge.base.torch_internals import aten
+
+__all__ = ["FORMULA", "KERNELS", "SUMS", "Dropout", "Kernel"]
+
+
+class Dropout(NamedTuple):
+    """Which weights are dropped.
+
+    Attributes:
+        rate: the probability of a zero.
+        state: the generator's before the forward: seed and offset, uint64, on the host.
+    """
+
+    rate: float
+    state: Tensor
+
+
+class Kernel(NamedTuple):
+    """One of the kernels.
+
+    Attributes:
+        forward: ``(q, k, v, mask, is_causal, scale, dropout)`` → out, logsumexp, and more; what it drops it draws from
+            the default generator, where that is.
+        backward: ``(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout)`` → dq, dk, dv, and more.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+def _rate(dropout: Dropout | None) -> float:
+    return 0.0 if dropout is None else dropout.rate
+
+
+def _state_at(device: torch.device, dropout: Dropout) -> Tensor:
+    """Seed and offset on the device, without waiting for it."""
+    return dropout.state.pin_memory().to(device, non_blocking=True)
+
+
+def _flash(q, k, v, mask, is_causal, scale, dropout=None):
+    return aten._scaled_dot_product_flash_attention(q, k, v, _rate(dropout), is_causal, False, scale=scale)
+
+
+def _flash_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout=None):
+    # without dropout, the state is not read
+    state = q.new_empty(2, dtype=torch.uint64) if dropout is None else _state_at(q.device, dropout)
+    rest = [None, None, q.shape[2], k.shape[2], _rate(dropout), is_causal, state, state[1]]
+    return aten._scaled_dot_product_flash_attention_backward(grad_out, q, k, v, out, logsumexp, *rest, scale=scale)
+
+
+def _efficient(q, k, v, mask, is_causal, scale, dropout=None):
+    return aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, _rate(dropout), is_causal, scale=scale)
+
+
+def _efficient_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout=None):
+    unread = q.new_empty((), dtype=torch.int64)
+    # seed and offset are read on the host
+    state = [unread, unread] if dropout is None else dropout.state.view(torch.int64).unbind()
+    wanted = [True, True, True, False]
+    return aten._scaled_dot_product_efficient_attention_backward(
+        grad_out, q, k, v, mask, out, logsumexp, *state, _rate(dropout), wanted, is_causal, scale=scale
+    )
+
+
+def _cudnn(q, k, v, mask, is_causal, scale, dropout=None):
+    return aten._scaled_dot_product_cudnn_attention(q, k, v, mask, True, _rate(dropout), is_causal, False, scale=scale)
+
+
+def _cudnn_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout=None):
+    # torch keeps cuDNN's plans by the layout of q, k and v, each for an out that lies as q does, and would read another
+    # out as if it lay so. Here all of them lie as (batch, row, head, column).
+    grad_out, q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad_out, q, k, v))
+    unread = q.new_empty((), dtype=torch.int64)
+    state = [unread, unread] if dropout is None else _state_at(q.device, dropout).view(torch.int64).unbind()
+    rest = [*state, mask, None, None, q.shape[2], k.shape[2], _rate(dropout), is_causal]
+    return aten._scaled_dot_product_cudnn_attention_backward(grad_out, q, k, v, out, logsumexp, *rest, scale=scale)
+
+
+def _scores(q, k, mask, is_causal, scale):
+    scores = q @ _of_all_heads(k, q).mT * scale
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    return scores if mask is None else scores + mask
+
+
+def _of_all_heads(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values of grouped heads, once for each head of the queries."""
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _of_groups(grad: Tensor, x: Tensor) -> Tensor:
+    return grad if x.shape[1] == grad.shape[1] else grad.unflatten(1, (x.shape[1], -1)).sum(2)
+
+
+def _noise(weights: Tensor, dropout: Dropout | None) -> Tensor | float:
+    """What weights are multiplied by: numbers of the formula's own, since only a kernel knows a kernel's."""
+    if dropout is None:
+        return 1.0
+    generator = own_at(weights.device, dropout.state)
+    kept = torch.rand(weights.shape, generator=generator, device=weights.device) >= dropout.rate
+    return kept.to(weights.dtype) / (1 - dropout.rate)
+
+
+def _formula(q, k, v, mask, is_causal, scale, dropout=None):
+    scores = _scores(q, k, mask, is_causal, scale)
+    weights = torch.softmax(scores, -1)
+    return weights * _noise(weights, dropout) @ _of_all_heads(v, q), torch.logsumexp(scores, -1)
+
+
+def _formula_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout=None):
+    weights = torch.softmax(_scores(q, k, mask, is_causal, scale), -1)
+    noise = _noise(weights, dropout)
+    d_weights = grad_out @ _of_all_heads(v, q).mT * noise
+    d_scores = weights * (d_weights - (grad_out * out).sum(-1, keepdim=True)) * scale
+    dv = (weights * noise).mT @ grad_out
+    return d_scores @ _of_all_heads(k, q), _of_groups(d_scores.mT @ q, k), _of_groups(dv, v)
+
+
+FORMULA = Kernel(_formula, _formula_backward)
+"""What they all compute, for checks: in float64, which no kernel takes, and elsewhere than on a GPU."""
+
+SUMS = {
+    "flash": lambda sums: sums,
+    "efficient": lambda sums: torch.nn.functional.pad(sums, (0, -sums.shape[-1] % 32)),
+    "cudnn": lambda sums: sums.unsqueeze(-1),
+}
+"""The formula's logsumexp in each kernel's form."""
+
+KERNELS = {
+    "flash": Kernel(_flash, _flash_backward),
+    "efficient": Kernel(_efficient, _efficient_backward),
+    "cudnn": Kernel(_cudnn, _cudnn_backward),
+}
+"""By the word that torch's operator has in its name."""

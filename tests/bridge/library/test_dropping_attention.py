@@ -1,0 +1,225 @@
+"""Attention that drops inside of its kernel: eager's numbers, gradients and generator, in order; what is refused.
+
+Without a GPU: CUDA's operators are given kernels for the host, which draw from a generator with seed and offset.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
+from bridge.base import generators
+from bridge.capture import isolated_rng
+from bridge.compile import CallLibrary
+from bridge.library import attention, attention_kernels
+from bridge.library.attention_kernels import FORMULA, KERNELS, SUMS, Dropout
+from bridge.reference import aten_graph
+from bridge.rng import draws, states
+
+SCALE, aten = 0.3, torch.ops.aten
+SEED = 2**64 - 12345
+
+
+class Counting:
+    """A generator as a GPU's: a seed and an offset. What it gives is of no distribution: see the formula."""
+
+    device = torch.device("cuda", 0)
+    step = 4
+
+    def __init__(self, seed=SEED, offset=8):
+        self.seed, self.offset = seed, offset
+
+    def initial_seed(self):
+        return self.seed
+
+    def manual_seed(self, seed):
+        self.seed, self.offset = seed, 0
+
+    def get_offset(self):
+        return self.offset
+
+    def set_offset(self, offset):
+        self.offset = offset
+
+    def get_state(self):
+        return torch.tensor([self.seed, self.offset], dtype=torch.uint64)
+
+    def set_state(self, state):
+        self.seed, self.offset = state.tolist()
+
+
+def kernels_of(generator):
+    """Forward and backward on the host, by operator; the forward moves the generator as far as it has elements."""
+
+    def forward(name, more):
+        def compute(q, k, v, *rest, scale=None, **given):
+            rates = [each for each in (*rest, given.get("dropout_p")) if type(each) is float]
+            state = generator.get_state()
+            dropout = Dropout(rates[0], state) if rates and rates[0] else None
+            out, sums = FORMULA.forward(q, k, v, None, False, scale, dropout)
+            generator.offset += generator.step * q.shape[2] * k.shape[2] if dropout else 0
+            return out, SUMS[name](sums).float(), *more(state)
+
+        return compute
+
+    def backward(read, *more):
+        def compute(grad_out, q, k, v, *rest, scale=None, **_):
+            out, sums, state, rate = read(*rest)
+            dropout = Dropout(rate, state)
+            return *FORMULA.backward(grad_out, q, k, v, None, out, sums, False, scale, dropout), *more
+
+        return compute
+
+    def both(seed, offset):
+        return torch.stack([seed.view(torch.uint64).reshape(()), offset.view(torch.uint64).reshape(())])
+
+    none = torch.empty(0)
+    yield "flash", forward("flash", lambda state: (None, None, 5, 5, state, none.to(torch.uint64), none))
+    yield "efficient", forward("efficient", lambda state: state.view(torch.int64).unbind())
+    yield "cudnn", forward("cudnn", lambda state: (None, None, 5, 5, *state.view(torch.int64).unbind(), none))
+    yield "flash", backward(lambda out, sums, cq, ck, mq, mk, p, c, seed, unused: (out, sums, seed, p))
+    yield "efficient", backward(lambda m, out, sums, seed, at, p, *rest: (out, sums, both(seed, at), p), none)
+    yield "cudnn", backward(lambda out, sums, seed, at, m, cq, ck, mq, mk, p, c: (out, sums, both(seed, at), p))
+
+
+@pytest.fixture
+def generator(monkeypatch):
+    """The operators' kernels on the host, and the generator that they draw from."""
+    made = Counting()
+    library = torch.library.Library("aten", "IMPL")
+    for place, (name, compute) in enumerate(kernels_of(made)):
+        direction = "" if place < len(KERNELS) else "_backward"
+        library.impl(f"_scaled_dot_product_{name}_attention{direction}", compute, "CPU")
+    for module in (generators, isolated_rng, states, draws, attention, aten_graph):
+        monkeypatch.setattr(module, "default_generator", lambda device: made)
+
+    def undo(before, draw_again, device):
+        twin = Counting()
+        twin.set_state(before)
+        draw_again(twin)
+        if twin.offset == made.offset:
+            made.set_state(before)
+
+    seeded = torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: made.manual_seed(seed) or seeded(seed))
+    monkeypatch.setattr(draws, "undo_draws", undo)
+    monkeypatch.setattr(isolated_rng, "_twin", lambda device: Counting(made.seed, made.offset))
+    monkeypatch.setattr(attention, "_kernel", lambda name, q: KERNELS[name])
+    monkeypatch.setattr(attention_kernels, "_state_at", lambda device, dropout: dropout.state)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr("bridge.dispatch.dispatcher.measure_worth", lambda *_: None)
+    yield made
+    library._destroy()
+
+
+CALLS = {
+    "flash": lambda q, k, v, p: aten._scaled_dot_product_flash_attention(q, k, v, p, scale=SCALE)[0],
+    "efficient": lambda q, k, v, p: aten._scaled_dot_product_efficient_attention(q, k, v, None, True, p, scale=SCALE)[
+        0
+    ],
+    "cudnn": lambda q, k, v, p: aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, p, scale=SCALE)[0],
+}
+
+
+class Layers(nn.Module):
+    """Three attentions, the second of whose results nobody uses, one of another rate."""
+
+    def __init__(self, kernel, rate=0.3):
+        super().__init__()
+        self.kernel, self.rate, self.linear = kernel, rate, nn.Linear(8, 8)
+
+    def forward(self, q, k, v):
+        call = CALLS[self.kernel]
+        x = self.linear(call(q, k, v, self.rate))
+        call(q, k, v, self.rate)
+        return torch.tanh(call(x, k * 2, v, 0.5))
+
+
+def tensors():
+    made = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 3, 5, 8, generator=made, dtype=torch.float64).requires_grad_() for _ in range(3)]
+
+
+def step(module, generator):
+    leaves = tensors()
+    y = module(*leaves)
+    found = torch.autograd.grad(y.square().sum(), [*leaves, module.linear.weight])
+    return [y.detach(), *found, generator.get_state().view(torch.int64)]
+
+
+@pytest.mark.parametrize("partition", ["min_cut", "recompute_all"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_numbers_gradients_and_generator_are_eagers(name, partition, generator):
+    torch.manual_seed(0)
+    module, eager = Layers(name).double(), Layers(name).double()
+    eager.load_state_dict(module.state_dict())
+    generator.__init__()
+    add_tvm_dispatch(module, tuple(tensors()), partition=partition)
+    assert (generator.seed, generator.offset) == (SEED, 8), "adding the dispatch moved the generator"
+    wanted = [step(eager, generator) for _ in range(3)]
+    generator.__init__()
+    found = [step(module, generator) for _ in range(3)]
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    assert stats(module).hits == 3 and not stats(module).misses
+    assert not torch.equal(found[0][0], found[1][0])
+    (entry,) = stats(module).entries
+    names = [step.name for step in entry.forward.steps if isinstance(step, CallLibrary)]
+    assert names.count("dropping_attention") == 2, names
+    (drawn,) = (str(step) for step in entry.steps if step.kind == "draws")
+    assert drawn.count("the state for _scaled_dot_product") == 3 and drawn.count("unused") == 1, drawn
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_seed_that_changes_before_the_backward_does_not_matter(name, generator):
+    module = Layers(name).double()
+    add_tvm_dispatch(module, tuple(tensors()), partition="recompute_all")
+    grads = []
+    for seed in (SEED, 3):
+        generator.__init__()
+        leaves = tensors()
+        y = module(*leaves)
+        generator.manual_seed(seed)
+        state = generator.get_state()
+        grads.append(torch.autograd.grad(y.sum(), leaves))
+        assert torch.equal(generator.get_state().view(torch.int64), state.view(torch.int64))
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
+
+
+def test_the_stages_agree_with_each_other(generator):
+    found = lower(Layers("efficient").double(), tuple(tensors())).check()
+    assert found.ok, found
+
+
+def test_a_kernel_that_moves_the_generator_otherwise_is_a_miss(generator):
+    """Such a call is eager's, from the state before it."""
+    module, eager = Layers("flash").double(), Layers("flash").double()
+    eager.load_state_dict(module.state_dict())
+    add_tvm_dispatch(module, tuple(tensors()))
+    generator.step = 8
+    wanted = step(eager, generator)
+    generator.__init__()
+    torch.testing.assert_close(step(module, generator), wanted, rtol=0, atol=0)
+    assert "moved the generator by 200, where eager's moved it by 100" in str(stats(module).misses)
+
+
+def test_sizes_that_vary_are_refused_by_name(generator):
+    with pytest.raises(UnsupportedModule, match="measured for the sample's sizes alone"):
+        add_tvm_dispatch(Layers("flash").double(), tuple(tensors()), dynamic_shapes=({0: Dim("n")},) * 3)
+
+
+def test_by_keyword(generator):
+    """The rate may be given by its name."""
+
+    class Named(nn.Module):
+        def forward(self, q, k, v):
+            return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p=0.4, scale=SCALE)[0]
+
+    module, leaves = Named(), tensors()
+    add_tvm_dispatch(module, tuple(leaves))
+    wanted = Named()(*leaves)
+    generator.__init__()
+    torch.testing.assert_close(module(*leaves), wanted)
+    assert stats(module).hits == 1 and generator.offset == 108
