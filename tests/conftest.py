@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,8 @@ from tests.frames import quick_getmodule
 
 KEPT_KERNELS = 600
 """Of the last that were built; three or so are one library, of two megabytes."""
+
+os.environ["BRIDGE_CACHE"] = "0"  # of processes that tests start, too; what tests the cache has one of its own
 
 LONG = tuple(f"tests/{name}/" for name in ("notebooks", "zoo", "typing", "bridge/composition"))
 """Folders of tests that take long: they come first, so that in the end no worker is busy while the other is not."""

@@ -21,6 +21,7 @@ MOST_LINES = 400
 
 BRIDGE = (
     "base",
+    "artifact",
     "state",
     "capture",
     "aten",

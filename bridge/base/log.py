@@ -27,6 +27,7 @@ CHANNELS: Mapping[str, str] = {
     "partition": "what is saved for the backward and what is computed again; a reason for every tensor",
     "guards": "calls that run eager, and what differed",
     "fallbacks": "operators that torch computes, or for which there is only a generic kernel",
+    "cache": "what the disk cache gave and took; why it is not used",
     "compile": "compiled programs: steps, bytes, seconds by stage; every step",
     "dispatch": "entries that are added, evicted, refused",
     "reuse": "calls that are lowered already",

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-import tvm
 
-import autodiff
-import partition
+from bridge.artifact import versions
 from bridge.compile.backend import Backend
 
-__all__ = ["CompileOptions", "versions"]
-
-
-@functools.cache
-def versions() -> tuple[tuple[str, str], ...]:
-    """``(name, version)`` of what makes code; ours is a digest of the sources, for a version may cover many states."""
-    digest = hashlib.sha256()
-    for root in (Path(__file__).parents[1], *(Path(package.__file__).parent for package in (autodiff, partition))):
-        for path in sorted(root.rglob("*.py")):
-            digest.update(path.relative_to(root.parent).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
-    return ("torch", str(torch.__version__)), ("tvm", str(tvm.__version__)), ("sources", digest.hexdigest())
+__all__ = ["CompileOptions"]
 
 
 @dataclass(frozen=True)

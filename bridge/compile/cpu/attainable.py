@@ -16,7 +16,7 @@ from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, PrimFunc, SeqStmt, V
 
 from bridge.compile.codegen.emit import Emitter, stack_buffer
 from bridge.compile.codegen.tir import Scope, const, loop, loop_function
-from bridge.compile.cpu.build import build_library
+from bridge.compile.cpu.build import CpuLibraries
 from bridge.compile.cpu.measure import in_a_plain_thread, seconds_of
 
 __all__ = ["attainable_rate"]
@@ -34,7 +34,7 @@ def attainable_rate(target: Target) -> float:
 
     Measured once per process: a tenth of a millisecond, and some hundredths of a second to build the kernel.
     """
-    kernel = build_library({"multiply_add": _function()}, target, True)["multiply_add"]
+    kernel = CpuLibraries(target).build({"multiply_add": _function()}, True)["multiply_add"]
 
     def seconds() -> float:
         factor, sums = torch.full((_LANES,), 0.5), torch.zeros(_CHAINS * _LANES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,7 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 
 from bridge.compile.backend import Backend, Built
-from bridge.compile.cpu.build import build_library, kernel_source
+from bridge.compile.cpu.build import CpuLibraries, kernel_source
 from bridge.compile.cpu.columns import generate_columns
 from bridge.compile.cpu.gemm import gemm_function
 from bridge.compile.cpu.legalized import scheduled
@@ -103,10 +103,7 @@ class CpuBackend(Backend):
         return scheduled(function, self.limits.parallel_legalized)
 
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
-        return build_kernels(functions, self.key, self._library)
-
-    def _library(self, functions: Mapping[str, PrimFunc], loops: bool) -> tvm.runtime.Module:
-        return build_library(functions, self.target, loops)
+        return build_kernels(functions, self.key, CpuLibraries(self.target))
 
     def executor(self, program: Program) -> Executor:
         # A new thread's OpenMP setting becomes torch's when torch is first asked in it.

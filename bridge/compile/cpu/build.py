@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import tvm
 from tvm import tirx
@@ -10,11 +14,16 @@ from tvm.ir import IRModule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
+from bridge.base.log import channel
 from bridge.compile.codegen.lowering import lower_loops
 from bridge.compile.codegen.tir import LOOPS_ATTR
+from bridge.compile.cpu.elf_link import shared_library
+from bridge.compile.cpu.elf_object import CannotLinkError
 from bridge.compile.cpu.threads import CONNECT, connect_function, launcher
 
-__all__ = ["build_library", "kernel_source"]
+__all__ = ["CpuLibraries", "kernel_source"]
+
+_LOG = channel("cache")
 
 #: Form -> what TVM's LLVM modules call it (``None``: not compiled at all).
 _FORMS = {"tvmscript": None, "llvm": "ll", "asm": "s"}
@@ -28,21 +37,69 @@ def _compiled(funcs: Mapping[str, PrimFunc], target: Target, loops: bool) -> tvm
     return tvm.tirx.build(module, target, pipeline="bridge_loops" if loops else "default")
 
 
-def build_library(funcs: Mapping[str, PrimFunc], target: Target, loops: bool) -> tvm.runtime.Module:
-    """One library of functions; ``loops``: they are loops already (see :data:`~bridge.compile.codegen.tir.LOOPS_ATTR`).
+@dataclass(frozen=True)
+class CpuLibraries:
+    """Libraries of functions for a target, a :class:`~bridge.compile.runtime.kernel_store.Libraries`.
 
     Their parallel loops run on torch's threads where :mod:`bridge.compile.cpu.threads` can arrange that.
     """
+
+    target: Target
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """The target, what LLVM sees of this processor, its version, and how loops are launched."""
+        return str(self.target), _host_features(), _llvm(), "tvm" if launcher() is None else "torch"
+
+    def build(self, functions: Mapping[str, PrimFunc], loops: bool) -> tvm.runtime.Module:
+        return _connected(self._unconnected(functions, loops))
+
+    def build_bytes(self, functions: Mapping[str, PrimFunc], loops: bool) -> tuple[tvm.runtime.Module, bytes | None]:
+        """LLVM's object code, linked, and loaded as another process will load it; the same machine code."""
+        library = self._unconnected(functions, loops)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "kernels.o"
+                library.write_to_file(str(path), "o")
+                content = shared_library(path.read_bytes())
+            return self.load(content), content
+        except (CannotLinkError, OSError, RuntimeError) as error:
+            _LOG.info("kernels are not kept: %s", error)
+            return _connected(library), None
+
+    def load(self, content: bytes) -> tvm.runtime.Module:
+        # a file of its own for each: the loader tells libraries apart by name and place; it is not needed once loaded
+        with tempfile.TemporaryDirectory(prefix="bridge") as folder:
+            path = Path(folder) / "kernels.so"
+            path.write_bytes(content)
+            return _connected(tvm.get_global_func("ffi.Module.load_from_file.so")(str(path), "so"))
+
+    def _unconnected(self, functions: Mapping[str, PrimFunc], loops: bool) -> tvm.runtime.Module:
+        more = {} if launcher() is None else {CONNECT: connect_function()}
+        return _compiled({**functions, **more}, self.target, loops)
+
+
+def _connected(library: tvm.runtime.Module) -> tvm.runtime.Module:
     address = launcher()
-    if address is None:
-        return _compiled(funcs, target, loops)
-    library = _compiled({**funcs, CONNECT: connect_function()}, target, loops)
-    library[CONNECT](address)
+    if address is not None:
+        library[CONNECT](address)
     return library
 
 
+@functools.cache
+def _host_features() -> str:
+    """A target names a processor; what of it a virtual machine lets programs use may be less."""
+    features = tvm.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
+    return " ".join(sorted(str(name) for name, there in dict(features or {}).items() if bool(there)))
+
+
+@functools.cache
+def _llvm() -> str:
+    return str(tvm.get_global_func("target.llvm_version_major")())
+
+
 def kernel_source(func: PrimFunc, name: str, target: Target, form: str) -> str:
-    """A kernel as text; compiled forms are compiled anew, as :func:`build_library` does.
+    """A kernel as text; compiled forms are compiled anew, as :class:`CpuLibraries` does.
 
     Raises:
         ValueError: ``form`` is not one of ``"tvmscript"``, ``"llvm"``, ``"asm"``.

@@ -87,13 +87,9 @@ class CudaBackend(Backend):
         return scheduled(function, target_of(self.arch))
 
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
-        kernels = build_kernels(functions, self._code_key, self._library, together=True)
+        kernels = build_kernels(functions, self._code_key, _CudaLibraries(self.arch), together=True)
         hold(kernels)
         return kernels
-
-    def _library(self, functions: Mapping[str, PrimFunc], loops: bool) -> tvm.runtime.Module:
-        let_go()
-        return build_library(functions, self.arch)
 
     def executor(self, program: Program) -> Callable[..., list[torch.Tensor]]:
         return CudaExecutor(program, self.device)
@@ -103,3 +99,23 @@ class CudaBackend(Backend):
 
     def source(self, function: PrimFunc, name: str, form: str) -> str:
         return kernel_source(function, name, self.arch, form)
+
+
+@dataclass(frozen=True)
+class _CudaLibraries:
+    """See :class:`~bridge.compile.runtime.kernel_store.Libraries`: what NVRTC makes is kept, by the text of its source
+    (:mod:`bridge.compile.cuda.nvrtc`); modules are not."""
+
+    arch: str
+
+    key = None
+
+    def build(self, functions: Mapping[str, PrimFunc], loops: bool) -> tvm.runtime.Module:
+        let_go()
+        return build_library(functions, self.arch)
+
+    def build_bytes(self, functions: Mapping[str, PrimFunc], loops: bool) -> tuple[tvm.runtime.Module, None]:
+        return self.build(functions, loops), None
+
+    def load(self, content: bytes) -> tvm.runtime.Module:
+        raise RuntimeError("modules for CUDA are not kept")

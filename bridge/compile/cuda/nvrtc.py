@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from bridge.artifact import current_store, key_of, made_once
 from bridge.base.errors import TORCH_DIR
 from bridge.base.lru import LeastRecentlyUsed
 
@@ -62,6 +63,7 @@ template <class A, class B> struct conditional<false, A, B> { using type = B; };
 """What the head of TVM's CUDA source includes under NVRTC, as far as the head names it."""
 
 _LIBRARY = re.compile(r"libnvrtc\.so\.(\d+)")
+_KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(")
 _KEPT, _KEPT_BYTES = 256, 64 * 2**20
 
 _COMPILED: LeastRecentlyUsed[tuple[str, str, str, str], bytes] = LeastRecentlyUsed(_KEPT, _KEPT_BYTES)
@@ -97,9 +99,29 @@ def compiled(source: str, arch: str, form: str = "cubin") -> bytes:
     key = (hashlib.sha256(source.encode()).hexdigest(), arch, form, version())
     found = _COMPILED.get(key)
     if found is None:
-        made = _compile(source, arch, form)
+        made = _stored_or_compiled(source, arch, form)
         found = _COMPILED.put(key, made, len(made))
     return found
+
+
+def _stored_or_compiled(source: str, arch: str, form: str) -> bytes:
+    """From the disk cache where it is there. Headers of CUDA's, which some sources include, are part of NVRTC's key by
+    their place."""
+    store = current_store()
+    made_for = *OPTIONS, *_include_paths(), *_HEADERS.values(), version()
+    key = key_of("nvrtc", source, arch, form, made_for)
+
+    def look() -> bytes | None:
+        found = store.get("cuda", key)
+        return None if found is None else found.parts[form]
+
+    def make() -> bytes:
+        made = _compile(source, arch, form)
+        names = ", ".join(_KERNEL.findall(source))
+        store.put("cuda", key, {form: made}, f"{form} for {arch}: {names}")
+        return made
+
+    return made_once(store, key, look, make)
 
 
 def _compile(source: str, arch: str, form: str) -> bytes:

@@ -6,10 +6,9 @@ The compiler runs in the background (:mod:`bridge.compile.runtime.background`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-import tvm
 from tvm.tirx import PrimFunc
 from tvm_ffi import structural_equal, structural_hash
 
@@ -18,6 +17,7 @@ from bridge.compile.backend import Built
 from bridge.compile.codegen.tir import LOOPS_ATTR, SHARED_ATTR
 from bridge.compile.runtime.background import Build
 from bridge.compile.runtime.cache import WeakCache
+from bridge.compile.runtime.kernel_store import Libraries, stored_or_built
 
 __all__ = ["build_kernels", "clear_kernels"]
 
@@ -47,7 +47,7 @@ def _library_of(name: str, func: PrimFunc) -> tuple[bool, str]:
 def build_kernels(
     funcs: Sequence[tuple[str, PrimFunc]],
     key: str,
-    build: Callable[[Mapping[str, PrimFunc], bool], tvm.runtime.Module],
+    libraries: Libraries,
     *,
     together: bool = False,
 ) -> list[Built]:
@@ -58,8 +58,8 @@ def build_kernels(
     Args:
         funcs: names and functions.
         key: of the backend; functions of different backends share nothing.
-        build: ``(functions, whether they are loops already)`` → one library.
-        together: all in one library, with what are no loops yet; ``build`` is then told that all are.
+        libraries: makes one of functions.
+        together: all in one library, with what are no loops yet; ``libraries`` is then told that all are.
     """
     keys = [(key, structural_hash(func)) for _, func in funcs]
     with _LOCK:
@@ -70,12 +70,13 @@ def build_kernels(
             pending = any(k == own and structural_equal(func, f) for k, f in missing.values())
             if held[-1] is None and not pending:
                 missing[name] = (own, func)
-        libraries: dict[tuple[bool, str], dict[str, tuple[tuple[str, int], PrimFunc]]] = {}
+        wanted: dict[tuple[bool, str], dict[str, tuple[tuple[str, int], PrimFunc]]] = {}
         for name, (own, func) in missing.items():
-            libraries.setdefault((True, "") if together else _library_of(name, func), {})[name] = (own, func)
-        for (loops, alone), chosen in libraries.items():
+            wanted.setdefault((True, "") if together else _library_of(name, func), {})[name] = (own, func)
+        for (loops, alone), chosen in wanted.items():
             raise_deferred()
-            made = Build(partial(build, {name: func for name, (_, func) in chosen.items()}, loops))
+            functions = {name: func for name, (_, func) in chosen.items()}
+            made = Build(partial(stored_or_built, functions, loops, key, libraries))
             for name, (own, func) in chosen.items():
                 built = Built(lambda name=name, made=made: made.result()[name], made)
                 held.append(built)  # alive until it is looked up below

@@ -11,19 +11,17 @@ import ctypes
 import hashlib
 import json
 import os
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import tvm
-import tvm_ffi
 
 from autodiff.extents import scope_of_state, state_of_scope
+from bridge.artifact import versions
 from bridge.base.devices import HOST
 from bridge.compile.backend import Backend
-from bridge.compile.options import versions
+from bridge.compile.runtime.canonical import canonical_text
 from bridge.compile.runtime.plain import from_plain, to_plain
 from bridge.compile.runtime.program import Program
 
@@ -43,8 +41,6 @@ _DTYPES = {
 """Element types by their names in the format."""
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-_SMALL_FLOAT = re.compile(r'"value":(-?\d[\d.]*e-3\d\d)\b')
-
 
 def texts(program: Program) -> dict[str, str]:
     """The program but for its constants' elements, as texts: equal programs have equal ones, in any process.
@@ -54,10 +50,7 @@ def texts(program: Program) -> dict[str, str]:
     """
     parts = {name: getattr(program, name) for name in _PARTS}
     state = None if program.scope is None else state_of_scope(program.scope)
-    kernels = tvm.ir.save_json(tvm_ffi.Array(list(program.kernels.values())))
-    for number in _SMALL_FLOAT.findall(kernels):
-        if abs(float(number)) < sys.float_info.min:
-            raise ValueError(f"{program.name}: TVM's JSON cannot hold a kernel's literal {number}")
+    kernels = canonical_text(list(program.kernels.values()))
     return {
         "format": _FORMAT,
         "backend": program.backend.key,

@@ -336,7 +336,7 @@ def test_a_failing_conversion_names_operator_and_line(monkeypatch):
         add_tvm_dispatch(sequence, torch.randn(7, 6))
 
 
-@pytest.mark.parametrize("where", ["bridge.dispatch.programs.Compilation", "bridge.compile.cpu.backend.build_library"])
+@pytest.mark.parametrize("where", ["bridge.dispatch.programs.Compilation", "bridge.compile.cpu.backend.CpuLibraries"])
 def test_a_failing_compiler_names_the_direction(monkeypatch, where):
     """Machine code is made in the background: what goes wrong there is raised when dispatch is added, and not kept."""
 

@@ -1,0 +1,22 @@
+"""Artifacts: what was compiled, kept on disk between processes, content-addressed, in a format without pickle."""
+
+from bridge.artifact.format import DamagedError, read_artifact, write_artifact
+from bridge.artifact.keys import key_of, of_this_package, versions
+from bridge.artifact.once import made_once
+from bridge.artifact.settings import CacheSettings, cache_settings
+from bridge.artifact.store import Artifact, Store, current_store
+
+__all__ = [
+    "Artifact",
+    "CacheSettings",
+    "DamagedError",
+    "Store",
+    "cache_settings",
+    "current_store",
+    "key_of",
+    "made_once",
+    "of_this_package",
+    "read_artifact",
+    "versions",
+    "write_artifact",
+]

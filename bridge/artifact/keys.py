@@ -1,0 +1,63 @@
+"""Keys: what an artifact was made from, as plain data → SHA-256 of its canonical text.
+
+A key holds everything that an artifact depends on; whoever finds an artifact by its key has made the same one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import tvm
+
+import autodiff
+import partition
+
+__all__ = ["key_of", "of_this_package", "versions"]
+
+
+@functools.cache
+def versions() -> tuple[tuple[str, str], ...]:
+    """``(name, version)`` of what makes code; ours is a digest of the sources, for a version may cover many states."""
+    digest = hashlib.sha256()
+    for root in (Path(__file__).parents[1], *(Path(package.__file__).parent for package in (autodiff, partition))):
+        for path in sorted(root.rglob("*.py")):
+            digest.update(path.relative_to(root.parent).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return ("torch", str(torch.__version__)), ("tvm", str(tvm.__version__)), ("sources", digest.hexdigest())
+
+
+def key_of(*parts: Any) -> str:
+    """The key of plain data: strings, bytes, numbers, booleans, ``None``, and tuples or lists of them, told apart by
+    type. 64 hexadecimal digits. ``TypeError`` for anything else."""
+    digest = hashlib.sha256()
+    _feed(digest, parts)
+    return digest.hexdigest()
+
+
+def of_this_package(*parts: Any) -> str:
+    """:func:`key_of`, of these versions of torch, TVM and this package's sources."""
+    return key_of(versions(), *parts)
+
+
+def _feed(digest: Any, value: Any) -> None:
+    if isinstance(value, tuple | list):
+        digest.update(b"(%d:" % len(value))
+        for item in value:
+            _feed(digest, item)
+        return
+    if isinstance(value, bytes):
+        tag, content = b"b", value
+    elif isinstance(value, str):
+        tag, content = b"s", value.encode(errors="surrogatepass")
+    elif value is None or type(value) in (bool, int):
+        tag, content = b"n", json.dumps(value).encode()
+    elif type(value) is float:
+        tag, content = b"f", value.hex().encode()
+    else:
+        raise TypeError(f"a key is made of plain data, got {value!r} of {type(value)}")
+    digest.update(tag + b"%d:" % len(content))
+    digest.update(content)

@@ -1,0 +1,65 @@
+"""Cache settings: environment variables → where artifacts lie, how many bytes they may take, whether there are any.
+
+BRIDGE_CACHE=0                 neither reads nor writes
+BRIDGE_CACHE_DIR=/some/where   default: ``tvm_dispatch`` in the user's cache directory
+BRIDGE_CACHE_SIZE=500M         default: 2G; the least recently used artifacts go first
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["CacheSettings", "cache_settings"]
+
+_DEFAULT_BYTES = 2 * 2**30
+
+_SIZE = re.compile(r"(\d+(?:\.\d*)?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
+
+_OFF = ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """Where artifacts lie and how many bytes all of them may take; ``enabled``: whether they are read and written."""
+
+    enabled: bool
+    folder: Path
+    most_bytes: int
+
+
+def cache_settings(environment: Mapping[str, str] = os.environ) -> CacheSettings:
+    """The settings as the environment has them now.
+
+    Raises:
+        ValueError: a size that is none.
+    """
+    named = environment.get("BRIDGE_CACHE_DIR")
+    return CacheSettings(
+        enabled=environment.get("BRIDGE_CACHE", "").strip().lower() not in _OFF,
+        folder=Path(named).expanduser().absolute() if named else _user_folder(environment) / "tvm_dispatch",
+        most_bytes=_bytes(environment.get("BRIDGE_CACHE_SIZE", "")),
+    )
+
+
+def _user_folder(environment: Mapping[str, str]) -> Path:
+    """The user's cache directory on this platform."""
+    if sys.platform == "win32":
+        return Path(environment.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    given = environment.get("XDG_CACHE_HOME", "")
+    return Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
+
+
+def _bytes(text: str) -> int:
+    if not text.strip():
+        return _DEFAULT_BYTES
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"BRIDGE_CACHE_SIZE: wanted bytes as in '500M' or '2G', got {text!r}")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))

@@ -1,0 +1,28 @@
+"""Canonical text: TVM's JSON of functions, the same in every process for the same function."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tvm
+import tvm_ffi
+
+__all__ = ["canonical_text"]
+
+_SMALL_FLOAT = re.compile(r'"value":(-?\d[\d.]*e-3\d\d)\b')
+
+
+def canonical_text(functions: Sequence[Any]) -> str:
+    """The text of TIR or Relax functions; ``tvm.ir.load_json`` reads it.
+
+    Raises:
+        ValueError: a literal that TVM's JSON cannot hold, a float64 below 2.3e-308.
+    """
+    text = tvm.ir.save_json(tvm_ffi.Array(list(functions)))
+    for number in _SMALL_FLOAT.findall(text):
+        if abs(float(number)) < sys.float_info.min:
+            raise ValueError(f"TVM's JSON cannot hold a kernel's literal {number}")
+    return text

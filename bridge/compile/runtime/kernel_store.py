@@ -1,0 +1,109 @@
+"""Kernels on disk: PrimFuncs → their machine code, from the disk cache or built and kept there.
+
+A kernel's key is its canonical text with everything else that its machine code depends on: the backend, the target, the
+versions of the compilers and of this package. Kernels that are built together lie in one library; a small artifact for
+each says which. So a program of another size, or of another model, finds the kernels that it has in common.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import tvm
+import tvm_ffi
+from tvm.tirx import PrimFunc
+
+from bridge.artifact import Store, current_store, key_of, made_once, of_this_package
+from bridge.base.log import channel
+from bridge.compile.runtime.canonical import canonical_text
+
+__all__ = ["Libraries", "stored_or_built"]
+
+_LOG = channel("cache")
+
+_KERNEL, _LIBRARY = "kernel", "library"
+"""Kinds of artifacts."""
+
+Functions = Mapping[str, tvm_ffi.Function]
+
+
+class Libraries(Protocol):
+    """Makes libraries of functions, and keeps them as bytes."""
+
+    @property
+    def key(self) -> tuple[str, ...] | None:
+        """What their machine code depends on beside the backend's key; ``None`` where libraries cannot be kept."""
+
+    def build(self, functions: Mapping[str, PrimFunc], loops: bool) -> tvm.runtime.Module:
+        """One library; ``loops``: the functions are loops already."""
+
+    def build_bytes(self, functions: Mapping[str, PrimFunc], loops: bool) -> tuple[tvm.runtime.Module, bytes | None]:
+        """The same, and what :meth:`load` takes; ``None`` where this one cannot be kept."""
+
+    def load(self, content: bytes) -> tvm.runtime.Module:
+        """A library from its bytes. ``RuntimeError`` or ``OSError`` where the system does not load it."""
+
+
+def stored_or_built(
+    functions: Mapping[str, PrimFunc], loops: bool, backend: str, libraries: Libraries
+) -> tvm.runtime.Module | Functions:
+    """Machine code by name. Of several processes that want the same functions at once, one builds them."""
+    store, made_for = current_store(), libraries.key
+    if made_for is None or not store.is_usable:
+        return libraries.build(functions, loops)
+    try:
+        texts = {name: canonical_text([func]) for name, func in functions.items()}
+    except ValueError as error:
+        _LOG.info("kernels are not kept: %s", error)
+        return libraries.build(functions, loops)
+    keys = {name: of_this_package(_KERNEL, backend, made_for, loops, text) for name, text in texts.items()}
+    found = _stored(store, keys, libraries)
+    missing = {name: func for name, func in functions.items() if name not in found}
+    if not missing:
+        return found
+    group = key_of(_LIBRARY, sorted(keys[name] for name in missing))
+
+    def look() -> Functions | None:
+        return _of_library(store, group, {name: keys[name] for name in missing}, libraries)
+
+    def make() -> Functions:
+        library, content = libraries.build_bytes(missing, loops)
+        if content is not None:
+            symbols = {keys[name]: name for name in missing}
+            parts = {"library": content, "symbols": json.dumps(symbols).encode()}
+            store.put(_LIBRARY, group, parts, f"{backend.partition(' ')[0]}: {', '.join(missing)}")
+            for name in missing:
+                store.put(_KERNEL, keys[name], {"library": group.encode()}, name)
+        return {name: library[name] for name in missing}
+
+    return {**found, **made_once(store, group, look, make)}
+
+
+def _stored(store: Store, keys: Mapping[str, str], libraries: Libraries) -> dict[str, Any]:
+    """Those functions that there are, in whatever libraries."""
+    at: dict[str, dict[str, str]] = {}
+    for name, key in keys.items():
+        entry = store.get(_KERNEL, key)
+        if entry is not None:
+            at.setdefault(entry.parts["library"].decode(), {})[name] = key
+    found: dict[str, Any] = {}
+    for group, names in at.items():
+        found.update(_of_library(store, group, names, libraries) or {})
+    return found
+
+
+def _of_library(store: Store, group: str, keys: Mapping[str, str], libraries: Libraries) -> Functions | None:
+    kept = store.get(_LIBRARY, group)
+    if kept is None:
+        return None
+    symbols = json.loads(kept.parts["symbols"])
+    if not all(key in symbols for key in keys.values()):
+        return None
+    try:
+        library = libraries.load(kept.parts["library"])
+    except (OSError, RuntimeError) as error:
+        _LOG.info("kernels on disk cannot be loaded: %s", error)
+        return None
+    return {name: library[symbols[key]] for name, key in keys.items()}

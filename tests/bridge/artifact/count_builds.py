@@ -1,0 +1,99 @@
+"""A module that is dispatched and run: what was compiled for it, and the bits of its outputs, gradients and buffers.
+
+``python -m tests.bridge.artifact.count_builds`` prints that as JSON; :func:`in_children` says it of forked processes,
+which have nothing compiled, and need no time to start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import bridge
+from bridge.artifact.complain import forget_complaints
+from bridge.compile import clear_cache, clear_choices
+from bridge.compile.cpu import build, products
+from bridge.compile.cpu.threads import CONNECT
+from bridge.compile.schedule.products import GENERATED
+from bridge.lowering.reuse import clear_lowered
+
+
+class Block(nn.Module):
+    """A block with products, reductions, a mask, a column sum and a buffer that changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 96), nn.Linear(96, 64)
+        self.norm, self.drop, self.batch = nn.LayerNorm(64), nn.Dropout(0.2), nn.BatchNorm1d(64)
+
+    def forward(self, x):
+        hidden = torch.nn.functional.gelu(self.first(self.norm(x)))
+        return self.batch(self.drop(self.second(hidden)) + x).softmax(-1) * torch.sin(x)
+
+
+def digest(tensors) -> str:
+    return hashlib.sha256(b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
+def counted(rows: int = 48) -> dict[str, Any]:
+    """Two steps of the block: what LLVM was given for them, and all bits that they left."""
+    given: list[str] = []
+    compiled = build._compiled
+
+    def count(functions, target, loops):
+        given.extend(sorted(name for name in functions if name != CONNECT))
+        return compiled(functions, target, loops)
+
+    build._compiled = count
+    torch.manual_seed(0)
+    module, x = Block(), torch.randn(rows, 64, requires_grad=True)
+    bridge.add_tvm_dispatch(module, x)
+    found = []
+    for _ in range(2):
+        inputs = x.detach().clone().requires_grad_()
+        result = module(inputs)
+        result.square().sum().backward()
+        found += [result, inputs.grad]
+    found += [parameter.grad for parameter in module.parameters()] + list(module.buffers())
+    build._compiled = compiled
+    counts = bridge.stats(module)
+    return {"built": given, "bits": digest(found), "hits": counts.hits, "rng": digest([torch.rand(3)])}
+
+
+def in_children(count: int, work: Callable[[], Any] = counted) -> list[Any]:
+    """What ``work`` returns in processes that begin at once and in which nothing is compiled."""
+    clear_lowered()
+    clear_cache()
+    clear_choices()
+    forget_complaints()
+    started = []
+    for _ in range(count):
+        end, begin = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.close(end)
+                with open(begin, "w") as file:
+                    file.write(json.dumps(work()))
+            finally:
+                os._exit(0)
+        os.close(begin)
+        started.append((child, end))
+    told = []
+    for child, end in started:
+        with open(end) as file:
+            told.append(file.read())
+        os.waitpid(child, 0)
+    return [json.loads(text) for text in told]
+
+
+if __name__ == "__main__":
+    products.measured = lambda policy, product, ways: {GENERATED if GENERATED in ways else ways[0]: 1.0}
+    json.dump(counted(), sys.stdout)

@@ -1,0 +1,96 @@
+"""The linker: libraries that the system loads, with the bits of the same code run from memory; the rest is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import struct
+
+import pytest
+import torch
+from tvm.relax import op
+
+from bridge.compile import Built, clear_cache
+from bridge.compile.codegen.tir import LOOPS_ATTR
+from bridge.compile.cpu.build import CpuLibraries
+from bridge.compile.cpu.elf_link import shared_library
+from bridge.compile.cpu.elf_object import CannotLinkError, read_object
+from tests.bridge.compile.stored_program import bits, programs
+from tests.bridge.compile_helpers import program
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 objects")
+
+
+def object_of(made, tmp_path):
+    library = CpuLibraries(made.backend.target)._unconnected(made.kernels, True)
+    library.write_to_file(str(tmp_path / "kernels.o"), "o")
+    return (tmp_path / "kernels.o").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory):
+    made = program([((32, 48), "float32")], lambda emit, x: [emit(op.sin(x)), emit(x + x)])
+    return object_of(made, tmp_path_factory.mktemp("object"))
+
+
+def test_a_linked_library_computes_the_bits_of_the_code_in_memory():
+    for made in programs().values():
+        libraries = CpuLibraries(made.backend.target)
+        fresh, again = {}, {}
+        for loops in (True, False):
+            chosen = {name: func for name, func in made.kernels.items() if bool(func.attrs.get(LOOPS_ATTR)) is loops}
+            library, content = libraries.build_bytes(chosen, loops) if chosen else (None, b"\x7fELF")
+            assert content.startswith(b"\x7fELF")
+            fresh |= {name: library[name] for name in chosen}
+            again |= {name: libraries.load(content)[name] for name in chosen}
+        for functions in (fresh, again):
+            code = {name: Built(lambda function=function: function) for name, function in functions.items()}
+            assert bits(dataclasses.replace(made, code=code), made) == bits(made, made)
+
+
+def test_undefined_symbols_are_the_systems(content):
+    names = {symbol.name for symbol in read_object(content).symbols if symbol.section is None}
+    assert "sinf" in names and b"sinf\0" in shared_library(content)
+
+
+def changed(content, section, kind):
+    """The object with the first relocation of a section made another kind."""
+    at, size, count, names = struct.unpack_from("<Q", content, 40)[0], *struct.unpack_from("<HHH", content, 58)
+    heads = [struct.unpack_from("<IIQQQQIIQQ", content, at + size * index) for index in range(count)]
+    strings = content[heads[names][4] :]
+    for head in heads:
+        if head[1] == 4 and strings[head[0] :].startswith(section + b"\0"):
+            place = head[4] + 8
+            return content[:place] + struct.pack("<I", kind) + content[place + 4 :]
+    raise AssertionError(section)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[:200],
+        lambda content: b"\x7fELF\x01" + content[5:],
+        lambda content: content[:18] + struct.pack("<H", 183) + content[20:],  # AArch64
+        lambda content: changed(content, b".rela.text", 10),  # an absolute address of 32 bits
+        lambda content: changed(content, b".rela.text", 1),  # one of 64 bits, inside code
+        lambda content: changed(content, b".rela.text", 19),  # thread-local memory
+    ],
+)
+def test_what_is_not_known_is_refused(content, damage):
+    with pytest.raises(CannotLinkError):
+        shared_library(damage(content))
+
+
+def test_what_cannot_be_linked_runs_from_memory(monkeypatch):
+    def refuse(content):
+        raise CannotLinkError("a relocation")
+
+    clear_cache()
+    monkeypatch.setattr("bridge.compile.cpu.build.shared_library", refuse)
+    made = program([((5, 7), "float32")], lambda emit, x: [emit(x + x)])
+    library, content = CpuLibraries(made.backend.target).build_bytes(made.kernels, True)
+    assert content is None and library.kind == "llvm"
+    x = torch.randn(5, 7)
+    code = {name: Built(lambda name=name: library[name]) for name in made.kernels}
+    assert torch.equal(dataclasses.replace(made, code=code)([x])[0], x + x)
