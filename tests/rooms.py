@@ -42,7 +42,19 @@ BRIDGE = (
 """Rooms and loose files of ``bridge/``; each imports only from those before it, through their ``__init__``."""
 
 COMPILE = (
-    *("loop_ir", "codegen", "schedule", "backend", "passes", "translate", "options", "runtime", "cpu", "cuda"),
+    *(
+        "loop_ir",
+        "codegen",
+        "schedule",
+        "backend",
+        "passes",
+        "translate",
+        "options",
+        "runtime",
+        "graphs",
+        "cpu",
+        "cuda",
+    ),
     *("targets", "signature", "pipeline", "__init__"),
 )
 """Rooms of ``bridge/compile/``, likewise."""

@@ -31,6 +31,7 @@ CHANNELS: Mapping[str, str] = {
     "compile": "compiled programs: steps, bytes, seconds by stage; every step",
     "dispatch": "entries that are added, evicted, refused",
     "reuse": "calls that are lowered already",
+    "graphs": "programs that are recorded as graphs of a device, or are not any more, and why",
     "mt19937": "random masks that are left to torch",
     "philox": "a GPU's random masks that are left to torch",
     "dynamo": "torch.compile's graphs that run eager",

@@ -13,7 +13,7 @@ import torch
 
 from bridge.base.torch_internals import find
 
-__all__ = ["SAME_SETTINGS", "SETTINGS", "current_device", "current_stream", "empty_strided"]
+__all__ = ["SAME_SETTINGS", "SETTINGS", "current_device", "current_stream", "empty_strided", "memory_of_pool"]
 
 current_device: Callable[[], int] = find("torch._C._cuda_getDevice", torch.cuda.current_device)
 """The index of this thread's current device."""
@@ -28,6 +28,32 @@ empty_strided: Callable[..., torch.Tensor] = find(
     lambda *form: torch.empty_strided(*form[:2], dtype=form[2], device=torch.device("cuda", current_device())),
 )
 """Shape, strides, element type → a tensor on the current device."""
+
+_begin = find("torch._C._cuda_beginAllocateCurrentThreadToPool", None)
+_end = find("torch._C._cuda_endAllocateToPool", None)
+_release = find("torch._C._cuda_releasePool", None)
+
+
+class memory_of_pool:
+    """What this thread allocates on a device comes from a pool, as under ``torch.cuda.use_mem_pool``.
+
+    Args:
+        index: of the device.
+        pool: the pool's ``id``.
+    """
+
+    __slots__ = ("_index", "_pool")
+
+    def __init__(self, index: int, pool: tuple[int, int]):
+        self._index, self._pool = index, pool
+
+    def __enter__(self) -> None:
+        _begin(self._index, self._pool)
+
+    def __exit__(self, *error: object) -> None:
+        _end(self._index, self._pool)
+        _release(self._index, self._pool)
+
 
 _precision = find("torch._C._get_fp32_precision_getter")
 

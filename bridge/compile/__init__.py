@@ -10,6 +10,8 @@ from bridge.compile.cpu.mt19937_lock import hold_function
 from bridge.compile.cpu.mt19937_swap import swap_function
 from bridge.compile.cpu.products import clear_choices
 from bridge.compile.cuda.dropout_launch import Gpu, gpu_of
+from bridge.compile.graphs.control import MODES, Mode, RecordedGraphs
+from bridge.compile.graphs.entry_graphs import EntryGraphs
 from bridge.compile.options import CompileOptions
 from bridge.compile.pipeline import Compilation, clear_cache, compile_function
 from bridge.compile.runtime.constants import with_constants
@@ -23,6 +25,7 @@ __all__ = [
     "DEGREE",
     "DOUBLE",
     "FLOAT",
+    "MODES",
     "PER_BLOCK",
     "STATE_WORDS",
     "WORDS",
@@ -32,11 +35,14 @@ __all__ = [
     "Compilation",
     "CompileOptions",
     "DrawnMask",
+    "EntryGraphs",
     "Gpu",
     "Instruction",
     "Launch",
+    "Mode",
     "Operation",
     "Program",
+    "RecordedGraphs",
     "View",
     "backend_for",
     "bernoulli_function",

@@ -102,6 +102,10 @@ class Backend(ABC):
     def executor(self, program: Any) -> Callable[..., list[torch.Tensor]]:
         """What runs a :class:`~bridge.compile.runtime.program.Program`: ``(inputs, *, consume)`` → results."""
 
+    def recorder(self, program: Any) -> Any:
+        """What records a program's launches as one (:class:`~bridge.compile.graphs.recorder.Recorder`), or ``None``."""
+        return None
+
     @abstractmethod
     def launches(self, function: PrimFunc, scalars: Sequence[int]) -> tuple[str, ...]:
         """What a launch of a kernel with these integers runs on, in words; nothing where there is nothing to say."""

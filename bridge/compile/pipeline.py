@@ -30,6 +30,7 @@ from bridge.base.log import channel
 from bridge.compile.backend import Backend
 from bridge.compile.cuda.executor import POOLS
 from bridge.compile.cuda.nvrtc import clear_compiled
+from bridge.compile.cuda.recorder import STREAMS
 from bridge.compile.loop_ir.graph import Graph
 from bridge.compile.options import CompileOptions
 from bridge.compile.passes.accumulate import accumulate
@@ -163,3 +164,4 @@ def clear_cache() -> None:
     clear_compiled()
     ARENAS.clear()
     POOLS.clear()
+    STREAMS.clear()

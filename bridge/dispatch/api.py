@@ -18,7 +18,7 @@ from torch import nn
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.torch_internals import COMPILED_CALL
 from bridge.capture import dynamic_dims, normalize_sample
-from bridge.compile import backend_for
+from bridge.compile import MODES, backend_for
 from bridge.dispatch.dispatcher import Dispatcher
 from bridge.dispatch.outer_compiler import mark, unmark
 from bridge.dispatch.stats import DispatchStats
@@ -51,6 +51,7 @@ def add_tvm_dispatch(
     target: tvm.target.Target | str | dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
     freeze: bool = False,
+    cuda_graphs: Literal["auto"] | bool = False,
 ) -> Module:
     """Compiles a call of ``module``, forward and backward, and dispatches matching calls to it from now on.
 
@@ -100,13 +101,18 @@ def add_tvm_dispatch(
             results are eager's to rounding. A call after a tensor was changed or replaced is a miss, which
             ``on_miss="compile"`` answers by computing the constants again. Changes that torch does not count (through
             ``.data`` or NumPy) are not seen: call this again after them.
+        cuda_graphs: whether forward and backward on a GPU are recorded as one CUDA graph each, after a few calls:
+            ``"auto"``: where launching the kernels one by one takes the host about as long as the GPU, or longer;
+            ``True``: wherever that is exact; ``False``: never. Results and gradients are tensors like any others, and
+            ``stats(module).graphs`` counts the calls without a graph by their reasons.
 
     Returns:
         ``module``.
 
     Raises:
         TypeError: ``module`` is no module, or the sample does not fit it, or fits it in two ways.
-        ValueError: an unknown ``partition``, ``on_miss`` or ``target``, or a module that ``module.compile()`` compiled.
+        ValueError: an unknown ``partition``, ``on_miss``, ``target`` or ``cuda_graphs``, or a module that
+            ``module.compile()`` compiled.
         UnsupportedModule: the module holds something that cannot be done exactly; it is left as it was.
         CompilationError: a bug in this package; the module is left as it was.
         KeyboardInterrupt: Ctrl-C, at the next stage of compiling; the module is left as it was.
@@ -126,6 +132,8 @@ def add_tvm_dispatch(
         on_miss = "compile" if learns else "eager"
     if on_miss not in ON_MISS:
         raise ValueError(f"on_miss: wanted one of {', '.join(map(repr, ON_MISS))}, got {on_miss!r}")
+    if type(cuda_graphs) not in (str, bool) or cuda_graphs not in MODES:
+        raise ValueError(f"cuda_graphs: wanted one of {', '.join(map(repr, MODES))}, got {cuda_graphs!r}")
     resolve_strategy(partition)
     args, kwargs = ((), {}) if learns else normalize_sample(module, sample_input, sample_kwargs)
     if learns and dynamic_shapes is not None:
@@ -142,6 +150,7 @@ def add_tvm_dispatch(
         backend,
         freeze,
     )
+    before_graphs, dispatcher.graphs.mode = dispatcher.graphs.mode, cuda_graphs
     if learns:
         dispatcher.learns = True
     else:
@@ -150,6 +159,7 @@ def add_tvm_dispatch(
                 dispatcher.add(module, args, kwargs, dims)
         except BaseException:
             dispatcher.partition, dispatcher.on_miss, dispatcher.backend, dispatcher.freeze = before
+            dispatcher.graphs.mode = before_graphs
             raise
     dispatcher.budget.clear()
     if module.__dict__.get(COMPILED_CALL) is None:

@@ -14,7 +14,7 @@ from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.interrupts import raise_deferred
 from bridge.base.torch_internals import pytree
 from bridge.capture import DynamicDim, NumberPlace, device_of_call, one_capture_at_a_time
-from bridge.compile import Backend, backend_for
+from bridge.compile import Backend, RecordedGraphs, backend_for
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.frozen import FrozenPrograms
 from bridge.dispatch.guards import Guard, active_modes
@@ -59,6 +59,7 @@ def compile_entry(
     numbers: tuple[Entry, Mapping[NumberPlace, Any]] | None = None,
     dims: Sequence[DynamicDim] = (),
     freeze: bool = False,
+    graphs: RecordedGraphs | None = None,
 ) -> Entry | None:
     """Captures, lowers and compiles ``module(*args, **kwargs)`` in the current mode; the module is not changed.
 
@@ -67,6 +68,7 @@ def compile_entry(
             new entry takes them as inputs. ``None`` is returned if that is not exact.
         dims: dimensions of arguments whose sizes vary.
         freeze: whether the module's tensors become constants, if no gradients are wanted.
+        graphs: control of the programs' recorded graphs; ``None``: there are none.
 
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower`.
@@ -76,7 +78,9 @@ def compile_entry(
     with torch.inference_mode(False), torch.set_grad_enabled(gradients), one_capture_at_a_time():
         if not gradients:
             args, kwargs = pytree.tree_map_only(torch.Tensor, _outside_inference, (args, kwargs))
-        entry = _compile_entry(module, args, kwargs, partition, backend, numbers, dims, freeze and not gradients)
+        entry = _compile_entry(
+            module, args, kwargs, partition, backend, numbers, dims, freeze and not gradients, graphs
+        )
     if entry is None:
         return None
     entry.partition, entry.backend, entry.dims = partition, backend, frozenset(dims)
@@ -102,6 +106,7 @@ def _compile_entry(
     numbers: tuple[Entry, Mapping[NumberPlace, Any]] | None,
     dims: Sequence[DynamicDim],
     freeze: bool,
+    graphs: RecordedGraphs | None,
 ) -> Entry | None:
     started = time.perf_counter()
     before = PythonState(module)
@@ -126,7 +131,7 @@ def _compile_entry(
         arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         guard = Guard(module, captured, arguments, places, freeze)
         programs = FrozenPrograms(lowered, backend, guard.frozen.tensors) if guard.frozen is not None else None
-        entry = Entry(guard, lowered, backend, programs)
+        entry = Entry(guard, lowered, backend, programs, graphs)
         raise_deferred()
         entry.compile_seconds = time.perf_counter() - started  # less than ``lowered`` took, where it was reused
         return entry

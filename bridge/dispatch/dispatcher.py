@@ -27,7 +27,7 @@ from bridge.base.interrupts import interrupts_deferred
 from bridge.base.log import channel
 from bridge.base.torch_internals import MODULE_CALL, has_global_hooks, is_exporting
 from bridge.capture import DynamicDim, is_capturing, is_traced_here, same_numbers
-from bridge.compile import Backend
+from bridge.compile import Backend, RecordedGraphs
 from bridge.dispatch.advice import advice
 from bridge.dispatch.budget import CompileBudget
 from bridge.dispatch.compile_entry import backend_of_call, compile_entry, require_capturable
@@ -58,6 +58,7 @@ class Dispatcher:
     Attributes:
         entries: what is compiled, and what became of the calls; ``stats``: the user's view of it.
         backend: ``None``: that of the device of each call's tensors.
+        graphs: whether programs are recorded as graphs of their device, and what becomes of that.
         learns: whether the next call that misses is compiled, whatever ``on_miss`` says: there was no sample.
         freeze: whether the module's tensors become constants of what is compiled for calls without gradients.
         on_refused: called with the condition that a call does not meet and with the reason why no entry serves it,
@@ -73,7 +74,8 @@ class Dispatcher:
         self.freeze = False
         self.on_refused: Callable[[str, object], None] | None = None
         self.entries = Entries()
-        self.stats = DispatchStats(self.entries)
+        self.graphs = RecordedGraphs(False)
+        self.stats = DispatchStats(self.entries, self.graphs)
         self.budget = CompileBudget()
         self._unsupported: dict[str, None] = {}
         self._generalization = Generalization(self.entries, self.add, self._options)
@@ -316,7 +318,7 @@ class Dispatcher:
     def _options(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """How a call is compiled, as :func:`compile_entry` takes it."""
         backend = backend_of_call(self.backend, module, args, kwargs)
-        return {"partition": self.partition, "backend": backend, "freeze": self.freeze}
+        return {"partition": self.partition, "backend": backend, "freeze": self.freeze, "graphs": self.graphs}
 
     def _is_alike(self, entry: Entry, backend: Backend) -> bool:
         """Whether an entry was compiled with the same strategy, by this backend, and frozen if that is wanted."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from bridge.base.guard_failure import GuardFailure
 from bridge.capture import DynamicDim, Reading
-from bridge.compile import Backend, Program
+from bridge.compile import Backend, Program, RecordedGraphs
 from bridge.dispatch.autograd import apply
 from bridge.dispatch.bound import BoundCalls
 from bridge.dispatch.call_plan import plan_call
@@ -59,13 +59,14 @@ class Entry:
         lowered: LoweredCall,
         backend: Backend,
         programs: FrozenPrograms | None = None,
+        graphs: RecordedGraphs | None = None,
     ):
         started = time.perf_counter()
         self.guard = guard
         self.lowered = lowered
         self.hits = 0
         self.last_used = 0
-        self.programs = Programs(lowered, backend) if programs is None else programs
+        self.programs = Programs(lowered, backend, graphs) if programs is None else programs
         self.bound = _bound_calls(lowered, self.programs, guard)
         if self.bound is None:
             made = self.programs

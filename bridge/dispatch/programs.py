@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from autodiff.ir import Function
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.locks import free_in_children
-from bridge.compile import Backend, Compilation, CompileOptions, DrawnMask, Program
+from bridge.compile import Backend, Compilation, CompileOptions, DrawnMask, EntryGraphs, Program, RecordedGraphs
 from bridge.dispatch.call_plan import input_names
 from bridge.dispatch.call_steps import Backward
 from bridge.dispatch.computed_masks import ComputedMasks
@@ -28,6 +28,7 @@ from bridge.lowering import LoweredCall
 __all__ = ["BackwardRun", "BoundPrograms", "Compiling", "Programs"]
 
 Execute = Callable[..., list[torch.Tensor]]
+Graphed = Callable[[Program, Execute], Execute]
 Holds = Callable[[Sizes], Guard | None]
 _LATER = free_in_children(threading.RLock())
 """Held while a scope answers for sizes other than the sample's."""
@@ -49,6 +50,9 @@ class Programs:
         masks: those that they compute.
         is_frozen: whether the module's tensors are constants of the forward.
 
+    Args:
+        graphs: whether they are recorded as graphs, and what becomes of that; ``None``: they are not.
+
     Raises:
         UnsupportedModule: there is no kernel for an operator.
         CompilationError: compiling failed, a bug of this package.
@@ -56,14 +60,17 @@ class Programs:
 
     is_frozen = False
 
-    def __init__(self, lowered: LoweredCall, backend: Backend):
+    def __init__(self, lowered: LoweredCall, backend: Backend, graphs: RecordedGraphs | None = None):
         name = lowered.captured.module_name
+        self._graphs = None if graphs is None else EntryGraphs(graphs)
         self._lowered = lowered
         self._is_symbolic = lowered.captured.extents is not None
         self._options = CompileOptions.current(backend)
         self.device_type = backend.device.type
         self.masks = ComputedMasks(lowered, backend)
         self._forward = forward = Compiling(lowered.forward, name, "forward", self._options, self.masks.forward)
+        if self._graphs is not None:
+            forward.graphed = partial(self._graphs.forward, outputs=lowered.num_results)
         self.num_wanted = len(lowered.wanted)
         self.num_outputs = lowered.imported.num_outputs
         self.differentiable = lowered.differentiable
@@ -107,7 +114,8 @@ class Programs:
         return found
 
     def _backward_run(self, outputs: tuple[int, ...]) -> BackwardRun:
-        return BackwardRun(self._lowered, outputs, self._options, self.masks.backward)
+        graphed = None if self._graphs is None else self._graphs.backward
+        return BackwardRun(self._lowered, outputs, self._options, self.masks.backward, graphed)
 
     def backward_at(self, outputs: tuple[int, ...], sizes: Sizes) -> BackwardRun:
         """As :meth:`backward_for`, where extents are symbolic: one that is right for these sizes.
@@ -167,11 +175,13 @@ class BackwardRun:
         outputs: tuple[int, ...],
         options: CompileOptions,
         masks: Mapping[int, DrawnMask],
+        graphed: Graphed | None = None,
     ):
         self._lowered, self._outputs, self._sizes = lowered, outputs, None
         name = lowered.captured.module_name
         options = replace(options, sums_in_place=True, grad_outs=len(outputs))
         self._compiling = Compiling(lowered.backward_for(outputs), name, "backward", options, masks)
+        self._compiling.graphed = graphed
 
     def compile(self) -> None:
         """Ends the compilation, but for machine code that is in the making."""
@@ -212,6 +222,9 @@ class BackwardRun:
 class Compiling:
     """A function on its way to a program: see :class:`bridge.compile.Compilation`.
 
+    Attributes:
+        graphed: makes what records the program, of the program and of what runs it; ``None``: nothing does.
+
     Raises:
         UnsupportedModule: names an operator that there is no kernel for.
         CompilationError: anything else that goes wrong, at any stage.
@@ -226,6 +239,7 @@ class Compiling:
         masks: Mapping[int, DrawnMask],
     ):
         self.function, self._module_name, self._direction = function, module_name, direction
+        self.graphed: Graphed | None = None
         with self._errors():
             self._compilation = Compilation(function, f"{module_name}_{direction}", options, masks)
 
@@ -241,7 +255,9 @@ class Compiling:
         """
         with self._errors():
             program = self._compilation.finish() if program is None else program
-            return _under_name(program, sizes, self._module_name, self._direction)
+            program = program if sizes is None else program.at(sizes)
+            execute = _under_name(program, self._module_name, self._direction)
+            return execute if self.graphed is None else self.graphed(program, execute)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -256,10 +272,10 @@ class Compiling:
             raise CompilationError(f"compile {self._direction}", self.function.script(), error) from error
 
 
-def _under_name(program: Program, sizes: Sizes | None, module_name: str, direction: str) -> Execute:
+def _under_name(program: Program, module_name: str, direction: str) -> Execute:
     """The program; if it was compiled for an equal module of another class, a profiler is told the name of this one."""
     name = f"{module_name}_{direction}"
-    execute = program.executor if sizes is None else program.bind(sizes)
+    execute = program.executor
     if program.name == name:
         return execute
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from bridge.compile import RecordedGraphs
 from bridge.dispatch.entries import Entries
 from bridge.dispatch.entry import Entry
 
@@ -20,8 +21,9 @@ _HINT = 'add_tvm_dispatch(module, sample) in the state of such a call adds an en
 class DispatchStats:
     """What became of a dispatched module's calls: a view, which later calls change."""
 
-    def __init__(self, entries: Entries):
+    def __init__(self, entries: Entries, graphs: RecordedGraphs | None = None):
         self._entries = entries
+        self._graphs = graphs or RecordedGraphs(False)
 
     @property
     def hits(self) -> int:
@@ -38,6 +40,11 @@ class DispatchStats:
         """The compiled calls."""
         return self._entries.all
 
+    @property
+    def graphs(self) -> RecordedGraphs:
+        """What became of CUDA graphs: replays, runs without one by the reason, bytes."""
+        return self._graphs
+
     def __repr__(self) -> str:
         lines = [f"DispatchStats(hits={self.hits}, misses={sum(self.misses.values())})"]
         lines += [f"  {entry!r}" for entry in self.entries]
@@ -45,6 +52,8 @@ class DispatchStats:
         if len(self.misses) > _REASONS:
             rest = self.misses.most_common()[_REASONS:]
             lines.append(f"  {sum(count for _, count in rest)} x {len(rest)} other reasons (.misses has all)")
+        if self.graphs.replays or self.graphs.refused:
+            lines += [f"  {line}" for line in repr(self.graphs).splitlines()]
         if self.misses:
             lines.append("  " + _HINT)
         return "\n".join(lines)

@@ -16,6 +16,7 @@ import torch
 from bridge.base.torch_internals import AbsentOperator
 
 __all__ = [
+    "DRAWS",
     "FUNCTIONS",
     "NEVER_RAISE",
     "OUT_KERNELS",
@@ -43,6 +44,10 @@ NEVER_RAISE = frozenset(
     "adaptive_max_pool upsample scaled_dot_product_flash_attention recurrent_layer sort topk erfc atan2".split()
 )
 """Calls, of functions and of kernels that write into given tensors, that take any numbers."""
+
+
+DRAWS = frozenset({"draw", "placed_draw", "dropping_attention", "dropping_attention_backward"})
+"""Calls that draw random numbers."""
 
 
 def library_function(name: str, *operators: object) -> Callable[[Function], Function]:

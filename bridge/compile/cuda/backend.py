@@ -19,6 +19,7 @@ from bridge.compile.cuda.libraries import hold, let_go
 from bridge.compile.cuda.limits import LIMITS, ORDER
 from bridge.compile.cuda.nvrtc import version
 from bridge.compile.cuda.products import CudaProducts
+from bridge.compile.cuda.recorder import CudaRecorder
 from bridge.compile.cuda.shapes import launch_shapes
 from bridge.compile.loop_ir.product import ProductPlan
 from bridge.compile.runtime.build import build_kernels
@@ -93,6 +94,9 @@ class CudaBackend(Backend):
 
     def executor(self, program: Program) -> Callable[..., list[torch.Tensor]]:
         return CudaExecutor(program, self.device)
+
+    def recorder(self, program: Program) -> CudaRecorder:
+        return CudaRecorder(program, self.device)
 
     def launches(self, function: PrimFunc, scalars: Sequence[int]) -> tuple[str, ...]:
         return launch_shapes(function, scalars)

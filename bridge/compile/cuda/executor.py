@@ -75,18 +75,28 @@ class CudaExecutor:
         self._bound: Callable[[ArenaPool], Executor] = partial(_Bound, *parts, device=device)
         self._by_stream: LeastRecentlyUsed[int, Executor] = LeastRecentlyUsed(_STREAMS)
 
-    def __call__(self, inputs: Sequence[torch.Tensor], *, consume: bool = False) -> list[torch.Tensor]:
-        """See :meth:`bridge.compile.runtime.program.Program.__call__`."""
+    def __call__(
+        self,
+        inputs: Sequence[torch.Tensor],
+        *,
+        consume: bool = False,
+        fresh: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
+        """See :meth:`bridge.compile.runtime.executor.Executor.__call__`."""
         if current_device() != self._index:
             with torch.cuda.device(self._index):
-                return self(inputs, consume=consume)
+                return self(inputs, consume=consume, fresh=fresh)
         if torch.cuda.is_current_stream_capturing():
             return self._captured(inputs, consume)
         stream = current_stream(self._index)
         execute = self._by_stream.get(stream)
         if execute is None:
             execute = self._by_stream.put(stream, self._bound(pool=POOLS.of(self._device, stream)))
-        return execute(inputs, consume=consume)
+        return execute(inputs, consume=consume, fresh=fresh)
+
+    def bound_to(self, pool: ArenaPool) -> Executor:
+        """The program bound to blocks of a pool."""
+        return self._bound(pool=pool)
 
     def _captured(self, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
         """In memory of the graph that is captured, which may serve again once the run is over."""

@@ -11,26 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 
 import torch
 from torch.autograd import profiler
 
-from bridge.base.devices import HOST
-from bridge.base.tensor_properties import Checks, is_nested, tensor_checks
 from bridge.base.torch_internals import empty_strided
 from bridge.compile.backend import Built
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.bind import Arrays, bind, last_uses
+from bridge.compile.runtime.forms import InputForms
 from bridge.compile.runtime.instructions import Instruction
 from bridge.compile.runtime.layout import Layout
 from bridge.compile.runtime.pool import ARENAS, ArenaPool, Block
 
 __all__ = ["Executor"]
-
-_FORM = attrgetter("shape", "dtype", "device")
-#: Ways that fitting inputs may look: some require grad, or are parameters, or belong to inference mode.
-_MAX_FITTING = 4
 
 
 class Executor:
@@ -72,45 +66,59 @@ class Executor:
         actions = [bind(step, functions, arrays) for step in steps]
         self.actions = tuple(zip(actions, last_uses(steps, kept), strict=True))
         self._static_views = [bind(view, {}, {}) for view in layout.views]
-        places = [HOST if param.lies_on_host else device for param in layout.params]
-        self._forms = [
-            (torch.Size(param.shape), param.torch_dtype, place)
-            for param, place in zip(layout.params, places, strict=True)
-        ]
+        self._forms = InputForms(name, layout.params, device)
         self._fresh = [
             (made.slot, partial(empty, made.shape, dense_strides(made.shape), made.torch_dtype))
             for made in layout.fresh
         ]
         self._passed_on = [(i, slot) for i, slot in enumerate(layout.results) if slot < len(layout.params)]
-        self._fitting: list[Checks] = []  # inputs that look like these fit, and are dense
         self._arena_bytes = layout.arena_bytes
         pool = ARENAS if pool is None else pool
         self._key = pool.enroll(self, self._arena_bytes)
         self._take, self._give = pool.take, pool.give
 
-    def __call__(self, inputs: Sequence[torch.Tensor], *, consume: bool = False) -> list[torch.Tensor]:
-        """See :meth:`bridge.compile.runtime.program.Program.__call__`."""
+    def __call__(
+        self,
+        inputs: Sequence[torch.Tensor],
+        *,
+        consume: bool = False,
+        fresh: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
+        """See :meth:`bridge.compile.runtime.program.Program.__call__`.
+
+        ``fresh``: memory for the results in ``layout.fresh``, in their order, dense; new memory if ``None``.
+        """
         block = self._take(self._arena_bytes)
         try:
             registers, between_calls = block.bound.get(self._key) or self._bound_to(block)
             try:
                 if not torch.is_grad_enabled():
-                    return self._run(registers, inputs, consume)
+                    return self._run(registers, inputs, consume, fresh)
                 with torch.no_grad():
-                    return self._run(registers, inputs, consume)
+                    return self._run(registers, inputs, consume, fresh)
             finally:
                 registers[:] = between_calls
         finally:
             self._give(block)
 
-    def _run(self, registers: list, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
+    def _run(
+        self,
+        registers: list,
+        inputs: Sequence[torch.Tensor],
+        consume: bool,
+        fresh: Sequence[torch.Tensor] | None,
+    ) -> list[torch.Tensor]:
         self._prepare()
         self._load(registers, inputs)
         passed_on = [(i, inputs[slot]) for i, slot in self._passed_on]
         if consume:
             inputs.clear()
-        for slot, make in self._fresh:
-            registers[slot] = make()
+        if fresh is None:
+            for slot, make in self._fresh:
+                registers[slot] = make()
+        else:
+            for (slot, _), memory in zip(self._fresh, fresh, strict=True):
+                registers[slot] = memory
         if profiler._is_profiler_enabled:
             self._act_recorded(registers)
         else:
@@ -134,24 +142,7 @@ class Executor:
 
     def _load(self, registers: list, inputs: Sequence[torch.Tensor]) -> None:
         """Puts the inputs into their slots, dense. Some may require grad: nothing records it."""
-        if any(map(is_nested, inputs)) or not any(alike(inputs) for alike in self._fitting):
-            if list(map(_FORM, inputs)) != self._forms:
-                self._reject(inputs)
-            if not all(map(torch.Tensor.is_contiguous, inputs)):
-                inputs = [tensor.contiguous() for tensor in inputs]
-            elif len(self._fitting) < _MAX_FITTING:
-                self._fitting.append(tensor_checks(inputs))
-        registers[: len(inputs)] = inputs
-
-    def _reject(self, inputs: Sequence[torch.Tensor]) -> None:
-        if len(inputs) != len(self._forms):
-            raise ValueError(f"{self.name}: wanted {len(self._forms)} inputs, got {len(inputs)}")
-        for slot, (tensor, form) in enumerate(zip(inputs, self._forms, strict=True)):
-            if _FORM(tensor) != form:
-                raise ValueError(
-                    f"{self.name}: input {slot} ({self._layout.params[slot].name}) has shape {tuple(tensor.shape)} and"
-                    f" {tensor.dtype} on {tensor.device}, wanted {tuple(form[0])} and {form[1]} on {form[2]}"
-                )
+        registers[: len(inputs)] = self._forms.dense(inputs)
 
     @torch.inference_mode(False)  # its tensors serve calls of any mode
     def _bound_to(self, block: Block) -> tuple[list, list]:

@@ -1,0 +1,217 @@
+"""CUDA's recorder: programs into CUDA graphs, with memory from private pools of torch's allocator.
+
+What a graph needs while it runs (arena block, temporaries of torch's kernels) is shared by all graphs that are recorded
+for one stream: they run in the stream's order, each as one launch. Other runs on the stream, of which several threads
+may have one under way, have blocks of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from bridge.base.generators import MOVING, default_generator
+from bridge.base.locks import free_in_children
+from bridge.base.torch_cuda import current_device, current_stream, empty_strided, memory_of_pool
+from bridge.compile.cuda.executor import CudaExecutor
+from bridge.compile.graphs.recorder import Form
+from bridge.compile.runtime.executor import Executor
+from bridge.compile.runtime.instructions import CallLibrary
+from bridge.compile.runtime.pool import Block
+from bridge.compile.runtime.program import Program
+from bridge.library import DRAWS
+
+__all__ = ["STREAMS", "CudaRecorder", "PoolMemory", "Streams"]
+
+_NON_BLOCKING = 1
+"""``CU_STREAM_NON_BLOCKING``: the stream does not wait for the legacy default one, nor that for it."""
+
+_RECORDING = free_in_children(threading.RLock())
+"""Held while a stream is captured: torch allows one capture at a time."""
+
+
+class PoolMemory:
+    """Memory of a private pool, see :class:`bridge.compile.graphs.recorder.Memory`."""
+
+    def __init__(self, index: int):
+        self._index = index
+        self._pool: Any = None
+
+    def __call__(self, forms: Sequence[Form]) -> list[torch.Tensor]:
+        if self._pool is None:
+            self._pool = torch.cuda.MemPool()
+        with memory_of_pool(self._index, self._pool.id):
+            return [empty_strided(*form) for form in forms]
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self._pool is None else sum(segment["total_size"] for segment in self._pool.snapshot())
+
+
+class _Timer:
+    def __init__(self) -> None:
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._begin.record()
+        self._host = -time.perf_counter()
+
+    def stop(self) -> None:
+        self._host += time.perf_counter()
+        self._end.record()
+
+    def seconds(self) -> tuple[float, float] | None:
+        return (self._host, self._begin.elapsed_time(self._end) / 1e3) if self._end.query() else None
+
+
+class _GraphArena:
+    """The block of a stream's recordings, in the place of a pool; larger programs get a larger one."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._keys = itertools.count()
+        self.block: Block | None = None
+
+    @torch.inference_mode(False)  # it serves runs of any mode
+    def reserve(self, size: int) -> Block:
+        """The block; whoever records holds it."""
+        if self.block is None or self.block.size < size:
+            self.block = Block(size, self._device)
+        return self.block
+
+    def enroll(self, user: object, size: int) -> int:
+        return next(self._keys)
+
+    def take(self, size: int) -> Block:
+        return self.reserve(size)
+
+    def give(self, block: Block) -> None:
+        block.bound.clear()  # a program is seldom recorded twice
+
+
+class _Stream:
+    """What the recordings of one stream share; ``side`` is captured in its place, by nobody else."""
+
+    def __init__(self, device: torch.device):
+        self.arena = _GraphArena(device)
+        self.pool = torch.cuda.graph_pool_handle()
+        self.side = torch.cuda.ExternalStream(_new_stream(), device)
+
+
+class Streams:
+    """By device and stream, what their recordings share."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[int, int], _Stream] = {}
+
+    def of(self, device: torch.device, stream: int) -> _Stream:
+        """Of a stream on a device, which is current."""
+        found = self._of.get((device.index, stream))
+        return found or self._of.setdefault((device.index, stream), _Stream(device))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of blocks."""
+        return sum(each.arena.block.size for each in tuple(self._of.values()) if each.arena.block is not None)
+
+    def clear(self) -> None:
+        """Lets go of the blocks; recordings hold theirs."""
+        for each in tuple(self._of.values()):
+            each.arena.block = None
+
+
+STREAMS = Streams()
+"""Of this process."""
+
+
+class CudaRecorder:
+    """Records one program, see :class:`bridge.compile.graphs.recorder.Recorder`."""
+
+    def __init__(self, program: Program, device: torch.device):
+        self._program, self._device, self._index = program, device, device.index
+
+    def refusal(self) -> str | None:
+        drawing = [step.name for step in self._program.steps if isinstance(step, CallLibrary) and step.name in DRAWS]
+        if any(param.lies_on_host for param in self._program.layout.params):
+            return "an input lies on the host"
+        return f"library {drawing[0]} draws random numbers" if drawing else None
+
+    def elsewhere(self) -> AbstractContextManager | None:
+        return None if current_device() == self._index else torch.cuda.device(self._index)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def stream(self) -> int:
+        return current_stream(self._index)
+
+    def drawn(self) -> int:
+        return default_generator(self._device).get_offset()
+
+    def memory(self) -> PoolMemory:
+        return PoolMemory(self._index)
+
+    def empty(self, form: Form) -> torch.Tensor:
+        return empty_strided(*form)
+
+    def timer(self) -> _Timer:
+        return _Timer()
+
+    @functools.cached_property
+    def _executors(self) -> dict[int, Executor]:
+        return {}
+
+    def record(
+        self,
+        inputs: Sequence[torch.Tensor],
+        fresh: Sequence[torch.Tensor],
+        copies: Sequence[tuple[int, torch.Tensor]],
+    ) -> Callable[[], Any]:
+        stream = self.stream()
+        shared = STREAMS.of(self._device, stream)
+        execute = self._executors.get(stream)
+        if execute is None:
+            program: CudaExecutor = self._program.executor
+            execute = self._executors.setdefault(stream, program.bound_to(shared.arena))
+        with _RECORDING, MOVING, _no_collection():
+            graph = torch.cuda.CUDAGraph()
+            graph.needs = execute, shared.arena.reserve(self._program.arena_bytes)
+            with torch.cuda.stream(shared.side):
+                graph.capture_begin(pool=shared.pool, capture_error_mode="thread_local")
+                try:
+                    results = execute(inputs, fresh=fresh)
+                    for place, memory in copies:
+                        memory.copy_(results[place])
+                    del results  # what lies in the graph's own memory is given back while it is recorded
+                finally:
+                    graph.capture_end()
+        return graph.replay
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected meanwhile: it may free memory of the device, which is not allowed during a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _new_stream() -> int:
+    """A new stream on the current device. torch's own are handed out in turns: another thread may work on any of them,
+    and what it launched during a capture would be recorded."""
+    handle = ctypes.c_void_p()
+    status = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
+    if status:
+        raise RuntimeError(f"the driver made no stream: error {status}")
+    return handle.value

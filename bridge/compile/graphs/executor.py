@@ -1,0 +1,187 @@
+"""Graphed executor: a program and what runs it → the same results by replays of recorded graphs, where that is exact.
+
+The first calls run as ever; they are timed, and show where results lie. Then calls get memory of their own for results,
+and the second call with the same addresses (of inputs, of results' memory) is recorded; from then on such calls are one
+launch. Whatever else comes runs every kernel by itself, and is counted with its reason.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from bridge.base.lru import LeastRecentlyUsed
+from bridge.compile.graphs.control import RecordedGraphs
+from bridge.compile.graphs.recorder import Form, Memory, Recorder
+from bridge.compile.graphs.recordings import MAX_MADE, StreamRecordings
+from bridge.compile.graphs.results import ReplayResults
+from bridge.compile.graphs.worth import LaunchCost
+from bridge.compile.loop_ir.views import dense_strides
+from bridge.compile.runtime.forms import InputForms
+from bridge.compile.runtime.program import Program
+
+__all__ = ["MAX_COPIED_BYTES", "GraphedExecutor"]
+
+#: Bytes that each replay may copy between buffers and tensors whose addresses never return, under ``"auto"``.
+MAX_COPIED_BYTES = 32 << 20
+_STREAMS = 4
+"""On which a program stays recorded; those used last."""
+
+Execute = Callable[..., list[torch.Tensor]]
+
+
+class GraphedExecutor:
+    """Runs one program of one entry; safe to call from any thread.
+
+    Attributes:
+        last_used: when, by the control's clock, a recording was replayed.
+
+    Args:
+        program: of numbers only.
+        execute: runs it, kernel by kernel: ``(inputs, *, consume, fresh)``.
+        memories: where the first ``outputs`` results, which somebody may keep, and all others get their memory.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        execute: Execute,
+        recorder: Recorder,
+        control: RecordedGraphs,
+        memories: tuple[Memory, Memory],
+        outputs: int,
+    ):
+        self._program, self._execute, self._recorder, self._control = program, execute, recorder, control
+        self._memories, self._outputs = memories, outputs
+        self._forms = InputForms(program.name, program.layout.params, program.backend.device)
+        self._inputs: list[Form] = [
+            (tuple(each.shape), dense_strides(each.shape), each.torch_dtype) for each in program.layout.params
+        ]
+        self._lock = threading.Lock()
+        self._streams: LeastRecentlyUsed[Hashable, StreamRecordings] = LeastRecentlyUsed(_STREAMS)
+        self._results: ReplayResults | None = None
+        self._cost = LaunchCost(recorder)
+        self._is_warm, self._draws = False, True
+        self._refused = recorder.refusal()
+        self.last_used = 0
+        control.enroll(self)
+        if self._refused is not None:
+            control.refuse(program.name, self._refused)
+
+    def __len__(self) -> int:
+        return sum(len(recordings) for _, recordings in self._streams.items())
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of buffers; memory of results is counted by those who own it."""
+        return sum(recordings.buffer_bytes for _, recordings in self._streams.items())
+
+    def drop(self) -> None:
+        """Lets go of all recordings."""
+        self._streams.clear()
+
+    def __call__(self, inputs: Sequence[torch.Tensor], *, consume: bool = False) -> list[torch.Tensor]:
+        """See :meth:`bridge.compile.runtime.program.Program.__call__`."""
+        mode = self._control.mode
+        if mode is False:
+            return self._execute(inputs, consume=consume)
+        if self._refused is not None:
+            return self._by_itself(self._refused, inputs, consume)
+        elsewhere = self._recorder.elsewhere()
+        if elsewhere is not None:
+            with elsewhere:
+                return self(inputs, consume=consume)
+        if self._recorder.is_capturing():
+            return self._by_itself("somebody records a graph of his own", inputs, consume)
+        if not self._lock.acquire(blocking=False):
+            return self._by_itself("another thread is in the program", inputs, consume)
+        try:
+            if not self._is_warm:
+                return self._warm_up(inputs, consume, mode is True)
+            if not torch.is_grad_enabled():
+                return self._graphed(inputs, consume)
+            with torch.no_grad():
+                return self._graphed(inputs, consume)
+        finally:
+            self._lock.release()
+
+    def _by_itself(self, reason: str, inputs: Sequence[torch.Tensor], consume: bool, **given: Any) -> list:
+        self._control.count(reason)
+        return self._execute(inputs, consume=consume, **given)
+
+    def _refuse(self, reason: str) -> None:
+        self._refused = reason
+        self._control.refuse(self._program.name, reason)
+        self.drop()
+
+    def _warm_up(self, inputs: Sequence[torch.Tensor], consume: bool, forced: bool) -> list[torch.Tensor]:
+        """A call before there are recordings; under ``"auto"`` it is timed."""
+        timer, drawn = self._cost.timer(), self._recorder.drawn()
+        results = self._by_itself("warm-up", inputs, consume)
+        if timer is not None:
+            timer.stop()
+        self._draws &= self._recorder.drawn() != drawn
+        if self._results is None:
+            self._results = ReplayResults(self._program, results)
+        pays = (timer is not None) if forced else self._cost.is_launch_bound()
+        if pays and self._draws:
+            self._refuse("a step draws random numbers")
+        elif pays is False and not forced:
+            self._refuse("the device has more to do than the host: a graph does not pay")
+        self._is_warm = bool(pays)
+        return results
+
+    def _graphed(self, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
+        stream = self._recorder.stream()
+        recordings = self._streams.get(stream) or self._streams.put(stream, self._new())
+        dense, fresh = self._forms.dense(inputs), recordings.fresh()
+        recording = recordings.find(dense, fresh)
+        if recording is None:
+            recording = self._recorded(recordings, dense, fresh)
+        if recording is None:
+            return self._into(fresh, inputs, consume)
+        results = recordings.replay(recording, inputs, dense, fresh)
+        if consume:
+            inputs.clear()
+        self.last_used = next(self._control.clock)
+        self._control.replays += 1
+        return results
+
+    def _recorded(
+        self, recordings: StreamRecordings, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]
+    ) -> Callable[[], Any] | None:
+        """A new recording; ``None`` if it is too early for one, or if there is to be none any more."""
+        if not recordings.is_due(inputs, fresh):
+            self._control.count("addresses that are new")
+            return None
+        copied = recordings.ports.copied_bytes
+        if self._control.mode == "auto" and copied > MAX_COPIED_BYTES:
+            self._refuse(f"{copied} bytes lie elsewhere at each call")
+        elif recordings.made >= 2 * MAX_MADE:
+            self._refuse("addresses keep changing")
+        else:
+            self._control.make_room(self)
+            try:
+                return recordings.record(inputs, fresh)
+            except Exception as error:  # noqa: BLE001   whatever it is, launching kernel by kernel does without
+                first = next(iter(str(error).splitlines()), "")
+                self._refuse(f"recording failed: {type(error).__name__}: {first}")
+        self._control.count(self._refused)
+        return None
+
+    def _into(self, fresh: list[torch.Tensor], inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
+        """A run, kernel by kernel, whose results lie where a replay would have put them: their readers look there."""
+        copied = self._results.copied
+        own = len(fresh) - len(copied)
+        results = self._execute(inputs, consume=consume, fresh=fresh[:own])
+        for place, memory in zip(copied, fresh[own:], strict=True):
+            results[place] = memory.copy_(results[place])
+        return results
+
+    def _new(self) -> StreamRecordings:
+        first, others = self._memories
+        memories = [first if reader < self._outputs else others for reader in self._results.readers]
+        return StreamRecordings(self._recorder, self._inputs, self._results, memories)

@@ -1,0 +1,89 @@
+"""Recorder: what a device does for recorded graphs, as an interface; CUDA's is :mod:`bridge.compile.cuda.recorder`.
+
+A recording is a run's launches with all addresses in them; replaying it makes the same launches again, on the current
+stream and in its order. Whoever replays sees to it that the addresses mean what they meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Form", "Memory", "Recorder", "Timer"]
+
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, strides and element type of a dense tensor."""
+
+
+class Memory(Protocol):
+    """Memory that nothing else on the device takes from: what was given back is there again at the next call, at the
+    same addresses if the same is asked for. Tensors in it are like any others, to their holders and to the allocator.
+    """
+
+    def __call__(self, forms: Sequence[Form]) -> list[torch.Tensor]:
+        """New tensors on the current stream."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the device has set aside for it."""
+
+
+class Timer(Protocol):
+    """Time of one run, on the host and on the device, taken without waiting for the device."""
+
+    def stop(self) -> None:
+        """The end of the run."""
+
+    def seconds(self) -> tuple[float, float] | None:
+        """The host's and the device's; ``None`` while the device is at work on it."""
+
+
+class Recorder(Protocol):
+    """Recorded graphs of one program on one device."""
+
+    def refusal(self) -> str | None:
+        """Why the program cannot be recorded, naming the step; ``None`` if nothing is known against it."""
+
+    def elsewhere(self) -> AbstractContextManager | None:
+        """What makes the program's device the current one; ``None`` if it is."""
+
+    def is_capturing(self) -> bool:
+        """Whether somebody records the current stream into a graph of his own."""
+
+    def stream(self) -> Hashable:
+        """The current stream."""
+
+    def drawn(self) -> int:
+        """How far torch's generator of the device is."""
+
+    def memory(self) -> Memory:
+        """New memory for results."""
+
+    def empty(self, form: Form) -> torch.Tensor:
+        """A tensor on the current stream, in memory that all share."""
+
+    def timer(self) -> Timer:
+        """A timer that begins now."""
+
+    def record(
+        self,
+        inputs: Sequence[torch.Tensor],
+        fresh: Sequence[torch.Tensor],
+        copies: Sequence[tuple[int, torch.Tensor]],
+    ) -> Callable[[], Any]:
+        """Records a run on these inputs with this memory for results, for replays on the current stream.
+
+        Nothing is computed. Intermediates lie in memory that the recordings of a stream share; no tensor is kept.
+        Whatever goes wrong is raised, and leaves the device as it was.
+
+        Args:
+            inputs: dense.
+            fresh: memory of the results in ``layout.fresh``.
+            copies: places of other results, with the memory that they are copied to at the end of the run.
+
+        Returns:
+            what replays it.
+        """

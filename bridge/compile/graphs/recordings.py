@@ -1,0 +1,140 @@
+"""Recordings of one program on one stream: a call's tensors → the recording for their addresses, made when they return.
+
+Memory of results is new at each call, from memory that nothing else takes from (:class:`~.recorder.Memory`), so a
+replay never writes where somebody still holds a tensor, and the allocator knows what streams a tensor is used on.
+Holders change which addresses a call gets: a gradient that stays in ``p.grad``, an output that is kept. There are as
+many recordings as there are such patterns; a port whose address never returns is buffered (:mod:`.ports`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from bridge.base.lru import LeastRecentlyUsed
+from bridge.compile.graphs.ports import Key, Ports
+from bridge.compile.graphs.recorder import Form, Memory, Recorder
+from bridge.compile.graphs.results import ReplayResults
+
+__all__ = ["MAX_MADE", "MAX_OF_A_STREAM", "StreamRecordings"]
+
+#: Recordings of a program for one stream; the one that was used the longest ago leaves.
+MAX_OF_A_STREAM = 8
+#: Recordings that are made before ports are buffered as soon as they move, and again as many before none is made.
+MAX_MADE = 24
+_STEADY = 64
+"""Replays in a row after which addresses of long ago do not count."""
+
+
+class StreamRecordings:
+    """What of a program is recorded for one stream. One thread at a time.
+
+    Attributes:
+        made: how many recordings were made so far.
+
+    Args:
+        inputs: forms of the inputs.
+        results: where results are.
+        memories: of each form of ``results``, where it is taken from.
+    """
+
+    def __init__(self, recorder: Recorder, inputs: Sequence[Form], results: ReplayResults, memories: Sequence[Memory]):
+        self._recorder, self._results, self._inputs = recorder, results, len(inputs)
+        self._forms = [*inputs, *results.forms]
+        self.ports = Ports(self._forms)
+        self.made = 0
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._memories = memories
+        self._recordings: LeastRecentlyUsed[Key, Callable[[], Any]] = LeastRecentlyUsed(MAX_OF_A_STREAM)
+        self._seen: LeastRecentlyUsed[Key, bool] = LeastRecentlyUsed(4 * MAX_OF_A_STREAM)
+        self._in_a_row = 0
+        self._plan_memory()
+
+    def __len__(self) -> int:
+        return len(self._recordings)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def fresh(self) -> list[torch.Tensor]:
+        """Memory for the results of a call."""
+        made: list[Any] = [None] * len(self._results.forms)
+        for make, forms, places in self._taken:
+            for place, tensor in zip(places, make(forms), strict=True):
+                made[place] = tensor
+        return made
+
+    def find(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> Callable[[], Any] | None:
+        """The recording for dense inputs and memory of results, if there is one."""
+        return self._recordings.get(self.ports.key([*inputs, *fresh]))
+
+    def replay(
+        self,
+        recording: Callable[[], Any],
+        given: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        fresh: list[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """The results; ``given`` are the caller's inputs, ``inputs`` the same, dense."""
+        self._in_a_row += 1
+        first, buffers = self._inputs, self._buffers
+        for place in self.ports.buffered:
+            if place < first:
+                buffers[place].copy_(inputs[place])
+        recording()
+        for place in self.ports.buffered:
+            if place >= first:
+                fresh[place - first].copy_(buffers[place])
+        return self._results(given, fresh)
+
+    def is_due(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> bool:
+        """Whether addresses without a recording have been here before. If they keep moving, ports are buffered."""
+        tensors = [*inputs, *fresh]
+        if self._in_a_row >= _STEADY:
+            self.ports.forget()
+        self._in_a_row = 0
+        if self.ports.note(tensors) or (self.made == MAX_MADE and self.ports.buffer_all_that_moved()):
+            self._renew()
+        key = self.ports.key(tensors)
+        if self._seen.get(key):
+            return True
+        self._seen.put(key, True)
+        return False
+
+    def record(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> Callable[[], Any]:
+        """Makes a recording for these addresses; raises what goes wrong."""
+        self.made += 1
+        buffers, first, copied = self._buffers, self._inputs, self._results.copied
+        read = [buffers.get(place, tensor) for place, tensor in enumerate(inputs)]
+        written = [buffers.get(place, tensor) for place, tensor in enumerate(fresh, first)]
+        own = len(written) - len(copied)
+        replay = self._recorder.record(read, written[:own], list(zip(copied, written[own:], strict=True)))
+        return self._recordings.put(self.ports.key([*inputs, *fresh]), replay)
+
+    @torch.inference_mode(False)  # buffers serve calls of any mode
+    def _renew(self) -> None:
+        """Begins anew with other ports: recordings have the addresses of the old ones."""
+        self._recordings.clear()
+        self._seen.clear()
+        for place in self.ports.buffered:
+            if place not in self._buffers:
+                self._buffers[place] = self._recorder.empty(self._forms[place])
+        self._plan_memory()
+
+    def _plan_memory(self) -> None:
+        """Where memory of results is taken from: what is copied out of a buffer may lie anywhere."""
+        groups: dict[int, tuple[Callable[[Sequence[Form]], list[torch.Tensor]], list[Form], list[int]]] = {}
+        for place, (form, memory) in enumerate(zip(self._results.forms, self._memories, strict=True)):
+            is_buffered = place + self._inputs in self._buffers
+            make = self._anywhere if is_buffered else memory
+            _, forms, places = groups.setdefault(0 if is_buffered else id(memory), (make, [], []))
+            forms.append(form)
+            places.append(place)
+        self._taken = list(groups.values())
+
+    def _anywhere(self, forms: Sequence[Form]) -> list[torch.Tensor]:
+        return list(map(self._recorder.empty, forms))

@@ -1,0 +1,46 @@
+"""Worth of a recorded graph: the first runs of a program → whether the host or the device is what they wait for."""
+
+from __future__ import annotations
+
+from bridge.compile.graphs.recorder import Recorder, Timer
+
+__all__ = ["RUNS", "LaunchCost"]
+
+#: Runs that are timed; the one before them is not: it loads kernels.
+RUNS = 3
+_SHARE = 0.5
+"""Of the device's time that the host's is at least, where a graph pays: a replay takes the host a few microseconds."""
+
+
+class LaunchCost:
+    """Times the first runs of a program; nothing waits for the device.
+
+    Where the device waits for launches, its time from the first to the last is the host's; where it has more to do than
+    the host, or is behind with other work, it is the program's own.
+    """
+
+    def __init__(self, recorder: Recorder):
+        self._recorder = recorder
+        self._timers: list[Timer] = []
+        self._skipped = False
+
+    def timer(self) -> Timer | None:
+        """For the run that comes now; ``None`` if it is not timed."""
+        if not self._skipped:
+            self._skipped = True
+            return None
+        if len(self._timers) == RUNS:
+            return None
+        self._timers.append(timer := self._recorder.timer())
+        return timer
+
+    def is_launch_bound(self) -> bool | None:
+        """Whether launches cost the host about as much as the device has to do; ``None`` as long as it is not known."""
+        if len(self._timers) < RUNS:
+            return None
+        seconds = [timer.seconds() for timer in self._timers]
+        known = [each for each in seconds if each is not None]
+        if len(known) < RUNS:
+            return None
+        host, device = map(min, zip(*known, strict=True))
+        return host >= _SHARE * device

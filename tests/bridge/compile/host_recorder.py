@@ -1,0 +1,121 @@
+"""A recorder on the host: a recording is the addresses of a run, and replaying it computes there again, as a GPU would.
+
+Nothing of a recording keeps memory alive, so what is read or written after its owner let go is found out; memory of
+results is handed out by address, lowest first, to whoever asks for as many bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from bridge.base.torch_internals import empty_strided
+from bridge.compile.runtime.executor import Executor
+
+__all__ = ["HostMemory", "HostRecorder", "alias"]
+
+
+@torch.inference_mode(False)  # replays run in any mode
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, which stays its owner's to free."""
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+
+
+class HostMemory:
+    """Blocks that are free when no tensor lies in them."""
+
+    def __init__(self) -> None:
+        self._blocks: list[torch.Tensor] = []
+
+    def __call__(self, forms):
+        return [self._tensor(*form) for form in forms]
+
+    def _tensor(self, shape, strides, dtype):
+        size = max(torch.Size(shape).numel(), 1) * dtype.itemsize
+        for block in self._blocks:
+            storage = block.untyped_storage()
+            if len(block) == size and torch._C._storage_Use_Count(storage._cdata) == 2:  # the block's, and this one
+                break
+        else:
+            block = torch.empty(size + 16, dtype=torch.uint8)
+            block = block[-block.data_ptr() % 16 :][:size].clone()
+            self._blocks.append(block)
+            storage = block.untyped_storage()
+        return torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
+
+    @property
+    def held_bytes(self):
+        return sum(map(len, self._blocks))
+
+
+class _Timer:
+    def __init__(self, recorder):
+        self._recorder = recorder
+
+    def stop(self):
+        self._recorder.stopped += 1
+
+    def seconds(self):
+        return self._recorder.seconds
+
+
+class HostRecorder:
+    """Settable: what a GPU would say. ``recorded`` counts recordings; ``fails``: raised by the next ones."""
+
+    def __init__(self, program: Any):
+        self.program = program
+        self.recorded = self.replayed = self.stopped = 0
+        self.fails: Exception | None = None
+        self.capturing = False
+        self.refuses: str | None = None
+        self.now: Any = 0
+        self.draws = 0
+        self.seconds: tuple[float, float] | None = (1.0, 1.0)
+
+    def refusal(self):
+        return self.refuses
+
+    def elsewhere(self):
+        return None
+
+    def is_capturing(self):
+        return self.capturing
+
+    def stream(self):
+        return self.now
+
+    def drawn(self):
+        self.draws += self.draws > 0
+        return self.draws
+
+    def memory(self):
+        return HostMemory()
+
+    def empty(self, form):
+        return empty_strided(*form)
+
+    def timer(self):
+        return _Timer(self)
+
+    def record(self, inputs, fresh, copies):
+        if self.fails is not None:
+            raise self.fails
+        program = self.program
+        parts = (program.name, program.steps, program.layout, program.constants, program.code)
+        execute = Executor(*parts, device=torch.device("cpu"), prepare=lambda: None)
+        read, written = list(map(alias, inputs)), list(map(alias, fresh))
+        copied = [(place, alias(memory)) for place, memory in copies]
+        self.recorded += 1
+
+        def replay():
+            self.replayed += 1
+            results = execute(read, fresh=written)
+            for place, memory in copied:
+                memory.copy_(results[place])
+
+        return replay

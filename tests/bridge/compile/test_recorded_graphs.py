@@ -1,0 +1,305 @@
+"""Recorded graphs, with a recorder on the host: when programs are recorded, what is replayed, what runs by itself."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from tvm.relax import op as R
+
+from bridge.compile.graphs import control as control_module
+from bridge.compile.graphs import executor as module
+from bridge.compile.graphs.control import RecordedGraphs
+from bridge.compile.graphs.executor import GraphedExecutor
+from bridge.compile.graphs.ports import MAX_ADDRESSES
+from bridge.compile.graphs.worth import RUNS
+from tests.bridge.compile.host_recorder import HostMemory, HostRecorder
+from tests.bridge.compile_helpers import program
+
+
+def body(emit, x, w):
+    """A result, one that a library function allocates, a view of a result, an input, a constant's product."""
+    y = emit(R.matmul(x, w))
+    z = emit(R.nn.softmax(y))
+    return [z, emit(R.cumsum(y, axis=1)), emit(R.reshape(z, (2, 48))), x]
+
+
+def expected(x, w):
+    y = x @ w
+    z = torch.softmax(y, -1)
+    return [z, torch.cumsum(y, 1), z.reshape(2, 48), x]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return program([((12, 16), "float32"), ((16, 8), "float32")], body)
+
+
+class Graphed:
+    """A graphed executor with everything that can be set."""
+
+    def __init__(self, compiled, mode=True, seconds=(1.0, 1.0)):
+        self.control, self.recorder = RecordedGraphs(mode), HostRecorder(compiled)
+        self.recorder.seconds = seconds
+        self.outputs, self.captures = HostMemory(), HostMemory()
+        memories = self.outputs, self.captures
+        self.run = GraphedExecutor(compiled, compiled.executor, self.recorder, self.control, memories, 1)
+        self.w = torch.randn(16, 8)
+        self.x = torch.randn(12, 16)
+
+    def check(self, x=None, w=None):
+        x, w = self.x if x is None else x, self.w if w is None else w
+        made = self.run([x, w])
+        for ours, theirs in zip(made, expected(x, w), strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert made[3] is x
+        return made
+
+    def warm(self, calls=6):
+        for _ in range(calls):
+            self.check()
+        assert len(self.run)
+        return self
+
+
+@pytest.fixture
+def graphed(compiled):
+    return Graphed(compiled)
+
+
+def test_the_first_calls_run_by_themselves_then_one_recording_is_replayed(graphed):
+    for _ in range(20):
+        graphed.check()
+    assert graphed.recorder.recorded == 1 and graphed.control.recordings == 1
+    assert graphed.control.replays == graphed.recorder.replayed == 17
+    assert graphed.control.ungraphed == {"warm-up": 2, "addresses that are new": 1}
+
+
+def test_inputs_change_in_place_and_are_read_anew(graphed):
+    graphed.warm()
+    for _ in range(5):
+        graphed.x.normal_(), graphed.w.normal_()
+        graphed.check()
+    assert graphed.recorder.recorded == 1
+
+
+def test_memory_that_somebody_holds_is_not_written(graphed):
+    """All results of twenty calls, whichever are held."""
+    graphed.warm()
+    held = []
+    for call in range(20):
+        graphed.x.normal_()
+        made = graphed.check()
+        held.append([(each, each.clone()) for each in made[: call % 3 + 1]])
+        del made
+        if call % 5 == 4:
+            held.clear()
+        assert all(torch.equal(now, then) for results in held for now, then in results)
+    assert graphed.control.replays > 10
+
+
+def test_results_have_memory_and_versions_of_their_own(graphed):
+    made = graphed.warm().check()
+    versions = [each._version for each in made]
+    made[0].add_(1)
+    assert [each._version for each in made[1:2]] == versions[1:2] and not made[0]._is_view()
+    assert made[0].untyped_storage().data_ptr() != made[1].untyped_storage().data_ptr()
+
+
+def test_a_moved_parameter_is_recorded_again_and_comes_back(graphed):
+    graphed.warm()
+    old, graphed.w = graphed.w, torch.randn(16, 8)
+    graphed.warm()
+    assert graphed.recorder.recorded == 2
+    replays = graphed.control.replays
+    graphed.check(w=old)
+    assert graphed.control.replays == replays + 1 and graphed.recorder.recorded == 2
+
+
+def test_an_input_whose_address_never_returns_is_copied(graphed):
+    kept = []
+    for _ in range(30):
+        kept.append(torch.randn(12, 16))
+        graphed.check(kept[-1])
+    assert graphed.recorder.recorded == 1 and graphed.control.replays >= 30 - 2 * MAX_ADDRESSES
+    assert graphed.run.held_bytes == kept[0].nbytes
+    graphed.check(torch.randn(16, 12).t())  # strided
+    assert graphed.control.replays == graphed.recorder.replayed
+
+
+def test_results_that_are_all_kept_are_copied_out(graphed):
+    kept = [graphed.check()[:2] for _ in range(30)]
+    assert graphed.control.replays > 10
+    wanted = expected(graphed.x, graphed.w)
+    for results in kept:
+        torch.testing.assert_close(results[0], wanted[0])
+        torch.testing.assert_close(results[1], wanted[1])
+    assert graphed.outputs.held_bytes <= (MAX_ADDRESSES + 1) * kept[0][0].nbytes
+
+
+def test_outputs_that_are_kept_do_not_move_captures(graphed):
+    graphed.warm()
+    kept = []
+    for _ in range(10):
+        kept.append(graphed.check()[0])
+    assert graphed.captures.held_bytes == kept[0].nbytes
+
+
+@pytest.mark.parametrize(("seconds", "pays"), [((3e-4, 3e-4), True), ((1e-4, 9e-4), False)])
+def test_automatic_is_decided_by_measured_times(compiled, seconds, pays):
+    graphed = Graphed(compiled, "auto", None)
+    for _ in range(10):  # the device is at work: nothing is known yet
+        graphed.check()
+    assert not graphed.control.refused and not len(graphed.run) and graphed.recorder.stopped == RUNS
+    graphed.recorder.seconds = seconds
+    for _ in range(10):
+        graphed.check()
+    assert bool(graphed.control.replays) is pays is not bool(graphed.control.refused)
+    if not pays:
+        assert "does not pay" in graphed.control.refused["test"] and sum(graphed.control.ungraphed.values()) == 20
+
+
+def test_automatic_copies_only_so_much(compiled, monkeypatch):
+    monkeypatch.setattr(module, "MAX_COPIED_BYTES", 500)
+    graphed, kept = Graphed(compiled, "auto"), []
+    for _ in range(20):
+        kept.append(torch.randn(12, 16))
+        graphed.check(kept[-1])
+    assert graphed.control.refused["test"] == "768 bytes lie elsewhere at each call"
+
+
+def test_off_means_off(compiled):
+    graphed = Graphed(compiled, False)
+    for _ in range(10):
+        graphed.check()
+    assert not graphed.recorder.recorded and not graphed.control.ungraphed and "off" in repr(graphed.control)
+
+
+def test_a_recording_that_fails_is_not_tried_again(graphed):
+    graphed.recorder.fails = RuntimeError("operation not permitted\nwhen capturing")
+    for _ in range(10):
+        graphed.check()
+    (reason,) = graphed.control.refused.values()
+    assert reason == "recording failed: RuntimeError: operation not permitted"
+    assert graphed.control.ungraphed[reason] == 7 and not graphed.control.replays
+    assert reason in repr(graphed.control)
+
+
+def test_ctrl_c_while_recording_is_the_users(graphed):
+    for _ in range(3):
+        graphed.check()
+    graphed.recorder.fails = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        graphed.check()
+    graphed.recorder.fails = None
+    graphed.warm()
+
+
+def test_a_program_that_cannot_be_recorded_says_why(compiled):
+    control, recorder = RecordedGraphs(True), HostRecorder(compiled)
+    recorder.refuses = "library draw draws random numbers"
+    run = GraphedExecutor(compiled, compiled.executor, recorder, control, (HostMemory(), HostMemory()), 1)
+    run([torch.randn(12, 16), torch.randn(16, 8)])
+    assert control.ungraphed == {recorder.refuses: 1} and control.refused == {"test": recorder.refuses}
+
+
+def test_a_program_that_moves_the_generator_is_not_recorded(graphed):
+    graphed.recorder.draws = 1
+    for _ in range(5):
+        graphed.check()
+    assert "draws random numbers" in graphed.control.refused["test"]
+
+
+def test_a_users_own_capture_is_left_alone(graphed):
+    graphed.warm()
+    replays = graphed.control.replays
+    graphed.recorder.capturing = True
+    graphed.check()
+    assert graphed.control.replays == replays
+    assert graphed.control.ungraphed["somebody records a graph of his own"] == 1
+
+
+def test_each_stream_has_recordings_of_its_own(graphed):
+    graphed.warm()
+    graphed.recorder.now = 1
+    graphed.warm()
+    assert graphed.recorder.recorded == 2
+    graphed.recorder.now = 0
+    replays = graphed.control.replays
+    graphed.check()
+    assert graphed.control.replays == replays + 1
+
+
+def test_threads_do_not_wait_for_one_another(graphed):
+    graphed.warm()
+    with graphed.run._lock:
+        thread = threading.Thread(target=graphed.check)
+        thread.start()
+        thread.join()
+    assert graphed.control.ungraphed["another thread is in the program"] == 1
+
+
+def test_inputs_are_let_go_where_they_are_consumed(graphed):
+    graphed.warm()
+    given = [torch.randn(12, 16), graphed.w]
+    for _ in range(8):
+        inputs = list(given)
+        made = graphed.run(inputs, consume=True)
+        assert inputs == []
+        torch.testing.assert_close(made[0], expected(*given)[0])
+
+
+def test_wrong_inputs_are_refused_as_ever(graphed):
+    graphed.warm()
+    with pytest.raises(ValueError, match="wanted"):
+        graphed.run([torch.randn(3, 3), graphed.w])
+    graphed.check()
+
+
+def test_recordings_of_a_module_are_bounded(compiled, monkeypatch):
+    monkeypatch.setattr(control_module, "MAX_RECORDINGS", 3)
+    control = RecordedGraphs(True)
+    runs = []
+    for _ in range(5):
+        graphed = Graphed(compiled)
+        graphed.run._control = control
+        control.enroll(graphed.run)
+        runs.append(graphed.warm())
+        assert control.recordings <= 3
+    assert [len(each.run) for each in runs] == [0, 0, 1, 1, 1]
+    runs[0].warm()
+    assert control.recordings == 3
+
+
+def test_addresses_that_keep_changing_are_buffered_in_the_end(compiled):
+    """Combinations of few addresses each: more than are kept."""
+    graphed = Graphed(compiled)
+    xs, ws = ([torch.randn(*shape) for _ in range(MAX_ADDRESSES)] for shape in ((12, 16), (16, 8)))
+    for call in range(200):
+        graphed.check(xs[call % 3], ws[call // 3 % 3])
+    assert graphed.control.replays > 100 and len(graphed.run) <= 9
+
+
+def test_what_is_recorded_goes_with_its_owner(compiled):
+    graphed = Graphed(compiled).warm()
+    control = graphed.control
+    assert control.recordings == 1
+    del graphed
+    gc.collect()
+    assert control.recordings == 0 and control.held_bytes == 0
+
+
+def test_inference_mode_and_gradients_around_it(graphed):
+    graphed.warm()
+    with torch.inference_mode():
+        made = graphed.check()
+        assert made[0].is_inference()
+        for _ in range(8):
+            graphed.check(torch.randn(12, 16))
+    graphed.w.requires_grad_()
+    made = graphed.run([graphed.x, graphed.w])
+    assert not made[0].requires_grad and not made[0].is_inference()
+    for _ in range(8):
+        graphed.run([torch.randn(12, 16, requires_grad=True), graphed.w])
