@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.base.default_device import default_device_of_forward
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.interrupts import interrupts_deferred
 from bridge.capture import capture, dynamic_dims, normalize_sample
@@ -61,6 +62,7 @@ class Coverage:
 
 
 @interrupts_deferred()
+@default_device_of_forward()
 def examine(
     module: nn.Module,
     sample_input: Any,

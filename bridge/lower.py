@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from bridge.base.default_device import default_device_of_forward
 from bridge.base.devices import working_for
 from bridge.base.errors import CompilationError
 from bridge.base.interrupts import interrupts_deferred
@@ -77,6 +78,7 @@ class Lowered(LoweredCall):
 
 
 @interrupts_deferred()
+@default_device_of_forward()
 def lower(
     module: nn.Module,
     sample_input: Any,

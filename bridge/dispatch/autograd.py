@@ -7,9 +7,11 @@ unless the graph is retained, and the program drops each one after its last use.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
-from bridge.base.torch_internals import has_storage
+from bridge.base.torch_internals import has_storage, len_function_stack, no_torch_function
 from bridge.dispatch.call_run import Action, Call, outside_autocast
 from bridge.dispatch.programs import Programs
 
@@ -63,7 +65,8 @@ class _Dispatched(torch.autograd.Function):
         del grad_outs
         run = programs.backward_for(tuple(present))
         device = programs.device_type
-        gradients = outside_autocast(device, run, inputs) if torch.is_autocast_enabled(device) else run(inputs)
+        with no_torch_function() if len_function_stack() else nullcontext():  # the user's, or a default device
+            gradients = outside_autocast(device, run, inputs) if torch.is_autocast_enabled(device) else run(inputs)
         return (None, None, None, *gradients)
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from bridge.base.errors import is_out_of_memory
 from bridge.base.guard_failure import RUN, GuardFailure
+from bridge.base.torch_internals import no_torch_function
 from bridge.dispatch import call_steps as steps
 from bridge.dispatch.guards import Guard
 from bridge.dispatch.results import assembly, relaid
@@ -82,7 +83,14 @@ class CallRun:
         for step in given:
             if type(step) in makers:  # inputs are there when a call begins, the backward is autograd's
                 actions, make = makers[type(step)]
-                actions.append(make(step))
+                act = make(step)
+                actions.append(partial(_out_of_sight, act) if guard is not None and guard.has_default_device else act)
+
+
+def _out_of_sight(act: Action, call: Call) -> None:
+    """Where torch has a default device: it is for the user's factories, not for ours."""
+    with no_torch_function():
+        act(call)
 
 
 def _draws(step: steps.Draws, module_name: str) -> Action:

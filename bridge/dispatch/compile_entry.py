@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
+from bridge.base.default_device import default_device_of_forward
 from bridge.base.devices import HOST, TYPES
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.interrupts import raise_deferred
@@ -75,7 +77,10 @@ def compile_entry(
     """
     gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     # to the code that is compiled, inference mode is the same as no_grad
-    with torch.inference_mode(False), torch.set_grad_enabled(gradients), one_capture_at_a_time():
+    modes = torch.inference_mode(False), torch.set_grad_enabled(gradients), default_device_of_forward()
+    with ExitStack() as stack:
+        for mode in (*modes, one_capture_at_a_time()):
+            stack.enter_context(mode)
         if not gradients:
             args, kwargs = pytree.tree_map_only(torch.Tensor, _outside_inference, (args, kwargs))
         entry = _compile_entry(

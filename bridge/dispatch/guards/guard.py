@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from autodiff.extents import Dim
+from bridge.base.default_device import function_modes
 from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.base.torch_internals import storage_id
 from bridge.capture import Captured, NumberPlace, number_tensor
@@ -42,6 +43,7 @@ class Guard:
     Attributes:
         frozen: the condition that these have not changed; ``None`` where every call reads them.
         sizes: reads the sizes of the argument tensors; ``None`` where every extent is a number.
+        has_default_device: whether calls are made under a default device, which is none of the compiled code's.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Guard:
             requires_grad, self._tree.reads_grad_mode, captured.observation.reads_validation, captured.device
         )
         self._states = self._modes.states
+        self.has_default_device = isinstance(function_modes(), torch.device)
         self._settings = SettingsGuard() if captured.device.type == "cuda" else None
         self._arguments = ArgumentGuard(captured, arguments, module.forward, saves=saves, numbers=leaves)
         self.sizes = self._arguments.sizes

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from bridge.base.default_device import function_modes
 from bridge.base.devices import HOST
 from bridge.base.guard_failure import INTERPRETER, GuardFailure
 from bridge.base.modes import autocast_setting, autocast_settings, cuda_autocast_setting, distributions_validate
@@ -19,7 +20,6 @@ from bridge.base.torch_internals import (
     has_global_hooks,
     innermost_transform,
     len_dispatch_stack,
-    len_function_stack,
 )
 from bridge.dispatch.guards.condition import differs
 
@@ -28,6 +28,10 @@ __all__ = ["INFERENCE", "MODES", "Mode", "ModeGuard", "active_modes", "interpret
 
 def _as_it_is(value: Any) -> Any:
     return value
+
+
+def _default_device(modes: int | torch.device) -> bool | str:
+    return f"default device {modes}" if isinstance(modes, torch.device) else bool(modes)
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ MODES = (
     Mode("validation of distributions", distributions_validate, is_capturable=True),
     Mode("forward-mode differentiation", forward_ad_level, lambda level: level >= 0),
     Mode("torch dispatch mode", len_dispatch_stack, bool),
-    Mode("torch function mode", len_function_stack, bool),
+    Mode("torch function mode", function_modes, _default_device),
     Mode("functorch transform", innermost_transform, lambda innermost: innermost is not None),
     Mode("global module hooks", has_global_hooks),
     *(_CUDA_MODES if torch.backends.cuda.is_built() else ()),
@@ -90,8 +94,9 @@ def interpreter_state() -> tuple[tuple[str, Any], ...]:
 
 
 def active_modes() -> list[str]:
-    """Names of the modes that are on and under which no call can be captured."""
-    return [mode.name for mode in MODES if not mode.is_capturable and mode.show(mode.read())]
+    """Names of the modes that are on and under which no call can be captured: a default device is none of them."""
+    values = [(mode, mode.read()) for mode in MODES if not mode.is_capturable]
+    return [mode.name for mode, value in values if mode.show(value) and not isinstance(value, torch.device)]
 
 
 class ModeGuard:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge.base import tensor_properties
@@ -216,7 +217,7 @@ MUTATIONS: dict[str, tuple[Callable[[nn.Module, Callable[..., None]], None], int
     ),
     "torch dispatch mode": (around(PassThrough), INTERPRETER, "torch dispatch mode: compiled for False, called with T"),
     "torch function mode": (
-        around(lambda: torch.device("cpu")),
+        around(BaseTorchFunctionMode),
         INTERPRETER,
         "torch function mode: compiled for False, called with True",
     ),
@@ -416,6 +417,7 @@ def test_a_broken_condition_is_seen_and_named(guarded, name):
 
 
 SAME: dict[str, Callable[[nn.Module], Any]] = {
+    "the host as the default device": lambda module: torch.device("cpu"),
     "an equal number": lambda module: attribute(module, "scale", float("2.0")),
     "an equal list": lambda module: attribute(module, "sizes", [1.0, 2.0]),
     "another buffer": lambda module: item(module._buffers, "mean", torch.zeros(6)),
@@ -436,7 +438,7 @@ def test_what_means_the_same_is_taken(guarded, name):
 
 def test_modes_are_told_as_they_are():
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.device("cpu"))
+        stack.enter_context(BaseTorchFunctionMode())
         shown = {mode.name: mode.show(mode.read()) for mode in MODES}
     assert shown["torch function mode"] is True and shown["torch dispatch mode"] is False
     assert shown["functorch transform"] is False and shown["forward-mode differentiation"] is False

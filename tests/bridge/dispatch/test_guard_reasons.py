@@ -237,7 +237,8 @@ STATES = {
     "deterministic algorithms: compiled for False, called with True": _deterministic,
     "forward-mode differentiation: compiled for False, called with True": _dual,
     "torch dispatch mode: compiled for False, called with True": _Mode,
-    "torch function mode: compiled for False, called with True": lambda: torch.device("cpu"),
+    "torch function mode: compiled for False, called with True": torch.overrides.BaseTorchFunctionMode,
+    "torch function mode: compiled for False, called with default device meta": lambda: torch.device("meta"),
 }
 
 
