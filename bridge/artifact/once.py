@@ -17,6 +17,7 @@ from typing import TypeVar
 from bridge.artifact.complain import complain
 from bridge.artifact.folder import made_private
 from bridge.artifact.store import Store
+from bridge.base.interrupts import raise_deferred
 
 __all__ = ["made_once"]
 
@@ -48,6 +49,7 @@ def made_once(store: Store, claim: str, get: Callable[[], Made | None], make: Ca
                 found = get()  # somebody may have made it since
                 return make() if found is None else found
         time.sleep(_POLL)
+        raise_deferred()
         found = get()
         if found is not None:
             return found

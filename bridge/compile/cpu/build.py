@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from bridge.compile.codegen.lowering import lower_loops
 from bridge.compile.codegen.tir import LOOPS_ATTR
 from bridge.compile.cpu.elf_link import shared_library
 from bridge.compile.cpu.elf_object import CannotLinkError
+from bridge.compile.cpu.host import features, llvm_version
 from bridge.compile.cpu.threads import CONNECT, connect_function, launcher
 
 __all__ = ["CpuLibraries", "kernel_source"]
@@ -49,7 +49,7 @@ class CpuLibraries:
     @property
     def key(self) -> tuple[str, ...]:
         """The target, what LLVM sees of this processor, its version, and how loops are launched."""
-        return str(self.target), _host_features(), _llvm(), "tvm" if launcher() is None else "torch"
+        return str(self.target), features(), llvm_version(), "tvm" if launcher() is None else "torch"
 
     def build(self, functions: Mapping[str, PrimFunc], loops: bool) -> tvm.runtime.Module:
         return _connected(self._unconnected(functions, loops))
@@ -84,18 +84,6 @@ def _connected(library: tvm.runtime.Module) -> tvm.runtime.Module:
     if address is not None:
         library[CONNECT](address)
     return library
-
-
-@functools.cache
-def _host_features() -> str:
-    """A target names a processor; what of it a virtual machine lets programs use may be less."""
-    features = tvm.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
-    return " ".join(sorted(str(name) for name, there in dict(features or {}).items() if bool(there)))
-
-
-@functools.cache
-def _llvm() -> str:
-    return str(tvm.get_global_func("target.llvm_version_major")())
 
 
 def kernel_source(func: PrimFunc, name: str, target: Target, form: str) -> str:

@@ -1,10 +1,11 @@
 """Product policy of the CPU: the class of a product's shape → the way that was measured to be fastest on this machine.
 
 A class stands for all products whose extents round to the same steps, a quarter of an octave wide; large products are
-represented by smaller ones, the longest extent halved. Each class is measured once per process, some milliseconds,
-under a lock, and its choice stays: equal products are computed alike, in the bit, by every program of the process.
-Between processes the choice may differ where two ways are about as fast, and with it the rounding of sums. Where
-torch's deterministic algorithms are asked for, nothing is measured: products are torch's, as in eager.
+represented by smaller ones, the longest extent halved. Each class is measured once, some milliseconds, under a lock,
+and its choice stays: equal products are computed alike, in the bit, by every program of the process, and of every later
+one that finds the seconds in the disk cache. Between processes that do not share one, the choice may differ where two
+ways are about as fast, and with it the rounding of sums. Where torch's deterministic algorithms are asked for, nothing
+is measured: products are torch's, as in eager.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from bridge.base.interrupts import held
 from bridge.base.log import channel
 from bridge.compile.cpu.attainable import attainable_rate
 from bridge.compile.cpu.gemm_buffers import ROWS, WIDEST_BLOCK, columns
+from bridge.compile.cpu.kept_times import kept_times
 from bridge.compile.cpu.measure import in_a_plain_thread, seconds_of
 from bridge.compile.cpu.product_ways import Multiply, Trial, library_ways
 from bridge.compile.runtime.background import settle
@@ -108,7 +110,10 @@ class CpuProducts:
 
     def _fastest(self, product: ProductShape, usual: str) -> str:
         ways = self.ways(product)
-        times = (self.measure or partial(measured, self))(product, ways)
+        if self.measure is not None:
+            times = self.measure(product, ways)
+        else:
+            times = kept_times(str(self.target), self.threads, product, ways, partial(measured, self, product, ways))
         # As good as the best is what is not clearly slower: then the order of preference decides, not the clock.
         limit = min(times.values(), default=0.0) / _WORTH
         preferred = sorted(times, key=lambda way: (way != usual, not is_generated(way)))
