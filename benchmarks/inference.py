@@ -63,7 +63,8 @@ class Peer:
 
 
 def ours(module: nn.Module, batch: tuple[Tensor, ...]) -> Callable[..., Tensor]:
-    return add_tvm_dispatch(module, batch, freeze=True)
+    graphs = "auto" if batch[0].is_cuda else False
+    return add_tvm_dispatch(module, batch, freeze=True, cuda_graphs=graphs)
 
 
 def traced(module: nn.Module, batch: tuple[Tensor, ...]) -> Callable[..., Tensor]:

@@ -135,7 +135,8 @@ def _compile_entry(
             captured = as_called(lowered.captured, args, kwargs, len(places))
         arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         guard = Guard(module, captured, arguments, places, freeze)
-        programs = FrozenPrograms(lowered, backend, guard.frozen.tensors) if guard.frozen is not None else None
+        frozen = guard.frozen
+        programs = None if frozen is None else FrozenPrograms(lowered, backend, frozen.tensors, graphs)
         entry = Entry(guard, lowered, backend, programs, graphs)
         raise_deferred()
         entry.compile_seconds = time.perf_counter() - started  # less than ``lowered`` took, where it was reused

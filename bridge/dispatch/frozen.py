@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
 
 from autodiff.ir import Function
 from bridge.base.errors import Unsupported, UnsupportedModule
-from bridge.compile import Backend, CompileOptions, Program, with_constants
+from bridge.compile import Backend, CompileOptions, EntryGraphs, Program, RecordedGraphs, with_constants
 from bridge.dispatch.computed_masks import ComputedMasks
 from bridge.dispatch.guards import Sizes
 from bridge.dispatch.programs import Compiling
@@ -33,6 +34,7 @@ class FrozenPrograms:
 
     Args:
         tensors: the module's, as the guard gives them.
+        graphs: whether calls are recorded as graphs; ``None``: they are not.
 
     Attributes:
         frozen: the lowering's stages.
@@ -47,7 +49,13 @@ class FrozenPrograms:
     num_wanted = 0
     backward = None
 
-    def __init__(self, lowered: LoweredCall, backend: Backend, tensors: Sequence[torch.Tensor]):
+    def __init__(
+        self,
+        lowered: LoweredCall,
+        backend: Backend,
+        tensors: Sequence[torch.Tensor],
+        graphs: RecordedGraphs | None = None,
+    ):
         name = lowered.captured.module_name
         options = CompileOptions.current(backend)
         self.frozen: FrozenCall = freeze_call(lowered)
@@ -63,6 +71,8 @@ class FrozenPrograms:
             for function, direction in ((self.frozen.constants, "constants"), (self.frozen.call, "forward"))
         ]
         self._constants, self._call = compiling
+        if graphs is not None:
+            self._call.graphed = partial(EntryGraphs(graphs).forward, outputs=lowered.num_results)
         self.constants, self.forward = (each.program() for each in compiling)
         self._freeze(tensors)
 
