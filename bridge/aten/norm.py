@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from tvm import relax
 
 from autodiff.extents import maximum
@@ -32,6 +33,17 @@ def affine(importer, x, weight, bias, target):
     if weight is not None:
         x = importer.emit(op.multiply(x, importer.reshape(weight, target)))
     return x if bias is None else importer.emit(op.add(x, importer.reshape(bias, target)))
+
+
+@converts(aten._fused_rms_norm.default)
+@rounds_once
+def fused_rms_norm(importer, node, x, normalized_shape, weight=None, eps=None):
+    """A GPU's ``x / sqrt(mean(x^2) + eps) * weight`` and its root; eps by default that of the type it computes in."""
+    axes = list(range(len(shape(x)) - len(normalized_shape), len(shape(x))))
+    square = importer.emit(op.mean(importer.emit(op.multiply(x, x)), axis=axes, keepdims=True))
+    eps = torch.finfo(getattr(torch, dtype(x))).eps if eps is None else eps
+    rstd = rstd_of(importer, square, eps)
+    return affine(importer, importer.emit(op.multiply(x, rstd)), weight, None, tuple(normalized_shape)), rstd
 
 
 def _widen(importer, *tensors):

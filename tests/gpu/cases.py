@@ -75,6 +75,12 @@ def _resnet() -> nn.Module:
     return hf.ResNetForImageClassification(hf.ResNetConfig(**sizes))
 
 
+def _rms() -> nn.Module:
+    """With and without an ``eps`` and a weight."""
+    norms = nn.RMSNorm(24), nn.RMSNorm(24, eps=1e-3), nn.RMSNorm((7, 24), elementwise_affine=False)
+    return nn.Sequential(*(layer for norm in norms for layer in (nn.Linear(24, 24), norm)))
+
+
 class Mixed(nn.Module):
     """Draws in several ways, between products."""
 
@@ -107,6 +113,7 @@ CASES: dict[str, tuple[Make, Make]] = {
     "ViT": (_vit, _pixels(16)),
     "Swin": (_swin, _pixels(32)),
     "ResNet": (_resnet, _pixels(32)),
+    "RMSNorm": (_rms, _rows(3, 7, 24)),
     "nn.LSTM": (lambda: nn.LSTM(16, 16, batch_first=True), _rows(3, 9, 16)),
     "LSTMCell": (lambda: nn.LSTMCell(16, 16), _rows(3, 16)),
     "GRUCell": (lambda: nn.GRUCell(16, 16), _rows(3, 16)),

@@ -84,7 +84,15 @@ def test_fifty_steps_of_training(name, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "name",
-    ["BertLayer eager p=0.1 (3, 17)", "BertLayer sdpa p=0.1 (3, 17)", "BertForMaskedLM", "GPT-2", "ResNet", "LSTMCell"],
+    [
+        "BertLayer eager p=0.1 (3, 17)",
+        "BertLayer sdpa p=0.1 (3, 17)",
+        "BertForMaskedLM",
+        "GPT-2",
+        "ResNet",
+        "RMSNorm",
+        "LSTMCell",
+    ],
 )
 def test_autocast(name, dtype):
     """Under ``torch.autocast("cuda")`` outputs and gradients are no further from eager's than its types allow."""

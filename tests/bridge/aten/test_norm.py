@@ -133,3 +133,42 @@ def test_weight_norm_of_half_types_is_computed_in_float32(dtype):
     assert stats(ours).hits == 1 and torch.equal(ours(x), eager(x))
     (norms, directions), (own, _) = ([p.grad for p in m.parametrizations.weight.parameters()] for m in (ours, eager))
     assert torch.equal(norms, own) and directions.abs().max() < 1e-6
+
+
+def root_mean_square(x, extents, weight, eps):
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    rstd = torch.rsqrt(wide.pow(2).mean(list(range(-len(extents), 0)), keepdim=True) + eps)
+    return (wide * rstd * (1 if weight is None else weight)).to(x.dtype), rstd
+
+
+@pytest.fixture
+def fused_rms_norm():
+    """``nn.RMSNorm`` is one operator here, as on a GPU."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_rms_norm", root_mean_square, "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"eps": 0.1}, {"elementwise_affine": False}], ids=str)
+def test_rms_norm_in_one_operator(options, dtype, fused_rms_norm):
+    module = nn.RMSNorm((4, 16), **options, dtype=dtype)
+    if module.weight is not None:
+        nn.init.uniform_(module.weight)
+    x = torch.randn(3, 4, 16, dtype=dtype).mul(0.1).requires_grad_()
+    add_tvm_dispatch(module, x)
+    y = module(x)
+    (entry,) = stats(module).entries
+    assert "_fused_rms_norm" in str(entry.lowered.captured.graph)
+    leaves = [x] if module.weight is None else [x, module.weight]
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    eps = module.eps or torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    wanted, _ = root_mean_square(wide[0], (4, 16), wide[1] if len(wide) > 1 else None, eps)
+    grad = torch.randn_like(y)
+    rtol = 1e-10 if dtype == torch.float64 else 2e-2
+    torch.testing.assert_close(y.double(), wanted, rtol=rtol, atol=rtol)
+    found = torch.autograd.grad(y, leaves, grad)
+    expected = torch.autograd.grad(wanted, wide, grad.double())
+    torch.testing.assert_close([g.double() for g in found], list(expected), rtol=rtol, atol=10 * rtol)
