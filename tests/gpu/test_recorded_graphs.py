@@ -44,7 +44,7 @@ class Pair:
         self.rows, self.dtype = rows, dtype
         add_tvm_dispatch(self.ours, self.batch(0), cuda_graphs=mode)
         self.ours.eval(), add_tvm_dispatch(self.ours, self.batch(0), cuda_graphs=mode), self.ours.train()
-        self.optimizers = [torch.optim.SGD(each.parameters(), 0.05, momentum=0.9) for each in self.both]
+        self.optimizers = [torch.optim.SGD(each.parameters(), 1e-4, momentum=0.9) for each in self.both]
 
     @property
     def both(self):
