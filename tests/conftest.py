@@ -14,7 +14,7 @@ import torch
 
 from bridge.compile import Built
 from bridge.compile.schedule.products import GENERATED
-from tests.device import DEVICE, factories_on
+from tests.device import DEVICE, factories_on, moved
 from tests.frames import quick_getmodule
 
 KEPT_KERNELS = 600
@@ -27,7 +27,7 @@ LONG = tuple(f"tests/{name}/" for name in ("notebooks", "zoo", "typing", "bridge
 
 ON_ANY_DEVICE = tuple(
     f"tests/bridge/{room}/"
-    for room in ("aten", "capture", "dispatch", "library", "lowering", "parity", "rng", "show", "state", "verify")
+    for room in ("aten", "capture", "dispatch", "library", "lowering", "parity", "show", "state", "verify")
 )
 """Rooms whose tests run on the device of :mod:`tests.device`, but for those that are marked as being about the CPU."""
 
@@ -88,6 +88,16 @@ def _is_about(item: pytest.Item, device: torch.device) -> bool:
     return item.nodeid.startswith(ON_ANY_DEVICE) and item.get_closest_marker("cpu") is None
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _constants_on_the_device(request: pytest.FixtureRequest) -> None:
+    """Tensors that a module of such tests made when it was imported are moved there."""
+    if DEVICE.type == "cpu" or not request.node.nodeid.startswith(ON_ANY_DEVICE):
+        return
+    names = vars(request.module)
+    constants = {name: value for name, value in names.items() if isinstance(value, (torch.Tensor, tuple, list, dict))}
+    names.update({name: moved(value) for name, value in constants.items() if not name.startswith("__")})
+
+
 @pytest.fixture(autouse=True)
 def _made_on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tensors and modules of tests that run on any device are made on the one that is tested."""
@@ -96,6 +106,12 @@ def _made_on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with factories_on(DEVICE):
         yield
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:  # an assertion in a kernel: this process's context serves no other test
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os._exit(1)  # the run goes on with another worker, and names the test
+        pytest.exit(f"{request.node.nodeid} ended the GPU's context: {error}", returncode=1)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -11,6 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
+from tests.device import ASSERTS
+
+pytestmark = ASSERTS
 
 TALL, WIDE, SQUARE, VECTOR, SCALAR = (5, 3), (3, 5), (5, 5), (5,), ()
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from bridge import UnsupportedModule, add_tvm_dispatch, examine, explain, lower, stats
 from tests.bridge.compare import Call, assert_same, run
+from tests.device import ASSERTS
 
 F64 = torch.float64
 
@@ -133,7 +134,7 @@ RAISING = {
 }
 
 
-@pytest.mark.parametrize("name", RAISING)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=ASSERTS) if "async" in name else name for name in RAISING])
 def test_checks_that_raise(name):
     function, good, bad = RAISING[name]
     check(Written(function), good, bad=bad)

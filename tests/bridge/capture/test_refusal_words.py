@@ -18,7 +18,7 @@ from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.explain_error import explain_error
 from tests.bridge.capture.refused_modules import EAGERS_ERROR, REFUSED
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.cpu("modules of a process of its own")]
 
 ROOT = Path(__file__).parents[3]
 

@@ -12,6 +12,9 @@ from bridge.dispatch.call_run import CallRun
 from bridge.dynamo import graphs
 from tests.bridge.compare import Call, assert_same, run
 from tests.bridge.dynamo_helpers import made_since
+from tests.device import ASSERTS
+
+pytestmark = ASSERTS
 
 
 class Classifier(nn.Module):
