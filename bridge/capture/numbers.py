@@ -84,17 +84,24 @@ def is_number(value: Any, kind: type) -> bool:
     return abs(value) <= (_LARGEST_INT if kind is int else _LARGEST_FLOAT)
 
 
-def number_tensor(value: float) -> torch.Tensor:
-    """The input for a number."""
-    return torch.tensor(value, dtype=torch.float64, device=HOST)
+def number_tensor(value: float, device: torch.device = HOST) -> torch.Tensor:
+    """The input for a number. A GPU fills it in its stream: a copy from the host would wait for it."""
+    if device == HOST:
+        return torch.tensor(value, dtype=torch.float64, device=HOST)
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def with_number_inputs(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], places: Sequence[NumberPlace]
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    places: Sequence[NumberPlace],
+    device: torch.device = HOST,
 ) -> tuple[nn.Module, tuple]:
     """A twin of ``module`` and its positional arguments: a tuple of the numbers' tensors, then ``args``.
 
-    The twin's modules are objects of their own with the same tensors, so that nobody else sees the stand-ins.
+    The tensors lie on ``device``. The twin's modules are objects of their own with the same tensors, so that nobody else
+    sees the stand-ins.
 
     Raises:
         NotArithmeticError: the module cannot have a twin.
@@ -106,7 +113,7 @@ def with_number_inputs(
     owners = {place: twin.get_submodule(place.path) for place in places if place.leaf is None}
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = [
-        number_tensor(owners[place].__dict__[place.name] if place.leaf is None else leaves[place.leaf])
+        number_tensor(owners[place].__dict__[place.name] if place.leaf is None else leaves[place.leaf], device)
         for place in places
     ]
 

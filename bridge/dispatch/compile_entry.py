@@ -118,8 +118,6 @@ def _compile_entry(
     how = {"grad": torch.is_grad_enabled(), "partition": partition}
     backend.prepare([*module.parameters()])
     try:
-        if numbers is not None and backend.device != HOST:  # they are tensors on the host
-            return None
         if numbers is None:
             places, lowered = (), lower_once(module, args, kwargs, **how, dims=dims)
             captured = lowered.captured

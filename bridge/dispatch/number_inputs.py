@@ -18,7 +18,7 @@ from torch import fx, nn
 from bridge.base.errors import CompilationError
 from bridge.base.log import channel
 from bridge.base.torch_internals import pytree
-from bridge.capture import Captured, DynamicDim, NumberPlace, number_tensor, with_number_inputs
+from bridge.capture import Captured, DynamicDim, NumberPlace, device_of_call, number_tensor, with_number_inputs
 from bridge.lowering import LoweredCall, lower_once
 from bridge.state import same
 
@@ -52,7 +52,7 @@ def lower_with_numbers(
     """
     places = sorted({*changed, *known}, key=_order)
     try:
-        twin, twin_args = with_number_inputs(module, args, kwargs, places)
+        twin, twin_args = with_number_inputs(module, args, kwargs, places, device_of_call(module, args, kwargs))
         behind = [replace(each, leaf=each.leaf + len(places)) for each in dims]
         lowered = lower_once(twin, twin_args, kwargs, grad=grad, partition=partition, dims=behind)
     except CompilationError:

@@ -55,6 +55,7 @@ class Guard:
         freeze: bool = False,
     ):
         self.numbers = tuple(numbers)
+        self._device = captured.device
         attributes = {(place.path, place.name): place.kind for place in numbers if place.leaf is None}
         leaves = {place.leaf: place.kind for place in numbers if place.leaf is not None}
         self._number_leaves = list(leaves)
@@ -173,7 +174,7 @@ class Guard:
         if self._number_leaves:
             leaves = self._arguments.leaves(args, kwargs)
             values += [leaves[i] for i in self._number_leaves]
-        return list(map(number_tensor, values))
+        return [number_tensor(value, self._device) for value in values]
 
     @property
     def condition_names(self) -> tuple[str, ...]:

@@ -15,9 +15,10 @@ from bridge.compile import backend_for
 from bridge.dispatch.budget import MAX_WASTED
 from bridge.dispatch.compile_entry import compile_entry
 from tests.bridge.compare import Call, assert_same, run
+from tests.device import DEVICE
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
-X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).to(DEVICE)
 
 
 class Annealed(nn.Module):
