@@ -100,8 +100,8 @@ def with_number_inputs(
 ) -> tuple[nn.Module, tuple]:
     """A twin of ``module`` and its positional arguments: a tuple of the numbers' tensors, then ``args``.
 
-    The tensors lie on ``device``. The twin's modules are objects of their own with the same tensors, so that nobody else
-    sees the stand-ins.
+    The numbers lie on ``device``. The twin's modules are objects of their own with the same tensors, so that nobody
+    else sees the stand-ins.
 
     Raises:
         NotArithmeticError: the module cannot have a twin.

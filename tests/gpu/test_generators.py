@@ -68,9 +68,7 @@ def put_back(module, x):
     state = torch.cuda.get_rng_state()
     first = module(x)
     torch.cuda.set_rng_state(state)
-    again = module(x)
-    assert torch.equal(first, again)
-    return again
+    return first + module(x)
 
 
 def generator_put_back(module, x):
@@ -89,10 +87,6 @@ def checkpointed_around(module, x):
     return checkpoint(lambda given: module(F.dropout(given, 0.2)) * 2, x, use_reentrant=False)
 
 
-def checkpointed_reentrant(module, x):
-    return checkpoint(module, x * 1, use_reentrant=True)
-
-
 WAYS = (
     seeded,
     seeded_everywhere,
@@ -102,7 +96,6 @@ WAYS = (
     generator_put_back,
     checkpointed,
     checkpointed_around,
-    checkpointed_reentrant,
 )
 
 

@@ -36,7 +36,8 @@ def pair():
     torch.manual_seed(0)
     eager, x = Block().to(DEVICE), torch.randn(48, 64, device=DEVICE)
     module = copy.deepcopy(eager)
-    add_tvm_dispatch(module, x)
+    for sample in (x, x.clone().requires_grad_()):
+        add_tvm_dispatch(module, sample)
     for each in (eager, module):
         each(x).sum().backward()
         each.zero_grad()
