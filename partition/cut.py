@@ -11,6 +11,7 @@ from autodiff.ir import Function
 from .as_read import saved_as_read
 from .coloring import RecomputeAll, SaveAll
 from .graph import build_graph
+from .kept_casts import with_kept_casts
 from .min_cut import MinCut
 from .plan import Plan, make_plan
 from .split import split
@@ -43,6 +44,7 @@ def partition(
     strategy: str | Strategy = "min_cut",
     module_paths: Mapping[str, str] | None = None,
     as_read: bool = False,
+    cast_once: int = 0,
 ) -> Partitioned:
     """Cut a joint function into a forward and a backward.
 
@@ -54,6 +56,7 @@ def partition(
         module_paths: for the plan's table, where in the user's module a variable comes from, by variable name.
         as_read: whether values are saved in the order in which they are read, see :mod:`partition.as_read`: for
             kernels that read nothing in another order than it is stored in.
+        cast_once: of how many primals, the first ones, casts are saved, see :mod:`partition.kept_casts`.
 
     Raises:
         ValueError: unknown strategy; counts that do not fit; a forward output that depends on a grad_out; a random
@@ -63,6 +66,8 @@ def partition(
     chosen = resolve(strategy)
     graph = build_graph(joint, num_primals, num_outputs, module_paths, as_read=as_read)
     choice = chosen.choose(graph)
+    if cast_once:
+        choice = with_kept_casts(graph, choice, cast_once)
     if as_read:
         choice = saved_as_read(graph, choice)
     plan, captured = make_plan(graph, chosen.name, choice, save_all=SaveAll().choose(graph), as_read=as_read)

@@ -4,6 +4,7 @@
     choose        where values lie, how products are computed         bridge.compile.passes.choose_layouts
     optimize      loop graph → loop graph, pass by pass               bridge.compile.passes
     accumulate    sums of products in place, where that is allowed    bridge.compile.passes.accumulate
+    widen         float32 gradients straight from half products       bridge.compile.passes.widen
     fuse          loop graph → groups                                 bridge.compile.schedule.fuse
     generate      groups → row plans → PrimFuncs                      bridge.compile.schedule.row_plan, .backend
     build         PrimFuncs → machine code, in the background         bridge.compile.runtime.build
@@ -34,12 +35,14 @@ from bridge.compile.cuda.recorder import STREAMS
 from bridge.compile.loop_ir.graph import Graph
 from bridge.compile.options import CompileOptions
 from bridge.compile.passes.accumulate import accumulate
+from bridge.compile.passes.casts import cast_where_read
 from bridge.compile.passes.choose_layouts import choose_layouts
 from bridge.compile.passes.dead_code import eliminate_dead_code
 from bridge.compile.passes.permutations import recompute_permutations
 from bridge.compile.passes.sections import recompute_sections
 from bridge.compile.passes.slices import recompute_slices
 from bridge.compile.passes.walkable import make_walkable
+from bridge.compile.passes.widen import widen_gradients
 from bridge.compile.runtime.build import clear_kernels
 from bridge.compile.runtime.cache import WeakCache
 from bridge.compile.runtime.instructions import CallLibrary
@@ -55,6 +58,7 @@ __all__ = ["Compilation", "clear_cache", "compile_function", "optimize"]
 PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
     recompute_permutations,
     recompute_slices,
+    cast_where_read,
     make_walkable,
     recompute_sections,
     eliminate_dead_code,
@@ -121,7 +125,9 @@ class Compilation:
         policy = backend.products(self._options.threads, self._options.deterministic)
         neutral = translate(func, backend, drawn)
         graph = optimize(choose_layouts(neutral, backend, policy, self._options.grad_outs), backend)
-        self._graph = accumulate(graph) if self._options.sums_in_place else graph
+        if self._options.sums_in_place:
+            graph = accumulate(graph)
+        self._graph = widen_gradients(graph, backend, policy.widened, self._options.grad_outs)
         self._seconds = time.perf_counter() - started
 
     def finish(self) -> Program:

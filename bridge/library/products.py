@@ -20,6 +20,12 @@ def _mm(outs: Tensors, args: Tensors) -> None:
     torch.mm(args[0], args[1], out=outs[0])
 
 
+@out_kernel("mm_wide")
+def _mm_wide(outs: Tensors, args: Tensors) -> None:
+    """A product of matrices of a half type with a float32 result, on a GPU."""
+    torch.mm(args[0], args[1], out_dtype=outs[0].dtype, out=outs[0])
+
+
 @out_kernel("bmm")
 def _bmm(outs: Tensors, args: Tensors) -> None:
     """A product of two equally long batches of matrices."""

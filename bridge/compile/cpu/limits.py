@@ -43,4 +43,5 @@ LIMITS = Limits(
     joined_rows=8,
     section_operators=4,
     free_reads=4,
+    small_casts=0,
 )

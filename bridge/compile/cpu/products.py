@@ -93,6 +93,7 @@ class CpuProducts:
     measure: Measure | None = None
 
     keeps_order = False
+    widened = frozenset()
 
     def choose(self, product: ProductShape) -> str:
         """The fastest way for the product's class, measured when the class is first met."""

@@ -19,6 +19,8 @@ class CudaProducts:
     """
 
     keeps_order = True
+    widened = frozenset({"bfloat16"})
+    """Not float16, where GradScaler looks for what does not fit into a gradient of that type."""
 
     def choose(self, product: ProductShape) -> str:
         """torch's kernel for matrices, or for batches of them."""

@@ -38,6 +38,7 @@ class Limits:
         joined_rows: of such a concatenation at least: the library copies fewer by columns.
         section_operators: under an operand of a concatenation that are computed again inside its section.
         free_reads: operands smaller than the result by this factor cost nothing to read again.
+        small_casts: a tensor smaller by this factor than what is computed with it is cast where it is read; 0: none.
     """
 
     nodes: int
@@ -61,6 +62,7 @@ class Limits:
     joined_rows: int
     section_operators: int
     free_reads: int
+    small_casts: int
 
 
 class Rules(Protocol):

@@ -65,9 +65,11 @@ class ProductPolicy(Protocol):
     Attributes:
         keeps_order: whether a library's copies of batches keep neighbours in memory neighbours, and its results are
             stored in the order that readers want; otherwise they are in the logical order.
+        widened: element types of which a library's product can have a float32 result.
     """
 
     keeps_order: bool
+    widened: frozenset[str]
 
     def choose(self, product: ProductShape) -> str:
         """The way to compute a product: the name of a library kernel, or :data:`GENERATED` and a blocking."""

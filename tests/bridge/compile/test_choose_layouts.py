@@ -27,6 +27,7 @@ class Policy:
     way: str
     asked: list[ProductShape] = field(default_factory=list)
     keeps_order: bool = False
+    widened: frozenset[str] = frozenset()
 
     def choose(self, product: ProductShape) -> str:
         self.asked.append(product)

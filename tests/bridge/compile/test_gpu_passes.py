@@ -1,0 +1,83 @@
+"""Passes that a GPU's backend asks for: casts where they are read, wide gradients; golden graphs, and none on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+from tvm import relax
+from tvm.relax import op
+
+from bridge.compile import backend_for
+from bridge.compile.cpu.backend import host_backend
+from bridge.compile.loop_ir.graph import Graph
+from bridge.compile.passes.casts import cast_where_read
+from bridge.compile.passes.choose_layouts import choose_layouts
+from bridge.compile.passes.dead_code import eliminate_dead_code
+from bridge.compile.passes.widen import widen_gradients
+from bridge.compile.translate import translate
+from tests.bridge.compile.graph_text import text
+from tests.bridge.compile_helpers import function
+
+GPU = backend_for({"kind": "cuda", "arch": "sm_90"})
+WIDENED = GPU.products(1, False).widened
+
+
+def translated(params, body) -> Graph:
+    return choose_layouts(translate(function(params, body), GPU), GPU, GPU.products(1, False))
+
+
+def biased(dtype):
+    def body(emit, x, bias) -> list[relax.Var]:
+        return [emit(op.add(x, emit(op.astype(bias, dtype))))]
+
+    return body
+
+
+def test_a_bias_is_cast_where_it_is_added():
+    graph = translated([((64, 8), "bfloat16"), ((8,), "float32")], biased("bfloat16"))
+    assert text(graph) == ["0 = astype(p1)", "1 = add(p0, 0[64,8:0,1+0])", "return 1"]
+    expected = ["0 = astype(p1[64,8:0,1+0])", "1 = add(p0, 0)", "return 1"]
+    assert text(eliminate_dead_code(cast_where_read(graph, GPU), GPU)) == expected
+    assert cast_where_read(graph, host_backend()) is graph
+
+
+def test_what_is_not_small_is_cast_once():
+    graph = translated([((4, 8), "bfloat16"), ((8,), "float32")], biased("bfloat16"))
+    assert text(cast_where_read(graph, GPU)) == text(graph)
+
+
+def weight_gradient(half: str, also=None):
+    """A gradient of a weight and of a bias under autocast: rounded to the half type, and cast."""
+
+    def body(emit, x, g) -> list[relax.Var]:
+        product = emit(op.matmul(emit(op.permute_dims(g)), x))
+        total = emit(op.astype(emit(op.sum(emit(op.astype(g, "float32")), [0])), half))
+        others = [emit(also(product))] if also else []
+        return [*(emit(op.astype(made, "float32")) for made in (product, total)), *others]
+
+    return body
+
+
+def params(half: str) -> list[tuple]:
+    return [((16, 8), half), ((16, 4), half)]
+
+
+def test_gradients_of_weights_are_wide():
+    graph = translated(params("bfloat16"), weight_gradient("bfloat16"))
+    assert text(widen_gradients(graph, GPU, WIDENED, 1)) == [
+        "0 = library mm_wide(p1[4,16:1,4+0], p0)",
+        "1 = astype(p1)",
+        "2 = sum(1)",
+        "return 0, 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    "half, grad_outs, also",
+    [("bfloat16", 0, None), ("float16", 1, None), ("bfloat16", 1, op.negative)],
+    ids=["no gradient", "float16, for GradScaler", "another reader"],
+)
+def test_what_stays_as_it_is(half, grad_outs, also):
+    graph = translated(params(half), weight_gradient(half, also))
+    lines = text(widen_gradients(graph, GPU, WIDENED, grad_outs))
+    assert lines[0].startswith("0 = library mm(")
+    assert also is not None or lines == text(graph)
