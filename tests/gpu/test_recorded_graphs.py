@@ -43,7 +43,10 @@ class Pair:
         self.eager = copy.deepcopy(self.ours)
         self.rows, self.dtype = rows, dtype
         add_tvm_dispatch(self.ours, self.batch(0), cuda_graphs=mode)
-        self.ours.eval(), add_tvm_dispatch(self.ours, self.batch(0), cuda_graphs=mode), self.ours.train()
+        self.ours.eval()
+        with torch.no_grad():
+            add_tvm_dispatch(self.ours, self.batch(0), cuda_graphs=mode)
+        self.ours.train()
         self.optimizers = [torch.optim.SGD(each.parameters(), 1e-4, momentum=0.9) for each in self.both]
 
     @property
