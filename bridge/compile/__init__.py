@@ -16,6 +16,8 @@ from bridge.compile.options import CompileOptions
 from bridge.compile.pipeline import Compilation, clear_cache, compile_function
 from bridge.compile.runtime.constants import with_constants
 from bridge.compile.runtime.contents import Operation
+from bridge.compile.runtime.cut import Segment, cut
+from bridge.compile.runtime.flow import Flow
 from bridge.compile.runtime.instructions import CallLibrary, Instruction, Launch, View
 from bridge.compile.runtime.program import Program
 from bridge.compile.targets import backend_for
@@ -36,6 +38,7 @@ __all__ = [
     "CompileOptions",
     "DrawnMask",
     "EntryGraphs",
+    "Flow",
     "Gpu",
     "Instruction",
     "Launch",
@@ -43,12 +46,14 @@ __all__ = [
     "Operation",
     "Program",
     "RecordedGraphs",
+    "Segment",
     "View",
     "backend_for",
     "bernoulli_function",
     "clear_cache",
     "clear_choices",
     "compile_function",
+    "cut",
     "gpu_of",
     "hold_function",
     "host_backend",

@@ -7,15 +7,17 @@ unless the graph is retained, and the program drops each one after its last use.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
 from bridge.base.torch_internals import has_storage, len_function_stack, no_torch_function
 from bridge.dispatch.call_run import Action, Call, outside_autocast
-from bridge.dispatch.programs import Programs
+from bridge.dispatch.programs import BackwardRun, BoundPrograms, Programs
 
-__all__ = ["apply"]
+__all__ = ["Dispatched", "applied", "apply", "run_outside_modes", "started"]
 
 
 _TWICE = (
@@ -30,11 +32,11 @@ _BATCHED = (
 )
 
 
-class _Dispatched(torch.autograd.Function):
+class Dispatched(torch.autograd.Function):
     """Forward and backward of a call. Inputs: programs, what the forward does, the call, inputs that get a gradient."""
 
     @staticmethod
-    def forward(ctx, programs: Programs, actions: list[Action], call: Call, *wanted: torch.Tensor):
+    def forward(ctx, programs: Programs | BoundPrograms, actions: list[Action], call: Call, *wanted: torch.Tensor):
         for act in actions:
             act(call)
         values = call.values
@@ -48,27 +50,44 @@ class _Dispatched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_outs: torch.Tensor | None):
-        if torch.is_grad_enabled():
-            raise RuntimeError(_TWICE)
-        programs, present = ctx.programs, []
-        for i in programs.differentiable:
-            if grad_outs[i] is not None:
-                present.append(i)
-                if not has_storage(grad_outs[i]):
-                    raise RuntimeError(_BATCHED)
-        if not present:
-            return (None, None, None, *[None] * programs.num_wanted)
-        inputs = list(ctx.saved_tensors)
-        ctx.maybe_clear_saved_tensors()
-        for i in present:
-            inputs.append(grad_outs[i])
+        programs = ctx.programs
+        found = started(ctx, grad_outs)
         del grad_outs
-        run = programs.backward_for(tuple(present))
-        device = programs.device_type
-        with no_torch_function() if len_function_stack() else nullcontext():  # the user's, or a default device
-            gradients = outside_autocast(device, run, inputs) if torch.is_autocast_enabled(device) else run(inputs)
-        return (None, None, None, *gradients)
+        if found is None:
+            return (None, None, None, *[None] * programs.num_wanted)
+        return (None, None, None, *run_outside_modes(programs, *found))
 
 
-# autograd.Function.apply looks for functorch's wrappers, argument by argument; the guard has seen that there are none
-apply = super(torch.autograd.Function, _Dispatched).apply
+def started(ctx, grad_outs: tuple[torch.Tensor | None, ...]) -> tuple[BackwardRun, list[torch.Tensor]] | None:
+    """The backward for the grad_outs that there are, and its inputs; ``None`` if there are none."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(_TWICE)
+    programs, present = ctx.programs, []
+    for i in programs.differentiable:
+        if grad_outs[i] is not None:
+            present.append(i)
+            if not has_storage(grad_outs[i]):
+                raise RuntimeError(_BATCHED)
+    if not present:
+        return None
+    inputs = list(ctx.saved_tensors)
+    ctx.maybe_clear_saved_tensors()
+    for i in present:
+        inputs.append(grad_outs[i])
+    return programs.backward_for(tuple(present)), inputs
+
+
+def run_outside_modes(programs: Programs | BoundPrograms, run: Callable[[Any], list], argument: Any) -> list:
+    """Runs compiled code of a backward on its one argument, outside autocast and torch function modes."""
+    device = programs.device_type
+    with no_torch_function() if len_function_stack() else nullcontext():  # the user's, or a default device
+        return outside_autocast(device, run, argument) if torch.is_autocast_enabled(device) else run(argument)
+
+
+def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` without its look for functorch's wrappers, argument by argument: the guard has seen that there
+    are none."""
+    return super(torch.autograd.Function, function).apply
+
+
+apply = applied(Dispatched)

@@ -258,6 +258,8 @@ class Backward(CallStep):
         gradients: names of the inputs that get a gradient.
         copied: places of gradients in memory that others can see.
         absent: places, among all inputs that require one, at which eager has none for these grad_outs.
+        nodes: where several autograd nodes hand out the gradients as they are computed, the names of each one's, in
+            the order in which they run.
     """
 
     kind = "backward"
@@ -266,9 +268,13 @@ class Backward(CallStep):
     gradients: tuple[str, ...]
     copied: tuple[int, ...]
     absent: tuple[int, ...]
+    nodes: tuple[tuple[str, ...], ...] = ()
 
     def text(self) -> str:
         given = _list(["saved", *(f"grad_out of output {place}" for place in self.grad_outs)])
+        if self.nodes:
+            told = " | ".join(map(_list, self.nodes))
+            return f"{self.program}({given}) -> gradients by {len(self.nodes)} autograd nodes: {told}"
         return f"{self.program}({given}) -> gradients of {_list(self.gradients)}"
 
 

@@ -18,6 +18,7 @@ from bridge.base.guard_failure import GuardFailure
 from bridge.capture import DynamicDim, Reading
 from bridge.compile import Backend, Program, RecordedGraphs
 from bridge.dispatch.autograd import apply
+from bridge.dispatch.autograd_nodes import apply_in_nodes
 from bridge.dispatch.bound import BoundCalls
 from bridge.dispatch.call_plan import plan_call
 from bridge.dispatch.call_run import Call, CallRun, taken
@@ -83,6 +84,7 @@ class Entry:
             self.bound.bind_sample()
         self._wanted = taken(lowered.wanted)
         self._is_differentiable = bool(lowered.differentiable)
+        self._apply = apply if len(self.programs.nodes) == 1 else apply_in_nodes
         self.compile_seconds = time.perf_counter() - started + lowered.seconds
 
     @property
@@ -155,7 +157,7 @@ class Entry:
             for act in run.before:
                 act(call)
             if self._is_differentiable:
-                call.computed = apply(bound.programs, run.forward, call, *self._wanted(inputs))
+                call.computed = self._apply(bound.programs, run.forward, call, *self._wanted(inputs))
             else:
                 with torch.no_grad():
                     for act in run.forward:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -18,11 +18,24 @@ from autodiff.ir import Function
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.locks import free_in_children
-from bridge.compile import Backend, Compilation, CompileOptions, DrawnMask, EntryGraphs, Program, RecordedGraphs
+from bridge.compile import (
+    Backend,
+    Compilation,
+    CompileOptions,
+    DrawnMask,
+    EntryGraphs,
+    Flow,
+    Program,
+    RecordedGraphs,
+    Segment,
+    cut,
+)
+from bridge.dispatch.backward_nodes import Gradient, gradients_of, most_nodes, nodes_of, places_of
 from bridge.dispatch.call_plan import input_names
 from bridge.dispatch.call_steps import Backward
 from bridge.dispatch.computed_masks import ComputedMasks
 from bridge.dispatch.guards import Sizes
+from bridge.dispatch.segmented import BoundSegment, SegmentedRun
 from bridge.lowering import LoweredCall
 
 __all__ = ["BackwardRun", "BoundPrograms", "Compiling", "Programs"]
@@ -46,9 +59,11 @@ class Programs:
         num_wanted: how many inputs get a gradient, for some grad_outs.
         num_outputs: results that the module returns; new buffer values and captures come after them.
         differentiable: indices of the outputs that take a grad_out; ``not_differentiable``: the others.
-        device_type: of the device that they run on, as autocast names it.
+        device: that they run on; ``device_type``: as autocast names it.
         masks: those that they compute.
         is_frozen: whether the module's tensors are constants of the forward.
+        nodes: of each autograd node of a backward, in the order in which they run, the places among the inputs that
+            get a gradient of those whose it returns; most modules have one.
 
     Args:
         graphs: whether they are recorded as graphs, and what becomes of that; ``None``: they are not.
@@ -66,7 +81,7 @@ class Programs:
         self._lowered = lowered
         self._is_symbolic = lowered.captured.extents is not None
         self._options = CompileOptions.current(backend)
-        self.device_type = backend.device.type
+        self.device, self.device_type = backend.device, backend.device.type
         self.masks = ComputedMasks(lowered, backend)
         self._forward = forward = Compiling(lowered.forward, name, "forward", self._options, self.masks.forward)
         if self._graphs is not None:
@@ -78,10 +93,13 @@ class Programs:
         self._backwards: dict[tuple[int, ...], BackwardRun] = {}
         self._later: dict[tuple[int, ...], list[tuple[Holds, BackwardRun]]] = {}
         expected = lowered.expected
+        self.nodes: tuple[tuple[int, ...], ...] = (tuple(range(self.num_wanted)),)
         backward = self._backward_run(expected) if lowered.differentiable else None
         self.forward = forward.program()
         if backward is not None:
             backward.compile()
+            self.nodes = backward.nodes(self.num_wanted)
+            backward.split(self.nodes)
             self._backwards[expected] = backward
         if self._is_symbolic:
             return
@@ -110,6 +128,7 @@ class Programs:
             with interrupts_deferred():
                 found = self._backward_run(outputs)
                 found.compile()
+                found.split(self.nodes)
                 self._backwards[outputs] = found
         return found
 
@@ -133,6 +152,7 @@ class Programs:
                 with interrupts_deferred(), scope.assuming(sizes) as guards:
                     found = self._backward_run(outputs)
                     found.compile()
+                    found.split(self.nodes)
                 known.append((scope.broken(guards), found))
                 del known[:-_MOST_LATER]
         return found.bound(sizes)
@@ -151,6 +171,7 @@ class BoundPrograms:
         self.execute, self.device_type = programs.forward_for(sizes), programs.device_type
         self.num_wanted, self.num_outputs = programs.num_wanted, programs.num_outputs
         self.differentiable, self.not_differentiable = programs.differentiable, programs.not_differentiable
+        self.nodes, self.device = programs.nodes, programs.device
         self._backwards: dict[tuple[int, ...], BackwardRun] = {}
 
     def backward_for(self, outputs: tuple[int, ...]) -> BackwardRun:
@@ -178,6 +199,8 @@ class BackwardRun:
         graphed: Graphed | None = None,
     ):
         self._lowered, self._outputs, self._sizes = lowered, outputs, None
+        self._name = f"{lowered.captured.module_name}_backward"
+        self._segments: tuple[Segment, ...] = ()
         name = lowered.captured.module_name
         options = replace(options, sums_in_place=True, grad_outs=len(outputs))
         self._compiling = Compiling(lowered.backward_for(outputs), name, "backward", options, masks)
@@ -192,12 +215,42 @@ class BackwardRun:
         gradients = lowered.gradients_for(outputs)
         absent = [place for place, index in enumerate(lowered.wanted) if index not in gradients]
         given = tuple(names[index] for index in lowered.wanted if index in gradients)
-        name = f"{lowered.captured.module_name}_backward"
-        self.step = Backward(name, outputs, given, tuple(copied), tuple(absent))
+        self.step = Backward(self._name, outputs, given, tuple(copied), tuple(absent))
+
+    def nodes(self, count: int) -> tuple[tuple[int, ...], ...]:
+        """See :attr:`Programs.nodes`; ``count``: of the inputs that get a gradient."""
+        if most_nodes(self.program) == 1:
+            return (tuple(range(count)),)
+        return nodes_of(self.program, self._flow, self._gradients, count)
+
+    def split(self, nodes: Sequence[Sequence[int]]) -> None:
+        """Cuts the program into a segment for each autograd node; ``nodes``: places of the inputs by node."""
+        if len(nodes) == 1:
+            return
+        places = places_of(self.program, self._flow, self._gradients, nodes)
+        self._segments = cut(self.program, places, self._name)
+        result_of = {each.place: result for result, each in enumerate(self._gradients)}
+        self._taken = [[result_of.get(place) for place in node] for node in nodes]
+        names, wanted = input_names(self._lowered), self._lowered.wanted
+        told = tuple(tuple(names[wanted[place]] for place in node if place in result_of) for node in nodes)
+        self.step = replace(self.step, nodes=told)
+
+    @cached_property
+    def _flow(self) -> Flow:
+        return Flow(self.program)
+
+    @cached_property
+    def _gradients(self) -> list[Gradient]:
+        lowered = self._lowered
+        gradients = lowered.gradients_for(self._outputs)
+        places = [place for place, index in enumerate(lowered.wanted) if index in gradients]
+        slot_of = {index: slot for slot, index in enumerate(lowered.plan.saved_primals)}
+        inputs = {place: slot_of[lowered.wanted[place]] for place in places if lowered.wanted[place] in slot_of}
+        return gradients_of(self.program, self._flow, places, inputs)
 
     def wait(self) -> None:
         """Waits for the machine code; raises what went wrong with it."""
-        _ = self._execute
+        _ = self._bound_segments if self._segments else self._execute
 
     def bound(self, sizes: Sizes) -> BackwardRun:
         """The same for one combination of sizes, where extents are symbolic."""
@@ -209,6 +262,11 @@ class BackwardRun:
     def _execute(self) -> Execute:
         return self._compiling.execute(self._sizes)
 
+    @cached_property
+    def _bound_segments(self) -> list[BoundSegment]:
+        execute = self._compiling.execute
+        return [(each, each.program and execute(self._sizes, each.program)) for each in self._segments]
+
     def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """One gradient per wanted input, ``None`` where eager has none. Empties ``inputs``."""
         gradients = self._execute(inputs, consume=True)
@@ -217,6 +275,10 @@ class BackwardRun:
         for place in self.step.absent:  # in ascending order, so that the later places are still to come
             gradients.insert(place, None)
         return gradients
+
+    def begin(self, inputs: list[torch.Tensor]) -> SegmentedRun:
+        """The same in segments, one for each node: a pass that has begun. Empties ``inputs``."""
+        return SegmentedRun(self._bound_segments, self._taken, self.step.copied, inputs)
 
 
 class Compiling:

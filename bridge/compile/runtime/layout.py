@@ -56,6 +56,7 @@ class Layout:
         results: slots of the results.
         memory: of each result, the slot of the tensor whose memory it is, or is a view of.
         below: where extents are symbolic, of each intermediate those right below it in the arena, by index.
+        allocated: what library calls return in memory of their own; with sizes bound, nothing is said about it.
     """
 
     size: int
@@ -67,6 +68,7 @@ class Layout:
     results: tuple[int, ...]
     memory: tuple[int, ...]
     below: tuple[tuple[int, ...], ...] = ()
+    allocated: tuple[Register, ...] = ()
 
     @property
     def filled(self) -> set[int]:

@@ -138,9 +138,9 @@ class _Linker:
             if isinstance(node, Product) and node.onto is not None:
                 self.merged[node.onto] = self.merged.get(node.out, node.out)
         self.results = dict.fromkeys(op.value for op in graph.results if op.value.source == "node")
-        self.allocated = {
+        self.allocated = dict.fromkeys(
             out for node in kernels if isinstance(node, LibraryCall) and node.allocates for out in node.outs
-        }
+        )
         for value in graph.params:
             self.slot(value)
         for group, kernel in zip(groups, kernels, strict=True):
@@ -259,6 +259,7 @@ class _Linker:
             results=tuple(self.returned),
             memory=tuple(self.slot(operand.value) for operand in self.graph.results),
             below=below,
+            allocated=tuple(self._register(value) for value in self.allocated),
         )
         return Program(
             name=self.name,

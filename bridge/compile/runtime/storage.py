@@ -27,7 +27,7 @@ from bridge.compile.runtime.program import Program
 
 __all__ = ["load", "save", "texts"]
 
-_FORMAT = "bridge program 2"
+_FORMAT = "bridge program 3"
 _PARTS = ("name", "steps", "layout", "results", "variables", "positions")
 _SAME = ("format", "backend", "versions")
 

@@ -1,0 +1,165 @@
+"""Cutting: a program + places between its steps → segments: programs that, one after another, do what it does.
+
+The steps are the same, in the same order, on tensors of the same geometry, so every result has the same bits. A segment
+has an arena of its own; what a later one reads is among its results, and views are made again where they are read.
+Nothing is written on both sides of a cut.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from bridge.compile.runtime.arena import lying_below, plan_arena
+from bridge.compile.runtime.flow import Flow
+from bridge.compile.runtime.instructions import Instruction, View
+from bridge.compile.runtime.layout import Layout, Register
+from bridge.compile.runtime.program import Program
+
+__all__ = ["Segment", "cut"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One part of a program. Slots are the whole program's.
+
+    Attributes:
+        program: takes the tensors in ``takes``, in this order, and returns those in ``gives``; ``None``: nothing to do.
+        takes: slots, each with whether nobody needs what is in it any more.
+        gives: slots.
+        results: the whole program's results that are complete and that no later segment touches: place, slot.
+    """
+
+    program: Program | None = field(repr=False)
+    takes: tuple[tuple[int, bool], ...]
+    gives: tuple[int, ...]
+    results: tuple[tuple[int, int], ...]
+
+
+def cut(program: Program, places: Sequence[int], name: str) -> tuple[Segment, ...]:
+    """The segments of a program, one more than there are places to cut at.
+
+    Args:
+        places: ascending, each one of :attr:`~bridge.compile.runtime.flow.Flow.boundaries`, the beginning or the end;
+            equal ones leave a segment without steps.
+        name: of the segments' programs.
+
+    Raises:
+        ValueError: a place that is none of these, or not in order.
+    """
+    flow, layout = Flow(program), program.layout
+    if list(places) != sorted(places) or not {0, flow.num_steps, *flow.boundaries}.issuperset(places):
+        raise ValueError(f"{program.name}: cannot be cut at {list(places)} of {flow.num_steps} steps")
+    ends = (0, *places, flow.num_steps)
+    results: list[list[tuple[int, int]]] = [[] for _ in ends[1:]]
+    for place, (slot, root) in enumerate(zip(layout.results, layout.memory, strict=True)):
+        last = flow.born[slot] if root in flow.constants else flow.touched.get(root, -1)
+        results[bisect_right(places, last)].append((place, slot))
+    segments: list[Segment] = []
+    wanted: set[int] = set()  # by later segments, or by the caller
+    for index in reversed(range(len(places) + 1)):
+        steps = program.steps[ends[index] : ends[index + 1]]
+        wanted |= {slot for _, slot in results[index]}
+        own = {slot for slot, step in flow.born.items() if bisect_right(places, step) == index}
+        gives = tuple(sorted(wanted & own))
+        roots = dict.fromkeys(flow.root(slot) for slot in (*_touched(steps), *gives))
+        takes = tuple(root for root in roots if root not in own and root not in flow.constants)
+        made = _Part(program, flow, steps, takes, gives).program(name) if steps or gives else None
+        told = tuple((slot, slot not in wanted) for slot in takes)
+        segments.append(Segment(made, told, gives, tuple(results[index])))
+        wanted |= set(takes)
+    return tuple(reversed(segments))
+
+
+def _touched(steps: Sequence[Instruction]) -> list[int]:
+    return [slot for step in steps for slot in (*step.reads, *step.writes)]
+
+
+class _Part:
+    """Steps of a program on their way to a program of their own, in slots of its own."""
+
+    def __init__(
+        self, whole: Program, flow: Flow, steps: Sequence[Instruction], takes: Sequence[int], gives: Sequence[int]
+    ) -> None:
+        self._whole, self._flow, self._takes, self._gives = whole, flow, takes, gives
+        self._slots = {slot: index for index, slot in enumerate(takes)}
+        self._allocated = {register.slot for register in whole.layout.allocated}
+        self._given = {*gives, *map(flow.root, gives)}
+        outside = {*takes, *self._given, *self._allocated}
+        self._static_views: list[View] = []
+        self._steps: list[Instruction] = []
+        known: set[int] = set()
+        for step in steps:
+            made = step.writes[0] if isinstance(step, View) else None
+            for slot in (*step.reads, *step.writes):
+                if slot in flow.views and slot not in known and slot != made:
+                    static = flow.root(slot) not in outside
+                    (self._static_views if static else self._steps).append(flow.views[slot])
+                known.add(slot)
+            self._steps.append(step)
+
+    def program(self, name: str) -> Program:
+        whole, flow = self._whole, self._flow
+        touched: dict[int, tuple[int, int]] = {}
+        for index, step in enumerate(self._steps):
+            for root in (flow.root(slot) for slot in (*step.reads, *step.writes)):
+                touched[root] = touched.get(root, (index, index))[0], index
+        for view in self._static_views:
+            touched.setdefault(flow.root(view.writes[0]), (0, 0))
+        elsewhere = {*self._takes, *self._given, *self._allocated}
+        placed = [slot for slot in touched if slot in flow.made and slot not in elsewhere]
+        arena = plan_arena({_Placed(slot, flow.registers[slot]): touched[slot] for slot in placed})
+        offsets = {value.slot: offset for value, offset in arena.offsets.items()}
+        below: tuple[tuple[int, ...], ...] = ()
+        if whole.scope is not None:
+            placed.sort(key=offsets.__getitem__)
+            below = lying_below([touched[slot] for slot in placed])
+        fresh = sorted(self._given & flow.made.keys() - self._allocated - {*self._takes})
+        held = {*touched, *self._given}
+        steps = tuple(map(self._renumbered, self._steps))
+        views = tuple(map(self._renumbered, self._static_views))
+        constants = tuple((self._slot(slot), each) for slot, each in whole.constants if slot in held)
+        positions = tuple((self._slot(slot), each) for slot, each in whole.positions if slot in held)
+        layout = Layout(
+            size=0,
+            params=tuple(map(self._register, self._takes)),
+            arena=tuple(replace(self._register(slot), offset=offsets[slot]) for slot in placed),
+            arena_bytes=arena.size,
+            fresh=tuple(map(self._register, fresh)),
+            views=views,
+            results=tuple(map(self._slot, self._gives)),
+            memory=tuple(self._slot(flow.root(slot)) for slot in self._gives),
+            below=below,
+        )
+        launched = {step.name for step in steps}
+        return replace(
+            whole,
+            name=name,
+            steps=steps,
+            layout=replace(layout, size=len(self._slots)),
+            constants=constants,
+            positions=positions,
+            kernels={kernel: function for kernel, function in whole.kernels.items() if kernel in launched},
+            code={kernel: built for kernel, built in whole.code.items() if kernel in launched},
+            results=tuple(flow.name(slot) for slot in self._gives),
+            variables=(),
+            stage_seconds={},
+        )
+
+    def _slot(self, slot: int) -> int:
+        """Its number here."""
+        return self._slots.setdefault(slot, len(self._slots))
+
+    def _renumbered(self, step: Instruction) -> Instruction:
+        return replace(step, reads=tuple(map(self._slot, step.reads)), writes=tuple(map(self._slot, step.writes)))
+
+    def _register(self, slot: int) -> Register:
+        return replace(self._flow.registers[slot], slot=self._slot(slot), offset=0)
+
+
+class _Placed:
+    """A tensor of an arena to be planned."""
+
+    def __init__(self, slot: int, register: Register) -> None:
+        self.slot, self.nbytes = slot, register.nbytes
