@@ -265,7 +265,7 @@ class BackwardRun:
     @cached_property
     def _bound_segments(self) -> list[BoundSegment]:
         execute = self._compiling.execute
-        return [(each, each.program and execute(self._sizes, each.program)) for each in self._segments]
+        return [(each, None if each.program is None else execute(self._sizes, each.program)) for each in self._segments]
 
     def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """One gradient per wanted input, ``None`` where eager has none. Empties ``inputs``."""
