@@ -15,9 +15,9 @@ import torch
 
 from bridge.base.torch_internals import has_storage, len_function_stack, no_torch_function
 from bridge.dispatch.call_run import Action, Call, outside_autocast
-from bridge.dispatch.programs import BackwardRun, BoundPrograms, Programs
+from bridge.dispatch.programs import BoundPrograms, Programs
 
-__all__ = ["Dispatched", "applied", "apply", "run_outside_modes", "started"]
+__all__ = ["applied", "apply"]
 
 
 _TWICE = (
@@ -32,8 +32,12 @@ _BATCHED = (
 )
 
 
-class Dispatched(torch.autograd.Function):
-    """Forward and backward of a call. Inputs: programs, what the forward does, the call, inputs that get a gradient."""
+class _Dispatched(torch.autograd.Function):
+    """Forward and backward of a call. Inputs: programs, what the forward does, the call, inputs that get a gradient.
+
+    Where the backward has several nodes this is the first to run, and its last input is the next one's token
+    (:mod:`bridge.dispatch.autograd_nodes`).
+    """
 
     @staticmethod
     def forward(ctx, programs: Programs | BoundPrograms, actions: list[Action], call: Call, *wanted: torch.Tensor):
@@ -50,38 +54,28 @@ class Dispatched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_outs: torch.Tensor | None):
-        programs = ctx.programs
-        found = started(ctx, grad_outs)
+        if torch.is_grad_enabled():
+            raise RuntimeError(_TWICE)
+        programs, present = ctx.programs, []
+        for i in programs.differentiable:
+            if grad_outs[i] is not None:
+                present.append(i)
+                if not has_storage(grad_outs[i]):
+                    raise RuntimeError(_BATCHED)
+        if not present:
+            return (None,) * len(ctx.needs_input_grad)
+        inputs = list(ctx.saved_tensors)
+        ctx.maybe_clear_saved_tensors()
+        for i in present:
+            inputs.append(grad_outs[i])
         del grad_outs
-        if found is None:
-            return (None, None, None, *[None] * programs.num_wanted)
-        return (None, None, None, *run_outside_modes(programs, *found))
-
-
-def started(ctx, grad_outs: tuple[torch.Tensor | None, ...]) -> tuple[BackwardRun, list[torch.Tensor]] | None:
-    """The backward for the grad_outs that there are, and its inputs; ``None`` if there are none."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(_TWICE)
-    programs, present = ctx.programs, []
-    for i in programs.differentiable:
-        if grad_outs[i] is not None:
-            present.append(i)
-            if not has_storage(grad_outs[i]):
-                raise RuntimeError(_BATCHED)
-    if not present:
-        return None
-    inputs = list(ctx.saved_tensors)
-    ctx.maybe_clear_saved_tensors()
-    for i in present:
-        inputs.append(grad_outs[i])
-    return programs.backward_for(tuple(present)), inputs
-
-
-def run_outside_modes(programs: Programs | BoundPrograms, run: Callable[[Any], list], argument: Any) -> list:
-    """Runs compiled code of a backward on its one argument, outside autocast and torch function modes."""
-    device = programs.device_type
-    with no_torch_function() if len_function_stack() else nullcontext():  # the user's, or a default device
-        return outside_autocast(device, run, argument) if torch.is_autocast_enabled(device) else run(argument)
+        run = programs.backward_for(tuple(present))
+        if len(programs.nodes) > 1:
+            run = run.begin
+        device = programs.device_type
+        with no_torch_function() if len_function_stack() else nullcontext():  # the user's, or a default device
+            gradients = outside_autocast(device, run, inputs) if torch.is_autocast_enabled(device) else run(inputs)
+        return (None, None, None, *gradients)
 
 
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -90,4 +84,4 @@ def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply
 
 
-apply = applied(Dispatched)
+apply = applied(_Dispatched)

@@ -12,45 +12,17 @@ Everything is saved at the first node, under the rules of one node.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from bridge.base.torch_internals import len_function_stack, no_torch_function
-from bridge.dispatch.autograd import Dispatched, applied, run_outside_modes, started
-from bridge.dispatch.call_run import Action, Call
+from bridge.dispatch.autograd import applied, apply
+from bridge.dispatch.call_run import Action, Call, outside_autocast
 from bridge.dispatch.programs import BoundPrograms, Programs
+from bridge.dispatch.segmented import make_token, run_of_token
 
 __all__ = ["apply_in_nodes"]
-
-_REPLACED = (
-    "the gradient between two autograd nodes of a module dispatched to TVM was replaced: hooks on autograd nodes have "
-    "to leave gradients without elements as they are. Let them, or call remove_tvm_dispatch(module) first."
-)
-
-
-class _First(Dispatched):
-    """The node that the call's outputs belong to; its last input is the token of the second."""
-
-    @staticmethod
-    def backward(ctx, *grad_outs: torch.Tensor | None):
-        programs = ctx.programs
-        found = started(ctx, grad_outs)
-        del grad_outs
-        if found is None:
-            return (None, None, None, *[None] * len(programs.nodes[0]), None)
-        backward, inputs = found
-        run = backward.begin(inputs)
-        gradients = run_outside_modes(programs, run, 0)
-        token = _token(programs.device)
-        token.run = run
-        return (None, None, None, *gradients, token)
-
-
-def _token(device: torch.device) -> torch.Tensor:
-    """Hidden from the user's torch function modes."""
-    if not len_function_stack():
-        return torch.empty(0, device=device)
-    with no_torch_function():
-        return torch.empty(0, device=device)
 
 
 class _Later(torch.autograd.Function):
@@ -60,22 +32,21 @@ class _Later(torch.autograd.Function):
     def forward(ctx, programs: Programs | BoundPrograms, node: int, *wanted: torch.Tensor):
         ctx.programs, ctx.node = programs, node
         ctx.set_materialize_grads(False)
-        return torch.empty(0, device=programs.device)
+        with no_torch_function() if len_function_stack() else nullcontext():
+            return make_token(programs.device)
 
     @staticmethod
     def backward(ctx, token: torch.Tensor | None):
         programs, node = ctx.programs, ctx.node
-        is_last = node == len(programs.nodes) - 1
-        if token is None:
-            return (None, None, *[None] * len(programs.nodes[node]), *[None] * (not is_last))
-        run = getattr(token, "run", None)
-        if run is None:
-            raise RuntimeError(_REPLACED)
-        gradients = run_outside_modes(programs, run, node)
-        return (None, None, *gradients) if is_last else (None, None, *gradients, token)
+        if token is None:  # the call's own node got no gradient
+            return (None,) * len(ctx.needs_input_grad)
+        run, device = run_of_token(token), programs.device_type
+        with no_torch_function() if len_function_stack() else nullcontext():
+            gradients = outside_autocast(device, run, node) if torch.is_autocast_enabled(device) else run(node)
+        return (None, None, *gradients) if node == len(programs.nodes) - 1 else (None, None, *gradients, token)
 
 
-_first, _later = applied(_First), applied(_Later)
+_later = applied(_Later)
 
 
 def apply_in_nodes(programs: Programs | BoundPrograms, actions: list[Action], call: Call, *wanted: torch.Tensor):
@@ -84,4 +55,4 @@ def apply_in_nodes(programs: Programs | BoundPrograms, actions: list[Action], ca
     token: tuple[torch.Tensor, ...] = ()
     for node in range(len(nodes) - 1, 0, -1):
         token = (_later(programs, node, *[wanted[place] for place in nodes[node]], *token),)
-    return _first(programs, actions, call, *[wanted[place] for place in nodes[0]], *token)
+    return apply(programs, actions, call, *[wanted[place] for place in nodes[0]], *token)

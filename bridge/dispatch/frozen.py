@@ -48,6 +48,7 @@ class FrozenPrograms:
     is_frozen = True
     num_wanted = 0
     backward = None
+    nodes = ((),)
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ from bridge.dispatch.call_plan import input_names
 from bridge.dispatch.call_steps import Backward
 from bridge.dispatch.computed_masks import ComputedMasks
 from bridge.dispatch.guards import Sizes
-from bridge.dispatch.segmented import BoundSegment, SegmentedRun
+from bridge.dispatch.segmented import BoundSegment, SegmentedRun, make_token
 from bridge.lowering import LoweredCall
 
 __all__ = ["BackwardRun", "BoundPrograms", "Compiling", "Programs"]
@@ -276,9 +276,11 @@ class BackwardRun:
             gradients.insert(place, None)
         return gradients
 
-    def begin(self, inputs: list[torch.Tensor]) -> SegmentedRun:
-        """The same in segments, one for each node: a pass that has begun. Empties ``inputs``."""
-        return SegmentedRun(self._bound_segments, self._taken, self.step.copied, inputs)
+    def begin(self, inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The first segment: the gradients of the first node, and a token with the pass that has begun. Empties
+        ``inputs``."""
+        run = SegmentedRun(self._bound_segments, self._taken, self.step.copied, inputs)
+        return [*run(0), make_token(self.program.backend.device, run)]
 
 
 class Compiling:

@@ -12,7 +12,7 @@ import torch
 
 from bridge.compile import Segment
 
-__all__ = ["BoundSegment", "SegmentedRun"]
+__all__ = ["BoundSegment", "SegmentedRun", "make_token", "run_of_token"]
 
 Execute = Callable[..., list[torch.Tensor]]
 BoundSegment = tuple[Segment, Execute | None]
@@ -22,6 +22,11 @@ _CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation, while the backward"
     " of a module dispatched to TVM was on its way: {tensor} is at version {now}, version {then} is wanted. Something"
     " that runs in the backward, as hooks do, has changed it."
+)
+
+_REPLACED = (
+    "the gradient between two autograd nodes of a module dispatched to TVM was replaced: hooks on autograd nodes have "
+    "to leave gradients without elements as they are. Let them, or call remove_tvm_dispatch(module) first."
 )
 
 
@@ -83,3 +88,18 @@ class SegmentedRun:
 def _counts(tensor: torch.Tensor) -> bool:
     """Whether changes in place are counted."""
     return not tensor.is_inference()
+
+
+def make_token(device: torch.device, run: SegmentedRun | None = None) -> torch.Tensor:
+    """A tensor without elements that one autograd node hands to the next, with the pass that goes on there."""
+    token = torch.empty(0, device=device)
+    token.run = run
+    return token
+
+
+def run_of_token(token: torch.Tensor) -> SegmentedRun:
+    """The pass that a token came with. ``RuntimeError`` if it is another tensor by now."""
+    run = getattr(token, "run", None)
+    if run is None:
+        raise RuntimeError(_REPLACED)
+    return run
