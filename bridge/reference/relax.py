@@ -37,7 +37,7 @@ from autodiff.ir import (
     results,
     shape,
 )
-from bridge.base.devices import HOST
+from bridge.base.devices import HOST, current_device, devices_of, working_for
 from bridge.library import FUNCTIONS
 from bridge.reference.relax_operators import LIBRARY, OPERATORS
 
@@ -58,7 +58,7 @@ def interpret(function: Function, inputs: Sequence[torch.Tensor]) -> Run:
     """Runs a function in flat form on one tensor per parameter.
 
     A function with dropouts takes their masks, in the order of its bindings, behind the parameters. Autograd records
-    what happens if it is enabled and inputs require grad.
+    what happens if it is enabled and inputs require grad. What it makes is on the device of the inputs.
 
     Raises:
         ValueError: the number, a shape or an element type of the inputs is not what the function takes.
@@ -74,9 +74,11 @@ def interpret(function: Function, inputs: Sequence[torch.Tensor]) -> Run:
         _check_input(param, tensor)
         env[param] = tensor
     masks = iter(inputs[len(params) :])
-    for var, value in bindings(function):
-        env[var] = _typed(var, _compute(value, env, masks))
-    outputs = [_read(result, env) for result in results(function)]
+    devices = [device for device in devices_of(inputs) if device != HOST]  # a generator's state is on the host
+    with working_for(devices[0] if devices else HOST):
+        for var, value in bindings(function):
+            env[var] = _typed(var, _compute(value, env, masks))
+        outputs = [_read(result, env) for result in results(function)]
     return Run(outputs, {var.name: value for var, value in env.items()})
 
 
@@ -112,7 +114,7 @@ def _read(expr: Expr, env: Mapping[Var, Any]) -> Any:
     if isinstance(expr, Var):
         return env[expr]
     if isinstance(expr, Constant):
-        return torch.from_dlpack(expr.value).clone()
+        return torch.from_dlpack(expr.value).clone().to(current_device())
     if isinstance(expr, Tuple):
         return tuple(_read(field, env) for field in expr.fields)
     if isinstance(expr, TupleGetItem):
@@ -153,7 +155,7 @@ def _listed(argument: Any) -> Any:
 def _dropout(call: Call, x: torch.Tensor, masks: Iterator[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     rate = float(call.attrs.rate)
     if rate in (0.0, 1.0):
-        return (x if rate == 0.0 else torch.zeros_like(x)), torch.full(x.shape, rate == 0.0)
+        return (x if rate == 0.0 else torch.zeros_like(x)), torch.full(x.shape, rate == 0.0, device=x.device)
     mask = next(masks, None)
     if mask is None:
         raise ValueError("a dropout without a mask: give the masks behind the function's parameters")
@@ -178,8 +180,8 @@ def _legalized(call: Call, env: Mapping[Var, Any]) -> Any:
         machine = relax.VirtualMachine(tvm.compile(module, "llvm"), tvm.device(HOST.type))
     except tvm.error.TVMError as error:
         raise NotImplementedError(f"{call.op.name}: neither spelled out in torch nor legalized by TVM") from error
-    tensors = [env[var].detach().contiguous() for var in params]
+    tensors = [env[var].detach().to(HOST).contiguous() for var in params]
     (made,) = machine["main"](*tensors)
     fields = list(made) if isinstance(call.ty, TupleType) else [made]
-    converted = tuple(torch.from_dlpack(field).clone() for field in fields)
+    converted = tuple(torch.from_dlpack(field).clone().to(current_device()) for field in fields)
     return converted if isinstance(call.ty, TupleType) else converted[0]

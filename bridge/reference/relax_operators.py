@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from autodiff.ir import Call
+from bridge.base.devices import current_device
 
 __all__ = ["LIBRARY", "OPERATORS"]
 
@@ -271,7 +272,7 @@ def scatter_elements(
 
 
 def _filled(call: Call, shape: Sequence[int], number: Any) -> torch.Tensor:
-    return torch.full(shape, number, dtype=getattr(torch, str(call.ty.dtype)))
+    return torch.full(shape, number, dtype=getattr(torch, str(call.ty.dtype)), device=current_device())
 
 
 _means("zeros", "zeros_like")(lambda call, shape, like: _filled(call, shape, 0))
@@ -281,7 +282,7 @@ _means("full", "full_like")(lambda call, shape, like, number: _filled(call, shap
 
 @_means("arange")
 def arange(call: Call, shape: Sequence[int], start: float, stop: float, step: float) -> torch.Tensor:
-    return torch.arange(start, stop, step, dtype=getattr(torch, str(call.ty.dtype)))
+    return torch.arange(start, stop, step, dtype=getattr(torch, str(call.ty.dtype)), device=current_device())
 
 
 @_means("tril")

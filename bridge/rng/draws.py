@@ -23,7 +23,7 @@ from bridge.base.torch_internals import schema
 from bridge.capture import Draw, with_generator
 from bridge.rng import cpu as mt19937
 from bridge.rng.fused import NATIVE_DROPOUT, FusedDropout
-from bridge.rng.states import states_of_masks, states_of_placed
+from bridge.rng.states import GeneratorStates
 from bridge.rng.undo import undo_draws
 
 __all__ = ["Draws"]
@@ -33,6 +33,7 @@ _WORTH = 300
 an element."""
 
 _BERNOULLI = "aten.bernoulli_.float"
+_STATE = "the generator's state"
 
 _Maker = Callable[[torch.Generator | None, Sequence[torch.Tensor]], list[torch.Tensor]]
 """Makes one draw, or several that follow each other, from a generator, torch's default one if ``None``; inputs of the
@@ -83,13 +84,11 @@ class Draws:
 
         def kind(item: tuple[int, Draw]) -> tuple:
             index, draw = item
-            return draw.op, draw.device, draw.is_placed, index in computed
+            return _STATE if draw.is_placed or index in computed else draw.op, draw.device
 
-        for (op, device, is_placed, is_computed), group in groupby(enumerate(draws), key=kind):
-            if is_placed:
-                made = [states_of_placed([draw for _, draw in group]).draw]
-            elif is_computed:
-                made = [states_of_masks([draw for _, draw in group]).draw]
+        for (op, device), group in groupby(enumerate(draws), key=kind):
+            if op == _STATE:
+                made = [GeneratorStates([draw for _, draw in group]).draw]
             elif op == _BERNOULLI and device == HOST:
                 made = _bernoullis([(draw, index in values) for index, draw in group])
             else:

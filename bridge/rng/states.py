@@ -15,20 +15,23 @@ from bridge.base.generators import MOVING, default_generator
 from bridge.capture import Draw
 from bridge.compile import gpu_of
 
-__all__ = ["GeneratorStates", "states_of_masks", "states_of_placed"]
+__all__ = ["GeneratorStates"]
 
 
 class GeneratorStates:
     """The states before draws that follow each other on one device.
 
     Args:
-        device: a GPU.
-        advances: how far each draw moves the offset.
-        on_host: whether the states are read there.
+        draws: placed ones, whose states are read on the host, and fused dropouts, whose states kernels read.
     """
 
-    def __init__(self, device: torch.device, advances: Sequence[int], *, on_host: bool):
-        self._device, self._advances, self._on_host = device, advances, on_host
+    def __init__(self, draws: Sequence[Draw]):
+        self._device = draws[0].device
+        self._on_host = [draw.is_placed for draw in draws]
+        self._advances = [self._advance(draw) for draw in draws]
+
+    def _advance(self, draw: Draw) -> int:
+        return draw.advance if draw.is_placed else gpu_of(self._device).advance(torch.Size(draw.shape).numel())
 
     def draw(self, generator: torch.Generator | None, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Seed and offset of each, from the device's default generator: int64 on the device, or uint64 on the host.
@@ -48,19 +51,7 @@ class GeneratorStates:
             rows.append((seed, offset))
             offset += advance
         host = torch.tensor(rows, dtype=torch.uint64)
-        if self._on_host:
+        if all(self._on_host):
             return list(host.unbind())
-        host = host.view(torch.int64).pin_memory()
-        return list(host.to(self._device, non_blocking=True).unbind())
-
-
-def states_of_masks(draws: Sequence[Draw]) -> GeneratorStates:
-    """The states before fused dropouts on one device whose masks kernels compute."""
-    gpu = gpu_of(draws[0].device)
-    advances = [gpu.advance(torch.Size(draw.shape).numel()) for draw in draws]
-    return GeneratorStates(draws[0].device, advances, on_host=False)
-
-
-def states_of_placed(draws: Sequence[Draw]) -> GeneratorStates:
-    """The states before placed draws on one device, each of which was measured."""
-    return GeneratorStates(draws[0].device, [draw.advance for draw in draws], on_host=True)
+        there = host.view(torch.int64).pin_memory().to(self._device, non_blocking=True)
+        return [(host if on_host else there)[place] for place, on_host in enumerate(self._on_host)]

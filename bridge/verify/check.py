@@ -10,15 +10,16 @@ from typing import Any
 import torch
 
 from autodiff.ir import Function, TensorType, bindings
+from bridge.base.devices import working_for
 from bridge.base.errors import CompilationError, UnsupportedModule
 from bridge.base.modes import autocast_to
 from bridge.base.torch_internals import pytree
-from bridge.compile import compile_function
 from bridge.lowering import LoweredCall, html_table
 from bridge.reference import Run, interpret, interpret_graph
 from bridge.verify.compare import deviation, largest, tolerance
 from bridge.verify.culprit import (
     Culprit,
+    compiled_on,
     first_difference,
     first_wrong_gradient,
     first_wrong_kernel,
@@ -165,7 +166,7 @@ class Trace:
 def trace(lowered: LoweredCall, *, seed: int) -> Trace:
     """Runs every stage, and the compiled programs, on the sample. ``ValueError`` as :func:`check`."""
     reference = eager_reference(lowered, seed=seed)
-    with autocast_to(None):  # its casts are nodes of the graph
+    with working_for(lowered.captured.device), autocast_to(None):  # its casts are nodes of the graph
         return _trace(Trace(lowered, reference, tolerance(_float_types(lowered))))
 
 
@@ -225,8 +226,7 @@ def _interpret(made: Trace, name: str, function: Function, inputs: Sequence[torc
 
 
 def _compiled(lowered: LoweredCall, function: Function, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    program = compile_function(function, name=f"{lowered.captured.module_name}_checked")
-    return program(list(inputs))
+    return compiled_on(lowered.captured.device, function, f"{lowered.captured.module_name}_checked")(list(inputs))
 
 
 def _float_types(lowered: LoweredCall) -> set[torch.dtype]:
@@ -255,7 +255,11 @@ def in_dtype(lowered: LoweredCall, dtype: torch.dtype) -> LoweredCall:
 
     args, kwargs = pytree.tree_map(convert, (sample.args, sample.kwargs))
     try:
-        with torch.set_grad_enabled(lowered.plan is not None), autocast_of(sample):
+        with (
+            working_for(lowered.captured.device),
+            autocast_of(sample),
+            torch.set_grad_enabled(lowered.plan is not None),
+        ):
             return sample.relower(module, args, sample_kwargs=kwargs, partition=sample.partition)
     except (UnsupportedModule, CompilationError, RuntimeError, TypeError) as error:
         first = str(error).splitlines()[0]

@@ -30,7 +30,8 @@ from autodiff.ir import (
     results,
     used_vars,
 )
-from bridge.compile import compile_function
+from bridge.base.devices import HOST
+from bridge.compile import CompileOptions, Program, backend_for, compile_function
 from bridge.lowering import LoweredCall, Origin, binding_line, short_op
 from bridge.reference import Run, interpret
 from bridge.verify.compare import deviation, largest
@@ -158,7 +159,7 @@ def _gradient_deviation(var: Var, value: Call, forward: Run, generator: torch.Ge
     seeded = [(position, made[position]) for position in outputs if made[position].requires_grad]
     if len(seeded) != len(outputs):
         return None
-    grads = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for _, y in seeded]
+    grads = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y) for _, y in seeded]
     theirs = torch.autograd.grad([y for _, y in seeded], [leaves[i] for i in wanted], grads, allow_unused=True)
     with torch.no_grad():
         ours = interpret(joint, [*inputs, *grads]).results[len(results(single)) :]
@@ -177,13 +178,19 @@ def _single(var: Var, value: Call, params: Sequence[Var]) -> tuple[Function, lis
     return function, [index for index, (field, _) in enumerate(fields[:1]) if is_float(field)]
 
 
+def compiled_on(device: torch.device, function: Function, name: str) -> Program:
+    """The program of a function for a device."""
+    target = None if device == HOST else str(device)
+    return compile_function(function, name=name, options=CompileOptions.current(backend_for(target)))
+
+
 def first_wrong_kernel(
     lowered: LoweredCall, function: Function, inputs: Sequence[torch.Tensor], reference: Run, allowed: float
 ) -> Culprit | None:
     """The first variable that compiled code computes otherwise than the interpreter does."""
     shown = [(var, value) for var, value in bindings(function) if isinstance(var.ty, TensorType)]
     everything = build_function(function.params, list(bindings(function)), [var for var, _ in shown])
-    program = compile_function(everything, name=f"{lowered.captured.module_name}_every_variable")
+    program = compiled_on(lowered.captured.device, everything, f"{lowered.captured.module_name}_every_variable")
     for (var, value), found in zip(shown, program(list(inputs)), strict=True):
         wanted = reference.values[var.name]
         off = deviation(found, wanted, scale=_scale(value, reference.values))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.base.devices import working_for
 from bridge.base.generators import gpus_in_use
 from bridge.base.modes import autocast_to
 from bridge.base.torch_internals import pytree
@@ -93,7 +94,7 @@ def _drawn(lowered: LoweredCall, inputs: Sequence[torch.Tensor]) -> list[torch.T
     imported = lowered.imported
     used = (*imported.input_draws, *imported.dropout_draws)
     captured = lowered.captured
-    return Draws(captured.draws, imported.dropout_draws, used, captured.module_name).make(inputs)
+    return Draws(captured.draws, imported.dropout_draws, used, captured.module_name, (), captured.device).make(inputs)
 
 
 def _grad_outs(lowered: LoweredCall, results: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
@@ -101,7 +102,7 @@ def _grad_outs(lowered: LoweredCall, results: Sequence[torch.Tensor], seed: int)
     made = []
     for position in lowered.differentiable:
         like = results[position]
-        made.append(torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype))
+        made.append(torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like))
     return made
 
 
@@ -119,7 +120,7 @@ def eager_reference(lowered: LoweredCall, *, seed: int) -> Reference:
         torch.manual_seed(seed)
         drawn = _drawn(lowered, inputs)
         torch.manual_seed(seed)
-        with autocast_of(sample):
+        with working_for(captured.device), autocast_of(sample):
             result = sample.module.forward(*sample.args, **sample.kwargs)
     leaves = [leaf for leaf in pytree.tree_leaves(result)]
     outputs: dict[int, torch.Tensor] = {
@@ -170,7 +171,7 @@ def backward_inputs(
 ) -> list[torch.Tensor]:
     """Saved primals, saved outputs, captures, grad_outs; ``forward``: the forward's results, if at hand."""
     if forward is None:
-        with torch.no_grad(), autocast_to(None):
+        with torch.no_grad(), working_for(lowered.captured.device), autocast_to(None):
             forward = interpret(lowered.forward, reference.primals).results
     plan = lowered.plan
     saved = [reference.primals[index] for index in plan.saved_primals]

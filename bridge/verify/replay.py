@@ -13,10 +13,11 @@ import tvm
 
 import autodiff
 from autodiff.ir import Function
-from bridge.compile import compile_function
+from bridge.base.devices import HOST, devices_of
 from bridge.lowering import cleaned_and_named
 from bridge.reference import interpret
 from bridge.verify.compare import deviation, largest
+from bridge.verify.culprit import compiled_on
 from partition import partition
 
 __all__ = ["Replay", "replay"]
@@ -79,7 +80,10 @@ def _run(
     stage = record["stage"]
     if stage.startswith("compiled"):  # compiling is what the stage does: as saved, it is run operator by operator
         function = loaded["after"]
-        return compile_function(function, name="repro")(inputs) if rebuilt else interpret(function, inputs).results
+        if not rebuilt:
+            return interpret(function, inputs).results
+        devices = [device for device in devices_of(inputs) if device != HOST]
+        return compiled_on(devices[0] if devices else HOST, function, "repro")(inputs)
     if stage.startswith("split"):
         return _run_split(record, loaded, inputs, rebuilt)
     function = _REBUILD[stage](record, loaded["before"]) if rebuilt else loaded["after"]

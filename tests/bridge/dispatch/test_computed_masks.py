@@ -45,7 +45,7 @@ def computing(monkeypatch):
         return computed.computed_mask(Draw(**{**vars(draw), "device": torch.device("cuda", 0)}), lambda: GPU)
 
     monkeypatch.setattr(computed_masks, "computed_mask", on_gpu)
-    monkeypatch.setattr(draws, "states_of_masks", MadeStates)
+    monkeypatch.setattr(draws, "GeneratorStates", MadeStates)
     monkeypatch.setattr("bridge.dispatch.dispatcher.measure_worth", lambda *_: None)
 
 
