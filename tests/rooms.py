@@ -55,7 +55,7 @@ COMPILE = (
         "cpu",
         "cuda",
     ),
-    *("targets", "signature", "pipeline", "__init__"),
+    *("targets", "signature", "kept_function", "pipeline", "__init__"),
 )
 """Rooms of ``bridge/compile/``, likewise."""
 

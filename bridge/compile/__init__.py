@@ -12,6 +12,7 @@ from bridge.compile.cpu.products import clear_choices
 from bridge.compile.cuda.dropout_launch import Gpu, gpu_of
 from bridge.compile.graphs.control import MODES, Mode, RecordedGraphs
 from bridge.compile.graphs.entry_graphs import EntryGraphs
+from bridge.compile.kept_function import KeptFunction, digest_of
 from bridge.compile.options import CompileOptions
 from bridge.compile.pipeline import Compilation, clear_cache, compile_function
 from bridge.compile.runtime.constants import with_constants
@@ -41,6 +42,7 @@ __all__ = [
     "Flow",
     "Gpu",
     "Instruction",
+    "KeptFunction",
     "Launch",
     "Mode",
     "Operation",
@@ -54,6 +56,7 @@ __all__ = [
     "clear_choices",
     "compile_function",
     "cut",
+    "digest_of",
     "gpu_of",
     "hold_function",
     "host_backend",

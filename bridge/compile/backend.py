@@ -7,7 +7,7 @@ target. The CPU's is :class:`bridge.compile.cpu.backend.CpuBackend`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,13 +29,21 @@ __all__ = ["Backend", "Built"]
 class Built:
     """A kernel's machine code, maybe still in the making: it is freed when nobody holds this object or the function.
 
-    Attributes:
+    Args:
+        make: waits for the function, and raises what went wrong.
         build: the making of the library that it is in, ``None`` where that is over.
+        kept: its key in the disk cache, once it is made; ``None``: it is in none.
     """
 
-    def __init__(self, make: Callable[[], tvm_ffi.Function], build: Any = None):
+    def __init__(
+        self,
+        make: Callable[[], tvm_ffi.Function],
+        build: Any = None,
+        kept: Callable[[], str | None] = lambda: None,
+    ):
         self._make = make
         self.build = build
+        self.kept = kept
 
     @cached_property
     def function(self) -> tvm_ffi.Function:
@@ -93,6 +101,13 @@ class Backend(ABC):
 
         It may be made in the background: see :attr:`Built.function`.
         """
+
+    def kept(self, keys: Mapping[str, str]) -> Mapping[str, tuple[Built, Callable[[], PrimFunc]]] | None:
+        """Kernels of the disk cache, by name, from their keys there: machine code, and what reads the function.
+
+        ``None`` where one of them is not there any more, or where this backend keeps none.
+        """
+        return None
 
     @abstractmethod
     def prepare(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -21,17 +21,21 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from operator import itemgetter
+from weakref import WeakValueDictionary
 
 from tvm_ffi import structural_equal, structural_hash
 
 from autodiff.ir import Function, bindings
+from bridge.artifact import current_store, of_this_package
 from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
 from bridge.compile.backend import Backend
 from bridge.compile.cuda.executor import POOLS
 from bridge.compile.cuda.nvrtc import clear_compiled
 from bridge.compile.cuda.recorder import STREAMS
+from bridge.compile.kept_function import KeptFunction, digest_of
 from bridge.compile.loop_ir.graph import Graph
 from bridge.compile.options import CompileOptions
 from bridge.compile.passes.accumulate import accumulate
@@ -49,6 +53,7 @@ from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.link import assemble
 from bridge.compile.runtime.pool import ARENAS
 from bridge.compile.runtime.program import Program
+from bridge.compile.runtime.program_store import keep_program, kept_program
 from bridge.compile.signature import size_signature
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import DrawnMask, translate
@@ -66,6 +71,8 @@ PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
 """What every graph goes through, in order, once its layouts are chosen. None changes a bit of any value."""
 
 _PROGRAMS: WeakCache[Function, Program] = WeakCache(lambda a, b: structural_equal(a, b, map_free_vars=True))
+_KEPT: WeakValueDictionary[str, Program] = WeakValueDictionary()
+"""Those in use that the disk cache has, or is to have, by their keys there."""
 _LOCK = threading.Lock()
 
 log, fallbacks_log = channel("compile"), channel("fallbacks")
@@ -100,18 +107,28 @@ class Compilation:
     """A function on its way to a program: the loop graph is made, and matrix products are measured, when this is.
 
     Of several functions, make all before one is finished: machine code is built in the background, where it would
-    disturb measurements. Arguments and exceptions are those of :func:`compile_function`.
+    disturb measurements. Arguments and exceptions are those of :func:`compile_function`; a :class:`KeptFunction` is
+    read only if its program is not in the disk cache either.
     """
 
     def __init__(
         self,
-        func: Function,
+        func: Function | KeptFunction,
         name: str,
         options: CompileOptions | None = None,
         drawn: Mapping[int, DrawnMask] | None = None,
     ):
-        self._func, self._name = func, name
         self._options = CompileOptions.current(backend_for(None)) if options is None else options
+        self._name = name
+        backend, self._is_new = self._options.backend, False
+        policy = self._policy = backend.products(self._options.threads, self._options.deterministic)
+        self._kept_key = None
+        if isinstance(func, KeptFunction):
+            self._program = self._kept(func.digest, drawn)
+            if self._program is not None:
+                return
+            func = func.read()
+        self._func = func
         self._signature = size_signature(func)
         masks = tuple(sorted((drawn or {}).items(), key=itemgetter(0)))
         self._key = (self._options.key, structural_hash(func, map_free_vars=True), self._signature, masks)
@@ -120,9 +137,13 @@ class Compilation:
         if self._program is not None:
             return
         raise_deferred()
+        if self._kept_key is None and self._signature.scope is None and current_store().is_usable:
+            with suppress(ValueError):  # a literal that no text holds
+                self._program = self._kept(digest_of(func), drawn)
+        if self._program is not None:
+            self._share()
+            return
         started = time.perf_counter()
-        backend = self._options.backend
-        policy = backend.products(self._options.threads, self._options.deterministic)
         neutral = translate(func, backend, drawn)
         graph = optimize(choose_layouts(neutral, backend, policy, self._options.grad_outs), backend)
         if self._options.sums_in_place:
@@ -138,10 +159,36 @@ class Compilation:
             timings = {"translate": self._seconds}
             backend, scope = self._options.backend, self._signature.scope
             self._program = assemble(self._graph, self._name, backend, timings, variables, scope)
+            self._is_new = True
             _tell(self._program)
-            with _LOCK:
-                _PROGRAMS.put(self._key, func, self._program)
+            self._share()
         return self._program
+
+    def keep(self) -> None:
+        """Puts a new program into the disk cache; waits for its machine code."""
+        if self._is_new and self._kept_key is not None:
+            self._is_new = False
+            keep_program(self._kept_key, self._program, self._policy.made())
+
+    def _kept(self, digest: str, drawn: Mapping[int, DrawnMask] | None) -> Program | None:
+        """The program of a digest that this process uses or the disk cache has. Masks are GPUs', which keep none."""
+        if drawn:
+            return None
+        self._kept_key = of_this_package(digest, self._options.key)
+        with _LOCK:
+            found = _KEPT.get(self._kept_key)
+        if found is None:
+            found = kept_program(self._kept_key, self._options.backend, self._policy.adopt)
+            if found is not None:
+                with _LOCK:
+                    found = _KEPT.setdefault(self._kept_key, found)
+        return found
+
+    def _share(self) -> None:
+        with _LOCK:
+            _PROGRAMS.put(self._key, self._func, self._program)
+            if self._kept_key is not None:
+                _KEPT[self._kept_key] = self._program
 
 
 def optimize(graph: Graph, backend: Backend) -> Graph:
@@ -166,6 +213,7 @@ def clear_cache() -> None:
     """Forget all programs and kernels compiled in this process, and give back memory that no run is using."""
     with _LOCK:
         _PROGRAMS.clear()
+        _KEPT.clear()
     clear_kernels()
     clear_compiled()
     ARENAS.clear()

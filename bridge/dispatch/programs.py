@@ -321,6 +321,8 @@ class Compiling:
             program = self._compilation.finish() if program is None else program
             program = program if sizes is None else program.at(sizes)
             execute = _under_name(program, self._module_name, self._direction)
+            if sizes is None:
+                self._compilation.keep()
             return execute if self.graphed is None else self.graphed(program, execute)
 
     @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +23,7 @@ from bridge.compile.cpu.products import CpuProducts, generated_types
 from bridge.compile.loop_ir.product import ProductPlan
 from bridge.compile.runtime.build import build_kernels
 from bridge.compile.runtime.executor import Executor
+from bridge.compile.runtime.kernel_store import kept_kernels
 from bridge.compile.runtime.program import Program
 from bridge.compile.schedule.column_plan import ColumnPlan
 from bridge.compile.schedule.limits import Limits
@@ -104,6 +105,15 @@ class CpuBackend(Backend):
 
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
         return build_kernels(functions, self.key, CpuLibraries(self.target))
+
+    def kept(self, keys: Mapping[str, str]) -> Mapping[str, tuple[Built, Callable[[], PrimFunc]]] | None:
+        found = kept_kernels(keys, CpuLibraries(self.target))
+        if found is None:
+            return None
+        return {
+            name: (Built(lambda code=code: code, kept=lambda key=keys[name]: key), read)
+            for name, (code, read) in found.items()
+        }
 
     def executor(self, program: Program) -> Executor:
         # A new thread's OpenMP setting becomes torch's when torch is first asked in it.

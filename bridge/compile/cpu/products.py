@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 
 import torch
@@ -29,7 +29,7 @@ from bridge.compile.cpu.kept_times import kept_times
 from bridge.compile.cpu.measure import in_a_plain_thread, seconds_of
 from bridge.compile.cpu.product_ways import Multiply, Trial, library_ways
 from bridge.compile.runtime.background import settle
-from bridge.compile.schedule.products import GENERATED, ProductShape, is_generated
+from bridge.compile.schedule.products import GENERATED, LayoutClass, ProductShape, is_generated
 
 __all__ = ["CpuProducts", "Measure", "clear_choices", "generated_types", "measured", "shape_class"]
 
@@ -91,6 +91,7 @@ class CpuProducts:
     threads: int
     deterministic: bool = False
     measure: Measure | None = None
+    _asked: dict[ProductShape, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     keeps_order = False
     widened = frozenset()
@@ -103,11 +104,29 @@ class CpuProducts:
         if self.deterministic:
             return usual
         product = shape_class(product, self.threads)
-        key = (str(self.target), self.threads, self.measure, product)
+        key = self._key(product)
         with held(_LOCK):
             if key not in _CHOSEN:
                 _CHOSEN[key] = self._fastest(product, usual) if len(_CHOSEN) < _MOST_CLASSES else usual
-            return _CHOSEN[key]
+            way = self._asked[product] = _CHOSEN[key]
+            return way
+
+    def _key(self, product: ProductShape) -> tuple:
+        return str(self.target), self.threads, self.measure, product
+
+    def made(self) -> tuple[tuple, ...]:
+        return tuple((*astuple(product), way) for product, way in self._asked.items())
+
+    def adopt(self, choices: Sequence[Sequence]) -> bool:
+        with held(_LOCK):
+            wanted = {}
+            for *numbers, a, b, way in choices:
+                product = ProductShape(*numbers, LayoutClass(*a), LayoutClass(*b))
+                wanted[self._key(product)] = self._asked[product] = way
+            if any(_CHOSEN.get(key, way) != way for key, way in wanted.items()):
+                return False
+            _CHOSEN.update(wanted)
+            return True
 
     def _fastest(self, product: ProductShape, usual: str) -> str:
         ways = self.ways(product)

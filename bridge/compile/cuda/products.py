@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bridge.compile.schedule.products import ProductShape
@@ -25,6 +26,12 @@ class CudaProducts:
     def choose(self, product: ProductShape) -> str:
         """torch's kernel for matrices, or for batches of them."""
         return "mm" if product.batch == 1 else "bmm"
+
+    def made(self) -> tuple[tuple, ...]:
+        return ()
+
+    def adopt(self, choices: Sequence[Sequence]) -> bool:
+        return not choices
 
     def block(self, way: str, product: ProductShape) -> tuple[int, int]:
         raise NotImplementedError(f"products on CUDA are torch's: no way {way!r} of our own computes {product}")

@@ -78,7 +78,11 @@ def build_kernels(
             functions = {name: func for name, (_, func) in chosen.items()}
             made = Build(partial(stored_or_built, functions, loops, key, libraries))
             for name, (own, func) in chosen.items():
-                built = Built(lambda name=name, made=made: made.result()[name], made)
+                built = Built(
+                    lambda name=name, made=made: made.result()[name],
+                    made,
+                    lambda name=name, made=made: getattr(made.result(), "keys_on_disk", {}).get(name),
+                )
                 held.append(built)  # alive until it is looked up below
                 if alone:
                     _SHARED.append(built)

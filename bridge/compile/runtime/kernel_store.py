@@ -8,7 +8,9 @@ each says which. So a program of another size, or of another model, finds the ke
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import tvm
@@ -19,14 +21,22 @@ from bridge.artifact import Store, current_store, key_of, made_once, of_this_pac
 from bridge.base.log import channel
 from bridge.compile.runtime.canonical import canonical_text
 
-__all__ = ["Libraries", "stored_or_built"]
+__all__ = ["KeptFunctions", "Libraries", "kept_kernels", "stored_or_built"]
 
 _LOG = channel("cache")
 
 _KERNEL, _LIBRARY = "kernel", "library"
 """Kinds of artifacts."""
 
-Functions = Mapping[str, tvm_ffi.Function]
+
+class KeptFunctions(dict[str, tvm_ffi.Function]):
+    """Machine code by name.
+
+    Attributes:
+        keys_on_disk: of those functions that are in the disk cache.
+    """
+
+    keys_on_disk: Mapping[str, str] = {}
 
 
 class Libraries(Protocol):
@@ -48,7 +58,7 @@ class Libraries(Protocol):
 
 def stored_or_built(
     functions: Mapping[str, PrimFunc], loops: bool, backend: str, libraries: Libraries
-) -> tvm.runtime.Module | Functions:
+) -> tvm.runtime.Module | KeptFunctions:
     """Machine code by name. Of several processes that want the same functions at once, one builds them."""
     store, made_for = current_store(), libraries.key
     if made_for is None or not store.is_usable:
@@ -59,26 +69,55 @@ def stored_or_built(
         _LOG.info("kernels are not kept: %s", error)
         return libraries.build(functions, loops)
     keys = {name: of_this_package(_KERNEL, backend, made_for, loops, text) for name, text in texts.items()}
-    found = _stored(store, keys, libraries)
+    found = KeptFunctions(_stored(store, keys, libraries))
+    found.keys_on_disk = keys
     missing = {name: func for name, func in functions.items() if name not in found}
     if not missing:
         return found
     group = key_of(_LIBRARY, sorted(keys[name] for name in missing))
 
-    def look() -> Functions | None:
+    def look() -> dict[str, tvm_ffi.Function] | None:
         return _of_library(store, group, {name: keys[name] for name in missing}, libraries)
 
-    def make() -> Functions:
+    def make() -> dict[str, tvm_ffi.Function]:
         library, content = libraries.build_bytes(missing, loops)
         if content is not None:
             symbols = {keys[name]: name for name in missing}
             parts = {"library": content, "symbols": json.dumps(symbols).encode()}
             store.put(_LIBRARY, group, parts, f"{backend.partition(' ')[0]}: {', '.join(missing)}")
             for name in missing:
-                store.put(_KERNEL, keys[name], {"library": group.encode()}, name)
+                text = zlib.compress(texts[name].encode(), 1)
+                store.put(_KERNEL, keys[name], {"library": group.encode(), "function": text}, name)
         return {name: library[name] for name in missing}
 
-    return {**found, **made_once(store, group, look, make)}
+    found.update(made_once(store, group, look, make))
+    return found
+
+
+def kept_kernels(
+    keys: Mapping[str, str], libraries: Libraries
+) -> Mapping[str, tuple[tvm_ffi.Function, Callable[[], PrimFunc]]] | None:
+    """Kernels by their keys in the disk cache, see :meth:`bridge.compile.backend.Backend.kept`."""
+    store = current_store()
+    texts: dict[str, bytes] = {}
+    at: dict[str, dict[str, str]] = {}
+    for name, key in keys.items():
+        entry = store.get(_KERNEL, key)
+        if entry is None:
+            return None
+        texts[name] = entry.parts["function"]
+        at.setdefault(entry.parts["library"].decode(), {})[name] = key
+    found: dict[str, tvm_ffi.Function] = {}
+    for group, names in at.items():
+        found.update(_of_library(store, group, names, libraries) or {})
+    if found.keys() != keys.keys():
+        return None
+    return {name: (found[name], partial(_function, text)) for name, text in texts.items()}
+
+
+def _function(text: bytes) -> PrimFunc:
+    (func,) = tvm.ir.load_json(zlib.decompress(text).decode())
+    return func
 
 
 def _stored(store: Store, keys: Mapping[str, str], libraries: Libraries) -> dict[str, Any]:
@@ -94,7 +133,9 @@ def _stored(store: Store, keys: Mapping[str, str], libraries: Libraries) -> dict
     return found
 
 
-def _of_library(store: Store, group: str, keys: Mapping[str, str], libraries: Libraries) -> Functions | None:
+def _of_library(
+    store: Store, group: str, keys: Mapping[str, str], libraries: Libraries
+) -> dict[str, tvm_ffi.Function] | None:
     kept = store.get(_LIBRARY, group)
     if kept is None:
         return None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import tvm
 
-from autodiff.extents import scope_of_state, state_of_scope
+from autodiff.extents import ExtentScope, scope_of_state, state_of_scope
 from bridge.artifact import versions
 from bridge.base.devices import HOST
 from bridge.compile.backend import Backend
@@ -25,7 +25,7 @@ from bridge.compile.runtime.canonical import canonical_text
 from bridge.compile.runtime.plain import from_plain, to_plain
 from bridge.compile.runtime.program import Program
 
-__all__ = ["load", "save", "texts"]
+__all__ = ["bytes_of", "form_of", "load", "parts_of", "plain_text", "save", "tensor_of", "texts"]
 
 _FORMAT = "bridge program 3"
 _PARTS = ("name", "steps", "layout", "results", "variables", "positions")
@@ -48,18 +48,27 @@ def texts(program: Program) -> dict[str, str]:
     Raises:
         ValueError: a kernel has a literal that TVM's JSON cannot hold, a float64 below 2.3e-308.
     """
-    parts = {name: getattr(program, name) for name in _PARTS}
     state = None if program.scope is None else state_of_scope(program.scope)
     kernels = canonical_text(list(program.kernels.values()))
     return {
         "format": _FORMAT,
         "backend": program.backend.key,
         "versions": json.dumps(versions()),
-        "program": json.dumps({name: to_plain(part) for name, part in parts.items()}, allow_nan=False),
+        "program": plain_text(program),
         "scope": json.dumps(to_plain(state)),
         "kernel names": json.dumps(list(program.kernels)),
         "kernels": kernels,
     }
+
+
+def plain_text(program: Program) -> str:
+    """Instructions, layout and names as JSON; ``parts_of`` reads it."""
+    return json.dumps({name: to_plain(getattr(program, name)) for name in _PARTS}, allow_nan=False)
+
+
+def parts_of(text: str, scope: ExtentScope | None = None) -> dict[str, Any]:
+    """Arguments of a :class:`Program` from :func:`plain_text`."""
+    return {name: from_plain(part, scope) for name, part in json.loads(text).items()}
 
 
 def save(program: Program, path: str | os.PathLike) -> None:
@@ -72,9 +81,9 @@ def save(program: Program, path: str | os.PathLike) -> None:
     header: dict[str, Any] = {}
     data = b""
     for slot, tensor in program.constants:
-        begin, data = len(data), data + _bytes(tensor)
+        begin, data = len(data), data + bytes_of(tensor)
         offsets = [begin, len(data)]
-        header[str(slot)] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        header[str(slot)] = {**form_of(tensor), "data_offsets": offsets}
     told = texts(program)
     text = json.dumps({"__metadata__": {**told, "sha256": _digest(told, header, data)}, **header}).encode()
     text += b" " * (-len(text) % 8)
@@ -113,9 +122,11 @@ def load(path: str | os.PathLike, backend: Backend) -> Program:
         raise ValueError(f"{os.fspath(path)} is damaged: its checksum does not fit")
     state = from_plain(json.loads(told["scope"]))
     scope = None if state is None else scope_of_state(state)
-    parts = {name: from_plain(part, scope) for name, part in json.loads(told["program"]).items()}
+    parts = parts_of(told["program"], scope)
     kernels = dict(zip(json.loads(told["kernel names"]), tvm.ir.load_json(told["kernels"]), strict=True))
-    constants = tuple((int(slot), _tensor(entry, data)) for slot, entry in header.items())
+    constants = tuple(
+        (int(slot), tensor_of(entry, data[slice(*entry["data_offsets"])])) for slot, entry in header.items()
+    )
     code = dict(zip(kernels, backend.build(list(kernels.items())), strict=True))
     return Program(**parts, constants=constants, kernels=kernels, backend=backend, code=code, scope=scope)
 
@@ -125,15 +136,21 @@ def _digest(told: dict[str, str], header: dict[str, Any], data: bytes) -> str:
     return hashlib.sha256(text + data).hexdigest()
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
+def form_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Element type and shape, as the format names them."""
+    return {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
     """A dense tensor's memory."""
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
 
 
-def _tensor(entry: dict[str, Any], data: bytes) -> torch.Tensor:
-    """A tensor of the file, in memory of its own."""
-    begin, end = entry["data_offsets"]
-    tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device=HOST)
-    if end > begin:
-        ctypes.memmove(tensor.data_ptr(), data[begin:end], tensor.nbytes)
+def tensor_of(form: dict[str, Any], data: bytes) -> torch.Tensor:
+    """A tensor of a form from its bytes, in memory of its own. ``ValueError`` if there are not as many."""
+    tensor = torch.empty(form["shape"], dtype=_DTYPES[form["dtype"]], device=HOST)
+    if len(data) != tensor.nbytes:
+        raise ValueError(f"wanted {tensor.nbytes} bytes of a tensor, got {len(data)}")
+    if data:
+        ctypes.memmove(tensor.data_ptr(), data, tensor.nbytes)
     return tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,6 +74,12 @@ class ProductPolicy(Protocol):
 
     def choose(self, product: ProductShape) -> str:
         """The way to compute a product: the name of a library kernel, or :data:`GENERATED` and a blocking."""
+
+    def made(self) -> tuple[tuple, ...]:
+        """The choices that this object was asked for and that another process may make otherwise, as plain data."""
+
+    def adopt(self, choices: Sequence[Sequence]) -> bool:
+        """Makes choices of another process, from :meth:`made`, this one's; whether none of them contradicts its own."""
 
     def block(self, way: str, product: ProductShape) -> tuple[Dim, Dim]:
         """Rows and columns of the result that one task of a generated way computes; changes no bit.

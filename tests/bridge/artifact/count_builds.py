@@ -18,7 +18,7 @@ from torch import nn
 
 import bridge
 from bridge.artifact.complain import forget_complaints
-from bridge.compile import clear_cache, clear_choices
+from bridge.compile import clear_cache, clear_choices, pipeline
 from bridge.compile.cpu import build, products
 from bridge.compile.cpu.threads import CONNECT
 from bridge.compile.schedule.products import GENERATED
@@ -52,6 +52,13 @@ def counted(rows: int = 48) -> dict[str, Any]:
         return compiled(functions, target, loops)
 
     build._compiled = count
+    translate, translated = pipeline.translate, []
+
+    def count_translations(function, *rest):
+        translated.append(1)
+        return translate(function, *rest)
+
+    pipeline.translate = count_translations
     torch.manual_seed(0)
     module, x = Block(), torch.randn(rows, 64, requires_grad=True)
     bridge.add_tvm_dispatch(module, x)
@@ -62,9 +69,9 @@ def counted(rows: int = 48) -> dict[str, Any]:
         result.square().sum().backward()
         found += [result, inputs.grad]
     found += [parameter.grad for parameter in module.parameters()] + list(module.buffers())
-    build._compiled = compiled
-    counts = bridge.stats(module)
-    return {"built": given, "bits": digest(found), "hits": counts.hits, "rng": digest([torch.rand(3)])}
+    build._compiled, pipeline.translate = compiled, translate
+    told = {"built": given, "translated": len(translated), "hits": bridge.stats(module).hits}
+    return {**told, "bits": digest(found), "rng": digest([torch.rand(3)])}
 
 
 def in_children(count: int, work: Callable[[], Any] = counted) -> list[Any]:
