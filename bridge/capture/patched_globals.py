@@ -10,9 +10,11 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.hub import tqdm
 
+from bridge.base.devices import HOST
 from bridge.base.replaced import replaced
 from bridge.base.torch_internals import (
     EXPORT_CONTEXTS,
@@ -40,6 +42,7 @@ def patched_globals() -> Iterator[None]:
         # cuDNN's weights lie behind one another; swapping fakes in does not move them, and fakes lie nowhere
         flatten = nn.RNNBase.flatten_parameters
         stack.enter_context(replaced(nn.RNNBase, flatten_parameters=here_only(lambda module: None, flatten)))
+        stack.enter_context(replaced(torch, max_pool1d=here_only(_pooled_rows, torch.max_pool1d)))
         owner, name = mkldnn_switch
         stack.enter_context(replaced(owner, **{name: here_only(lambda: False, getattr(owner, name))}))
         ours = (_compiling_here, _builtins_here, lambda _: nullcontext())
@@ -83,6 +86,17 @@ class _Patcher(SymbolicPatcher):
 def _unless_capturing(original: Callable[[], Any], ours: Callable[..., Any]) -> Callable[[], Any]:
     """A context manager for whoever asks: another thread may be exporting something on its own."""
     return lambda: ours(original) if is_capturing() else original()
+
+
+def _pooled_rows(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Eager's result where autograd does not follow it is made by a kernel of the CPU's, contiguous; under a mode, or
+    on fake tensors, torch takes the other way, whose result has the argument's order of axes."""
+    made = _MAX_POOL1D(x, *args, **kwargs)
+    followed = x.requires_grad and torch.is_grad_enabled()
+    return made if followed or x.device != HOST else made.contiguous()
+
+
+_MAX_POOL1D = torch.max_pool1d
 
 
 @contextmanager
