@@ -84,7 +84,7 @@ def test_pools(rank):
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_pooled_rows_of_a_transpose_lie_as_eagers(requires_grad):
-    """Where autograd does not follow it, eager has another kernel; what is drawn like the result follows its strides."""
+    """Where autograd does not follow it, eager has another kernel; draws like the result follow its strides."""
 
     def pooled(x):
         y = F.max_pool1d(x, 2)

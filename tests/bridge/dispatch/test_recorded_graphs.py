@@ -1,4 +1,4 @@
-"""Training loops of a module whose programs are recorded, by a recorder on the host: each gives eager's numbers."""
+"""Training loops of a module whose programs are recorded, with a recorder on the host: all give eager's numbers."""
 
 from __future__ import annotations
 
