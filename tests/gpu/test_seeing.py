@@ -52,17 +52,18 @@ def test_explain_names_launches_and_bytes(gated):
     assert "threads" in text
 
 
-@pytest.mark.parametrize(
-    ("form", "word"), [("tvmscript", "launch_thread"), ("cuda", "__global__"), ("ptx", ".visible")]
-)
-def test_a_report_has_the_source_of_each_kernel(gated, form, word):
+FORMS = {"tvmscript": "launch_thread", "cuda": "__global__", "ptx": ".visible"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_report_has_the_source_of_each_kernel(gated, form):
     """With the modules and lines that its launches come from."""
     (entry,) = explain(gated[0]).entries
     for program in entry.programs:
         names = [step.name for step in program.steps if step.kind == "kernel"]
         for name in names:
             source = program.source(name, form)
-            assert word in source and "step" in source.splitlines()[0] and "threads" in source.splitlines()[0]
+            assert FORMS[form] in source and "step" in source.splitlines()[0] and "threads" in source.splitlines()[0]
 
 
 def test_machine_code_as_text_says_what_is_missing(gated, monkeypatch):
