@@ -10,8 +10,10 @@ from bridge.compile.cpu.mt19937_lock import hold_function
 from bridge.compile.cpu.mt19937_swap import swap_function
 from bridge.compile.cpu.products import clear_choices
 from bridge.compile.cuda.dropout_launch import Gpu, gpu_of
+from bridge.compile.cuda.recorder import PoolMemory as private_memory
 from bridge.compile.graphs.control import MODES, Mode, RecordedGraphs
 from bridge.compile.graphs.entry_graphs import EntryGraphs
+from bridge.compile.graphs.recorder import Memory
 from bridge.compile.kept_function import KeptFunction, digest_of
 from bridge.compile.options import CompileOptions
 from bridge.compile.pipeline import Compilation, clear_cache, compile_function
@@ -44,6 +46,7 @@ __all__ = [
     "Instruction",
     "KeptFunction",
     "Launch",
+    "Memory",
     "Mode",
     "Operation",
     "Program",
@@ -60,6 +63,7 @@ __all__ = [
     "gpu_of",
     "hold_function",
     "host_backend",
+    "private_memory",
     "swap_function",
     "with_constants",
 ]

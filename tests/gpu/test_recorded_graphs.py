@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from bridge import add_tvm_dispatch, stats
+from bridge.compile import gpu_of
+from bridge.rng.states import GeneratorStates
 from tests.device import DEVICE
 
 pytestmark = [
@@ -255,3 +258,25 @@ def test_a_users_own_graph_around_a_recorded_module():
         x.add_(1)
         graph.replay()
     torch.testing.assert_close(result, wanted)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**63 + 5, 2**64 - 1])
+def test_states_of_masks_are_the_generators(seed):
+    """On the device as on the host, at any offset, on several streams, with tables that are used again."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    shapes = [(3, 5), (700, 999), (1 << 22,)]
+    advances = [gpu_of(device).advance(torch.Size(shape).numel()) for shape in shapes]
+    given = {"device": device, "dtype": torch.float32}
+    there = GeneratorStates([SimpleNamespace(**given, shape=shape, is_placed=False) for shape in shapes])
+    here = GeneratorStates([SimpleNamespace(**given, advance=advance, is_placed=True) for advance in advances])
+    generator = torch.cuda.default_generators[device.index]
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            for offset in (0, 4, 2**40, 2**62):
+                generator.manual_seed(seed)
+                generator.set_offset(offset)
+                made = there.draw(None, [])
+                assert generator.get_offset() == offset + sum(advances)
+                generator.set_offset(offset)
+                for ours, expected in zip(made, here.draw(None, []), strict=True):
+                    assert torch.equal(ours.cpu(), expected.view(torch.int64))

@@ -40,14 +40,20 @@ _RECORDING = free_in_children(threading.RLock())
 
 
 class PoolMemory:
-    """Memory of a private pool, see :class:`bridge.compile.graphs.recorder.Memory`."""
+    """Memory of a private pool, see :class:`bridge.compile.graphs.recorder.Memory`; of a device that is current.
+
+    An allocator of another kind than torch's own has no pools: memory is then like any other.
+    """
 
     def __init__(self, index: int):
         self._index = index
         self._pool: Any = None
+        self._has_pools = torch.cuda.get_allocator_backend() == "native"
 
     def __call__(self, forms: Sequence[Form]) -> list[torch.Tensor]:
         if self._pool is None:
+            if not self._has_pools:
+                return [empty_strided(*form) for form in forms]
             self._pool = torch.cuda.MemPool()
         with memory_of_pool(self._index, self._pool.id):
             return [empty_strided(*form) for form in forms]
