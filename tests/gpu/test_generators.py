@@ -12,11 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from bridge import add_tvm_dispatch, stats
 from tests.device import DEVICE, generators
+from tests.gpu.marks import ON_A_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: TEST_DEVICE=cuda, or make test-gpu"),
-]
+pytestmark = ON_A_GPU
 
 
 class Noisy(nn.Module):

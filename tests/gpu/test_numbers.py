@@ -12,11 +12,9 @@ from torch.nn import functional as F
 from bridge import add_tvm_dispatch, stats
 from tests.bridge.compare import Call, assert_same, run
 from tests.device import DEVICE
+from tests.gpu.marks import ON_A_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: TEST_DEVICE=cuda, or make test-gpu"),
-]
+pytestmark = ON_A_GPU
 
 
 class Annealed(nn.Module):

@@ -12,12 +12,9 @@ from torch.nn import functional as F
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from tests.device import DEVICE
+from tests.gpu.marks import ON_A_GPU, two_gpus
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: TEST_DEVICE=cuda, or make test-gpu"),
-]
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+pytestmark = ON_A_GPU
 
 
 class Scaled(nn.Module):

@@ -13,11 +13,9 @@ from bridge import add_tvm_dispatch, explain, stats
 from bridge.compile.cuda import sass
 from bridge.lowering import megabytes
 from tests.device import DEVICE
+from tests.gpu.marks import ON_A_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: TEST_DEVICE=cuda, or make test-gpu"),
-]
+pytestmark = ON_A_GPU
 
 
 class Gated(nn.Module):

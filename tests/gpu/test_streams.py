@@ -11,11 +11,9 @@ from torch.nn import functional as F
 
 from bridge import add_tvm_dispatch, stats
 from tests.device import DEVICE
+from tests.gpu.marks import ON_A_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: TEST_DEVICE=cuda, or make test-gpu"),
-]
+pytestmark = ON_A_GPU
 
 LONG = 20_000_000
 """Cycles that a stream is busy before what matters: who does not wait for it is early."""
