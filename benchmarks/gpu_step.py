@@ -2,7 +2,7 @@
 
     python -m benchmarks gpu_step                                   # BertLayer, the shapes and precisions of the table
     python -m benchmarks gpu_step --shape 8,128 --precision amp tf32 --peers eager default graph
-    python -m benchmarks gpu_step --block "GPT-2" --kernels 30
+    python -m benchmarks gpu_step --block "GPT-2" --steps 30
 
 All peers are in one process, each on a copy of one module, and take turns; medians over the rounds. ``gpu``: between
 two CUDA events, with the host so far ahead that no launch is waited for. ``wall``: the host's clock from an idle GPU to
@@ -146,71 +146,95 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / (spent * 1e-3)
 
 
-def kernels_of(run: Step, repeats: int = 5) -> list[tuple[str, float, float]]:
-    """Name, microseconds and calls of each kernel of a step, the longest first."""
-    run()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as found:
+class StepClock:
+    """What the GPU spends on each step of our programs and on each operator of eager's, by CUDA events around them.
+
+    Programs that are bound while the clock is installed are timed while it runs; what else runs is untouched.
+    """
+
+    def __init__(self) -> None:
+        self.running = False
+        self.found: list[tuple[Hashable, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def install(self) -> None:
+        """Has executors bind steps that can be timed, from now on."""
+        bind = executor.bind
+
+        def bind_timed(step: Instruction, *rest: Any) -> Callable[[list], None]:
+            action = bind(step, *rest)
+            return action if isinstance(step, View) else partial(self.timed, step, action)
+
+        executor.bind = bind_timed
+
+    def timed(self, key: Hashable, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs something, between two events while the clock runs."""
+        if not self.running:
+            return run(*args, **kwargs)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        result = run(*args, **kwargs)
+        last.record()
+        self.found.append((key, first, last))
+        return result
+
+    def read(self, run: Step, repeats: int = 5) -> list[tuple[Hashable, float, float]]:
+        """Key, microseconds and number of what a step ran, the longest first; medians over the repeats."""
+        spent: defaultdict[Hashable, list[float]] = defaultdict(list)
+        calls: Counter[Hashable] = Counter()
         for _ in range(repeats):
-            run()
-        torch.cuda.synchronize()
-    spent: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
-    for event in found.events():
-        if event.device_type is torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
-            spent[event.name] += event.time_range.elapsed_us()
-            calls[event.name] += 1
-    return [(name, spent[name] / repeats, calls[name] / repeats) for name, _ in spent.most_common()]
+            self.found.clear()
+            torch.cuda.synchronize()
+            torch.cuda._sleep(AHEAD_CYCLES)
+            self.running = True
+            try:
+                run()
+            finally:
+                self.running = False
+            torch.cuda.synchronize()
+            once: Counter[Hashable] = Counter()
+            calls.clear()
+            for key, first, last in self.found:
+                once[key] += first.elapsed_time(last) * 1e3
+                calls[key] += 1
+            for key, microseconds in once.items():
+                spent[key].append(microseconds)
+        times = {key: statistics.median(each) for key, each in spent.items()}
+        return [(key, times[key], calls[key]) for key in sorted(times, key=times.__getitem__, reverse=True)]
 
 
-def bytes_of(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Of each generated kernel of a dispatched module: bytes moved in a step, and launches, by its name."""
-    found: dict[str, tuple[int, int]] = {}
-    for entry in explain(module).entries:
-        for program in entry.programs:
-            for row in program.steps:
-                if row.kind == "kernel":
-                    moved, count = found.get(row.name, (0, 0))
-                    found[row.name] = (moved + row.bytes, count + 1)
-    return found
+CLOCK = StepClock()
 
 
-def told(name: str) -> str:
-    """A kernel's name without what all have."""
-    name = re.sub(r"^void |at::native::|\(anonymous namespace\)::|cutlass::", "", name)
-    return name if len(name) <= 88 else f"{name[:60]}...{name[-25:]}"
+class _Operators(TorchDispatchMode):
+    """Times each operator that runs under it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        shapes = [tuple(arg.shape) for arg in args if isinstance(arg, Tensor)]
+        return CLOCK.timed(f"{func} {shapes}", func, *args, **(kwargs or {}))
 
 
-def show_kernels(peer: str, run: Step, module: nn.Module, most: int, bandwidth: float) -> None:
-    """Prints a table of kernels."""
-    found = kernels_of(run)
-    total = sum(spent for _, spent, _ in found)
-    known = bytes_of(module) if peer == "ours" else {}
-    own = 0.0
-    lines = []
-    for name, spent, calls in found:
-        kernel, at = _generated(name, known)
-        if kernel is not None:
-            own += spent
-        reached = ""
-        if kernel is not None and at == 0:
-            share = sum(other for twin, other, _ in found if _generated(twin, known)[0] == kernel)
-            moved = known[kernel][0]
-            reached = f"{moved / 1e6:8.1f} MB {moved / (share * 1e-6) / bandwidth:5.2f} of copy"
-        lines.append(f"  {spent:8.1f} us {calls:4.1f} x  {told(name)}  {reached}")
-    print(
-        f" {peer}: {total:.0f} us in {sum(calls for *_, calls in found):.0f} kernels"
-        + (f", generated {own:.0f} us" if own else "")
-    )
-    print("\n".join(lines[:most]), flush=True)
+def show_steps(peer: str, run: Step, most: int, bandwidth: float) -> None:
+    """Prints what the steps of our programs, or eager's operators, take."""
+    if peer == "ours":
+        found = CLOCK.read(run)
+    else:
+        with _Operators():  # backwards run in a thread of their own, where no mode is
+            found = CLOCK.read(run)
+    print(f" {peer}: {sum(spent for _, spent, _ in found):.0f} us in {sum(calls for *_, calls in found)} steps")
+    for key, spent, calls in found[:most]:
+        print(f"  {spent:8.1f} us {calls:3} x  {_told(key, spent * 1e-6, calls, bandwidth)}")
+    sys.stdout.flush()
 
 
-def _generated(name: str, known: dict[str, tuple[int, int]]) -> tuple[str | None, int]:
-    """Which of the known kernels this is, and which of its launches."""
-    match = re.fullmatch(r"(.+?)_kernel(?:_(\d+))?", name)
-    if match is None or match[1] not in known:
-        return None, 0
-    return match[1], int(match[2] or 0)
+def _told(key: Hashable, seconds: float, calls: int, bandwidth: float) -> str:
+    """What a step is, and how fast."""
+    if isinstance(key, str):
+        return key[:110]
+    moved, flops = key.contents.bytes * calls, key.contents.flops * calls
+    name = f"{key.name[:70]} -> {key.outputs[0][:30]}"
+    if isinstance(key, CallLibrary):
+        return f"{name}  {flops / seconds / 1e12:6.1f} TFLOP/s, {moved / 1e6:.1f} MB"
+    return f"{name}  {moved / 1e6:7.1f} MB {moved / seconds / bandwidth:5.2f} of copy"
 
 
 def measure(block: str, shape: tuple[int, ...], name: str, options: argparse.Namespace, bandwidth: float) -> None:
@@ -232,10 +256,10 @@ def measure(block: str, shape: tuple[int, ...], name: str, options: argparse.Nam
             times = [f"{peer} {value:.3f} ms" for peer, value in spent.items()]
             print(f"{head} {clock}: {', '.join(ratios)}; {', '.join(times)}", flush=True)
         print(f"{head} first step: {', '.join(f'{peer} {value:.1f} s' for peer, value in first.items())}", flush=True)
-        if options.kernels:
-            for peer, run in runs.items():
-                most = options.kernels if peer == "ours" else options.kernels // 2
-                show_kernels(peer, run, modules[peer], most, bandwidth)
+        for peer, run in runs.items() if options.steps else ():
+            most = options.steps if peer == "ours" else options.steps // 2
+            if peer in ("ours", "eager"):
+                show_steps(peer, run, most, bandwidth)
     assert not stats(modules["ours"]).misses, stats(modules["ours"])
 
 

@@ -32,6 +32,7 @@ LIMITS = Limits(
     flat_row=4096,
     short_row=256,
     cheap_operations=4,
+    cheap_in_known_rows=4,
     parallel_work=250_000,  # ten microseconds in vectors, where a launch costs two or three
     parallel_columns=150_000,
     parallel_finish=32_768,

@@ -68,6 +68,7 @@ LIMITS = Limits(
     flat_row=4096,
     short_row=256,
     cheap_operations=4,
+    cheap_in_known_rows=0,  # cached in registers
     parallel_work=1,
     parallel_columns=1,
     parallel_finish=1,

@@ -21,15 +21,27 @@ BRIDGE float bridge_from_float16(unsigned short x) {
   return y;
 }
 BRIDGE unsigned short bridge_to_float16(float x) {
+#if __CUDA_ARCH__ >= 800
+  unsigned int y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(0.0f), "f"(x));
+  return (unsigned short)y;
+#else
   unsigned short y;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
   return y;
+#endif
 }
 BRIDGE float bridge_from_bfloat16(unsigned short x) { return __int_as_float((int)((unsigned int)x << 16)); }
 BRIDGE unsigned short bridge_to_bfloat16(float x) {
+#if __CUDA_ARCH__ >= 800
+  unsigned int y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(0.0f), "f"(x));
+  return (unsigned short)y;
+#else
   unsigned int bits = (unsigned int)__float_as_int(x);
   unsigned int up = bits + 0x7fffu + ((bits >> 16) & 1u);
-  return (unsigned short)(x != x ? 0x7fc0u : up >> 16);
+  return (unsigned short)(x != x ? 0x7fffu : up >> 16);
+#endif
 }
 template <class T> BRIDGE T bridge_shuffle_xor(T x, int lanes) { return (T)__shfl_xor_sync(0xffffffffu, x, lanes); }
 """

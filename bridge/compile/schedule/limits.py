@@ -27,6 +27,7 @@ class Limits:
         flat_row: elements of one row of a space that nothing divides into rows.
         short_row: elements; a shorter row is dominated by its address arithmetic.
         cheap_operations: a value of so few is recomputed in a later pass over the row instead of cached.
+        cheap_in_known_rows: the same for rows whose length is known where code is generated.
         parallel_work: scalar operations of a kernel that are worth a launch of threads.
         parallel_columns: elements of a column reduction that are.
         parallel_finish: elements of partial sums that are.
@@ -51,6 +52,7 @@ class Limits:
     flat_row: int
     short_row: int
     cheap_operations: int
+    cheap_in_known_rows: int
     parallel_work: int
     parallel_columns: int
     parallel_finish: int

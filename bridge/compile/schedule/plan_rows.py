@@ -43,10 +43,12 @@ class _Planner:
 
     def plan(self) -> Planned[RowPlan]:
         group = self.group
-        levels = levels_of(group.nodes)
+        levels, limits = levels_of(group.nodes), self.limits
+        is_known = not isinstance(self.space.column_count, Extent)
+        cheap = limits.cheap_in_known_rows if is_known else limits.cheap_operations
         passes = tuple(
             RowPass(self._at(node.out for node in done.reductions), self._at(done.stores), self._at(done.cached))
-            for done in plan_passes(group, self.outputs, levels, self.limits)
+            for done in plan_passes(group, self.outputs, levels, cheap)
         )
         self.fixed = (
             self.space.flat

@@ -9,7 +9,6 @@ from autodiff.extents import same
 from bridge.compile.codegen.pointwise import EXPENSIVE
 from bridge.compile.loop_ir.graph import Node, Operand, Reduction, Value
 from bridge.compile.schedule.fuse import Group
-from bridge.compile.schedule.limits import Limits
 
 __all__ = ["Contents", "levels_of", "plan_passes"]
 
@@ -37,9 +36,12 @@ def levels_of(nodes: Iterable[Node]) -> dict[Value, int]:
     return levels
 
 
-def plan_passes(group: Group, stored: Collection[Value], levels: Mapping[Value, int], limits: Limits) -> list[Contents]:
-    """The passes of a group whose members ``stored`` are written to memory."""
-    return _Passes(group, stored, levels, limits.cheap_operations).plan()
+def plan_passes(group: Group, stored: Collection[Value], levels: Mapping[Value, int], cheap: int) -> list[Contents]:
+    """The passes of a group whose members ``stored`` are written to memory.
+
+    ``cheap``: a value of so few operations is recomputed in a later pass.
+    """
+    return _Passes(group, stored, levels, cheap).plan()
 
 
 class _Passes:
