@@ -1,4 +1,4 @@
-"""GPU time of a block's forward and backward: step times by turns, and the kernels of a step with their bandwidth.
+"""GPU time of a block's forward and backward: peers by turns; steps of our programs with the bandwidth they reach.
 
     python -m benchmarks gpu_step                                   # BertLayer, the shapes and precisions of the table
     python -m benchmarks gpu_step --shape 8,128 --precision amp tf32 --peers eager default graph
@@ -6,35 +6,39 @@
 
 All peers are in one process, each on a copy of one module, and take turns; medians over the rounds. ``gpu``: between
 two CUDA events, with the host so far ahead that no launch is waited for. ``wall``: the host's clock from an idle GPU to
-an idle GPU.
-Kernels: of one step by torch's profiler, summed by name. Of our generated ones the bytes that they have to move are
-known: inputs and results, once each; ``of copy`` compares what they reach with a ``copy_`` of the same machine.
+an idle GPU. Peers: ``graph`` is eager's whole step in a CUDA graph, ``recorded`` ours with ``cuda_graphs=True``; the
+others are modes of ``torch.compile``.
+
+``--steps``: what each step of our programs takes, by CUDA events around it. Of generated kernels the bytes that they
+have to move are known, inputs and results once each; ``of copy`` compares what they reach with a ``copy_``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import statistics
 import time
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.train_blocks import BLOCKS
-from bridge import add_tvm_dispatch, explain, stats
+from bridge import add_tvm_dispatch, stats
+from bridge.compile import CallLibrary, Instruction, View
+from bridge.compile.runtime import executor
 
 WARM_UP = 5
 AHEAD_CYCLES = 16_000_000
 """Of the GPU's clock, during which the host launches a step: some 8 ms."""
 SHAPES = ("32,328", "8,128")
-PEERS = {"default": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune"}
+COMPILED = {"default": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune"}
 """``torch.compile`` by mode."""
 
 Step = Callable[[], None]
@@ -50,14 +54,17 @@ class Precision:
 
     @contextlib.contextmanager
     def switched(self) -> Iterator[None]:
-        """The settings, restored afterwards."""
+        """The settings but autocast, restored afterwards."""
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
         try:
-            with torch.autocast("cuda", self.autocast, enabled=self.autocast is not None):
-                yield
+            yield
         finally:
             torch.set_float32_matmul_precision(before)
+
+    def casting(self) -> torch.autocast:
+        """Autocast, if there is any."""
+        return torch.autocast("cuda", self.autocast, enabled=self.autocast is not None)
 
 
 PRECISIONS = {
@@ -80,7 +87,8 @@ class Peer:
         self.grad = torch.randn_like(self._forward())
 
     def _forward(self) -> Tensor:
-        y = self.module(self.x)
+        with self.precision.casting():  # for one forward: autocast casts weights once per step
+            y = self.module(self.x)
         return y[0] if isinstance(y, tuple) else y
 
     def step(self) -> None:
@@ -105,16 +113,17 @@ class Peer:
         return graph.replay
 
 
-def peers(name: str, make: Callable[[], nn.Module], x: Tensor, precision: Precision) -> tuple[Step, nn.Module]:
+def peer(name: str, make: Callable[[], nn.Module], x: Tensor, precision: Precision) -> tuple[Step, nn.Module]:
     """A peer's step, which has run once, and its module."""
     torch.manual_seed(0)
     module = make().to(x.device, precision.dtype).train()
-    if name == "ours":
-        add_tvm_dispatch(module, x.detach().clone().requires_grad_())
-    elif name in PEERS:
-        module = torch.compile(module, mode=PEERS[name])
-    peer = Peer(module, x, precision)
-    run = peer.graphed() if name == "graph" else peer.step
+    if name in ("ours", "recorded"):
+        with precision.casting():
+            add_tvm_dispatch(module, x.detach().clone().requires_grad_(), cuda_graphs=name == "recorded")
+    elif name in COMPILED:
+        module = torch.compile(module, mode=COMPILED[name])
+    made = Peer(module, x, precision)
+    run = made.graphed() if name == "graph" else made.step
     run()
     return run, module
 
@@ -147,14 +156,14 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 class StepClock:
-    """What the GPU spends on each step of our programs and on each operator of eager's, by CUDA events around them.
+    """What the GPU spends on each step of our programs, by CUDA events around them.
 
-    Programs that are bound while the clock is installed are timed while it runs; what else runs is untouched.
+    Programs that are bound once the clock is installed are timed while it runs.
     """
 
     def __init__(self) -> None:
         self.running = False
-        self.found: list[tuple[Hashable, torch.cuda.Event, torch.cuda.Event]] = []
+        self.found: list[tuple[Instruction, torch.cuda.Event, torch.cuda.Event]] = []
 
     def install(self) -> None:
         """Has executors bind steps that can be timed, from now on."""
@@ -162,25 +171,23 @@ class StepClock:
 
         def bind_timed(step: Instruction, *rest: Any) -> Callable[[list], None]:
             action = bind(step, *rest)
-            return action if isinstance(step, View) else partial(self.timed, step, action)
+            return action if isinstance(step, View) else partial(self._act, step, action)
 
         executor.bind = bind_timed
 
-    def timed(self, key: Hashable, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs something, between two events while the clock runs."""
+    def _act(self, step: Instruction, action: Callable[[list], None], registers: list) -> None:
         if not self.running:
-            return run(*args, **kwargs)
+            action(registers)
+            return
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
-        result = run(*args, **kwargs)
+        action(registers)
         last.record()
-        self.found.append((key, first, last))
-        return result
+        self.found.append((step, first, last))
 
-    def read(self, run: Step, repeats: int = 5) -> list[tuple[Hashable, float, float]]:
-        """Key, microseconds and number of what a step ran, the longest first; medians over the repeats."""
-        spent: defaultdict[Hashable, list[float]] = defaultdict(list)
-        calls: Counter[Hashable] = Counter()
+    def read(self, run: Step, repeats: int = 7) -> list[tuple[Instruction, float, int]]:
+        """Each step, its microseconds and how many of its name there are, the longest first; medians."""
+        spent: defaultdict[str, list[float]] = defaultdict(list)
         for _ in range(repeats):
             self.found.clear()
             torch.cuda.synchronize()
@@ -191,75 +198,58 @@ class StepClock:
             finally:
                 self.running = False
             torch.cuda.synchronize()
-            once: Counter[Hashable] = Counter()
-            calls.clear()
-            for key, first, last in self.found:
-                once[key] += first.elapsed_time(last) * 1e3
-                calls[key] += 1
-            for key, microseconds in once.items():
-                spent[key].append(microseconds)
-        times = {key: statistics.median(each) for key, each in spent.items()}
-        return [(key, times[key], calls[key]) for key in sorted(times, key=times.__getitem__, reverse=True)]
+            once: Counter[str] = Counter()
+            for step, first, last in self.found:
+                once[_kind(step)] += first.elapsed_time(last) * 1e3
+            for kind, microseconds in once.items():
+                spent[kind].append(microseconds)
+        steps = {_kind(step): step for step, *_ in self.found}
+        calls = Counter(_kind(step) for step, *_ in self.found)
+        times = {kind: statistics.median(each) for kind, each in spent.items()}
+        return [(steps[kind], times[kind], calls[kind]) for kind in sorted(times, key=times.__getitem__, reverse=True)]
 
 
 CLOCK = StepClock()
 
 
-class _Operators(TorchDispatchMode):
-    """Times each operator that runs under it."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        shapes = [tuple(arg.shape) for arg in args if isinstance(arg, Tensor)]
-        return CLOCK.timed(f"{func} {shapes}", func, *args, **(kwargs or {}))
+def _kind(step: Instruction) -> str:
+    """Steps of one kind are told together: launches of a kernel, products of as much work."""
+    return f"{step.name} {step.contents.flops}" if isinstance(step, CallLibrary) else step.name
 
 
-def show_steps(peer: str, run: Step, most: int, bandwidth: float) -> None:
-    """Prints what the steps of our programs, or eager's operators, take."""
-    if peer == "ours":
-        found = CLOCK.read(run)
-    else:
-        with _Operators():  # backwards run in a thread of their own, where no mode is
-            found = CLOCK.read(run)
-    print(f" {peer}: {sum(spent for _, spent, _ in found):.0f} us in {sum(calls for *_, calls in found)} steps")
-    for key, spent, calls in found[:most]:
-        print(f"  {spent:8.1f} us {calls:3} x  {_told(key, spent * 1e-6, calls, bandwidth)}")
-    sys.stdout.flush()
-
-
-def _told(key: Hashable, seconds: float, calls: int, bandwidth: float) -> str:
-    """What a step is, and how fast."""
-    if isinstance(key, str):
-        return key[:110]
-    moved, flops = key.contents.bytes * calls, key.contents.flops * calls
-    name = f"{key.name[:70]} -> {key.outputs[0][:30]}"
-    if isinstance(key, CallLibrary):
-        return f"{name}  {flops / seconds / 1e12:6.1f} TFLOP/s, {moved / 1e6:.1f} MB"
-    return f"{name}  {moved / 1e6:7.1f} MB {moved / seconds / bandwidth:5.2f} of copy"
+def show_steps(run: Step, most: int, bandwidth: float) -> None:
+    """Prints what the steps of our programs take."""
+    found = CLOCK.read(run)
+    print(f" {sum(spent for _, spent, _ in found):.0f} us in {sum(calls for *_, calls in found)} steps")
+    for step, spent, calls in found[:most]:
+        moved, flops = step.contents.bytes * calls, step.contents.flops * calls
+        speed = f"{moved / 1e6:7.1f} MB {moved / (spent * 1e-6) / bandwidth:5.2f} of copy"
+        if isinstance(step, CallLibrary):
+            speed += f", {flops / spent / 1e6:.1f} TFLOP/s"
+        print(f"  {spent:8.1f} us {calls:3} x  {step.name[:60]} -> {step.outputs[0][:30]}  {speed}", flush=True)
 
 
 def measure(block: str, shape: tuple[int, ...], name: str, options: argparse.Namespace, bandwidth: float) -> None:
-    """Prints the times of all peers, then their kernels."""
+    """Prints the times of all peers, then our steps."""
     precision, (make, _) = PRECISIONS[name], BLOCKS[block]
     torch.manual_seed(0)
     x = torch.randn(shape, device="cuda", dtype=precision.dtype)
+    head = f"{block.partition(' (')[0]} {shape} {name}"
     with precision.switched():
         runs, modules, first = {}, {}, {}
-        for peer in ["ours", *options.peers]:
+        for each in ["ours", *options.peers]:
             started = time.perf_counter()
-            runs[peer], modules[peer] = peers(peer, make, x, precision)
+            runs[each], modules[each] = peer(each, make, x, precision)
             torch.cuda.synchronize()
-            first[peer] = time.perf_counter() - started
-        head = f"{block.partition(' (')[0]} {shape} {name}"
+            first[each] = time.perf_counter() - started
         for clock, ahead in (("gpu", True), ("wall", False)):
             spent = by_turns(runs, options.rounds, ahead)
-            ratios = [f"ours/{peer} {spent['ours'] / spent[peer]:.2f}" for peer in options.peers]
-            times = [f"{peer} {value:.3f} ms" for peer, value in spent.items()]
+            ratios = [f"ours/{each} {spent['ours'] / spent[each]:.2f}" for each in options.peers]
+            times = [f"{each} {value:.3f} ms" for each, value in spent.items()]
             print(f"{head} {clock}: {', '.join(ratios)}; {', '.join(times)}", flush=True)
-        print(f"{head} first step: {', '.join(f'{peer} {value:.1f} s' for peer, value in first.items())}", flush=True)
-        for peer, run in runs.items() if options.steps else ():
-            most = options.steps if peer == "ours" else options.steps // 2
-            if peer in ("ours", "eager"):
-                show_steps(peer, run, most, bandwidth)
+        print(f"{head} first step: {', '.join(f'{each} {value:.1f} s' for each, value in first.items())}", flush=True)
+        if options.steps:
+            show_steps(runs["ours"], options.steps, bandwidth)
     assert not stats(modules["ours"]).misses, stats(modules["ours"])
 
 
@@ -268,16 +258,16 @@ def main() -> None:
     parser.add_argument("--block", default="BertLayer", help="the first block of train_blocks whose name contains this")
     parser.add_argument("--shape", nargs="+", default=SHAPES, help="its leading extents, as in 32,328")
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=("fp32", "tf32", "amp"))
-    parser.add_argument("--peers", nargs="+", choices=("eager", "graph", *PEERS), default=("eager",))
+    parser.add_argument("--peers", nargs="+", choices=("eager", "graph", "recorded", *COMPILED), default=("eager",))
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument(
-        "--kernels", type=int, default=0, metavar="N", help="also ours' N longest kernels, half as many of others"
-    )
+    parser.add_argument("--steps", type=int, default=0, metavar="N", help="also the N longest steps of our programs")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     block = next(name for name in BLOCKS if options.block in name)
     tail = BLOCKS[block][1]
     bandwidth = copy_bandwidth(torch.device("cuda"))
+    if options.steps:
+        CLOCK.install()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e12:.2f} TB/s", flush=True)
     for text in options.shape:
         leading = tuple(int(extent) for extent in text.split(","))
