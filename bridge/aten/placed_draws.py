@@ -1,7 +1,8 @@
 """Placed draws: draws inside of kernels, a GPU's draws with computed parameters → library calls, each from a state.
 
-How far such a draw moves a GPU's generator depends on no number: the eager run measures it. So the state before each is
-known before the program runs, and is an input of the program; all other draws are made before it, in eager's order.
+How far such a draw moves a GPU's generator depends on no number: the eager run measures it; where sizes vary, a rule tells
+it for attention. So the state before each is known before the program runs, and is an input of the program; all other
+draws are made before it, in eager's order.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from torch import fx
 from tvm import relax
 
+from autodiff.extents import Dim
 from autodiff.ir import Expr, StringImm, TensorType, Var
 from autodiff.library import GENERATOR_STATE
 from autodiff.library import call as library_call
@@ -25,22 +27,22 @@ __all__ = ["placed_draw", "state_before", "unplaced"]
 
 def unplaced(captured: Captured) -> list[Unsupported]:
     """Draws whose place among all others cannot be known ahead, used or not."""
-    place = f"{captured.module_name}.forward"
-    reason = None
-    if captured.extents is not None:
-        reason = (
-            "draws inside of the program; how far that moves the generator was measured for the sample's sizes alone"
-        )
-    elif any(draw.is_computed for draw in captured.draws):
+    draws, reason = [draw for draw in captured.draws if draw.is_placed], None
+    if any(draw.is_computed for draw in captured.draws):
         reason = "draws inside of the program, as does one on the host whose distribution is computed"
-    placed = dict.fromkeys(draw.op for draw in captured.draws if draw.is_placed)
-    unmeasured = [draw.op for draw in captured.draws if draw.is_placed and draw.advance is None]
-    if reason is None:
-        placed, reason = dict.fromkeys(unmeasured), "draws from a generator that does not tell how far it moved"
-    return [Unsupported(op, place, reason) for op in placed]
+    else:
+        draws = [draw for draw in draws if draw.advance is None]
+        reason = "draws inside of a kernel that does not tell how far it moves the generator"
+        if captured.extents is not None:
+            reason = (
+                "draws inside of a kernel, and how far that moves the generator is known for the sample's sizes alone"
+            )
+    return [
+        Unsupported(op, f"{captured.module_name}.forward", reason) for op in dict.fromkeys(each.op for each in draws)
+    ]
 
 
-def state_before(importer: Any, node: fx.Node) -> tuple[Var, int]:
+def state_before(importer: Any, node: fx.Node) -> tuple[Var, Dim]:
     """The input that carries the generator's state before the placed draw at a node, and how far that moves it.
 
     Raises:
@@ -50,7 +52,8 @@ def state_before(importer: Any, node: fx.Node) -> tuple[Var, int]:
     if index is None or not importer.captured.draws[index].is_placed:
         raise UnsupportedUse("a random draw that was not observed in eager")
     state = importer.draw_params.setdefault(index, Var(f"draw_{index}", TensorType(*GENERATOR_STATE)))
-    return state, importer.captured.draws[index].advance or 0
+    advance = importer.captured.draws[index].advance
+    return state, 0 if advance is None else advance
 
 
 def placed_draw(importer: Any, node: fx.Node, tensors: Sequence[Expr]) -> Expr:

@@ -64,13 +64,14 @@ def on_side_states(generator: torch.Generator, side: torch.Generator) -> Iterato
 
     For operators that take no generator. What another thread draws from it meanwhile would come again.
     """
-    before = generator.get_state()
-    generator.set_state(side.get_state())
-    try:
-        yield
-    finally:
-        side.set_state(generator.get_state())
-        generator.set_state(before)
+    with MOVING:
+        before = generator.get_state()
+        generator.set_state(side.get_state())
+        try:
+            yield
+        finally:
+            side.set_state(generator.get_state())
+            generator.set_state(before)
 
 
 @contextmanager

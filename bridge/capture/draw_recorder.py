@@ -12,7 +12,7 @@ from bridge.capture.generator_watch import unwatched
 from bridge.capture.isolated_rng import with_generator
 from bridge.capture.observation import Draw, Operand, Parameter
 from bridge.capture.op_trace import OpTrace
-from bridge.capture.passes.attention_draws import attention_rate, is_attention
+from bridge.capture.passes.attention_draws import attention_advance, attention_rate, is_attention
 from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, CUDA_ATTENTION
 
 __all__ = ["DrawRecorder", "record_draws"]
@@ -71,7 +71,9 @@ class DrawRecorder(TorchDispatchMode):
         if func in CUDA_ATTENTION:
             out, rate = result[0], attention_rate(func, args, kwargs)
             form = str(func), tuple(out.shape), (), out.dtype, (rate,), (), out.device
-            self.draws.append(Draw(*form, advance=self._advance()))
+            measured = self._advance()
+            advance = attention_advance(func, *args[:2]) if measured is None else measured
+            self.draws.append(Draw(*form, advance=advance))
             return
         operand = None
         if func is aten.native_dropout.default:  # on a GPU, or called by name: the mask is what was drawn

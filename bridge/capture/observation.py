@@ -55,7 +55,8 @@ class Draw:
         kwargs: its keyword arguments.
         device: of the tensor, and of the generator that it is drawn from.
         operand: what a fused dropout (``aten.native_dropout``) reads; the tensor that it fills is the mask.
-        advance: how far a placed draw moves its generator's offset; ``None`` where it was not measured.
+        advance: how far a placed draw moves its generator's offset, as the eager run measured it; of a fake run, by a
+            rule, or ``None`` where there is none.
     """
 
     op: str

@@ -90,6 +90,8 @@ def as_in_eager_at_sample(symbolic: Observation, real: Observation) -> tuple[Obs
     ]
     for place, eagers in enumerate(real.draws):
         ours = made["draws"][place]
+        if ours.advance is not None and sample_of(ours.advance) != eagers.advance:
+            made["draws"][place] = ours = replace(ours, advance=None)
         if ours.operand is None:
             continue
         stride = _stride(ours.shape, ours.operand.stride, eagers.operand.stride)

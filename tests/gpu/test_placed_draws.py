@@ -187,6 +187,27 @@ def test_states_that_others_move(way, dtype):
     assert stats(ours).hits and not stats(ours).misses, stats(ours)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_the_second_gpu(dtype):
+    """While the first is current: its own generator moves, and no other does."""
+    second = torch.device("cuda", 1)
+    eager, ours = Attending(), Attending()
+    tensors = [each.detach().to(second).requires_grad_() for each in leaves("plain", dtype)[0]]
+    add_tvm_dispatch(ours, tuple(tensors))
+    found = []
+    for module in (ours, eager):
+        torch.manual_seed(7)
+        found.append([])
+        for _ in range(3):
+            y = module(*tensors)
+            grads = torch.autograd.grad(y.float().square().sum(), tensors)
+            state = torch.cat([torch.cuda.get_rng_state(index) for index in range(2)])
+            found[-1].append(([y.detach(), *grads], state))
+    assert_alike(*found, dtype)
+    assert stats(ours).hits == 3, stats(ours)
+
+
 def test_another_choice_is_another_entry():
     """The switches of attention's kernels are conditions of an entry."""
     ours, eager = Attending(), Attending()

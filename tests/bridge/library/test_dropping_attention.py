@@ -13,6 +13,7 @@ from torch.export import Dim
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
 from bridge.base import generators
 from bridge.capture import isolated_rng
+from bridge.capture.passes import attention_draws
 from bridge.compile import CallLibrary
 from bridge.library import attention, attention_kernels
 from bridge.library.attention_kernels import FORMULA, KERNELS, SUMS, Dropout
@@ -27,7 +28,10 @@ class Counting:
     """A generator as a GPU's: a seed and an offset. What it gives is of no distribution: see the formula."""
 
     device = torch.device("cuda", 0)
-    step = 4
+
+    @staticmethod
+    def advance(operator, q, k):
+        return 4 * q.shape[2] * k.shape[2]
 
     def __init__(self, seed=SEED, offset=8):
         self.seed, self.offset = seed, offset
@@ -60,7 +64,7 @@ def kernels_of(generator):
             state = generator.get_state()
             dropout = Dropout(rates[0], state) if rates and rates[0] else None
             out, sums = FORMULA.forward(q, k, v, None, False, scale, dropout)
-            generator.offset += generator.step * q.shape[2] * k.shape[2] if dropout else 0
+            generator.offset += generator.advance(name, q, k) if dropout else 0
             return out, SUMS[name](sums).float(), *more(state)
 
         return compute
@@ -143,8 +147,8 @@ def tensors():
     return [torch.randn(2, 3, 5, 8, generator=made, dtype=torch.float64).requires_grad_() for _ in range(3)]
 
 
-def step(module, generator):
-    leaves = tensors()
+def step(module, generator, leaves=None):
+    leaves = tensors() if leaves is None else leaves
     y = module(*leaves)
     found = torch.autograd.grad(y.square().sum(), [*leaves, module.linear.weight])
     return [y.detach(), *found, generator.get_state().view(torch.int64)]
@@ -198,15 +202,38 @@ def test_a_kernel_that_moves_the_generator_otherwise_is_a_miss(generator):
     module, eager = Layers("flash").double(), Layers("flash").double()
     eager.load_state_dict(module.state_dict())
     add_tvm_dispatch(module, tuple(tensors()))
-    generator.step = 8
+    generator.advance = lambda operator, q, k: 200
     wanted = step(eager, generator)
     generator.__init__()
     torch.testing.assert_close(step(module, generator), wanted, rtol=0, atol=0)
     assert "moved the generator by 200, where eager's moved it by 100" in str(stats(module).misses)
 
 
-def test_sizes_that_vary_are_refused_by_name(generator):
-    with pytest.raises(UnsupportedModule, match="measured for the sample's sizes alone"):
+def sized(batch, length):
+    made = torch.Generator().manual_seed(batch + length)
+    shape = batch, 3, length, 8
+    return [torch.randn(shape, generator=made, dtype=torch.float64).requires_grad_() for _ in range(3)]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_sizes_that_vary(name, generator):
+    """Where the kernel moves its generator as the rule says: one entry for all sizes."""
+    generator.advance = attention_draws.attention_advance
+    module, eager = Layers(name).double(), Layers(name).double()
+    eager.load_state_dict(module.state_dict())
+    batch, length = Dim("batch"), Dim("length")
+    add_tvm_dispatch(module, tuple(sized(2, 5)), dynamic_shapes=({0: batch, 2: length},) * 3)
+    found = []
+    for each in (eager, module):
+        generator.__init__()
+        found.append([step(each, generator, sized(*sizes)) for sizes in ((2, 5), (3, 7), (2, 6), (5, 9))])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+    assert stats(module).hits == 4 and len(stats(module).entries) == 1, stats(module)
+
+
+def test_another_rule_is_refused_for_sizes_that_vary(generator):
+    generator.advance = lambda operator, q, k: 4 * q.numel()
+    with pytest.raises(UnsupportedModule, match="known for the sample's sizes alone"):
         add_tvm_dispatch(Layers("flash").double(), tuple(tensors()), dynamic_shapes=({0: Dim("n")},) * 3)
 
 
