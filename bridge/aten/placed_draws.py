@@ -1,8 +1,8 @@
 """Placed draws: draws inside of kernels, a GPU's draws with computed parameters → library calls, each from a state.
 
-How far such a draw moves a GPU's generator depends on no number: the eager run measures it; where sizes vary, a rule tells
-it for attention. So the state before each is known before the program runs, and is an input of the program; all other
-draws are made before it, in eager's order.
+How far such a draw moves a GPU's generator depends on no number: the eager run measures it; where sizes vary, a rule
+tells it for attention. So the state before each is known before the program runs, and is an input of the program; all
+other draws are made before it, in eager's order.
 """
 
 from __future__ import annotations
