@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bridge import add_tvm_dispatch, stats
 from bridge.compile import gpu_of
+from bridge.compile.cuda.driver_graphs import captured, new_stream
 from bridge.rng.states import GeneratorStates
 from tests.device import DEVICE
 
@@ -280,3 +282,73 @@ def test_states_of_masks_are_the_generators(seed):
                 generator.set_offset(offset)
                 for ours, expected in zip(made, here.draw(None, []), strict=True):
                     assert torch.equal(ours.cpu(), expected.view(torch.int64))
+
+
+@pytest.fixture
+def side():
+    device = torch.device("cuda", torch.cuda.current_device())
+    return torch.cuda.ExternalStream(new_stream(), device)
+
+
+def test_a_capture_that_fails_leaves_nothing_behind(side):
+    """Draws, memory and captures after it are as ever."""
+    x = torch.randn(64, device="cuda")
+    torch.mul(x, 2)
+    for wrong in (lambda: x.sum().item(), lambda: torch.rand(3, device="cuda"), lambda: 1 / 0):
+        generator = torch.cuda.default_generators[x.device.index]
+        torch.manual_seed(3)
+        expected = torch.rand(5, device="cuda")
+        state = generator.get_state()
+        with pytest.raises((RuntimeError, ZeroDivisionError)), torch.cuda.stream(side):
+            with captured(side.cuda_stream):
+                torch.mul(x, 2)
+                wrong()
+        assert torch.equal(generator.get_state(), state) and not torch.cuda.is_current_stream_capturing()
+        torch.manual_seed(3)
+        assert torch.equal(torch.rand(5, device="cuda"), expected)
+        out = torch.empty_like(x)
+        with torch.cuda.stream(side), captured(side.cuda_stream) as made:
+            torch.mul(x, 3, out=out)
+        made[0].launcher(torch.cuda.current_stream().cuda_stream)()
+        assert torch.equal(out, x * 3)
+
+
+def test_other_threads_draw_and_allocate_during_a_capture(side):
+    x, out, drawn = torch.randn(64, device="cuda"), torch.empty(64, device="cuda"), []
+    torch.mul(x, 2)
+    torch.manual_seed(3)
+    expected = torch.rand(5, device="cuda")
+    torch.manual_seed(3)
+
+    def other():
+        drawn.extend([torch.rand(5, device="cuda"), torch.empty(1 << 24, device="cuda")])
+
+    with torch.cuda.stream(side), captured(side.cuda_stream) as made:
+        torch.mul(x, 3, out=out)
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert torch.equal(drawn[0], expected)
+    made[0].launcher(torch.cuda.current_stream().cuda_stream)()
+    assert torch.equal(out, x * 3)
+
+
+def test_draws_of_the_user_between_replays():
+    """After recordings the generator is as ever."""
+    pair = Pair(dtype=torch.float32)
+
+    def drawing(module, optimizer):
+        module.zero_grad()
+        x = pair.batch(1) + torch.rand(33, 96, device="cuda")
+        y = F.dropout(module(x), 0.3)
+        y.square().sum().backward()
+        return [torch.rand(4, device="cuda")]
+
+    for seed in range(12):
+        offsets = []
+        for module in pair.both:
+            torch.manual_seed(seed)
+            drawing(module, None)
+            offsets.append(torch.cuda.default_generators[0].get_offset())
+        assert offsets[0] == offsets[1]
+    assert pair.graphs.replays > 6 and not pair.graphs.refused, pair.graphs

@@ -7,8 +7,6 @@ may have one under way, have blocks of their own.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import gc
 import itertools
 import threading
@@ -19,9 +17,10 @@ from typing import Any
 
 import torch
 
-from bridge.base.generators import MOVING, default_generator
+from bridge.base.generators import default_generator
 from bridge.base.locks import free_in_children
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided, memory_of_pool
+from bridge.compile.cuda.driver_graphs import captured, new_stream
 from bridge.compile.cuda.executor import CudaExecutor
 from bridge.compile.graphs.recorder import Form
 from bridge.compile.runtime.executor import Executor
@@ -32,11 +31,8 @@ from bridge.library import DRAWS
 
 __all__ = ["STREAMS", "CudaRecorder", "PoolMemory", "Streams"]
 
-_NON_BLOCKING = 1
-"""``CU_STREAM_NON_BLOCKING``: the stream does not wait for the legacy default one, nor that for it."""
-
 _RECORDING = free_in_children(threading.RLock())
-"""Held while a stream is captured: torch allows one capture at a time."""
+"""Held while a stream is captured."""
 
 
 class PoolMemory:
@@ -107,8 +103,8 @@ class _Stream:
 
     def __init__(self, device: torch.device):
         self.arena = _GraphArena(device)
-        self.pool = torch.cuda.graph_pool_handle()
-        self.side = torch.cuda.ExternalStream(_new_stream(), device)
+        self.temporaries = torch.cuda.MemPool()
+        self.side = torch.cuda.ExternalStream(new_stream(), device)
 
 
 class Streams:
@@ -142,6 +138,7 @@ class CudaRecorder:
 
     def __init__(self, program: Program, device: torch.device):
         self._program, self._device, self._index = program, device, device.index
+        self._executors: dict[int, Executor] = {}
 
     def refusal(self) -> str | None:
         drawing = [step.name for step in self._program.steps if isinstance(step, CallLibrary) and step.name in DRAWS]
@@ -170,10 +167,6 @@ class CudaRecorder:
     def timer(self) -> _Timer:
         return _Timer()
 
-    @functools.cached_property
-    def _executors(self) -> dict[int, Executor]:
-        return {}
-
     def record(
         self,
         inputs: Sequence[torch.Tensor],
@@ -186,19 +179,16 @@ class CudaRecorder:
         if execute is None:
             program: CudaExecutor = self._program.executor
             execute = self._executors.setdefault(stream, program.bound_to(shared.arena))
-        with _RECORDING, MOVING, _no_collection():
-            graph = torch.cuda.CUDAGraph()
-            graph.needs = execute, shared.arena.reserve(self._program.arena_bytes)
-            with torch.cuda.stream(shared.side):
-                graph.capture_begin(pool=shared.pool, capture_error_mode="thread_local")
-                try:
-                    results = execute(inputs, fresh=fresh)
-                    for place, memory in copies:
-                        memory.copy_(results[place])
-                    del results  # what lies in the graph's own memory is given back while it is recorded
-                finally:
-                    graph.capture_end()
-        return graph.replay
+        block = shared.arena.reserve(self._program.arena_bytes)
+        with _RECORDING, _no_collection(), torch.cuda.stream(shared.side):
+            with memory_of_pool(self._index, shared.temporaries.id), captured(shared.side.cuda_stream) as made:
+                results = execute(inputs, fresh=fresh)
+                for place, memory in copies:
+                    memory.copy_(results[place])
+                del results  # temporaries are given back while they are the stream's
+        (graph,) = made
+        graph.needs = execute, block, shared
+        return graph.launcher(stream)
 
 
 @contextmanager
@@ -211,13 +201,3 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _new_stream() -> int:
-    """A new stream on the current device. torch's own are handed out in turns: another thread may work on any of them,
-    and what it launched during a capture would be recorded."""
-    handle = ctypes.c_void_p()
-    status = ctypes.CDLL("libcuda.so.1").cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING)
-    if status:
-        raise RuntimeError(f"the driver made no stream: error {status}")
-    return handle.value

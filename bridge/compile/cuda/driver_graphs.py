@@ -1,0 +1,108 @@
+"""CUDA graphs by the driver: launches on a stream → a graph that launches them again, as one.
+
+The driver is asked itself (``libcuda``, by ctypes): torch's own capture puts the device's default generator into
+another state for as long as it lasts, in which draws of other threads raise, and in which a capture that fails leaves
+it. Here a capture touches nothing but its stream, and a draw inside of it raises.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["DriverError", "Graph", "captured", "new_stream"]
+
+_NON_BLOCKING = 1
+"""``CU_STREAM_NON_BLOCKING``: the stream does not wait for the legacy default one, nor that for it."""
+_THREAD_LOCAL = 1
+"""``CU_STREAM_CAPTURE_MODE_THREAD_LOCAL``: what cannot be captured fails in this thread; others go on."""
+
+
+class DriverError(RuntimeError):
+    """The driver refused a call."""
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: object) -> None:
+    status = getattr(_library(), name)(*arguments)
+    if status:
+        raise DriverError(f"{name}: {_name_of(status)}")
+
+
+def _name_of(status: int) -> str:
+    name = ctypes.c_char_p()
+    _library().cuGetErrorName(status, ctypes.byref(name))
+    return name.value.decode() if name.value else f"error {status}"
+
+
+def new_stream() -> int:
+    """A new stream on the current device, which lives as long as the process.
+
+    torch's own are handed out in turns: another thread may work on any of them, and what it launched during a capture
+    would be in the graph.
+    """
+    handle = ctypes.c_void_p()
+    _call("cuStreamCreate", ctypes.byref(handle), _NON_BLOCKING)
+    return handle.value
+
+
+class Graph:
+    """A graph that can be launched.
+
+    Attributes:
+        needs: what is to live as long as it.
+    """
+
+    def __init__(self, graph: ctypes.c_void_p):
+        executable = ctypes.c_void_p()
+        _call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
+        self.needs: object = None
+        self._launch = _library().cuGraphLaunch
+        self._executable = executable
+        weakref.finalize(self, _library().cuGraphExecDestroy, executable).atexit = False
+
+    def launcher(self, stream: int) -> Callable[[], None]:
+        """What launches it on a stream. ``DriverError`` if the driver refuses."""
+        launch, executable, handle = self._launch, self._executable, ctypes.c_void_p(stream)
+
+        def replay(_graph: Graph = self) -> None:
+            if status := launch(executable, handle):
+                raise DriverError(f"cuGraphLaunch: {_name_of(status)}")
+
+        return replay
+
+
+@contextmanager
+def captured(stream: int) -> Iterator[list[Graph]]:
+    """What this thread launches on a stream goes into a graph, which the list has afterwards.
+
+    The stream captures no more afterwards, whatever happens.
+
+    Raises:
+        DriverError: something was done that cannot be in a graph.
+    """
+    handle, graph, made = ctypes.c_void_p(stream), ctypes.c_void_p(), []
+    _call("cuStreamBeginCapture_v2", handle, _THREAD_LOCAL)
+    try:
+        yield made
+    except BaseException:
+        _library().cuStreamEndCapture(handle, ctypes.byref(graph))  # what went wrong is told already
+        _destroy(graph)
+        raise
+    _call("cuStreamEndCapture", handle, ctypes.byref(graph))
+    try:
+        made.append(Graph(graph))
+    finally:
+        _destroy(graph)
+
+
+def _destroy(graph: ctypes.c_void_p) -> None:
+    if graph:
+        _library().cuGraphDestroy(graph)
