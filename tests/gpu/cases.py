@@ -39,13 +39,19 @@ def _pixels(size: int) -> Make:
     return lambda: {"pixel_values": torch.randn(3, 3, size, size), "labels": torch.tensor([1, 0, 2])}
 
 
-def _bert() -> nn.Module:
-    return hf.BertForMaskedLM(hf.BertConfig(**_WIDTH, **_TEXT, attn_implementation="eager"))
+def _bert(attention: str = "eager") -> nn.Module:
+    return hf.BertForMaskedLM(hf.BertConfig(**_WIDTH, **_TEXT, attn_implementation=attention))
 
 
-def _gpt2() -> nn.Module:
+def _gpt2(attention: str = "eager") -> nn.Module:
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40, "vocab_size": _VOCABULARY}
-    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, use_cache=False, attn_implementation="eager"))
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, use_cache=False, attn_implementation=attention))
+
+
+def _encoder() -> nn.Module:
+    """torch's own layers, whose attention is fused, with dropout."""
+    layer = nn.TransformerEncoderLayer(32, 4, 48, 0.1, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
 def _llama() -> nn.Module:
@@ -107,7 +113,10 @@ LAYERS: dict[str, tuple[Make, Make]] = {
 CASES: dict[str, tuple[Make, Make]] = {
     "MLP": (lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)), _rows(5, 8)),
     "BertForMaskedLM": (_bert, _language),
+    "BertForMaskedLM sdpa": (lambda: _bert("sdpa"), _language),
     "GPT-2": (_gpt2, _language),
+    "GPT-2 sdpa": (lambda: _gpt2("sdpa"), _language),
+    "TransformerEncoder": (_encoder, _rows(3, 17, 32)),
     "LLaMA": (_llama, _language),
     "T5": (_t5, _language),
     "ViT": (_vit, _pixels(16)),
