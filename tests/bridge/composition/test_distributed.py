@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from tests.bridge.distributed_whole import WHOLE
 from tests.bridge.distributed_worker import SCENARIOS, STEPS, WORLD
 
 pytestmark = [
@@ -50,7 +51,7 @@ def reports(tmp_path_factory):
             worker.kill()
     assert not any(worker.returncode for worker in workers), "\n".join(errors)
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
-    return {name: [rank[name] for rank in ranks] for name in SCENARIOS}
+    return {name: [rank[name] for rank in ranks] for name in SCENARIOS | WHOLE}
 
 
 @pytest.mark.composes(
@@ -158,3 +159,43 @@ def test_compiled_with_the_backend(reports, scenario, graphs):
 def test_flat_shards_run_eager_with_a_reason(reports):
     for seen in reports["fsdp flat"]:
         assert seen["difference"] == 0 and seen["hits"] == [0, 0] and seen["misses"] == [CALLS, CALLS]
+
+
+@pytest.mark.composes(
+    "a whole model dispatched, in DDP (`no_sync`, bucket views, `static_graph`, unused parameters) or one FSDP2 unit",
+    "works; a large one's backward has several autograd nodes, so that all-reduces start while it runs",
+    section="Distributed",
+)
+@pytest.mark.parametrize("scenario", [name for name in WHOLE if name.startswith("whole") and "mixed" not in name])
+def test_a_whole_model_in_several_nodes(reports, scenario):
+    for seen in reports[scenario]:
+        assert seen["difference"] < TOLERANCE and seen["moved"] > 0.005
+        assert seen["hits"] == CALLS and not seen["misses"] and seen["nodes"] > 1
+
+
+def test_all_reduces_start_before_the_backward_ends(reports):
+    for seen in reports["whole ddp"]:
+        events = seen["events"]
+        assert events.count("segment") == seen["nodes"] and events.count("bucket") > 1
+        assert "segment" in events[events.index("bucket") :]
+
+
+@pytest.mark.composes("FSDP2 mixed precision")
+def test_a_whole_model_with_parameters_in_half_precision(reports):
+    for seen in reports["whole fsdp mixed"]:
+        assert seen["hits"] == CALLS and seen["ours"] < 3 * seen["eager"]
+
+
+@pytest.mark.composes(
+    "layers that are sharded (`fully_shard`) or parallelized (`parallelize_module`) inside a dispatched module",
+    "eager, with a reason: dispatch each such layer, or what is inside it",
+    section="Distributed",
+)
+@pytest.mark.parametrize("scenario", ["fsdp inside", "tensor parallel"])
+def test_layers_that_are_changed_inside_run_eager_with_a_reason(reports, scenario):
+    for seen in reports[scenario]:
+        assert seen["difference"] < TOLERANCE
+        hits, misses = (
+            (seen["hits"], seen["misses"]) if scenario == "fsdp inside" else (seen["hits"][0], seen["misses"][0])
+        )
+        assert hits == 0 and all("hook on submodule" in reason for reason in misses) and misses
