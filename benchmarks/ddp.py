@@ -6,8 +6,8 @@
 
 ``exact``: a small model, ten steps from one seed, every peer beside eager in the same wrapper: in float64 the largest
 difference of any parameter; in bfloat16 (autocast) the distance from float64's parameters, ours and eager's, and that
-of two eager runs. ``time``: medians of a whole step (forward, backward, fused AdamW), peers by turns, with the same batch
-in every process; ``alone`` is the same module without a wrapper, so that ``efficiency`` is alone / wrapped.
+of two eager runs. ``time``: medians of a whole step (forward, backward, fused AdamW), peers by turns, batches of one
+size in every process; ``alone`` is the same module without a wrapper, so that ``efficiency`` is alone / wrapped.
 ``trace``: how long NCCL's kernels run in a step, and for how much of that other kernels run too.
 
 Peers: ``whole`` is one dispatched module, ``one node`` the same with a backward that hands out all gradients at its
