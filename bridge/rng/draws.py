@@ -19,7 +19,7 @@ from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.generators import default_generator, generator_device
 from bridge.base.guard_failure import RUN, GuardFailure
-from bridge.base.torch_internals import schema
+from bridge.base.torch_internals import no_torch_function, schema
 from bridge.capture import Draw, with_generator
 from bridge.rng import cpu as mt19937
 from bridge.rng.fused import NATIVE_DROPOUT, FusedDropout
@@ -128,8 +128,9 @@ class Draws:
         before = [(device, default_generator(device).get_state()) for device in self._devices]
 
         def take_back() -> None:
-            for device, state in before:
-                undo_draws(state, partial(self._draw_again, device, inputs), device)
+            with no_torch_function():  # a default device is for the user's factories
+                for device, state in before:
+                    undo_draws(state, partial(self._draw_again, device, inputs), device)
 
         return take_back
 

@@ -113,6 +113,27 @@ def test_a_dispatch_is_added_under_a_device_that_forward_does_not_use():
     assert stats(module).hits == 2 and stats(module).misses.total() == 1
 
 
+class Looks(nn.Module):
+    """Draws, and a branch that the program finds out: a call of the other one is eager's, its draws taken back."""
+
+    def forward(self, x):
+        y = F.dropout(x, 0.5) + torch.rand(4, device=x.device)
+        return y * 2 if (x > 0).all() else y
+
+
+def test_draws_are_taken_back_under_a_default_device():
+    module, x = Looks(), torch.full((3, 4), 1.0)
+    with torch.device(META):
+        add_tvm_dispatch(module, x)
+        for given in (x, -x):
+            found = []
+            for call in (module, module.forward):
+                torch.manual_seed(0)
+                found.append((call(given), generators()))
+            assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert stats(module).hits == 1 and stats(module).misses.total() == 1
+
+
 def test_what_eager_refuses_under_a_default_device_it_refuses():
     module, x = Factories().to(DEVICE), torch.randn(3, 4, device=DEVICE)
     with torch.device(META), pytest.raises((RuntimeError, UnsupportedModule)):
