@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Stmt, Var
 
@@ -34,12 +35,14 @@ class RowForm:
         threads, groups: see :mod:`bridge.compile.cuda.limits`.
         lanes: of a vector.
         turns: vectors that a thread takes at most; ``None`` where the length is the launch's.
+        tile: the one turn that this block takes; ``None``: all of them.
     """
 
     threads: int
     groups: int
     lanes: int
     turns: int | None
+    tile: Expr | None = None
 
     @classmethod
     def of(cls, plan: RowPlan) -> RowForm:
@@ -52,23 +55,40 @@ class RowForm:
     @property
     def kept(self) -> int | None:
         """Elements of a row that a thread meets at most."""
+        if self.tile is not None:
+            return self.lanes
         return None if self.turns is None else self.turns * self.lanes
+
+    def of_tile(self, tile: Expr) -> RowForm:
+        """The same walk, of which a block takes one turn."""
+        return replace(self, tile=tile)
+
+    def in_turns(self, number: LaunchArguments, body: Callable[[Expr, Expr], list[Stmt]]) -> Stmt:
+        """``body(turn, slot)`` for the block's turns; ``slot`` counts the elements that a thread meets."""
+        if self.tile is not None:
+            return sequence(body(self.tile, number(0)))
+        turn = Var("turn", number.index_type)
+        kind = ForKind.UNROLLED if self.turns <= _UNROLLED else ForKind.SERIAL
+        return For(turn, number(0), number(self.turns), kind, sequence(body(turn, turn * number(self.lanes))))
 
     def loop(self, plan: RowPlan, number: LaunchArguments, thread: Expr, body) -> Stmt:
         """``body(emitter, position, slot)`` for the thread's vectors; ``slot`` counts the elements that it meets."""
-        turn, e = Var("turn", plan.index_type), CudaEmitter()
         wide = self.threads * self.lanes
-        if self.turns is None:
-            turns = portions(number(plan.length), wide)
-        else:
-            turns = number(self.turns)
-        position = e.name_index((turn * number(self.threads) + thread) * number(self.lanes), "position")
-        inside = sequence(body(position, turn * number(self.lanes)))
-        if self.turns is None or self.turns * wide != plan.length:
-            behind = number(plan.length) - turn * number(wide)
-            inside = IfThenElse(thread * number(self.lanes) < behind, inside, None)
-        kind = ForKind.UNROLLED if self.turns is not None and self.turns <= _UNROLLED else ForKind.SERIAL
-        return For(turn, number(0), turns, kind, sequence([*e.stmts, inside]))
+
+        def vector(turn: Expr, slot: Expr) -> list[Stmt]:
+            e = CudaEmitter()
+            position = e.name_index((turn * number(self.threads) + thread) * number(self.lanes), "position")
+            inside = sequence(body(position, slot))
+            if self.turns is None or self.turns * wide != plan.length:
+                behind = number(plan.length) - turn * number(wide)
+                inside = IfThenElse(thread * number(self.lanes) < behind, inside, None)
+            return [*e.stmts, inside]
+
+        if self.turns is not None:
+            return self.in_turns(number, vector)
+        turn = Var("turn", plan.index_type)
+        inside = sequence(vector(turn, turn * number(self.lanes)))
+        return For(turn, number(0), portions(number(plan.length), wide), ForKind.SERIAL, inside)
 
 
 def emit_row(scope: ThreadScope, form: RowForm, team: Team, row: Expr) -> list[Stmt]:

@@ -34,18 +34,29 @@ def rows(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: 
     return _Rows(plan, buffers, number, plain).launches()
 
 
+def _tiles(plan: RowPlan, form: RowForm) -> int:
+    """How many blocks share a task's rows, each with the columns of one turn: nothing else of a row is combined.
+
+    A column's sum is the same one, for its elements are the same threads'.
+    """
+    apart = plan.column_reductions and plan.buffer_row is None and not any(plan.cached)
+    alone = all(not node.per_row and node.reduces != "row" for node in plan.nodes)
+    return form.turns if apart and alone and form.turns is not None else 1
+
+
 class _Rows:
     def __init__(self, plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: bool) -> None:
         self.plain = plain
         self.plan, self.buffers, self.number = plan, buffers, number
         self.form = form = RowForm.of(plan)
+        self.tiles = _tiles(plan, form)
         lanes = form.lanes if plan.column_reductions and form.groups > 1 else 1
         self.shared = SharedMemory(form.threads * form.groups * lanes)
 
     def launches(self) -> list[Stmt]:
         plan, number, form, walk = self.plan, self.number, self.form, self.plan.walk
         if plan.column_reductions or plan.buffer_row is not None:
-            blocks, body = number(1 if walk.tasks is None else walk.tasks), self._task
+            blocks, body = number(1 if walk.tasks is None else walk.tasks) * number(self.tiles), self._task
         else:
             blocks, body = portions(number(walk.rows), form.groups), self._row
         launches = [launch(blocks, form.threads, form.groups, body, self.shared)]
@@ -74,11 +85,14 @@ class _Rows:
         allocations = self._keep(scope, self.number(0))
         return sequence([*allocations, *emit_row(scope, self.form, team, row)])
 
-    def _task(self, task: Var, group: Var, thread: Var) -> Stmt:
-        number, walk, form = self.number, self.plan.walk, self.form
+    def _task(self, block: Var, group: Var, thread: Var) -> Stmt:
+        number, walk, names, task = self.number, self.plan.walk, CudaEmitter(), block
+        if self.tiles > 1:
+            task = names.name_index(tirx.truncdiv(block, number(self.tiles)), "task")
+            self.form = self.form.of_tile(names.name_index(tirx.truncmod(block, number(self.tiles)), "tile"))
+        form = self.form
         team, scope = self._team(group, thread)
         begin, count = number(0), number(walk.rows)
-        names = CudaEmitter()
         if walk.task_rows is not None:
             chunk = tirx.truncmod(task, number(walk.chunks)) if walk.batched else task
             begin = chunk * number(walk.task_rows)
@@ -147,26 +161,27 @@ class _Rows:
         if form.groups == 1:
             return [form.loop(plan, number, team.thread, store)]
         wide = form.threads * form.lanes
-        turn = Var("turn", plan.index_type)
 
         def place(k: int):
             return lambda member: member * number(wide) + team.thread * number(form.lanes) + number(k)
 
         shared, places = self.shared(str(kept.buffer.dtype)), [place(k) for k in range(form.lanes)]
-        slot = turn * number(form.lanes)
-        stmts: list[Stmt] = [
-            synchronize(),
-            *(
-                BufferStore(shared, BufferLoad(kept.buffer, [slot + number(k)]), [places[k](team.group)])
+
+        def combined(turn: Expr, slot: Expr) -> list[Stmt]:
+            stmts: list[Stmt] = [
+                synchronize(),
+                *(
+                    BufferStore(shared, BufferLoad(kept.buffer, [slot + number(k)]), [places[k](team.group)])
+                    for k in range(form.lanes)
+                ),
+            ]
+            stmts += halve([Halved(op, shared, each) for each in places], form.groups, team.group, number)
+            position = (turn * number(form.threads) + team.thread) * number(form.lanes)
+            total = [
+                BufferStore(memory, BufferLoad(shared, [places[k](number(0))]), [base + position + number(k)])
                 for k in range(form.lanes)
-            ),
-        ]
-        stmts += halve([Halved(op, shared, each) for each in places], form.groups, team.group, number)
-        position = (turn * number(form.threads) + team.thread) * number(form.lanes)
-        total = [
-            BufferStore(memory, BufferLoad(shared, [places[k](number(0))]), [base + position + number(k)])
-            for k in range(form.lanes)
-        ]
-        last = tirx.And(tirx.EQ(team.group, number(0)), position < number(plan.length))
-        stmts += [IfThenElse(last, sequence(total), None)]
-        return [For(turn, number(0), number(form.turns), ForKind.UNROLLED, sequence(stmts))]
+            ]
+            last = tirx.And(tirx.EQ(team.group, number(0)), position < number(plan.length))
+            return [*stmts, IfThenElse(last, sequence(total), None)]
+
+        return [form.in_turns(number, combined)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from autodiff.extents import ExtentScope
+from bridge.compile.cuda import rows
 from bridge.compile.cuda.build import cuda_source
 from bridge.compile.cuda.nvrtc import compiled
 from tests.bridge.compile.cuda_graphs import GRAPHS, layer_norm_backward, softmax, strided
@@ -50,6 +52,39 @@ def reductions(n, m):
     y = b.op("add", x, 1.0)
     sums = b.reduce("sum", b.op("exp", x), n, m, 1, n, 1)
     return b.graph(y, b.op("divide", x, sums), sums, b.reduce("sum", x, 1, n, m, m))
+
+
+def columns_alone(n, m):
+    """Pointwise, and sums and maxima of its columns: nothing of a row is combined."""
+    b = Builder()
+    y = b.op("multiply", b.param(n, m), b.param(m))
+    return b.graph(y, b.reduce("sum", y, 1, n, m, m), b.reduce("max", y, 1, n, m, m))
+
+
+def test_blocks_share_the_columns_of_a_task(monkeypatch):
+    """One turn each, with the bits of a block that takes all of them."""
+    graphs = [columns_alone(n, m) for n, m in ((70, 300), (33, 768), (9, 301), (40, 129), (300, 64))]
+    found = []
+    for alone in (True, False):
+        if not alone:
+            monkeypatch.setattr(rows, "_tiles", lambda plan, form: 1)
+        plans = [planned(graph) for graph in graphs]
+        ours = CudaKernels(plans)
+        for graph, each in zip(graphs, plans, strict=True):
+            memory = dict(zip(graph.params, inputs(graph), strict=True))
+            ours.run(each, memory)
+            found.append([memory[operand.value] for operand in graph.results])
+    half = len(graphs)
+    assert all(
+        torch.equal(a, b)
+        for one, all_ in zip(found[:half], found[half:], strict=True)
+        for a, b in zip(one, all_, strict=True)
+    )
+    host = [Kernels(graph) for graph in graphs]
+    build(*host)
+    for each, results in zip(host, found, strict=False):
+        for ours, theirs in zip(results, each(inputs(each.graph)), strict=True):
+            assert_near(ours, theirs)
 
 
 @pytest.mark.parametrize(
