@@ -7,6 +7,7 @@ refuse_free_threaded()  # before anything that relies on the lock is imported
 from bridge.base.errors import CompilationError, DispatchMiss, Unsupported, UnsupportedModule
 from bridge.dispatch import DispatchStats, add_tvm_dispatch, remove_tvm_dispatch, stats
 from bridge.examine import Coverage, examine
+from bridge.export import load_compiled, save_compiled
 from bridge.lower import Lowered, lower
 from bridge.show import Report, explain, visualize
 
@@ -25,8 +26,10 @@ __all__ = [
     "add_tvm_dispatch",
     "examine",
     "explain",
+    "load_compiled",
     "lower",
     "remove_tvm_dispatch",
+    "save_compiled",
     "stats",
     "visualize",
 ]

@@ -31,6 +31,7 @@ BRIDGE = (
     "lowering",
     "rng",
     "dispatch",
+    "export",
     "dynamo",
     "verify",
     "show",

@@ -58,14 +58,23 @@ class UnsupportedModule(RuntimeError):
         ops: each :class:`Unsupported` thing that stood in the way, in program order.
         cause: what torch raised while the module was traced, with its own chain and traceback; ``None`` where this
             package found what stood in the way. ``BRIDGE_LOGS=+dispatch`` shows it.
+
+    Args:
+        what: was to be done with it.
     """
 
-    def __init__(self, module_name: str, ops: Sequence[Unsupported], cause: BaseException | None = None):
+    def __init__(
+        self,
+        module_name: str,
+        ops: Sequence[Unsupported],
+        cause: BaseException | None = None,
+        what: str = "dispatched to TVM",
+    ):
         self.module_name = module_name
         self.ops = tuple(ops)
         self.cause = cause
         lines = "\n".join(f"  {op}" for op in self.ops)
-        super().__init__(f"{module_name} cannot be dispatched to TVM; it was left as it was.\n{lines}")
+        super().__init__(f"{module_name} cannot be {what}; it was left as it was.\n{lines}")
 
 
 class CompilationError(RuntimeError):

@@ -23,6 +23,9 @@ from bridge.compile.runtime.cut import Segment, cut
 from bridge.compile.runtime.flow import Flow
 from bridge.compile.runtime.instructions import CallLibrary, Instruction, Launch, View
 from bridge.compile.runtime.program import Program
+from bridge.compile.runtime.storage import bytes_of, form_of, tensor_of
+from bridge.compile.runtime.storage import load as load_program
+from bridge.compile.runtime.storage import save as save_program
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import DrawnMask
 
@@ -55,15 +58,20 @@ __all__ = [
     "View",
     "backend_for",
     "bernoulli_function",
+    "bytes_of",
     "clear_cache",
     "clear_choices",
     "compile_function",
     "cut",
     "digest_of",
+    "form_of",
     "gpu_of",
     "hold_function",
     "host_backend",
+    "load_program",
     "private_memory",
+    "save_program",
     "swap_function",
+    "tensor_of",
     "with_constants",
 ]

@@ -2,26 +2,38 @@
 
 from bridge.dispatch.api import add_tvm_dispatch, dispatch_at_first_call, remove_tvm_dispatch, stats
 from bridge.dispatch.bound import MAX_BOUND
-from bridge.dispatch.call_steps import CallStep
+from bridge.dispatch.call_steps import STEPS, Backward, CallStep, Draws
 from bridge.dispatch.compile_entry import backend_of_call, require_capturable
-from bridge.dispatch.dispatcher import MAX_ENTRIES
+from bridge.dispatch.dispatcher import MAX_ENTRIES, Dispatcher
 from bridge.dispatch.entries import Entries
 from bridge.dispatch.entry import Entry
-from bridge.dispatch.guards import interpreter_state
+from bridge.dispatch.frozen import FrozenPrograms
+from bridge.dispatch.guards import SAVED, Guard, GuardFailure, interpreter_state, signature_of
+from bridge.dispatch.programs import BackwardRun
 from bridge.dispatch.stats import DispatchStats
 
 __all__ = [
     "MAX_BOUND",
     "MAX_ENTRIES",
+    "SAVED",
+    "STEPS",
+    "Backward",
+    "BackwardRun",
     "CallStep",
     "DispatchStats",
+    "Dispatcher",
+    "Draws",
     "Entries",
     "Entry",
+    "FrozenPrograms",
+    "Guard",
+    "GuardFailure",
     "add_tvm_dispatch",
     "backend_of_call",
     "dispatch_at_first_call",
     "interpreter_state",
     "remove_tvm_dispatch",
     "require_capturable",
+    "signature_of",
     "stats",
 ]

@@ -18,6 +18,7 @@ from bridge.base.torch_internals import pytree
 from bridge.capture import Counter, Draw, Output
 
 __all__ = [
+    "STEPS",
     "Backward",
     "CallStep",
     "Checks",
@@ -276,6 +277,12 @@ class Backward(CallStep):
             told = " | ".join(map(_list, self.nodes))
             return f"{self.program}({given}) -> gradients by {len(self.nodes)} autograd nodes: {told}"
         return f"{self.program}({given}) -> gradients of {_list(self.gradients)}"
+
+
+STEPS: tuple[type[CallStep], ...] = (
+    *(Inputs, Draws, Forward, Checks, Layout, Generator, Save, WriteBack, Results, SetAttributes, Backward),
+)
+"""Every kind of step."""
 
 
 def _list(names: Iterable[str]) -> str:

@@ -61,6 +61,7 @@ class Entry:
         backend: Backend,
         programs: FrozenPrograms | None = None,
         graphs: RecordedGraphs | None = None,
+        steps: tuple[CallStep, ...] | None = None,
     ):
         started = time.perf_counter()
         self.guard = guard
@@ -69,7 +70,9 @@ class Entry:
         self.last_used = 0
         self.programs = Programs(lowered, backend, graphs) if programs is None else programs
         self.bound = _bound_calls(lowered, self.programs, guard)
-        if self.bound is None:
+        if steps is not None:
+            forward = steps
+        elif self.bound is None:
             made = self.programs
             forward = plan_call(lowered, made.forward, guard, computed=made.masks.draws, frozen=made.is_frozen)
         else:
@@ -111,7 +114,8 @@ class Entry:
             UnsupportedModule: they cannot be frozen.
         """
         guard, tensors = self.guard.renewed(module, args, kwargs)
-        found = Entry(guard, self.lowered, self.backend, self.programs.renewed(tensors))
+        steps = self.steps if self.bound is None else None
+        found = Entry(guard, self.lowered, self.backend, self.programs.renewed(tensors), steps=steps)
         found.partition, found.backend, found.dims, found.cause = self.partition, self.backend, self.dims, self.cause
         return found
 

@@ -39,6 +39,7 @@ class FrozenPrograms:
     Attributes:
         frozen: the lowering's stages.
         constants: tensors → constants; ``forward``: a call, its constants among the parameters.
+        weights: places of constants that are computed factors of products.
 
     Raises:
         UnsupportedModule: it cannot be frozen, or there is no kernel for an operator.
@@ -48,6 +49,7 @@ class FrozenPrograms:
     is_frozen = True
     num_wanted = 0
     backward = None
+    nodes = ((),)
     nodes = ((),)
 
     def __init__(
@@ -63,18 +65,41 @@ class FrozenPrograms:
         self.num_outputs = lowered.imported.num_outputs
         self.differentiable: tuple[int, ...] = ()
         self.not_differentiable = list(range(self.num_outputs))
-        self.device_type = backend.device.type
+        self.device, self.device_type = backend.device, backend.device.type
         self.masks = ComputedMasks(lowered, backend)  # none: a frozen call draws nothing
-        self._name, self._count = name, len(tensors)
         self._is_symbolic = lowered.captured.extents is not None
         compiling = [
             Compiling(function, name, direction, options, {})
             for function, direction in ((self.frozen.constants, "constants"), (self.frozen.call, "forward"))
         ]
-        self._constants, self._call = compiling
         if graphs is not None:
-            self._call.graphed = partial(EntryGraphs(graphs).forward, outputs=lowered.num_results)
-        self.constants, self.forward = (each.program() for each in compiling)
+            compiling[1].graphed = partial(EntryGraphs(graphs).forward, outputs=lowered.num_results)
+        self._begin(name, compiling, self.frozen.weights, tensors)
+
+    @classmethod
+    def made(
+        cls, constants: Program, call: Program, weights: Sequence[int], outputs: int, tensors: Sequence[torch.Tensor]
+    ) -> FrozenPrograms:
+        """Programs that were compiled before.
+
+        Args:
+            weights: places of constants that are computed factors of products.
+            outputs: how many of the call's results are the module's.
+        """
+        found = cls.__new__(cls)
+        found.num_outputs, found.differentiable = outputs, ()
+        found.not_differentiable = list(range(outputs))
+        found.device, found._is_symbolic = call.backend.device, False
+        found.device_type = found.device.type
+        found._begin(call.name, [_Made(constants), _Made(call)], weights, tensors)
+        return found
+
+    def _begin(
+        self, name: str, pair: Sequence[Compiling | _Made], weights: Sequence[int], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        self._name, self._count, self.weights = name, len(tensors), tuple(weights)
+        self._constants, self._call = pair
+        self.constants, self.forward = (each.program() for each in pair)
         self._freeze(tensors)
 
     @property
@@ -100,10 +125,11 @@ class FrozenPrograms:
     def _freeze(self, tensors: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
             made = self._constants.execute()(list(tensors))
-        names = [param.name for param in self.forward_function.params[-len(made) :]] if made else []
-        for place in self.frozen.weights:
+        params = self.forward.layout.params
+        for place in self.weights:
             if not bool(torch.isfinite(made[place]).all()):
-                what = Unsupported(names[place], self._name, "not finite with what is folded into it: not exact")
+                weight = params[len(params) - len(made) + place].name
+                what = Unsupported(weight, self._name, "not finite with what is folded into it: not exact")
                 raise UnsupportedModule(self._name, [what])
         self._bound: Program = with_constants(self.forward, made)
         if not self._is_symbolic:
@@ -116,3 +142,17 @@ class FrozenPrograms:
             return execute(inputs[count:], **options)
 
         return run
+
+
+class _Made:
+    """A program in the place of its compilation."""
+
+    def __init__(self, program: Program):
+        self._program = program
+
+    def program(self) -> Program:
+        return self._program
+
+    def execute(self, sizes: Sizes | None = None, program: Program | None = None) -> Execute:
+        made = self._program if program is None else program
+        return made.executor if sizes is None else made.bind(sizes)

@@ -132,6 +132,11 @@ class Programs:
                 self._backwards[outputs] = found
         return found
 
+    @property
+    def backwards(self) -> dict[tuple[int, ...], BackwardRun]:
+        """Those that are compiled, by the outputs that got a grad_out; of all sizes."""
+        return dict(self._backwards)
+
     def _backward_run(self, outputs: tuple[int, ...]) -> BackwardRun:
         graphed = None if self._graphs is None else self._graphs.backward
         return BackwardRun(self._lowered, outputs, self._options, self.masks.backward, graphed)
@@ -247,6 +252,14 @@ class BackwardRun:
         slot_of = {index: slot for slot, index in enumerate(lowered.plan.saved_primals)}
         inputs = {place: slot_of[lowered.wanted[place]] for place in places if lowered.wanted[place] in slot_of}
         return gradients_of(self.program, self._flow, places, inputs)
+
+    @classmethod
+    def made(cls, program: Program, step: Backward) -> BackwardRun:
+        """A backward that was compiled before, for one autograd node."""
+        found = cls.__new__(cls)
+        found.program, found.step, found._sizes, found._segments = program, step, None, ()
+        found._execute = program.executor
+        return found
 
     def wait(self) -> None:
         """Waits for the machine code; raises what went wrong with it."""

@@ -9,5 +9,16 @@ from bridge.base.guard_failure import GuardFailure
 from bridge.dispatch.guards.guard import Guard
 from bridge.dispatch.guards.interpreter import active_modes, interpreter_state
 from bridge.dispatch.guards.sizes import ArgumentSizes, Sizes, argument_sizes
+from bridge.dispatch.guards.spelling import SAVED, signature_of
 
-__all__ = ["ArgumentSizes", "Guard", "GuardFailure", "Sizes", "active_modes", "argument_sizes", "interpreter_state"]
+__all__ = [
+    "SAVED",
+    "ArgumentSizes",
+    "Guard",
+    "GuardFailure",
+    "Sizes",
+    "active_modes",
+    "argument_sizes",
+    "interpreter_state",
+    "signature_of",
+]

@@ -39,6 +39,7 @@ class Guard:
         numbers: where the numbers are found that the compiled code takes as inputs, between module tensors and
             arguments: attributes, then arguments.
         freeze: whether the compiled code has the module's tensors as constants.
+        exact_modes: whether the grad mode has to be the very one, whatever the code says.
 
     Attributes:
         frozen: the condition that these have not changed; ``None`` where every call reads them.
@@ -53,6 +54,7 @@ class Guard:
         arguments: Sequence[torch.Tensor],
         numbers: Sequence[NumberPlace] = (),
         freeze: bool = False,
+        exact_modes: bool = False,
     ):
         self.numbers = tuple(numbers)
         self._device = captured.device
@@ -65,9 +67,8 @@ class Guard:
             module, captured.module_tensors, saves=saves, numbers=attributes, counters=captured.counters
         )
         self.sets_attributes = bool(captured.counters or self._tree.derived)
-        self._modes = ModeGuard(
-            requires_grad, self._tree.reads_grad_mode, captured.observation.reads_validation, captured.device
-        )
+        exact = exact_modes or self._tree.reads_grad_mode
+        self._modes = ModeGuard(requires_grad, exact, captured.observation.reads_validation, captured.device)
         self._states = self._modes.states
         self.has_default_device = isinstance(function_modes(), torch.device)
         self._settings = SettingsGuard() if captured.device.type == "cuda" else None
@@ -134,6 +135,24 @@ class Guard:
         found = copy(self)
         found.frozen = self.frozen.renewed(tensors)
         return found, tensors
+
+    def tensors(self, module: nn.Module) -> list[torch.Tensor]:
+        """The module's tensors as they are now, in the order of the inputs."""
+        return self._tree.tensors(module)
+
+    def module_failure(self, module: nn.Module) -> GuardFailure | None:
+        """In what the module is no longer as it was compiled, training flags apart."""
+        return self._tree.failure(module)
+
+    @property
+    def modes(self) -> ModeGuard:
+        """The conditions on the interpreter's modes."""
+        return self._modes
+
+    @property
+    def training(self) -> dict[str, bool]:
+        """The training flag of each module, by its path."""
+        return self._tree.training
 
     def changed_numbers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[NumberPlace, Any] | None:
         """The numbers that differ from what was compiled, with what they were.

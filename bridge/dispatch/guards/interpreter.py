@@ -110,6 +110,9 @@ class ModeGuard:
         reads_grad_mode: whether the module's code asks for the grad mode, and so may do different things.
         reads_validation: whether the call asked if ``torch.distributions`` check arguments; Dynamo switches that off.
         device: of its tensors.
+
+    Attributes:
+        exact: whether the grad mode has to be the very one.
     """
 
     def __init__(self, requires_grad: bool, reads_grad_mode: bool, reads_validation: bool, device: torch.device = HOST):
@@ -125,7 +128,13 @@ class ModeGuard:
             if kind != device.type:
                 accepted[place] = autocast_settings(kind)
         self._accepted = accepted
+        self.exact = reads_grad_mode
         self.states = tuple(product(*accepted))
+
+    @property
+    def expected(self) -> dict[str, Any]:
+        """The modes that the entry was made under, by name."""
+        return {mode.name: values[0] for mode, values in zip(MODES, self._accepted, strict=True)}
 
     def failure(self, state: tuple[Any, ...]) -> GuardFailure | None:
         """The first mode whose value in ``state`` (of :func:`read_modes`) is not accepted; ``None`` if all are.

@@ -18,6 +18,7 @@ from torch import nn
 
 from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.capture import Counter
+from bridge.dispatch.guards.condition import Condition
 from bridge.dispatch.guards.module_conditions import (
     Tree,
     TreeConditions,
@@ -132,6 +133,11 @@ class ModuleGuard:
         return self._code.mentions("is_grad_enabled", "is_inference_mode_enabled", "is_inference")
 
     @property
+    def training(self) -> dict[str, bool]:
+        """The expected training flag of each module, by its first path."""
+        return dict(zip(self._conditions.paths, self._conditions.training.expected, strict=True))
+
+    @property
     def condition_names(self) -> tuple[str, ...]:
         """Names of the conditions, those on single properties of tensors apart."""
         return ("code", *(condition.name for condition in self._conditions.in_order))
@@ -180,21 +186,35 @@ class ModuleGuard:
         Raises:
             GuardFailure: names the first thing that differs.
         """
-        tree = self._tree(root)
+        tensors = self._match(self._tree(root))
+        self._tensors.learn(tensors, inference)
+        return tensors
+
+    def _match(self, tree: Tree, but: Condition | None = None) -> list[torch.Tensor]:
+        """The tensors of a tree for which all conditions hold, ``but`` one that is not asked."""
         self._raise(self._conditions.types.failure(tree))
         self._code.match()
         for condition in self._conditions.before_tensors:
-            self._raise(condition.failure(tree))
+            if condition is not but:
+                self._raise(condition.failure(tree))
         tensors = self._conditions.find_tensors(tree)
         self._raise(self._tensors.failure(tensors))
         for condition in self._conditions.after_tensors:
             self._raise(condition.failure(tree))
-        self._tensors.learn(tensors, inference)
         return tensors
 
     def tensors(self, root: nn.Module) -> list[torch.Tensor]:
         """The module's tensors as they are, in the order of the compiled code's inputs."""
         return self._conditions.find_tensors(self._tree(root))
+
+    def failure(self, root: nn.Module) -> GuardFailure | None:
+        """The first condition that does not hold now, training flags apart."""
+        training = self._conditions.training
+        try:
+            self._match(self._tree(root), but=training)
+        except GuardFailure as failure:
+            return failure
+        return None
 
     def numbers(self, root: nn.Module) -> list[Any]:
         """The attributes that the compiled code takes as inputs."""

@@ -87,6 +87,7 @@ class TreeConditions:
         uncounted: contents whose changes no count of writes tells.
         counted: the dictionaries behind the other contents.
         attribute_places: position and name of the tensors that are plain attributes.
+        paths: of the modules; ``training``: their flags.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class TreeConditions:
         index: Mapping[str, int],
         numbers: Mapping[tuple[int, str], AnyNumber] = MappingProxyType({}),
     ):
-        self._paths = paths
+        self.paths = paths
         self._numbers = numbers
         self._places, self._ties = _places(tensors, index)
         self.attribute_places = [(owner, name) for registry, owner, name in self._places if not registry]
@@ -107,7 +108,8 @@ class TreeConditions:
         self.types = self._types(tree)
         self.uncounted = self._contents("contents without counts", [c for c in contents if c.counted is None])
         self.hooks = self._hooks(tree)
-        structure = [self._submodules(tree), self._order(tree), self.hooks, self._training(tree)]
+        self.training = self._training(tree)
+        structure = [self._submodules(tree), self._order(tree), self.hooks, self.training]
         self._constants = [each for each in attributes if not isinstance(each[2], torch.Tensor)]
         self._constant = self._attributes(self._constants)
         held = [
@@ -143,11 +145,11 @@ class TreeConditions:
             if not self._constant.same(now, then):
                 if not changed_number(now, then):
                     return None
-                changed[self._paths[i], name] = then
+                changed[self.paths[i], name] = then
         return changed
 
     def _named(self, i: int) -> str:
-        return _named(self._paths[i])
+        return _named(self.paths[i])
 
     def _types(self, tree: Tree) -> Condition:
         """fully_shard gives a module a class of its own, which counts as the one that the user wrote."""
@@ -165,7 +167,7 @@ class TreeConditions:
             verb = "replaced" if now.get(name) is not None else "removed"
             if name is None:
                 name, verb = next(name for name in now if name not in then), "added"
-            return GuardFailure(MODULE, f"submodule '{_join(self._paths[i], name)}' was {verb}")
+            return GuardFailure(MODULE, f"submodule '{_join(self.paths[i], name)}' was {verb}")
 
         return Condition("submodules", lambda tree: tree.children, list(map(dict, tree.children)), explain, eq, eq)
 
@@ -187,8 +189,8 @@ class TreeConditions:
             return [list(hooks.items()) if hooks else [] for hooks in tree.hooks]
 
         def explain(place: int, then: Any, now: Any) -> GuardFailure:
-            kind, i = divmod(place, len(self._paths) - 1)
-            return GuardFailure(MODULE, f"hook on submodule '{self._paths[i + 1]}' ({MODULE_HOOKS[kind][1:]})")
+            kind, i = divmod(place, len(self.paths) - 1)
+            return GuardFailure(MODULE, f"hook on submodule '{self.paths[i + 1]}' ({MODULE_HOOKS[kind][1:]})")
 
         return Condition("hooks", read, read(tree), explain, _same_hooks, _same_hooks)
 
@@ -213,7 +215,7 @@ class TreeConditions:
         def explain(i: int, then: frozenset[str], now: frozenset[str]) -> GuardFailure:
             name = "forward" if "forward" in now ^ then else min(now ^ then)
             verb = "was added to" if name in now else "was removed from"
-            return _attribute_failure(self._paths[i], name, verb)
+            return _attribute_failure(self.paths[i], name, verb)
 
         def quick(tree: Tree) -> bool:
             return list(map(len, tree.dicts)) == counts
@@ -228,7 +230,7 @@ class TreeConditions:
 
         def explain(place: int, then: Any, now: Any) -> GuardFailure:
             i, name, _ = owned[place]
-            return _attribute_failure(self._paths[i], name, "changed")
+            return _attribute_failure(self.paths[i], name, "changed")
 
         return Condition(
             "attributes",
@@ -257,7 +259,7 @@ class TreeConditions:
     def _contents(self, name: str, contents: Sequence[Contents]) -> Condition:
         def explain(place: int, then: bool, now: bool) -> GuardFailure:
             i, attribute = contents[place].place
-            return _attribute_failure(self._paths[i], attribute, "changed")
+            return _attribute_failure(self.paths[i], attribute, "changed")
 
         return Condition(name, lambda _: map(Contents.unchanged, contents), [True] * len(contents), explain)
 
@@ -274,7 +276,7 @@ class TreeConditions:
         def explain(place: int, then: None, now: torch.Tensor) -> GuardFailure:
             registry, i, name = places[place]
             kind = "parameter" if registry == "_parameters" else "buffer"
-            return GuardFailure(MODULE, f"{kind} '{_join(self._paths[i], name)}' was None")
+            return GuardFailure(MODULE, f"{kind} '{_join(self.paths[i], name)}' was None")
 
         return Condition("absent tensors", lambda tree: map(tree.held, places), [None] * len(places), explain)
 

@@ -15,7 +15,10 @@ from typing import Any
 
 from bridge.state import same
 
-__all__ = ["Spelling"]
+__all__ = ["SAVED", "Spelling", "signature_of"]
+
+SAVED = "tvm_dispatch_signature"
+"""Attribute of a forward that stands for another one: the signature of that, which says how calls may be spelled."""
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -33,7 +36,7 @@ class Spelling:
     """
 
     def __init__(self, forward: Callable[..., Any], num_positional: int, keywords: list[str]):
-        self._signature = _signature(forward)
+        self._signature = signature_of(forward)
         if self._signature is None:
             return
         parameters = self._signature.parameters
@@ -60,9 +63,11 @@ class Spelling:
         return tuple([values[name] for name in self._positional]), {name: values[name] for name in self._keywords}
 
 
-def _signature(forward: Callable[..., Any]) -> inspect.Signature | None:
+def signature_of(forward: Callable[..., Any]) -> inspect.Signature | None:
     """Forward's signature; ``None`` where it says nothing on how a call may be spelled."""
     function = getattr(forward, "__func__", forward)
+    if isinstance(saved := getattr(function, SAVED, None), inspect.Signature):
+        return saved
     if not isinstance(function, FunctionType) or hasattr(function, "__signature__"):
         return None
     signature = inspect.signature(forward, follow_wrapped=False)

@@ -1,0 +1,153 @@
+"""``load_compiled``: a folder of :func:`bridge.export.save.save_compiled` → a module that runs and trains."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.base.devices import HOST
+from bridge.base.torch_internals import COMPILED_CALL
+from bridge.compile import Backend, Program, backend_for, load_program
+from bridge.dispatch import Backward, BackwardRun, Entry, FrozenPrograms, Guard
+from bridge.export.entry_data import modes_of, refuse_other_draws, refuse_other_settings, saved_call
+from bridge.export.module import LoadedDispatcher, module_from
+from bridge.export.safetensors import read_safetensors
+from bridge.export.save import FORMAT, INDEX, PARAMETERS, digest, digest_of_index
+from bridge.export.signature import signature_from
+from bridge.state import ModuleTensor
+
+__all__ = ["LoadedPrograms", "load_compiled"]
+
+
+def load_compiled(path: str | os.PathLike) -> nn.Module:
+    """The module that :func:`save_compiled` wrote: its parameters under their names, its compiled calls.
+
+    It runs what was compiled, with the same bits, forward and backward, and trains as the saved one did; classes of
+    the user's code are not needed. A call that was not compiled is an error with its reason. Parameters are ordinary
+    ones: optimizers, ``state_dict``, ``load_state_dict``, hooks, ``train()`` and ``eval()`` work. A result whose class
+    is not one of Python's is a record: values by attribute, name and position. It lies on the device that it was saved
+    on; a copy of it (``deepcopy``, ``pickle``) has parameters but cannot be called.
+
+    Args:
+        path: the folder. Its kernels are code: take it only from where you would take a library.
+
+    Raises:
+        ValueError: it is no such folder, damaged, or of another kind of processor or GPU, of other versions of torch,
+            TVM or this package, or of other settings of torch.
+        OSError: it cannot be read.
+
+    Example:
+        >>> model = load_compiled("model.tvm")
+        >>> model(**batch).loss.backward()
+    """
+    folder = Path(path)
+    index = _index(folder)
+    device = torch.device(index["device"])
+    backend = backend_for(None if device == HOST else str(device))
+    try:
+        values = {name: value.to(device) for name, value in read_safetensors(folder / PARAMETERS).items()}
+        signature = signature_from(index["signature"])
+        module, tensors = module_from(index["name"], index["tree"], values, signature)
+        final = {each: each.training for each in module.modules()}
+        dispatcher = LoadedDispatcher(module, partition="min_cut", on_miss="error", backend=backend)
+        for data in index["entries"]:
+            dispatcher.entries.add(_entry(module, data, folder, tensors, backend))
+    except KeyError as error:
+        raise ValueError(f"{folder} does not hold what {FORMAT!r} does: {error!r}") from error
+    for each, training in final.items():
+        each.training = training
+    module.__dict__[COMPILED_CALL] = dispatcher
+    return module
+
+
+def _index(folder: Path) -> dict[str, Any]:
+    """What is saved, after every file was looked at."""
+    try:
+        index = json.loads((folder / INDEX).read_text())
+        said, found = index.pop("sha256"), index.get("format")
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{folder} was not saved by save_compiled: {error!r}") from error
+    if found != FORMAT:
+        raise ValueError(f"{folder} has the format {found!r}, wanted {FORMAT!r}")
+    if digest_of_index(index) != said:
+        raise ValueError(f"{folder / INDEX} is damaged: its checksum does not fit")
+    for name, wanted in index["files"].items():
+        if Path(name).name != name or digest(folder / name) != wanted:
+            raise ValueError(f"{folder / name} is damaged: its checksum does not fit")
+    return index
+
+
+def _entry(
+    module: nn.Module, data: dict[str, Any], folder: Path, tensors: tuple[ModuleTensor, ...], backend: Backend
+) -> Entry:
+    refuse_other_settings(data, backend.device)
+    known = {spec.name: spec for spec in tensors}
+    owned = tuple(known[name] for name in data["tensors"])
+    call, arguments, steps = saved_call(data, type(module).__name__, owned, backend.device)
+    refuse_other_draws(data, steps, backend.device)
+    for path, child in module.named_modules():
+        child.training = data["training"][path]
+    frozen = "constants" in data
+    with modes_of(data, backend.device):
+        guard = Guard(module, call.captured, arguments, (), frozen, data["exact_modes"])
+        forward = load_program(folder / data["forward"], backend)
+        if frozen:
+            constants = load_program(folder / data["constants"], backend)
+            programs = FrozenPrograms.made(constants, forward, data["weights"], data["outputs"], guard.frozen.tensors)
+        else:
+            runs = {tuple(each["outputs"]): _backward(each, folder, backend) for each in data["backwards"]}
+            programs = LoadedPrograms(forward, runs, data["outputs"], call.wanted, call.differentiable)
+        entry = Entry(guard, call, backend, programs, steps=steps)
+    entry.partition, entry.backend = "min_cut", backend
+    return entry
+
+
+def _backward(data: dict[str, Any], folder: Path, backend: Backend) -> BackwardRun:
+    fields = {name: tuple(data[name]) for name in ("gradients", "copied", "absent")}
+    step = Backward(data["name"], tuple(data["outputs"]), **fields)
+    return BackwardRun.made(load_program(folder / data["program"], backend), step)
+
+
+class LoadedPrograms:
+    """Programs of a saved call; attributes as of :class:`bridge.dispatch.programs.Programs`."""
+
+    is_frozen = False
+
+    def __init__(
+        self,
+        forward: Program,
+        backwards: dict[tuple[int, ...], BackwardRun],
+        outputs: int,
+        wanted: Sequence[int],
+        differentiable: Sequence[int],
+    ):
+        self.forward, self.backwards = forward, backwards
+        self.execute, self.device = forward.executor, forward.backend.device
+        self.device_type = self.device.type
+        self.num_wanted, self.num_outputs = len(wanted), outputs
+        self.nodes = (tuple(range(len(wanted))),)
+        self.differentiable = tuple(differentiable)
+        self.not_differentiable = [place for place in range(outputs) if place not in differentiable]
+
+    @property
+    def backward(self) -> BackwardRun | None:
+        """That of the fewest outputs: the losses."""
+        return min(self.backwards.values(), key=lambda run: len(run.step.grad_outs), default=None)
+
+    def backward_for(self, outputs: tuple[int, ...]) -> BackwardRun:
+        """The backward for gradients of these outputs. ``RuntimeError`` if none was saved."""
+        found = self.backwards.get(outputs)
+        if found is None:
+            there = "; ".join(", ".join(map(str, each)) for each in self.backwards)
+            wanted = ", ".join(map(str, outputs))
+            raise RuntimeError(
+                f"no backward was saved for gradients of outputs {wanted} alone (there are {there}): run such a "
+                "backward before save_compiled"
+            )
+        return found

@@ -1,0 +1,172 @@
+"""Library calls → Relax's own operators: a function of a forward → the same one that TVM alone can compile.
+
+A rule per library function, for the results that a forward uses: positions and log-sums are for a backward only. The
+formulas are the operators' definitions; numbers agree to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tvm import relax
+from tvm.relax import op
+
+from autodiff import Body
+from autodiff.body import Binding
+from autodiff.constants import const
+from autodiff.ir import Call, Expr, Function, TupleGetItem, dtype, library_name, shape
+from autodiff.rewrite import BodyScope, Scope
+from bridge.export.relax_index import gathered, indexed
+
+__all__ = ["NoRelaxForm", "without_library_calls"]
+
+Rule = Callable[[Sequence[Expr], Scope], Expr]
+"""Arguments of a call → its result, the first one if there are several."""
+
+
+class NoRelaxForm(ValueError):
+    """Names a library function that only torch computes, or a use of one."""
+
+
+def without_library_calls(function: Function) -> Function:
+    """The function with every library call spelled out.
+
+    Raises:
+        NoRelaxForm: one cannot be.
+    """
+    body = Body.of(function)
+    scope = BodyScope(body)
+    first: dict[Binding, Expr] = {}  # of calls with several results
+    replaced: dict[Binding, Expr] = {}
+    for binding in body.bindings:
+        body.substitute(binding, replaced)
+        value, name = binding.value, library_name(binding.value)
+        source = body.binding(value.tuple_value) if isinstance(value, TupleGetItem) else None
+        if name is not None:
+            made = _spelled(name, value, scope)
+            (first if isinstance(binding.var.ty, relax.TupleType) else replaced)[binding] = made
+        elif source in first and value.index == 0:
+            replaced[binding] = first[source]
+        scope.bindings.append(binding)
+    body.finish([each for each in scope.bindings if each not in replaced], replaced)
+    body.prune()
+    left = next((library_name(each.value) for each in body.bindings if library_name(each.value) is not None), None)
+    if left is not None:
+        raise NoRelaxForm(f"a second result of {left}")
+    return body.function()
+
+
+def _spelled(name: str, call: Call, scope: Scope) -> Expr:
+    rule = _RULES.get(name.removeprefix("library."))
+    if rule is None:
+        raise NoRelaxForm(name)
+    return scope.emit(rule(call.args[1:], scope), "spelled")
+
+
+def _numbers(value: Expr) -> list[int]:
+    return [int(extent) for extent in value.values]
+
+
+def _number(value: Expr) -> int | float:
+    return value.value
+
+
+def _embedding(args: Sequence[Expr], scope: Scope) -> Expr:
+    return gathered(args[0], args[1], 0)
+
+
+def _index_select(args: Sequence[Expr], scope: Scope) -> Expr:
+    return gathered(args[0], args[2], int(_number(args[1])))
+
+
+def _index(args: Sequence[Expr], scope: Scope) -> Expr:
+    x, dims, indices = args
+    return indexed(x, _numbers(dims), list(scope.definition(indices).fields), scope)
+
+
+def _convolution(args: Sequence[Expr], scope: Scope) -> Expr:
+    x, weight, stride, padding, dilation, output_padding, transposed, groups = args
+    rank = len(shape(weight)) - 2
+    if len(shape(x)) != rank + 2 or rank not in (1, 2, 3):
+        raise NoRelaxForm("library.convolution without a batch")
+    given = {
+        "strides": _numbers(stride),
+        "padding": _numbers(padding) * 2,
+        "dilation": _numbers(dilation),
+        "groups": int(_number(groups)),
+    }
+    if _number(transposed):
+        given["output_padding"] = _numbers(output_padding)
+    return getattr(op.nn, f"conv{rank}d{'_transpose' if _number(transposed) else ''}")(x, weight, **given)
+
+
+def _max_pool(args: Sequence[Expr], scope: Scope) -> Expr:
+    x, *geometry, ceil_mode = args
+    kernel, stride, padding, dilation = map(_numbers, geometry)
+    pool = getattr(op.nn, f"max_pool{len(kernel)}d")
+    return pool(x, kernel, stride, padding * 2, dilation, ceil_mode=bool(_number(ceil_mode)))
+
+
+def _avg_pool(args: Sequence[Expr], scope: Scope) -> Expr:
+    x, kernel, stride, padding, ceil_mode, include_pad, divisor = args
+    if _number(ceil_mode) or _number(divisor):
+        raise NoRelaxForm("library.avg_pool with a divisor, or windows that end outside")
+    kernel, stride, padding = map(_numbers, (kernel, stride, padding))
+    pool = getattr(op.nn, f"avg_pool{len(kernel)}d")
+    return pool(x, kernel, stride, padding * 2, count_include_pad=bool(_number(include_pad)))
+
+
+def _adaptive_avg_pool(args: Sequence[Expr], scope: Scope) -> Expr:
+    size = _numbers(args[1])
+    return getattr(op.nn, f"adaptive_avg_pool{len(size)}d")(args[0], size)
+
+
+def _flash_attention(args: Sequence[Expr], scope: Scope) -> Expr:
+    *tensors, dropout, causal, scale = args
+    if _number(dropout):
+        raise NoRelaxForm("library.scaled_dot_product_flash_attention with dropout")
+    return _attended(tensors, causal, scale, scope)
+
+
+def _attention(args: Sequence[Expr], scope: Scope) -> Expr:
+    _, *tensors, causal, scale = args
+    return op.permute_dims(scope.emit(_attended(tensors, causal, scale, scope), "attended"), [0, 2, 1, 3])
+
+
+def _attended(tensors: Sequence[Expr], causal: Expr, scale: Expr, scope: Scope) -> Expr:
+    """``softmax(q @ k^T * scale + mask) @ v``, in float32 for half types."""
+    q, k, v, has_mask, *mask = tensors
+    if shape(q)[:-2] != shape(k)[:-2]:
+        raise NoRelaxForm("attention of heads in groups")
+    result, wide = dtype(q), "float64" if dtype(q) == "float64" else "float32"
+    q, k, v = (scope.emit(op.astype(each, wide), "wide") if dtype(each) != wide else each for each in (q, k, v))
+    turned = scope.emit(op.permute_dims(k, [0, 1, 3, 2]), "turned")
+    scores = scope.emit(op.matmul(q, turned), "scores")
+    scores = scope.emit(op.multiply(scores, const(float(_number(scale)), wide)), "scores")
+    never = const(float("-inf"), wide)
+    if _number(causal):
+        rows, columns = (
+            scope.emit(op.reshape(scope.emit(op.arange(0, count, 1, "int64"), "places"), extents), "places")
+            for count, extents in ((shape(q)[-2], [-1, 1]), (shape(k)[-2], [1, -1]))
+        )
+        scores = scope.emit(op.where(scope.emit(op.greater_equal(rows, columns), "seen"), scores, never), "scores")
+    if _number(has_mask) and dtype(mask[0]) == "bool":
+        scores = scope.emit(op.where(mask[0], scores, never), "scores")
+    elif _number(has_mask):
+        bias = mask[0] if dtype(mask[0]) == wide else scope.emit(op.astype(mask[0], wide), "mask")
+        scores = scope.emit(op.add(scores, bias), "scores")
+    attended = op.matmul(scope.emit(op.nn.softmax(scores, axis=-1), "weights"), v)
+    return attended if result == wide else op.astype(scope.emit(attended, "attended"), result)
+
+
+_RULES: dict[str, Rule] = {
+    "adaptive_avg_pool": _adaptive_avg_pool,
+    "attention": _attention,
+    "avg_pool": _avg_pool,
+    "convolution": _convolution,
+    "embedding": _embedding,
+    "index": _index,
+    "index_select": _index_select,
+    "max_pool": _max_pool,
+    "scaled_dot_product_flash_attention": _flash_attention,
+}

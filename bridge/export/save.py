@@ -1,0 +1,156 @@
+"""``save_compiled``: a dispatched module → a folder that another process runs and trains, without the user's source.
+
+compiled.json             names, structures, guards and steps of calls; a digest of every other file
+parameters.safetensors    the module's tensors
+*.program                 programs: instructions, kernels, constants (:mod:`bridge.compile.runtime.storage`)
+forward.so                with ``native``: the forward for TVM's runtime (:mod:`bridge.export.native`)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.compile import Program, save_program
+from bridge.dispatch import Entry, signature_of, stats
+from bridge.export.entry_data import data_of
+from bridge.export.module import module_data
+from bridge.export.native import save_native
+from bridge.export.safetensors import write_safetensors
+from bridge.export.signature import signature_data
+from bridge.state import ModuleTensor
+
+__all__ = ["FORMAT", "INDEX", "PARAMETERS", "digest", "digest_of_index", "save_compiled"]
+
+FORMAT = "bridge compiled 1"
+INDEX, PARAMETERS, NATIVE = "compiled.json", "parameters.safetensors", "forward.so"
+
+
+def save_compiled(module: nn.Module, path: str | os.PathLike, *, native: bool = False) -> None:
+    """Saves a dispatched module as it is now: parameters, buffers, and its compiled calls, forward and backward.
+
+    The folder is complete or not there. Nothing in it is pickled; but kernels are code: load it only from where you
+    would take a library. It is for this kind of processor or GPU, these versions of torch, TVM and this package.
+
+    Args:
+        module: one that :func:`add_tvm_dispatch` was called on; all its entries are saved. Backwards are saved for
+            gradients of the losses alone, of all outputs, and of what has run backward so far.
+        path: a folder, new or saved by this function before.
+        native: also write ``forward.so``, which TVM's runtime runs on the CPU without Python
+            (``examples/run_compiled.cc``): the newest entry that neither draws random numbers nor changes buffers,
+            with the parameters inside, argument tensors in, results out. Wants a C++ compiler.
+
+    Raises:
+        TypeError: ``module`` is no module.
+        ValueError: it is not dispatched, or has no entry.
+        UnsupportedModule: an entry holds something that cannot be saved, or has no native form; nothing is written.
+        FileExistsError: there is something else at ``path``.
+
+    Example:
+        >>> add_tvm_dispatch(model, batch)
+        >>> save_compiled(model, "model.tvm")
+        >>> model = load_compiled("model.tvm")  # in another process, without the model's source
+    """
+    entries = stats(module).entries
+    if not entries:
+        raise ValueError(f"{type(module).__name__} has no compiled call yet: give add_tvm_dispatch a sample")
+    path = Path(path)
+    if path.exists() and not (path / INDEX).is_file():
+        raise FileExistsError(f"{path} is there and was not saved by save_compiled")
+    device = entries[-1].lowered.captured.device
+    found = [data_of(entry, module) for entry in entries]
+    specs, owned = _tensors(module, entries)
+    index: dict[str, Any] = {
+        "format": FORMAT,
+        "name": type(module).__name__,
+        "device": str(device),
+        "tree": module_data(module, specs),
+        "signature": signature_data(signature_of(module.forward)),
+        "entries": [],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        for number, (entry, data) in enumerate(zip(entries, found, strict=True)):
+            index["entries"].append(data | _programs(entry, folder, number))
+        write_safetensors(folder / PARAMETERS, {spec.name: each for spec, each in zip(specs, owned, strict=True)})
+        if native:
+            index["native"] = save_native(module, entries, folder / NATIVE)
+        index["files"] = {each.name: digest(each) for each in sorted(folder.iterdir())}
+        (folder / INDEX).write_text(json.dumps(index | {"sha256": digest_of_index(index)}, allow_nan=False))
+        folder.chmod(0o755)
+        _put(folder, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tensors(module: nn.Module, entries: Sequence[Entry]) -> tuple[list[ModuleTensor], list[torch.Tensor]]:
+    """All tensors that entries read, once by name."""
+    found: dict[str, tuple[ModuleTensor, torch.Tensor]] = {}
+    for entry in entries:
+        for spec, tensor in zip(entry.lowered.captured.module_tensors, entry.guard.tensors(module), strict=True):
+            found.setdefault(spec.name, (spec, tensor))
+    return [spec for spec, _ in found.values()], [tensor for _, tensor in found.values()]
+
+
+def _programs(entry: Entry, folder: Path, number: int) -> dict[str, Any]:
+    """Writes the programs of an entry; their names, with what belongs to each."""
+    made = entry.programs
+    found: dict[str, Any] = {"forward": _write(made.forward, folder, f"{number}.forward")}
+    found["outputs"] = made.num_outputs
+    if made.is_frozen:
+        found["constants"] = _write(made.constants, folder, f"{number}.constants")
+        found["weights"] = list(made.weights)
+        return found
+    found["backwards"] = []
+    if made.differentiable:
+        made.backward_for(tuple(made.differentiable))
+    for place, (outputs, run) in enumerate(sorted(made.backwards.items())):
+        name = _write(run.program, folder, f"{number}.backward{place}")
+        step = {field: list(getattr(run.step, field)) for field in ("gradients", "copied", "absent")}
+        found["backwards"].append({"program": name, "outputs": list(outputs), "name": run.step.program, **step})
+    return found
+
+
+def _write(program: Program, folder: Path, name: str) -> str:
+    save_program(program, folder / f"{name}.program")
+    return f"{name}.program"
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    found = hashlib.sha256()
+    for block in _blocks(path):
+        found.update(block)
+    return found.hexdigest()
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            yield block
+
+
+def digest_of_index(index: dict[str, Any]) -> str:
+    """SHA-256 of what the index says."""
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+
+
+def _put(folder: Path, path: Path) -> None:
+    """The finished folder in its place; what was there goes."""
+    if path.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent)) / path.name
+        path.rename(old)
+        folder.rename(path)
+        shutil.rmtree(old.parent)
+    else:
+        folder.rename(path)

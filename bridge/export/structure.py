@@ -1,0 +1,109 @@
+"""Structures of arguments and results: pytree specifications ↔ plain data, without the classes of the user's code.
+
+Tuples, lists, dicts, named tuples and ``torch.Size`` come back as they are. A result of another class (transformers'
+outputs, a dataclass) comes back as a :class:`Record`: names and values, by attribute, name or position.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from bridge.base.objects import ObjectNode
+from bridge.base.torch_internals import pytree
+
+__all__ = ["Record", "structure_of", "to_structure"]
+
+_LEAF = None
+_SEQUENCES = {tuple: "tuple", list: "list"}
+_MAPPINGS = {dict: "dict", OrderedDict: "ordered dict"}
+_KEYS = (str, int, bool)
+
+
+class Record(dict):
+    """A result whose class was not saved: ``result.logits``, ``result["logits"]`` and ``result[0]`` are the same.
+
+    Values that are ``None`` are left out of positions, as in transformers' outputs.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return dict.__getitem__(self, name)
+        except KeyError:
+            raise AttributeError(f"the record has {', '.join(self)}, no {name!r}") from None
+
+    def __getitem__(self, key: Any) -> Any:
+        return dict.__getitem__(self, key) if isinstance(key, str) else self.to_tuple()[key]
+
+    def to_tuple(self) -> tuple:
+        """The values that are not ``None``."""
+        return tuple(value for value in self.values() if value is not None)
+
+
+def _flatten(record: Record) -> tuple[list[Any], tuple[str, ...]]:
+    return list(record.values()), tuple(record)
+
+
+def _unflatten(values: Iterable[Any], names: tuple[str, ...]) -> Record:
+    return Record(zip(names, values, strict=True))
+
+
+pytree.register_pytree_node(Record, _flatten, _unflatten, serialized_type_name="tvm_dispatch.Record")
+
+
+def to_structure(spec: pytree.TreeSpec) -> Any:
+    """Plain data for a specification. ``TypeError`` for a node that cannot be told without its class."""
+    if spec.is_leaf():
+        return _LEAF
+    children = [to_structure(child) for child in spec.children()]
+    kind, context = spec.type, spec.context
+    if kind in _SEQUENCES:
+        return {"kind": _SEQUENCES[kind], "children": children}
+    if kind in _MAPPINGS:
+        if not all(type(key) in _KEYS for key in context):
+            raise TypeError(f"a {kind.__name__} with keys other than texts and integers")
+        return {"kind": _MAPPINGS[kind], "keys": list(context), "children": children}
+    fields = getattr(context if isinstance(context, type) else kind, "_fields", None)
+    if fields is not None and len(fields) == len(children):
+        named = context if isinstance(context, type) else kind
+        return {"kind": "named tuple", "name": named.__name__, "keys": list(fields), "children": children}
+    if kind is ObjectNode:
+        return _of_object(context, children)
+    if isinstance(context, list | tuple) and len(context) == len(children) and all(type(k) is str for k in context):
+        return {"kind": "record", "keys": list(context), "children": children}
+    raise TypeError(f"a result of class {kind.__name__}")
+
+
+def _of_object(context: tuple, children: list[Any]) -> Any:
+    made, _, layout = context
+    if any(plain is not None for _, plain in layout):
+        names = [name for name, plain in layout if plain is not None]
+        raise TypeError(f"an object of class {made.__name__} with values that are no tensors: {', '.join(names)}")
+    kind = "size" if made is torch.Size else "record"
+    return {"kind": kind, "keys": [str(name) for name, _ in layout], "children": children}
+
+
+def structure_of(plain: Any) -> pytree.TreeSpec:
+    """The specification that plain data of :func:`to_structure` tells of."""
+    return pytree.tree_structure(_skeleton(plain))
+
+
+def _skeleton(plain: Any) -> Any:
+    if plain is _LEAF:
+        return 0
+    children = [_skeleton(child) for child in plain["children"]]
+    kind, keys = plain["kind"], plain.get("keys", ())
+    if kind in ("tuple", "list"):
+        return tuple(children) if kind == "tuple" else children
+    pairs = dict(zip(keys, children, strict=True))
+    if kind == "named tuple":
+        return namedtuple(plain["name"], keys)(*children)
+    if kind == "size":
+        return ObjectNode(torch.Size, pairs, {})
+    made = {"dict": dict, "ordered dict": OrderedDict, "record": Record}.get(kind)
+    if made is None:
+        raise ValueError(f"a structure of unknown kind {kind!r}")
+    return made(pairs)
