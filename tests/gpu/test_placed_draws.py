@@ -15,9 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
-from tests.bridge.compare import Function
+from tests.bridge.compare import Function, clone_tree
 from tests.bridge.rng.test_computed_draws import DISTRIBUTIONS, DRAWS, NUMBERS
-from tests.device import DEVICE, generators
+from tests.device import DEVICE, generators, moved
+from tests.gpu.cases import LAYERS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -142,6 +143,50 @@ def test_bits_of_the_forward_are_eagers():
             torch.testing.assert_close(*found)
         else:
             assert all(map(torch.equal, *found)), dtype
+
+
+HOW = {
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.bfloat16, None),
+    "float16": (torch.float16, None),
+    "autocast bfloat16": (torch.float32, torch.bfloat16),
+    "autocast float16": (torch.float32, torch.float16),
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", [name for name in LAYERS if "p=0.1" in name])
+def test_a_layer_of_bert(name, how):
+    """Outputs, every gradient and the generators of several steps; what is off is eager's rounding, in its type."""
+    (make, sample), (dtype, cast) = LAYERS[name], HOW[how]
+    torch.manual_seed(0)
+    eager = make().to(DEVICE, dtype).train()
+    ours, x = copy.deepcopy(eager), clone_tree(moved(sample()), dtype)
+    with torch.autocast("cuda", dtype=cast, enabled=cast is not None):
+        add_tvm_dispatch(ours, x)
+    scaler = torch.amp.GradScaler("cuda", enabled=cast == torch.float16)
+    found = []
+    for module in (ours, eager):
+        torch.manual_seed(11)
+        found.append([])
+        for _ in range(3):
+            module.zero_grad()
+            leaf = x.detach().clone().requires_grad_()
+            with torch.autocast("cuda", dtype=cast, enabled=cast is not None):
+                y = module(leaf)
+                y = y if isinstance(y, torch.Tensor) else y[0]
+            scaler.scale(y.float().square().mean()).backward()
+            grads = [leaf.grad, *(p.grad.clone() for p in module.parameters())]
+            found[-1].append((y.detach(), grads, generators()))
+    assert stats(ours).hits == 3, stats(ours)
+    tolerance = 1e-4 if how == "float32" else 4e-2
+    for (y, grads, state), (wanted, expected, drawn) in zip(*found, strict=True):
+        assert torch.equal(state, drawn)
+        torch.testing.assert_close(y, wanted, rtol=tolerance, atol=tolerance)
+        largest = max(grad.abs().max().item() for grad in expected)
+        for got, grad in zip(grads, expected, strict=True):
+            scale = max(grad.abs().max().item(), 1e-2 * largest)  # a key's bias has a gradient of zero and roundings
+            torch.testing.assert_close(got, grad, rtol=tolerance, atol=tolerance * scale)
 
 
 WAYS = {

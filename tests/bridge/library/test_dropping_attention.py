@@ -5,6 +5,8 @@ Without a GPU: CUDA's operators are given kernels for the host, which draw from 
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -250,3 +252,27 @@ def test_by_keyword(generator):
     generator.__init__()
     torch.testing.assert_close(module(*leaves), wanted)
     assert stats(module).hits == 1 and generator.offset == 108
+
+
+def test_threads_draw_one_after_the_other(generator):
+    """No two calls get the same numbers, and the generator moves by all of them."""
+    module = Layers("flash").double()
+    add_tvm_dispatch(module, tuple(tensors()))
+    generator.__init__()
+    found = []
+
+    def draw():
+        for _ in range(5):
+            found.append(module(*tensors()).detach())
+
+    threads = [threading.Thread(target=draw) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (generator.seed, generator.offset) == (SEED, 8 + 15 * 300)
+    alone = []
+    generator.__init__()
+    for _ in range(15):
+        alone.append(module(*tensors()).detach())
+    assert sorted(y.sum().item() for y in found) == sorted(y.sum().item() for y in alone)
