@@ -160,7 +160,7 @@ class GraphedExecutor:
         copied = recordings.ports.copied_bytes
         if self._control.mode == "auto" and copied > MAX_COPIED_BYTES:
             self._refuse(f"{copied} bytes lie elsewhere at each call")
-        elif recordings.made >= 2 * MAX_MADE:
+        elif recordings.made >= MAX_MADE:
             self._refuse("addresses keep changing")
         else:
             self._control.make_room(self)

@@ -59,9 +59,17 @@ class Ports:
         for known in self._known:
             known.clear()
 
-    def buffer_all_that_moved(self) -> bool:
-        """Buffers every port that has had a second address; returns whether there was one."""
-        moved = [place for place in self.direct if len(self._known[place]) > 1]
+    def buffer_what_moved(self, most: int | None = None) -> bool:
+        """Buffers every port that has had a second address; returns whether there was one.
+
+        Args:
+            most: bytes of a port; larger ones stay as they are.
+        """
+        moved = [
+            place
+            for place in self.direct
+            if len(self._known[place]) > 1 and (most is None or self._bytes[place] <= most)
+        ]
         self._buffer(moved)
         return bool(moved)
 

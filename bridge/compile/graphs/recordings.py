@@ -22,8 +22,13 @@ __all__ = ["MAX_MADE", "MAX_OF_A_STREAM", "StreamRecordings"]
 
 #: Recordings of a program for one stream; the one that was used the longest ago leaves.
 MAX_OF_A_STREAM = 8
-#: Recordings that are made before ports are buffered as soon as they move, and again as many before none is made.
-MAX_MADE = 24
+#: Recordings that are made before none is made any more.
+MAX_MADE = 64
+_PATIENCE = 12
+"""Calls with new addresses after which small tensors that have moved are buffered; after twice as many, all that have.
+"""
+_SMALL = 1 << 20
+"""Bytes of a tensor whose copy is of no account."""
 _STEADY = 64
 """Replays in a row after which addresses of long ago do not count."""
 
@@ -49,7 +54,7 @@ class StreamRecordings:
         self._memories = memories
         self._recordings: LeastRecentlyUsed[Key, Callable[[], Any]] = LeastRecentlyUsed(MAX_OF_A_STREAM)
         self._seen: LeastRecentlyUsed[Key, bool] = LeastRecentlyUsed(4 * MAX_OF_A_STREAM)
-        self._in_a_row = 0
+        self._in_a_row = self._strange = 0
         self._plan_memory()
 
     def __len__(self) -> int:
@@ -96,8 +101,13 @@ class StreamRecordings:
         tensors = [*inputs, *fresh]
         if self._in_a_row >= _STEADY:
             self.ports.forget()
+            self._strange = 0
         self._in_a_row = 0
-        if self.ports.note(tensors) or (self.made == MAX_MADE and self.ports.buffer_all_that_moved()):
+        self._strange += 1
+        moved = self.ports.note(tensors)
+        if self._strange in (_PATIENCE, 2 * _PATIENCE):
+            moved |= self.ports.buffer_what_moved(_SMALL if self._strange == _PATIENCE else None)
+        if moved:
             self._renew()
         key = self.ports.key(tensors)
         if self._seen.get(key):

@@ -160,10 +160,10 @@ LOOPS = [
 
 @pytest.mark.parametrize("work", LOOPS, ids=lambda work: work.__name__)
 def test_a_loop_is_replayed(pair, work):
-    for seed in range(12):
+    for seed in range(30):  # as many as addresses of the host may take to come back
         pair.step(seed, work)
     before = pair.graphs.replays
-    pair.step(12, work)
+    pair.step(30, work)
     assert pair.graphs.replays > before and not pair.graphs.refused, pair.graphs
 
 
