@@ -10,7 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from bridge import add_tvm_dispatch, explain, stats
 from bridge.compile import Program
+from bridge.compile.cpu.backend import CpuBackend
 from bridge.dispatch import backward_nodes
+from tests.bridge.compile.host_recorder import HostRecorder
 from tests.device import DEVICE
 
 WIDTH, LAYERS = 16, 4
@@ -293,3 +295,28 @@ def test_small_modules_have_one_node(monkeypatch):
     entry = stats(module).entries[0]
     assert len(entry.programs.nodes) == 1 and not entry.programs.backward.step.nodes
     assert module(x)[0].grad_fn.name() == "_DispatchedBackward"
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="with a recorder on the host")
+def test_segments_are_recorded_each_by_itself(monkeypatch):
+    """Gradients that are kept, two passes at once, passes that end early."""
+    monkeypatch.setattr(CpuBackend, "recorder", lambda self, program: HostRecorder(program), raising=False)
+    eager, module, x = pair(cuda_graphs=True)
+    kept = []
+    for step in range(24):
+        made = []
+        for each in (module, eager):
+            torch.manual_seed(step)
+            each.zero_grad(set_to_none=step % 3 == 0)
+            first, second = each(x), each(x * 0.5)
+            early = torch.autograd.grad(first[0].sum(), [each.head.bias], retain_graph=True)
+            (first[0].sum() + second[0].square().sum()).backward()
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    parameter -= 0.01 * parameter.grad
+            made.append([*early, *(parameter.grad for parameter in each.parameters()), *each.parameters()])
+        close(*made)
+        kept += [(each, each.detach().clone()) for each in made[0][:1]]
+    assert all(torch.equal(now, then) for now, then in kept)
+    found = stats(module).graphs
+    assert found.replays > 24 * len(stats(module).entries[0].programs.nodes) and not found.refused, found
