@@ -32,6 +32,7 @@ __all__ = [
     "moved_bytes",
     "must_save_reason",
     "product",
+    "read_by_kernel",
     "recompute_cost",
     "save_cost",
     "view_base",

@@ -14,6 +14,7 @@ from .graph import build_graph
 from .kept_casts import with_kept_casts
 from .min_cut import MinCut
 from .plan import Plan, make_plan
+from .rows_again import with_rows_again
 from .split import split
 from .strategy import Strategy
 
@@ -45,6 +46,7 @@ def partition(
     module_paths: Mapping[str, str] | None = None,
     as_read: bool = False,
     cast_once: int = 0,
+    rows_again: bool = False,
 ) -> Partitioned:
     """Cut a joint function into a forward and a backward.
 
@@ -57,6 +59,7 @@ def partition(
         as_read: whether values are saved in the order in which they are read, see :mod:`partition.as_read`: for
             kernels that read nothing in another order than it is stored in.
         cast_once: of how many primals, the first ones, casts are saved, see :mod:`partition.kept_casts`.
+        rows_again: whether products are saved in the place of softmaxes, see :mod:`partition.rows_again`.
 
     Raises:
         ValueError: unknown strategy; counts that do not fit; a forward output that depends on a grad_out; a random
@@ -66,6 +69,8 @@ def partition(
     chosen = resolve(strategy)
     graph = build_graph(joint, num_primals, num_outputs, module_paths, as_read=as_read)
     choice = chosen.choose(graph)
+    if rows_again:
+        choice = with_rows_again(graph, choice)
     if cast_once:
         choice = with_kept_casts(graph, choice, cast_once)
     if as_read:

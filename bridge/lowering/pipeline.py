@@ -72,7 +72,7 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     lowered.run("cleaned", "autodiff.clean", body, autodiff.clean)
     size = lowered["cleaned"].size
     started = time.perf_counter()
-    on_gpu = captured.device.type != HOST.type
+    on_gpu, by_default = captured.device.type != HOST.type, partition == DEFAULT_PARTITION
     sources = origins(captured, imported, [lowered["forward"].function, lowered["cleaned"].function])
     lowered.partitioned = partition_joint(
         body,
@@ -81,7 +81,8 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
         strategy=partition,
         module_paths={name: origin.module for name, origin in sources.items()},
         as_read=on_gpu,
-        cast_once=len(captured.module_tensors) if on_gpu and partition == DEFAULT_PARTITION else 0,
+        cast_once=len(captured.module_tensors) if on_gpu and by_default else 0,
+        rows_again=on_gpu and by_default,
     )
     log.info("%s %s", captured.module_name, lowered.plan.summary())
     log.debug("%s", lowered.plan)
