@@ -36,7 +36,8 @@ def explain(module: nn.Module, *, full: bool = False) -> Report:
     """
     counted = stats(module)
     entries = tuple(_entry(entry, module) for entry in counted.entries)
-    return Report(type(module).__name__, counted.hits, counted.misses.copy(), entries, full)
+    told = repr(counted.graphs).splitlines() if counted.graphs.recordings or counted.graphs.refused else ()
+    return Report(type(module).__name__, counted.hits, counted.misses.copy(), entries, full, tuple(told))
 
 
 def _entry(entry: Entry, module: nn.Module) -> EntryReport:

@@ -161,6 +161,7 @@ class Report:
         misses: calls that ran eager, by reason.
         entries: a report per compiled call.
         complete: whether printing shows everything.
+        graphs: what became of recorded graphs, in words; nothing where none are wanted.
     """
 
     module_name: str
@@ -168,6 +169,7 @@ class Report:
     misses: Counter[str]
     entries: tuple[EntryReport, ...]
     complete: bool = False
+    graphs: tuple[str, ...] = ()
 
     @property
     def full(self) -> Report:
@@ -183,6 +185,7 @@ class Report:
         lines = [self.head()]
         for entry in self.entries:
             lines += entry.lines(self.complete)
+        lines += [cut(line, self.complete) for line in self.graphs]
         misses = self.misses.most_common(None if self.complete else FEW_MISSES)
         lines += [cut(f"miss: {number} x {reason}", self.complete) for reason, number in misses]
         lines += more(list(self.misses), misses, "reasons")
@@ -195,6 +198,9 @@ class Report:
     def _repr_html_(self) -> str:
         """Totals in the open, tables to fold out."""
         parts = [f"<b>{html.escape(self.head())}</b>", *(entry.html() for entry in self.entries)]
+        if self.graphs:
+            rows = [(each,) for each in self.graphs]
+            parts.append(_fold("recorded graphs", html_table(("what became of them",), rows)))
         if self.misses:
             rows = [(str(number), reason) for reason, number in self.misses.most_common()]
             parts.append(_fold("misses", html_table(("calls", "reason"), rows, right=(0,)), is_open=True))

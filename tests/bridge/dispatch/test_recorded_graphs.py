@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from bridge import add_tvm_dispatch, remove_tvm_dispatch, stats
+from bridge import add_tvm_dispatch, explain, remove_tvm_dispatch, stats
 from bridge.compile.cpu.backend import CpuBackend
 from tests.bridge.compile.host_recorder import HostRecorder
 
@@ -228,7 +228,7 @@ def test_it_is_switched_off_and_on_without_compiling_anew(pair):
     for seed in range(8):
         pair.step(seed, plain)
     (entry, _), replays = stats(pair.ours).entries, pair.graphs.replays
-    assert replays and "replays of" in repr(stats(pair.ours))
+    assert replays and all("replays of" in told for told in (repr(stats(pair.ours)), str(explain(pair.ours))))
     add_tvm_dispatch(pair.ours, pair.batch(0), cuda_graphs=False, on_miss="error")
     pair.step(8, plain)
     assert pair.graphs.replays == replays and stats(pair.ours).entries[0] is entry
