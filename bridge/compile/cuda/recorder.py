@@ -51,7 +51,10 @@ class PoolMemory:
             if not self._has_pools:
                 return [empty_strided(*form) for form in forms]
             self._pool = torch.cuda.MemPool()
-        with memory_of_pool(self._index, self._pool.id):
+        try:
+            with memory_of_pool(self._index, self._pool.id):
+                return [empty_strided(*form) for form in forms]
+        except torch.OutOfMemoryError:  # the allocator gives nothing back that it keeps while a pool is in use
             return [empty_strided(*form) for form in forms]
 
     @property

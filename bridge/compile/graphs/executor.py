@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.graphs.control import RecordedGraphs
@@ -29,6 +30,9 @@ __all__ = ["MAX_COPIED_BYTES", "GraphedExecutor"]
 MAX_COPIED_BYTES = 32 << 20
 _STREAMS = 4
 """On which a program stays recorded; those used last."""
+
+_MOST_LEFT = 3
+"""Times that a program makes room for others before it is not recorded any more."""
 
 Execute = Callable[..., list[torch.Tensor]]
 
@@ -65,6 +69,7 @@ class GraphedExecutor:
         self._results: ReplayResults | None = None
         self._cost = LaunchCost(recorder)
         self._is_warm, self._draws = False, True
+        self._left = 0
         self._refused = recorder.refusal()
         self.last_used = 0
         control.enroll(self)
@@ -80,7 +85,8 @@ class GraphedExecutor:
         return sum(recordings.buffer_bytes for _, recordings in self._streams.items())
 
     def drop(self) -> None:
-        """Lets go of all recordings."""
+        """Lets go of all recordings, for those of others."""
+        self._left += 1
         self._streams.clear()
 
     def __call__(self, inputs: Sequence[torch.Tensor], *, consume: bool = False) -> list[torch.Tensor]:
@@ -115,7 +121,7 @@ class GraphedExecutor:
     def _refuse(self, reason: str) -> None:
         self._refused = reason
         self._control.refuse(self._program.name, reason)
-        self.drop()
+        self._streams.clear()
 
     def _warm_up(self, inputs: Sequence[torch.Tensor], consume: bool, forced: bool) -> list[torch.Tensor]:
         """A call before there are recordings; under ``"auto"`` it is timed."""
@@ -143,7 +149,11 @@ class GraphedExecutor:
             recording = self._recorded(recordings, dense, fresh)
         if recording is None:
             return self._into(fresh, inputs, consume)
-        results = recordings.replay(recording, inputs, dense, fresh)
+        if profiler._is_profiler_enabled:
+            with profiler.record_function(f"tvm: {self._program.name}, recorded"):
+                results = recordings.replay(recording, inputs, dense, fresh)
+        else:
+            results = recordings.replay(recording, inputs, dense, fresh)
         if consume:
             inputs.clear()
         self.last_used = next(self._control.clock)
@@ -162,6 +172,8 @@ class GraphedExecutor:
             self._refuse(f"{copied} bytes lie elsewhere at each call")
         elif recordings.made >= MAX_MADE:
             self._refuse("addresses keep changing")
+        elif self._left > _MOST_LEFT:
+            self._refuse("the module's other programs and sizes have more use of graphs")
         else:
             self._control.make_room(self)
             try:

@@ -273,6 +273,27 @@ def test_recordings_of_a_module_are_bounded(compiled, monkeypatch):
     assert control.recordings == 3
 
 
+def test_programs_that_take_each_others_place_give_up(compiled, monkeypatch):
+    monkeypatch.setattr(control_module, "MAX_RECORDINGS", 1)
+    control, runs = RecordedGraphs(True), [Graphed(compiled) for _ in range(2)]
+    for each in runs:
+        each.run._control = control
+        control.enroll(each.run)
+    for _ in range(8):
+        for each in runs:
+            for _ in range(4):
+                each.check()
+    assert sum(each.recorder.recorded for each in runs) < 12
+    assert any("have more use of graphs" in reason for reason in control.refused.values())
+
+
+def test_a_profiler_sees_replays(graphed):
+    graphed.warm()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        graphed.check()
+    assert any(event.name == "tvm: test, recorded" for event in profile.events())
+
+
 def test_addresses_that_keep_changing_are_buffered_in_the_end(compiled):
     """Combinations of few addresses each: more than are kept."""
     graphed = Graphed(compiled)
