@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import signal
 import statistics
 import subprocess
 import sys
@@ -296,9 +297,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.ddp", *sys.argv[1:], "--store", (Path(folder) / "store").as_uri()]
         ranks = range(options.processes)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the processes end, too
         workers = [subprocess.Popen([*command, "--processes", str(len(ranks)), "--rank", str(rank)]) for rank in ranks]
-        codes = [worker.wait() for worker in workers]
-    sys.exit(max(map(abs, codes)))
+        try:
+            while any(worker.poll() is None for worker in workers) and not any(worker.poll() for worker in workers):
+                time.sleep(0.2)
+        finally:  # one that failed leaves the others waiting
+            codes = [worker.poll() for worker in workers]
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+    sys.exit(max(abs(code or 0) for code in codes))
 
 
 if __name__ == "__main__":

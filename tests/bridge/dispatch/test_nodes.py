@@ -24,6 +24,16 @@ def small_modules_have_nodes(monkeypatch):
     monkeypatch.setattr(backward_nodes, "LEAST_BYTES", 512)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def held():
+    """Alive to the end: the tests' modules equal these, and are lowered and compiled once."""
+    torch.manual_seed(0)
+    towers = [Tower(tied).double().to(DEVICE) for tied in (False, True)]
+    for tower in towers:
+        add_tvm_dispatch(tower, torch.randn(3, 5, WIDTH, dtype=torch.float64, device=DEVICE))
+    return towers
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
