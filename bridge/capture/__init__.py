@@ -5,7 +5,7 @@ from bridge.capture.counters import Counter
 from bridge.capture.ctc_loss import CTC_LOSSES
 from bridge.capture.dynamic_shapes import DynamicDim, dynamic_dims
 from bridge.capture.eager_error import raise_if_eager_raises
-from bridge.capture.fake_run import fake_run
+from bridge.capture.fake_run import FakeRun, fake_run, forget_real_tensors
 from bridge.capture.isolated_rng import with_generator
 from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, number_tensor, with_number_inputs
 from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter
@@ -32,6 +32,7 @@ __all__ = [
     "Counter",
     "Draw",
     "DynamicDim",
+    "FakeRun",
     "NotArithmeticError",
     "NumberPlace",
     "Observation",
@@ -47,6 +48,7 @@ __all__ = [
     "device_of_call",
     "dynamic_dims",
     "fake_run",
+    "forget_real_tensors",
     "given",
     "is_capturing",
     "is_implied",

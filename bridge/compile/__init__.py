@@ -2,6 +2,7 @@
 
 from bridge.compile.backend import Backend, Built
 from bridge.compile.cpu.backend import host_backend
+from bridge.compile.cpu.host import features as host_features
 from bridge.compile.cpu.mt19937 import PER_BLOCK
 from bridge.compile.cpu.mt19937_draw import bernoulli_function
 from bridge.compile.cpu.mt19937_engine import DOUBLE, FLOAT, STATE_WORDS, WORDS
@@ -14,9 +15,10 @@ from bridge.compile.cuda.recorder import PoolMemory as private_memory
 from bridge.compile.graphs.control import MODES, Mode, RecordedGraphs
 from bridge.compile.graphs.entry_graphs import EntryGraphs
 from bridge.compile.graphs.recorder import Memory
-from bridge.compile.kept_function import KeptFunction, digest_of
+from bridge.compile.kept_function import KeptFunction
 from bridge.compile.options import CompileOptions
 from bridge.compile.pipeline import Compilation, clear_cache, compile_function
+from bridge.compile.runtime.canonical import canonical_text
 from bridge.compile.runtime.constants import with_constants
 from bridge.compile.runtime.contents import Operation
 from bridge.compile.runtime.cut import Segment, cut
@@ -59,6 +61,7 @@ __all__ = [
     "backend_for",
     "bernoulli_function",
     "bytes_of",
+    "canonical_text",
     "clear_cache",
     "clear_choices",
     "compile_function",
@@ -68,6 +71,7 @@ __all__ = [
     "gpu_of",
     "hold_function",
     "host_backend",
+    "host_features",
     "load_program",
     "private_memory",
     "save_program",

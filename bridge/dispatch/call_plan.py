@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from autodiff.ir import results
 from bridge.compile import Program
 from bridge.dispatch import call_steps as steps
 from bridge.dispatch.guards import Guard
@@ -35,7 +34,7 @@ def plan_call(
     captured, imported = lowered.captured, lowered.imported
     observed = observed or Observed(tuple(captured.draws), tuple(captured.outputs))
     inputs = input_names(lowered)
-    draws = tuple(param.name for param in lowered["forward"].function.params[len(inputs) :])
+    draws = lowered.parameter_names[len(inputs) :]
     values = _result_names(lowered)
     numbers = [place.name or f"argument {place.leaf}" for place in guard.numbers] if guard is not None else []
     strided = [
@@ -89,7 +88,7 @@ def _result_names(lowered: LoweredCall) -> tuple[str, ...]:
         yield from (f"new {captured.module_tensors[index].name}" for index, _ in captured.mutated)
         yield from ["the generator's state"] * imported.leaves_state
         yield from ["the place of a broken check"] * bool(imported.checks)
-        yield from (getattr(value, "name", "a constant") for value in results(lowered.forward)[lowered.num_results :])
+        yield from lowered.capture_names
 
     return tuple(names())
 

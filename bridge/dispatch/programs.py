@@ -25,6 +25,7 @@ from bridge.compile import (
     DrawnMask,
     EntryGraphs,
     Flow,
+    KeptFunction,
     Program,
     RecordedGraphs,
     Segment,
@@ -83,7 +84,7 @@ class Programs:
         self._options = CompileOptions.current(backend)
         self.device, self.device_type = backend.device, backend.device.type
         self.masks = ComputedMasks(lowered, backend)
-        self._forward = forward = Compiling(lowered.forward, name, "forward", self._options, self.masks.forward)
+        self._forward = forward = Compiling(lowered.forward_source, name, "forward", self._options, self.masks.forward)
         if self._graphs is not None:
             forward.graphed = partial(self._graphs.forward, outputs=lowered.num_results)
         self.num_wanted = len(lowered.wanted)
@@ -208,14 +209,14 @@ class BackwardRun:
         self._segments: tuple[Segment, ...] = ()
         name = lowered.captured.module_name
         options = replace(options, sums_in_place=True, grad_outs=len(outputs))
-        self._compiling = Compiling(lowered.backward_for(outputs), name, "backward", options, masks)
+        self._compiling = Compiling(lowered.backward_source(outputs), name, "backward", options, masks)
         self._compiling.graphed = graphed
 
     def compile(self) -> None:
         """Ends the compilation, but for machine code that is in the making."""
-        lowered, outputs, function = self._lowered, self._outputs, self._compiling.function
+        lowered, outputs = self._lowered, self._outputs
         self.program = self._compiling.program()
-        count, names = len(function.params), input_names(lowered)
+        count, names = len(self.program.layout.params), input_names(lowered)
         copied = self.program.shared_results(handed_on=range(count - len(outputs), count))
         gradients = lowered.gradients_for(outputs)
         absent = [place for place, index in enumerate(lowered.wanted) if index not in gradients]
@@ -309,7 +310,7 @@ class Compiling:
 
     def __init__(
         self,
-        function: Function,
+        function: Function | KeptFunction,
         module_name: str,
         direction: str,
         options: CompileOptions,
@@ -348,7 +349,8 @@ class Compiling:
             problem = Unsupported(op, f"{self._module_name}'s {self._direction}", str(error))
             raise UnsupportedModule(self._module_name, [problem], cause=error) from None
         except Exception as error:
-            raise CompilationError(f"compile {self._direction}", self.function.script(), error) from error
+            function = self.function.read() if isinstance(self.function, KeptFunction) else self.function
+            raise CompilationError(f"compile {self._direction}", function.script(), error) from error
 
 
 def _under_name(program: Program, module_name: str, direction: str) -> Execute:

@@ -16,11 +16,13 @@ import autodiff
 from autodiff import Body
 from autodiff.errors import UndifferentiableOp
 from autodiff.ir import Function, results
+from bridge.artifact import key_of
 from bridge.aten import Imported
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
 from bridge.capture import Captured
+from bridge.compile import KeptFunction
 from bridge.lowering.diff import Diff, diff
 from bridge.lowering.origin import Origin, origins
 from bridge.lowering.stage import Stage
@@ -67,6 +69,7 @@ class LoweredCall:
         differentiable: indices of the forward's outputs that take a grad_out.
         seconds: capture and lowering.
         sample: the call, to run stages on; ``None`` for a dispatched module, which keeps no sample.
+        content: digest of its functions, where it is in the disk cache; empty where it is not.
     """
 
     captured: Captured
@@ -77,6 +80,7 @@ class LoweredCall:
     partitioned: Partitioned | None = None
     seconds: float = 0.0
     sample: Sample | None = None
+    content: str = ""
 
     @property
     def forward(self) -> Function:
@@ -99,6 +103,27 @@ class LoweredCall:
     def num_results(self) -> int:
         """Outputs, new buffer values, the generator's state and the place of a broken check; without captures."""
         return len(results(self["forward"].function))
+
+    @cached_property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Of the forward."""
+        return tuple(str(param.name) for param in self["forward"].function.params)
+
+    @cached_property
+    def capture_names(self) -> tuple[str, ...]:
+        """Of what the forward hands to the backward."""
+        return tuple(str(getattr(each, "name", "a constant")) for each in results(self.forward)[self.num_results :])
+
+    @property
+    def forward_source(self) -> Function | KeptFunction:
+        """The forward, for who compiles it: one of the disk cache need not be read."""
+        return KeptFunction(key_of(self.content, "forward"), lambda: self.forward) if self.content else self.forward
+
+    def backward_source(self, outputs: tuple[int, ...]) -> Function | KeptFunction:
+        """:meth:`backward_for`, likewise."""
+        if self.content and outputs == self.expected:
+            return KeptFunction(key_of(self.content, "backward"), lambda: self.backward_for(outputs))
+        return self.backward_for(outputs)
 
     def __getitem__(self, name: str) -> Stage:
         for stage in self.stages:

@@ -12,7 +12,8 @@ milliseconds; capturing (``torch.export``, decomposition) and lowering a layer t
 Where sizes vary, the fake run is one on symbols, and the observation key has expressions for sizes and the conditions
 that were concluded: :mod:`bridge.capture.size_trace`.
 
-An entry of the cache lives as long as a dispatch entry uses it; :func:`clear_lowered` empties it.
+An entry of the cache lives as long as a dispatch entry uses it; :func:`clear_lowered` empties it. What an earlier
+process lowered is found in the disk cache by the same two keys: :mod:`bridge.lowering.kept`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from bridge.base.torch_shapes import fixed
 from bridge.capture import (
     Captured,
     DynamicDim,
+    FakeRun,
     Observation,
     Output,
     Reading,
@@ -45,15 +47,17 @@ from bridge.capture import (
     check_call,
     device_of_call,
     fake_run,
+    forget_real_tensors,
     given,
     is_implied,
     numbers_read,
     raise_if_eager_raises,
     sized_run,
 )
+from bridge.lowering.kept import call_on_disk, is_on_disk, keep_lowering, kept_lowering
 from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.pipeline import lower_captured
-from bridge.state import PythonState, constant_key, generators_put_back, module_tensors
+from bridge.state import ModuleTensor, PythonState, constant_key, generators_put_back, module_tensors
 
 __all__ = ["clear_lowered", "lower_once"]
 
@@ -105,11 +109,20 @@ def _lower_once(
     started = time.perf_counter()
     call_key = _call_key(module, args, kwargs, grad, partition, dims)
     known = _LOWERED.get(call_key) if call_key is not None else None
-    if known:
-        reads = any(lowered.captured.readings for lowered in known.values())
-        found = known.get(_observe(module, args, kwargs, reads, dims))
+    on_disk = None if dims else call_on_disk(call_key)
+    if known or is_on_disk(on_disk):
+        reads = any(lowered.captured.readings for lowered in known.values()) if known else False
+        key, tensors, run = _observe(module, args, kwargs, reads, dims)
+        found = known.get(key) if known else None
         if found is not None:
             log.info("%s runs the operators of a call that is lowered already", type(module).__name__)
+            return found
+        if on_disk is not None and key is not None and not reads:
+            found = kept_lowering(on_disk, key, module, tensors, run)
+        if found is not None:
+            forget_real_tensors(run.arguments)
+            found.seconds = time.perf_counter() - started
+            _remember(call_key, key, found)
             return found
     captured = capture(module, args, kwargs, dims)
     seconds = time.perf_counter() - started
@@ -125,10 +138,16 @@ def _lower_once(
         observation_key = _observation_key(captured.fake_observation, captured.readings)
     owned = all(tensor.kind != "attribute" for tensor in captured.module_tensors)
     if call_key is not None and observation_key is not None and owned and not captured.counters:
-        for key in [key for key, held in _LOWERED.items() if not held]:
-            del _LOWERED[key]
-        _LOWERED.setdefault(call_key, WeakValueDictionary())[observation_key] = lowered
+        _remember(call_key, observation_key, lowered)
+        if on_disk is not None and not captured.readings and not captured.problems:
+            keep_lowering(on_disk, observation_key, module, lowered)
     return lowered
+
+
+def _remember(call_key: tuple, observation_key: tuple, lowered: LoweredCall) -> None:
+    for key in [key for key, held in _LOWERED.items() if not held]:
+        del _LOWERED[key]
+    _LOWERED.setdefault(call_key, WeakValueDictionary())[observation_key] = lowered
 
 
 def _call_key(
@@ -171,8 +190,9 @@ def _strategy_key(partition: Any) -> tuple | None:
 @generators_put_back()
 def _observe(
     module: nn.Module, args: tuple, kwargs: dict[str, Any], reads: bool, dims: Sequence[DynamicDim]
-) -> tuple | None:
-    """The observation key of a fake run; ``None`` where only a capture can tell. The module is left as it was.
+) -> tuple[tuple | None, list[ModuleTensor], FakeRun | None]:
+    """The observation key of a fake run, ``None`` where only a capture can tell; the module's tensors; the run, where
+    no size varies. The module is left as it was.
 
     ``reads``: calls like this one read numbers, which takes an eager run before. ``dims``: what is to be observed for
     all sizes; the key ends with what was concluded about them.
@@ -180,6 +200,7 @@ def _observe(
     before = PythonState(module)
     readings: tuple[Reading, ...] = ()
     about_sizes: list[SizeTrace] = []
+    tensors, run = [], None
     try:
         if reads:
             with capturing(module, fakes=False):
@@ -189,16 +210,18 @@ def _observe(
             if dims:
                 observation, *about_sizes = sized_run(module, args, kwargs, dims)
             else:
-                observation = fake_run(module, *module_tensors(module), args, kwargs).observation
+                tensors, real_tensors = module_tensors(module)
+                run = fake_run(module, tensors, real_tensors, args, kwargs)
+                observation = run.observation
     except Exception:  # noqa: BLE001 - the capture that follows meets it again, and says what it is
         before.restore()
-        return None
+        return None, [], None
     before.restore_caches()
     if before.changes():
         before.restore()
-        return None
+        return None, [], None
     key = _observation_key(observation, readings)
-    return key if key is None else (*key, *about_sizes)
+    return key if key is None else (*key, *about_sizes), tensors, run
 
 
 def _observe_all_sizes(
@@ -208,7 +231,7 @@ def _observe_all_sizes(
     observed to do might be something else for sizes that the captured call serves."""
     if captured.readings:
         return None
-    key = _observe(module, args, kwargs, False, dims)
+    key, _, _ = _observe(module, args, kwargs, False, dims)
     return key if key is not None and is_implied(key[-1], captured) else None
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from bridge.compile.runtime.arena import lying_below, plan_arena
 from bridge.compile.runtime.flow import Flow
 from bridge.compile.runtime.instructions import Instruction, View
+from bridge.compile.runtime.late import some_of
 from bridge.compile.runtime.layout import Layout, Register
 from bridge.compile.runtime.program import Program
 
@@ -140,8 +141,8 @@ class _Part:
             layout=replace(layout, size=len(self._slots)),
             constants=constants,
             positions=positions,
-            kernels={kernel: function for kernel, function in whole.kernels.items() if kernel in launched},
-            code={kernel: built for kernel, built in whole.code.items() if kernel in launched},
+            kernels=some_of(whole.kernels, launched),
+            code=some_of(whole.code, launched),
             results=tuple(flow.name(slot) for slot in self._gives),
             variables=(),
             stage_seconds={},

@@ -7,14 +7,13 @@ products that another process chose, is kept beside it, and has to fit this proc
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-from tvm.tirx import PrimFunc
 
 from bridge.artifact import current_store
 from bridge.base.log import channel
 from bridge.compile.backend import Backend
+from bridge.compile.runtime.late import LateMapping
 from bridge.compile.runtime.program import Program
 from bridge.compile.runtime.storage import bytes_of, form_of, parts_of, plain_text, tensor_of
 
@@ -24,25 +23,6 @@ _LOG = channel("cache")
 
 _KIND = "program"
 _CONSTANT = "constant "
-
-
-class _Kernels(Mapping[str, PrimFunc]):
-    """Functions that are read when they are asked for: to run a program, its machine code is enough."""
-
-    def __init__(self, read: Mapping[str, Callable[[], PrimFunc]]):
-        self._read = read
-        self._found: dict[str, PrimFunc] = {}
-
-    def __getitem__(self, name: str) -> PrimFunc:
-        if name not in self._found:
-            self._found[name] = self._read[name]()
-        return self._found[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._read)
-
-    def __len__(self) -> int:
-        return len(self._read)
 
 
 def keep_program(key: str, program: Program, choices: Sequence[tuple]) -> None:
@@ -80,7 +60,7 @@ def kept_program(key: str, backend: Backend, adopt: Callable[[Any], bool]) -> Pr
     return Program(
         **parts_of(parts["program"].decode()),
         constants=constants,
-        kernels=_Kernels({name: read for name, (_, read) in kernels.items()}),
+        kernels=LateMapping({name: read for name, (_, read) in kernels.items()}),
         backend=backend,
         code={name: built for name, (built, _) in kernels.items()},
     )

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from bridge.compile import clear_cache, clear_choices, pipeline
 from bridge.compile.cpu import build, products
 from bridge.compile.cpu.threads import CONNECT
 from bridge.compile.schedule.products import GENERATED
-from bridge.lowering.reuse import clear_lowered
+from bridge.lowering import reuse
 
 
 class Block(nn.Module):
@@ -59,6 +60,13 @@ def counted(rows: int = 48) -> dict[str, Any]:
         return translate(function, *rest)
 
     pipeline.translate = count_translations
+    capture, captured = reuse.capture, []
+
+    def count_captures(*args):
+        captured.append(1)
+        return capture(*args)
+
+    reuse.capture = count_captures
     torch.manual_seed(0)
     module, x = Block(), torch.randn(rows, 64, requires_grad=True)
     bridge.add_tvm_dispatch(module, x)
@@ -69,14 +77,14 @@ def counted(rows: int = 48) -> dict[str, Any]:
         result.square().sum().backward()
         found += [result, inputs.grad]
     found += [parameter.grad for parameter in module.parameters()] + list(module.buffers())
-    build._compiled, pipeline.translate = compiled, translate
-    told = {"built": given, "translated": len(translated), "hits": bridge.stats(module).hits}
+    build._compiled, pipeline.translate, reuse.capture = compiled, translate, capture
+    told = {"built": given, "translated": len(translated), "captured": len(captured), "hits": bridge.stats(module).hits}
     return {**told, "bits": digest(found), "rng": digest([torch.rand(3)])}
 
 
 def in_children(count: int, work: Callable[[], Any] = counted) -> list[Any]:
     """What ``work`` returns in processes that begin at once and in which nothing is compiled."""
-    clear_lowered()
+    reuse.clear_lowered()
     clear_cache()
     clear_choices()
     forget_complaints()
@@ -88,7 +96,11 @@ def in_children(count: int, work: Callable[[], Any] = counted) -> list[Any]:
             try:
                 os.close(end)
                 with open(begin, "w") as file:
-                    file.write(json.dumps(work()))
+                    try:
+                        told = {"returned": work()}
+                    except BaseException:  # noqa: BLE001 - told to the test
+                        told = {"raised": traceback.format_exc()}
+                    file.write(json.dumps(told))
             finally:
                 os._exit(0)
         os.close(begin)
@@ -98,7 +110,10 @@ def in_children(count: int, work: Callable[[], Any] = counted) -> list[Any]:
         with open(end) as file:
             told.append(file.read())
         os.waitpid(child, 0)
-    return [json.loads(text) for text in told]
+    results = [json.loads(text) for text in told]
+    for result in results:
+        assert "returned" in result, result["raised"]
+    return [result["returned"] for result in results]
 
 
 if __name__ == "__main__":

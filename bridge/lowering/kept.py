@@ -1,0 +1,110 @@
+"""Kept lowerings: calls that an earlier process lowered, in the disk cache, found by what the call is and does.
+
+As in :mod:`bridge.lowering.reuse` a call is looked up in two steps: is there one that looks like it, then, after a fake
+run of this very module, one that ran the same operators. What an in-process reuse may take for granted is part of the
+key here: versions and sources of this package, torch's settings, the device, and the source files of the module's code.
+Two processes that lower one call at once write the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.artifact import current_store, of_this_package
+from bridge.base.devices import current_device
+from bridge.base.log import channel
+from bridge.base.torch_cuda import SETTINGS
+from bridge.capture import FakeRun
+from bridge.compile import host_features
+from bridge.lowering.canonical_key import NotCanonicalError, canonical
+from bridge.lowering.graph_record import NotRecordedError
+from bridge.lowering.lowered import LoweredCall
+from bridge.lowering.record import KeptLowering, parts_of_lowering
+from bridge.lowering.sources import code_digest
+from bridge.state import ModuleTensor
+
+__all__ = ["call_on_disk", "is_on_disk", "keep_lowering", "kept_lowering"]
+
+_CALL, _LOWERING = "call", "lowering"
+
+log = channel("cache")
+
+
+def call_on_disk(call_key: tuple | None) -> str | None:
+    """The disk's key of a call that has not been run; ``None`` where there is no cache, or no such key."""
+    if call_key is None or not current_store().is_usable:
+        return None
+    try:
+        return of_this_package(_CALL, canonical(call_key), _surroundings())
+    except NotCanonicalError as error:
+        log.info("a lowering is not kept: %s", error)
+        return None
+
+
+def is_on_disk(call: str | None) -> bool:
+    """Whether some call of this key was lowered: whether it is worth to observe one."""
+    return call is not None and current_store().get(_CALL, call) is not None
+
+
+def keep_lowering(call: str, observed: tuple, module: nn.Module, lowered: LoweredCall) -> None:
+    """Puts a lowered call into the disk cache, if it can be written down; then its programs are known by it, too.
+
+    ``observed``: the observation key of its fake run.
+    """
+    key = _key(call, observed, module)
+    if key is None:
+        return
+    try:
+        parts = parts_of_lowering(lowered)
+    except (NotRecordedError, NotCanonicalError, ValueError) as error:
+        log.info("%s: the lowering is not kept: %s", type(module).__name__, error)
+        return
+    lowered.content = KeptLowering.content_of(parts)
+    name = f"{type(module).__module__}.{type(module).__qualname__}"
+    current_store().put(_LOWERING, key, parts, name)
+    current_store().put(_CALL, call, {}, name)
+
+
+def kept_lowering(
+    call: str, observed: tuple, module: nn.Module, tensors: list[ModuleTensor], run: FakeRun
+) -> LoweredCall | None:
+    """The lowered call of the disk cache that ran the same operators; ``run`` is the fake run that says so."""
+    key = _key(call, observed, module)
+    found = None if key is None else current_store().get(_LOWERING, key)
+    if found is None:
+        return None
+    given: dict[str, Any] = {
+        "module_name": type(module).__name__,
+        "module_tensors": tuple(tensors),
+        "arguments": run.arguments,
+        "argument_leaves": run.argument_leaves,
+        "argument_is_tensor": run.argument_is_tensor,
+        "in_spec": run.in_spec,
+        "observation": run.observation,
+        "device": current_device(),
+    }
+    log.info("%s is lowered already, in the disk cache", type(module).__name__)
+    return KeptLowering(found.parts, given)
+
+
+def _key(call: str, observed: tuple, module: nn.Module) -> str | None:
+    code = code_digest(module)
+    if code is None:
+        return None
+    try:
+        return of_this_package(_LOWERING, call, canonical(observed), code)
+    except NotCanonicalError as error:
+        log.info("%s: the lowering is not kept: %s", type(module).__name__, error)
+        return None
+
+
+def _surroundings() -> list[Any]:
+    """What shapes, strides and draws may depend on beside the call: the processor, the GPU, torch's settings."""
+    device = current_device()
+    found: list[Any] = [host_features(), torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()]
+    if device.type == "cuda":
+        found += [torch.cuda.get_device_name(device), [f"{name}: {read()}" for name, read in SETTINGS.items()]]
+    return found

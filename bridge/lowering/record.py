@@ -1,0 +1,230 @@
+"""Lowering record: a lowered call ↔ named parts of an artifact, without pickle.
+
+What a dispatched call needs is JSON and read at once: what the results are, which values are saved, how draws lie in
+memory. Relax functions (TVM's JSON) and the traced graph are read when something asks for them: a report, a backward
+for other grad_outs, a program that is not in the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from functools import cached_property, partial
+from typing import Any
+
+import tvm
+
+from autodiff.ir import Function
+from bridge.artifact import key_of
+from bridge.aten import Imported
+from bridge.capture import Captured, Draw, Observation, Parameter
+from bridge.compile import bytes_of, canonical_text, form_of, tensor_of
+from bridge.lowering.graph_record import NotRecordedError, graph_of, record_of
+from bridge.lowering.lowered import LoweredCall
+from bridge.lowering.stage import Stage
+from bridge.reference import run_graph
+from partition import Cost, Partitioned, Plan, Saved
+
+__all__ = ["KeptLowering", "parts_of_lowering"]
+
+_LITERAL = "literal "
+_GRAPH_STAGE = "captured"
+
+
+def parts_of_lowering(lowered: LoweredCall) -> dict[str, bytes]:
+    """The parts of a static lowered call without readings, counters and tensors that are attributes.
+
+    Raises:
+        NotRecordedError, ValueError: something in it has no plain form.
+    """
+    captured, imported = lowered.captured, lowered.imported
+    places = {name: place for place, name in enumerate(node.name for node in captured.graph.nodes)}
+    functions = [imported.function, *(stage.function for stage in lowered.stages[1:])]
+    if lowered.partitioned is not None:
+        functions.append(lowered.expected_backward)
+    text = canonical_text(functions)
+    call = {
+        "content": key_of(text),
+        "placeholders": captured.placeholders,
+        "results": [None if node is None else places[node.name] for node in captured.results],
+        "mutated": [[index, places[node.name]] for index, node in captured.mutated],
+        "draw_of": captured.draw_of,
+        "draws": list(map(_draw, captured.draws)),
+        "strides": [list(output.stride) if output.is_tensor else None for output in captured.outputs],
+        "reads_validation": captured.observation.reads_validation,
+        "imported": {each.name: getattr(imported, each.name) for each in fields(Imported) if each.name != "function"},
+        "wanted": lowered.wanted,
+        "differentiable": lowered.differentiable,
+        "num_primals": lowered.num_primals,
+        "num_results": lowered.num_results,
+        "parameter_names": lowered.parameter_names,
+        "capture_names": lowered.capture_names,
+        "plan": None if lowered.plan is None else asdict(lowered.plan),
+        "stages": [[stage.name, stage.made_by, stage.before] for stage in lowered.stages],
+        "literals": {name: form_of(tensor) for name, tensor in captured.literals.items()},
+    }
+    parts = {
+        "call": json.dumps(call).encode(),
+        "graph": zlib.compress(json.dumps(record_of(captured.graph)).encode(), 1),
+        "functions": zlib.compress(text.encode(), 1),
+    }
+    literals = {name: tensor.detach().contiguous() for name, tensor in captured.literals.items()}
+    return parts | {f"{_LITERAL}{name}": bytes_of(tensor) for name, tensor in literals.items()}
+
+
+def _draw(draw: Draw) -> list[Any]:
+    """How it lies in memory on real tensors; the rest is the fake run's."""
+    if any(isinstance(arg, Parameter) for arg in draw.args):
+        raise NotRecordedError("a draw with computed parameters")
+    operand = draw.operand
+    memory = None if operand is None else [list(operand.stride), operand.offset, operand.of]
+    return [list(draw.stride), memory, draw.advance]
+
+
+def _as_drawn(draw: Draw, told: Sequence[Any]) -> Draw:
+    stride, memory, advance = told
+    operand = draw.operand
+    if memory is not None:
+        operand = replace(operand, stride=tuple(memory[0]), offset=memory[1], of=memory[2])
+    return replace(draw, stride=tuple(stride), operand=operand, advance=advance)
+
+
+def _plan(told: Mapping[str, Any] | None) -> Plan | None:
+    if told is None:
+        return None
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
+    for name in ("captures", "free"):
+        given[name] = tuple(Saved(**{**each, "shape": tuple(each["shape"])}) for each in told[name])
+    for name in ("cost", "inputs_only"):
+        given[name] = Cost(**told[name])
+    return Plan(**given)
+
+
+class _LateCaptured(Captured):
+    """A captured call whose graph is read when it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("graph", "results", "mutated"):
+            raise AttributeError(name)
+        graph = graph_of(json.loads(zlib.decompress(self.__dict__["_record"])))
+        nodes, call = list(graph.nodes), self.__dict__["_call"]
+        results = tuple(None if place is None else nodes[place] for place in call["results"])
+        mutated = tuple((index, nodes[place]) for index, place in call["mutated"])
+        self.__dict__.update(graph=graph, results=results, mutated=mutated)
+        return self.__dict__[name]
+
+
+class _LateImported(Imported):
+    """An imported call whose function is read when it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "function":
+            raise AttributeError(name)
+        return self.__dict__["_functions"].imported
+
+
+class _Functions:
+    """The Relax functions of a record."""
+
+    def __init__(self, text: bytes, names: Sequence[str], has_backward: bool):
+        self._text, self._names, self._has_backward = text, names, has_backward
+
+    @cached_property
+    def _all(self) -> list[Function]:
+        return list(tvm.ir.load_json(zlib.decompress(self._text).decode()))
+
+    @property
+    def imported(self) -> Function:
+        return self._all[0]
+
+    @cached_property
+    def by_stage(self) -> dict[str, Function]:
+        return dict(zip(self._names, self._all[1:], strict=False))
+
+    @property
+    def expected_backward(self) -> Function | None:
+        return self._all[-1] if self._has_backward else None
+
+
+class KeptLowering(LoweredCall):
+    """A lowered call from an artifact; attributes as of :class:`LoweredCall`, most of them read late.
+
+    Args:
+        parts: of the artifact.
+        given: arguments of :class:`Captured` that are those of the call at hand, the fake run's observation among them.
+    """
+
+    def __init__(self, parts: Mapping[str, bytes], given: Mapping[str, Any]):
+        call = json.loads(parts["call"])
+        seen: Observation = given["observation"]
+        outputs = [
+            output if stride is None else replace(output, stride=tuple(stride))
+            for output, stride in zip(seen.outputs, call["strides"], strict=True)
+        ]
+        draws = [_as_drawn(draw, told) for draw, told in zip(seen.draws, call["draws"], strict=True)]
+        observation = replace(seen, draws=draws, outputs=outputs, reads_validation=call["reads_validation"], trace=None)
+        literals = {name: tensor_of(form, parts[f"{_LITERAL}{name}"]) for name, form in call["literals"].items()}
+        self.captured = _without_init(
+            _LateCaptured,
+            **{**given, "observation": observation, "fake_observation": observation},
+            **{name: call[name] for name in ("placeholders", "draw_of")},
+            literals={name: tensor.to(given["device"]) for name, tensor in literals.items()},
+            lines={},
+            _record=parts["graph"],
+            _call=call,
+        )
+        if not call["mutated"]:
+            self.captured.__dict__["mutated"] = ()
+        self._stages = call["stages"]
+        names = [name for name, *_ in self._stages[1:]]
+        self._functions = _Functions(parts["functions"], names, call["plan"] is not None)
+        told = {name: tuple(each) if isinstance(each, list) else each for name, each in call["imported"].items()}
+        told["checks"] = tuple(map(tuple, told["checks"]))
+        self.imported = _without_init(_LateImported, **told, _functions=self._functions)
+        self.wanted, self.differentiable = tuple(call["wanted"]), tuple(call["differentiable"])
+        self._plan, self.content, self.sample, self.seconds = _plan(call["plan"]), call["content"], None, 0.0
+        for name in ("num_primals", "num_results"):
+            self.__dict__[name] = call[name]
+        for name in ("parameter_names", "capture_names"):
+            self.__dict__[name] = tuple(call[name])
+
+    @staticmethod
+    def content_of(parts: Mapping[str, bytes]) -> str:
+        """What programs of the lowering's functions are known by."""
+        return json.loads(parts["call"])["content"]
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """As of the process that lowered it; in this one, they took no time."""
+        functions = self._functions.by_stage
+        runner = partial(run_graph, self.captured, self.imported)
+        return [
+            Stage(name, made_by, self.captured.graph, 0.0, before, runner)
+            if name == _GRAPH_STAGE
+            else Stage(name, made_by, functions[name], 0.0, before)
+            for name, made_by, before in self._stages
+        ]
+
+    @cached_property
+    def partitioned(self) -> Partitioned | None:
+        if self._plan is None:
+            return None
+        functions = self._functions.by_stage
+        return Partitioned(self._plan, functions["split forward"], functions["split backward"])
+
+    @property
+    def plan(self) -> Plan | None:
+        return self._plan
+
+    @cached_property
+    def expected_backward(self) -> Function | None:
+        return self._functions.expected_backward
+
+
+def _without_init(kind: type, **given: Any) -> Any:
+    """An object of a frozen dataclass of which some fields come later."""
+    made = object.__new__(kind)
+    made.__dict__.update(given)
+    return made

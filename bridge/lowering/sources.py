@@ -1,0 +1,87 @@
+"""Sources: a module → a digest of the code that its forward can reach, file by file, and of its plain attributes.
+
+The operators that a fake run saw say what the traced branch of forward does. What eager does instead where forward asks
+whether it is traced was compared when the call was captured: that stays true as long as this code does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from bridge.artifact import key_of
+from bridge.lowering.canonical_key import NotCanonicalError, canonical
+
+__all__ = ["code_digest"]
+
+_OTHERS = frozenset([*sys.stdlib_module_names, "torch", "tvm", "tvm_ffi", "numpy", "bridge", "autodiff", "partition"])
+"""Packages that are no part of a model's code: their versions are in the key, or they compute nothing of it."""
+
+
+def code_digest(module: nn.Module) -> str | None:
+    """The digest; ``None`` where a class of the module tree has no file (a cell of a notebook)."""
+    classes = {base for child in module.modules() for base in type(child).__mro__}
+    names = sorted({each.__module__ for each in classes if each.__module__.partition(".")[0] not in _OTHERS})
+    reached: dict[str, str] = {}
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name in reached or name.partition(".")[0] in _OTHERS:
+            continue
+        found = sys.modules.get(name)
+        path = getattr(found, "__file__", None)
+        if path is None:
+            if name in names:
+                return None
+            continue
+        try:
+            reached[name] = _digest_of(path, os.stat(path).st_mtime_ns)
+        except OSError:
+            return None
+        waiting.extend(_named_in(found))
+    return key_of([[name, reached[name]] for name in sorted(reached)], _attributes(module))
+
+
+@cache
+def _digest_of(path: str, changed: int) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def _named_in(module: ModuleType) -> Iterator[str]:
+    """Modules that a module's names are of."""
+    for value in list(vars(module).values()):
+        if isinstance(value, ModuleType):
+            yield value.__name__
+        elif isinstance(value, type | FunctionType):
+            yield value.__module__ or ""
+
+
+def _attributes(module: nn.Module) -> list[Any]:
+    """What is plain among the attributes of the modules in the tree, and of the objects that they hold."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    for path, child in module.named_modules():
+        for name, value in sorted(vars(child).items()):
+            if name.startswith("_") and name in _OWN:
+                continue
+            inside = {} if isinstance(value, nn.Module) or id(value) in seen else getattr(value, "__dict__", {})
+            if inside:
+                seen.add(id(value))
+            for key, each in [("", value), *sorted(inside.items(), key=lambda item: str(item[0]))]:
+                try:
+                    found.append([path, name, str(key), canonical(each)])
+                except NotCanonicalError:
+                    continue
+    return found
+
+
+_OWN = frozenset(vars(nn.Module()))
+"""Attributes of every module: its parameters, buffers, hooks and children."""

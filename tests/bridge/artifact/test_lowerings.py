@@ -1,0 +1,175 @@
+"""Lowerings on disk: used where a fake run of the module saw the same operators and its code is the same."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import nn
+
+import bridge
+from bridge.artifact import current_store
+from bridge.aten import Imported
+from bridge.capture import Captured, Draw, Observation, Operand, Output
+from bridge.lowering import LoweredCall, reuse
+from bridge.lowering.canonical_key import NotCanonicalError, canonical
+from bridge.lowering.graph_record import NotRecordedError, graph_of, record_of
+from bridge.lowering.sources import code_digest
+from tests.bridge.artifact.count_builds import digest, in_children
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
+
+
+class Outputs(nn.Module):
+    """Two outputs, a mask, a buffer that changes, a tensor literal, a result that is a view of an argument."""
+
+    def __init__(self, p=0.25):
+        super().__init__()
+        self.linear, self.batch, self.p = nn.Linear(12, 12), nn.BatchNorm1d(12), p
+
+    def forward(self, x, *, scale=2.0):
+        hidden = self.batch(self.linear(x))
+        hidden = nn.functional.dropout(hidden, self.p, self.training) + torch.tensor([1.0, -0.0, 2.0]).repeat(4)
+        return {"loss": (hidden * scale).square().mean(), "hidden": hidden.tanh(), "x": x.view(-1), "n": x.shape[0]}
+
+
+def ran(p=0.25, grad=True):
+    """What was captured, the bits of a training step for each pattern of grad_outs, and what explain says."""
+    capture, captured = reuse.capture, []
+
+    def count(*args):
+        captured.append(1)
+        return capture(*args)
+
+    reuse.capture = count
+    torch.manual_seed(0)
+    module, x = Outputs(p), torch.randn(10, 12)
+    found = []
+    with torch.set_grad_enabled(grad):
+        bridge.add_tvm_dispatch(module, x)
+        for wanted in (["loss"], ["hidden"], ["loss", "hidden"]) if grad else ():
+            result = module(x)
+            assert result["x"].data_ptr() == x.data_ptr() and result["n"] == 10
+            sum(result[name].sum() for name in wanted).backward()
+            found += [*(each for each in result.values() if isinstance(each, torch.Tensor)), *module.buffers()]
+        found += [module(x)["hidden"], *(each.grad for each in module.parameters() if grad)]
+    reuse.capture = capture
+    entry = bridge.stats(module).entries[0]
+    text = str(bridge.explain(module, full=True))
+    timed = (" s)", "second", " ms", "seconds", " s,")
+    steps = [line for line in text.splitlines() if not any(word in line for word in timed)]
+    lines = [stage.script().partition("\n")[2] for stage in entry.lowered]
+    return {
+        "captured": len(captured),
+        "bits": digest(each.detach() for each in found),
+        "hits": bridge.stats(module).hits,
+        "explained": digest([torch.frombuffer(bytearray("\n".join(steps).encode()), dtype=torch.uint8)]),
+        "stages": digest([torch.frombuffer(bytearray("\n".join(lines).encode()), dtype=torch.uint8)]),
+    }
+
+
+def same(results):
+    return len({tuple(each[name] for name in ("bits", "hits", "explained", "stages")) for each in results}) == 1
+
+
+def test_a_later_process_captures_nothing_and_computes_the_same_bits(used_cache):
+    results = [*in_children(1, ran), *in_children(1, ran)]
+    assert [each["captured"] for each in results] == [1, 0] and results[0]["hits"] == 4
+    assert same(results)
+    (other,) = in_children(1, lambda: ran(p=0.3))
+    assert other["captured"] == 1, "another probability is another operator"
+    (forward,) = in_children(1, lambda: ran(grad=False))
+    assert forward["captured"] == 1
+    for kind in sorted({path.parent.parent.name for path in current_store().files()}):
+        for path in current_store().files():
+            if path.parent.parent.name == kind:
+                content = bytearray(path.read_bytes())
+                content[-1] ^= 1
+                path.write_bytes(content)
+    (again,) = in_children(1, ran)
+    assert again["captured"] == 1 and same([results[0], again])
+
+
+def test_what_is_pruned_costs_a_compilation(used_cache):
+    (first,) = in_children(1, ran)
+    for kind in ("kernel", "library", "program", "lowering"):
+        for path in current_store().files():
+            if path.parent.parent.name == kind:
+                path.unlink()
+        (again,) = in_children(1, ran)
+        assert same([first, again]) and again["captured"] == (kind == "lowering")
+
+
+def test_code_and_attributes_are_part_of_the_key(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "helped_by.py").write_text("def helper(x):\n    return x\n")
+    model = "from torch import nn\nfrom helped_by import helper\nclass M(nn.Module):\n    size = 3\n"
+    (tmp_path / "a_model.py").write_text(model)
+
+    def digest_now():
+        for name in ("a_model", "helped_by"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        made = importlib.import_module("a_model").M()
+        return made, code_digest(made)
+
+    made, first = digest_now()
+    assert first == digest_now()[1] is not None
+    made.rate = 0.5
+    changed = code_digest(made)
+    assert changed != first
+    made.eval()
+    assert code_digest(made) not in (first, changed)
+    (tmp_path / "helped_by.py").write_text("def helper(x):\n    return x + 1\n")
+    assert digest_now()[1] != first, "a helper in another file"
+    scope = {"__name__": "no_such_file"}
+    exec("from torch import nn\nclass N(nn.Module): pass", scope)
+    assert code_digest(scope["N"]()) is None
+    for name in ("a_model", "helped_by"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("module", [Outputs(), nn.LSTM(12, 5), nn.TransformerEncoderLayer(12, 2, 24, batch_first=True)])
+def test_graphs_are_written_down(module):
+    x = torch.randn(6, 12) if isinstance(module, Outputs) else torch.randn(4, 6, 12)
+    graph = bridge.lower(module, x).captured.graph
+    record = record_of(graph)
+    again = graph_of(record)
+    assert record_of(again) == record and str(again) == str(graph)
+
+
+def test_graphs_with_other_things_are_not():
+    graph = torch.fx.Graph()
+    graph.call_function(len, ([],))
+    with pytest.raises(NotRecordedError, match="len"):
+        record_of(graph)
+
+
+def test_what_has_no_name_in_another_process_is_no_key():
+    assert canonical((nn.Linear, torch.float32, {"a": (1, 1.0)})) == canonical(
+        (nn.Linear, torch.float32, {"a": (1, 1.0)})
+    )
+    assert canonical((1,)) != canonical([1]) and canonical(torch.Size([1])) != canonical((1,))
+    for value in (object(), lambda: 1, torch.ones(1)):
+        with pytest.raises(NotCanonicalError):
+            canonical((value,))
+
+
+def test_records_know_every_field():
+    """A field that is new here has to be written down, or to be the fake run's."""
+    known = {
+        Captured: "module_name graph placeholders module_tensors arguments argument_leaves argument_is_tensor in_spec "
+        "results mutated observation fake_observation draw_of literals counters readings read extents argument_shapes "
+        "argument_strides lines device",
+        Imported: "function output_of num_outputs dropout_draws input_draws leaves_state checks",
+        LoweredCall: "captured imported wanted differentiable stages partitioned seconds sample content",
+        Draw: "op shape stride dtype args kwargs device operand advance",
+        Operand: "dtype stride offset of",
+        Output: "value is_tensor alias_of is_same_object shape stride offset dtype requires_grad reaches",
+        Observation: "outputs out_spec draws unsupported calls trace results differentiates reads_validation objects",
+    }
+    assert {kind: " ".join(each.name for each in fields(kind)) for kind in known} == known
