@@ -66,7 +66,6 @@ __all__ = [
     "clear_choices",
     "compile_function",
     "cut",
-    "digest_of",
     "form_of",
     "gpu_of",
     "hold_function",

@@ -1,6 +1,6 @@
 """A module that is dispatched and run: what was compiled for it, and the bits of its outputs, gradients and buffers.
 
-``python -m tests.bridge.artifact.count_builds`` prints that as JSON; :func:`in_children` says it of forked processes,
+:func:`main` prints that as JSON; :func:`in_children` says it of forked processes,
 which have nothing compiled, and need no time to start.
 """
 
@@ -116,6 +116,7 @@ def in_children(count: int, work: Callable[[], Any] = counted) -> list[Any]:
     return [result["returned"] for result in results]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Prints what :func:`counted` finds."""
     products.measured = lambda policy, product, ways: {GENERATED if GENERATED in ways else ways[0]: 1.0}
     json.dump(counted(), sys.stdout)

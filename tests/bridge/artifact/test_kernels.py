@@ -22,7 +22,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
 def cold(folder):
     """A process that inherits nothing."""
     environment = {**os.environ, "BRIDGE_CACHE": "1", "BRIDGE_CACHE_DIR": str(folder), "PYTHONHASHSEED": "77"}
-    command = [sys.executable, "-m", "tests.bridge.artifact.count_builds"]
+    script = "from tests.bridge.artifact.count_builds import main; main()"
+    command = [sys.executable, "-c", script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "cache" not in done.stderr
