@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.modes import autocast_setting
@@ -185,7 +186,12 @@ def saved_call(
 
 
 def _settings(device: torch.device) -> dict[str, str]:
-    """Torch's settings that programs on a GPU were chosen by, as texts."""
+    """Torch's settings that programs on a GPU were chosen by, as texts; after torch has put its attention kernels in
+    order, which it does when it is first asked for one."""
+    if device.type == "cuda":
+        heads = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device=device)
+        with torch.no_grad():
+            scaled_dot_product_attention(heads, heads, heads)
     return {name: str(read()) for name, read in SETTINGS.items()} if device.type == "cuda" else {}
 
 

@@ -26,7 +26,7 @@ def explain(module: nn.Module, *, full: bool = False) -> Report:
         plain data that prints; bytes, flops and milliseconds are told with their units.
 
     Raises:
-        ValueError: the module is not dispatched.
+        ValueError: the module is not dispatched, or was loaded, which brings no stages.
 
     Example:
         >>> add_tvm_dispatch(module, sample)
@@ -35,6 +35,11 @@ def explain(module: nn.Module, *, full: bool = False) -> Report:
         >>> print(report.entries[0].programs[0].source("k0"))
     """
     counted = stats(module)
+    if not all(isinstance(entry.lowered, LoweredCall) for entry in counted.entries):
+        name = type(module).__name__
+        raise ValueError(
+            f"{name} was loaded: its stages stayed behind; print(stats(module).entries[0].forward) is here"
+        )
     entries = tuple(_entry(entry, module) for entry in counted.entries)
     told = repr(counted.graphs).splitlines() if counted.graphs.recordings or counted.graphs.refused else ()
     return Report(type(module).__name__, counted.hits, counted.misses.copy(), entries, full, tuple(told))

@@ -16,8 +16,10 @@ from bridge import (
     add_tvm_dispatch,
     examine,
     explain,
+    load_compiled,
     lower,
     remove_tvm_dispatch,
+    save_compiled,
     stats,
     visualize,
 )
@@ -31,6 +33,8 @@ add_tvm_dispatch(model, (x,), sample_kwargs={"scale": 2.0}, partition=MinCut(bud
 add_tvm_dispatch(model, {"input": x}, partition="save_all", target={"kind": "llvm"})
 add_tvm_dispatch(model, x, freeze=True)
 assert_type(remove_tvm_dispatch(model), nn.Sequential)
+save_compiled(model, "model.tvm", native=True)
+assert_type(load_compiled("model.tvm"), nn.Module)
 assert_type(stats(model), DispatchStats)
 assert_type(stats(model).hits, int)
 assert_type(stats(model).misses, Counter[str])

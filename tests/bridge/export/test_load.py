@@ -14,6 +14,7 @@ from bridge import (
     DispatchMiss,
     UnsupportedModule,
     add_tvm_dispatch,
+    explain,
     load_compiled,
     remove_tvm_dispatch,
     save_compiled,
@@ -178,6 +179,12 @@ def test_results_of_other_classes_are_records(tmp_path):
     assert torch.equal(result[0], module(x)[0])
     with pytest.raises(AttributeError, match="no 'loss'"):
         _ = result.loss
+
+
+def test_a_loaded_module_has_no_stages_to_explain(tmp_path):
+    loaded = saved(add_tvm_dispatch(nn.Linear(6, 6), torch.randn(5, 6)), tmp_path)
+    with pytest.raises(ValueError, match="was loaded"):
+        explain(loaded)
 
 
 def test_a_loaded_module_is_saved_again(block, tmp_path):
