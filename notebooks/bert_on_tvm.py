@@ -156,8 +156,9 @@ print(f"permute_dims: {count(function, 'relax.permute_dims')} -> {count(folded, 
 assert len(folded.params) == 1 and count(folded, "relax.permute_dims") < count(function, "relax.permute_dims")
 
 # %% [markdown]
-# This bridge does neither. A folded function computes with the weights of the day it was compiled; the dispatched
-# layer reads the module's parameters at every call, and a transposed weight costs nothing there: it is a stride.
+# Unless it is asked to, this bridge does neither. A folded function computes with the weights of the day it was
+# compiled; the dispatched layer reads the module's parameters at every call, and a transposed weight costs nothing
+# there: it is a stride.
 
 # %%
 from bridge.compile import compile_function
@@ -218,6 +219,49 @@ with torch.no_grad():
     print(f"products alone, one / three, weights joined beforehand: {took['one'] / took['three']:.2f}")
 
 # %% [markdown]
+# ## Frozen, stage by stage
+#
+# `freeze=True` asks for it: the parameters become constants of calls without gradients. The forward is split in two.
+# What depends on the parameters alone is computed once, here the joined weights; the rest is what a call computes. A
+# guard compares the parameters with those that were frozen, by torch's count of changes.
+
+# %%
+frozen_layer = copy.deepcopy(layer)
+add_tvm_dispatch(frozen_layer, x, freeze=True, on_miss="compile")
+(entry,) = stats(frozen_layer).entries
+stages = entry.programs.frozen
+print(stages)
+print(*function_lines(stages.constants), sep="\n")
+print(f"matmul: {count(function, 'relax.matmul')} -> {count(stages.call, 'relax.matmul')}")
+print(f"steps of a call: {len(apart.steps)} -> {len(entry.forward.steps)}")
+
+# %% [markdown]
+# A parameter that changes makes the next call a miss, with its reason; under `on_miss="compile"` the constants are
+# computed again, and nothing is compiled.
+
+# %%
+with torch.inference_mode():
+    print(f"frozen: off by {(frozen_layer(x) - layer(x)).abs().max():.1e}")
+with torch.no_grad():
+    for module in (layer, frozen_layer):
+        module.attention.self.query.weight.mul_(0.5)
+    started = time.perf_counter()
+    found = frozen_layer(x)
+    print(f"after a change: off by {(found - layer(x)).abs().max():.1e}", end=", ")
+    print(f"the first call took {1e3 * (time.perf_counter() - started):.1f} ms")
+assert torch.allclose(found, layer(x), atol=1e-5) and stats(frozen_layer).hits == 2
+
+# %% [markdown]
+# A BatchNorm in evaluation mode is a scale and a shift of each channel: the scale goes into the convolution's weights.
+
+# %%
+block = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU()).eval()
+image = torch.randn(1, 3, 16, 16)
+add_tvm_dispatch(block, image, freeze=True)
+(entry,) = stats(block).entries
+print(*function_lines(entry.programs.frozen.call), sep="\n")
+
+# %% [markdown]
 # ## What runs
 #
 # The compiled layer is a flat list of steps. Amber: generated kernels, with what they fuse. Where torch's own kernel
@@ -254,6 +298,7 @@ clear_cache()
 started = time.perf_counter()
 with torch.no_grad():
     modes = {"eager": layer, "dispatched": add_tvm_dispatch(copy.deepcopy(layer), x)}
+    modes["frozen"] = add_tvm_dispatch(copy.deepcopy(layer), x, freeze=True)
     modes["dispatched"](x)
 print(f"dispatched: first call {time.perf_counter() - started:.1f} s", end="; ")
 started = time.perf_counter()
