@@ -14,18 +14,18 @@ __all__ = ["SharedMemory", "launch", "portions", "synchronize"]
 
 
 class SharedMemory:
-    """Memory of a block: buffers of one size, which their users have to themselves between two barriers."""
+    """Memory of a block: buffers of its size, or of another, which users have to themselves between two barriers."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._buffers: dict[tuple[str, int], Buffer] = {}
+        self._buffers: dict[tuple[str, int, int], Buffer] = {}
 
-    def __call__(self, dtype: str, index: int = 0) -> Buffer:
-        """The buffer of a type and index."""
-        key = dtype, index
+    def __call__(self, dtype: str, index: int = 0, size: int | None = None) -> Buffer:
+        """The buffer of a type, index and size."""
+        key = dtype, index, self._size if size is None else size
         if key not in self._buffers:
             name = f"shared{len(self._buffers)}"
-            self._buffers[key] = tirx.decl_buffer((self._size,), dtype, name, scope="shared")
+            self._buffers[key] = tirx.decl_buffer((key[2],), dtype, name, scope="shared")
         return self._buffers[key]
 
     @property

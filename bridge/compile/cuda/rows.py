@@ -7,9 +7,12 @@ second launch, see :mod:`bridge.compile.cuda.finish`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from tvm import tirx
 from tvm.tirx import BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Stmt, Var
 
+from autodiff.ir import itemsize
 from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.tir import sequence
@@ -24,6 +27,9 @@ from bridge.compile.schedule.row_plan import RowPlan
 from bridge.compile.schedule.row_scope import KernelBuffers
 
 __all__ = ["rows"]
+
+_SHARED_BYTES = 32_768
+"""Of a block, in which its groups put together what they have of a column reduction."""
 
 _REGISTERS = 64
 """Numbers of a column reduction at most that a thread keeps for itself; of longer rows they lie in scratch memory."""
@@ -50,8 +56,7 @@ class _Rows:
         self.plan, self.buffers, self.number = plan, buffers, number
         self.form = form = RowForm.of(plan)
         self.tiles = _tiles(plan, form)
-        lanes = form.lanes if plan.column_reductions and form.groups > 1 else 1
-        self.shared = SharedMemory(form.threads * form.groups * lanes)
+        self.shared = SharedMemory(form.threads * form.groups)
 
     def launches(self) -> list[Stmt]:
         plan, number, form, walk = self.plan, self.number, self.form, self.plan.walk
@@ -160,28 +165,29 @@ class _Rows:
 
         if form.groups == 1:
             return [form.loop(plan, number, team.thread, store)]
-        wide = form.threads * form.lanes
+        dtype, members, lanes = str(kept.buffer.dtype), form.threads * form.groups, form.lanes
 
-        def place(k: int):
-            return lambda member: member * number(wide) + team.thread * number(form.lanes) + number(k)
+        def combined(turns: Sequence[tuple[Expr, Expr]]) -> list[Stmt]:
+            """Of these turns, each with the slot of its first element, between the same barriers."""
+            shared = self.shared(dtype, size=members * lanes * len(turns))
+            slots = [slot + number(k) for _, slot in turns for k in range(lanes)]
 
-        shared, places = self.shared(str(kept.buffer.dtype)), [place(k) for k in range(form.lanes)]
+            def place(index: int) -> Callable[[Expr], Expr]:
+                return lambda member: number(index * members) + member * number(form.threads) + team.thread
 
-        def combined(turn: Expr, slot: Expr) -> list[Stmt]:
-            stmts: list[Stmt] = [
-                synchronize(),
-                *(
-                    BufferStore(shared, BufferLoad(kept.buffer, [slot + number(k)]), [places[k](team.group)])
-                    for k in range(form.lanes)
-                ),
-            ]
-            stmts += halve([Halved(op, shared, each) for each in places], form.groups, team.group, number)
-            position = (turn * number(form.threads) + team.thread) * number(form.lanes)
-            total = [
-                BufferStore(memory, BufferLoad(shared, [places[k](number(0))]), [base + position + number(k)])
-                for k in range(form.lanes)
-            ]
-            last = tirx.And(tirx.EQ(team.group, number(0)), position < number(plan.length))
-            return [*stmts, IfThenElse(last, sequence(total), None)]
+            places = [place(index) for index in range(len(slots))]
+            stmts: list[Stmt] = [synchronize()]
+            for slot, at in zip(slots, places, strict=True):
+                stmts.append(BufferStore(shared, BufferLoad(kept.buffer, [slot]), [at(team.group)]))
+            stmts += halve([Halved(op, shared, at) for at in places], form.groups, team.group, number)
+            for first, (turn, _) in enumerate(turns):
+                position = (turn * number(form.threads) + team.thread) * number(lanes)
+                totals = [BufferLoad(shared, [places[first * lanes + k](number(0))]) for k in range(lanes)]
+                stores = [BufferStore(memory, total, [base + position + number(k)]) for k, total in enumerate(totals)]
+                leads = tirx.And(tirx.EQ(team.group, number(0)), position < number(plan.length))
+                stmts.append(IfThenElse(leads, sequence(stores), None))
+            return stmts
 
-        return [form.in_turns(number, combined)]
+        if form.tile is None and members * form.kept * itemsize(dtype) <= _SHARED_BYTES:
+            return combined([(number(turn), number(turn * lanes)) for turn in range(form.turns)])
+        return [form.in_turns(number, lambda turn, slot: combined([(turn, slot)]))]
