@@ -51,7 +51,7 @@ def add_tvm_dispatch(
     target: tvm.target.Target | str | dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
     freeze: bool = False,
-    cuda_graphs: Literal["auto"] | bool = False,
+    cuda_graphs: Literal["auto"] | bool = "auto",
 ) -> Module:
     """Compiles a call of ``module``, forward and backward, and dispatches matching calls to it from now on.
 

@@ -74,7 +74,7 @@ class Dispatcher:
         self.freeze = False
         self.on_refused: Callable[[str, object], None] | None = None
         self.entries = Entries()
-        self.graphs = RecordedGraphs(False)
+        self.graphs = RecordedGraphs()
         self.stats = DispatchStats(self.entries, self.graphs)
         self.budget = CompileBudget()
         self._unsupported: dict[str, None] = {}

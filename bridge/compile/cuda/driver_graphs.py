@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
+
 __all__ = ["DriverError", "Graph", "captured", "new_stream"]
 
 _NON_BLOCKING = 1
@@ -95,12 +97,23 @@ def captured(stream: int) -> Iterator[list[Graph]]:
     except BaseException:
         _library().cuStreamEndCapture(handle, ctypes.byref(graph))  # what went wrong is told already
         _destroy(graph)
+        _take_pending_errors()
         raise
     _call("cuStreamEndCapture", handle, ctypes.byref(graph))
     try:
         made.append(Graph(graph))
     finally:
         _destroy(graph)
+
+
+def _take_pending_errors() -> None:
+    """What failed during a capture may have left an error that CUDA's runtime tells whoever asks next."""
+    for _ in range(2):
+        try:
+            torch.empty(1, device="cuda").zero_()
+        except RuntimeError:
+            continue
+        return
 
 
 def _destroy(graph: ctypes.c_void_p) -> None:
