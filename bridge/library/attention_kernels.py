@@ -18,6 +18,10 @@ from bridge.base.torch_internals import aten
 __all__ = ["FORMULA", "KERNELS", "SUMS", "Dropout", "Kernel"]
 
 
+_UNUSED = 16
+"""Bytes behind each row of keys, of a kernel's widest access."""
+
+
 class Dropout(NamedTuple):
     """Which weights are dropped.
 
@@ -82,13 +86,22 @@ def _cudnn(q, k, v, mask, is_causal, scale, dropout=None):
 
 
 def _cudnn_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout=None):
-    # torch keeps cuDNN's plans by the layout of q, k and v, each for an out that lies as q does, and would read another
-    # out as if it lay so. Here all of them lie as (batch, row, head, column).
-    grad_out, q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad_out, q, k, v))
+    # torch keeps cuDNN's plans by the layout of q, k and v, each for an out and a grad_out that lie as in the call that
+    # made it, and reads others as if they lay so. Here all lie as (batch, row, head, column), but for keys: those lie as
+    # in no call of eager's, whose plans may be for another layout of grad_out.
+    grad_out, q, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad_out, q, v))
+    k = _apart(k)
     unread = q.new_empty((), dtype=torch.int64)
     state = [unread, unread] if dropout is None else _state_at(q.device, dropout).view(torch.int64).unbind()
     rest = [*state, mask, None, None, q.shape[2], k.shape[2], _rate(dropout), is_causal]
     return aten._scaled_dot_product_cudnn_attention_backward(grad_out, q, k, v, out, logsumexp, *rest, scale=scale)
+
+
+def _apart(x: Tensor) -> Tensor:
+    """A copy that lies as (batch, row, head, column), with 16 unused bytes behind each row."""
+    batch, heads, rows, columns = x.shape
+    memory = x.new_empty(batch, rows, heads * columns + _UNUSED // x.element_size())
+    return memory[:, :, : heads * columns].unflatten(2, (heads, columns)).transpose(1, 2).copy_(x)
 
 
 def _scores(q, k, mask, is_causal, scale):

@@ -84,8 +84,8 @@ def _resnet() -> nn.Module:
 def _rms() -> nn.Module:
     """With and without an ``eps`` and a weight; a product behind: the square of a norm has no gradient to compare."""
     norms = nn.RMSNorm(24), nn.RMSNorm(24, eps=1e-3), nn.RMSNorm((7, 24), elementwise_affine=False)
-    layers = (layer for norm in norms for layer in (nn.Linear(24, 24), norm))
-    return nn.Sequential(*layers, nn.Linear(24, 24))
+    layers = [layer for norm in norms for layer in (nn.Linear(24, 24), norm)]
+    return nn.Sequential(*layers, nn.Linear(24, 24))  # or a mean square would be the same for all parameters
 
 
 class Mixed(nn.Module):

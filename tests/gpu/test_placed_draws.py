@@ -74,8 +74,8 @@ def steps(module, kind, dtype, width, count=3):
     for _ in range(count):
         tensors, masks = leaves(kind, dtype, width)
         y = module(*tensors, *masks)
-        grads = torch.autograd.grad(y, tensors, torch.cos(torch.arange(y.numel(), device=DEVICE)).to(dtype).view_as(y))
-        found.append(([y.detach(), *grads], generators()))
+        y.backward(torch.cos(torch.arange(y.numel(), device=DEVICE)).to(dtype).view_as(y))
+        found.append(([y.detach(), *(each.grad for each in tensors)], generators()))
     return found
 
 
@@ -145,6 +145,11 @@ def test_bits_of_the_forward_are_eagers():
             assert all(map(torch.equal, *found)), dtype
 
 
+def mean_square(x):
+    """The root of it."""
+    return x.double().square().mean().sqrt().item()
+
+
 HOW = {
     "float32": (torch.float32, None),
     "bfloat16": (torch.bfloat16, None),
@@ -157,7 +162,11 @@ HOW = {
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("name", [name for name in LAYERS if "p=0.1" in name])
 def test_a_layer_of_bert(name, how):
-    """Outputs, every gradient and the generators of several steps; what is off is eager's rounding, in its type."""
+    """Outputs, every gradient and the generators of several steps.
+
+    In half types eager rounds between operators that are one kernel here: the largest of a tensor's differences may be
+    some roundings, their root mean square is less than one.
+    """
     (make, sample), (dtype, cast) = LAYERS[name], HOW[how]
     torch.manual_seed(0)
     eager = make().to(DEVICE, dtype).train()
@@ -179,14 +188,13 @@ def test_a_layer_of_bert(name, how):
             grads = [leaf.grad, *(p.grad.clone() for p in module.parameters())]
             found[-1].append((y.detach(), grads, generators()))
     assert stats(ours).hits == 3, stats(ours)
-    tolerance = 1e-4 if how == "float32" else 4e-2
+    tolerance = 1e-5 if how == "float32" else 3e-2
     for (y, grads, state), (wanted, expected, drawn) in zip(*found, strict=True):
         assert torch.equal(state, drawn)
-        torch.testing.assert_close(y, wanted, rtol=tolerance, atol=tolerance)
-        largest = max(grad.abs().max().item() for grad in expected)
-        for got, grad in zip(grads, expected, strict=True):
-            scale = max(grad.abs().max().item(), 1e-2 * largest)  # a key's bias has a gradient of zero and roundings
-            torch.testing.assert_close(got, grad, rtol=tolerance, atol=tolerance * scale)
+        largest = max(map(mean_square, expected))
+        for got, want in zip((y, *grads), (wanted, *expected), strict=True):
+            scale = max(mean_square(want), 1e-2 * largest)  # a key's bias has a gradient of zero and roundings
+            assert mean_square(got - want) <= tolerance * scale, (got - want, want)
 
 
 WAYS = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from torch import nn
 
 from bridge import add_tvm_dispatch, stats
 from bridge.compile import CallLibrary, Launch
-from bridge.library import FUNCTIONS, attention
+from bridge.library import FUNCTIONS, attention, attention_kernels
 from bridge.library.attention_kernels import FORMULA, KERNELS, Kernel
 
 SCALE = 0.3
@@ -137,3 +139,23 @@ def test_the_formula_of_grouped_heads(causal):
     torch.testing.assert_close(out, expected)
     found = FORMULA.backward(grad, q, k, v, None, out, sums, causal, SCALE)
     torch.testing.assert_close(found, torch.autograd.grad(expected, [q, k, v], grad))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_cudnns_backward_is_given_a_layout_of_its_own(batch, monkeypatch):
+    """Its plans are found by the layouts of q, k and v: none that eager has made is taken."""
+    given = []
+
+    def backward(grad_out, q, k, v, out, logsumexp, *rest, **scale):
+        given.append((grad_out, q, k, v, out))
+        return q, k, v
+
+    monkeypatch.setattr(
+        attention_kernels, "aten", SimpleNamespace(_scaled_dot_product_cudnn_attention_backward=backward)
+    )
+    q, k, v, grad_out = (torch.randn(batch, 3, 5, 8).to(torch.bfloat16) for _ in range(4))
+    KERNELS["cudnn"].backward(grad_out, q, k, v, None, q.transpose(1, 2).contiguous().transpose(1, 2), None, False, 0.3)
+    side_by_side = (120, 8, 24, 1)
+    ((seen_grad, seen_q, seen_k, seen_v, _),) = given
+    assert {each.stride() for each in (seen_grad, seen_q, seen_v)} == {side_by_side}
+    assert seen_k.stride() == (160, 8, 32, 1) and torch.equal(seen_k, k)
