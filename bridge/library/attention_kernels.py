@@ -87,8 +87,8 @@ def _cudnn(q, k, v, mask, is_causal, scale, dropout=None):
 
 def _cudnn_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout=None):
     # torch keeps cuDNN's plans by the layout of q, k and v, each for an out and a grad_out that lie as in the call that
-    # made it, and reads others as if they lay so. Here all lie as (batch, row, head, column), but for keys: those lie as
-    # in no call of eager's, whose plans may be for another layout of grad_out.
+    # made it, and reads others as if they lay so. Here all lie as (batch, row, head, column), but for keys: those lie
+    # as in no call of eager's, whose plans may be for another layout of grad_out.
     grad_out, q, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad_out, q, v))
     k = _apart(k)
     unread = q.new_empty((), dtype=torch.int64)
