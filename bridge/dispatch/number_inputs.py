@@ -63,7 +63,8 @@ def lower_with_numbers(
     if (lowered.captured.extents is None) != (like.captured.extents is None):
         log.info("%s: %s cannot be inputs beside sizes that vary", type(module).__name__, _names(changed))
         return None
-    values = {place: number_tensor(changed.get(place, _ANY)) for place in places}
+    device = lowered.captured.device
+    values = {place: number_tensor(changed.get(place, _ANY), device) for place in places}
     compared = _Comparison(like.captured, lowered.captured, [values[each] for each in known], list(values.values()))
     if not compared.holds():
         log.info("%s: %s cannot be inputs: another graph", type(module).__name__, _names(changed))

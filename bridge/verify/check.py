@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from autodiff.ir import Function, TensorType, bindings
+from bridge.base.default_device import default_device_of_forward
 from bridge.base.devices import working_for
 from bridge.base.errors import CompilationError, UnsupportedModule
 from bridge.base.modes import autocast_to
@@ -266,6 +267,7 @@ def in_dtype(lowered: LoweredCall, dtype: torch.dtype) -> LoweredCall:
         raise ValueError(f"{type(module).__name__} does not lower in {dtype}: {first}") from error
 
 
+@default_device_of_forward()
 def check(lowered: LoweredCall, *, dtype: torch.dtype | None = None, seed: int = 0) -> Check:
     """Runs every stage on the sample, in eager's place, and compares with eager's results and autograd's gradients.
 

@@ -14,6 +14,8 @@ from bridge.base.default_device import default_device_of_forward, function_modes
 from bridge.base.torch_internals import len_function_stack
 from tests.device import DEVICE, generators, set_generators
 
+pytestmark = pytest.mark.cpu("on a GPU, factories of tests are given the device: see tests/gpu/test_default_device.py")
+
 META = torch.device("meta")
 
 
@@ -88,6 +90,14 @@ def test_a_module_is_added_and_called_under_its_own_device(way):
         assert stats(module).hits == 2 and not stats(module).misses
         assert examine(module, x).percentage == 100.0 and lower(module, x).backward is not None
     assert len_function_stack() == 0
+
+
+def test_what_is_looked_at_under_a_default_device():
+    """The check's own tensors lie where the module is."""
+    module, x = OnItsDevice(), torch.randn(3, 4, requires_grad=True)
+    with torch.device(META):
+        lowered = lower(module, x)
+        assert lowered.check().ok
 
 
 def test_another_default_device_is_a_miss_with_a_reason():
