@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from bridge import add_tvm_dispatch, stats
+from bridge import stats
 from bridge.compile import gpu_of
 from bridge.compile.cuda.driver_graphs import captured, new_stream
 from bridge.rng.states import GeneratorStates
+from tests.bridge.dispatch.recorded_loops import LOOPS, Pair
 from tests.device import DEVICE
 
 pytestmark = [
@@ -24,86 +22,19 @@ pytestmark = [
 ]
 
 
-class Layer(nn.Module):
-    """Products, a norm, two dropouts, a buffer that is written."""
-
-    def __init__(self, width: int = 96):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.register_buffer("mean", torch.zeros(width))
-
-    def forward(self, x):
-        h = F.dropout(F.gelu(self.up(self.norm(x))), 0.2, self.training)
-        if self.training:
-            self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
-        return x + F.dropout(self.down(h), 0.1, self.training)
-
-
-class Pair:
-    """A dispatched module and eager's, fed alike; generators are compared after each step."""
-
-    def __init__(self, mode=True, rows: int = 33, dtype=torch.float64):
-        torch.manual_seed(0)
-        self.ours = Layer().cuda().to(dtype)
-        self.eager = copy.deepcopy(self.ours)
-        self.rows, self.dtype = rows, dtype
-        add_tvm_dispatch(self.ours, self.batch(0), cuda_graphs=mode)
-        self.ours.eval()
-        with torch.no_grad():
-            add_tvm_dispatch(self.ours, self.batch(0), cuda_graphs=mode)
-        self.ours.train()
-        self.optimizers = [torch.optim.SGD(each.parameters(), 1e-4, momentum=0.9) for each in self.both]
-
-    @property
-    def both(self):
-        return self.ours, self.eager
-
-    def batch(self, seed):
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(self.rows, 96, generator=generator).to("cuda", self.dtype).requires_grad_()
-
-    def step(self, seed, work):
-        """``work(module, optimizer)`` for both, from one state of the generator."""
-        made, offsets = [], []
-        for module, optimizer in zip(self.both, self.optimizers, strict=True):
-            torch.manual_seed(seed)
-            made.append(work(module, optimizer))
-            offsets.append(torch.cuda.default_generators[0].get_offset())
-        assert offsets[0] == offsets[1]
-        self.same(made)
-
-    def same(self, made):
-        for ours, theirs in zip(*made, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-        for ours, theirs in zip(*(each.state_dict().values() for each in self.both), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-        for ours, theirs in zip(*(each.parameters() for each in self.both), strict=True):
-            assert (ours.grad is None) == (theirs.grad is None)
-            if ours.grad is not None:
-                torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-9)
-
-    @property
-    def graphs(self):
-        return stats(self.ours).graphs
-
-
-def train(pair, seed, **given):
-    def work(module, optimizer):
-        optimizer.zero_grad(**given)
-        x = pair.batch(seed)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_steps_are_replays_and_eagers(set_to_none):
+    def work(pair, module, optimizer):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        x = pair.batch(1)
         y = module(x)
         y.square().mean().backward()
         optimizer.step()
         return [y.detach(), x.grad]
 
-    pair.step(seed, work)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_steps_are_replays_and_eagers(set_to_none):
     pair = Pair()
     for seed in range(20):
-        train(pair, seed, set_to_none=set_to_none)
+        pair.step(seed, work)
     assert not stats(pair.ours).misses and not pair.graphs.refused, pair.graphs
     assert pair.graphs.replays > 15, pair.graphs
 
@@ -112,51 +43,12 @@ def test_mixed_steps():
     """Two forwards before a backward, accumulation, gradients that are kept, evaluation, moved parameters, in turn."""
     pair, kept = Pair(), []
 
-    def two(module, optimizer):
-        optimizer.zero_grad()
-        a, b = pair.batch(1), pair.batch(2)
-        one, other = module(a), module(b)
-        (one.square().sum() + other.sum()).backward()
-        optimizer.step()
-        return [one.detach(), other.detach(), a.grad, b.grad]
-
-    def crossed(module, optimizer):
-        a, b = pair.batch(3), pair.batch(4)
-        one, other = module(a), module(b)
-        one.square().sum().backward()
-        other.square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return [a.grad, b.grad]
-
-    def accumulated(module, optimizer):
-        optimizer.zero_grad()
-        for part in range(3):
-            module(pair.batch(part)).square().sum().backward()
-        optimizer.step()
-        return []
-
-    def evaluated(module, optimizer):
-        module.eval()
-        with torch.no_grad():
-            y = module(pair.batch(5))
-        module.train()
-        return [y]
-
-    def checkpointed(module, optimizer):
-        optimizer.zero_grad()
-        x = pair.batch(6)
-        y = checkpoint(module, x, use_reentrant=False)
-        y.square().sum().backward()
-        optimizer.step()
-        return [y.detach(), x.grad]
-
-    def moved(module, optimizer):
+    def moved(pair, module, optimizer):
         with torch.no_grad():
             module.up.weight.data = module.up.weight.data.clone()
         return []
 
-    def held(module, optimizer):
+    def held(pair, module, optimizer):
         optimizer.zero_grad()
         y = module(pair.batch(7))
         y.square().sum().backward()
@@ -165,8 +57,8 @@ def test_mixed_steps():
                 kept.append((tensor, tensor.detach().clone()))
         return [y.detach()]
 
-    works = [two, crossed, accumulated, evaluated, checkpointed, held]
-    for seed in range(54):
+    works = [*LOOPS, held]
+    for seed in range(6 * len(works)):
         pair.step(seed, works[seed % len(works)])
         if seed % 18 == 17:
             pair.step(seed, moved)
@@ -232,7 +124,7 @@ def test_a_side_stream_still_reads_what_was_let_go():
 
 
 def test_automatic_follows_what_is_measured():
-    small, large = Pair("auto", rows=8, dtype=torch.float32), Pair("auto", rows=1 << 17, dtype=torch.float32)
+    small, large = Pair("auto", rows=8, dtype=torch.float32), Pair("auto", rows=1 << 20, dtype=torch.float32)
     for seed in range(12):
         for pair in (small, large):
             pair.ours(pair.batch(seed)).sum().backward()
@@ -339,7 +231,8 @@ def test_draws_of_the_user_between_replays():
 
     def drawing(module, optimizer):
         module.zero_grad()
-        x = pair.batch(1) + torch.rand(33, 96, device="cuda")
+        x = pair.batch(1)
+        x = x + torch.rand_like(x)
         y = F.dropout(module(x), 0.3)
         y.square().sum().backward()
         return [torch.rand(4, device="cuda")]

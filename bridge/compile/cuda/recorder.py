@@ -7,16 +7,16 @@ may have one under way, have blocks of their own.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from bridge.base.collector import collection_paused
 from bridge.base.generators import default_generator
 from bridge.base.locks import free_in_children
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided, memory_of_pool
@@ -59,7 +59,7 @@ class PoolMemory:
 
     @property
     def held_bytes(self) -> int:
-        return 0 if self._pool is None else sum(segment["total_size"] for segment in self._pool.snapshot())
+        return 0 if self._pool is None else _set_aside(self._pool)
 
 
 class _Timer:
@@ -123,8 +123,10 @@ class Streams:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of blocks."""
-        return sum(each.arena.block.size for each in tuple(self._of.values()) if each.arena.block is not None)
+        """Bytes of blocks, and of temporaries of torch's kernels."""
+        streams = tuple(self._of.values())
+        blocks = [each.arena.block for each in streams if each.arena.block is not None]
+        return sum(block.size for block in blocks) + sum(_set_aside(each.temporaries) for each in streams)
 
     def clear(self) -> None:
         """Lets go of the blocks; recordings hold theirs."""
@@ -183,7 +185,7 @@ class CudaRecorder:
             program: CudaExecutor = self._program.executor
             execute = self._executors.setdefault(stream, program.bound_to(shared.arena))
         block = shared.arena.reserve(self._program.arena_bytes)
-        with _RECORDING, _no_collection(), torch.cuda.stream(shared.side):
+        with _RECORDING, collection_paused(), torch.cuda.stream(shared.side):  # garbage may free memory of the device
             with memory_of_pool(self._index, shared.temporaries.id), captured(shared.side.cuda_stream) as made:
                 results = execute(inputs, fresh=fresh)
                 for place, memory in copies:
@@ -194,13 +196,6 @@ class CudaRecorder:
         return graph.launcher(stream)
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage is collected meanwhile: it may free memory of the device, which is not allowed during a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+def _set_aside(pool: Any) -> int:
+    """Bytes of a pool's segments."""
+    return sum(segment["total_size"] for segment in pool.snapshot())
