@@ -24,10 +24,12 @@ from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.forms import InputForms
 from bridge.compile.runtime.program import Program
 
-__all__ = ["MAX_COPIED_BYTES", "GraphedExecutor"]
+__all__ = ["MAX_COPIED_BYTES", "MAX_HELD_BYTES", "GraphedExecutor"]
 
 #: Bytes that each replay may copy between buffers and tensors whose addresses never return, under ``"auto"``.
 MAX_COPIED_BYTES = 32 << 20
+#: Bytes of results, of one run, whose memory is held for a program under ``"auto"``.
+MAX_HELD_BYTES = 1 << 30
 _STREAMS = 4
 """On which a program stays recorded; those used last."""
 
@@ -137,6 +139,8 @@ class GraphedExecutor:
             self._refuse("a step draws random numbers")
         elif pays is False and not forced:
             self._refuse("the device has more to do than the host: a graph does not pay")
+        elif pays and not forced and self._results.nbytes > MAX_HELD_BYTES:
+            self._refuse(f"memory of results would be held: {self._results.nbytes} bytes")
         self._is_warm = bool(pays)
         return results
 

@@ -12,7 +12,7 @@ from operator import itemgetter
 
 import torch
 
-from bridge.compile.graphs.recorder import Form
+from bridge.compile.graphs.recorder import Form, nbytes
 
 __all__ = ["MAX_ADDRESSES", "Key", "Ports"]
 
@@ -34,7 +34,7 @@ class Ports:
     """
 
     def __init__(self, forms: Sequence[Form]):
-        self._bytes = [_nbytes(form) for form in forms]
+        self._bytes = list(map(nbytes, forms))
         self._known: list[dict[int, None]] = [{} for _ in forms]
         self.buffered: tuple[int, ...] = ()
         self._choose(range(len(forms)))
@@ -90,8 +90,3 @@ class Ports:
             if len(places) > 1
             else itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
         )
-
-
-def _nbytes(form: Form) -> int:
-    shape, _, dtype = form
-    return torch.Size(shape).numel() * dtype.itemsize

@@ -12,10 +12,16 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Form", "Memory", "Recorder", "Timer"]
+__all__ = ["Form", "Memory", "Recorder", "Timer", "nbytes"]
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and element type of a dense tensor."""
+
+
+def nbytes(form: Form) -> int:
+    """Bytes of a tensor."""
+    shape, _, dtype = form
+    return torch.Size(shape).numel() * dtype.itemsize
 
 
 class Memory(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bridge.compile.graphs.recorder import Form
+from bridge.compile.graphs.recorder import Form, nbytes
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.instructions import View
 from bridge.compile.runtime.program import Program
@@ -53,6 +53,11 @@ class ReplayResults:
                 self.readers.append(place)
                 base = slot
             self._find.append(_found(fresh.get(base), base, views.get(slot) if slot != base else None))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that a run is given."""
+        return sum(map(nbytes, self.forms))
 
     def __call__(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results of a run on these inputs in this memory."""

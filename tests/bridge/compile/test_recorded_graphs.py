@@ -170,6 +170,14 @@ def test_automatic_copies_only_so_much(compiled, monkeypatch):
     assert graphed.control.refused["test"] == "768 bytes lie elsewhere at each call"
 
 
+def test_automatic_holds_only_so_much(compiled, monkeypatch):
+    monkeypatch.setattr(module, "MAX_HELD_BYTES", 700)
+    graphed, forced = Graphed(compiled, "auto"), Graphed(compiled)
+    for _ in range(6):
+        graphed.check(), forced.check()
+    assert graphed.control.refused["test"] == "memory of results would be held: 768 bytes" and forced.control.replays
+
+
 def test_off_means_off(compiled):
     graphed = Graphed(compiled, False)
     for _ in range(10):
