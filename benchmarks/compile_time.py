@@ -25,7 +25,7 @@ from typing import Any
 
 NAMES = ("BertLayer (1, 128)", "BERT-base (1, 128)", "GPT-2 small (1, 128)", "LayerNorm-LSTM (64, 100 steps, 512)")
 PEERS = ("ours", "torch_compile")
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR", "XDG_CACHE_HOME")
+CACHES = ("BRIDGE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR", "XDG_CACHE_HOME")
 
 Seconds = dict[str, float]
 

@@ -101,6 +101,15 @@ FORMS: dict[str, tuple[Column, ...]] = {
         ratio("second / first length, ours", "ours_second_length_s", "ours_first_s", bold=False),
         number("import bridge s", "ours_import_s"),
     ),
+    "cold_start": (
+        _MODULE,
+        number("first start, add_tvm_dispatch s", "first_add_s"),
+        number("second start s", "second_add_s"),
+        ratio("second / first", "second_add_s", "first_add_s"),
+        number("without a cache s", "off_add_s"),
+        number("first step, first start s", "first_step_s"),
+        number("second start s", "second_step_s"),
+    ),
     "models": (
         _MODULE,
         number("eager ms", "eager_ms", ".1f"),

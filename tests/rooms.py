@@ -38,6 +38,7 @@ BRIDGE = (
     "callbacks",
     "lower",
     "examine",
+    "cache",
     "__init__",
 )
 """Rooms and loose files of ``bridge/``; each imports only from those before it, through their ``__init__``."""

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 
+from benchmarks import cold_start
 from benchmarks.__main__ import main, scripts
 from benchmarks.foreign_threads import foreign_threads
 from benchmarks.results import Results
@@ -25,6 +26,29 @@ def test_it_runs_one_with_its_options(capsys):
     with pytest.raises(SystemExit) as left:
         main(["compile_time", "--help"])
     assert left.value.code == 0 and "--quick" in capsys.readouterr().out
+
+
+def test_starts_with_and_without_a_cache(tmp_path, monkeypatch, capsys):
+    path, started = tmp_path / "cold_start.json", []
+
+    def start(name, quick, folder, threads, off):
+        found = folder.exists() and not off
+        folder.mkdir(exist_ok=True)
+        (folder / "file").write_text("artifact")
+        started.append(off)
+        return {"add": 0.25 if found else 2.0, "step": 0.5, "bits": "same" if cached_alike or not found else "others"}
+
+    cached_alike = True
+    monkeypatch.setattr("sys.argv", ["python"])
+    monkeypatch.setattr("runpy.run_module", lambda *args, **options: cold_start.main())
+    monkeypatch.setattr(cold_start, "start", start)
+    main(["cold_start", "--quick", "--only", "BertLayer", "--json", str(path)])
+    (row,) = Results.load(path).rows
+    assert row["second_to_first"] == 0.125 and row["cache_bytes"] == 8 and started == [False, False, True]
+    assert "| second / first |" in capsys.readouterr().out
+    cached_alike = False
+    with pytest.raises(RuntimeError, match="other bits"):
+        main(["cold_start", "--quick", "--only", "BertLayer"])
 
 
 def test_foreign_threads_are_gone_afterwards():

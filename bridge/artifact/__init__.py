@@ -3,6 +3,7 @@
 from bridge.artifact.format import DamagedError, read_artifact, write_artifact
 from bridge.artifact.keys import key_of, of_this_package, versions
 from bridge.artifact.once import made_once
+from bridge.artifact.prune import prune
 from bridge.artifact.settings import CacheSettings, cache_settings
 from bridge.artifact.store import Artifact, Store, current_store
 
@@ -16,6 +17,7 @@ __all__ = [
     "key_of",
     "made_once",
     "of_this_package",
+    "prune",
     "read_artifact",
     "versions",
     "write_artifact",

@@ -168,13 +168,13 @@ class Compilation:
         """Puts a new program into the disk cache; waits for its machine code."""
         if self._is_new and self._kept_key is not None:
             self._is_new = False
-            keep_program(self._kept_key, self._program, self._policy.made())
+            keep_program(self._kept_key, self._digest, self._program, self._policy.made())
 
     def _kept(self, digest: str, drawn: Mapping[int, DrawnMask] | None) -> Program | None:
         """The program of a digest that this process uses or the disk cache has. Masks are GPUs', which keep none."""
         if drawn:
             return None
-        self._kept_key = of_this_package(digest, self._options.key)
+        self._digest, self._kept_key = digest, of_this_package(digest, self._options.key)
         with _LOCK:
             found = _KEPT.get(self._kept_key)
         if found is None:

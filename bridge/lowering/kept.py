@@ -64,7 +64,7 @@ def keep_lowering(call: str, observed: tuple, module: nn.Module, lowered: Lowere
         return
     lowered.content = KeptLowering.content_of(parts)
     name = f"{type(module).__module__}.{type(module).__qualname__}"
-    current_store().put(_LOWERING, key, parts, name)
+    current_store().put(_LOWERING, key, {**parts, "found_by": call.encode()}, name)
     current_store().put(_CALL, call, {}, name)
 
 

@@ -25,8 +25,11 @@ _KIND = "program"
 _CONSTANT = "constant "
 
 
-def keep_program(key: str, program: Program, choices: Sequence[tuple]) -> None:
-    """Puts a program, whose machine code is there, into the disk cache, if its kernels are."""
+def keep_program(key: str, digest: str, program: Program, choices: Sequence[tuple]) -> None:
+    """Puts a program, whose machine code is there, into the disk cache, if its kernels are.
+
+    ``digest``: of its function, by which :mod:`bridge.cache` finds the programs of a lowering.
+    """
     kernels = {name: built.kept() for name, built in program.code.items()}
     if program.scope is not None or None in kernels.values():
         return
@@ -34,6 +37,7 @@ def keep_program(key: str, program: Program, choices: Sequence[tuple]) -> None:
         "program": plain_text(program).encode(),
         "kernels": json.dumps(kernels).encode(),
         "choices": json.dumps(choices).encode(),
+        "digest": digest.encode(),
         "constants": json.dumps([[slot, form_of(tensor)] for slot, tensor in program.constants]).encode(),
     }
     parts.update((f"{_CONSTANT}{slot}", bytes_of(tensor)) for slot, tensor in program.constants)

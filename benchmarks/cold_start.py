@@ -1,0 +1,111 @@
+"""First and second start of the same script: seconds of ``add_tvm_dispatch`` and of the first step, by turns.
+
+Every measurement is a process of its own. A first start finds an empty disk cache, the second one what the first has
+left; "off" is a start with BRIDGE_CACHE=0. The three take turns, the table shows medians. Both loss and gradients have
+to be the same in the bit, and the second start must neither capture nor compile.
+
+    python -m benchmarks cold_start --runs 3 --only BERT-base --json cold_start.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+NAMES = ("BertLayer (1, 128)", "BERT-base (1, 128)", "GPT-2 small (1, 128)")
+STARTS = ("first", "second", "off")
+
+
+def measure(name: str, quick: bool) -> dict[str, Any]:
+    """Seconds of a start in this process, and the bits that a step leaves."""
+    import torch
+
+    import bridge
+    from benchmarks.models import MODELS, loss_of
+
+    model = MODELS[name]
+    torch.manual_seed(0)
+    module = model.make(quick)
+    batch = model.sample(module, quick, 0)
+    started = time.perf_counter()
+    bridge.add_tvm_dispatch(module, batch)
+    added = time.perf_counter()
+    loss = loss_of(module(**batch))
+    loss.backward()
+    stepped = time.perf_counter()
+    if bridge.stats(module).hits != 1:
+        raise RuntimeError(f"not dispatched: {bridge.stats(module)}")
+    left = [loss.detach(), *(each.grad for each in module.parameters() if each.grad is not None)]
+    bits = hashlib.sha256(b"".join(each.contiguous().numpy().tobytes() for each in left)).hexdigest()
+    return {"add": added - started, "step": stepped - added, "bits": bits}
+
+
+def start(name: str, quick: bool, folder: Path, threads: int | None, off: bool) -> dict[str, Any]:
+    """The measurement in a new process with a cache in a folder."""
+    environment = {**os.environ, "BRIDGE_CACHE": str(int(not off)), "BRIDGE_CACHE_DIR": str(folder)}
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    command = [sys.executable, "-m", "benchmarks.cold_start", "--only", name, "--here", *(["--quick"] if quick else [])]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def row_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Medians of alternating starts."""
+    found: dict[str, list[dict[str, Any]]] = {which: [] for which in STARTS}
+    for _ in range(options.runs):
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "cache"
+            for which in STARTS:
+                found[which].append(start(name, options.quick, folder, options.threads, which == "off"))
+            size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        if found["first"][-1]["bits"] != found["second"][-1]["bits"]:
+            raise RuntimeError(f"{name}: a cached program left other bits")
+    row: dict[str, Any] = {"module": name, "cache_bytes": size}
+    for which, runs in found.items():
+        for part in ("add", "step"):
+            row[f"{which}_{part}_s"] = statistics.median(run[part] for run in runs)
+    row["second_to_first"] = row["second_add_s"] / row["first_add_s"]
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=3, help="rounds of three processes (default %(default)s)")
+    parser.add_argument("--only", default="", help="modules whose name contains this")
+    parser.add_argument("--threads", type=int, help="OpenMP threads of each process (default: as set around it)")
+    parser.add_argument("--quick", action="store_true", help="tiny modules, one run: does it work")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
+    parser.add_argument("--here", action="store_true", help="measure in this process and print JSON")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    names = [name for name in NAMES if options.only in name]
+    if options.here:
+        print(json.dumps(measure(names[0], options.quick)))
+        return
+    from benchmarks.results import Results, machine, versions
+    from benchmarks.tables import FORMS, header, line
+
+    options.runs = 1 if options.quick else options.runs
+    print(f"cold processes, float32, medians of {options.runs}; {versions()}; {machine()}\n")
+    print(header(FORMS["cold_start"]))
+    rows = []
+    for name in names:
+        rows.append(row_of(name, options))
+        print(line(FORMS["cold_start"], rows[-1]), flush=True)
+    if options.json:
+        Results.of("cold_start", "python -m benchmarks cold_start", rows).save(options.json)
+
+
+if __name__ == "__main__":
+    main()
