@@ -217,6 +217,7 @@ def sized(batch, length):
     return [torch.randn(shape, generator=made, dtype=torch.float64).requires_grad_() for _ in range(3)]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="shape functions of older versions fix the sizes")
 @pytest.mark.parametrize("name", KERNELS)
 def test_sizes_that_vary(name, generator):
     """Where the kernel moves its generator as the rule says: one entry for all sizes."""
