@@ -12,7 +12,7 @@ from autodiff.ir import Function
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.interrupts import raise_deferred
 from bridge.lowering.lowered import LoweredCall
-from bridge.lowering.stage import Stage
+from bridge.lowering.stage import Stage, stage_named
 
 __all__ = ["FrozenCall", "freeze_call"]
 
@@ -47,10 +47,7 @@ class FrozenCall:
         return self.split.weights
 
     def __getitem__(self, name: str) -> Stage:
-        for stage in self.stages:
-            if stage.name == name:
-                return stage
-        raise KeyError(f"no stage {name!r}; there are {', '.join(stage.name for stage in self.stages)}")
+        return stage_named(self.stages, name)
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)

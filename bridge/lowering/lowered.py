@@ -25,7 +25,7 @@ from bridge.capture import Captured
 from bridge.compile import KeptFunction
 from bridge.lowering.diff import Diff, diff
 from bridge.lowering.origin import Origin, origins
-from bridge.lowering.stage import Stage
+from bridge.lowering.stage import Stage, stage_named
 from partition import Partitioned, Plan, rebuild_backward
 
 __all__ = ["LoweredCall", "Sample"]
@@ -126,10 +126,7 @@ class LoweredCall:
         return self.backward_for(outputs)
 
     def __getitem__(self, name: str) -> Stage:
-        for stage in self.stages:
-            if stage.name == name:
-                return stage
-        raise KeyError(f"no stage {name!r}; there are {', '.join(stage.name for stage in self.stages)}")
+        return stage_named(self.stages, name)
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)

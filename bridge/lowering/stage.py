@@ -14,7 +14,7 @@ from autodiff.ir import Function, bindings
 from bridge.base.modes import autocast_to
 from bridge.reference import interpret
 
-__all__ = ["Stage"]
+__all__ = ["Stage", "stage_named"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,3 +83,11 @@ class Stage:
     def _repr_html_(self) -> str:
         head, body = html.escape(self.provenance), html.escape(self.script())
         return f"<details><summary>{head}</summary><pre>{body}</pre></details>"
+
+
+def stage_named(stages: Sequence[Stage], name: str) -> Stage:
+    """The stage of that name. ``KeyError`` if there is none, which names those that there are."""
+    for stage in stages:
+        if stage.name == name:
+            return stage
+    raise KeyError(f"no stage {name!r}; there are {', '.join(stage.name for stage in stages)}")
