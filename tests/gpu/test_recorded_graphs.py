@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from bridge import stats
 from bridge.compile import gpu_of
 from bridge.compile.cuda.driver_graphs import captured, new_stream
+from bridge.compile.cuda.recorder import PoolMemory
 from bridge.rng.states import GeneratorStates
 from tests.bridge.dispatch.recorded_loops import LOOPS, Pair
 from tests.device import DEVICE
@@ -245,3 +246,25 @@ def test_draws_of_the_user_between_replays():
             offsets.append(torch.cuda.default_generators[0].get_offset())
         assert offsets[0] == offsets[1]
     assert pair.graphs.replays > 6 and not pair.graphs.refused, pair.graphs
+
+
+def test_threads_share_memory_of_a_pool():
+    memory, failed = PoolMemory(torch.cuda.current_device()), []
+    forms = [((64,), (1,), torch.float32)] * 20
+
+    def take():
+        try:
+            for number in range(300):
+                made = memory(forms)
+                for each in made:
+                    each.fill_(number)
+                assert all(bool((each == number).all()) for each in made[:2])
+        except Exception as error:  # noqa: BLE001 - whatever it is, the test tells it
+            failed.append(error)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and memory.held_bytes

@@ -38,24 +38,28 @@ _RECORDING = free_in_children(threading.RLock())
 class PoolMemory:
     """Memory of a private pool, see :class:`bridge.compile.graphs.recorder.Memory`; of a device that is current.
 
-    An allocator of another kind than torch's own has no pools: memory is then like any other.
+    Where it cannot be had, memory is like any other: an allocator of another kind than torch's own has no pools, and
+    another thread may be using this one.
     """
 
     def __init__(self, index: int):
         self._index = index
         self._pool: Any = None
+        self._lock = threading.Lock()
         self._has_pools = torch.cuda.get_allocator_backend() == "native"
 
     def __call__(self, forms: Sequence[Form]) -> list[torch.Tensor]:
-        if self._pool is None:
-            if not self._has_pools:
-                return [empty_strided(*form) for form in forms]
-            self._pool = torch.cuda.MemPool()
-        try:
-            with memory_of_pool(self._index, self._pool.id):
-                return [empty_strided(*form) for form in forms]
-        except torch.OutOfMemoryError:  # the allocator gives nothing back that it keeps while a pool is in use
-            return [empty_strided(*form) for form in forms]
+        if self._has_pools and self._lock.acquire(blocking=False):  # torch lets one thread at a time use a pool
+            try:
+                if self._pool is None:
+                    self._pool = torch.cuda.MemPool()
+                with memory_of_pool(self._index, self._pool.id):
+                    return [empty_strided(*form) for form in forms]
+            except torch.OutOfMemoryError:  # the allocator gives nothing back that it keeps while a pool is in use
+                pass
+            finally:
+                self._lock.release()
+        return [empty_strided(*form) for form in forms]
 
     @property
     def held_bytes(self) -> int:
