@@ -92,7 +92,7 @@ def _counts(tensor: torch.Tensor) -> bool:
 
 def make_token(device: torch.device, run: SegmentedRun | None = None) -> torch.Tensor:
     """A tensor without elements that one autograd node hands to the next, with the pass that goes on there."""
-    token = torch.empty(0, device=device)
+    token = torch.empty(0, dtype=torch.float32, device=device)  # autograd casts one of another type than the output's
     token.run = run
     return token
 

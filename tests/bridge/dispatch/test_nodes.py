@@ -270,6 +270,21 @@ def test_autocast_around_the_backward():
     assert all(map(torch.equal, gradients(module, x, backward=under_autocast), wanted))
 
 
+def test_another_default_type_around_the_backward():
+    _, module, x = pair()
+    wanted = gradients(module, x)
+
+    def in_double(loss):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            loss.backward()
+        finally:
+            torch.set_default_dtype(before)
+
+    assert all(map(torch.equal, gradients(module, x, backward=in_double), wanted))
+
+
 def test_a_gradient_that_is_a_grad_out():
     """It is handed out when nothing reads it any more, as are copies of it."""
 
