@@ -26,10 +26,12 @@ _CONSTANT = "constant "
 
 
 def keep_program(key: str, digest: str, program: Program, choices: Sequence[tuple]) -> None:
-    """Puts a program, whose machine code is there, into the disk cache, if its kernels are.
+    """Puts a program, whose machine code is there, into the disk cache, if its kernels are and its backend keeps any.
 
     ``digest``: of its function, by which :mod:`bridge.cache` finds the programs of a lowering.
     """
+    if program.backend.kept({}) is None:
+        return
     kernels = {name: built.kept() for name, built in program.code.items()}
     if program.scope is not None or None in kernels.values():
         return
