@@ -268,3 +268,13 @@ def test_threads_share_memory_of_a_pool():
     for thread in threads:
         thread.join()
     assert not failed and memory.held_bytes
+
+
+def test_nothing_is_recorded_in_a_pool_of_the_users():
+    pair, pool = Pair(dtype=torch.float32), torch.cuda.MemPool()
+    pair.ours.eval()
+    with torch.no_grad(), torch.cuda.use_mem_pool(pool):
+        wanted = pair.ours(pair.batch(1))
+        for _ in range(12):
+            assert torch.equal(pair.ours(pair.batch(1)), wanted)
+    assert not pair.graphs.replays and "pool that is not ours" in repr(pair.graphs)

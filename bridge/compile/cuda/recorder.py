@@ -190,6 +190,8 @@ class CudaRecorder:
             execute = self._executors.setdefault(stream, program.bound_to(shared.arena))
         block = shared.arena.reserve(self._program.arena_bytes)
         with _RECORDING, collection_paused(), torch.cuda.stream(shared.side):  # garbage may free memory of the device
+            with memory_of_pool(self._index, shared.temporaries.id):
+                _require_memory_of(shared.temporaries)
             with memory_of_pool(self._index, shared.temporaries.id), captured(shared.side.cuda_stream) as made:
                 results = execute(inputs, fresh=fresh)
                 for place, memory in copies:
@@ -198,6 +200,14 @@ class CudaRecorder:
         (graph,) = made
         graph.needs = execute, block, shared
         return graph.launcher(stream)
+
+
+def _require_memory_of(pool: Any) -> None:
+    """``RuntimeError`` if this thread's memory comes from elsewhere: a pool that the user has put in use goes first, and
+    what a graph needs while it runs would be handed to others."""
+    address = torch.empty(1, device="cuda").data_ptr()
+    if not any(each["address"] <= address < each["address"] + each["total_size"] for each in pool.snapshot()):
+        raise RuntimeError("memory comes from a pool that is not ours")
 
 
 def _set_aside(pool: Any) -> int:
