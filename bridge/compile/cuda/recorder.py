@@ -203,8 +203,8 @@ class CudaRecorder:
 
 
 def _require_memory_of(pool: Any) -> None:
-    """``RuntimeError`` if this thread's memory comes from elsewhere: a pool that the user has put in use goes first, and
-    what a graph needs while it runs would be handed to others."""
+    """``RuntimeError`` if this thread's memory comes from elsewhere: a pool that the user has put in use goes first,
+    and what a graph needs while it runs would be handed to others."""
     address = torch.empty(1, device="cuda").data_ptr()
     if not any(each["address"] <= address < each["address"] + each["total_size"] for each in pool.snapshot()):
         raise RuntimeError("memory comes from a pool that is not ours")
