@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
 
+from autodiff.extents import same
 from bridge.compile.loop_ir.graph import Graph, LibraryCall, Node, Operand, Pointwise, Reduction, Value
 from bridge.compile.loop_ir.views import alike
 from bridge.compile.passes.dead_code import eliminate_dead_code
@@ -47,12 +48,17 @@ def widen_gradients(graph: Graph, rules: Rules, widened: Collection[str], grad_o
             continue
         if place is not None and isinstance(nodes[place], Reduction) and node.out.dtype in widened:
             position[node.out] = place  # rounded, and perhaps cast back
-        elif isinstance(node, LibraryCall) and node.name in _NAMES and node.outs[0].dtype in widened:
+        elif isinstance(node, LibraryCall) and node.outs[0].dtype in widened and _has_wide_form(node):
             position[node.outs[0]] = len(nodes)
         elif isinstance(node, Reduction) and node.out.dtype == WIDE:
             position[node.out] = len(nodes)
         nodes.append(node)
     return eliminate_dead_code(replace(graph, nodes=nodes), rules)
+
+
+def _has_wide_form(node: LibraryCall) -> bool:
+    """Whether the library has this product with a float32 result; one of nothing is left as it is."""
+    return node.name in _NAMES and not any(same(operand.value.numel, 0) for operand in node.operands)
 
 
 def _wide(node: LibraryCall | Reduction, out: Value) -> Node:

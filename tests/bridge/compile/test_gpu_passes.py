@@ -57,8 +57,8 @@ def weight_gradient(half: str, also=None):
     return body
 
 
-def params(half: str) -> list[tuple]:
-    return [((16, 8), half), ((16, 4), half)]
+def params(half: str, rows: int = 16) -> list[tuple]:
+    return [((rows, 8), half), ((rows, 4), half)]
 
 
 def test_gradients_of_weights_are_wide():
@@ -69,6 +69,11 @@ def test_gradients_of_weights_are_wide():
         "2 = sum(1)",
         "return 0, 2",
     ]
+
+
+def test_a_product_of_nothing_stays_as_it_is():
+    graph = translated(params("bfloat16", 0), weight_gradient("bfloat16"))
+    assert "mm_wide" not in " ".join(text(widen_gradients(graph, GPU, WIDENED, 1)))
 
 
 @pytest.mark.parametrize(
