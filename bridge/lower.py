@@ -3,6 +3,7 @@
     captured    the sample call as a functional ATen graph           bridge.capture
     imported    ATen → Relax, with training semantics                bridge.aten
     masked      dropout becomes a product with a mask input          autodiff.mask_dropout
+    rolled      steps of a loop become a scan, where there are any   autodiff.scan, partition.scans
     spelled     LayerNorm & co. become what TVM can differentiate    autodiff.spell_out
     forward     simplified, variables named uniquely                 autodiff.clean
     joint       grad_outs in, gradients out                          autodiff.differentiate

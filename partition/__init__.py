@@ -11,6 +11,7 @@ from .cut import STRATEGIES, Partitioned, partition
 from .graph import Graph, Node, build_graph
 from .min_cut import MinCut
 from .plan import Plan, Saved, bytes_text
+from .scans import differentiable_scans
 from .split import rebuild_backward
 from .strategy import Choice, Strategy
 
@@ -33,6 +34,7 @@ __all__ = [
     "bytes_text",
     "coloring",
     "curve",
+    "differentiable_scans",
     "fewest_bytes",
     "partition",
     "rebuild_backward",

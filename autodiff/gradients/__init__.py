@@ -12,6 +12,7 @@ from autodiff.gradients import (
     normalization,
     operators,
     reductions,
+    scan,
     shapes,
 )
 from autodiff.gradients.registry import differentiable, gradient, library_gradient, register, unsupported
@@ -32,6 +33,7 @@ __all__ = [
     "operators",
     "reductions",
     "register",
+    "scan",
     "shapes",
     "unsupported",
 ]

@@ -23,7 +23,8 @@ from bridge.compile.runtime.constants import with_constants
 from bridge.compile.runtime.contents import Operation
 from bridge.compile.runtime.cut import Segment, cut
 from bridge.compile.runtime.flow import Flow
-from bridge.compile.runtime.instructions import CallLibrary, Instruction, Launch, View
+from bridge.compile.runtime.instructions import CallLibrary, Launch, View
+from bridge.compile.runtime.loop_step import Instruction, Loop
 from bridge.compile.runtime.program import Program
 from bridge.compile.runtime.storage import bytes_of, form_of, tensor_of
 from bridge.compile.runtime.storage import load as load_program
@@ -51,6 +52,7 @@ __all__ = [
     "Instruction",
     "KeptFunction",
     "Launch",
+    "Loop",
     "Memory",
     "Mode",
     "Operation",

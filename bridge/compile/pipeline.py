@@ -22,11 +22,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from operator import itemgetter
 from weakref import WeakValueDictionary
 
 from tvm_ffi import structural_equal, structural_hash
 
+from autodiff.extents import ExtentScope
 from autodiff.ir import Function, bindings
 from bridge.artifact import current_store, of_this_package
 from bridge.base.interrupts import raise_deferred
@@ -36,7 +38,7 @@ from bridge.compile.cuda.executor import POOLS
 from bridge.compile.cuda.nvrtc import clear_compiled
 from bridge.compile.cuda.recorder import STREAMS
 from bridge.compile.kept_function import KeptFunction, digest_of
-from bridge.compile.loop_ir.graph import Graph
+from bridge.compile.loop_ir.graph import Graph, LoopCall
 from bridge.compile.options import CompileOptions
 from bridge.compile.passes.accumulate import accumulate
 from bridge.compile.passes.casts import cast_where_read
@@ -51,9 +53,11 @@ from bridge.compile.runtime.build import clear_kernels
 from bridge.compile.runtime.cache import WeakCache
 from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.link import assemble
+from bridge.compile.runtime.loop_step import inner_steps
 from bridge.compile.runtime.pool import ARENAS
 from bridge.compile.runtime.program import Program
 from bridge.compile.runtime.program_store import keep_program, kept_program
+from bridge.compile.schedule.products import ProductPolicy
 from bridge.compile.signature import size_signature
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import DrawnMask, translate
@@ -144,21 +148,13 @@ class Compilation:
             self._share()
             return
         started = time.perf_counter()
-        neutral = translate(func, backend, drawn)
-        graph = optimize(choose_layouts(neutral, backend, policy, self._options.grad_outs), backend)
-        if self._options.sums_in_place:
-            graph = accumulate(graph)
-        self._graph = widen_gradients(graph, backend, policy.widened, self._options.grad_outs)
+        self._graphs = _Graphs(func, self._options, policy, drawn)
         self._seconds = time.perf_counter() - started
 
     def finish(self) -> Program:
         """The program; its machine code may still be in the making."""
         if self._program is None:
-            func = self._func
-            variables = tuple(str(var.name) for var in (*func.params, *(var for var, _ in bindings(func))))
-            timings = {"translate": self._seconds}
-            backend, scope = self._options.backend, self._signature.scope
-            self._program = assemble(self._graph, self._name, backend, timings, variables, scope)
+            self._program = self._graphs.program(self._name, self._seconds, self._signature.scope)
             self._is_new = True
             _tell(self._program)
             self._share()
@@ -191,6 +187,33 @@ class Compilation:
                 _KEPT[self._kept_key] = self._program
 
 
+class _Graphs:
+    """A function's loop graph, and those of its loops' bodies, by their text. Products of all are one policy's."""
+
+    def __init__(
+        self,
+        func: Function,
+        options: CompileOptions,
+        policy: ProductPolicy,
+        drawn: Mapping[int, DrawnMask] | None = None,
+    ):
+        self._func, self._backend = func, options.backend
+        neutral = translate(func, self._backend, drawn)
+        graph = optimize(choose_layouts(neutral, self._backend, policy, options.grad_outs), self._backend)
+        if options.sums_in_place:
+            graph = accumulate(graph)
+        self._graph = widen_gradients(graph, self._backend, policy.widened, options.grad_outs)
+        inside = replace(options, grad_outs=0)
+        scans = [node.scan for node in self._graph.nodes if isinstance(node, LoopCall)]
+        self._bodies = {scan.body: _Graphs(scan.function, inside, policy) for scan in scans}
+
+    def program(self, name: str, seconds: float, scope: ExtentScope | None = None) -> Program:
+        """``seconds``: that the graphs took."""
+        bodies = {text: body.program(f"{name}_step", 0.0) for text, body in self._bodies.items()}
+        variables = tuple(str(var.name) for var in (*self._func.params, *(var for var, _ in bindings(self._func))))
+        return assemble(self._graph, name, self._backend, {"translate": seconds}, variables, scope, bodies)
+
+
 def optimize(graph: Graph, backend: Backend) -> Graph:
     """The graph after :data:`PASSES`."""
     for each in PASSES:
@@ -203,7 +226,7 @@ def _tell(program: Program) -> None:
     log.info("%s", program.headline)
     if log.isEnabledFor(logging.DEBUG):
         log.debug("%s", str(program).partition("\n")[2])
-    by_torch = Counter(step.name for step in program.steps if isinstance(step, CallLibrary))
+    by_torch = Counter(step.name for step in inner_steps(program.steps) if isinstance(step, CallLibrary))
     if by_torch:
         told = ", ".join(f"{count} x {name}" for name, count in by_torch.most_common())
         fallbacks_log.info("%s: torch computes %s", program.name, told)

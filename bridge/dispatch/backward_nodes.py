@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autodiff.extents import sample_of
-from bridge.compile import CallLibrary, Flow, Launch, Program
+from bridge.compile import CallLibrary, Flow, Launch, Loop, Program
 
 __all__ = ["Gradient", "gradients_of", "most_nodes", "nodes_of", "places_of"]
 
@@ -98,7 +98,7 @@ def _ends(program: Program, boundaries: Mapping[int, int], number: int) -> list[
     after = [0.0]
     for step in program.steps:
         work = 0.0
-        if isinstance(step, Launch | CallLibrary):
+        if isinstance(step, Launch | CallLibrary | Loop):
             work = _BYTES_OF_STEP + step.contents.bytes + step.contents.flops / _FLOPS_OF_BYTE
         after.append(after[-1] + work)
     length = after[-1] / number

@@ -37,7 +37,7 @@ from bridge.dispatch.call_steps import Backward
 from bridge.dispatch.computed_masks import ComputedMasks
 from bridge.dispatch.guards import Sizes
 from bridge.dispatch.segmented import BoundSegment, SegmentedRun, make_token
-from bridge.lowering import LoweredCall
+from bridge.lowering import LoweredCall, script
 
 __all__ = ["BackwardRun", "BoundPrograms", "Compiling", "Programs"]
 
@@ -350,7 +350,7 @@ class Compiling:
             raise UnsupportedModule(self._module_name, [problem], cause=error) from None
         except Exception as error:
             function = self.function.read() if isinstance(self.function, KeptFunction) else self.function
-            raise CompilationError(f"compile {self._direction}", function.script(), error) from error
+            raise CompilationError(f"compile {self._direction}", script(function), error) from error
 
 
 def _under_name(program: Program, module_name: str, direction: str) -> Execute:

@@ -19,7 +19,8 @@ __all__: list[str] = []
 def draw(name, description, state, *given):
     """What eager's operator draws from a generator in this state, and the state that it leaves."""
     generator = torch.Generator()
-    generator.set_state(state)
+    # torch reads the state where the tensor's storage begins
+    generator.set_state(state.clone() if state.storage_offset() else state)
     return _drawn(name, description, generator, given), generator.get_state()
 
 

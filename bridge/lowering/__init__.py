@@ -5,6 +5,7 @@ from bridge.lowering.lowered import LoweredCall, Sample
 from bridge.lowering.origin import Origin
 from bridge.lowering.pipeline import DEFAULT_PARTITION, cleaned_and_named, lower_captured
 from bridge.lowering.reuse import lower_once
+from bridge.lowering.script import script
 from bridge.lowering.stage import Stage
 from bridge.lowering.text import attributes, binding_line, count, html_table, megabytes, short_op, value_text
 
@@ -24,6 +25,7 @@ __all__ = [
     "lower_captured",
     "lower_once",
     "megabytes",
+    "script",
     "short_op",
     "value_text",
 ]

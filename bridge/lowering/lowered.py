@@ -25,6 +25,7 @@ from bridge.capture import Captured
 from bridge.compile import KeptFunction
 from bridge.lowering.diff import Diff, diff
 from bridge.lowering.origin import Origin, origins
+from bridge.lowering.script import script
 from bridge.lowering.stage import Stage, stage_named
 from partition import Partitioned, Plan, rebuild_backward
 
@@ -142,8 +143,17 @@ class LoweredCall:
 
     __repr__ = __str__
 
-    def run(self, name: str, made_by: str, body: Body, transform: Callable[..., Any], *args: Any) -> None:
-        """Applies one pass to ``body``, which holds the latest stage's function, and appends its function as a stage.
+    def run(
+        self,
+        name: str,
+        made_by: str,
+        body: Body,
+        transform: Callable[..., Any],
+        *args: Any,
+        if_changed: bool = False,
+    ) -> None:
+        """Applies one pass to ``body``, which holds the latest stage's function, and appends its function as a stage,
+        with ``if_changed`` only if it is another one.
 
         Raises:
             CompilationError: names the stage and holds its input when the pass fails.
@@ -159,7 +169,9 @@ class LoweredCall:
             problems = [self._no_gradient(each) for each in (error, *error.others)]
             raise UnsupportedModule(self.captured.module_name, problems, cause=error) from None
         except Exception as error:
-            raise CompilationError(name, function.script(), error) from error
+            raise CompilationError(name, script(function), error) from error
+        if result is function and if_changed:
+            return
         self.add(Stage(name, made_by, result, time.perf_counter() - started, last.size))
 
     def add(self, stage: Stage) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import autodiff
 from autodiff.ir import Function
+from autodiff.scan import roll_up
 from bridge.aten import Imported, import_graph
 from bridge.base.devices import HOST, working_for
 from bridge.base.log import channel
@@ -22,6 +24,7 @@ from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.origin import origins
 from bridge.lowering.stage import Stage
 from bridge.reference import run_graph
+from partition import differentiable_scans
 from partition import partition as partition_joint
 
 __all__ = ["DEFAULT_PARTITION", "cleaned_and_named", "lower_captured"]
@@ -62,11 +65,14 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     lowered.add(Stage("imported", "bridge.aten.import_graph", imported.function, seconds, size))
     body = autodiff.Body.of(imported.function)
     lowered.run("masked", "autodiff.mask_dropout", body, autodiff.mask_dropout)
+    wanted = [index for index, needs in enumerate(requires_grad) if needs] if differentiable else []
+    if captured.device == HOST and captured.extents is None:
+        lowered.run("rolled", "roll_up, differentiable_scans", body, rolled, wanted, partition, if_changed=True)
     lowered.run("spelled", "autodiff.spell_out", body, autodiff.spell_out)
     lowered.run("forward", "autodiff.clean, unique_names", body, cleaned_and_named, not differentiable)
     if not differentiable:
         return lowered
-    lowered.wanted = tuple(index for index, needs in enumerate(requires_grad) if needs)
+    lowered.wanted = tuple(wanted)
     lowered.wanted = lowered.gradients_for(differentiable)
     lowered.run("joint", "autodiff.differentiate", body, autodiff.differentiate, differentiable, lowered.wanted)
     lowered.run("cleaned", "autodiff.clean", body, autodiff.clean)
@@ -98,6 +104,11 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
 def cleaned_and_named(function: Function | autodiff.Body, merge_casts: bool) -> Function | autodiff.Body:
     """The stage ``forward``; casts are merged where no gradient could tell."""
     return autodiff.unique_names(autodiff.clean(function, merge_casts=merge_casts))
+
+
+def rolled(body: autodiff.Body, required: Sequence[int], partition: Any) -> None:
+    """The stage ``rolled``: loops of steps are scans, with gradients of the required parameters."""
+    differentiable_scans(roll_up(body), required, partition)
 
 
 def _differentiable(captured: Captured, imported: Imported) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from torch import fx
 
 from autodiff.ir import Function, bindings
 from bridge.base.modes import autocast_to
+from bridge.lowering.script import script
 from bridge.reference import interpret
 
 __all__ = ["Stage", "stage_named"]
@@ -59,7 +60,7 @@ class Stage:
 
     def script(self) -> str:
         """The IR as text (TVMScript; Python for the traced graph) under a provenance line."""
-        text = self.ir.python_code("self").src.strip() if isinstance(self.ir, fx.Graph) else self.ir.script()
+        text = self.ir.python_code("self").src.strip() if isinstance(self.ir, fx.Graph) else script(self.ir)
         return f"# {self.provenance}\n{text}"
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

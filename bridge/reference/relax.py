@@ -37,6 +37,7 @@ from autodiff.ir import (
     results,
     shape,
 )
+from autodiff.scan import is_scan, scan_of
 from bridge.base.devices import HOST, current_device, devices_of, working_for
 from bridge.library import FUNCTIONS
 from bridge.reference.relax_operators import LIBRARY, OPERATORS
@@ -133,6 +134,8 @@ def _compute(value: Expr, env: Mapping[Var, Any], masks: Iterator[torch.Tensor])
     if name is None:
         return _read(value, env)
     library = library_name(value)
+    if is_scan(value):
+        return _scan(value, env)
     if library is not None:
         kernel = FUNCTIONS.get(library.removeprefix("library.")) or LIBRARY.get(library)
         if kernel is None:
@@ -185,3 +188,17 @@ def _legalized(call: Call, env: Mapping[Var, Any]) -> Any:
     fields = list(made) if isinstance(call.ty, TupleType) else [made]
     converted = tuple(torch.from_dlpack(field).clone().to(current_device()) for field in fields)
     return converted if isinstance(call.ty, TupleType) else converted[0]
+
+
+def _scan(call: Call, env: Mapping[Var, Any]) -> tuple[torch.Tensor, ...]:
+    """The body of a scan, step by step."""
+    scan, tensors = scan_of(call)
+    given = [_read(tensor, env) for tensor in tensors]
+    carries, xs = given[: scan.carries], given[scan.carries : scan.carries + scan.xs]
+    constants = given[scan.carries + scan.xs :]
+    order = range(scan.length)
+    ys: dict[int, list[torch.Tensor]] = {}
+    for step in reversed(order) if scan.reverse else order:
+        made = interpret(scan.function, [*carries, *(x[step] for x in xs), *constants]).results
+        carries, ys[step] = made[: scan.carries], made[scan.carries :]
+    return (*carries, *(torch.stack(parts) for parts in zip(*(ys[step] for step in order), strict=True)))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torch import nn
 
 from autodiff.ir import Function, bindings
-from bridge.compile import CallLibrary, Instruction, Launch, Program
+from bridge.compile import CallLibrary, Instruction, Launch, Loop, Program
 from bridge.dispatch import Entry, stats
 from bridge.lowering import LoweredCall, Origin
 from bridge.show.memory.measure import kept_bytes
@@ -126,6 +128,11 @@ def _row(
     program: Program, index: int, step: Instruction, name_of: dict[str, str], origins: dict[str, Origin]
 ) -> StepRow:
     outputs = tuple(name_of.get(name, name) for name in step.outputs)
+    if isinstance(step, Loop):
+        kinds = Counter("kernels" if isinstance(each, Launch) else "library calls" for each in step.steps)
+        what = f"{step.length} times: {', '.join(f'{number} {kind}' for kind, number in kinds.items())}"
+        known = tuple(filter(None, [origins.get(name) for name in dict.fromkeys(outputs)]))
+        return StepRow(index, "loop", step.name, what, outputs, step.contents.flops, step.contents.bytes, known)
     if not isinstance(step, Launch | CallLibrary):
         return StepRow(index, "view", step.name, "view", outputs, 0, 0, ())
     inside = step.contents

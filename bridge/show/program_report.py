@@ -62,7 +62,8 @@ class ProgramReport:
         library = Counter(step.name for step in self.steps if step.kind == "library")
         named = library.most_common(None if full else 3)
         calls = " ".join(f"{number} {name}" for name, number in named) + " ..." * (len(named) < len(library))
-        parts = [f"{kinds['kernel']} kernels", f"{kinds['library']} library calls" + (f" ({calls})" if calls else "")]
+        parts = [f"{kinds['loop']} loops"] if kinds["loop"] else []
+        parts += [f"{kinds['kernel']} kernels", f"{kinds['library']} library calls" + (f" ({calls})" if calls else "")]
         cost = f"{count(self.flops)}flop, {megabytes(self.bytes)} moved, arena {megabytes(self.program.arena_bytes)}"
         return f"{self.direction:<8}  {', '.join(parts)}; {cost}"
 

@@ -14,7 +14,7 @@ from tests.autodiff.evaluate import evaluate, function
 from tests.autodiff.gradcheck import check, interpreted
 from tests.autodiff.samples import SAMPLES
 
-for _name in ("elementwise", "structure", "indexing", "library"):
+for _name in ("elementwise", "structure", "indexing", "library", "scan"):
     importlib.import_module(f"tests.autodiff.samples.{_name}")
 
 #: TVM's own rules that ours leave in place. What reads no tensor is never differentiated.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from tvm.ir import assert_structural_equal
 from tvm.script import ir as I
 from tvm.script import relax as R
 
 import partition as package
 from autodiff import Body
-from autodiff.ir import Function
-from partition import STRATEGIES, partition, rebuild_backward
+from autodiff.ir import Function, TensorType, TupleGetItem, Var, bindings, build_function, results
+from autodiff.scan import Scan, body_text, is_scan, scan_call, scan_of
+from autodiff.scan.operator import parsed
+from partition import STRATEGIES, differentiable_scans, partition, rebuild_backward
 from partition.normalize import normalize
 from tests.autodiff.golden import assert_same, is_pass
 
@@ -240,6 +243,72 @@ def test_normalize():
     assert_same(normalized(Normalize["expected"]), Normalize["expected"])
 
 
+@I.ir_module
+class Scanned:
+    """The body of a scan: ``h`` after a step is ``tanh(h + x) * w``."""
+
+    @R.function(private=True)
+    def body(h: R.Tensor((2, 3), "float32"), x: R.Tensor((2, 3), "float32"), w: R.Tensor((3,), "float32")):
+        with R.dataflow():
+            s = R.add(h, x)
+            t = R.tanh(s)
+            y = R.multiply(t, w)
+            R.output(y)
+        return (y,)
+
+    @R.function(private=True)
+    def saving(h: R.Tensor((2, 3), "float32"), x: R.Tensor((2, 3), "float32"), w: R.Tensor((3,), "float32")):
+        with R.dataflow():
+            s = R.add(h, x)
+            t = R.tanh(s)
+            y = R.multiply(t, w)
+            R.output(y)
+        return (y, y)
+
+    @R.function(private=True)
+    def backward(
+        grad_out_0: R.Tensor((2, 3), "float32"),
+        total_2: R.Tensor((3,), "float32"),
+        h: R.Tensor((2, 3), "float32"),
+        x: R.Tensor((2, 3), "float32"),
+        w: R.Tensor((3,), "float32"),
+    ):
+        with R.dataflow():
+            dt = R.multiply(grad_out_0, w)
+            s = R.add(h, x)
+            t = R.tanh(s)
+            p = R.multiply(grad_out_0, t)
+            dw = R.sum(p, axis=[0])
+            tt = R.multiply(t, t)
+            d = R.subtract(R.const(1.0, "float32"), tt)
+            dh = R.multiply(dt, d)
+            total = R.add(total_2, dw)
+            R.output(dh, total)
+        return (dh, total, dh)
+
+
+def test_differentiable_scans():
+    """The states are what is saved, one tensor; the backward runs the other way and adds to the weights' gradient."""
+    tensors = [Var("h", TensorType((2, 3), "float32")), Var("x", TensorType((5, 2, 3), "float32"))]
+    tensors.append(Var("w", TensorType((3,), "float32")))
+    call = scan_call(Scan(body_text(Scanned["body"]), 1, 1, 5), tensors)
+    made, last = Var("made", call.ty_args[0]), Var("last", tensors[0].ty)
+    func = build_function(tensors, [(made, call), (last, TupleGetItem(made, 0))], [last])
+
+    def scan_in(function: Function) -> Scan:
+        return next(scan_of(value)[0] for _, value in bindings(function) if is_scan(value))
+
+    saving = scan_in(differentiable_scans(func, [0, 1, 2]))
+    assert_same(saving.function, Scanned["saving"])
+    backward = scan_in(parsed(saving.gradient["function"]))
+    assert (backward.length, backward.reverse, backward.carries, backward.xs) == (5, True, 2, 2)
+    assert_structural_equal(backward.function, Scanned["backward"])
+    plain = scan_in(differentiable_scans(func, []))
+    assert plain.gradient is None and len(results(plain.function)) == 1
+
+
 def test_every_pass_is_tested_here():
     exported = [name for name in package.__all__ if is_pass(getattr(package, name), ("Function", "Partitioned"))]
-    assert sorted(exported) == ["partition", "rebuild_backward"], "add a golden test above for the new pass"
+    assert sorted(exported) == ["differentiable_scans", "partition", "rebuild_backward"], (
+        "add a golden test above for the new pass"
+    )

@@ -5,7 +5,7 @@ Five kinds of node, each with *dense* results:
 * :class:`Pointwise` — element ``i`` of the result from elements of the operands' views at ``i``;
 * :class:`Reduction` — over the middle of ``(outer, reduced, inner)``: a row reduction where ``inner == 1``, a column
   reduction otherwise;
-* :class:`LibraryCall` — torch computes it (:mod:`bridge.library`);
+* :class:`LibraryCall` — torch computes it (:mod:`bridge.library`); a :class:`LoopCall`, a program of its own;
 * :class:`Product` — a matrix product in generated code (:mod:`bridge.compile.loop_ir.product`);
 * :class:`Fallback` — TVM's own legalization of one Relax operator.
 
@@ -22,6 +22,7 @@ import tvm
 
 from autodiff.extents import Dim, Extent, same
 from autodiff.ir import itemsize
+from autodiff.scan import Scan
 from bridge.compile.loop_ir.product import ProductPlan
 from bridge.compile.loop_ir.views import View, dense, is_dense
 
@@ -30,6 +31,7 @@ __all__ = [
     "Fallback",
     "Graph",
     "LibraryCall",
+    "LoopCall",
     "Node",
     "OneOperand",
     "OneOut",
@@ -162,6 +164,13 @@ class LibraryCall:
     outs: tuple[Value, ...]
     attrs: tuple = ()
     allocates: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class LoopCall(LibraryCall):
+    """A scan (:mod:`autodiff.scan`): operands are dense tensors, ``outs`` its last carries and ys."""
+
+    scan: Scan | None = None
 
 
 @dataclass(frozen=True, eq=False)

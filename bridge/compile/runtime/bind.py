@@ -9,7 +9,9 @@ from operator import itemgetter
 import torch
 
 from bridge.base.devices import HOST
-from bridge.compile.runtime.instructions import CallLibrary, Instruction, Launch, View
+from bridge.compile.runtime.instructions import CallLibrary, Launch, View
+from bridge.compile.runtime.loop import loop_action
+from bridge.compile.runtime.loop_step import Instruction, Loop
 from bridge.library import FUNCTIONS, OUT_KERNELS, invoke
 
 __all__ = ["Action", "Arrays", "bind", "last_uses"]
@@ -33,6 +35,9 @@ def bind(instruction: Instruction, functions: Mapping[str, Callable], arrays: Ar
             return _view(instruction)
         case CallLibrary():
             return _library(instruction)
+        case Loop():
+            actions = [bind(step, functions, arrays) for step in instruction.steps]
+            return loop_action(instruction, actions, [bind(view, {}, {}) for view in instruction.layout.views])
         case Launch(offsets=None):
             return _launch(instruction, functions[instruction.name], arrays)
         case Launch():

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from bridge.compile.runtime.instructions import Instruction, View
+from bridge.compile.runtime.instructions import View
+from bridge.compile.runtime.loop_step import Instruction
 from bridge.compile.runtime.program import Program
 from bridge.library import dense
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 
 from bridge.compile.runtime.arena import lying_below, plan_arena
 from bridge.compile.runtime.flow import Flow
-from bridge.compile.runtime.instructions import Instruction, View
+from bridge.compile.runtime.instructions import View
 from bridge.compile.runtime.late import some_of
 from bridge.compile.runtime.layout import Layout, Register
+from bridge.compile.runtime.loop_step import Instruction, inner_steps
 from bridge.compile.runtime.program import Program
 
 __all__ = ["Segment", "cut"]
@@ -133,7 +134,7 @@ class _Part:
             memory=tuple(self._slot(flow.root(slot)) for slot in self._gives),
             below=below,
         )
-        launched = {step.name for step in steps}
+        launched = {step.name for step in inner_steps(steps)}
         return replace(
             whole,
             name=name,

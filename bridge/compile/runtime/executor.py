@@ -20,8 +20,8 @@ from bridge.compile.backend import Built
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.bind import Arrays, bind, last_uses
 from bridge.compile.runtime.forms import InputForms
-from bridge.compile.runtime.instructions import Instruction
 from bridge.compile.runtime.layout import Layout
+from bridge.compile.runtime.loop_step import Instruction
 from bridge.compile.runtime.pool import ARENAS, ArenaPool, Block
 
 __all__ = ["Executor"]

@@ -17,8 +17,9 @@ from autodiff.extents import Dim, Extent, ExtentScope
 from bridge.base.devices import HOST
 from bridge.compile.loop_ir.graph import Positions
 from bridge.compile.runtime.arena import ALIGNMENT
-from bridge.compile.runtime.instructions import CallLibrary, Instruction, Launch, View
+from bridge.compile.runtime.instructions import CallLibrary, Launch, View
 from bridge.compile.runtime.layout import Layout, Register
+from bridge.compile.runtime.loop_step import Instruction, Loop
 
 __all__ = ["Instances"]
 
@@ -151,6 +152,8 @@ def _is_static(step: Instruction) -> bool:
             numbers: tuple = (*step.scalars, *(step.offsets or ()))
         case CallLibrary():
             numbers = step.attrs
+        case Loop():
+            return True
         case View():
             numbers = (*step.shape, *step.strides, step.offset)
     return not _holds_extents(numbers)

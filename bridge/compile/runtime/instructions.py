@@ -1,4 +1,4 @@
-"""Instructions of a program: frozen data for people and for the executor.
+"""Instructions of a program but for loops: frozen data for people and for the executor.
 
 An instruction works on *registers*, by slot: it reads the tensors in some slots and writes into, or fills, others.
 ``inputs`` and ``outputs`` are the names of those tensors, for people.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from autodiff.extents import Dim
 from bridge.compile.runtime.contents import Contents
 
-__all__ = ["CallLibrary", "Instruction", "Launch", "View"]
+__all__ = ["CallLibrary", "Launch", "View"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,3 @@ class View:
     def __str__(self) -> str:
         geometry = f"{self.shape}, {self.strides}, {self.offset}"
         return f"{self.outputs[0]} = view {self.name}({self.inputs[0]}, {geometry})"
-
-
-Instruction = Launch | CallLibrary | View

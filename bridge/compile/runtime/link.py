@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from tvm.tirx import PrimFunc
 
@@ -14,12 +15,25 @@ from autodiff.ir import itemsize
 from bridge.base.interrupts import raise_deferred
 from bridge.compile.backend import Backend, Built
 from bridge.compile.codegen.kernel import Kernel
-from bridge.compile.loop_ir.graph import Fallback, Graph, LibraryCall, Operand, Positions, Product, Reduction, Value
+from bridge.compile.loop_ir.graph import (
+    Fallback,
+    Graph,
+    LibraryCall,
+    LoopCall,
+    Operand,
+    Positions,
+    Product,
+    Reduction,
+    Value,
+    whole,
+)
 from bridge.compile.loop_ir.views import alike, dense
 from bridge.compile.runtime.arena import lying_below, plan_arena
 from bridge.compile.runtime.contents import contents
-from bridge.compile.runtime.instructions import CallLibrary, Instruction, Launch, View
+from bridge.compile.runtime.instructions import CallLibrary, Launch, View
 from bridge.compile.runtime.layout import Layout, Register
+from bridge.compile.runtime.loop import scratch_bytes
+from bridge.compile.runtime.loop_step import Instruction, Loop
 from bridge.compile.runtime.program import Program
 from bridge.compile.schedule.column_plan import plan_columns
 from bridge.compile.schedule.fuse import Group, fuse
@@ -36,10 +50,12 @@ def assemble(
     timings: dict[str, float],
     variables: tuple[str, ...] = (),
     scope: ExtentScope | None = None,
+    bodies: Mapping[str, Program] | None = None,
 ) -> Program:
     """Group, generate, build and plan for a backend. ``timings`` is extended by the seconds of each stage.
 
-    ``variables``: names of the Relax function's parameters and bindings; ``scope``: that of its symbolic extents.
+    ``variables``: names of the Relax function's parameters and bindings; ``scope``: that of its symbolic extents;
+    ``bodies``: the programs of loops' bodies, by their text.
     """
     clock = _Clock(timings)
     groups = fuse(graph, backend)
@@ -51,7 +67,7 @@ def assemble(
     kernels = [_kernel(group, stored, backend, generate, reached) for group in groups]
     _guard_indices(reached)
     clock.stop("generate")
-    linker = _Linker(graph, groups, kernels, name)
+    linker = _Linker(graph, groups, kernels, name, bodies or {})
     built = backend.build(list(linker.functions.items()))
     program = linker.finish(built, timings, backend, variables, scope)
     clock.stop("plan")
@@ -120,9 +136,16 @@ class _Linker:
     """Slots and steps under construction."""
 
     def __init__(
-        self, graph: Graph, groups: list[Group], kernels: list[Kernel | LibraryCall | None], name: str
+        self,
+        graph: Graph,
+        groups: list[Group],
+        kernels: list[Kernel | LibraryCall | None],
+        name: str,
+        bodies: Mapping[str, Program],
     ) -> None:
         self.graph = graph
+        self.constants = dict(graph.constants)
+        self.bodies = bodies
         self.name = name
         self.slots: dict[tuple, int] = {}
         self.names: Counter[str] = Counter()
@@ -147,6 +170,8 @@ class _Linker:
             if kernel is None:
                 for out in group.made:
                     self.slot(out)
+            elif isinstance(kernel, LoopCall):
+                self._loop(kernel, bodies[kernel.scan.body])
             elif isinstance(kernel, LibraryCall):
                 self._library(kernel)
             elif isinstance(group.nodes[0], Product):
@@ -207,6 +232,46 @@ class _Linker:
         names = self._names(arguments), self._names(results)
         self.steps.append(CallLibrary(node.name, *names, arguments, results, node.attrs, node.allocates, inside))
 
+    def _loop(self, node: LoopCall, body: Program) -> None:
+        """A loop has its body's kernels under names of its own, and its body's constants among the program's."""
+        prefix = f"loop{sum(isinstance(step, Loop) for step in self.steps)}_"
+        self.functions.update({f"{prefix}{name}": function for name, function in body.kernels.items()})
+        steps = [_under(prefix, step) for step in body.steps]
+        constants = [
+            Value(f"{prefix}const", tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), "constant")
+            for _, tensor in body.constants
+        ]
+        self.constants.update(zip(constants, (tensor for _, tensor in body.constants), strict=True))
+        scan = node.scan
+        memory = Value(f"{prefix}memory", (scratch_bytes(body.layout, scan.carries),), "uint8")
+        operands = [*node.operands, *map(whole, constants)]
+        for operand in operands:
+            self.operand(operand)
+        reads = tuple(map(self.operand, operands))
+        outs = tuple(map(self.slot, node.outs))
+        inside = replace(
+            contents([node], node.outs, self._name),
+            flops=scan.length * sum(step.contents.flops for step in steps if not isinstance(step, View)),
+            bytes=scan.length * sum(step.contents.bytes for step in steps if not isinstance(step, View)),
+        )
+        self.steps.append(
+            Loop(
+                node.name,
+                self._names(reads),
+                self._names(outs),
+                reads,
+                (*outs, self.slot(memory)),
+                tuple(steps),
+                body.layout,
+                scan.carries,
+                scan.xs,
+                scan.length,
+                scan.reverse,
+                tuple(slot for slot, _ in body.constants),
+                inside,
+            )
+        )
+
     def _product(self, node: Product, kernel: Kernel) -> None:
         arguments = tuple(map(self.slot, kernel.inputs))
         result = self.slot(node.out)
@@ -243,7 +308,7 @@ class _Linker:
         scope: ExtentScope | None,
     ) -> Program:
         """The program of everything linked so far; ``built`` are its kernels' machine code."""
-        constants = tuple((self.slot(value), constant) for value, constant in self.graph.constants.items())
+        constants = tuple((self.slot(value), constant) for value, constant in self.constants.items())
         arena = plan_arena(self.lifetimes)
         placed, below = list(self.lifetimes), ()
         if scope is not None:
@@ -278,3 +343,12 @@ class _Linker:
 
     def _register(self, value: Value, offset: int = 0) -> Register:
         return Register(self.slots[value, None], value.name, value.shape, value.dtype, offset)
+
+
+def _under(prefix: str, step: Instruction) -> Instruction:
+    """A step of a loop's body, of kernels under other names."""
+    if isinstance(step, Launch):
+        return replace(step, name=f"{prefix}{step.name}")
+    if isinstance(step, Loop):
+        return replace(step, steps=tuple(_under(prefix, each) for each in step.steps))
+    return step

@@ -15,6 +15,7 @@ from bridge.compile.loop_ir.graph import Positions
 from bridge.compile.runtime.contents import Contents, Operation
 from bridge.compile.runtime.instructions import CallLibrary, Launch, View
 from bridge.compile.runtime.layout import Layout, Register
+from bridge.compile.runtime.loop_step import Loop
 from bridge.library import TensorAt, TensorsAt
 
 __all__ = ["from_plain", "to_plain"]
@@ -22,7 +23,7 @@ __all__ = ["from_plain", "to_plain"]
 _CLASSES = {
     kind.__name__: kind
     for kind in (
-        *(CallLibrary, Contents, Launch, Layout, Operation, Positions, Register, TensorAt, TensorsAt, View),
+        *(CallLibrary, Contents, Launch, Layout, Loop, Operation, Positions, Register, TensorAt, TensorsAt, View),
         *(Composite, Guard, ScopeState, Symbol),
     )
 }

@@ -15,8 +15,9 @@ from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.backend import Backend, Built
 from bridge.compile.loop_ir.graph import Positions
 from bridge.compile.runtime.instance import Instances
-from bridge.compile.runtime.instructions import CallLibrary, Instruction, Launch
+from bridge.compile.runtime.instructions import CallLibrary, Launch
 from bridge.compile.runtime.layout import Layout
+from bridge.compile.runtime.loop_step import Instruction, inner_steps
 from bridge.compile.runtime.plain import to_plain
 from bridge.library import NEVER_RAISE
 
@@ -142,7 +143,7 @@ class Program:
     @property
     def can_fail(self) -> bool:
         """Whether some step may raise because of the numbers it is given, such as an index out of range."""
-        return any(isinstance(step, CallLibrary) and step.name not in NEVER_RAISE for step in self.steps)
+        return any(isinstance(step, CallLibrary) and step.name not in NEVER_RAISE for step in inner_steps(self.steps))
 
     @property
     def arena_bytes(self) -> int:

@@ -59,7 +59,18 @@ def same_kernels(a: Program, b: Program) -> bool:
 
 
 def test_as_many_steps_as_you_like():
+    """They are a loop, whose body knows nothing of their number."""
+    short, long = (compiled(Unrolled(), 3, steps, 6) for steps in (6, 12))
+    for few, many in zip(short, long, strict=True):
+        inside = [{name: each for name, each in made.kernels.items() if "loop" in name} for made in (few, many)]
+        assert inside[0] and inside[0].keys() == inside[1].keys()
+        assert all(structural_equal(kernel, inside[1][name]) for name, kernel in inside[0].items())
+        assert len(many.steps) == len(few.steps)
+
+
+def test_as_many_unrolled_steps_as_you_like(monkeypatch):
     """From where sums over the steps are cut on: 96 steps have as many kernels, too."""
+    monkeypatch.setattr("bridge.lowering.pipeline.rolled", lambda body, required, partition: None)
     short, long = (compiled(Unrolled(), 3, steps, 6) for steps in (24, 36))
     for few, many in zip(short, long, strict=True):
         assert len(many.kernels) == len(few.kernels) < len(few.steps) / 4

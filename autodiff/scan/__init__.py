@@ -1,0 +1,23 @@
+"""Loops in Relax: a *scan* runs a body once for each step of a sequence.
+
+:mod:`~autodiff.scan.operator` says what it is, :mod:`~autodiff.scan.roll` finds the loops of an unrolled function, and
+:mod:`~autodiff.scan.reverse` makes the scan of its backward.
+"""
+
+from autodiff.scan.gradient import gradient_of
+from autodiff.scan.operator import Scan, body_text, is_scan, scan_call, scan_of
+from autodiff.scan.reverse import Saved, Step, reverse_scan
+from autodiff.scan.roll import roll_up
+
+__all__ = [
+    "Saved",
+    "Scan",
+    "Step",
+    "body_text",
+    "gradient_of",
+    "is_scan",
+    "reverse_scan",
+    "roll_up",
+    "scan_call",
+    "scan_of",
+]

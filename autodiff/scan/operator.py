@@ -1,0 +1,134 @@
+"""Scan: a body that is run once for each step of a sequence, as a pure Relax call, and as data.
+
+``library.scan(options, initial carries.., xs.., constants..) -> tuple (last carries.., ys..)``. The body is a function
+in flat form, ``(carries.., xs.., constants..) -> (next carries.., ys..)``. It is run ``length`` times: the carries of a
+step are the results of the step before, an ``x`` is the step's part of a tensor that has the steps in front, and a
+``y`` becomes one. With ``reverse`` the last part comes first, and the ys lie as the xs do. Constants are what every
+step reads. The options are JSON with the body in it, so that equal scans are equal text, in any process.
+
+Every type is static: a body is compiled once, whatever the length.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm_ffi import structural_equal
+
+from autodiff import library
+from autodiff.ir import (
+    Call,
+    Expr,
+    Function,
+    StringImm,
+    TensorType,
+    TupleType,
+    dtype,
+    library_name,
+    results,
+    shape,
+)
+
+__all__ = ["NAME", "Scan", "body_text", "is_scan", "parsed", "read", "scan_call", "scan_of", "stacked"]
+
+NAME = "library.scan"
+"""Of the call."""
+
+
+@dataclass(frozen=True)
+class Scan:
+    """The options of a scan.
+
+    Attributes:
+        body: TVM's JSON of the function.
+        carries, xs: how many there are; what the body takes beyond them are constants.
+        length: the number of steps, at least 1.
+        reverse: whether the last step comes first.
+        gradient: what :mod:`autodiff.scan.gradient` needs, as JSON holds it; ``None`` where none is wanted.
+    """
+
+    body: str
+    carries: int
+    xs: int
+    length: int
+    reverse: bool = False
+    gradient: Any = None
+
+    @property
+    def function(self) -> Function:
+        """The body."""
+        return parsed(self.body)
+
+    @property
+    def constants(self) -> int:
+        """How many tensors every step reads."""
+        return len(self.function.params) - self.carries - self.xs
+
+    @property
+    def options(self) -> str:
+        """As text, of which equal scans have equal ones."""
+        given = {"carries": self.carries, "xs": self.xs, "length": self.length, "reverse": self.reverse}
+        return json.dumps({**given, "gradient": self.gradient, "body": self.body}, sort_keys=True)
+
+    @property
+    def type(self) -> TupleType:
+        """Of the call's result."""
+        made = results(self.function)
+        last = [TensorType(shape(value), dtype(value)) for value in made[: self.carries]]
+        return TupleType([*last, *(stacked(self.length, value) for value in made[self.carries :])])
+
+
+def stacked(length: int, value: Expr) -> TensorType:
+    """The type of such values of all steps."""
+    return TensorType((length, *shape(value)), dtype(value))
+
+
+def body_text(body: Function) -> str | None:
+    """A function as JSON that gives the same function back; ``None`` if TVM's JSON cannot hold a literal in it."""
+    text = tvm.ir.save_json(body)
+    return text if structural_equal(parsed(text), body, map_free_vars=True) else None
+
+
+@functools.lru_cache(maxsize=64)
+def parsed(text: str) -> Function:
+    """The function of a text."""
+    return tvm.ir.load_json(text)
+
+
+def scan_call(scan: Scan, tensors: Sequence[Expr]) -> Call:
+    """The call, on initial carries, xs with the steps in front, and constants.
+
+    ``ValueError`` if their types are not the body's.
+    """
+    params = list(scan.function.params)
+    if len(tensors) != len(params):
+        raise ValueError(f"scan: the body takes {len(params)} tensors, got {len(tensors)}")
+    for index, (param, tensor) in enumerate(zip(params, tensors, strict=True)):
+        extents = shape(param)
+        if scan.carries <= index < scan.carries + scan.xs:
+            extents = (scan.length, *extents)
+        if (shape(tensor), dtype(tensor)) != (extents, dtype(param)):
+            raise ValueError(f"scan: wanted {extents} {dtype(param)} for {param.name}, got {tensor.ty}")
+    return library.call("scan", [StringImm(scan.options), *tensors], scan.type)
+
+
+def is_scan(value: Expr) -> bool:
+    """Whether a value is a call of a scan."""
+    return library_name(value) == NAME
+
+
+def scan_of(call: Call) -> tuple[Scan, list[Expr]]:
+    """The scan that a call runs, and the tensors that it is given; also of the call as a gradient rule sees it."""
+    place = next(index for index, arg in enumerate(call.args) if isinstance(arg, StringImm))
+    return read(str(call.args[place].value)), list(call.args[place + 1 :])
+
+
+@functools.lru_cache(maxsize=64)
+def read(options: str) -> Scan:
+    """The scan of options."""
+    return Scan(**json.loads(options))

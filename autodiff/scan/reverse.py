@@ -1,0 +1,185 @@
+"""Reverse scan: the backward of a scan's body -> a function that gives the gradients of the whole scan.
+
+The backward runs the steps in the opposite order. The gradients of the carries are its carries; what the forward saves
+of a step, and the gradients of its ys, are its xs; the gradients of the xs are its ys. The gradient of a constant is a
+sum over the steps: where it is a matrix product, or a sum over the rows of what is at hand for all steps, it is
+computed after the loop, as one product (one sum) over all of them; otherwise it is a carry that is added to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tvm import relax
+from tvm.relax import op
+
+from autodiff.ir import (
+    DataflowVar,
+    Expr,
+    Function,
+    TensorType,
+    TupleGetItem,
+    Var,
+    bindings,
+    build_function,
+    dtype,
+    results,
+    shape,
+)
+from autodiff.rewrite import Scope
+from autodiff.scan.operator import Scan, body_text, scan_call
+from autodiff.scan.over_time import plan_sums
+
+__all__ = ["Saved", "Step", "reverse_scan"]
+
+
+class Saved(NamedTuple):
+    """Where a parameter of the body's backward comes from: ``kind`` and its number.
+
+    ``"before"``: a carry before the step; ``"x"``, ``"constant"``: of the forward; ``"y"``: a result of the forward
+    with the steps in front; ``"grad"``: the gradient of a result of the body, numbered from its carries on.
+    """
+
+    kind: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """The backward of one step.
+
+    Attributes:
+        function: its parameters' gradients, of the ``wanted`` parameters of the forward body.
+        params: where its parameters come from.
+        wanted: parameters of the forward body, by number.
+        differentiated: results of the forward body that have gradients, by number.
+        after: of each carry whose value before the step is read, the y that holds its values after the steps.
+    """
+
+    function: Function
+    params: tuple[Saved, ...]
+    wanted: tuple[int, ...]
+    differentiated: tuple[int, ...]
+    after: dict[int, int]
+
+
+def reverse_scan(scan: Scan, step: Step) -> Function | None:
+    """The gradients of ``step.wanted``, given the forward's tensors, its results, and the gradients of the results that
+    are ``step.differentiated``. ``None`` if TVM's JSON cannot hold the backward's body.
+
+    Args:
+        scan: the forward, whose results include what is saved.
+    """
+    return _Reverse(scan, step).function()
+
+
+class _Reverse:
+    def __init__(self, scan: Scan, step: Step):
+        self.scan, self.step = scan, step
+        forward = scan.function
+        self.tensors = [_whole(scan, place, param) for place, param in enumerate(forward.params)]
+        made = zip(results(forward), scan.type.fields, strict=True)
+        self.results = [Var(f"result_{place}", ty) for place, (_, ty) in enumerate(made)]
+        self.grads = {place: Var(f"grad_{place}", self.results[place].ty) for place in step.differentiated}
+        self.scope = Scope(var.name for var in (*self.tensors, *self.results, *self.grads.values()))
+        self.param = dict(zip(step.params, step.function.params, strict=True))
+        self.gradient = dict(zip(step.wanted, results(step.function), strict=True))
+        self._before: dict[int, Var] = {}
+
+    def function(self) -> Function | None:
+        scan, step = self.scan, self.step
+        first_constant = scan.carries + scan.xs
+        xs = [saved for saved in step.params if not self._is_carried(saved) and saved.kind != "constant"]
+        constants = [saved for saved in step.params if saved.kind == "constant"]
+        carried = [place for place in step.wanted if place < scan.carries]
+        of_xs = [place for place in step.wanted if scan.carries <= place < first_constant]
+        of_constants = [place for place in step.wanted if place >= first_constant]
+        sources = dict(bindings(step.function))
+        at_hand = {self.param[saved]: saved for saved in xs}
+        leaving = [self.gradient[place] for place in of_xs if self.gradient[place] in sources]
+        gradients = [self.gradient[place] for place in of_constants]
+        sums = plan_sums(step.function, gradients, [*at_hand, *leaving])
+        added = [place for place in of_constants if self.gradient[place] not in sums.of]
+
+        body: list[tuple[Var, Expr]] = list(sources.items())
+        carry_params = [self._carry_param(place) for place in carried]
+        made = [self.gradient[place] for place in carried]
+        totals = []
+        for place in added:
+            total = Var(f"total_{place}", self.tensors[place].ty)
+            more = DataflowVar(f"sum_{place}", total.ty)
+            body.append((more, op.add(total, self.gradient[place])))
+            totals.append(total)
+            made.append(more)
+        ys = [*(self.gradient[place] for place in of_xs), *sums.stacked]
+        params = [*carry_params, *totals, *(self.param[saved] for saved in (*xs, *constants))]
+        text = body_text(build_function(params, body, [*made, *ys]))
+        if text is None:
+            return None
+        backward = Scan(text, len(made), len(xs), scan.length, not scan.reverse)
+        firsts = [self._first(place) for place in carried]
+        firsts += [self._zeros(self.tensors[place].ty) for place in added]
+        given = [*firsts, *map(self._of_all_steps, xs), *(self.tensors[first_constant + s.index] for s in constants)]
+        called = self.scope.emit(scan_call(backward, given), "scan")
+        items = [self.scope.emit(TupleGetItem(called, place), "item") for place in range(len(made) + len(ys))]
+        found = dict(zip((*carried, *added), items, strict=False))
+        found |= dict(zip(of_xs, items[len(made) :], strict=False))
+        stacked = dict(zip(sums.stacked, items[len(made) + len(of_xs) :], strict=True))
+        stacked |= {self.gradient[place]: found[place] for place in of_xs}
+        stacked |= {var: self._of_all_steps(saved) for var, saved in at_hand.items() if var in sums.read}
+        for place in of_constants:
+            if place not in found:
+                found[place] = sums.emit(self.gradient[place], stacked, self.scope)
+        outputs = [found[place] for place in step.wanted]
+        params = [*self.tensors, *self.results, *self.grads.values()]
+        return build_function(params, self.scope.body, outputs)
+
+    def _is_carried(self, saved: Saved) -> bool:
+        """Whether a parameter of the step's backward is the gradient of a carry."""
+        return saved.kind == "grad" and saved.index < self.scan.carries
+
+    def _carry_param(self, place: int) -> Var:
+        known = self.param.get(Saved("grad", place))
+        return Var(f"unused_{place}", self.tensors[place].ty) if known is None else known
+
+    def _first(self, place: int) -> Expr:
+        """The gradient of a carry after the last step."""
+        known = self.grads.get(place)
+        return self._zeros(self.tensors[place].ty) if known is None else known
+
+    def _zeros(self, ty: TensorType) -> Var:
+        return self.scope.emit(op.zeros(ty.shape, str(ty.dtype)), "zeros")
+
+    def _of_all_steps(self, saved: Saved) -> Var:
+        """A saved value, or a gradient, with the steps in front."""
+        match saved.kind:
+            case "before":
+                if saved.index not in self._before:
+                    self._before[saved.index] = self._values_before(saved.index)
+                return self._before[saved.index]
+            case "x":
+                return self.tensors[self.scan.carries + saved.index]
+            case "y":
+                return self.results[saved.index]
+            case _:
+                return self.grads[saved.index]
+
+    def _values_before(self, carry: int) -> Var:
+        """The values of a carry before the steps: the first one, then those after all steps but the last."""
+        first, after = self.tensors[carry], self.results[self.step.after[carry]]
+        first = self.scope.emit(op.reshape(first, (1, *shape(first))), "first")
+        steps = self.scan.length
+        if steps == 1:
+            return first
+        begin = 1 if self.scan.reverse else 0
+        rest = self.scope.emit(op.strided_slice(after, [0], [begin], [begin + steps - 1], [1]), "rest")
+        parts = [rest, first] if self.scan.reverse else [first, rest]
+        return self.scope.emit(op.concat(relax.Tuple(parts), 0), "before")
+
+
+def _whole(scan: Scan, place: int, param: Var) -> Var:
+    """The tensor that a scan is given for a parameter of its body."""
+    stacked = scan.carries <= place < scan.carries + scan.xs
+    extents = (scan.length, *shape(param)) if stacked else shape(param)
+    return Var(f"tensor_{place}", TensorType(extents, dtype(param)))

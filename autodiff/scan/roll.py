@@ -1,0 +1,298 @@
+"""Rolling up: a function in which the steps of a loop stand one after the other -> the same with a scan.
+
+A run of bindings that is proven to be a loop (:mod:`autodiff.scan.prove`) becomes one call of its body; what its steps
+read and make becomes tensors with the steps in front. Exact: the scan runs the same operators on the same values; only
+matrix products of all steps' inputs are computed as one, whose sums may be rounded otherwise. What cannot be proven
+stays as it is.
+"""
+
+from __future__ import annotations
+
+from tvm.relax import op
+
+from autodiff.body import Binding, Body, on_functions
+from autodiff.ir import DataflowVar, Expr, TensorType, Tuple, TupleGetItem, Var, build_function, dtype, shape
+from autodiff.rewrite import NameSupply
+from autodiff.scan.hoist import batched, batches, is_product
+from autodiff.scan.operator import Scan, body_text, scan_call
+from autodiff.scan.period import runs
+from autodiff.scan.prove import Carry, Constant, Local, Loop, Role, X, prove, with_operands
+from autodiff.scan.stacks import are_masks, family, join, section, stack, unviewed
+
+__all__ = ["LEAST_STEPS", "roll_up"]
+
+LEAST_STEPS = 4
+"""Shorter loops stay unrolled."""
+
+
+@on_functions
+def roll_up(body: Body, least: int = LEAST_STEPS) -> None:
+    """Rolls up the loops of at least ``least`` steps, the longest runs of bindings first.
+
+    Safe: see the module's docstring. All types are to be static.
+    """
+    while any(_rolled(body, loop) for run in runs(body.bindings, least) if (loop := prove(body, run, least))):
+        body.prune()
+
+
+def _rolled(body: Body, loop: Loop) -> bool:
+    """Rolls one loop up; ``False`` where what its steps read is not to be had as one tensor."""
+    if any(map(_is_empty, body.bindings[loop.start : loop.start + loop.period])):
+        return False  # Relax takes an extent of 0 for another thing in a reshape
+    families = {x: family(x.values, body) for x in loop.xs}
+    if any(found is None and not are_masks(x.values) for x, found in families.items()):
+        return False
+    return _Roller(body, loop, families).roll()
+
+
+class _Roller:
+    """One loop on its way to a scan."""
+
+    def __init__(self, body: Body, loop: Loop, families: dict):
+        self.body, self.loop = body, loop
+        self.run = body.bindings[loop.start : loop.start + loop.period * loop.steps]
+        self.families = families
+        found = [each for each in families.values() if each is not None]
+        self.reverse = bool(found) and all(each.falls for each in found)
+        self.names = NameSupply(body.names())
+        self.new: list[Binding] = []
+        self.stacks: dict[X, Var] = {}
+        self.outer: dict[int, Expr] = {}  # what is computed before the loop, by its binding in a step
+        self.hoisted, self.fixed = self._split()
+
+    def emit(self, value: Expr, name: str) -> Var:
+        """A binding before, or right after, the scan."""
+        value = self.body.normalize(value)
+        var = DataflowVar(self.names.fresh(name), value.ty)
+        self.new.append(self.body.define(var, value))
+        return var
+
+    def template(self, index: int) -> Expr:
+        """A binding of a step, as it is in the second one."""
+        return self.run[self.loop.period + index].value
+
+    def _split(self) -> tuple[set[int], set[int]]:
+        """Bindings of a step that are computed before the loop for all steps, and those that are the same in all."""
+        fixed: set[int] = set()
+        possible: set[int] = set(self.loop.taken)
+        pays: set[int] = set()
+        for index, roles in enumerate(self.loop.roles):
+            if roles is None:
+                continue
+            kinds = [self._kind(role, fixed, possible) for role in roles]
+            if all(kind == "constant" for kind in kinds):
+                fixed.add(index)
+            elif "carry" not in kinds and batches(self.template(index), self._places(index, kinds)):
+                possible.add(index)
+                if is_product(self.template(index)) or any(_is_local(role, pays) for role in roles):
+                    pays.add(index)
+        for index in sorted(possible, reverse=True):
+            if index in pays:
+                pays |= {role.index for role in self.loop.roles[index] or () if _is_local(role, possible)}
+        return pays - set(self.loop.taken), fixed
+
+    def _kind(self, role: Role, fixed: set[int], possible: set[int]) -> str:
+        if isinstance(role, Constant) or _is_local(role, fixed):
+            return "constant"
+        return "x" if isinstance(role, X) or _is_local(role, possible) else "carry"
+
+    def _places(self, index: int, kinds: list[str]) -> set[int]:
+        """The arguments of a binding's call that differ from step to step; all, where one is a tuple."""
+        args = [place for place, arg in enumerate(self.template(index).args[:]) if isinstance(arg, Var)]
+        if len(args) != len(kinds):
+            return set(range(-1, len(kinds)))
+        return {place for place, kind in zip(args, kinds, strict=True) if kind == "x"}
+
+    def roll(self) -> bool:
+        """Replaces the run by the scan."""
+        for index in range(self.loop.period):
+            if index in self.fixed:
+                operands = iter([self.of_outer(role) for role in self.loop.roles[index]])
+                value = with_operands(self.template(index), operands)
+                self.outer[index] = self.emit(value, self.run[index].name)
+            elif index in self.hoisted:
+                self.outer[index] = self._for_all_steps(index)
+        made = self._body()
+        if made is None:
+            for binding in reversed(self.new):
+                self.body.undefine(binding)
+            return False
+        self._replace(*made)
+        return True
+
+    def _for_all_steps(self, index: int) -> Var:
+        value, roles = self.template(index), iter(self.loop.roles[index])
+        constants: dict[int, Expr] = {}
+        xs: dict[int, Expr] = {}
+        for place, arg in enumerate(value.args[:]):
+            if isinstance(arg, Var):
+                role = next(roles)
+                is_fixed = isinstance(role, Constant) or _is_local(role, self.fixed)
+                (constants if is_fixed else xs)[place] = self.of_outer(role)
+        name = self.run[index].name
+        return self.emit(batched(value, self.loop.steps, constants, xs, self.emit), f"{name}_steps")
+
+    def of_outer(self, role: Role) -> Expr:
+        """A constant, or an x with the steps in front, outside of the loop."""
+        if isinstance(role, Constant):
+            return role.value.var
+        if isinstance(role, X):
+            return self._stacked(role)
+        return self._stacked(self.loop.taken[role.index]) if role.index in self.loop.taken else self.outer[role.index]
+
+    def _stacked(self, x: X) -> Var:
+        if x not in self.stacks:
+            found, parts = self.families[x], x.values
+            if found is None:
+                self.stacks[x] = stack(parts[::-1] if self.reverse else parts, self.emit)
+            else:
+                whole = section(found, len(parts), shape(parts[0].var), self.emit)
+                if found.falls and not self.reverse:
+                    whole = self.emit(op.flip(whole, 0), f"{found.base.name}_flipped")
+                self.stacks[x] = whole
+        return self.stacks[x]
+
+    def _is_inside(self, index: int) -> bool:
+        """Whether the loop computes a binding of a step."""
+        return index not in self.fixed and index not in self.hoisted and index not in self.loop.taken
+
+    def _leaving(self) -> list[int]:
+        """Bindings of a step whose results are read after the loop."""
+        inside, returned = set(self.run), self.body.returned()
+        found = [
+            place % self.loop.period
+            for place, binding in enumerate(self.run)
+            if binding in returned or any(user not in inside for user in binding.users)
+        ]
+        return sorted(set(found))
+
+    def _body(self) -> tuple[Var, list[Carry], list[int]] | None:
+        """The scan's result, its carries and its ys; ``None`` if the body cannot be written down."""
+        loop = self.loop
+        carries = loop.carries
+        carried = {carry: Var(f"{self.run[carry.index].name}_before", carry.first.var.ty) for carry in carries}
+        xs: dict[Expr, Var] = {}
+        constants: dict[Expr, Var] = {}
+        local: dict[int, Var] = {}
+
+        def part(whole: Expr, name: str) -> Var:
+            if whole not in xs:
+                xs[whole] = Var(name, _part_type(whole))
+            return xs[whole]
+
+        def inner(role: Role) -> Expr:
+            if isinstance(role, Carry):
+                return carried[role]
+            if isinstance(role, Local) and role.index in local:
+                return local[role.index]
+            outside = self.of_outer(role)
+            if isinstance(role, Constant) or _is_local(role, self.fixed):
+                return constants.setdefault(outside, Var(outside.name, outside.ty))
+            return part(outside, outside.name)
+
+        bound = []
+        for index in filter(self._is_inside, range(loop.period)):
+            old = self.run[index]
+            operands = iter([inner(role) for role in loop.roles[index]])
+            local[index] = DataflowVar(old.name, old.var.ty)
+            bound.append((local[index], with_operands(self.template(index), operands)))
+        ys = [index for index in self._leaving() if self._is_inside(index) and not self._is_last(index, carries)]
+        made = [inner(Local(carry.index)) if carry.of is None else carried[carry.of] for carry in carries] + [
+            local[index] for index in ys
+        ]
+        params = [*carried.values(), *xs.values(), *constants.values()]
+        text = body_text(build_function(params, bound, made))
+        if text is None:
+            return None
+        scan = Scan(text, len(carries), len(xs), loop.steps, self.reverse)
+        tensors = [*(carry.first.var for carry in carries), *xs, *constants]
+        return self.emit(scan_call(scan, tensors), "scan"), carries, ys
+
+    def _is_last(self, index: int, carries: list[Carry]) -> bool:
+        """Whether after the loop only the last step's result of a binding is read, and that is a carry."""
+        if not any(carry.index == index and carry.of is None for carry in carries):
+            return False
+        inside, returned = set(self.run), self.body.returned()
+        earlier = self.run[index :: self.loop.period][:-1]
+        return not any(each in returned or any(user not in inside for user in each.users) for each in earlier)
+
+    def _replace(self, scan: Var, carries: list[Carry], ys: list[int]) -> None:
+        body, loop = self.body, self.loop
+        last = {
+            carry.index: self.emit(TupleGetItem(scan, place), self.run[carry.index].name)
+            for place, carry in enumerate(carries)
+            if carry.of is None
+        }
+        whole: dict[int, Expr] = {index: self.outer[index] for index in self.hoisted}
+        for place, index in enumerate(ys):
+            item = TupleGetItem(scan, len(carries) + place)
+            whole[index] = self.emit(item, f"{self.run[index].name}_steps")
+        after = body.bindings[loop.start + len(self.run) :]
+        for binding in after:
+            self._join(binding, whole)
+        inside, returned = set(self.run), body.returned()
+        replaced: dict[Binding, Expr] = {}
+        for place, binding in enumerate(self.run):
+            step, index = divmod(place, loop.period)
+            if index in loop.taken or not (binding in returned or any(user not in inside for user in binding.users)):
+                continue
+            if index in self.fixed:
+                replaced[binding] = self.outer[index]
+            elif step == loop.steps - 1 and index in last:
+                replaced[binding] = last[index]
+            else:
+                replaced[binding] = self._part(whole[index], self._position(step), binding)
+        kept = [binding for place, binding in enumerate(self.run) if place % loop.period in loop.taken]
+        for binding in after:
+            body.substitute(binding, replaced)
+        gone = [binding for binding in self.run if binding not in replaced]
+        body.finish([*body.bindings[: loop.start], *kept, *self.new, *after], replaced)
+        for binding in reversed(gone):
+            if binding not in kept:
+                body.undefine(binding)
+
+    def _position(self, step: int) -> int:
+        return self.loop.steps - 1 - step if self.reverse else step
+
+    def _part(self, whole: Expr, position: int, binding: Binding) -> Var:
+        """One step's part of a tensor."""
+        value = self.emit(op.strided_slice(whole, [0], [position], [position + 1], [1]), f"{binding.name}_part")
+        return self.emit(op.reshape(value, shape(binding.var)), binding.name)
+
+    def _join(self, binding: Binding, whole: dict[int, Expr]) -> None:
+        """A concatenation of the results of adjacent steps reads them as one tensor."""
+        if binding.op != "relax.concat" or not isinstance(binding.value.args[0], Tuple):
+            return
+        fields = [self.body.binding(field) for field in binding.value.args[0].fields]
+        if None in fields or len({shape(field.var) for field in fields}) > 1:
+            return
+        place = {each: divmod(index, self.loop.period) for index, each in enumerate(self.run)}
+        found = [place.get(unviewed(field)) for field in fields]
+        if len(found) < 2 or None in found or len({index for _, index in found}) > 1 or found[0][1] not in whole:
+            return
+        positions = [self._position(step) for step, _ in found]
+        first, step = positions[0], positions[1] - positions[0]
+        if abs(step) != 1 or positions != [first + step * index for index in range(len(positions))]:
+            return
+        value, begin = whole[found[0][1]], min(positions)
+        if len(positions) < self.loop.steps:
+            value = self.emit(op.strided_slice(value, [0], [begin], [begin + len(positions)], [1]), "part")
+        if step < 0:
+            value = self.emit(op.flip(value, 0), "flipped")
+        part = shape(fields[0].var)
+        axis = binding.value.attrs.axis
+        axis = 0 if axis is None else int(axis) % len(part)
+        self.body.assign(binding, join(value, axis, part, self.emit))
+
+
+def _is_empty(binding: Binding) -> bool:
+    """Whether a value is a tensor without elements."""
+    return isinstance(binding.var.ty, TensorType) and 0 in shape(binding.var)
+
+
+def _is_local(role: Role, indices: set[int]) -> bool:
+    return isinstance(role, Local) and role.index in indices
+
+
+def _part_type(whole: Expr) -> TensorType:
+    return TensorType(shape(whole)[1:], dtype(whole))

@@ -1,0 +1,140 @@
+"""Scans for training: a scan -> one that also gives what its backward reads, and knows its gradient.
+
+The body is differentiated once and cut in two, as any joint function: a strategy decides for one step, and what it
+saves is held for all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from autodiff import clean, differentiate, join_products, spell_out, unique_names
+from autodiff.body import Binding, Body, on_functions
+from autodiff.ir import (
+    DataflowVar,
+    Expr,
+    Function,
+    Var,
+    bindings,
+    build_function,
+    is_float,
+    op_name,
+    results,
+    used_vars,
+)
+from autodiff.scan import Saved, Scan, Step, body_text, gradient_of, is_scan, reverse_scan, scan_call, scan_of
+
+from .cut import partition
+from .strategy import Strategy
+
+__all__ = ["differentiable_scans"]
+
+_STOP = "relax.grad.no_grad"
+
+
+@on_functions
+def differentiable_scans(body: Body, required: Sequence[int], strategy: str | Strategy = "min_cut") -> None:
+    """Scans that gradients of the ``required`` parameters flow through are made ones that have a gradient.
+
+    Their results keep their places; what is saved comes behind them.
+
+    Args:
+        required: parameters, by number, whose gradients are wanted; none: bodies are only simplified.
+        strategy: of :func:`partition.partition`, for one step of each.
+
+    Raises:
+        UndifferentiableOp: an operator of a body without a gradient.
+    """
+    active = {body.binding(body.params[index]) for index in required}
+    for binding in list(body.bindings):
+        if binding.op != _STOP and any(read in active for read in binding.reads):
+            active.add(binding)
+        if is_scan(binding.value):
+            _make_differentiable(body, binding, active, strategy)
+
+
+def _make_differentiable(body: Body, binding: Binding, active: set[Binding], strategy: str | Strategy) -> None:
+    scan, tensors = scan_of(binding.value)
+    given = [isinstance(tensor, Var) and body.binding(tensor) in active for tensor in tensors]
+    wanted, differentiated = _flow(scan, given)
+    simple = spell_out(scan.function)
+    simple = unique_names(clean(simple, merge_casts=not differentiated))
+    made = scan
+    if differentiated and wanted:
+        made = _with_gradient(scan, simple, wanted, differentiated, strategy)
+    else:
+        text = body_text(simple)
+        made = scan if text is None else dataclasses.replace(scan, body=text)
+    if made is scan:
+        return
+    call = scan_call(made, tensors)
+    place = body.bindings.index(binding)
+    var = DataflowVar(binding.name, call.ty_args[0])
+    new = body.define(var, call)
+    body.bindings[place] = new
+    for user in list(binding.users):
+        body.substitute(user, {binding: var})
+    body.undefine(binding)
+
+
+def _flow(scan: Scan, given: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Parameters of the body, and results, that gradients flow through: by way of the carries, more than are given."""
+    function, given = scan.function, list(given)
+    outputs = results(function)
+    while True:
+        active = {param for param, flows in zip(function.params, given, strict=True) if flows and is_float(param)}
+        wanted = tuple(place for place, param in enumerate(function.params) if param in active)
+        for var, value in bindings(function):
+            if op_name(value) != _STOP and any(read in active for read in used_vars(value)):
+                active.add(var)
+        reached = tuple(place for place, output in enumerate(outputs) if output in active and is_float(output))
+        more = [place for place in reached if place < scan.carries and not given[place]]
+        if not more:
+            return wanted, reached
+        for place in more:
+            given[place] = True
+
+
+def _with_gradient(
+    scan: Scan,
+    simple: Function,
+    wanted: tuple[int, ...],
+    differentiated: tuple[int, ...],
+    strategy: str | Strategy,
+) -> Scan:
+    """The scan that gives what its backward reads, with its gradient."""
+    outputs = len(results(simple))
+    joint = clean(differentiate(simple, differentiated, wanted))
+    cut = partition(joint, num_primals=len(simple.params), num_outputs=outputs, strategy=strategy)
+    forward, plan = cut.forward, cut.plan
+    made = list(results(forward))
+    params: list[Saved] = []
+    after: dict[int, int] = {}
+
+    def held(value: Expr) -> int:
+        """The y that holds a result of the body."""
+        for place in range(scan.carries, len(made)):
+            if made[place].same_as(value):
+                return place
+        made.append(value)
+        return len(made) - 1
+
+    for place in plan.saved_primals:
+        if place < scan.carries:
+            params.append(Saved("before", place))
+            after[place] = held(made[place])
+        elif place < scan.carries + scan.xs:
+            params.append(Saved("x", place - scan.carries))
+        else:
+            params.append(Saved("constant", place - scan.carries - scan.xs))
+    params += [Saved("y", held(made[place])) for place in plan.saved_outputs]
+    params += [Saved("y", outputs + place) for place in range(len(plan.captures))]
+    params += [Saved("grad", place) for place in differentiated]
+    text = body_text(build_function(list(forward.params), list(bindings(forward)), made))
+    step = Step(join_products(cut.backward), tuple(params), wanted, differentiated, after)
+    saving = None if text is None else dataclasses.replace(scan, body=text)
+    gradient = None if saving is None else reverse_scan(saving, step)
+    if gradient is None:
+        raise ValueError("a literal in the body of a loop cannot be written down")
+    return dataclasses.replace(saving, gradient=gradient_of(gradient, wanted, differentiated))
