@@ -8,6 +8,7 @@ from autodiff.scan.gradient import gradient_of
 from autodiff.scan.operator import Scan, body_text, is_scan, scan_call, scan_of
 from autodiff.scan.reverse import Saved, Step, reverse_scan
 from autodiff.scan.roll import roll_up
+from autodiff.scan.unroll import unroll
 
 __all__ = [
     "Saved",
@@ -20,4 +21,5 @@ __all__ = [
     "roll_up",
     "scan_call",
     "scan_of",
+    "unroll",
 ]

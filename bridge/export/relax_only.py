@@ -16,6 +16,7 @@ from autodiff.body import Binding
 from autodiff.constants import const
 from autodiff.ir import Call, Expr, Function, TupleGetItem, dtype, library_name, shape
 from autodiff.rewrite import BodyScope, Scope
+from autodiff.scan import unroll
 from bridge.export.relax_index import gathered, indexed
 
 __all__ = ["NoRelaxForm", "without_library_calls"]
@@ -34,7 +35,7 @@ def without_library_calls(function: Function) -> Function:
     Raises:
         NoRelaxForm: one cannot be.
     """
-    body = Body.of(function)
+    body = Body.of(unroll(function))
     scope = BodyScope(body)
     first: dict[Binding, Expr] = {}  # of calls with several results
     replaced: dict[Binding, Expr] = {}

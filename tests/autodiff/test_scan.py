@@ -9,7 +9,7 @@ from tvm import relax
 from tvm.relax import op
 
 from autodiff.ir import bindings, op_name
-from autodiff.scan import is_scan, roll_up, scan_of
+from autodiff.scan import is_scan, roll_up, scan_of, unroll
 from bridge.reference import interpret
 from tests.autodiff.evaluate import function
 from tests.autodiff.gradcheck import draw
@@ -124,7 +124,11 @@ def test_a_loop_is_rolled_up_and_computes_the_same(name):
     rolled = roll_up(func)
     found = scans_of(rolled)
     assert len(found) == scans and all(scan.length >= STEPS - 1 for scan in found)
-    assert_close(interpret(rolled, args).results, interpret(func, args).results, rtol=1e-13, atol=1e-13)
+    wanted = interpret(func, args).results
+    assert_close(interpret(rolled, args).results, wanted, rtol=1e-13, atol=1e-13)
+    again = unroll(rolled)
+    assert not scans_of(again) and unroll(again) is again
+    assert_close(interpret(again, args).results, wanted, rtol=1e-13, atol=1e-13)
 
 
 def test_joined_results_are_read_as_the_scan_makes_them():

@@ -28,10 +28,17 @@ def images(*extents: int) -> torch.Tensor:
     return torch.randn(2, 4, *extents, dtype=torch.float64)
 
 
+def decoded(x, index):
+    for _ in range(5):
+        x = torch.tanh(torch.index_select(x, 0, index)) * x
+    return x
+
+
 MASK = torch.tensor([[True, False, True, True, True]] * 4 + [[True] * 5])
 CASES = {
     "embedding": (nn.Embedding(9, 4), (torch.randint(0, 9, (2, 3)),)),
     "index_select": (Function(lambda x, i: torch.index_select(x, 1, i)), (images(5), torch.tensor([1, 0]))),
+    "a loop": (Function(lambda x, i: decoded(x, i)), (images(5), torch.tensor([1, 0]))),
     "rows and columns": (Rows(), (torch.randn(4, 5, 6), torch.tensor([0, -1, 2]), torch.tensor([-5, 3, 1]))),
     "convolution": (nn.Conv2d(4, 6, 3, 2, 1, groups=2), (images(7, 6),)),
     "one axis": (nn.Conv1d(4, 6, 3, dilation=2), (images(9),)),
