@@ -1,0 +1,5 @@
+"""Tests, and what runs beside them (sweeps, the fuzz): without the user's disk cache unless told to use one."""
+
+import os
+
+os.environ.setdefault("BRIDGE_CACHE", "0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,11 @@ from bridge.compile.cpu.host import features, llvm_version
 from bridge.compile.cpu.threads import CONNECT, connect_function, launcher
 
 __all__ = ["CpuLibraries", "kernel_source"]
+
+try:
+    import resource
+except ImportError:  # not on Windows, where there are no such files either
+    resource = None
 
 _LOG = channel("cache")
 
@@ -58,10 +64,7 @@ class CpuLibraries:
         """LLVM's object code, linked, and loaded as another process will load it; the same machine code."""
         library = self._unconnected(functions, loops)
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "kernels.o"
-                library.write_to_file(str(path), "o")
-                content = shared_library(path.read_bytes())
+            content = shared_library(_object_code(library))
             return self.load(content), content
         except (CannotLinkError, OSError, RuntimeError) as error:
             _LOG.info("kernels are not kept: %s", error)
@@ -77,6 +80,19 @@ class CpuLibraries:
     def _unconnected(self, functions: Mapping[str, PrimFunc], loops: bool) -> tvm.runtime.Module:
         more = {} if launcher() is None else {CONNECT: connect_function()}
         return _compiled({**functions, **more}, self.target, loops)
+
+
+def _object_code(library: tvm.runtime.Module) -> bytes:
+    """The object file that LLVM writes, in memory: where a disk is full, LLVM ends the process.
+
+    Raises:
+        OSError: there are no files in memory here, or no large ones are allowed.
+    """
+    if not hasattr(os, "memfd_create") or resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+        raise OSError("no file in memory can be made here")
+    with os.fdopen(os.memfd_create("kernels.o"), "rb") as file:
+        library.write_to_file(f"/proc/self/fd/{file.fileno()}", "o")
+        return file.read()
 
 
 def _connected(library: tvm.runtime.Module) -> tvm.runtime.Module:

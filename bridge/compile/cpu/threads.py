@@ -124,7 +124,11 @@ def _launcher_module() -> tvm.runtime.Module | None:
     head = tvm.get_global_func("codegen.LLVMModuleCreate")("llvm", "threads").inspect_source("ll")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "threads.ll"
-        path.write_text(head + _LAUNCHER)
+        try:
+            path.write_text(head + _LAUNCHER)
+        except OSError as error:  # a full disk
+            _LOG.warning("kernels run on TVM's own threads: %s", error)
+            return None
         return tvm.runtime.load_module(str(path))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 
@@ -80,3 +81,17 @@ def test_other_processes_build_nothing_and_compute_the_same_bits(used_cache, mon
     assert sorted(results[-1]["built"]) == sorted(results[0]["built"])
     assert {result["hits"] for result in results} == {2}
     assert len({(result["bits"], result["rng"]) for result in results}) == 1, "code that was in no file, too"
+
+
+def test_a_full_disk_costs_warnings_and_no_numbers(used_cache):
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        return compiled()
+
+    (usual,) = in_children(1, compiled)
+    (alone,) = in_children(1, limited)
+    assert alone["bits"] == usual["bits"]
+    for path in current_store().files():
+        path.unlink()
+    (first,) = in_children(1, limited)
+    assert first["bits"] == usual["bits"] and not list(current_store().files())
