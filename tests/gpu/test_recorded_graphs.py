@@ -136,12 +136,12 @@ def test_automatic_follows_what_is_measured():
 
 def test_a_users_own_graph_around_a_recorded_module():
     pair = Pair(dtype=torch.float32)
-    x = pair.batch(0).detach()
+    x = pair.batch(0)
     pair.ours.eval()
     with torch.no_grad():
         for _ in range(8):
             pair.ours(x)
-        wanted = pair.ours(x + 1)
+        wanted = pair.ours((x + 1).requires_grad_())
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -183,12 +183,13 @@ def side():
     return torch.cuda.ExternalStream(new_stream(), device)
 
 
-def test_a_capture_that_fails_leaves_nothing_behind(side):
+def test_a_capture_that_fails_leaves_nothing_behind():
     """Draws, memory and captures after it are as ever."""
     x = torch.randn(64, device="cuda")
     torch.mul(x, 2)
     for wrong in (lambda: x.sum().item(), lambda: torch.rand(3, device="cuda"), lambda: 1 / 0):
         generator = torch.cuda.default_generators[x.device.index]
+        side = torch.cuda.ExternalStream(new_stream(), x.device)
         torch.manual_seed(3)
         expected = torch.rand(5, device="cuda")
         state = generator.get_state()
@@ -199,8 +200,8 @@ def test_a_capture_that_fails_leaves_nothing_behind(side):
         assert torch.equal(generator.get_state(), state) and not torch.cuda.is_current_stream_capturing()
         torch.manual_seed(3)
         assert torch.equal(torch.rand(5, device="cuda"), expected)
-        out = torch.empty_like(x)
-        with torch.cuda.stream(side), captured(side.cuda_stream) as made:
+        out, other = torch.empty_like(x), torch.cuda.ExternalStream(new_stream(), x.device)
+        with torch.cuda.stream(other), captured(other.cuda_stream) as made:
             torch.mul(x, 3, out=out)
         made[0].launcher(torch.cuda.current_stream().cuda_stream)()
         assert torch.equal(out, x * 3)

@@ -119,11 +119,22 @@ class Streams:
 
     def __init__(self) -> None:
         self._of: dict[tuple[int, int], _Stream] = {}
+        self._left: list[_Stream] = []
 
     def of(self, device: torch.device, stream: int) -> _Stream:
         """Of a stream on a device, which is current."""
         found = self._of.get((device.index, stream))
         return found or self._of.setdefault((device.index, stream), _Stream(device))
+
+    def leave(self, device: torch.device, stream: int) -> None:
+        """The stream's next recordings share something new: a capture that failed may have left its side stream unfit.
+
+        What cuBLAS works in may lie in the old one's memory, which stays.
+        """
+        found = self._of.pop((device.index, stream), None)
+        if found is not None:
+            found.arena.block = None
+            self._left.append(found)
 
     @property
     def held_bytes(self) -> int:
@@ -147,7 +158,7 @@ class CudaRecorder:
 
     def __init__(self, program: Program, device: torch.device):
         self._program, self._device, self._index = program, device, device.index
-        self._executors: dict[int, Executor] = {}
+        self._executors: dict[int, tuple[_Stream, Executor]] = {}
 
     def refusal(self) -> str | None:
         drawing = [step.name for step in self._program.steps if isinstance(step, CallLibrary) and step.name in DRAWS]
@@ -184,19 +195,25 @@ class CudaRecorder:
     ) -> Callable[[], Any]:
         stream = self.stream()
         shared = STREAMS.of(self._device, stream)
-        execute = self._executors.get(stream)
-        if execute is None:
+        of, execute = self._executors.get(stream, (None, None))
+        if of is not shared:
             program: CudaExecutor = self._program.executor
-            execute = self._executors.setdefault(stream, program.bound_to(shared.arena))
+            execute = program.bound_to(shared.arena)
+            self._executors[stream] = shared, execute
         block = shared.arena.reserve(self._program.arena_bytes)
-        with _RECORDING, collection_paused(), torch.cuda.stream(shared.side):  # garbage may free memory of the device
-            with memory_of_pool(self._index, shared.temporaries.id):
-                _require_memory_of(shared.temporaries)
-            with memory_of_pool(self._index, shared.temporaries.id), captured(shared.side.cuda_stream) as made:
-                results = execute(inputs, fresh=fresh)
-                for place, memory in copies:
-                    memory.copy_(results[place])
-                del results  # temporaries are given back while they are the stream's
+        pool = memory_of_pool(self._index, shared.temporaries.id)
+        # collecting garbage may free memory of the device, which is not allowed during a capture
+        with _RECORDING, collection_paused(), torch.cuda.stream(shared.side), pool:
+            _require_memory_of(shared.temporaries)
+            try:
+                with captured(shared.side.cuda_stream) as made:
+                    results = execute(inputs, fresh=fresh)
+                    for place, memory in copies:
+                        memory.copy_(results[place])
+                    del results  # temporaries are given back while they are the stream's
+            except BaseException:
+                STREAMS.leave(self._device, stream)
+                raise
         (graph,) = made
         graph.needs = execute, block, shared
         return graph.launcher(stream)
