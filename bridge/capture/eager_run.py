@@ -23,7 +23,7 @@ from bridge.base.objects import packed
 from bridge.base.torch_internals import pytree
 from bridge.capture.call_log import differences
 from bridge.capture.isolated_rng import IsolatedRNG
-from bridge.capture.observation import Observation
+from bridge.capture.observation import Observation, is_fused_attention
 from bridge.capture.observe import observe
 from bridge.capture.own_leaves import own_leaves
 from bridge.capture.readings import NumberReader, Reading, reading, same_numbers
@@ -31,7 +31,15 @@ from bridge.capture.tracing import times_asked
 from bridge.capture.validation_reads import ValidationReads
 from bridge.state import ModuleTensor, once_per_owner
 
-__all__ = ["as_in_eager", "real_run"]
+__all__ = ["OTHER_BRANCH", "as_in_eager", "real_run"]
+
+OTHER_BRANCH = Unsupported(
+    "torch.compiler.is_compiling or is_exporting",
+    "forward",
+    "eager takes another branch than what is traced, and gets other results",
+    "do not ask in forward",
+)
+"""What forward computes depends on whether it is traced."""
 
 #: Elements that are compared at a time.
 _PIECE = 1 << 20
@@ -55,7 +63,8 @@ def real_run(
     ``readings``: what the traced forward was given. ``differentiates``: whether it ran a backward itself.
 
     The run takes the branches that tracing takes. If forward asked whether it is traced, another run takes those of
-    eager, and what follows from it is a problem if it computes other numbers.
+    eager, and what follows from it is a problem if it computes other numbers: :data:`OTHER_BRANCH`. If eager reads
+    numbers there, they may choose the kernel of fused attention in another call, whose dropout would be another.
 
     Autograd's graphs are made, as in eager, and hold no numbers where nothing runs backward. So the run takes no more
     memory than a forward under ``no_grad``.
@@ -78,15 +87,20 @@ def real_run(
         if times_asked() == asked:
             return run, []
         untraced, state = _state(module, tensors, real_tensors)
-        with IsolatedRNG(), graphs(), ValidationReads() as validation:
+        chosen = NumberReader()
+        with IsolatedRNG(), graphs(), ValidationReads() as validation, reading(module, chosen):
             result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
         run.reads_validation |= validation.found
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises
         raise refused_by_eager(from_user_code(error)) from error.__cause__
-    if _all_close([*run.results, *owned], [*pytree.tree_leaves(packed(result)), *untraced]):
-        return run, []
-    reason = "eager takes another branch than what is traced, and gets other results"
-    return run, [Unsupported("torch.compiler.is_compiling or is_exporting", "forward", reason, "do not ask in forward")]
+    if not _all_close([*run.results, *owned], [*pytree.tree_leaves(packed(result)), *untraced]):
+        return run, [OTHER_BRANCH]
+    drops = next((draw.op for draw in run.draws if is_fused_attention(draw)), None)
+    if drops is not None and not same_numbers(chosen.readings, readings):
+        where = next((each.where for each in chosen.readings if each not in readings), "forward")
+        reason = "drops inside of a kernel that eager chooses by numbers that it does not read while it is traced"
+        return run, [Unsupported(drops, where, reason, "spell attention out, or dispatch the layers that attend")]
+    return run, []
 
 
 def _nothing_saved() -> saved_tensors_hooks:

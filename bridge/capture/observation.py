@@ -11,7 +11,7 @@ from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported
 from bridge.capture.call_log import CallSequence
 
-__all__ = ["Draw", "Observation", "Operand", "Output", "Parameter"]
+__all__ = ["Draw", "Observation", "Operand", "Output", "Parameter", "is_fused_attention"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ class Operand:
     stride: tuple[int, ...] = field(compare=False)
     offset: int = field(compare=False, default=0)
     of: int | None = field(compare=False, default=None)
+
+
+def is_fused_attention(draw: Draw) -> bool:
+    """Whether a draw is made inside of an attention kernel."""
+    return "_scaled_dot_product_" in draw.op
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Draw:
         The dropout of fused attention, which is drawn inside of its kernel, and a GPU's draw with computed parameters:
         how far these move the generator depends on no number.
         """
-        return "_scaled_dot_product_" in self.op or (self.device != HOST and self._has_parameters)
+        return is_fused_attention(self) or (self.device != HOST and self._has_parameters)
 
     @property
     def is_computed(self) -> bool:

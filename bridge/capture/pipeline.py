@@ -8,6 +8,7 @@ A fake run observes what eager does and the graph no longer says, an eager run w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from bridge.capture.captured import Captured
 from bridge.capture.counters import counters_of
 from bridge.capture.dynamic_shapes import DynamicDim, refuse_numbers
 from bridge.capture.eager_error import raise_if_eager_raises
-from bridge.capture.eager_run import as_in_eager, real_run
+from bridge.capture.eager_run import OTHER_BRANCH, as_in_eager, real_run
 from bridge.capture.explain_error import explain_error, is_unknown
 from bridge.capture.exported import (
     NotExportedError,
@@ -47,6 +48,7 @@ from bridge.capture.readings import Reading, ReadsDifferError, given, numbers_re
 from bridge.capture.symbolic_capture import as_in_eager_at_sample, with_extents
 from bridge.capture.symbolic_sizes import SymbolicSizes
 from bridge.capture.thread_isolation import capturing
+from bridge.capture.tracing import eagers_branches
 from bridge.state import ModuleTensor, PythonState, generators_put_back, module_tensors
 
 __all__ = ["capture"]
@@ -73,8 +75,19 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequen
     """
     check_call(module, args, kwargs)
     refuse_numbers(type(module).__name__, dims)
+    first = PythonState(module)
     with working_for(device_of_call(module, args, kwargs)):
-        return _capture(module, args, kwargs, dims)
+        captured = _capture(module, args, kwargs, dims)
+        if OTHER_BRANCH not in captured.problems:
+            return captured
+        left = PythonState(module)
+        first.restore()
+        with suppress(UnsupportedModule), eagers_branches():
+            again = _capture(module, args, kwargs, dims)
+            if not again.problems:
+                return again
+        left.restore()  # the branch of eager cannot be traced: numbers decide in it, say
+        return captured
 
 
 def _capture(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim]) -> Captured:

@@ -16,6 +16,7 @@ from bridge.base.torch_internals import compile_lock, export_tracer, len_dispatc
 __all__ = [
     "HERE",
     "changes_of_generators",
+    "eagers_branches",
     "is_capturing",
     "is_traced_here",
     "marked_capturing",
@@ -56,13 +57,24 @@ class _Here(int):
     """``True`` in a thread that captures, ``False`` in any other: for flags that torch keeps for the whole process."""
 
     def __bool__(self) -> bool:
-        if not is_capturing():
+        if not is_capturing() or getattr(_thread, "as_in_eager", False):
             return False
         _thread.asked = times_asked() + 1
         return True
 
 
 HERE = _Here(1)
+
+
+@contextmanager
+def eagers_branches() -> Iterator[None]:
+    """While active, :data:`HERE` is false in this thread, too: what is captured takes the branches of eager."""
+    before = getattr(_thread, "as_in_eager", False)
+    _thread.as_in_eager = True
+    try:
+        yield
+    finally:
+        _thread.as_in_eager = before
 
 
 def times_asked() -> int:

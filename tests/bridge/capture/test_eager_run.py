@@ -189,27 +189,41 @@ ASKING = (torch.compiler.is_compiling, torch.compiler.is_exporting)
 
 @pytest.mark.composes(
     "branches on `torch.compiler.is_compiling()`",
-    "refused where they compute other numbers",
+    "traced as eager goes where they compute other numbers",
     section="Guards",
 )
 @pytest.mark.parametrize("asks", ASKING)
-def test_another_result_where_forward_asks_whether_it_is_traced_is_refused(asks):
-    module = Normalized(lambda y: y.sin() if asks() else y.cos())
+def test_another_result_where_forward_asks_whether_it_is_traced_is_eagers(asks):
+    module = Normalized(lambda y: nn.functional.dropout(y.sin() if asks() else y.cos(), 0.3))
+    eager, x = copy.deepcopy(module), transposed_input()
+    add_tvm_dispatch(module, x)
+    results = []
+    for each in (module, eager):
+        torch.manual_seed(0)
+        results.append(each(x))
+    torch.testing.assert_close(*results)
+    assert stats(module).hits == 1
+
+
+def test_a_branch_of_eagers_that_numbers_decide_is_refused():
+    module = Normalized(lambda y: y.sin() if torch.compiler.is_compiling() else y[y > 0])
     with pytest.raises(UnsupportedModule, match="another branch"):
         add_tvm_dispatch(module, transposed_input())
 
 
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.float16, torch.bool, torch.int8])
 def test_results_of_every_type_are_compared(dtype):
-    """Whatever is then refused is refused by name."""
+    """Where they differ, eager's branch is traced. Whatever is then refused is refused by name."""
     for scale in (1, 2):
         module = Normalized(lambda y, scale=scale: (y * (scale if torch.compiler.is_compiling() else 1)).to(dtype))
+        eager, x = copy.deepcopy(module.eval()), transposed_input() * 10
         try:
-            add_tvm_dispatch(module.eval(), transposed_input() * 10)
-            refused = False
+            add_tvm_dispatch(module, x)
         except UnsupportedModule:
-            refused = True
-        assert refused == ((scale == 2 and dtype != torch.bool) or dtype.is_complex)
+            assert dtype.is_complex
+            continue
+        torch.testing.assert_close(module(x), eager(x))
+        assert stats(module).hits == 1 and not dtype.is_complex
 
 
 @pytest.mark.parametrize("asks", ASKING)

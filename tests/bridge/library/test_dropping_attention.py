@@ -54,7 +54,7 @@ class Counting:
         return torch.tensor([self.seed, self.offset], dtype=torch.uint64)
 
     def set_state(self, state):
-        self.seed, self.offset = state.tolist()
+        self.seed, self.offset = state.numpy().tolist()  # forward reads no number
 
 
 def kernels_of(generator):
@@ -209,6 +209,20 @@ def test_a_kernel_that_moves_the_generator_otherwise_is_a_miss(generator):
     generator.__init__()
     torch.testing.assert_close(step(module, generator), wanted, rtol=0, atol=0)
     assert "moved the generator by 200, where eager's moved it by 100" in str(stats(module).misses)
+
+
+class Masked(Layers):
+    """Eager looks whether anything is masked, which chooses the kernel; what is traced does not look."""
+
+    def forward(self, q, k, v):
+        if not torch.compiler.is_compiling() and q.isnan().any():
+            return self.linear(CALLS["efficient"](q.nan_to_num(), k, v, self.rate))
+        return self.linear(CALLS["flash"](q, k, v, self.rate))
+
+
+def test_a_kernel_that_numbers_choose_where_they_are_not_traced_is_refused(generator):
+    with pytest.raises(UnsupportedModule, match=r"(?s)flash_attention.*chooses by numbers.*spell attention out"):
+        add_tvm_dispatch(Masked("flash").double(), tuple(tensors()))
 
 
 def sized(batch, length):
