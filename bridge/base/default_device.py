@@ -38,17 +38,18 @@ def function_modes() -> int | torch.device:
     device = _default_device(count)
     if device is None:
         return count
-    if device.type == HOST.type:
-        return 0
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return 0 if device.type == HOST.type else device
 
 
 def _default_device(count: int) -> torch.device | None:
     """That of so many modes, if all of them give one: what the last says, the others find said already."""
     modes = [_stack_at(place) for place in range(count)]
-    return modes[-1].device if modes and all(isinstance(mode, _DeviceContext) for mode in modes) else None
+    if not modes or not all(isinstance(mode, _DeviceContext) for mode in modes):
+        return None
+    device = modes[-1].device
+    if device.type == "cuda" and device.index is None:  # the current one, which fake tensors do not ask for
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 @contextmanager

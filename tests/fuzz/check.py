@@ -87,9 +87,9 @@ def _eager_error(
 
 
 def _harmful(program: Program, on_host: Mapping[str, Any]) -> set[str]:
-    """Names of the calls with strange arguments that raise on the host, whatever it is."""
-    strange = [call for call in calls_of(program, on_host) if call.strange]
-    return {call.name for call in strange if _eager_error(on_host, call, (Exception,))}
+    """Names of the calls with strange arguments that raise on the host, and of others that index too far there."""
+    found = {call: _eager_error(on_host, call, (Exception,)) for call in calls_of(program, on_host)}
+    return {call.name for call, error in found.items() if error and (call.strange or "out of" in str(error).lower())}
 
 
 def judge(
