@@ -67,8 +67,8 @@ x = torch.randn(BATCH, STEPS, WIDTH, requires_grad=True)
 # ## Unrolling
 #
 # The number of time steps is a shape, and shapes are static: the traced graph has no loop. It is the loop's body,
-# once per time step. Everything that follows sees one long straight line of code, and may move things between time
-# steps.
+# once per time step. From four steps on the stage `rolled` finds that they are equal and makes them one loop: its body
+# is differentiated and compiled once. Fewer steps are one straight line of code.
 
 # %%
 lowered = lower(module, x)
@@ -85,7 +85,7 @@ assert calls["aten.tanh.default"] == 2 * STEPS
 # width, the sigmoids and tanhs, the new cell, its LayerNorm and the new state.
 
 # %%
-from bridge.compile import CallLibrary, Launch, clear_cache, compile_function
+from bridge.compile import CallLibrary, Launch, Loop, clear_cache, compile_function
 
 with torch.no_grad():  # nothing is saved for a backward: fewer arrows
     program = compile_function(lower(module, x[:, :3]).forward, name="three_steps")
@@ -131,7 +131,14 @@ def eager_calls(module, x):
 def program_steps(module, x):
     lowered = lower(module, x.detach().requires_grad_())
     programs = [compile_function(part, name="cell") for part in (lowered.forward, lowered.backward)]
-    return sum(isinstance(step, Launch | CallLibrary) for program in programs for step in program.steps)
+    return sum(calls_of(step) for program in programs for step in program.steps)
+
+
+def calls_of(step):
+    """Kernels and library calls of a step; of a loop, those of its body as often as it is run."""
+    if isinstance(step, Loop):
+        return step.length * sum(map(calls_of, step.steps))
+    return int(isinstance(step, Launch | CallLibrary))
 
 
 lengths = (2, 4, 8, 12)
@@ -151,7 +158,8 @@ assert steps[-1] < eager[-1] / 2
 #
 # Both weights are used in every time step, so by the chain rule each gradient is a sum of one small product per step.
 # A sum of products is one product of joined matrices, $\sum_t A_t^\top B_t = [A_1; \dots; A_T]^\top [B_1; \dots;
-# B_T]$, and that is far better use of a matrix multiplier.
+# B_T]$, and that is far better use of a matrix multiplier. Three unrolled steps show it; a loop does the same with what
+# its steps leave behind.
 
 # %%
 from autodiff.ir import bindings, op_name
@@ -161,7 +169,8 @@ def products(function):
     return sum(op_name(value) == "relax.matmul" for _, value in bindings(function))
 
 
-joint, forward, after = (products(lowered[name].function) for name in ("cleaned", "split forward", "split backward"))
+short = lower(module, x[:, :3])
+joint, forward, after = (products(short[name].function) for name in ("cleaned", "split forward", "split backward"))
 print(f"products in the joint graph: {forward} forward + {joint - forward} backward; after joining {after} backward")
 assert after < joint - forward
 
