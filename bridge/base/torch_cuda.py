@@ -13,7 +13,15 @@ import torch
 
 from bridge.base.torch_internals import find
 
-__all__ = ["SAME_SETTINGS", "SETTINGS", "current_device", "current_stream", "empty_strided", "memory_of_pool"]
+__all__ = [
+    "SAME_SETTINGS",
+    "SETTINGS",
+    "current_device",
+    "current_stream",
+    "empty_strided",
+    "memory_of_pool",
+    "settle_attention_order",
+]
 
 current_device: Callable[[], int] = find("torch._C._cuda_getDevice", torch.cuda.current_device)
 """The index of this thread's current device."""
@@ -75,6 +83,16 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "order of attention kernels": find("torch._C._get_sdp_priority_order"),
 }
 """What torch's kernels for CUDA, and the choice among them, depend on: names in words → values now."""
+
+_fused_choice = find("torch._fused_sdp_choice")
+
+
+def settle_attention_order(device: torch.device) -> None:
+    """Has torch choose an attention kernel on a GPU once: it decides then in which order it asks them from then on."""
+    with torch.no_grad():
+        one = torch.empty(1, 1, 8, 8, dtype=torch.float16, device=device)
+        _fused_choice(one, one, one)
+
 
 SAME_SETTINGS: tuple[tuple[Any, ...], ...] = (("none", "ieee"),)
 """Values of a setting that mean the same."""

@@ -51,7 +51,7 @@ def add_tvm_dispatch(
     target: tvm.target.Target | str | dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
     freeze: bool = False,
-    cuda_graphs: Literal["auto"] | bool = "auto",
+    cuda_graphs: Literal["auto"] | bool = False,
 ) -> Module:
     """Compiles a call of ``module``, forward and backward, and dispatches matching calls to it from now on.
 
@@ -103,7 +103,7 @@ def add_tvm_dispatch(
             ``.data`` or NumPy) are not seen: call this again after them.
         cuda_graphs: whether forward and backward on a GPU are recorded as one CUDA graph each, after a few calls:
             ``"auto"``: where launching the kernels one by one takes the host about as long as the GPU, or longer;
-            ``True``: wherever that is exact; ``False``: never. Results and gradients are tensors like any others, and
+            ``True``: wherever that is exact; ``False``, the default: never. Results and gradients are tensors like any others, and
             ``stats(module).graphs`` counts the calls without a graph by their reasons.
 
     Returns:

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.modes import autocast_setting
 from bridge.base.torch_cuda import SETTINGS
@@ -28,7 +29,7 @@ from bridge.state import ModuleTensor
 __all__ = ["SavedCall", "data_of", "modes_of", "refuse_other_draws", "refuse_other_settings", "saved_call"]
 
 _HINT = "save a submodule that does not contain it"
-_AUTOCAST = {"cpu": "autocast", "cuda": "CUDA autocast"}
+_AUTOCAST = {HOST.type: "autocast", "cuda": "CUDA autocast"}
 
 
 @dataclass(frozen=True)

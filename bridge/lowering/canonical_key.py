@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bridge.base.torch_internals import pytree
+from bridge.base.torch_internals import OpOverload, pytree
 
 __all__ = ["NotCanonicalError", "canonical"]
 
@@ -28,7 +28,7 @@ def canonical(value: Any) -> Any:
         return value
     if isinstance(value, _BY_NAME):
         return ["torch", str(value)]
-    if isinstance(value, torch._ops.OpOverload):
+    if isinstance(value, OpOverload):
         return ["operator", str(value)]
     if isinstance(value, pytree.TreeSpec):
         return ["structure", canonical(value.type), canonical(value.context), list(map(canonical, value.children()))]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from bridge.base.torch_internals import FakeTensorMode
+from bridge.base.torch_internals import FakeTensorMode, OpOverload
 
 __all__ = ["NotRecordedError", "graph_of", "record_of"]
 
@@ -56,7 +56,7 @@ def _target(node: fx.Node) -> str:
         return str(node.target)
     if node.op == "call_function" and node.target is operator.getitem:
         return "getitem"
-    if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+    if node.op == "call_function" and isinstance(node.target, OpOverload):
         return str(node.target)
     raise NotRecordedError(f"{node.op} of {node.target}")
 

@@ -71,7 +71,7 @@ class Guard:
         self._modes = ModeGuard(requires_grad, exact, captured.observation.reads_validation, captured.device)
         self._states = self._modes.states
         self.has_default_device = isinstance(function_modes(), torch.device)
-        self._settings = SettingsGuard() if captured.device.type == "cuda" else None
+        self._settings = SettingsGuard(captured.device) if captured.device.type == "cuda" else None
         self._arguments = ArgumentGuard(captured, arguments, module.forward, saves=saves, numbers=leaves)
         self.sizes = self._arguments.sizes
         self._written = [(index, captured.module_tensors[index].name) for index, _ in captured.mutated]
