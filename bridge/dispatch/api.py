@@ -103,8 +103,8 @@ def add_tvm_dispatch(
             ``.data`` or NumPy) are not seen: call this again after them.
         cuda_graphs: whether forward and backward on a GPU are recorded as one CUDA graph each, after a few calls:
             ``"auto"``: where launching the kernels one by one takes the host about as long as the GPU, or longer;
-            ``True``: wherever that is exact; ``False``, the default: never. Results and gradients are tensors like any others, and
-            ``stats(module).graphs`` counts the calls without a graph by their reasons.
+            ``True``: wherever that is exact; ``False``, the default: never. Results and gradients are tensors like any
+            others, and ``stats(module).graphs`` counts the calls without a graph by their reasons.
 
     Returns:
         ``module``.
