@@ -65,7 +65,7 @@ class ProductChoice:
         if not turn or same(math.prod(b.shape[:-2]), 1):
             return _library(placed, way, a, b, batch, self.policy.keeps_order)
         turned = _library(placed, way, _turned(b), _turned(a), batch, True)
-        return _turned(placed.reshape(turned, (*batch, *turned.shape[-2:])))
+        return _turned(placed.reshape(turned, (*batch, b.shape[-1], a.shape[-2])))
 
     def _way(self, element_type: str, a: View, b: View, batch: Sequence[Dim]) -> str:
         product = product_shape(element_type, a, b, batch)

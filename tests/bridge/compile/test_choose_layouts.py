@@ -10,7 +10,7 @@ from tvm import relax
 from tvm.relax import Tuple, op
 
 from bridge.compile import host_backend
-from bridge.compile.loop_ir.graph import Product
+from bridge.compile.loop_ir.graph import LibraryCall, Product
 from bridge.compile.loop_ir.neutral import Neutral
 from bridge.compile.loop_ir.product import FIELDS, ProductPlan
 from bridge.compile.passes.choose_layouts import choose_layouts
@@ -208,6 +208,17 @@ def test_a_gradient_is_stored_by_a_library_as_its_readers_want_it():
     assert text(graph)[0] == "0 = library bmm(p0[6,4,8:32,8,1+0], p1[6,8,8:64,8,1+0])"
     _, graph = chosen(HEADS, product_then([0, 2, 1, 3]), policy, grad_outs=1)
     assert text(graph)[0] == "0 = library bmm(p0[6,4,8:32,8,1+0], p1[6,8,8:64,8,1+0])"
+
+
+@pytest.mark.parametrize("shapes", [((4, 5), (2, 3, 5, 6)), ((2, 1, 4, 5), (3, 5, 6)), ((2, 3, 4, 5), (5, 6))])
+def test_such_a_gradient_of_batches_that_one_operand_lacks(shapes):
+    """One matrix for a whole batch, on either side, is one product of many rows, whichever comes first."""
+    params = [(shape, "float32") for shape in shapes]
+    backend = host_backend()
+    graph = translate(function(params, product_then([0, 1, 3, 2])), backend)
+    placed = choose_layouts(graph, backend, Policy("mm", keeps_order=True), grad_outs=1)
+    calls = [node for node in placed.nodes if isinstance(node, LibraryCall)]
+    assert [node.name for node in calls] == (["bmm"] if len(shapes[0]) == 4 and len(shapes[1]) == 3 else ["mm"])
 
 
 def test_translation_says_what_and_not_where():
