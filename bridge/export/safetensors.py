@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from bridge.base.devices import HOST
 from bridge.compile import bytes_of, form_of, tensor_of
 
 __all__ = ["read_safetensors", "write_safetensors"]
@@ -31,7 +30,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            file.write(bytes_of(tensor.detach().to(HOST).contiguous()))
+            file.write(bytes_of(tensor))
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 As in :mod:`bridge.lowering.reuse` a call is looked up in two steps: is there one that looks like it, then, after a fake
 run of this very module, one that ran the same operators. What an in-process reuse may take for granted is part of the
-key here: versions and sources of this package, torch's settings, the device, and the source files of the module's code.
+key here: versions and sources of this package, torch's settings, and the source files of the module's code.
 Two processes that lower one call at once write the same.
 """
 
@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from bridge.artifact import current_store, of_this_package
-from bridge.base.devices import current_device
+from bridge.base.devices import HOST, current_device
 from bridge.base.log import channel
-from bridge.base.torch_cuda import SETTINGS
 from bridge.capture import FakeRun
 from bridge.compile import host_features
 from bridge.lowering.canonical_key import NotCanonicalError, canonical
@@ -34,8 +33,11 @@ log = channel("cache")
 
 
 def call_on_disk(call_key: tuple | None) -> str | None:
-    """The disk's key of a call that has not been run; ``None`` where there is no cache, or no such key."""
-    if call_key is None or not current_store().is_usable:
+    """The disk's key of a call that has not been run; ``None`` where there is no cache, or no such key.
+
+    Calls on a GPU have none: lowerings that were read there have not been compared with fresh ones.
+    """
+    if call_key is None or current_device() != HOST or not current_store().is_usable:
         return None
     try:
         return of_this_package(_CALL, canonical(call_key), _surroundings())
@@ -102,9 +104,5 @@ def _key(call: str, observed: tuple, module: nn.Module) -> str | None:
 
 
 def _surroundings() -> list[Any]:
-    """What shapes, strides and draws may depend on beside the call: the processor, the GPU, torch's settings."""
-    device = current_device()
-    found: list[Any] = [host_features(), torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()]
-    if device.type == "cuda":
-        found += [torch.cuda.get_device_name(device), [f"{name}: {read()}" for name, read in SETTINGS.items()]]
-    return found
+    """What shapes, strides and draws may depend on beside the call: the processor, torch's settings."""
+    return [host_features(), torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()]

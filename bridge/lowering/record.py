@@ -19,7 +19,6 @@ import tvm
 from autodiff.ir import Function
 from bridge.artifact import key_of
 from bridge.aten import Imported
-from bridge.base.devices import HOST
 from bridge.capture import Captured, Draw, Observation, Parameter
 from bridge.compile import bytes_of, canonical_text, form_of, tensor_of
 from bridge.lowering.graph_record import NotRecordedError, graph_of, record_of
@@ -71,8 +70,7 @@ def parts_of_lowering(lowered: LoweredCall) -> dict[str, bytes]:
         "graph": zlib.compress(json.dumps(record_of(captured.graph)).encode(), 1),
         "functions": zlib.compress(text.encode(), 1),
     }
-    literals = {name: tensor.detach().to(HOST).contiguous() for name, tensor in captured.literals.items()}
-    return parts | {f"{_LITERAL}{name}": bytes_of(tensor) for name, tensor in literals.items()}
+    return parts | {f"{_LITERAL}{name}": bytes_of(tensor) for name, tensor in captured.literals.items()}
 
 
 def _draw(draw: Draw) -> list[Any]:

@@ -142,7 +142,8 @@ def form_of(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """A dense tensor's memory."""
+    """A tensor's numbers, dense, from wherever it lies."""
+    tensor = tensor.detach().to(HOST).contiguous()
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.numel() else b""
 
 
