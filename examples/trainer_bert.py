@@ -9,6 +9,7 @@ accumulation, clipping, evaluation, checkpoints, and a second run that resumes f
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
 import tempfile
 from collections import Counter
@@ -101,6 +102,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64, help="tokens per sequence")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: the Trainer's first GPU")
     options = parser.parse_args()
+    if options.device == "cuda":  # of several GPUs, Trainer would make a copy of the model on each at every step
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     size: dict[str, Any] = {"layers": options.layers, "hidden": options.hidden}
     with tempfile.TemporaryDirectory() as folder:
         for resume in (False, True):
