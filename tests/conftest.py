@@ -79,6 +79,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
     there = [item for item in items if _is_about(item, DEVICE)]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(there)])
     items[:] = there
+    for item in items:  # eager warns of every copy of such a module
+        item.add_marker(pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk"))
 
 
 def _is_about(item: pytest.Item, device: torch.device) -> bool:
@@ -88,27 +90,44 @@ def _is_about(item: pytest.Item, device: torch.device) -> bool:
     return item.nodeid.startswith(ON_ANY_DEVICE) and item.get_closest_marker("cpu") is None
 
 
+def _on_any_device(nodeid: str) -> bool:
+    return DEVICE.type != "cpu" and nodeid.startswith(ON_ANY_DEVICE)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """What such a file makes when it is imported, samples inside of objects and parameters too, is on the device."""
+    if not (isinstance(collector, pytest.Module) and _on_any_device(collector.nodeid)):
+        return (yield)
+    with factories_on(DEVICE):
+        return (yield)
+
+
 @pytest.fixture(autouse=True, scope="module")
-def _constants_on_the_device(request: pytest.FixtureRequest) -> None:
-    """Tensors that a module of such tests made when it was imported are moved there."""
-    if DEVICE.type == "cpu" or not request.node.nodeid.startswith(ON_ANY_DEVICE):
+def _made_on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tensors and modules of tests that run on any device, and of their fixtures, are made on the one that is tested.
+
+    Constants that were imported from a helper, which another file may have imported before, are moved.
+    """
+    if not _on_any_device(request.node.nodeid):
+        yield
         return
     names = vars(request.module)
     constants = {name: value for name, value in names.items() if isinstance(value, (torch.Tensor, tuple, list, dict))}
     names.update({name: moved(value) for name, value in constants.items() if not name.startswith("__")})
+    with factories_on(DEVICE):
+        yield
 
 
 @pytest.fixture(autouse=True)
-def _made_on_the_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tensors and modules of tests that run on any device are made on the one that is tested."""
-    if DEVICE.type == "cpu" or not request.node.nodeid.startswith(ON_ANY_DEVICE):
-        yield
+def _the_context_outlives_a_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """An assertion in a kernel ends the process, whose GPU context serves no other test."""
+    yield
+    if not _on_any_device(request.node.nodeid):
         return
-    with factories_on(DEVICE):
-        yield
     try:
         torch.cuda.synchronize()
-    except RuntimeError as error:  # an assertion in a kernel: this process's context serves no other test
+    except RuntimeError as error:
         if "PYTEST_XDIST_WORKER" in os.environ:
             os._exit(1)  # the run goes on with another worker, and names the test
         pytest.exit(f"{request.node.nodeid} ended the GPU's context: {error}", returncode=1)

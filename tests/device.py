@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "ASSERTS",
+    "AUTOCAST",
     "DEVICE",
     "FACTORIES",
     "factories_on",
@@ -30,6 +30,9 @@ __all__ = [
 ASSERTS = pytest.mark.cpu("what is refused in the run is an assertion on a GPU, which ends the process's context")
 
 DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
+
+AUTOCAST = "autocast" if DEVICE.type == "cpu" else "CUDA autocast"
+"""The device's autocast in the words of a guard's failure."""
 
 FACTORIES = (
     "arange",
@@ -67,7 +70,6 @@ def factories_on(device: torch.device) -> Iterator[None]:
 
 
 def _placed(factory: Callable[..., torch.Tensor], device: torch.device) -> Callable[..., torch.Tensor]:
-    @wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         caller = sys._getframe(1).f_code.co_filename
         if kwargs.get("device") is not None or not caller.startswith(_CALLERS):
@@ -78,6 +80,7 @@ def _placed(factory: Callable[..., torch.Tensor], device: torch.device) -> Calla
         requires_grad = kwargs.pop("requires_grad", False)
         return factory(*args, **kwargs).to(device).requires_grad_(requires_grad)
 
+    make.__name__, make.__doc__ = factory.__name__, factory.__doc__  # not wraps: who unwraps it finds no source
     return make
 
 
@@ -102,12 +105,13 @@ def forked_generators() -> AbstractContextManager:
 
 def moved(tree: Any) -> Any:
     """A tree with its tensors on the device, of the same ``requires_grad``; one that occurs twice still does."""
-    if DEVICE.type == "cpu":
-        return tree
+    tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    if all(tensor.device.type in (DEVICE.type, "meta") for tensor in tensors):
+        return tree  # itself: a table that a test changes is the package's
     seen: dict[int, torch.Tensor] = {}
 
     def move(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, torch.Tensor) or leaf.device.type == "meta":
             return leaf
         if id(leaf) not in seen:
             seen[id(leaf)] = leaf.detach().to(DEVICE).requires_grad_(leaf.requires_grad)

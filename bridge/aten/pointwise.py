@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import fx
 from tvm import relax
 
 from autodiff.extents import Extent
@@ -11,7 +12,7 @@ from bridge.aten.dims import has_extents
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.aten.subgradients import clamp_at_bound, fmax_prefers_first
 from bridge.aten.whole import whole
-from bridge.base.devices import current_device
+from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import aten
 from bridge.capture import STOP_GRADIENT
 
@@ -154,13 +155,19 @@ def _rounded(importer, node, number):
     return torch.tensor(number, dtype=importer.out(node).dtype).item()
 
 
-def _is_wider(importer, node, factor):
-    """Whether a half type does not hold a factor: torch's kernels take a second one in float32, be it a 0-d tensor."""
-    if importer.out(node).dtype not in (torch.float16, torch.bfloat16):
+def _is_wider(importer, node, factor, place):
+    """Whether a half type does not hold a factor: torch's kernels take a second one in float32, be it a 0-d tensor of
+    the CPU. One of a GPU is cast to the result's type when it is loaded."""
+    if importer.out(node).dtype not in (torch.float16, torch.bfloat16) or _is_on_gpu(node.args[place]):
         return False
     if isinstance(factor, Expr | Extent):
         return isinstance(factor, Extent) or dtype(factor) in ("float32", "float64")
     return _rounded(importer, node, factor) != factor
+
+
+def _is_on_gpu(argument):
+    value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.device.type != HOST.type
 
 
 @converts(aten.add.Tensor, aten.add.Scalar)
@@ -208,9 +215,9 @@ def _scaled(importer, value, alpha):
 
 @converts(aten.mul.Tensor, aten.mul.Scalar)
 def mul(importer, node, x, y):
-    if _is_wider(importer, node, x):
+    if _is_wider(importer, node, x, 0):
         (x,) = importer.operands(node, x)
-    return _in_float32_if(_is_wider(importer, node, y), importer, _mul, node, x, y)
+    return _in_float32_if(_is_wider(importer, node, y, 1), importer, _mul, node, x, y)
 
 
 def _mul(importer, node, x, y):
@@ -220,9 +227,9 @@ def _mul(importer, node, x, y):
 
 @converts(aten.div.Tensor, aten.div.Scalar)
 def div(importer, node, x, y):
-    if _is_wider(importer, node, x):
+    if _is_wider(importer, node, x, 0):
         (x,) = importer.operands(node, x)
-    return _in_float32_if(_is_wider(importer, node, y), importer, _div, node, x, y)
+    return _in_float32_if(_is_wider(importer, node, y, 1), importer, _div, node, x, y)
 
 
 def _div(importer, node, x, y):
@@ -234,7 +241,7 @@ def _div(importer, node, x, y):
 def div_mode(importer, node, x, y, *, rounding_mode=None):
     if rounding_mode is None:
         return div(importer, node, x, y)
-    return _in_float32_if(_is_wider(importer, node, y), importer, _div_mode, node, x, y, rounding_mode=rounding_mode)
+    return _in_float32_if(_is_wider(importer, node, y, 1), importer, _div_mode, node, x, y, rounding_mode=rounding_mode)
 
 
 def _div_mode(importer, node, x, y, *, rounding_mode):

@@ -27,7 +27,7 @@ from bridge.reference import run_graph
 from partition import differentiable_scans
 from partition import partition as partition_joint
 
-__all__ = ["DEFAULT_PARTITION", "cleaned_and_named", "lower_captured"]
+__all__ = ["DEFAULT_PARTITION", "cleaned_and_named", "lower_captured", "of_the_device"]
 
 log = channel("partition")
 
@@ -78,7 +78,6 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     lowered.run("cleaned", "autodiff.clean", body, autodiff.clean)
     size = lowered["cleaned"].size
     started = time.perf_counter()
-    on_gpu, by_default = captured.device.type != HOST.type, partition == DEFAULT_PARTITION
     sources = origins(captured, imported, [lowered["forward"].function, lowered["cleaned"].function])
     lowered.partitioned = partition_joint(
         body,
@@ -86,9 +85,7 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
         num_outputs=lowered.num_results,
         strategy=partition,
         module_paths={name: origin.module for name, origin in sources.items()},
-        as_read=on_gpu,
-        cast_once=len(captured.module_tensors) if on_gpu and by_default else 0,
-        rows_again=on_gpu and by_default,
+        **of_the_device(captured, partition),
     )
     log.info("%s %s", captured.module_name, lowered.plan.summary())
     log.debug("%s", lowered.plan)
@@ -99,6 +96,16 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     lowered.add(Stage("split forward", made_by, lowered.forward, seconds, size))
     lowered.add(Stage("split backward", made_by, lowered.backward, 0.0, size))
     return lowered
+
+
+def of_the_device(captured: Captured, strategy: Any) -> dict[str, Any]:
+    """What the partition of a captured call is told because of the device that it runs on."""
+    on_gpu, by_default = captured.device.type != HOST.type, strategy == DEFAULT_PARTITION
+    return {
+        "as_read": on_gpu,
+        "cast_once": len(captured.module_tensors) if on_gpu and by_default else 0,
+        "rows_again": on_gpu and by_default,
+    }
 
 
 def cleaned_and_named(function: Function | autodiff.Body, merge_casts: bool) -> Function | autodiff.Body:

@@ -19,6 +19,7 @@ TABLES = (
 )
 
 
+@pytest.mark.cpu("tables without a device are on the CPU, in eager too")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_tables(dtype):
     class Tables(nn.Module):

@@ -9,6 +9,7 @@ from torch import nn
 
 from bridge import add_tvm_dispatch, lower, stats
 from tests.bridge.compare import Call, Function, assert_same, run
+from tests.device import DEVICE
 
 STEPS, BATCH, LETTERS, LONGEST = 12, 3, 5, 4
 LENGTHS, COUNTS = torch.tensor([12, 10, 8]), torch.tensor([4, 3, 2])
@@ -92,7 +93,7 @@ def test_under_autocast_half_types_are_computed_in_float32():
     ours, eager, x = Function(F.ctc_loss), Function(F.ctc_loss), frames(dtype=torch.bfloat16)
     found = []
     for module in (ours, eager):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
             if module is ours:
                 add_tvm_dispatch(ours, (x, *GIVEN))
             result = module(x, *GIVEN)

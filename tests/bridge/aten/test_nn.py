@@ -9,6 +9,7 @@ from bridge import UnsupportedModule, add_tvm_dispatch, examine
 from bridge.compile import clear_cache
 from bridge.compile.translate import TRANSLATIONS
 from tests.bridge.compare import Call, Function, check_module
+from tests.device import ASSERTS
 
 
 def leaf(*shape):
@@ -107,6 +108,7 @@ def test_linear_with_a_vector_for_its_weight(bias, leading):
     check_module(Weighs, lambda: leaf(*leading, 4), calls=1)
 
 
+@ASSERTS
 def test_one_hot_keeps_its_check():
     module = check_module(
         lambda: Function(lambda i, x: F.one_hot(i, 4) * x), lambda: (torch.tensor([0, 3, 1]), leaf(3, 4)), calls=1

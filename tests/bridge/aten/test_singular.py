@@ -161,7 +161,14 @@ def chunks(table, size):
     return [names[i : i + size] for i in range(0, len(names), size)]
 
 
-@pytest.mark.parametrize("names", chunks(UNARY, 13), ids=lambda names: f"{names[0]}..{names[-1]}")
+SIXTH = pytest.mark.cpu("of float64, the GPU's eager hardswish multiplies by float32's 1/6")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(names, marks=SIXTH if "hardswish" in names else []) for names in chunks(UNARY, 13)],
+    ids=lambda names: f"{names[0]}..{names[-1]}",
+)
 def test_functions_of_one_tensor(names):
     module = Functions([UNARY[name] for name in names])
     inputs = tuple(leaf(SPECIAL + EXTREME) for _ in names)

@@ -18,7 +18,20 @@ OPERATORS = """
 """.split()
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+ROUNDED_OTHERWISE = {
+    "addcdiv": "a GPU's eager kernel divides before it multiplies: subnormal numbers",
+    "glu": "a GPU's eager derivative multiplies in another order: infinite upstream gradients",
+    "maximum": "of 0 and -0 a GPU's eager kernel takes 0",
+    "nn.functional.relu": "of -0 a GPU's eager kernel makes 0",
+    "nn.functional.softshrink": "of negative numbers a GPU's eager kernel makes 0, not -0",
+    "std_mean": "a GPU's eager kernel squares in float32: beyond 1e19 it is infinite",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.cpu(ROUNDED_OTHERWISE[n])) if n in ROUNDED_OTHERWISE else n for n in OPERATORS],
+)
 def test_operators_at_special_points(name):
     found = run(cases()[name], torch.float32, excuse(name, torch.float32))
     assert not found.differing, "\n".join(map(str, found.differing[:10]))

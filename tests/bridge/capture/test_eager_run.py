@@ -58,6 +58,7 @@ def test_strides_are_eagers(then):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.cpu("a copy in the trace that is a view in the eager run of a CPU")
 def test_a_copy_that_is_a_view_in_eager_is_refused():
     """What is written through the view changes the normalized tensor in eager and nothing in the traced graph."""
 
@@ -114,6 +115,7 @@ def test_other_strides_alone_are_taken():
     assert not problems and observation.outputs == real.outputs and observation.draws == real.draws
 
 
+@pytest.mark.cpu("strides of a normalization that are others in the eager run of a CPU")
 @pytest.mark.parametrize(
     "then",
     [
@@ -252,6 +254,7 @@ class Deep(nn.Module):
         return y if torch.compiler.is_compiling() else y.clone()
 
 
+@pytest.mark.cpu("bytes of the host")
 def test_capturing_takes_less_memory_than_a_step():
     """It is run twice, as forward asks whether it is traced, and no graph of either holds activations."""
     module, x = Deep(), torch.randn(4096, 64)

@@ -107,7 +107,7 @@ def validated(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=ASSERTS) if n == "Categorical" else n for n in DISTRIBUTIONS])
 def test_distributions_with_validation(name, validated):
     function, good, bad = DISTRIBUTIONS[name]
     check(Written(function), good, bad=bad)

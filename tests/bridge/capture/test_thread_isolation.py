@@ -226,6 +226,7 @@ def test_a_call_of_the_captured_module_waits(path):
     torch.testing.assert_close(results.get(timeout=0), eager.get_submodule(path)(rows()).detach(), **EXACT)
 
 
+@pytest.mark.cpu("numbers of mt19937, the generator of the CPU")
 def test_draws_of_other_threads_do_not_come_again():
     drawn: SimpleQueue[torch.Tensor] = SimpleQueue()
     module = Stops(in_another_thread(lambda: drawn.put(torch.rand(5))))
@@ -250,6 +251,7 @@ def test_pythons_generator_goes_on_in_other_threads():
     assert all(drawn.get() == expected.random() for _ in range(drawn.qsize())) and random.random() == expected.random()
 
 
+@pytest.mark.cpu("numbers of mt19937, the generator of the CPU")
 def test_a_seed_set_by_a_refused_forward_is_undone():
     """With other threads around as well; they may draw, and it is told what is whose."""
     over = threading.Event()

@@ -26,6 +26,7 @@ from bridge.dispatch.guards import Guard
 from bridge.dispatch.programs import Programs
 from bridge.lowering import lower_once
 from tests.bridge.compare import Call, assert_same, run
+from tests.device import DEVICE
 from tests.threads import together
 
 BATCH, LENGTH = 13, 11
@@ -71,7 +72,7 @@ def dispatched(monkeypatch):
     eager = Net().double()
     module = copy.deepcopy(eager)
     sample = call_of(BATCH, LENGTH)
-    backend = backend_for(None)
+    backend = backend_for(DEVICE)
     lowered = lower_once(module, sample.args, {}, grad=True, partition="min_cut")
     captured, scope = lowered.captured, ExtentScope()
     extents = {BATCH: scope.symbol("batch", BATCH), LENGTH: scope.symbol("length", LENGTH, high=40)}

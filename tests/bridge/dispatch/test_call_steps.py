@@ -49,6 +49,7 @@ def same(some, others):
     return all(torch.allclose(one.double(), other.double()) for one, other in zip(some, others, strict=True))
 
 
+@pytest.mark.cpu("steps of the host: a GPU's draws move the generator before the program")
 def test_a_call_runs_its_steps_in_order():
     (eager, args), (module, _) = made(), made()
     add_tvm_dispatch(module, args)
@@ -58,6 +59,7 @@ def test_a_call_runs_its_steps_in_order():
     assert stats(module).hits == entry.hits == 1
 
 
+@pytest.mark.cpu("steps of the host: a GPU's draws move the generator before the program")
 @pytest.mark.parametrize("kind", ["layout", "generator", "write back", "attributes"])
 def test_a_call_runs_nothing_else(kind):
     """Without a step, what it does is not done."""
@@ -90,6 +92,7 @@ def test_steps_are_plain_data():
     assert [step.kind for step in plain] == ["inputs", "forward", "results"]
 
 
+@pytest.mark.cpu("steps of the host: a GPU's draws move the generator before the program")
 def test_explain_prints_them():
     module, args = made()
     report = explain(add_tvm_dispatch(module, args))
@@ -122,6 +125,7 @@ def test_entries_that_are_gone_stay_counted():
     assert counted.hits == 2 and counted.misses.total() == 1
 
 
+@pytest.mark.cpu("steps of the host: a GPU's draws move the generator before the program")
 def test_a_call_costs_no_more_functions_than_it_did():
     """Python functions that a step of a tiny module enters between torch and the programs."""
     module, x = nn.Tanh(), torch.randn(4, 4, requires_grad=True)

@@ -104,6 +104,7 @@ def check(ours, x):
         torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.cpu("a made generator, whose states lie on the host")
 @pytest.mark.parametrize("partition", ["min_cut", "recompute_all", "save_all"])
 def test_forward_and_backward_compute_the_same_masks(computing, partition):
     torch.manual_seed(1)
@@ -117,6 +118,7 @@ def test_forward_and_backward_compute_the_same_masks(computing, partition):
     assert stats(ours).hits == 1
 
 
+@pytest.mark.cpu("a made generator, whose states lie on the host")
 def test_sizes_that_vary(computing):
     torch.manual_seed(1)
     ours, x = Dropped(), torch.randn(3, 12, 8)

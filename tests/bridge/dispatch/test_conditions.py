@@ -25,6 +25,7 @@ from bridge.capture.pipeline import capture
 from bridge.dispatch.guards import Guard
 from bridge.dispatch.guards.interpreter import MODES
 from bridge.state import write_counts
+from tests.device import AUTOCAST, DEVICE
 
 FACTOR = 2.0
 
@@ -202,7 +203,11 @@ def tensor_of_the_weight(module: nn.Module) -> torch.Tensor:
 MUTATIONS: dict[str, tuple[Callable[[nn.Module, Callable[..., None]], None], int, str]] = {
     "grad mode": (around(torch.no_grad), INTERPRETER, "grad mode: compiled for True, called with False"),
     "inference mode": (around(inference_mode_with_grad), INTERPRETER, "inference mode: compiled for False"),
-    "autocast": (around(lambda: torch.autocast("cpu", torch.bfloat16)), INTERPRETER, "autocast: compiled for False"),
+    "autocast": (
+        around(lambda: torch.autocast(DEVICE.type, torch.bfloat16)),
+        INTERPRETER,
+        f"{AUTOCAST}: compiled for False",
+    ),
     "default dtype": (around(default_dtype), INTERPRETER, "default dtype: compiled for torch.float32"),
     "deterministic algorithms": (around(deterministic), INTERPRETER, "deterministic algorithms: compiled for False"),
     "validation of distributions": (

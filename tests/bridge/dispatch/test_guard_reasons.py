@@ -17,6 +17,7 @@ from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.base.guard_failure import ARGUMENTS, INTERPRETER, MODULE, STRUCTURE, GuardFailure
 from bridge.dispatch.guards import Guard, interpreter_state
 from tests.bridge.models import MLP, Tied
+from tests.device import AUTOCAST, DEVICE
 
 FLAGS = {"double": False}
 FACTOR = 2.0
@@ -231,8 +232,8 @@ class _default_dtype:
 
 STATES = {
     "grad mode: compiled for True, called with False": torch.no_grad,
-    "autocast: compiled for False, called with torch.bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
-    "autocast: compiled for False, called with torch.float16": lambda: torch.autocast("cpu", torch.float16),
+    f"{AUTOCAST}: compiled for False, called with torch.bfloat16": lambda: torch.autocast(DEVICE.type, torch.bfloat16),
+    f"{AUTOCAST}: compiled for False, called with torch.float16": lambda: torch.autocast(DEVICE.type, torch.float16),
     "default dtype: compiled for torch.float32, called with torch.float64": _default_dtype,
     "deterministic algorithms: compiled for False, called with True": _deterministic,
     "forward-mode differentiation: compiled for False, called with True": _dual,

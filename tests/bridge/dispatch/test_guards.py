@@ -10,6 +10,7 @@ from torch import nn
 from bridge import add_tvm_dispatch, stats
 from tests.bridge.compare import Call, as_call, assert_same, run
 from tests.bridge.models import MLP
+from tests.device import DEVICE
 
 
 def rows(count: int = 7, **options) -> torch.Tensor:
@@ -180,7 +181,7 @@ def test_type_of_a_number():
 
 
 def test_autocast():
-    check_miss(MLP(), rows(), rows(), "autocast", context=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+    check_miss(MLP(), rows(), rows(), "autocast", context=lambda: torch.autocast(DEVICE.type, dtype=torch.bfloat16))
 
 
 @pytest.mark.composes("hooks on modules inside")

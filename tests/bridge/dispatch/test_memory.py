@@ -164,6 +164,7 @@ def test_a_graph_outlives_its_module():
         torch.testing.assert_close(weight.grad, other.grad, **CLOSE)
 
 
+@pytest.mark.cpu("arenas of the CPU")
 def test_eight_lengths_keep_the_arena_of_the_largest(monkeypatch):
     clear_cache()
     pool = ArenaPool()  # no other test's programs need any of it
@@ -217,6 +218,7 @@ def test_an_exception_in_the_backward(module, where):
         torch.testing.assert_close(ours.grad, theirs.grad, **CLOSE)
 
 
+@pytest.mark.cpu("actions of the CPU's executor")
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_an_exception_inside_a_program(module, direction, monkeypatch):
     """The frame goes back to the pool without a tensor of the failed call in it."""

@@ -19,6 +19,7 @@ from bridge.dispatch.dispatcher import MAX_ENTRIES, MISSES_BEFORE_WARNING
 from bridge.dispatch.worth import TOO_SMALL
 from tests.bridge.compare import Call, assert_same, run
 from tests.bridge.models import MLP
+from tests.device import DEVICE
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -208,7 +209,7 @@ def test_modes_become_entries():
     module = MLP(dropout=0.5)
     eager = copy.deepcopy(module)
     add_tvm_dispatch(module, rows(4), on_miss="compile")
-    for context in (torch.no_grad(), torch.enable_grad(), torch.autocast("cpu", dtype=torch.bfloat16)):
+    for context in (torch.no_grad(), torch.enable_grad(), torch.autocast(DEVICE.type, dtype=torch.bfloat16)):
         with context:
             torch.manual_seed(1)
             actual = module(rows(4))

@@ -186,7 +186,15 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "name", "source"), REFUSED, ids=[kind.__name__ for kind, _, _ in REFUSED])
+OF_THE_CPU = {LeavesForNumpy: "numpy takes no tensor of a GPU", OwnGenerator: "its generator is the CPU's"}
+MARKS = [[pytest.mark.cpu(OF_THE_CPU[kind])] if kind in OF_THE_CPU else [] for kind, _, _ in REFUSED]
+NAMES = [kind.__name__ for kind, _, _ in REFUSED]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "source"),
+    [pytest.param(*case, marks=marks, id=name) for case, marks, name in zip(REFUSED, MARKS, NAMES, strict=True)],
+)
 def test_refused_by_name_and_line(kind, name, source):
     torch.manual_seed(0)
     module = kind()
@@ -203,7 +211,9 @@ def test_refused_by_name_and_line(kind, name, source):
         assert source in text and FILE in text
 
 
-@pytest.mark.parametrize("kind", [kind for kind, _, _ in REFUSED])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(case[0], marks=marks) for case, marks in zip(REFUSED, MARKS, strict=True)]
+)
 def test_module_is_untouched_after_a_refusal(kind):
     torch.manual_seed(0)
     module = kind()
@@ -336,7 +346,13 @@ def test_a_failing_conversion_names_operator_and_line(monkeypatch):
         add_tvm_dispatch(sequence, torch.randn(7, 6))
 
 
-@pytest.mark.parametrize("where", ["bridge.dispatch.programs.Compilation", "bridge.compile.cpu.backend.CpuLibraries"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "bridge.dispatch.programs.Compilation",
+        pytest.param("bridge.compile.cpu.backend.CpuLibraries", marks=pytest.mark.cpu("its libraries")),
+    ],
+)
 def test_a_failing_compiler_names_the_direction(monkeypatch, where):
     """Machine code is made in the background: what goes wrong there is raised when dispatch is added, and not kept."""
 

@@ -94,6 +94,7 @@ class Transformed(Rows):
             return self.module(super().__getitem__(index))
 
 
+@pytest.mark.cpu("CUDA does not outlive a fork")
 @pytest.mark.composes("forked DataLoader workers", "works", section="Autograd, memory, threads")
 @pytest.mark.parametrize("context", ["fork"])
 def test_data_loader_workers_of_a_process_with_a_dispatched_module(context):
@@ -111,6 +112,8 @@ def test_data_loader_workers_of_a_process_with_a_dispatched_module(context):
     assert seen == 8 and stats(module).hits == 9
 
 
+@pytest.mark.cpu("CUDA does not outlive a fork")
+@pytest.mark.cpu("CUDA does not outlive a fork")
 @pytest.mark.composes("forked DataLoader workers")
 def test_dispatched_module_inside_forked_workers():
     torch.manual_seed(0)
@@ -144,6 +147,7 @@ def child_ends_well(action: Callable[[], None]) -> bool:
     return status == 0
 
 
+@pytest.mark.cpu("CUDA does not outlive a fork")
 @pytest.mark.composes(
     "a train step and adding in a forked child",
     "works with one thread, as in eager",

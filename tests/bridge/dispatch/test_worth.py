@@ -24,6 +24,7 @@ class Counted(nn.Module):
         return self.dropout(torch.tanh(self.linear(x)))
 
 
+@pytest.mark.cpu("eager is not timed on a GPU")
 def test_measuring_leaves_no_trace():
     torch.manual_seed(0)
     module = Counted()
@@ -65,6 +66,7 @@ def test_eager_being_quicker_is_told(monkeypatch, caplog, ours, told):
     assert (words in caplog.text) == told and (words in repr(stats(module))) == told
 
 
+@pytest.mark.cpu("eager is not timed on a GPU")
 def test_the_slower_one_is_found():
     """A forward that waits is slower in eager: its compiled call does not wait."""
 

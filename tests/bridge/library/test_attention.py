@@ -110,6 +110,7 @@ def on_the_host():
     library._destroy()
 
 
+@pytest.mark.cpu("kernels for the CPU under the names of CUDA's")
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_traced_kernel_is_called_forward_and_backward(name, on_the_host):
     q, k, v, _ = tensors(torch.float32, 5)

@@ -22,6 +22,8 @@ from bridge.library.attention_kernels import FORMULA, KERNELS, SUMS, Dropout
 from bridge.reference import aten_graph
 from bridge.rng import draws, states
 
+pytestmark = pytest.mark.cpu("kernels for the CPU under the names of CUDA's")
+
 SCALE, aten = 0.3, torch.ops.aten
 SEED = 2**64 - 12345
 

@@ -13,12 +13,13 @@ from torch.nn import functional as F
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
 from tests.bridge.compare import check_module
 from tests.bridge.models import MLP, bert_layer
+from tests.device import AUTOCAST, DEVICE
 
 RATIO = 3.0
 
 
 def autocast(dtype=torch.bfloat16, enabled=True):
-    return torch.autocast("cpu", dtype=dtype, enabled=enabled)
+    return torch.autocast(DEVICE.type, dtype=dtype, enabled=enabled)
 
 
 def images() -> torch.Tensor:
@@ -149,8 +150,8 @@ def test_an_entry_belongs_to_its_autocast_state():
         with context:
             torch.testing.assert_close(module(x), eager(x), rtol=0, atol=0)
     assert list(stats(module).misses) == [
-        "autocast: compiled for torch.bfloat16, called with False",
-        "autocast: compiled for torch.bfloat16, called with torch.float16",
+        f"{AUTOCAST}: compiled for torch.bfloat16, called with False",
+        f"{AUTOCAST}: compiled for torch.bfloat16, called with torch.float16",
     ]
     add_tvm_dispatch(module, x)
     with autocast():
@@ -170,7 +171,10 @@ class Region(nn.Module):
 
     def forward(self, x):
         y = self.linear(x)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.inside), torch.set_grad_enabled(not self.no_grad):
+        with (
+            torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=self.inside),
+            torch.set_grad_enabled(not self.no_grad),
+        ):
             z = self.linear(x.to(self.linear.weight.dtype))
         return y * 2 + z
 

@@ -9,6 +9,7 @@ from torch import nn
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from tests.bridge.compare import Call, assert_same, check_module, run
 from tests.bridge.parity.test_precision import assert_close_enough, autocast, step
+from tests.device import AUTOCAST, DEVICE
 
 
 class Recurrent(nn.Module):
@@ -120,7 +121,7 @@ def test_an_lstm_in_bfloat16_is_eagers_kernel(bias):
 class Decorated(nn.Linear):
     """Each call is a region of its own: its cast of the weight is gone with it."""
 
-    @torch.autocast("cpu", dtype=torch.bfloat16)
+    @torch.autocast(DEVICE.type, dtype=torch.bfloat16)
     def forward(self, x):
         return super().forward(x)
 
@@ -139,7 +140,7 @@ class ManyUses(nn.Module):
 def test_gradients_of_casts_at_each_use_are_added_in_float32(kind):
     """In bfloat16 the sum would lose what is small beside it: many times eager's distance."""
     torch.manual_seed(0)
-    context = torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "not cached", cache_enabled=False)
+    context = torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=kind == "not cached", cache_enabled=False)
     layer = Decorated if kind == "decorated" else nn.Linear
     eager, x = ManyUses(layer(4, 4)), torch.randn(5, 4)
     exact = ManyUses(nn.Linear(4, 4)).double()
@@ -157,7 +158,7 @@ def test_gradients_of_casts_at_each_use_are_added_in_float32(kind):
 class TwoTypes(nn.Linear):
     def forward(self, x):
         y = super().forward(x)
-        with torch.autocast("cpu", dtype=torch.float16):
+        with torch.autocast(DEVICE.type, dtype=torch.float16):
             return y + super().forward(x)
 
 
@@ -172,7 +173,7 @@ def test_a_cache_of_casts_is_part_of_the_state():
     module, x = nn.Linear(4, 3), torch.randn(5, 4)
     with autocast():
         add_tvm_dispatch(module, x)
-    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16, cache_enabled=False):
         module(x)
     (reason,) = stats(module).misses
-    assert reason == "autocast: compiled for torch.bfloat16, called with torch.bfloat16 (cache_enabled=False)"
+    assert reason == f"{AUTOCAST}: compiled for torch.bfloat16, called with torch.bfloat16 (cache_enabled=False)"

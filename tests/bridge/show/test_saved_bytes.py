@@ -115,6 +115,7 @@ def test_the_curve_is_printed_and_drawn(capsys, tmp_path, monkeypatch):
 # Module paths, and a policy that goes by them
 
 
+@pytest.mark.cpu("the values that are saved on the CPU")
 def test_the_plan_says_which_module_a_value_belongs_to():
     torch.manual_seed(0)
     plan = lower(bert_layer(), torch.randn(2, 9, 24), partition="save_all").plan
@@ -126,6 +127,7 @@ def test_the_plan_says_which_module_a_value_belongs_to():
     assert "attention.output.LayerNorm" in plan.table()
 
 
+@pytest.mark.cpu("the values that are saved on the CPU")
 def test_a_policy_by_module_path_decides_what_a_dispatched_call_saves():
     torch.manual_seed(0)
     module, x = bert_layer().double().train(), torch.randn(2, 9, 24, dtype=torch.float64, requires_grad=True)

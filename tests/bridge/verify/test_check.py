@@ -24,6 +24,7 @@ from bridge.compile.translate import TRANSLATIONS
 from bridge.verify.compare import deviation, tolerance
 from bridge.verify.replay import replay
 from tests.bridge.models import NoGradBlock, bert_layer
+from tests.device import DEVICE
 
 LEVELS = itertools.count(20)  # TVM takes a rule only at a level above the last one's
 ROOT = Path(__file__).parents[3]
@@ -159,7 +160,7 @@ def test_stopped_gradients_and_narrow_types():
 
 def test_autocast_is_part_of_the_sample():
     torch.manual_seed(0)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
         lowered = lower(Net(), torch.randn(5, 6))
     found = lowered.check()
     assert found.ok, found
