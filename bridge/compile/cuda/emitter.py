@@ -17,7 +17,7 @@ from bridge.compile.codegen.emit import Emitter, element_type
 __all__ = ["CudaEmitter", "local_buffer", "storage_type"]
 
 _STORAGE = {"bool": "uint8", "float16": "uint16", "bfloat16": "uint16"}
-_WRITTEN = {"float32": ("{:.6e}", "<f", "<i"), "float64": ("{:.15g}", "<d", "<q")}
+_WRITTEN = {"float32": (("{:.6e}",), "<f", "<i"), "float64": (("{:.15g}", "{:.15f}"), "<d", "<q")}
 _ZERO = tirx.const(0, "int32")
 
 
@@ -42,12 +42,13 @@ class CudaEmitter(Emitter):
         super().__init__(1)
 
     def const(self, number: float, dtype: str) -> Expr:
-        """A number. TVM's writers of C keep 7 digits of a float and 15 of a double: others are made of their bits."""
+        """A number. TVM's writers of C keep 7 digits of a float, and of a double 15 digits
+        and 15 places after the point, where 1e-16 is 0: others are made of their bits."""
         if dtype not in _WRITTEN or not math.isfinite(number):
             return super().const(number, dtype)
         written, code, bits = _WRITTEN[dtype]
         exact = struct.pack(code, number)
-        if struct.pack(code, float(written.format(number))) == exact:
+        if all(struct.pack(code, float(form.format(number))) == exact for form in written):
             return super().const(number, dtype)
         (integer,) = struct.unpack(bits, exact)
         return self.reinterpret(tirx.const(integer, f"int{8 * len(exact)}"), dtype)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 
 import pytest
 import torch
-from tvm import te, topi
+from tvm import relax, te, topi
 from tvm.relax import op
 
 from bridge.compile import CompileOptions, Launch, Program, backend_for, compile_function
@@ -107,3 +108,12 @@ def test_a_program_says_what_each_kernel_launches():
     assert resized.launches(resized.steps[0]) == ("1 x 1024 threads",)
     host = program(SCALED, scaled, backend_for(None))
     assert not any(host.launches(step) for step in host.steps) and "threads" not in str(host)
+
+
+@pytest.mark.parametrize("number", [1e-16, 1.2345e-13, 2.5e-308, 5e-324])
+def test_a_small_double_is_in_the_kernel_bit_by_bit(number):
+    """TVM's writer of C keeps 15 places after the point."""
+    constant = relax.const(torch.tensor(number, dtype=torch.float64).numpy(), "float64")
+    made = program([((4,), "float64")], lambda emit, x: [emit(op.multiply(x, constant))])
+    (*_, kernel) = made.kernels
+    assert struct.pack(">d", number).hex().upper() in made.source(kernel, "ptx")
