@@ -77,21 +77,24 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequen
     refuse_numbers(type(module).__name__, dims)
     first = PythonState(module)
     with working_for(device_of_call(module, args, kwargs)):
-        captured = _capture(module, args, kwargs, dims)
+        captured = _capture(module, args, kwargs, dims, first)
         if OTHER_BRANCH not in captured.problems:
             return captured
         left = PythonState(module)
         first.restore()
         with suppress(UnsupportedModule), eagers_branches():
-            again = _capture(module, args, kwargs, dims)
+            again = _capture(module, args, kwargs, dims, first)
             if not again.problems:
                 return again
         left.restore()  # the branch of eager cannot be traced: numbers decide in it, say
         return captured
 
 
-def _capture(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim]) -> Captured:
-    traced = _traced_and_settled(module, args, kwargs, dims)
+def _capture(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim], first: PythonState
+) -> Captured:
+    """:func:`capture` in the branches of now; ``first``: the module's state as it is."""
+    traced = _traced_and_settled(module, args, kwargs, dims, first)
     captured = traced.captured
     forget_real_tensors([fake for fake in traced.fakes if isinstance(fake, FakeTensor)])
     if captured.problems:
@@ -127,14 +130,15 @@ class _Traced(NamedTuple):
     sizes: SymbolicSizes | None
 
 
-def _traced_and_settled(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim]) -> _Traced:
+def _traced_and_settled(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim], first: PythonState
+) -> _Traced:
     """The traced call; where forward sets Python attributes, traced once more from the state that it left.
 
     An attribute that the second run leaves alone (a window size that is clipped once) is a constant from then on; one
     that is only counted up is noted and put back; anything else that changes at every call is refused.
     """
     name = type(module).__name__
-    first = PythonState(module)
     before = first
     traced = _trace_or_refuse(module, args, kwargs, dims, first, before)
     before.restore_caches()
