@@ -12,15 +12,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
 from pathlib import Path
 from typing import Any
+
+from benchmarks.cold_processes import asked, environment_of, options_of, print_table
 
 NAMES = ("BertLayer (1, 128)", "BERT-base (1, 128)", "GPT-2 small (1, 128)")
 STARTS = ("first", "second", "off")
@@ -52,12 +51,8 @@ def measure(name: str, quick: bool) -> dict[str, Any]:
 
 def start(name: str, quick: bool, folder: Path, threads: int | None, off: bool) -> dict[str, Any]:
     """The measurement in a new process with a cache in a folder."""
-    environment = {**os.environ, "BRIDGE_CACHE": str(int(not off)), "BRIDGE_CACHE_DIR": str(folder)}
-    if threads:
-        environment["OMP_NUM_THREADS"] = str(threads)
-    command = [sys.executable, "-m", "benchmarks.cold_start", "--only", name, "--here", *(["--quick"] if quick else [])]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    variables = {"BRIDGE_CACHE": str(int(not off)), "BRIDGE_CACHE_DIR": str(folder)}
+    return asked("cold_start", name, ["--here"], quick, environment_of(threads, **variables))
 
 
 def row_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -80,12 +75,7 @@ def row_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=3, help="rounds of three processes (default %(default)s)")
-    parser.add_argument("--only", default="", help="modules whose name contains this")
-    parser.add_argument("--threads", type=int, help="OpenMP threads of each process (default: as set around it)")
-    parser.add_argument("--quick", action="store_true", help="tiny modules, one run: does it work")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
+    parser = options_of(__doc__, "rounds of three processes")
     parser.add_argument("--here", action="store_true", help="measure in this process and print JSON")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -93,18 +83,7 @@ def main() -> None:
     if options.here:
         print(json.dumps(measure(names[0], options.quick)))
         return
-    from benchmarks.results import Results, machine, versions
-    from benchmarks.tables import FORMS, header, line
-
-    options.runs = 1 if options.quick else options.runs
-    print(f"cold processes, float32, medians of {options.runs}; {versions()}; {machine()}\n")
-    print(header(FORMS["cold_start"]))
-    rows = []
-    for name in names:
-        rows.append(row_of(name, options))
-        print(line(FORMS["cold_start"], rows[-1]), flush=True)
-    if options.json:
-        Results.of("cold_start", "python -m benchmarks cold_start", rows).save(options.json)
+    print_table("cold_start", "cold_start", names, row_of, options)
 
 
 if __name__ == "__main__":

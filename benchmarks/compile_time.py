@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmarks.cold_processes import asked, environment_of, options_of, print_table
 
 NAMES = ("BertLayer (1, 128)", "BERT-base (1, 128)", "GPT-2 small (1, 128)", "LayerNorm-LSTM (64, 100 steps, 512)")
 PEERS = ("ours", "torch_compile")
@@ -67,14 +66,11 @@ def measure(peer: str, name: str, quick: bool) -> Seconds:
 def cold(peer: str, name: str, quick: bool, threads: int | None) -> Seconds:
     """The measurement in a new process whose caches are empty."""
     with tempfile.TemporaryDirectory() as scratch:
-        environment = {**os.environ, **({"OMP_NUM_THREADS": str(threads)} if threads else {})}
-        for variable in CACHES:
-            environment[variable] = str(Path(scratch) / variable.lower())
-            Path(environment[variable]).mkdir()
-        command = [sys.executable, "-m", "benchmarks.compile_time", "--only", name, "--peer", peer]
-        command += ["--quick"] if quick else []
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+        folders = {variable: Path(scratch) / variable.lower() for variable in CACHES}
+        for folder in folders.values():
+            folder.mkdir()
+        environment = environment_of(threads, **{variable: str(folder) for variable, folder in folders.items()})
+        return asked("compile_time", name, ["--peer", peer], quick, environment)
 
 
 def row_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -91,13 +87,8 @@ def row_of(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=3, help="cold processes per number (default %(default)s)")
-    parser.add_argument("--only", default="", help="modules whose name contains this")
-    parser.add_argument("--threads", type=int, help="OpenMP threads of each process (default: as set around it)")
+    parser = options_of(__doc__, "cold processes per number")
     parser.add_argument("--no-inductor", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--quick", action="store_true", help="tiny modules, one run: does it work")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     parser.add_argument("--peer", choices=PEERS, help="measure in this process and print JSON")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -105,18 +96,7 @@ def main() -> None:
     if options.peer:
         print(json.dumps(measure(options.peer, names[0], options.quick)))
         return
-    from benchmarks.results import Results, machine, versions
-    from benchmarks.tables import FORMS, header, line
-
-    options.runs = 1 if options.quick else options.runs
-    print(f"cold processes, float32, medians of {options.runs}; {versions()}; {machine()}\n")
-    print(header(FORMS["compile"]))
-    rows = []
-    for name in names:
-        rows.append(row_of(name, options))
-        print(line(FORMS["compile"], rows[-1]), flush=True)
-    if options.json:
-        Results.of("compile_time", "python -m benchmarks compile_time", rows).save(options.json)
+    print_table("compile_time", "compile", names, row_of, options)
 
 
 if __name__ == "__main__":
