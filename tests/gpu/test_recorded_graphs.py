@@ -271,11 +271,53 @@ def test_threads_share_memory_of_a_pool():
     assert not failed and memory.held_bytes
 
 
-def test_nothing_is_recorded_in_a_pool_of_the_users():
+def test_a_recording_has_no_memory_of_a_users_pool():
+    """Made while such a pool is in use, it replays when the pool is gone and its memory is others'."""
     pair, pool = Pair(dtype=torch.float32), torch.cuda.MemPool()
     pair.ours.eval()
-    with torch.no_grad(), torch.cuda.use_mem_pool(pool):
-        wanted = pair.ours(pair.batch(1))
+    x = pair.batch(1)
+    with torch.no_grad():
+        with torch.cuda.use_mem_pool(pool):
+            wanted = pair.ours(x).clone()
+            for _ in range(12):
+                assert torch.equal(pair.ours(x), wanted)
+        wanted = wanted.cpu()
+        assert pair.graphs.replays or "pool that is not ours" in repr(pair.graphs)  # as torch goes by one or the other
+        del pool
+        torch.cuda.empty_cache()
+        sizes = [1 << 8, 1 << 18, 1 << 21] * 8
+        others = [torch.full((size,), torch.nan, device="cuda") for size in sizes]
         for _ in range(12):
-            assert torch.equal(pair.ours(pair.batch(1)), wanted)
-    assert not pair.graphs.replays and "pool that is not ours" in repr(pair.graphs)
+            assert torch.equal(pair.ours(x).cpu(), wanted)
+    assert all(bool(each.isnan().all()) for each in others)
+
+
+@pytest.mark.parametrize("mode", ["thread_local", "global"])
+def test_a_graph_is_let_go_during_a_capture(mode, side):
+    """By the thread that captures, and by another one."""
+    x = torch.randn(64, device="cuda")
+    torch.mul(x, 2)
+
+    def made():
+        out = torch.empty_like(x)
+        with torch.cuda.stream(side), captured(side.cuda_stream) as graphs:
+            torch.mul(x, 2, out=out)
+        return graphs
+
+    here, there, out, graph = made(), made(), torch.empty_like(x), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode=mode):
+        torch.mul(x, 3, out=out)
+        here.clear()
+        thread = threading.Thread(target=there.clear)
+        thread.start()
+        thread.join()
+        out.add_(1)
+    graph.replay()
+    assert torch.equal(out, x * 3 + 1)
+    again = made()
+    with torch.cuda.stream(side), captured(side.cuda_stream) as graphs:
+        torch.mul(x, 5, out=out)
+        again.clear()
+        out.add_(1)
+    graphs[0].launcher(torch.cuda.current_stream().cuda_stream)()
+    assert torch.equal(out, x * 5 + 1)

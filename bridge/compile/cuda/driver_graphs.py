@@ -21,6 +21,8 @@ _NON_BLOCKING = 1
 """``CU_STREAM_NON_BLOCKING``: the stream does not wait for the legacy default one, nor that for it."""
 _THREAD_LOCAL = 1
 """``CU_STREAM_CAPTURE_MODE_THREAD_LOCAL``: what cannot be captured fails in this thread; others go on."""
+_RELAXED = 2
+"""``CU_STREAM_CAPTURE_MODE_RELAXED``: a thread in it may do what concerns no captured stream."""
 
 
 class DriverError(RuntimeError):
@@ -68,7 +70,7 @@ class Graph:
         self.needs: object = None
         self._launch = _library().cuGraphLaunch
         self._executable = executable
-        weakref.finalize(self, _library().cuGraphExecDestroy, executable).atexit = False
+        weakref.finalize(self, _destroy_executable, executable).atexit = False
 
     def launcher(self, stream: int) -> Callable[[], None]:
         """What launches it on a stream. ``DriverError`` if the driver refuses."""
@@ -114,6 +116,15 @@ def _take_pending_errors() -> None:
         except RuntimeError:
             continue
         return
+
+
+def _destroy_executable(executable: ctypes.c_void_p) -> None:
+    """At any moment: the last who has a graph may let go of it while this or another thread captures a stream, and the
+    driver would end that capture, as it does for all that frees memory."""
+    mode = ctypes.c_int(_RELAXED)
+    _library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    _library().cuGraphExecDestroy(executable)
+    _library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def _destroy(graph: ctypes.c_void_p) -> None:
