@@ -19,7 +19,9 @@ __all__ = [
     "current_device",
     "current_stream",
     "empty_strided",
+    "gpu_features",
     "memory_of_pool",
+    "read_settings",
     "settle_attention_order",
 ]
 
@@ -84,11 +86,28 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 }
 """What torch's kernels for CUDA, and the choice among them, depend on: names in words → values now."""
 
+_reads = list(SETTINGS.values())
+
+
+def read_settings() -> tuple[Any, ...]:
+    """The value of each of ``SETTINGS``."""
+    return tuple([read() for read in _reads])
+
+
+def gpu_features(device: torch.device) -> tuple[Any, ...]:
+    """What of a GPU and its libraries torch's kernels, and the numbers that they draw, may depend on: plain data."""
+    found = torch.cuda.get_device_properties(device)
+    sizes = found.multi_processor_count, found.max_threads_per_multi_processor, found.warp_size
+    return found.name, found.major, found.minor, *sizes, torch.version.cuda, torch.backends.cudnn.version()
+
+
 _fused_choice = find("torch._fused_sdp_choice")
 
 
 def settle_attention_order(device: torch.device) -> None:
     """Has torch choose an attention kernel on a GPU once: it decides then in which order it asks them from then on."""
+    if not torch.cuda.is_initialized():
+        return
     with torch.no_grad():
         one = torch.empty(1, 1, 8, 8, dtype=torch.float16, device=device)
         _fused_choice(one, one, one)

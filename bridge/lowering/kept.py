@@ -16,6 +16,7 @@ from torch import nn
 from bridge.artifact import current_store, of_this_package
 from bridge.base.devices import HOST, current_device
 from bridge.base.log import channel
+from bridge.base.torch_cuda import gpu_features, read_settings, settle_attention_order
 from bridge.capture import FakeRun
 from bridge.compile import host_features
 from bridge.lowering.canonical_key import NotCanonicalError, canonical
@@ -33,11 +34,8 @@ log = channel("cache")
 
 
 def call_on_disk(call_key: tuple | None) -> str | None:
-    """The disk's key of a call that has not been run; ``None`` where there is no cache, or no such key.
-
-    Calls on a GPU have none: lowerings that were read there have not been compared with fresh ones.
-    """
-    if call_key is None or current_device() != HOST or not current_store().is_usable:
+    """The disk's key of a call that has not been run; ``None`` where there is no cache, or no such key."""
+    if call_key is None or not current_store().is_usable:
         return None
     try:
         return of_this_package(_CALL, canonical(call_key), _surroundings())
@@ -104,5 +102,10 @@ def _key(call: str, observed: tuple, module: nn.Module) -> str | None:
 
 
 def _surroundings() -> list[Any]:
-    """What shapes, strides and draws may depend on beside the call: the processor, torch's settings."""
-    return [host_features(), torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()]
+    """What shapes, strides and draws may depend on beside the call: the processor, the GPU, torch's settings."""
+    device = current_device()
+    found = [host_features(), torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()]
+    if device != HOST:
+        settle_attention_order(device)
+        found += [*gpu_features(device), canonical(read_settings())]
+    return found

@@ -17,13 +17,14 @@ from torch import nn
 from autodiff.extents import Dim
 from bridge.base.default_device import function_modes
 from bridge.base.guard_failure import MODULE, GuardFailure
+from bridge.base.torch_cuda import read_settings
 from bridge.base.torch_internals import storage_id
 from bridge.capture import Captured, NumberPlace, number_tensor
 from bridge.dispatch.guards.arguments import ArgumentGuard
 from bridge.dispatch.guards.frozen import FrozenTensors
 from bridge.dispatch.guards.interpreter import INFERENCE, MODES, ModeGuard, read_modes
 from bridge.dispatch.guards.module import ModuleGuard
-from bridge.dispatch.guards.settings import SettingsGuard, read_settings
+from bridge.dispatch.guards.settings import SettingsGuard
 from bridge.dispatch.guards.tensors import TensorGuard
 
 __all__ = ["Guard"]

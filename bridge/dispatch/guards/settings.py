@@ -11,29 +11,21 @@ from typing import Any
 import torch
 
 from bridge.base.guard_failure import INTERPRETER, GuardFailure
-from bridge.base.torch_cuda import SAME_SETTINGS, SETTINGS, settle_attention_order
+from bridge.base.torch_cuda import SAME_SETTINGS, SETTINGS, read_settings, settle_attention_order
 from bridge.dispatch.guards.condition import differs
 
-__all__ = ["SettingsGuard", "read_settings"]
-
-_READS = list(SETTINGS.values())
-
-
-def read_settings() -> tuple[Any, ...]:
-    """The value of each of ``SETTINGS``."""
-    return tuple([read() for read in _READS])
+__all__ = ["SettingsGuard"]
 
 
 class SettingsGuard:
     """The settings of now, on a device.
 
     Attributes:
-        states: values of :func:`read_settings` that mean the same as those of now.
+        states: values of :func:`bridge.base.torch_cuda.read_settings` that mean the same as those of now.
     """
 
     def __init__(self, device: torch.device) -> None:
-        if torch.cuda.is_initialized():
-            settle_attention_order(device)  # or an entry would miss from the first attention on, whoever calls it
+        settle_attention_order(device)  # or an entry would miss from the first attention on, whoever calls it
         self._accepted = [_meaning_the_same(value) for value in read_settings()]
         self.states = tuple(product(*self._accepted))
 

@@ -1,0 +1,83 @@
+"""Lowerings on disk, on a GPU: what is read computes the bits and takes the draws of what was lowered afresh."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import bridge
+from bridge.artifact.complain import forget_complaints
+from bridge.compile import clear_cache
+from bridge.lowering import reuse
+from bridge.lowering.reuse import clear_lowered
+from tests.bridge.compare import as_call
+from tests.device import DEVICE, generators, moved
+from tests.gpu.cases import CASES, LAYERS
+from tests.gpu.marks import ON_A_GPU
+
+pytestmark = ON_A_GPU
+
+EVERYTHING = {**LAYERS, **CASES}
+KEPT = (
+    "BertLayer eager p=0.1 (3, 17)",
+    "BertLayer sdpa p=0.1 (3, 17)",
+    "MLP",
+    "BertForMaskedLM",
+    "TransformerEncoder",
+    "LLaMA",
+    "ResNet",
+    "nn.LSTM",
+    "rand, randn, bernoulli, dropout",
+)
+
+
+@pytest.fixture(autouse=True)
+def used_cache(tmp_path, monkeypatch):
+    forget_complaints()
+    monkeypatch.setenv("BRIDGE_CACHE", "1")
+    monkeypatch.setenv("BRIDGE_CACHE_DIR", str(tmp_path / "used"))
+    yield
+    forget_complaints()
+
+
+def two_steps(case, precision):
+    """Bits of two steps and the generators after each, of a module that is added as a new process adds it."""
+    clear_lowered()
+    clear_cache()
+    torch.manual_seed(0)
+    module, call = case[0]().to(DEVICE).train(), as_call(case[1]())
+    args, kwargs = moved((call.args, call.kwargs))
+    found = []
+    cudnn = torch.backends.cudnn.flags(enabled=True, deterministic=True)
+    with cudnn, torch.autocast(DEVICE.type, torch.bfloat16, enabled=precision == "autocast"):
+        bridge.add_tvm_dispatch(module, *args, sample_kwargs=kwargs)
+        for step in range(2):
+            torch.manual_seed(step)
+            result = module(*args, **kwargs)
+            tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            sum(leaf.float().square().mean() for leaf in tensors if leaf.requires_grad).backward()
+            found += [*(leaf.detach().clone() for leaf in tensors), generators()]
+    assert bridge.stats(module).hits == 2 and not bridge.stats(module).misses
+    return found + [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("precision", ["float32", "autocast"])
+@pytest.mark.parametrize("name", KEPT)
+def test_a_lowering_that_is_read_computes_the_same_bits(name, precision, monkeypatch):
+    captured = []
+    capture = reuse.capture
+    monkeypatch.setattr(reuse, "capture", lambda *args: captured.append(1) or capture(*args))
+    fresh, kept = two_steps(EVERYTHING[name], precision), two_steps(EVERYTHING[name], precision)
+    assert len(captured) == 1, "the second one is captured too"
+    assert len(fresh) == len(kept) and all(map(torch.equal, fresh, kept))
+
+
+def test_a_setting_is_part_of_the_key(monkeypatch):
+    captured = []
+    capture = reuse.capture
+    monkeypatch.setattr(reuse, "capture", lambda *args: captured.append(1) or capture(*args))
+    two_steps(CASES["MLP"], "float32")
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", not torch.backends.cuda.matmul.allow_tf32)
+    two_steps(CASES["MLP"], "float32")
+    assert len(captured) == 2
