@@ -12,7 +12,7 @@ from contextvars import ContextVar
 
 import torch
 
-__all__ = ["HOST", "TYPES", "current_device", "devices_of", "working_for"]
+__all__ = ["HOST", "TYPES", "current_device", "device_named", "devices_of", "name_of", "working_for"]
 
 HOST = torch.device("cpu")
 
@@ -40,3 +40,16 @@ def working_for(device: torch.device) -> Iterator[None]:
 def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
     """The devices of tensors, in order, each once."""
     return list(dict.fromkeys(tensor.device for tensor in tensors))
+
+
+_WORKED_FOR = "current"
+
+
+def name_of(device: torch.device) -> str:
+    """A device's name in what is kept: the GPU that this thread works for has the same name on every rank."""
+    return _WORKED_FOR if device == current_device() != HOST else str(device)
+
+
+def device_named(name: str) -> torch.device:
+    """The device that :func:`name_of` gave this name, for a thread that works for another one of the kind."""
+    return current_device() if name == _WORKED_FOR else torch.device(name)

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from bridge.base.devices import name_of
 from bridge.base.torch_internals import OpOverload, pytree
 
 __all__ = ["NotCanonicalError", "canonical"]
 
-_BY_NAME = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_BY_NAME = (torch.dtype, torch.layout, torch.memory_format)
 
 
 class NotCanonicalError(TypeError):
@@ -19,7 +20,7 @@ class NotCanonicalError(TypeError):
 
 
 def canonical(value: Any) -> Any:
-    """Plain data (see :func:`bridge.artifact.key_of`), equal in all processes for what is the same there.
+    """Plain data (see :func:`bridge.artifact.key_of`), equal in all processes, and on all GPUs, for what is the same.
 
     Raises:
         NotCanonicalError: for an object of any other kind.
@@ -28,6 +29,8 @@ def canonical(value: Any) -> Any:
         return value
     if isinstance(value, _BY_NAME):
         return ["torch", str(value)]
+    if isinstance(value, torch.device):
+        return ["device", name_of(value)]
     if isinstance(value, OpOverload):
         return ["operator", str(value)]
     if isinstance(value, pytree.TreeSpec):

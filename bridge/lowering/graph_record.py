@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from bridge.base.devices import device_named, name_of
 from bridge.base.torch_internals import FakeTensorMode, OpOverload
 
 __all__ = ["NotRecordedError", "graph_of", "record_of"]
@@ -21,7 +22,7 @@ class NotRecordedError(TypeError):
 
 
 def record_of(graph: fx.Graph) -> list[Any]:
-    """The record of a traced graph.
+    """The record of a traced graph; the GPU that this thread works for is any GPU there.
 
     Raises:
         NotRecordedError: it calls something else than operators, or holds an object that is no constant.
@@ -33,7 +34,8 @@ def record_of(graph: fx.Graph) -> list[Any]:
 
 
 def graph_of(record: list[Any]) -> fx.Graph:
-    """The graph of a record: equal nodes, with fake tensors of the same layouts for their values.
+    """The graph of a record: equal nodes, with fake tensors of the same layouts for their values, on the GPU that this
+    thread works for.
 
     Raises:
         NotRecordedError: this torch has not all of its operators.
@@ -81,7 +83,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, _CONSTANTS):
         return {"torch": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
-        return {"device": str(value)}
+        return {"device": name_of(value)}
     if isinstance(value, list):
         return list(map(_plain, value))
     if isinstance(value, tuple):
@@ -105,7 +107,7 @@ def _value(plain: Any, node: Callable[[str], fx.Node]) -> Any:
         case "torch":
             return getattr(torch, inside)
         case "device":
-            return torch.device(inside)
+            return device_named(inside)
         case "tuple":
             return tuple(_value(each, node) for each in inside)
         case "dict":
@@ -131,7 +133,7 @@ def _described(value: Any) -> Any:
         layout = tuple(value.shape), value.stride()
         if not all(type(each) is int for part in layout for each in part):
             raise NotRecordedError("a size that varies")
-        return {"tensor": [list(layout[0]), list(layout[1]), _plain(value.dtype), str(value.device)]}
+        return {"tensor": [list(layout[0]), list(layout[1]), _plain(value.dtype), name_of(value.device)]}
     if isinstance(value, tuple | list):
         return {"tuple": list(map(_described, value))}
     return _plain(value)
@@ -140,7 +142,7 @@ def _described(value: Any) -> Any:
 def _made(described: Any) -> Any:
     if isinstance(described, dict) and "tensor" in described:
         shape, stride, dtype, device = described["tensor"]
-        return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype["torch"]), device=device)
+        return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype["torch"]), device=device_named(device))
     if isinstance(described, dict) and "tuple" in described:
         return tuple(map(_made, described["tuple"]))
     return _value(described, {}.__getitem__)

@@ -19,6 +19,7 @@ import tvm
 from autodiff.ir import Function
 from bridge.artifact import key_of
 from bridge.aten import Imported
+from bridge.base.devices import working_for
 from bridge.capture import Captured, Draw, Observation, Parameter
 from bridge.compile import bytes_of, canonical_text, form_of, tensor_of
 from bridge.lowering.graph_record import NotRecordedError, graph_of, record_of
@@ -107,7 +108,8 @@ class _LateCaptured(Captured):
     def __getattr__(self, name: str) -> Any:
         if name not in ("graph", "results", "mutated"):
             raise AttributeError(name)
-        graph = graph_of(json.loads(zlib.decompress(self.__dict__["_record"])))
+        with working_for(self.device):
+            graph = graph_of(json.loads(zlib.decompress(self.__dict__["_record"])))
         nodes, call = list(graph.nodes), self.__dict__["_call"]
         results = tuple(None if place is None else nodes[place] for place in call["results"])
         mutated = tuple((index, nodes[place]) for index, place in call["mutated"])

@@ -164,7 +164,7 @@ def _call_key(
     places = []
     for tensor in (*real_tensors, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))):
         storage = memory.setdefault(storage_id(tensor), len(memory))
-        places.append((storage, tensor.storage_offset(), str(tensor.device), tensor.is_neg()))
+        places.append((storage, tensor.storage_offset(), tensor.device, tensor.is_neg()))
     keys = [_tensor_key(leaf) if isinstance(leaf, torch.Tensor) else constant_key(leaf) for leaf in leaves]
     if strategy is None or None in keys:
         return None

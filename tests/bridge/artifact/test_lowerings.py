@@ -9,11 +9,12 @@ from dataclasses import fields
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import bridge
 from bridge.artifact import current_store
 from bridge.aten import Imported
+from bridge.base.devices import working_for
 from bridge.capture import Captured, Draw, Observation, Operand, Output
 from bridge.lowering import LoweredCall, reuse
 from bridge.lowering.canonical_key import NotCanonicalError, canonical
@@ -173,3 +174,18 @@ def test_records_know_every_field():
         Observation: "outputs out_spec draws unsupported calls trace results differentiates reads_validation objects",
     }
     assert {kind: " ".join(each.name for each in fields(kind)) for kind in known} == known
+
+
+def test_a_record_made_on_one_gpu_is_read_on_another():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(2, device="meta")
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    for device in (first, second, torch.device("cpu")):
+        graph.call_function(torch.ops.aten.ones.default, ([2],), {"device": device})
+    with working_for(first):
+        record, key = record_of(graph), canonical((first, torch.device("cpu")))
+    with working_for(second):
+        devices = [node.kwargs["device"] for node in graph_of(record).nodes if node.kwargs]
+        assert devices == [second, second, torch.device("cpu")]
+        assert canonical((second, torch.device("cpu"))) == key != canonical((first, torch.device("cpu")))
