@@ -14,7 +14,7 @@ from tvm import tirx
 from tvm.ir.expr import TensorLoad
 from tvm.tirx import AllocBuffer, Bind, Broadcast, Buffer, BufferLoad, BufferStore, Expr, Ramp, Stmt, Var
 
-__all__ = ["Emitter", "compute_type", "element_type", "stack_buffer"]
+__all__ = ["Emitter", "compute_type", "different", "element_type", "stack_buffer"]
 
 
 def element_type(expr: Expr) -> str:
@@ -25,6 +25,11 @@ def element_type(expr: Expr) -> str:
 def compute_type(dtype: str) -> str:
     """The type in which a kernel computes values stored as ``dtype``."""
     return "float32" if dtype in ("float16", "bfloat16") else dtype
+
+
+def different(a: Expr, b: Expr) -> Expr:
+    """``a != b``, true where either is nan: TVM's own node compiles to a comparison that is false there."""
+    return tirx.Not(tirx.EQ(a, b))
 
 
 def stack_buffer(size: int, dtype: str, name: str) -> tuple[Buffer, Stmt]:
@@ -117,6 +122,18 @@ class Emitter:
     def select(self, condition: Expr, then: Expr, otherwise: Expr) -> Expr:
         return tirx.Select(condition, then, otherwise)
 
+    def larger(self, a: Expr, b: Expr) -> Expr:
+        """The larger floating point number; nan if either is nan."""
+        return self.select(tirx.Or(a > b, different(a, a)), a, b)
+
+    def smaller(self, a: Expr, b: Expr) -> Expr:
+        """The smaller floating point number; nan if either is nan."""
+        return self.select(tirx.Or(a < b, different(a, a)), a, b)
+
+    def wide_product(self, a: Expr, b: Expr) -> Expr:
+        """All 64 bits of the product of two uint32."""
+        return tirx.Mul(self.cast(a, "uint64"), self.cast(b, "uint64"))
+
     def llvm(self, name: str, *args: Expr) -> Expr:
         """An LLVM intrinsic that exists for vectors, as in ``"llvm.sqrt"``.
 
@@ -143,6 +160,10 @@ class Emitter:
         value = self.bind(self.math("trunc", value))
         fits = tirx.And(value >= self.const(smallest, source), value < self.const(-smallest, source))  # powers of two
         return self.cast(self.bind(self.select(fits, self.cast(value, wide), self.const(smallest, wide))), target)
+
+    def has_library(self, dtype: str) -> bool:
+        """Whether transcendental functions of a type are the C library's, rather than polynomials on vectors."""
+        return dtype != "float32"
 
     def libm(self, name: str, *args: Expr) -> Expr:
         """A function of the C library on float32 or float64, lane by lane: it has no vector form."""

@@ -17,7 +17,8 @@ log1p       1.5    for every x > -1; ``log1p(-1) == -inf``, nan below
 expm1       1.5    ``expm1(-inf) == -1``; overflow to inf; keeps the sign of zero
 =========== ====== =============================================================================================
 
-``float64`` goes lane by lane through libm.
+``float64`` goes lane by lane through libm, and so does ``float32`` where the target's library is the quicker one
+(:meth:`~bridge.compile.codegen.emit.Emitter.has_library`).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _ROUNDER = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, which then
 
 def exp(e: Emitter, x: Expr) -> Expr:
     """``exp(x) = 2**n * exp(r)``, ``n = round(x / ln 2)``, ``|r| <= ln(2) / 2``."""
-    if element_type(x) != "float32":
+    if e.has_library(element_type(x)):
         return e.libm("exp", x)
     x = e.bind(x)
     # Beyond these, the result is inf or rounds to zero; comparisons with nan are false, so nan passes through.
@@ -81,7 +82,7 @@ def _reduced(e: Emitter, x: Expr) -> tuple[Expr, Expr]:
 
 def expm1(e: Emitter, x: Expr) -> Expr:
     """``2**n * (exp(r) - 1) + (2**n - 1)``, halved until the end because ``2**128`` is no number."""
-    if element_type(x) != "float32":
+    if e.has_library(element_type(x)):
         return e.libm("expm1", x)
     x = e.bind(x)
     clamped = e.bind(e.select(x > e.const(89.0, "float32"), e.const(89.0, "float32"), x))
@@ -101,7 +102,7 @@ def _power_of_two(e: Emitter, n: Expr) -> Expr:
 
 def log(e: Emitter, x: Expr) -> Expr:
     """``log(m * 2**n) = n ln 2 + log1p(m - 1)``, ``m`` between ``sqrt(1/2)`` and ``sqrt(2)``."""
-    if element_type(x) != "float32":
+    if e.has_library(element_type(x)):
         return e.libm("log", x)
     x = e.bind(x)
     tiny = e.bind(x < e.const(1.1754943508222875e-38, "float32"))
@@ -138,7 +139,7 @@ def _magnitude(e: Emitter, x: Expr) -> Expr:
 
 def tanh(e: Emitter, x: Expr) -> Expr:
     """An odd polynomial below 0.625, ``1 - 2 / (exp(2|x|) + 1)`` above."""
-    if element_type(x) != "float32":
+    if e.has_library(element_type(x)):
         return e.libm("tanh", x)
     x = e.bind(x)
     z = e.bind(x * x)
@@ -154,7 +155,7 @@ def tanh(e: Emitter, x: Expr) -> Expr:
 
 def erf(e: Emitter, x: Expr) -> Expr:
     """An odd polynomial below 1, ``1 - exp(-|x| q(|x|))`` above."""
-    if element_type(x) != "float32":
+    if e.has_library(element_type(x)):
         return e.libm("erf", x)
     x = e.bind(x)
     small = e.fma(e.polynomial(e.bind(x * x), _ERF_SMALL), x, x)
@@ -176,7 +177,7 @@ def sigmoid(e: Emitter, x: Expr) -> Expr:
 
 def log1p(e: Emitter, x: Expr) -> Expr:
     """``log(u) - ((u - 1) - x) / u`` with ``u = 1 + x`` rounded: the second term undoes the rounding."""
-    if element_type(x) != "float32":
+    if e.has_library(element_type(x)):
         return e.libm("log1p", x)
     x = e.bind(x)
     one = e.const(1.0, "float32")

@@ -52,7 +52,7 @@ def philox4x32_10(e: Emitter, key: tuple[Expr, Expr], counter: tuple[Expr, Expr,
         if turn:
             k0, k1 = (e.bind(tirx.Add(k, e.const(step, _WORD))) for k, step in zip((k0, k1), _KEY_STEPS, strict=True))
         first, second = (
-            e.bind(tirx.Mul(e.cast(c, _WIDE), e.const(factor, _WIDE)), "product")
+            e.bind(e.wide_product(c, e.const(factor, _WORD)), "product")
             for c, factor in zip((c0, c2), _FACTORS, strict=True)
         )
         c0, c2 = (

@@ -15,7 +15,7 @@ from tvm.tirx import Expr
 
 from autodiff.ops import having
 from bridge.compile.codegen import fastmath, philox
-from bridge.compile.codegen.emit import Emitter, compute_type, element_type
+from bridge.compile.codegen.emit import Emitter, compute_type, different, element_type
 
 __all__ = ["EXPENSIVE", "MASKS", "RULES", "compute_type", "different", "maximum", "minimum"]
 
@@ -28,17 +28,12 @@ EXPENSIVE = frozenset((*(name.split(".")[-1] for name in having("slow")), *MASKS
 """Operators whose result is cached in a row buffer rather than recomputed within one kernel."""
 
 
-def different(a: Expr, b: Expr) -> Expr:
-    """``a != b``, true where either is nan: TVM's own node compiles to a comparison that is false there."""
-    return tirx.Not(tirx.EQ(a, b))
-
-
 def maximum(e: Emitter, a: Expr, b: Expr) -> Expr:
     """The larger one; nan if either is nan (torch)."""
     a, b = e.bind(a), e.bind(b)
     if "float" not in element_type(a):
         return tirx.Select(tirx.GT(a, b), a, b)
-    return e.select(tirx.Or(a > b, different(a, a)), a, b)
+    return e.larger(a, b)
 
 
 def minimum(e: Emitter, a: Expr, b: Expr) -> Expr:
@@ -46,7 +41,7 @@ def minimum(e: Emitter, a: Expr, b: Expr) -> Expr:
     a, b = e.bind(a), e.bind(b)
     if "float" not in element_type(a):
         return tirx.Select(tirx.LT(a, b), a, b)
-    return e.select(tirx.Or(a < b, different(a, a)), a, b)
+    return e.smaller(a, b)
 
 
 def _divide(e: Emitter, a: Expr, b: Expr) -> Expr:

@@ -44,5 +44,6 @@ LIMITS = Limits(
     joined_rows=8,
     section_operators=4,
     free_reads=4,
+    access_bytes=0,
     small_casts=0,
 )

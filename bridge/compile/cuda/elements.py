@@ -10,7 +10,7 @@ from tvm.tirx import Expr, IfThenElse, Stmt, Var
 from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.tir import sequence
 from bridge.compile.cuda.launch import launch, portions
-from bridge.compile.cuda.limits import BLOCK_THREADS, VECTOR
+from bridge.compile.cuda.limits import BLOCK_THREADS
 from bridge.compile.cuda.scope import ThreadScope
 from bridge.compile.cuda.steps import column_steps
 from bridge.compile.schedule.row_plan import RowPlan
@@ -26,7 +26,7 @@ def elements(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> 
         vectors = number(walk.vectors)
         count = vectors if walk.tail is None else vectors + number(walk.tail[1])
     else:
-        lanes = math.gcd(last, VECTOR) if isinstance(last, int) else 1
+        lanes = math.gcd(last, plan.lanes) if isinstance(last, int) else 1
         known = isinstance(plan.length, int)
         turns = number(plan.length // lanes) if known else tirx.truncdiv(number(plan.length), number(lanes))
         count = number(walk.rows) * turns

@@ -84,6 +84,24 @@ class CudaEmitter(Emitter):
     def rounded(self, value: Expr, dtype: str) -> Expr:
         return self.loaded(self.stored(value, dtype), dtype)
 
+    def larger(self, a: Expr, b: Expr) -> Expr:
+        return super().larger(a, b) if element_type(a) == "float64" else self._extreme("bridge_max", a, b)
+
+    def smaller(self, a: Expr, b: Expr) -> Expr:
+        return super().smaller(a, b) if element_type(a) == "float64" else self._extreme("bridge_min", a, b)
+
+    def _extreme(self, name: str, a: Expr, b: Expr) -> Expr:
+        """One instruction, the same bits in either order."""
+        return tirx.call_pure_extern(element_type(a), name, a, b)
+
+    def wide_product(self, a: Expr, b: Expr) -> Expr:
+        """By name: of a product of 64 bits, the compiler adds the upper halves, which are zero."""
+        return tirx.call_pure_extern("uint64", "bridge_mul_wide", a, b)
+
+    def has_library(self, dtype: str) -> bool:
+        """Always: they are the functions that eager's kernels call, and half as long as polynomials without tables."""
+        return True
+
     def math(self, name: str, x: Expr) -> Expr:
         return self.libm({"roundeven": "rint"}.get(name, name), x)
 

@@ -15,6 +15,7 @@ from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
 
 __all__ = [
+    "ACCESS_BYTES",
     "BLOCK_THREADS",
     "COLUMN_STRANDS",
     "FEW_ROWS",
@@ -30,6 +31,9 @@ __all__ = [
 
 VECTOR = 4
 """Elements that a thread takes at once: 16 bytes of float32, the widest access."""
+
+ACCESS_BYTES = 16
+"""Of a thread's widest access."""
 
 WARP = 32
 """Threads that exchange values directly, and whose neighbours read neighbours in memory at once."""
@@ -80,6 +84,7 @@ LIMITS = Limits(
     joined_rows=8,
     section_operators=4,
     free_reads=4,
+    access_bytes=ACCESS_BYTES,
     small_casts=8,
 )
 

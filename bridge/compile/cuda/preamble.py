@@ -43,5 +43,29 @@ BRIDGE unsigned short bridge_to_bfloat16(float x) {
   return (unsigned short)(x != x ? 0x7fffu : up >> 16);
 #endif
 }
+BRIDGE unsigned long long bridge_mul_wide(unsigned int a, unsigned int b) {
+  unsigned long long y;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(y) : "r"(a), "r"(b));
+  return y;
+}
+// nan if either is nan; of zeros the largest is +0, the smallest -0
+BRIDGE float bridge_max(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+#else
+  return a != a ? a : b != b ? b : a > b ? a : b > a ? b : __int_as_float(__float_as_int(a) & __float_as_int(b));
+#endif
+}
+BRIDGE float bridge_min(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+#else
+  return a != a ? a : b != b ? b : a < b ? a : b < a ? b : __int_as_float(__float_as_int(a) | __float_as_int(b));
+#endif
+}
 template <class T> BRIDGE T bridge_shuffle_xor(T x, int lanes) { return (T)__shfl_xor_sync(0xffffffffu, x, lanes); }
 """

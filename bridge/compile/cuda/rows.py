@@ -7,29 +7,24 @@ second launch, see :mod:`bridge.compile.cuda.finish`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from tvm import tirx
-from tvm.tirx import BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Stmt, Var
+from tvm.tirx import BufferStore, Expr, For, ForKind, Stmt, Var
 
-from autodiff.ir import itemsize
 from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.tir import sequence
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer
 from bridge.compile.cuda.finish import finish_columns
-from bridge.compile.cuda.launch import SharedMemory, launch, portions, synchronize
+from bridge.compile.cuda.launch import SharedMemory, launch, portions
 from bridge.compile.cuda.row import RowForm, emit_row
 from bridge.compile.cuda.scope import Kept, ThreadScope
-from bridge.compile.cuda.tree import Halved, Team, halve
+from bridge.compile.cuda.task_parts import TaskParts
+from bridge.compile.cuda.tree import Team
 from bridge.compile.schedule.reduction import identity
 from bridge.compile.schedule.row_plan import RowPlan
 from bridge.compile.schedule.row_scope import KernelBuffers
 
 __all__ = ["rows"]
-
-_SHARED_BYTES = 32_768
-"""Of a block, in which its groups put together what they have of a column reduction."""
 
 _REGISTERS = 64
 """Numbers of a column reduction at most that a thread keeps for itself; of longer rows they lie in scratch memory."""
@@ -148,46 +143,6 @@ class _Rows:
             if first:
                 stmts.append(form.loop(plan, number, team.thread, clear))
             elif kept.base is None:
-                stmts += self._store_partial(node, kept, team, task)
+                parts = TaskParts(form, number, self.shared, team.group, team.thread, task, plan.length)
+                stmts += parts.stored(kept.buffer, self.buffers.partial[node], op)
         return stmts
-
-    def _store_partial(self, node: int, kept: Kept, team: Team, task: Expr) -> list[Stmt]:
-        """What the groups of a block have of a column reduction, combined, as the task's part."""
-        plan, number, form = self.plan, self.number, self.form
-        memory, op = self.buffers.partial[node], plan.nodes[node].op
-        base = task * number(plan.length)
-
-        def store(position: Expr, slot: Expr) -> list[Stmt]:
-            return [
-                BufferStore(memory, BufferLoad(kept.buffer, [slot + number(k)]), [base + position + number(k)])
-                for k in range(form.lanes)
-            ]
-
-        if form.groups == 1:
-            return [form.loop(plan, number, team.thread, store)]
-        dtype, members, lanes = str(kept.buffer.dtype), form.threads * form.groups, form.lanes
-
-        def combined(turns: Sequence[tuple[Expr, Expr]]) -> list[Stmt]:
-            """Of these turns, each with the slot of its first element, between the same barriers."""
-            shared = self.shared(dtype, size=members * lanes * len(turns))
-            slots = [slot + number(k) for _, slot in turns for k in range(lanes)]
-
-            def place(index: int) -> Callable[[Expr], Expr]:
-                return lambda member: number(index * members) + member * number(form.threads) + team.thread
-
-            places = [place(index) for index in range(len(slots))]
-            stmts: list[Stmt] = [synchronize()]
-            for slot, at in zip(slots, places, strict=True):
-                stmts.append(BufferStore(shared, BufferLoad(kept.buffer, [slot]), [at(team.group)]))
-            stmts += halve([Halved(op, shared, at) for at in places], form.groups, team.group, number)
-            for first, (turn, _) in enumerate(turns):
-                position = (turn * number(form.threads) + team.thread) * number(lanes)
-                totals = [BufferLoad(shared, [places[first * lanes + k](number(0))]) for k in range(lanes)]
-                stores = [BufferStore(memory, total, [base + position + number(k)]) for k, total in enumerate(totals)]
-                leads = tirx.And(tirx.EQ(team.group, number(0)), position < number(plan.length))
-                stmts.append(IfThenElse(leads, sequence(stores), None))
-            return stmts
-
-        if form.tile is None and members * form.kept * itemsize(dtype) <= _SHARED_BYTES:
-            return combined([(number(turn), number(turn * lanes)) for turn in range(form.turns)])
-        return [form.in_turns(number, lambda turn, slot: combined([(turn, slot)]))]

@@ -16,15 +16,13 @@ from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.tir import sequence
 from bridge.compile.cuda.drawn_vector import drawn_vector, is_at_multiples
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, storage_type
+from bridge.compile.cuda.limits import ACCESS_BYTES
 from bridge.compile.cuda.scope import ThreadScope
 from bridge.compile.loop_ir.access import Access
 from bridge.compile.schedule.reduction import combine
 from bridge.compile.schedule.row_plan import Index, Made, Read, RowPass
 
 __all__ = ["Step"]
-
-_WIDEST = 16
-"""Bytes of an access."""
 
 
 class Step:
@@ -147,7 +145,7 @@ class Step:
 
     def _width(self, buffer: Buffer) -> int:
         """Elements of one access."""
-        return min(self.lanes, _WIDEST // itemsize(str(buffer.dtype)))
+        return min(self.lanes, ACCESS_BYTES // itemsize(str(buffer.dtype)))
 
     def _pieces(self, buffer: Buffer, index: Expr) -> list[tuple[list[Expr], list[Expr]]]:
         """Indices in memory and in the thread's array of each access.

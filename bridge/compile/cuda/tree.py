@@ -119,7 +119,7 @@ class Team:
         for half in _halves(count):
             value, dtype = e.bind(value), element_type(value)
             other = e.bind(tirx.call_pure_extern(dtype, "bridge_shuffle_xor", value, tirx.const(half, "int32")))
-            if op in ("sum", "prod"):  # in either order the same
+            if op in ("sum", "prod") or dtype != "float64":  # in either order the same
                 value = e.bind(combine(e, op, value, other))
                 continue
             lower = tirx.EQ(tirx.bitwise_and(self.thread, self.number(half)), self.number(0))

@@ -39,6 +39,8 @@ class Limits:
         joined_rows: of such a concatenation at least: the library copies fewer by columns.
         section_operators: under an operand of a concatenation that are computed again inside its section.
         free_reads: operands smaller than the result by this factor cost nothing to read again.
+        access_bytes: that a thread of a kernel which combines nothing reads of a tensor at once: of half types up to
+            twice the order's lanes; 0: always the order's.
         small_casts: a tensor smaller by this factor than what is computed with it is cast where it is read; 0: none.
     """
 
@@ -64,6 +66,7 @@ class Limits:
     joined_rows: int
     section_operators: int
     free_reads: int
+    access_bytes: int
     small_casts: int
 
 

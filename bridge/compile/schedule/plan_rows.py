@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from autodiff.extents import Dim, Extent, divides, maximum, minimum, same, sample_of
+from autodiff.ir import itemsize
 from bridge.compile.codegen.pointwise import EXPENSIVE, compute_type
 from bridge.compile.loop_ir.access import Argument, Number
 from bridge.compile.loop_ir.graph import Concat, Node, Operand, Pointwise, Reduction, Scalar, Value
@@ -40,6 +41,7 @@ class _Planner:
         self.index = {node.out: index for index, node in enumerate(group.nodes)}
         self.outputs = tuple(out for out in self.index if out in stored)
         self.scratch: tuple[Value, ...] = ()
+        self.lanes = self._lanes()
 
     def plan(self) -> Planned[RowPlan]:
         group = self.group
@@ -70,11 +72,22 @@ class _Planner:
             walk,
             "int64" if largest >= 2**31 else "int32",
             len(self.arguments.numbers),
-            self.order.lanes,
+            self.lanes,
             self._accumulators(),
         )
         ops = tuple(node.op for node in group.nodes)
         return Planned(plan, tuple(self.inputs), self.outputs, self.scratch, tuple(self.arguments.numbers), ops)
+
+    def _lanes(self) -> int:
+        """Of a vector: where nothing is combined, as many as make a whole access of each large tensor."""
+        lanes, limits = self.order.lanes, self.limits
+        if any(isinstance(node, Reduction) for node in self.group.nodes):
+            return lanes
+        values, elements = (*self.inputs, *self.outputs), sample_of(self.group.elements)
+        widest = max(
+            (itemsize(each.dtype) for each in values if sample_of(each.numel) * limits.free_reads > elements), default=4
+        )
+        return max(lanes, min(2 * lanes, limits.access_bytes // widest))
 
     def _at(self, values: Iterable[Value]) -> tuple[int, ...]:
         return tuple(map(self.index.__getitem__, values))
@@ -135,8 +148,8 @@ class _Planner:
     def _flat_walk(self) -> Walk:
         """That of elements in no rows: vectors in rows of a length of ours, then what is left."""
         elements = self.group.elements
-        vectors, tail = divmod(elements, self.order.lanes)
-        rows = (vectors * self.order.lanes + self.space.column_count - 1) // self.space.column_count
+        vectors, tail = divmod(elements, self.lanes)
+        rows = (vectors * self.lanes + self.space.column_count - 1) // self.space.column_count
         nothing = same(tail, 0)
         where = None if nothing else (self._add(elements - tail, "tail"), self._add(tail, "tail's elements"))
         count = self._add(vectors, "vectors")

@@ -45,6 +45,25 @@ def test_nvrtc_takes_every_form(arch):
     assert "bridge_shuffle_xor(" in source.split("// ---- kernels")[1] and "float4" in source
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "lanes"),
+    [("bfloat16", "bfloat16", 8), ("float16", "float32", 4), ("float32", "float32", 4), ("bfloat16", "bool", 8)],
+)
+@pytest.mark.parametrize("shape", [(7, 33), (5, 64), (3, 12)])
+def test_vectors_are_whole_accesses_of_each_large_tensor(first, second, lanes, shape):
+    """Twice as many of half types alone; operands that are small do not count."""
+    b = Builder(first)
+    kept = b.op("where", b.param(*shape, dtype="bool"), b.param(*shape), b.param(shape[-1]), dtype=first)
+    graph = b.graph(kept if second == "bool" else b.op("astype", b.op("multiply", kept, 2.0), dtype=second))
+    (plan,) = plans = planned(graph)
+    assert plan.plan.lanes == lanes
+    given, host = inputs(graph), Kernels(graph)
+    build(host)
+    memory = dict(zip(graph.params, given, strict=True))
+    CudaKernels([plans]).run(plans, memory)
+    assert_near(memory[graph.results[0].value], host(given)[0])
+
+
 def reductions(n, m):
     """Pointwise, row and column reductions of ``(n, m)``."""
     b = Builder()

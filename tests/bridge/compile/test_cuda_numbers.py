@@ -1,4 +1,7 @@
-"""Numbers of a GPU's kernels, run as OpenCL: functions of float32 at the CPU's error bounds, half types as torch's."""
+"""Numbers of a GPU's kernels, run as OpenCL: functions of float32 at OpenCL's error bounds, half types as torch's.
+
+A GPU's own library has the bits of eager's kernels: ``tests/gpu/test_functions.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,9 @@ from bridge.compile.translate import translate
 from tests.bridge.compile.test_fastmath import FUNCTIONS, floats, ulps
 from tests.bridge.compile_helpers import function
 from tests.cuda_plans import BACKEND, CudaKernels, planned
+
+BOUNDS = {"exp": 3, "log": 3, "tanh": 5, "erf": 16, "sigmoid": 5, "log1p": 2, "expm1": 3}
+"""Units in the last place that OpenCL C promises of its functions; a sigmoid's sum and quotient beside ``exp``."""
 
 
 def run(inputs, body):
@@ -29,10 +35,10 @@ def test_error_over_the_whole_range():
     x = floats()
     x = torch.cat([x[::32], x[-9:]])
     results = run([x], lambda emit, p: [emit(ours(p)) for ours, *_ in FUNCTIONS.values()])
-    for y, (name, (_, exact, bound, promised)) in zip(results, FUNCTIONS.items(), strict=True):
+    for y, (name, (_, exact, _, promised)) in zip(results, FUNCTIONS.items(), strict=True):
         inside = torch.ones_like(x, dtype=torch.bool) if promised is None else promised(x)
         theirs = exact(x[inside].double())
-        assert float(ulps(y[inside], theirs).max()) <= bound, name
+        assert float(ulps(y[inside], theirs).max()) <= BOUNDS[name], name
         assert torch.equal(y[inside].isnan(), theirs.isnan()), name
 
 

@@ -16,23 +16,19 @@ extern "C" __global__ void __launch_bounds__(256) k0_kernel(float* __restrict__ 
     *(float4*)(x_ptr + 0) = *(float4*)(in0_ptr + (whole2 * 4));
     #pragma unroll
     for (int lane = 0; lane < 4; ++lane) {
-      acc_ptr[lane] = (((acc_ptr[lane] > x_ptr[lane]) || !(acc_ptr[lane] == acc_ptr[lane])) ? acc_ptr[lane] : x_ptr[lane]);
+      acc_ptr[lane] = bridge_max(acc_ptr[lane], x_ptr[lane]);
     }
   }
   alignas(64) float v3_ptr[1];
-  v3_ptr[0] = (((acc_ptr[0] > acc_ptr[2]) || !(acc_ptr[0] == acc_ptr[0])) ? acc_ptr[0] : acc_ptr[2]);
+  v3_ptr[0] = bridge_max(acc_ptr[0], acc_ptr[2]);
   alignas(64) float v4_ptr[1];
-  v4_ptr[0] = (((acc_ptr[1] > acc_ptr[3]) || !(acc_ptr[1] == acc_ptr[1])) ? acc_ptr[1] : acc_ptr[3]);
+  v4_ptr[0] = bridge_max(acc_ptr[1], acc_ptr[3]);
   alignas(64) float v5_ptr[1];
-  v5_ptr[0] = (((v3_ptr[0] > v4_ptr[0]) || !(v3_ptr[0] == v3_ptr[0])) ? v3_ptr[0] : v4_ptr[0]);
+  v5_ptr[0] = bridge_max(v3_ptr[0], v4_ptr[0]);
   alignas(64) float v6_ptr[1];
   v6_ptr[0] = bridge_shuffle_xor(v5_ptr[0], 1);
   alignas(64) float v7_ptr[1];
-  v7_ptr[0] = (((((int)threadIdx.x) & 1) == 0) ? v5_ptr[0] : v6_ptr[0]);
-  alignas(64) float v8_ptr[1];
-  v8_ptr[0] = (((((int)threadIdx.x) & 1) == 0) ? v6_ptr[0] : v5_ptr[0]);
-  alignas(64) float v9_ptr[1];
-  v9_ptr[0] = (((v7_ptr[0] > v8_ptr[0]) || !(v7_ptr[0] == v7_ptr[0])) ? v7_ptr[0] : v8_ptr[0]);
+  v7_ptr[0] = bridge_max(v5_ptr[0], v6_ptr[0]);
   #pragma unroll
   for (int turn_1 = 0; turn_1 < 1; ++turn_1) {
     int position1_1 = (((turn_1 * 2) + ((int)threadIdx.x)) * 4);
@@ -46,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(256) k0_kernel(float* __restrict__ 
     #pragma unroll
     for (int lane_1 = 0; lane_1 < 4; ++lane_1) {
       alignas(64) float v1_ptr[1];
-      v1_ptr[0] = (x_ptr_1[lane_1] - v9_ptr[0]);
+      v1_ptr[0] = (x_ptr_1[lane_1] - v7_ptr[0]);
       y_ptr[lane_1] = v1_ptr[0];
     }
     if (((int)threadIdx.y) < (n0 - (((int)blockIdx.x) * 128))) {
