@@ -64,7 +64,9 @@ class ProductChoice:
         turn = self.policy.keeps_order and order is not None and order.index(len(order) - 1) < len(order) - 1
         if not turn or same(math.prod(b.shape[:-2]), 1):
             return _library(placed, way, a, b, batch, self.policy.keeps_order)
-        turned = _library(placed, way, _turned(b), _turned(a), batch, True)
+        first, second = _turned(b), _turned(a)
+        way = self._way(a.dtype, first.view, second.view, batch)  # a matrix for the whole batch has changed sides
+        turned = _library(placed, way, first, second, batch, True)
         return _turned(placed.reshape(turned, (*batch, b.shape[-1], a.shape[-2])))
 
     def _way(self, element_type: str, a: View, b: View, batch: Sequence[Dim]) -> str:

@@ -10,6 +10,7 @@ from tvm import relax
 from tvm.relax import Tuple, op
 
 from bridge.compile import host_backend
+from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.loop_ir.graph import LibraryCall, Product
 from bridge.compile.loop_ir.neutral import Neutral
 from bridge.compile.loop_ir.product import FIELDS, ProductPlan
@@ -216,9 +217,10 @@ def test_such_a_gradient_of_batches_that_one_operand_lacks(shapes):
     params = [(shape, "float32") for shape in shapes]
     backend = host_backend()
     graph = translate(function(params, product_then([0, 1, 3, 2])), backend)
-    placed = choose_layouts(graph, backend, Policy("mm", keeps_order=True), grad_outs=1)
-    calls = [node for node in placed.nodes if isinstance(node, LibraryCall)]
-    assert [node.name for node in calls] == (["bmm"] if len(shapes[0]) == 4 and len(shapes[1]) == 3 else ["mm"])
+    placed = choose_layouts(graph, backend, CudaProducts(), grad_outs=1)
+    (call,) = (node for node in placed.nodes if isinstance(node, LibraryCall))
+    assert call.name == ("bmm" if len(shapes[0]) == 4 and len(shapes[1]) == 3 else "mm")
+    assert {len(operand.shape) for operand in call.operands} == {3 if call.name == "bmm" else 2}
 
 
 def test_translation_says_what_and_not_where():
