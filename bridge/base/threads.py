@@ -8,8 +8,8 @@ from types import FrameType
 
 __all__ = ["is_alone"]
 
-_SERVANTS = frozenset(["execnet", "ipykernel", "torch", "tornado", "tqdm", "zmq"])
-"""Packages whose own threads pass messages, compile or watch a progress bar, and never draw."""
+_SERVANTS = frozenset(["bridge", "execnet", "ipykernel", "torch", "tornado", "tqdm", "zmq"])
+"""Packages whose own threads pass messages, compile or watch a progress bar, and never draw; this one's build."""
 
 
 def is_alone() -> bool:

@@ -79,7 +79,9 @@ def dispatched(monkeypatch):
 
     def with_extents(each):
         names = [name for name in ("shape", "stride", "offset", "value", "args") if hasattr(each, name)]
-        return replace(each, **{name: symbolic(getattr(each, name), extents) for name in names})
+        made = {name: symbolic(getattr(each, name), extents) for name in names}
+        operand = getattr(each, "operand", None)  # of a GPU's dropout
+        return replace(each, **made, **({} if operand is None else {"operand": with_extents(operand)}))
 
     observation = copy.copy(captured.observation)
     observation.outputs = [with_extents(each) for each in observation.outputs]

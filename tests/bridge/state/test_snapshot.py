@@ -2,6 +2,7 @@
 
 import collections
 import random
+import threading
 import types
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, examine, stats
+from bridge.compile.runtime.background import Build
 from tests.bridge import settings
 
 pytestmark = pytest.mark.composes(
@@ -202,6 +204,16 @@ def test_draws_from_other_generators_are_refused_and_undone(forward):
     random.seed(3)
     np.random.seed(3)
     assert drawn == (random.random(), np.random.rand()), "adding moved the program's own generators"
+
+
+def test_such_draws_are_undone_while_machine_code_is_in_the_making():
+    over = threading.Event()
+    build = Build(over.wait)
+    try:
+        test_draws_from_other_generators_are_refused_and_undone(python_draw)
+    finally:
+        over.set()
+    assert build.result()
 
 
 def test_an_argument_that_collects_results_is_refused():
