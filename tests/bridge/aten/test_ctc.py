@@ -89,6 +89,7 @@ def test_lengths_that_do_not_fit_are_eagers_error(lengths, counts, words):
     assert found[0] == found[1]
 
 
+@pytest.mark.cpu("CUDA's autocast leaves the loss in a half type, which its kernel does not know")
 def test_under_autocast_half_types_are_computed_in_float32():
     ours, eager, x = Function(F.ctc_loss), Function(F.ctc_loss), frames(dtype=torch.bfloat16)
     found = []

@@ -245,7 +245,7 @@ MUTATIONS: dict[str, tuple[Callable[[nn.Module, Callable[..., None]], None], int
     "shape of arguments": (given(lambda: rows()[:3]), ARGUMENTS, "shape of args[0]: compiled for (5, 6)"),
     "dtype of arguments": (given(lambda: rows(dtype=torch.float64)), ARGUMENTS, "dtype of args[0]: compiled for t"),
     "requires_grad of arguments": (given(lambda: rows().detach()), ARGUMENTS, "requires_grad of args[0]: compiled for"),
-    "device of arguments": (given(lambda: rows(device="meta")), ARGUMENTS, "device of args[0]: compiled for cpu"),
+    "device of arguments": (given(lambda: rows(device="meta")), ARGUMENTS, f"device of args[0]: compiled for {DEVICE}"),
     "layout of arguments": (
         given(lambda: rows().detach().to_sparse().requires_grad_()),
         ARGUMENTS,

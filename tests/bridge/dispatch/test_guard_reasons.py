@@ -314,9 +314,12 @@ def test_functional_call_misses(pair):
 
 
 @pytest.mark.composes("`torch.func.functional_call`, transforms")
-@pytest.mark.parametrize("change", [lambda p: p, lambda p: nn.Parameter(p.detach() + 1)], ids=["own", "others"])
+@pytest.mark.parametrize("change", [lambda p: p, lambda p: nn.Parameter(p.detach() / 2)], ids=["own", "others"])
 def test_functional_call_with_parameters_is_dispatched(pair, change):
-    """Parameters are looked up at every call, so any of the same layout will do; gradients go to those."""
+    """Parameters are looked up at every call, so any of the same layout will do; gradients go to those.
+
+    Smaller ones: where tanh is near 1, its derivative has few digits left.
+    """
     module, eager = pair
     x, results, before = rows(), [], stats(module).hits
     for each in (module, eager):

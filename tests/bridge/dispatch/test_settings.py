@@ -73,11 +73,11 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def guards():
-    """Of a module, on the host and as if it were on a GPU."""
+    """Of a module, as if it were on the host and as if it were on a GPU."""
     module, x = nn.Linear(3, 3), torch.ones(2, 3)
     captured = capture(module, (x,), {})
-    on_gpu = replace(captured, device=torch.device("cuda", 0))
-    return module, x, Guard(module, captured, [x]), Guard(module, on_gpu, [x])
+    placed = [replace(captured, device=torch.device(device)) for device in ("cpu", "cuda:0")]
+    return module, x, *(Guard(module, each, [x]) for each in placed)
 
 
 @pytest.mark.parametrize("name", CHANGES)

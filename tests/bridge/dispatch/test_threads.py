@@ -113,7 +113,6 @@ def test_data_loader_workers_of_a_process_with_a_dispatched_module(context):
 
 
 @pytest.mark.cpu("CUDA does not outlive a fork")
-@pytest.mark.cpu("CUDA does not outlive a fork")
 @pytest.mark.composes("forked DataLoader workers")
 def test_dispatched_module_inside_forked_workers():
     torch.manual_seed(0)
@@ -191,6 +190,7 @@ class Slow(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.cpu("CUDA does not outlive a fork")
 @pytest.mark.composes("a train step and adding in a forked child")
 def test_a_fork_in_the_middle_of_another_threads_capture():
     """It waits for the capture: the child would find the process half changed and the lock held by nobody."""
