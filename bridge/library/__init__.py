@@ -20,6 +20,26 @@ from bridge.library import (  # noqa: F401
     resize,
     sorting,
 )
-from bridge.library.registry import DRAWS, FUNCTIONS, NEVER_RAISE, OUT_KERNELS, TensorAt, TensorsAt, dense, invoke
+from bridge.library.registry import (
+    DRAWS,
+    FUNCTIONS,
+    NEVER_RAISE,
+    OUT_KERNELS,
+    PLACED_DRAWS,
+    TensorAt,
+    TensorsAt,
+    dense,
+    invoke,
+)
 
-__all__ = ["DRAWS", "FUNCTIONS", "NEVER_RAISE", "OUT_KERNELS", "TensorAt", "TensorsAt", "dense", "invoke"]
+__all__ = [
+    "DRAWS",
+    "FUNCTIONS",
+    "NEVER_RAISE",
+    "OUT_KERNELS",
+    "PLACED_DRAWS",
+    "TensorAt",
+    "TensorsAt",
+    "dense",
+    "invoke",
+]

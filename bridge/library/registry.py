@@ -20,6 +20,7 @@ __all__ = [
     "FUNCTIONS",
     "NEVER_RAISE",
     "OUT_KERNELS",
+    "PLACED_DRAWS",
     "TensorAt",
     "TensorsAt",
     "dense",
@@ -47,7 +48,10 @@ NEVER_RAISE = frozenset(
 """Calls, of functions and of kernels that write into given tensors, that take any numbers."""
 
 
-DRAWS = frozenset({"draw", "placed_draw", "dropping_attention", "dropping_attention_backward"})
+PLACED_DRAWS = frozenset({"placed_draw", "dropping_attention", "dropping_attention_backward"})
+"""Calls that draw random numbers of a GPU, from the state of its generator that they are given on the host."""
+
+DRAWS = PLACED_DRAWS | {"draw"}
 """Calls that draw random numbers."""
 
 

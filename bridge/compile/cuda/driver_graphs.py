@@ -61,22 +61,23 @@ class Graph:
     """A graph that can be launched.
 
     Attributes:
-        needs: what is to live as long as it.
+        is_empty: whether nothing was launched.
     """
 
     def __init__(self, graph: ctypes.c_void_p):
-        executable = ctypes.c_void_p()
+        executable, nodes = ctypes.c_void_p(), ctypes.c_size_t()
+        _call("cuGraphGetNodes", graph, None, ctypes.byref(nodes))
+        self.is_empty = not nodes.value
         _call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
-        self.needs: object = None
         self._launch = _library().cuGraphLaunch
         self._executable = executable
         weakref.finalize(self, _destroy_executable, executable).atexit = False
 
-    def launcher(self, stream: int) -> Callable[[], None]:
-        """What launches it on a stream. ``DriverError`` if the driver refuses."""
+    def launcher(self, stream: int) -> Callable[..., None]:
+        """What launches it on a stream, whatever it is given. ``DriverError`` if the driver refuses."""
         launch, executable, handle = self._launch, self._executable, ctypes.c_void_p(stream)
 
-        def replay(_graph: Graph = self) -> None:
+        def replay(*_: object, _graph: Graph = self) -> None:
             if status := launch(executable, handle):
                 raise DriverError(f"cuGraphLaunch: {_name_of(status)}")
 

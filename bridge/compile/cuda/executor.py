@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -23,13 +24,15 @@ from bridge.compile.runtime.executor import Executor
 from bridge.compile.runtime.pool import ArenaPool
 from bridge.compile.runtime.program import Program
 
-__all__ = ["POOLS", "CudaExecutor", "StreamPools"]
+__all__ = ["ALIGNMENT", "POOLS", "BoundExecutor", "CudaExecutor", "StreamPools"]
 
-_ALIGNMENT = 16
-"""Bytes, of a kernel's widest access."""
+#: Bytes, of a kernel's widest access.
+ALIGNMENT = 16
 
 _STREAMS = 8
 """On which an executor stays bound; those used last."""
+
+Bound = TypeVar("Bound", bound="BoundExecutor")
 
 
 class StreamPools:
@@ -72,8 +75,8 @@ class CudaExecutor:
         self._device, self._index = device, device.index
         constants = tuple((slot, tensor.to(device)) for slot, tensor in program.constants)
         parts = (program.name, program.steps, program.layout, constants, program.code)
-        self._bound: Callable[[ArenaPool], Executor] = partial(_Bound, *parts, device=device)
-        self._by_stream: LeastRecentlyUsed[int, Executor] = LeastRecentlyUsed(_STREAMS)
+        self._bound: Callable[..., BoundExecutor] = partial(_bound, parts, device)
+        self._by_stream: LeastRecentlyUsed[int, BoundExecutor] = LeastRecentlyUsed(_STREAMS)
 
     def __call__(
         self,
@@ -94,9 +97,9 @@ class CudaExecutor:
             execute = self._by_stream.put(stream, self._bound(pool=POOLS.of(self._device, stream)))
         return execute(inputs, consume=consume, fresh=fresh)
 
-    def bound_to(self, pool: ArenaPool) -> Executor:
-        """The program bound to blocks of a pool."""
-        return self._bound(pool=pool)
+    def bound_to(self, pool: ArenaPool, kind: type[Bound]) -> Bound:
+        """The program bound to blocks of a pool, by an executor of this kind."""
+        return self._bound(pool=pool, kind=kind)
 
     def _captured(self, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
         """In memory of the graph that is captured, which may serve again once the run is over."""
@@ -107,7 +110,7 @@ class CudaExecutor:
             pool.clear()
 
 
-class _Bound(Executor):
+class BoundExecutor(Executor):
     """A program bound to one pool."""
 
     def __init__(self, *parts, device: torch.device, pool: ArenaPool):
@@ -116,8 +119,14 @@ class _Bound(Executor):
     def _load(self, registers: list, inputs: Sequence[torch.Tensor]) -> None:
         super()._load(registers, inputs)
         for slot in range(len(inputs)):
-            if registers[slot].data_ptr() % _ALIGNMENT:
+            if registers[slot].data_ptr() % ALIGNMENT:
                 registers[slot] = registers[slot].clone(memory_format=torch.contiguous_format)
+
+
+def _bound(
+    parts: tuple, device: torch.device, *, pool: ArenaPool, kind: type[BoundExecutor] = BoundExecutor
+) -> BoundExecutor:
+    return kind(*parts, device=device, pool=pool)
 
 
 def _nothing() -> None:

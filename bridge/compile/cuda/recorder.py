@@ -1,8 +1,8 @@
 """CUDA's recorder: programs into CUDA graphs, with memory from private pools of torch's allocator.
 
 What a graph needs while it runs (arena block, temporaries of torch's kernels) is shared by all graphs that are recorded
-for one stream: they run in the stream's order, each as one launch. Other runs on the stream, of which several threads
-may have one under way, have blocks of their own.
+for one stream: they run in the stream's order, one replay after another. Other runs on the stream, of which several
+threads may have one under way, have blocks of their own.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from bridge.base.collector import collection_paused
 from bridge.base.generators import default_generator
 from bridge.base.locks import free_in_children
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided, memory_of_pool
-from bridge.compile.cuda.driver_graphs import captured, new_stream
+from bridge.compile.cuda.driver_graphs import Graph, captured, new_stream
 from bridge.compile.cuda.executor import CudaExecutor
-from bridge.compile.graphs.recorder import Form
-from bridge.compile.runtime.executor import Executor
+from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, inside_of_loops, is_between
+from bridge.compile.graphs.recorder import Form, Replay
 from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.pool import Block
 from bridge.compile.runtime.program import Program
@@ -106,9 +107,14 @@ class _GraphArena:
 
 
 class _Stream:
-    """What the recordings of one stream share; ``side`` is captured in its place, by nobody else."""
+    """What the recordings of one stream share; ``side`` is captured in its place, by nobody else.
+
+    Attributes:
+        replaying: held during a replay, which may be several launches.
+    """
 
     def __init__(self, device: torch.device):
+        self.replaying = free_in_children(threading.Lock())
         self.arena = _GraphArena(device)
         self.temporaries = torch.cuda.MemPool()
         self.side = torch.cuda.ExternalStream(new_stream(), device)
@@ -158,13 +164,22 @@ class CudaRecorder:
 
     def __init__(self, program: Program, device: torch.device):
         self._program, self._device, self._index = program, device, device.index
-        self._executors: dict[int, tuple[_Stream, Executor]] = {}
+        self._executors: dict[int, tuple[_Stream, PiecewiseExecutor]] = {}
 
     def refusal(self) -> str | None:
-        drawing = [step.name for step in self._program.steps if isinstance(step, CallLibrary) and step.name in DRAWS]
-        if any(param.lies_on_host for param in self._program.layout.params):
-            return "an input lies on the host"
-        return f"library {drawing[0]} draws random numbers" if drawing else None
+        steps = self._program.steps
+        captured = [*(step for step in steps if not is_between(step)), *inside_of_loops(steps)]
+        drawing = [step.name for step in captured if isinstance(step, CallLibrary) and step.name in DRAWS]
+        read = {slot for step in captured for slot in step.reads}
+        if drawing:
+            return f"library {drawing[0]} draws random numbers"
+        if any(param.lies_on_host and param.slot in read for param in self._program.layout.params):
+            return "a kernel reads an input that lies on the host"
+        return None
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(execute.held_bytes for _, execute in tuple(self._executors.values()))
 
     def elsewhere(self) -> AbstractContextManager | None:
         return None if current_device() == self._index else torch.cuda.device(self._index)
@@ -192,21 +207,20 @@ class CudaRecorder:
         inputs: Sequence[torch.Tensor],
         fresh: Sequence[torch.Tensor],
         copies: Sequence[tuple[int, torch.Tensor]],
-    ) -> Callable[[], Any]:
+    ) -> Replay:
         stream = self.stream()
         shared = STREAMS.of(self._device, stream)
         of, execute = self._executors.get(stream, (None, None))
         if of is not shared:
             program: CudaExecutor = self._program.executor
-            execute = program.bound_to(shared.arena)
+            execute = program.bound_to(shared.arena, PiecewiseExecutor)
             self._executors[stream] = shared, execute
         block = shared.arena.reserve(self._program.arena_bytes)
-        pool = memory_of_pool(self._index, shared.temporaries.id)
+        pieces = Pieces(partial(self._captured, shared), partial(Graph.launcher, stream=stream))
         # collecting garbage may free memory of the device, which is not allowed during a capture
-        with _RECORDING, collection_paused(), torch.cuda.stream(shared.side), pool:
-            _require_memory_of(shared.temporaries)
+        with _RECORDING, collection_paused():
             try:
-                with captured(shared.side.cuda_stream) as made:
+                with pieces, execute.recorded_by(pieces):
                     results = execute(inputs, fresh=fresh)
                     for place, memory in copies:
                         memory.copy_(results[place])
@@ -214,9 +228,27 @@ class CudaRecorder:
             except BaseException:
                 STREAMS.leave(self._device, stream)
                 raise
-        (graph,) = made
-        graph.needs = execute, block, shared
-        return graph.launcher(stream)
+        return _replay(pieces.parts, shared.replaying, (execute, block, shared))
+
+    @contextmanager
+    def _captured(self, shared: _Stream) -> Iterator[list[Graph]]:
+        """What this thread launches goes into a graph, for which it may allocate."""
+        pool = memory_of_pool(self._index, shared.temporaries.id)
+        with torch.cuda.stream(shared.side), pool:
+            _require_memory_of(shared.temporaries)
+            with captured(shared.side.cuda_stream) as made:
+                yield made
+
+
+def _replay(parts: Sequence[Replay], replaying: AbstractContextManager, needs: object) -> Replay:
+    """The parts one after another, with nobody's in between; ``needs``: what is to live as long."""
+
+    def replay(given: Sequence[torch.Tensor], _needs: object = needs) -> None:
+        with replaying:
+            for part in parts:
+                part(given)
+
+    return replay
 
 
 def _require_memory_of(pool: Any) -> None:

@@ -16,7 +16,7 @@ from torch.autograd import profiler
 
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.graphs.control import RecordedGraphs
-from bridge.compile.graphs.recorder import Form, Memory, Recorder
+from bridge.compile.graphs.recorder import Form, Memory, Recorder, Replay
 from bridge.compile.graphs.recordings import MAX_MADE, StreamRecordings
 from bridge.compile.graphs.results import ReplayResults
 from bridge.compile.graphs.worth import LaunchCost
@@ -66,6 +66,7 @@ class GraphedExecutor:
         self._inputs: list[Form] = [
             (tuple(each.shape), dense_strides(each.shape), each.torch_dtype) for each in program.layout.params
         ]
+        self._on_host = tuple(place for place, each in enumerate(program.layout.params) if each.lies_on_host)
         self._lock = threading.Lock()
         self._streams: LeastRecentlyUsed[Hashable, StreamRecordings] = LeastRecentlyUsed(_STREAMS)
         self._results: ReplayResults | None = None
@@ -83,8 +84,9 @@ class GraphedExecutor:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of buffers; memory of results is counted by those who own it."""
-        return sum(recordings.buffer_bytes for _, recordings in self._streams.items())
+        """Bytes of buffers and such; memory of results is counted by those who own it."""
+        buffers = sum(recordings.buffer_bytes for _, recordings in self._streams.items())
+        return buffers + self._recorder.held_bytes
 
     def drop(self) -> None:
         """Lets go of all recordings, for those of others."""
@@ -166,7 +168,7 @@ class GraphedExecutor:
 
     def _recorded(
         self, recordings: StreamRecordings, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]
-    ) -> Callable[[], Any] | None:
+    ) -> Replay | None:
         """A new recording; ``None`` if it is too early for one, or if there is to be none any more."""
         if not recordings.is_due(inputs, fresh):
             self._control.count("addresses that are new")
@@ -200,4 +202,4 @@ class GraphedExecutor:
     def _new(self) -> StreamRecordings:
         first, others = self._memories
         memories = [first if reader < self._outputs else others for reader in self._results.readers]
-        return StreamRecordings(self._recorder, self._inputs, self._results, memories)
+        return StreamRecordings(self._recorder, self._inputs, self._results, memories, self._on_host)

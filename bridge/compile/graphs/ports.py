@@ -7,7 +7,7 @@ the address of a buffer, into which an input is copied before a replay, or out o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
 
 import torch
@@ -31,13 +31,14 @@ class Ports:
 
     Args:
         forms: of all ports.
+        on_host: places of those that are neither: no recording has their addresses.
     """
 
-    def __init__(self, forms: Sequence[Form]):
+    def __init__(self, forms: Sequence[Form], on_host: Collection[int] = ()):
         self._bytes = list(map(nbytes, forms))
         self._known: list[dict[int, None]] = [{} for _ in forms]
         self.buffered: tuple[int, ...] = ()
-        self._choose(range(len(forms)))
+        self._choose([place for place in range(len(forms)) if place not in on_host])
 
     def key(self, tensors: Sequence[torch.Tensor]) -> Key:
         """The addresses of a call's direct ports; ``tensors`` are those of all ports."""

@@ -12,10 +12,14 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Form", "Memory", "Recorder", "Timer", "nbytes"]
+__all__ = ["Form", "Memory", "Recorder", "Replay", "Timer", "nbytes"]
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and element type of a dense tensor."""
+
+Replay = Callable[[Sequence[torch.Tensor]], Any]
+"""Replays a recording; it is given what the recording was made with, inputs and memory of results in a row, where the
+program has inputs on the host, which have no part in addresses; else nothing."""
 
 
 def nbytes(form: Form) -> int:
@@ -53,6 +57,10 @@ class Recorder(Protocol):
     def refusal(self) -> str | None:
         """Why the program cannot be recorded, naming the step; ``None`` if nothing is known against it."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that its recordings need while nothing is replayed, but for what :class:`Memory` counts."""
+
     def elsewhere(self) -> AbstractContextManager | None:
         """What makes the program's device the current one; ``None`` if it is."""
 
@@ -79,7 +87,7 @@ class Recorder(Protocol):
         inputs: Sequence[torch.Tensor],
         fresh: Sequence[torch.Tensor],
         copies: Sequence[tuple[int, torch.Tensor]],
-    ) -> Callable[[], Any]:
+    ) -> Replay:
         """Records a run on these inputs with this memory for results, for replays on the current stream.
 
         Nothing is computed. Intermediates lie in memory that the recordings of a stream share; no tensor is kept.

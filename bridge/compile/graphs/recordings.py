@@ -8,14 +8,14 @@ many recordings as there are such patterns; a port whose address never returns i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.graphs.ports import Key, Ports
-from bridge.compile.graphs.recorder import Form, Memory, Recorder
+from bridge.compile.graphs.recorder import Form, Memory, Recorder, Replay
 from bridge.compile.graphs.results import ReplayResults
 
 __all__ = ["MAX_MADE", "MAX_OF_A_STREAM", "StreamRecordings"]
@@ -40,19 +40,26 @@ class StreamRecordings:
         made: how many recordings were made so far.
 
     Args:
-        inputs: forms of the inputs.
+        inputs: forms of the inputs; ``on_host``: places of those that lie on the host.
         results: where results are.
         memories: of each form of ``results``, where it is taken from.
     """
 
-    def __init__(self, recorder: Recorder, inputs: Sequence[Form], results: ReplayResults, memories: Sequence[Memory]):
+    def __init__(
+        self,
+        recorder: Recorder,
+        inputs: Sequence[Form],
+        results: ReplayResults,
+        memories: Sequence[Memory],
+        on_host: Collection[int] = (),
+    ):
         self._recorder, self._results, self._inputs = recorder, results, len(inputs)
         self._forms = [*inputs, *results.forms]
-        self.ports = Ports(self._forms)
+        self.ports, self._on_host = Ports(self._forms, on_host), on_host
         self.made = 0
         self._buffers: dict[int, torch.Tensor] = {}
         self._memories = memories
-        self._recordings: LeastRecentlyUsed[Key, Callable[[], Any]] = LeastRecentlyUsed(MAX_OF_A_STREAM)
+        self._recordings: LeastRecentlyUsed[Key, Replay] = LeastRecentlyUsed(MAX_OF_A_STREAM)
         self._seen: LeastRecentlyUsed[Key, bool] = LeastRecentlyUsed(4 * MAX_OF_A_STREAM)
         self._in_a_row = self._strange = 0
         self._plan_memory()
@@ -73,13 +80,13 @@ class StreamRecordings:
                 made[place] = tensor
         return made
 
-    def find(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> Callable[[], Any] | None:
+    def find(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> Replay | None:
         """The recording for dense inputs and memory of results, if there is one."""
         return self._recordings.get(self.ports.key([*inputs, *fresh]))
 
     def replay(
         self,
-        recording: Callable[[], Any],
+        recording: Replay,
         given: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         fresh: list[torch.Tensor],
@@ -90,7 +97,7 @@ class StreamRecordings:
         for place in self.ports.buffered:
             if place < first:
                 buffers[place].copy_(inputs[place])
-        recording()
+        recording(self._ported(inputs, fresh) if self._on_host else ())
         for place in self.ports.buffered:
             if place >= first:
                 fresh[place - first].copy_(buffers[place])
@@ -115,15 +122,21 @@ class StreamRecordings:
         self._seen.put(key, True)
         return False
 
-    def record(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> Callable[[], Any]:
+    def record(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> Replay:
         """Makes a recording for these addresses; raises what goes wrong."""
         self.made += 1
-        buffers, first, copied = self._buffers, self._inputs, self._results.copied
-        read = [buffers.get(place, tensor) for place, tensor in enumerate(inputs)]
-        written = [buffers.get(place, tensor) for place, tensor in enumerate(fresh, first)]
+        copied, ported = self._results.copied, self._ported(inputs, fresh)
+        read, written = ported[: self._inputs], ported[self._inputs :]
         own = len(written) - len(copied)
         replay = self._recorder.record(read, written[:own], list(zip(copied, written[own:], strict=True)))
         return self._recordings.put(self.ports.key([*inputs, *fresh]), replay)
+
+    def _ported(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors of all ports as recordings know them."""
+        tensors = [*inputs, *fresh]
+        for place, buffer in self._buffers.items():
+            tensors[place] = buffer
+        return tensors
 
     @torch.inference_mode(False)  # buffers serve calls of any mode
     def _renew(self) -> None:

@@ -119,17 +119,21 @@ class Executor:
         else:
             for (slot, _), memory in zip(self._fresh, fresh, strict=True):
                 registers[slot] = memory
-        if profiler._is_profiler_enabled:
-            self._act_recorded(registers)
-        else:
-            for action, last_used in self.actions:
-                action(registers)
-                for slot in last_used:
-                    registers[slot] = None
+        self._act(registers)
         results = [registers[slot] for slot in self._layout.results]
         for i, tensor in passed_on:
             results[i] = tensor
         return results
+
+    def _act(self, registers: list) -> None:
+        """The actions, in order; slots are emptied after their last use."""
+        if profiler._is_profiler_enabled:
+            self._act_recorded(registers)
+            return
+        for action, last_used in self.actions:
+            action(registers)
+            for slot in last_used:
+                registers[slot] = None
 
     def _act_recorded(self, registers: list) -> None:
         """The actions under a profiler: a range for the program, one for each instruction in it."""

@@ -76,6 +76,7 @@ class HostRecorder:
         self.now: Any = 0
         self.draws = 0
         self.seconds: tuple[float, float] | None = (1.0, 1.0)
+        self.held_bytes = 0
 
     def refusal(self):
         return self.refuses
@@ -112,8 +113,12 @@ class HostRecorder:
         copied = [(place, alias(memory)) for place, memory in copies]
         self.recorded += 1
 
-        def replay():
+        on_host = [place for place, each in enumerate(program.layout.params) if each.lies_on_host]
+
+        def replay(given):
             self.replayed += 1
+            for place in on_host:
+                read[place] = given[place]
             results = execute(read, fresh=written)
             for place, memory in copied:
                 memory.copy_(results[place])

@@ -35,27 +35,38 @@ class _Layer(nn.Module):
 
 
 class Pair:
-    """A dispatched module and eager's, fed alike; numbers, gradients and the generator are compared after each step."""
+    """A dispatched module and eager's, fed alike; numbers, gradients and the generator are compared after each step.
+
+    ``single``: the other one is dispatched as well, without graphs: bits are compared.
+    """
 
     def __init__(
-        self, mode: object = True, rows: int = 7, dtype: torch.dtype = torch.float64, dynamic: bool = False
+        self,
+        mode: object = True,
+        rows: int = 7,
+        dtype: torch.dtype = torch.float64,
+        dynamic: bool = False,
+        make: Callable[[], nn.Module] = _Layer,
+        single: bool = False,
     ) -> None:
         torch.manual_seed(0)
-        self.ours = _Layer().to(DEVICE, dtype)
+        self.ours = make().to(DEVICE, dtype)
         self.eager = copy.deepcopy(self.ours)
         self.rows, self.dtype = rows, dtype
+        self.tolerance = 0.0 if single else 1e-10
         shapes = {"dynamic_shapes": ({0: torch.export.Dim("rows", min=2)},)} if dynamic else {}
-        self.dispatch(mode, **shapes)
-        if not dynamic:
-            self.ours.eval()
-            with torch.no_grad():
-                self.dispatch(mode)
-            self.ours.train()
+        for module, graphs in [(self.ours, mode), (self.eager, False)][: 1 + single]:
+            self.dispatch(module, graphs, **shapes)
+            if not dynamic:
+                module.eval()
+                with torch.no_grad():
+                    self.dispatch(module, graphs)
+                module.train()
         self.optimizers = [torch.optim.SGD(each.parameters(), 1e-4, momentum=0.9) for each in self.both]
 
-    def dispatch(self, mode: object, **given: object) -> None:
-        """Dispatches ours in its present state."""
-        add_tvm_dispatch(self.ours, self.batch(0), cuda_graphs=mode, on_miss="error", **given)
+    def dispatch(self, module: nn.Module, mode: object, **given: object) -> None:
+        """Dispatches one of both in its present state."""
+        add_tvm_dispatch(module, self.batch(0), cuda_graphs=mode, on_miss="error", **given)
 
     @property
     def both(self) -> tuple[nn.Module, nn.Module]:
@@ -82,7 +93,7 @@ class Pair:
         for ours, theirs in zip(*made, strict=True):
             assert (ours is None) == (theirs is None)
             if ours is not None:
-                torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+                torch.testing.assert_close(ours, theirs, rtol=self.tolerance, atol=self.tolerance)
 
 
 def plain(pair, module, optimizer, rows=None):

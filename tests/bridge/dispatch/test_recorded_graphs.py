@@ -98,10 +98,10 @@ def test_it_is_switched_off_and_on_without_compiling_anew(pair):
         pair.step(seed, plain)
     (entry, _), replays = stats(pair.ours).entries, pair.graphs.replays
     assert replays and all("replays of" in told for told in (repr(stats(pair.ours)), str(explain(pair.ours))))
-    pair.dispatch(False)
+    pair.dispatch(pair.ours, False)
     pair.step(8, plain)
     assert pair.graphs.replays == replays and stats(pair.ours).entries[0] is entry
-    pair.dispatch(True)
+    pair.dispatch(pair.ours, True)
     pair.step(9, plain)
     assert pair.graphs.replays > replays
 

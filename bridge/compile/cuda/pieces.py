@@ -1,0 +1,189 @@
+"""Pieces of a recorded run: stretches of it that a stream captures, as graphs, and the library calls between them.
+
+A call that places torch's generator (attention's dropout) is not captured: inside of a capture, torch's kernels take
+the generator's state from torch's own graphs alone, and other threads could not draw meanwhile. So a run ends a graph
+before such a call and begins the next one behind it. A replay launches the graphs in order and makes the calls in
+between anew: they read what lies where the graphs wrote it, and what they return is copied to where the next one reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bridge.compile.cuda.executor import ALIGNMENT, BoundExecutor
+from bridge.compile.graphs.recorder import Replay
+from bridge.compile.loop_ir.views import dense_strides
+from bridge.compile.runtime.bind import Action, bind
+from bridge.compile.runtime.instructions import CallLibrary, View
+from bridge.compile.runtime.loop_step import Instruction, Loop, inner_steps
+from bridge.library import PLACED_DRAWS
+
+__all__ = ["Pieces", "PiecewiseExecutor", "inside_of_loops", "is_between"]
+
+
+def is_between(step: Instruction) -> bool:
+    """Whether a step is made anew by each replay, between two graphs."""
+    return isinstance(step, CallLibrary) and step.name in PLACED_DRAWS
+
+
+def inside_of_loops(steps: Sequence[Instruction]) -> Iterator[Instruction]:
+    """The steps of loops, which are captured whole."""
+    for step in steps:
+        if isinstance(step, Loop):
+            yield from inner_steps(step.steps)
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where a tensor lies among those of a call.
+
+    Attributes:
+        place: among inputs and memory for results, in a row.
+        geometry: shape, strides and offset of a view of it; ``None``: it is the tensor itself.
+    """
+
+    place: int
+    geometry: tuple[tuple[int, ...], tuple[int, ...], int] | None
+
+    def of(self, given: Sequence[torch.Tensor]) -> torch.Tensor:
+        tensor = given[self.place]
+        if tensor.data_ptr() % ALIGNMENT:  # as a run that is not recorded has it
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        if self.geometry is None:
+            return tensor
+        shape, strides, offset = self.geometry
+        return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
+
+
+def _origin(slot: int, views: Mapping[int, View], given: Mapping[int, int]) -> _Origin | None:
+    """``None``: the slot's tensor does not lie in one of the call's."""
+    geometry, offset = None, 0
+    while (view := views.get(slot)) is not None:
+        geometry = geometry or (view.shape, view.strides)
+        offset += view.offset
+        (slot,) = view.reads
+    if slot not in given:
+        return None
+    return _Origin(given[slot], None if geometry is None else (*geometry, offset))
+
+
+class _Between:
+    """A call between two graphs. All recordings of a program for one stream share it: they run one after another.
+
+    Attributes:
+        memory: where its results lie for the graphs behind it; made at the first recording.
+    """
+
+    def __init__(self, step: CallLibrary, action: Action, origins: Mapping[int, _Origin]):
+        self._step, self._action, self._origins = step, action, origins
+        self.memory: list[torch.Tensor] = []
+
+    def record(self, registers: list) -> Replay:
+        """Puts the memory of its results into the registers. The call is made for its results' forms alone: nothing
+        that a run computes is there yet."""
+        step, action, origins = self._step, self._action, self._origins
+        if not self.memory:
+            tried = {slot: registers[slot] for slot in step.reads}
+            action(tried)
+            made = [tried[slot] for slot in step.writes]
+            with torch.inference_mode(False):  # it serves runs of any mode
+                self.memory = [
+                    torch.empty_strided(each.shape, dense_strides(each.shape), dtype=each.dtype, device=each.device)
+                    for each in made
+                ]
+        targets = list(zip(step.writes, self.memory, strict=True))
+        for slot, memory in targets:
+            registers[slot] = memory
+        own = {slot: registers[slot] for slot in step.reads if slot not in origins}
+
+        def replay(given: Sequence[torch.Tensor]) -> None:
+            found = dict(own)
+            for slot, origin in origins.items():
+                found[slot] = origin.of(given)
+            action(found)
+            for slot, memory in targets:
+                memory.copy_(found[slot])
+
+        return replay
+
+
+class Pieces:
+    """The parts of one run, in order, while it is recorded.
+
+    Args:
+        capture: a context in which the current stream is captured; what it gives has the graph afterwards.
+        launch: a graph → what launches it.
+    """
+
+    def __init__(
+        self, capture: Callable[[], AbstractContextManager[list[Any]]], launch: Callable[[Any], Callable[..., Any]]
+    ):
+        self._capture, self._launch = capture, launch
+        self._stack = ExitStack()
+        self._made: list[Any] = []
+        self.parts: list[Replay] = []
+
+    def __enter__(self) -> Pieces:
+        self._made = self._stack.enter_context(self._capture())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+        if error[0] is None:
+            self.parts += [self._launch(graph) for graph in self._made if not graph.is_empty]
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Nothing is captured meanwhile."""
+        self.__exit__(None, None, None)
+        yield
+        self.__enter__()
+
+
+class PiecewiseExecutor(BoundExecutor):
+    """A program bound to the memory of one stream's recordings. Its runs are recorded, one at a time."""
+
+    def __init__(self, *parts: Any, **given: Any):
+        super().__init__(*parts, **given)
+        layout = self._layout
+        views = {step.writes[0]: step for step in (*self.steps, *layout.views) if isinstance(step, View)}
+        slots = [*range(len(layout.params)), *(made.slot for made in layout.fresh)]
+        place_of = {slot: place for place, slot in enumerate(slots)}
+        self._between: dict[int, _Between] = {}
+        for index, step in enumerate(self.steps):
+            if is_between(step):
+                found = {slot: _origin(slot, views, place_of) for slot in step.reads}
+                origins = {slot: origin for slot, origin in found.items() if origin is not None}
+                self._between[index] = _Between(step, bind(step, {}, {}), origins)
+        self._pieces: Pieces | None = None
+
+    @contextmanager
+    def recorded_by(self, pieces: Pieces) -> Iterator[None]:
+        """A run meanwhile is recorded as these pieces."""
+        self._pieces = pieces
+        try:
+            yield
+        finally:
+            self._pieces = None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory for results of the calls between graphs."""
+        return sum(memory.nbytes for each in self._between.values() for memory in each.memory)
+
+    def _act(self, registers: list) -> None:
+        for index, (action, last_used) in enumerate(self.actions):
+            between = self._between.get(index)
+            if between is None:
+                action(registers)
+            else:
+                with self._pieces.interrupted():
+                    part = between.record(registers)
+                self._pieces.parts.append(part)
+            for slot in last_used:
+                registers[slot] = None
