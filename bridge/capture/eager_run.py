@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bridge.base.errors import Unsupported, from_user_code, refused_by_eager
 from bridge.base.objects import packed
-from bridge.base.torch_internals import pytree
+from bridge.base.torch_internals import TorchDispatchMode, pytree
 from bridge.capture.call_log import differences
 from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.observation import Observation, is_fused_attention
@@ -31,7 +31,7 @@ from bridge.capture.tracing import times_asked
 from bridge.capture.validation_reads import ValidationReads
 from bridge.state import ModuleTensor, once_per_owner
 
-__all__ = ["OTHER_BRANCH", "as_in_eager", "real_run"]
+__all__ = ["as_in_eager", "goes_another_way", "real_run"]
 
 OTHER_BRANCH = Unsupported(
     "torch.compiler.is_compiling or is_exporting",
@@ -40,6 +40,7 @@ OTHER_BRANCH = Unsupported(
     "do not ask in forward",
 )
 """What forward computes depends on whether it is traced."""
+_CHOSEN = "drops inside of a kernel that eager chooses by numbers that it does not read while it is traced"
 
 #: Elements that are compared at a time.
 _PIECE = 1 << 20
@@ -64,7 +65,8 @@ def real_run(
 
     The run takes the branches that tracing takes. If forward asked whether it is traced, another run takes those of
     eager, and what follows from it is a problem if it computes other numbers: :data:`OTHER_BRANCH`. If eager reads
-    numbers there, they may choose the kernel of fused attention in another call, whose dropout would be another.
+    numbers there, they may choose the kernel of fused attention in another call, whose dropout would be another: that
+    is a problem, too (:func:`goes_another_way`).
 
     Autograd's graphs are made, as in eager, and hold no numbers where nothing runs backward. So the run takes no more
     memory than a forward under ``no_grad``.
@@ -88,7 +90,7 @@ def real_run(
             return run, []
         untraced, state = _state(module, tensors, real_tensors)
         chosen = NumberReader()
-        with IsolatedRNG(), graphs(), ValidationReads() as validation, reading(module, chosen):
+        with IsolatedRNG(), graphs(), ValidationReads() as validation, reading(module, chosen), _Sizes() as sizes:
             result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
         run.reads_validation |= validation.found
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises
@@ -96,11 +98,29 @@ def real_run(
     if not _all_close([*run.results, *owned], [*pytree.tree_leaves(packed(result)), *untraced]):
         return run, [OTHER_BRANCH]
     drops = next((draw.op for draw in run.draws if is_fused_attention(draw)), None)
-    if drops is not None and not same_numbers(chosen.readings, readings):
+    if drops is not None and (sizes.read or not same_numbers(chosen.readings, readings)):
         where = next((each.where for each in chosen.readings if each not in readings), "forward")
-        reason = "drops inside of a kernel that eager chooses by numbers that it does not read while it is traced"
-        return run, [Unsupported(drops, where, reason, "spell attention out, or dispatch the layers that attend")]
+        return run, [Unsupported(drops, where, _CHOSEN, "spell attention out, or dispatch the layers that attend")]
     return run, []
+
+
+class _Sizes(TorchDispatchMode):
+    """While active, notes whether numbers decide the size of a result.
+
+    Attributes:
+        read: whether one did.
+    """
+
+    read = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.read |= torch.Tag.dynamic_output_shape in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def goes_another_way(problems: Sequence[Unsupported]) -> bool:
+    """Whether a call is refused because eager does not do what is traced: tracing what eager does may help."""
+    return any(problem == OTHER_BRANCH or problem.reason == _CHOSEN for problem in problems)
 
 
 def _nothing_saved() -> saved_tensors_hooks:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.hub import tqdm
 
 from bridge.base.devices import HOST
+from bridge.base.fake_type import fake_type_hidden
 from bridge.base.replaced import replaced
 from bridge.base.torch_internals import (
     EXPORT_CONTEXTS,
@@ -24,7 +25,7 @@ from bridge.base.torch_internals import (
     mkldnn_switch,
     symbolic_trace,
 )
-from bridge.capture.tracing import HERE, is_capturing
+from bridge.capture.tracing import HERE, is_capturing, takes_eagers_branches
 
 __all__ = ["here_only", "patched_globals"]
 
@@ -47,6 +48,8 @@ def patched_globals() -> Iterator[None]:
         stack.enter_context(replaced(owner, **{name: here_only(lambda: False, getattr(owner, name))}))
         ours = (_compiling_here, _builtins_here, lambda _: nullcontext())
         theirs = {name: getattr(export, name) for name in EXPORT_CONTEXTS}
+        if takes_eagers_branches():
+            stack.enter_context(fake_type_hidden(lambda: is_capturing() and takes_eagers_branches()))
         contexts = map(_unless_capturing, theirs.values(), ours)
         stack.enter_context(replaced(export, **dict(zip(theirs, contexts, strict=True))))
         yield

@@ -25,7 +25,7 @@ from bridge.capture.captured import Captured
 from bridge.capture.counters import counters_of
 from bridge.capture.dynamic_shapes import DynamicDim, refuse_numbers
 from bridge.capture.eager_error import raise_if_eager_raises
-from bridge.capture.eager_run import OTHER_BRANCH, as_in_eager, real_run
+from bridge.capture.eager_run import as_in_eager, goes_another_way, real_run
 from bridge.capture.explain_error import explain_error, is_unknown
 from bridge.capture.exported import (
     NotExportedError,
@@ -78,7 +78,7 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequen
     first = PythonState(module)
     with working_for(device_of_call(module, args, kwargs)):
         captured = _capture(module, args, kwargs, dims, first)
-        if OTHER_BRANCH not in captured.problems:
+        if not goes_another_way(captured.problems):
             return captured
         left = PythonState(module)
         first.restore()

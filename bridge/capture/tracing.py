@@ -22,6 +22,7 @@ __all__ = [
     "marked_capturing",
     "note_change_of_generator",
     "one_capture_at_a_time",
+    "takes_eagers_branches",
     "times_asked",
 ]
 
@@ -57,7 +58,7 @@ class _Here(int):
     """``True`` in a thread that captures, ``False`` in any other: for flags that torch keeps for the whole process."""
 
     def __bool__(self) -> bool:
-        if not is_capturing() or getattr(_thread, "as_in_eager", False):
+        if not is_capturing() or takes_eagers_branches():
             return False
         _thread.asked = times_asked() + 1
         return True
@@ -68,13 +69,21 @@ HERE = _Here(1)
 
 @contextmanager
 def eagers_branches() -> Iterator[None]:
-    """While active, :data:`HERE` is false in this thread, too: what is captured takes the branches of eager."""
+    """While active, :data:`HERE` is false in this thread, too: what is captured takes the branches of eager.
+
+    Nor does forward find that its tensors are fake (:func:`bridge.base.fake_type.fake_type_hidden`).
+    """
     before = getattr(_thread, "as_in_eager", False)
     _thread.as_in_eager = True
     try:
         yield
     finally:
         _thread.as_in_eager = before
+
+
+def takes_eagers_branches() -> bool:
+    """Whether this thread is inside of :func:`eagers_branches`."""
+    return getattr(_thread, "as_in_eager", False)
 
 
 def times_asked() -> int:

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
 from benchmarks.peak import peak_of
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
@@ -208,6 +209,24 @@ def assert_dispatched_as_eager(module):
 @pytest.mark.parametrize("asks", ASKING)
 def test_another_result_where_forward_asks_whether_it_is_traced_is_eagers(asks):
     assert_dispatched_as_eager(Normalized(lambda y: nn.functional.dropout(y.sin() if asks() else y.cos(), 0.3)))
+
+
+class Padded(nn.Module):
+    """Asks as transformers does before it makes a mask."""
+
+    def forward(self, x, kept):
+        traced = torch.compiler.is_compiling() or isinstance(kept, torch._subclasses.FakeTensor)
+        return x.cos() if traced or not kept.all() else x.sin()
+
+
+def test_a_number_that_eager_alone_reads_decides_about_the_branch():
+    """Nor does forward see there that tensors are fake; the class keeps its name for whoever asks otherwise."""
+    x, kept = transposed_input(), torch.ones(4, dtype=torch.bool)
+    module = add_tvm_dispatch(Padded(), (x, kept), on_miss="compile")
+    for mask in (kept, ~kept, kept):
+        torch.testing.assert_close(module(x, mask), Padded()(x, mask))
+    assert stats(module).hits == 3 and len(stats(module).entries) == 2
+    assert torch._subclasses.FakeTensor is FakeTensor
 
 
 def test_a_branch_of_eagers_that_numbers_decide_is_refused():

@@ -217,14 +217,37 @@ class Masked(Layers):
     """Eager looks whether anything is masked, which chooses the kernel; what is traced does not look."""
 
     def forward(self, q, k, v):
-        if not torch.compiler.is_compiling() and q.isnan().any():
-            return self.linear(CALLS["efficient"](q.nan_to_num(), k, v, self.rate))
+        if not torch.compiler.is_compiling() and self.is_masked(q):
+            return self.linear(CALLS["efficient"](q.nan_to_num() + 1, k, v, self.rate))
         return self.linear(CALLS["flash"](q, k, v, self.rate))
 
+    def is_masked(self, q):
+        return q.isnan().any()
 
-def test_a_kernel_that_numbers_choose_where_they_are_not_traced_is_refused(generator):
+
+def test_a_kernel_that_numbers_choose_where_they_are_not_traced_is_the_one_that_eager_takes(generator):
+    """Each outcome is an entry with eager's kernel and eager's draws."""
+    module, eager = Masked("flash").double(), Masked("flash").double()
+    eager.load_state_dict(module.state_dict())
+    plain, masked = tensors(), tensors()
+    masked[0] = masked[0].detach().index_fill(0, torch.tensor(0), torch.nan).requires_grad_()
+    add_tvm_dispatch(module, tuple(plain), on_miss="compile")
+    for leaves in (plain, masked, plain, masked):
+        before = generator.get_state()
+        wanted = step(eager, generator, leaves)
+        generator.set_state(before)
+        torch.testing.assert_close(step(module, generator, leaves), wanted, rtol=1e-10, atol=1e-12)
+    assert stats(module).hits == 4 and [entry.readings[0].value for entry in stats(module).entries] == [False, True]
+
+
+class Selected(Masked):
+    def is_masked(self, q):
+        return bool(q[q > 9].numel())
+
+
+def test_a_kernel_that_is_chosen_by_what_cannot_be_traced_is_refused(generator):
     with pytest.raises(UnsupportedModule, match=r"(?s)flash_attention.*chooses by numbers.*spell attention out"):
-        add_tvm_dispatch(Masked("flash").double(), tuple(tensors()))
+        add_tvm_dispatch(Selected("flash").double(), tuple(tensors()))
 
 
 def sized(batch, length):
