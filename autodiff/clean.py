@@ -12,6 +12,7 @@ from autodiff.dropout import project
 from autodiff.ir import Function
 from autodiff.pads import join_pads
 from autodiff.rewrite import rewrite
+from autodiff.undefined_gradients import undefined_gradients
 from autodiff.views import deduplicate_views
 from autodiff.zapp import one_zapp, zapp_like, zero_zapp
 
@@ -34,6 +35,7 @@ PASSES: list[Callable[[Function], Function]] = [
     zapp_like,
     zero_zapp,
     one_zapp,
+    undefined_gradients,
     join_pads,
     deduplicate_views,
     common_subexpression_elimination,

@@ -28,6 +28,7 @@ from autodiff.ir import (
 from autodiff.library import call as library_call
 from autodiff.library import number
 from autodiff.typed import normalizer
+from bridge.aten.any_operator import check_functional
 from bridge.aten.dims import dims, has_extents, same_shape
 from bridge.aten.draws import ChainedDraws
 from bridge.aten.imported import Imported
@@ -35,6 +36,7 @@ from bridge.aten.number_checks import computed_numbers, first_broken, holds
 from bridge.aten.placed_draws import unplaced
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse
 from bridge.aten.sizes import is_size, size
+from bridge.aten.whole import whole
 from bridge.base.devices import HOST
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.torch_internals import ELEMENTWISE_TYPE_PROMOTION_KIND, HigherOrderOperator, elementwise_dtypes
@@ -246,7 +248,7 @@ class Importer:
         self._hint = node.name
         if node.target not in CONVERSIONS and is_size(node):
             return size(self, node, args)
-        return CONVERSIONS[node.target](self, node, *args, **kwargs)
+        return CONVERSIONS.get(node.target, whole)(self, node, *args, **kwargs)
 
 
 def _unsupported(captured: Captured, node: fx.Node, use: UnsupportedUse) -> Unsupported:
@@ -278,7 +280,7 @@ def import_graph(captured: Captured) -> Imported:
             if isinstance(node.target, HigherOrderOperator):
                 raise UnsupportedUse("a higher-order operator")
             if node.target is not operator.getitem and node.target not in CONVERSIONS and not is_size(node):
-                raise UnsupportedUse("no conversion with training semantics")
+                check_functional(node)
             env[node] = importer.convert(node, env)
         except UnsupportedUse as unsupported:
             if not any(problem.op == str(node.target) for problem in problems):

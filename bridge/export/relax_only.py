@@ -60,7 +60,7 @@ def without_library_calls(function: Function) -> Function:
 def _spelled(name: str, call: Call, scope: Scope) -> Expr:
     rule = _RULES.get(name.removeprefix("library."))
     if rule is None:
-        raise NoRelaxForm(name)
+        raise NoRelaxForm(str(call.args[1].value) if name == "library.operator" else name)
     return scope.emit(rule(call.args[1:], scope), "spelled")
 
 

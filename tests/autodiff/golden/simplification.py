@@ -16,6 +16,7 @@ from autodiff import (
     zero_zapp,
 )
 from autodiff.clean import project_tuples
+from autodiff.undefined_gradients import undefined_gradients
 from tests.autodiff.golden import golden
 
 __all__ = []
@@ -73,6 +74,57 @@ class ZappLike:
             g = R.reshape(y, R.shape([1, 3]))
             R.output(a, b, c, d, e, g)
         return (a, b, c, d, e, x, g)
+
+
+@golden(undefined_gradients)
+@I.ir_module
+class UndefinedGradients:
+    """What nothing uses of an operator has no gradient, and a gradient of numbers stays."""
+
+    @R.function(private=True)
+    def before(x: R.Tensor((3,), "float32"), g: R.Tensor((3,), "float32")):
+        with R.dataflow():
+            zeros = R.zeros(R.shape([3]), "float32")
+            a = R.call_pure_packed(
+                "library.operator_vjp",
+                R.str("aten.frexp.Tensor"),
+                R.str("..."),
+                0,
+                R.shape([0, 1]),
+                x,
+                g,
+                zeros,
+                ty_args=(R.Tensor((3,), "float32"),),
+            )
+            b = R.call_pure_packed(
+                "library.operator_vjp",
+                R.str("aten.frexp.Tensor"),
+                R.str("..."),
+                0,
+                R.shape([0]),
+                x,
+                zeros,
+                ty_args=(R.Tensor((3,), "float32"),),
+            )
+            R.output(a, b)
+        return (a, b)
+
+    @R.function(private=True)
+    def expected(x: R.Tensor((3,), "float32"), g: R.Tensor((3,), "float32")):
+        with R.dataflow():
+            a = R.call_pure_packed(
+                "library.operator_vjp",
+                R.str("aten.frexp.Tensor"),
+                R.str("..."),
+                0,
+                R.shape([0]),
+                x,
+                g,
+                ty_args=(R.Tensor((3,), "float32"),),
+            )
+            b = R.zeros(R.shape([3]), "float32")
+            R.output(a, b)
+        return (a, b)
 
 
 @golden(zero_zapp)

@@ -1,0 +1,87 @@
+"""Operators without a conversion: torch's own kernel and derivative; what is not functional is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bridge import UnsupportedModule, add_tvm_dispatch, lower, save_compiled, stats
+from tests.bridge.compare import Call, Function, assert_same, check_module, run
+
+
+def square(*extents):
+    return torch.randn(*(extents or (4, 4)), dtype=torch.float64, requires_grad=True)
+
+
+def gram(x):
+    return x @ x.mT + torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+
+
+OPERATORS = {
+    "eigenvalues": lambda x: torch.linalg.eigvalsh(gram(x)),
+    "eigenvectors": lambda x: torch.linalg.eigh(gram(x))[1].abs(),
+    "singular values": torch.linalg.svdvals,
+    "singular vectors": lambda x: torch.linalg.svd(x)[0].abs(),
+    "both factors": lambda x: torch.linalg.qr(x),
+    "one factor of three": lambda x: torch.linalg.svd(x)[2].square(),
+    "condition": torch.linalg.cond,
+    "nuclear norm": lambda x: torch.linalg.matrix_norm(x, "nuc"),
+    "a function of two": lambda x: torch.special.zeta(x.detach().abs() + 2, torch.tensor(1.5)) * x,
+    "polynomials": lambda x: torch.special.hermite_polynomial_h(x.detach(), 3) * x,
+    "integers beside": lambda x: torch.histogram(x.detach(), 4).hist.sum() * x,
+    "several dtypes": lambda x: torch.linalg.lu_factor(x)[0] * torch.geqrf(x.detach())[1],
+}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_results_and_gradients(operator):
+    check_module(lambda: Function(OPERATORS[operator]), lambda: Call((square(),)), calls=1, rtol=1e-10, atol=1e-12)
+
+
+def test_what_nothing_uses_has_no_gradient():
+    """Of equal singular values, the vectors' terms would be 0 / 0; eager leaves them out."""
+
+    def values(x):
+        return torch.linalg.svd(torch.eye(3, dtype=x.dtype, device=x.device) * x.sum())[1]
+
+    check_module(lambda: Function(values), lambda: Call((square(),)), calls=1)
+
+
+def test_a_size_that_varies():
+    function = Function(torch.linalg.svdvals)
+    add_tvm_dispatch(function, square(5, 3, 4), dynamic_shapes={"args": ({0: torch.export.Dim.DYNAMIC},)})
+    for batch in (2, 5, 7):
+        x = square(batch, 3, 4)
+        mine, eagers = (x.detach().clone().requires_grad_() for _ in range(2))
+        expected = run(Function(torch.linalg.svdvals), Call((eagers,)))
+        assert_same(run(function, Call((mine,))), expected, rtol=1e-10, atol=1e-12)
+    assert stats(function).hits == 3
+
+
+REFUSED = {
+    "complex numbers": (lambda x: torch.linalg.eig(x)[0].abs(), "linalg_eig.default: makes complex numbers"),
+    "a draw": (lambda x: torch.nn.functional.rrelu(x, training=True), "rrelu"),
+    "memory": (lambda x: x + torch.ops.aten._lazy_clone(x), "about memory"),
+    "an effect": (
+        lambda x: x + torch.ops.aten._functional_assert_async.msg(x[0, 0] < 9, "", x[0, 0]),
+        "beside its result",
+    ),
+}
+
+
+@pytest.mark.parametrize("operator", REFUSED)
+def test_refused_by_name(operator):
+    function, words = REFUSED[operator]
+    with pytest.raises(UnsupportedModule, match=words):
+        add_tvm_dispatch(Function(function), square())
+
+
+def test_it_is_named_in_the_program():
+    text = str(lower(Function(torch.linalg.svdvals), square())["imported"].function)
+    assert 'R.str("aten._linalg_svd.default")' in text
+
+
+def test_no_native_form(tmp_path):
+    function = add_tvm_dispatch(Function(torch.linalg.svdvals).eval(), square().detach())
+    with pytest.raises((ValueError, UnsupportedModule), match="_linalg_svd"):
+        save_compiled(function, tmp_path / "out", native=True)
