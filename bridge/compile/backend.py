@@ -22,6 +22,7 @@ from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
 from bridge.compile.schedule.products import ProductPolicy
 from bridge.compile.schedule.row_plan import RowPlan
+from bridge.compile.schedule.together import TogetherPlan
 
 __all__ = ["Backend", "Built"]
 
@@ -84,11 +85,12 @@ class Backend(ABC):
         """Choices for matrix products on a number of threads; ``deterministic``: the same in every process."""
 
     @abstractmethod
-    def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan) -> PrimFunc:
+    def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan | TogetherPlan) -> PrimFunc:
         """The kernel of a plan. It follows from the plan alone: equal plans share one.
 
         A product's is one for all plans of an element type: it reads
-        :data:`~bridge.compile.loop_ir.product.FIELDS` at each launch.
+        :data:`~bridge.compile.loop_ir.product.FIELDS` at each launch. Plans are launched together only where the
+        backend's limits ask for it.
         """
 
     @abstractmethod

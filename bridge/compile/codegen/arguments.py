@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from tvm import tirx
 from tvm.ir import PointerType, PrimType
 from tvm.tirx import Bind, Buffer, BufferLoad, DeclBuffer, Expr, Stmt, Var
@@ -33,6 +35,7 @@ class LaunchArguments:
         self.index_type = index_type
         self.params: list[Var] = []
         self.stmts: list[Stmt] = []
+        self._first = 0
         self._variables = [Var(f"n{index}", index_type) for index in range(count)]
         self._wide: dict[int, Var] = {}
         if not count:
@@ -45,6 +48,12 @@ class LaunchArguments:
             number: Expr = BufferLoad(self._descriptor, [const(index)])
             self.stmts.append(Bind(variable, number if index_type == INDEX else tirx.Cast(index_type, number)))
 
+    def part(self, first: int, count: int) -> LaunchArguments:
+        """The integers of one of several plans, ``count`` from ``first`` on, as if they were all."""
+        found = copy.copy(self)
+        found._first, found._variables = first, self._variables[first : first + count]
+        return found
+
     def __call__(self, number: Number) -> Expr:
         """A number of a plan as an index."""
         return tirx.const(number, self.index_type) if isinstance(number, int) else self._variables[number.index]
@@ -53,10 +62,11 @@ class LaunchArguments:
         """An argument as int64, whatever an index is: a number that is computed with."""
         if self.index_type == INDEX:
             return self._variables[argument.index]
-        if argument.index not in self._wide:
-            variable = self._wide[argument.index] = Var(f"x{argument.index}", INDEX)
-            self.stmts.append(Bind(variable, BufferLoad(self._descriptor, [const(argument.index)])))
-        return self._wide[argument.index]
+        place = self._first + argument.index
+        if place not in self._wide:
+            variable = self._wide[place] = Var(f"x{place}", INDEX)
+            self.stmts.append(Bind(variable, BufferLoad(self._descriptor, [const(place)])))
+        return self._wide[place]
 
     def coordinate(self, index: Expr, term: Term) -> Expr:
         """A loop's coordinate from the number of the turn in all of them."""

@@ -45,5 +45,6 @@ LIMITS = Limits(
     section_operators=4,
     free_reads=4,
     access_bytes=0,
+    together=1,
     small_casts=0,
 )

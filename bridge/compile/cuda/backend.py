@@ -28,6 +28,7 @@ from bridge.compile.schedule.column_plan import ColumnPlan
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
 from bridge.compile.schedule.row_plan import RowPlan
+from bridge.compile.schedule.together import TogetherPlan
 
 __all__ = ["CudaBackend", "architecture"]
 
@@ -78,9 +79,9 @@ class CudaBackend(Backend):
     def prepare(self, tensors: Sequence[torch.Tensor]) -> None:
         """Nothing: what NVRTC compiles is known when plans are."""
 
-    def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan) -> PrimFunc:
+    def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan | TogetherPlan) -> PrimFunc:
         match plan:
-            case RowPlan() | ColumnPlan():
+            case RowPlan() | ColumnPlan() | TogetherPlan():
                 return generate(plan)
         raise NotImplementedError(f"products on CUDA are torch's, not generated: {plan}")
 

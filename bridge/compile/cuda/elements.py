@@ -1,11 +1,15 @@
-"""Element kernels: a row plan without reductions → a thread for each vector, and for each element behind them."""
+"""Element kernels: row plans without reductions → a thread for each vector, and for each element behind them.
+
+Several plans share a launch: the first blocks are the first plan's, and so on.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 from tvm import tirx
-from tvm.tirx import Expr, IfThenElse, Stmt, Var
+from tvm.tirx import Bind, Expr, IfThenElse, Stmt, Var
 
 from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.tir import sequence
@@ -18,9 +22,38 @@ from bridge.compile.schedule.row_scope import KernelBuffers
 
 __all__ = ["elements"]
 
+Part = tuple[RowPlan, KernelBuffers, LaunchArguments]
+"""A plan, its memory and its integers."""
 
-def elements(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> list[Stmt]:
-    """The launch of all elements."""
+
+def elements(parts: Sequence[Part]) -> list[Stmt]:
+    """The launch of all elements of all plans."""
+    works = [_work(*part) for part in parts]
+    number = parts[0][2]
+    ends: list[Var] = []
+    stmts: list[Stmt] = []
+    blocks: Expr = number(0)
+    for count, _ in works:
+        blocks = blocks + portions(count, BLOCK_THREADS) if stmts else portions(count, BLOCK_THREADS)
+        ends.append(Var(f"end{len(ends)}", number.index_type))
+        stmts.append(Bind(ends[-1], blocks))
+        blocks = ends[-1]
+
+    def body(block: Var, _: Var, thread: Var) -> Stmt:
+        chosen = None
+        for index in reversed(range(len(works))):
+            own = block - ends[index - 1] if index else block
+            here = works[index][1](own, thread)
+            chosen = here if chosen is None else IfThenElse(block < ends[index], here, chosen)
+        return chosen
+
+    if len(works) == 1:
+        return [launch(portions(works[0][0], BLOCK_THREADS), BLOCK_THREADS, 1, body)]
+    return [*stmts, launch(blocks, BLOCK_THREADS, 1, body)]
+
+
+def _work(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> tuple[Expr, Callable[[Expr, Expr], Stmt]]:
+    """How many threads a plan's elements take, and what a thread of a block of its own does."""
     walk, last = plan.walk, plan.columns[-1]
     if walk.vectors is not None:  # the elements of a flat space are one row
         vectors = number(walk.vectors)
@@ -35,7 +68,7 @@ def elements(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> 
         row, at = tirx.truncdiv(index, turns), tirx.truncmod(index, turns)
         return _vector(plan, buffers, number, row, at * number(lanes), lanes)
 
-    def body(block: Var, _: Var, thread: Var) -> Stmt:
+    def body(block: Expr, thread: Expr) -> Stmt:
         first = block * number(BLOCK_THREADS)
         index = first + thread
         if walk.vectors is None:
@@ -47,7 +80,7 @@ def elements(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> 
                 inside = IfThenElse(index < vectors, inside, _vector(plan, buffers, number, number(0), begin, 1))
         return IfThenElse(thread < count - first, inside, None)
 
-    return [launch(portions(count, BLOCK_THREADS), BLOCK_THREADS, 1, body)]
+    return count, body
 
 
 def _vector(

@@ -85,6 +85,7 @@ LIMITS = Limits(
     section_operators=4,
     free_reads=4,
     access_bytes=ACCESS_BYTES,
+    together=8,
     small_casts=8,
 )
 

@@ -66,11 +66,11 @@ class ThreadScope(RowValues):
         return stmts
 
 
-def kernel_buffers(plan: RowPlan) -> KernelBuffers:
-    """The kernel's memory, in the order of its parameters."""
+def kernel_buffers(plan: RowPlan, suffix: str = "") -> KernelBuffers:
+    """The kernel's memory, in the order of its parameters; ``suffix`` of their names."""
 
     def buffer(dtype: str, name: str) -> Buffer:
-        return flat_buffer(storage_type(dtype), name, plan.index_type)
+        return flat_buffer(storage_type(dtype), name + suffix, plan.index_type)
 
     nodes = plan.nodes
     cached = enumerate(plan.cached if plan.buffer_row is not None else ())

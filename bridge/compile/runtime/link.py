@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from tvm.tirx import PrimFunc
@@ -39,6 +39,7 @@ from bridge.compile.schedule.column_plan import plan_columns
 from bridge.compile.schedule.fuse import Group, fuse
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.plan_rows import plan_rows
+from bridge.compile.schedule.together import plan_together, together
 
 __all__ = ["assemble"]
 
@@ -64,10 +65,11 @@ def assemble(
     groups = [group for group in groups if any(value in stored for value in group.made)]
     generate = functools.cache(backend.kernel)
     reached: dict[Dim, None] = {}
-    kernels = [_kernel(group, stored, backend, generate, reached) for group in groups]
+    steps = together(groups, backend)
+    kernels = [_kernel(step, stored, backend, generate, reached) for step in steps]
     _guard_indices(reached)
     clock.stop("generate")
-    linker = _Linker(graph, groups, kernels, name, bodies or {})
+    linker = _Linker(graph, [_one(step) for step in steps], kernels, name, bodies or {})
     built = backend.build(list(linker.functions.items()))
     program = linker.finish(built, timings, backend, variables, scope)
     clock.stop("plan")
@@ -106,14 +108,22 @@ def _guard_indices(reached: Iterable[Dim]) -> None:
             raise AssertionError(f"a tensor of {count} elements is read with a short index")
 
 
+def _one(step: Sequence[Group]) -> Group:
+    """Groups that are launched together, as one whose nodes are theirs."""
+    if len(step) == 1:
+        return step[0]
+    made = {value: node for group in step for value, node in group.made.items()}
+    return Group(step[0].index, [node for group in step for node in group.nodes], 0, made=made, fusable=False)
+
+
 def _kernel(
-    group: Group, stored: set[Value], rules: Rules, generate: Callable, reached: dict[Dim, None]
+    step: Sequence[Group], stored: set[Value], rules: Rules, generate: Callable, reached: dict[Dim, None]
 ) -> Kernel | LibraryCall | None:
-    """How a group is computed, ``generate`` making kernels of plans; ``None`` if all it makes has no elements.
+    """How groups are computed, ``generate`` making kernels of plans; ``None`` if all that one makes has no elements.
 
     ``reached`` collects the numbers of elements of tensors whose indices are short.
     """
-    node = group.nodes[0]
+    group, node = step[0], step[0].nodes[0]
     if all(same(value.numel, 0) for value in group.made):
         return None
     if isinstance(node, LibraryCall):
@@ -124,8 +134,12 @@ def _kernel(
         return Kernel(generate(node.plan), values, node.outs, (), ops, node.plan.descriptor(node.onto is not None))
     if isinstance(node, Fallback):
         return Kernel(node.kernel, tuple(op.value for op in node.operands), node.outs, (), (node.op,))
-    alone = isinstance(node, Reduction) and not group.fusable
-    planned = plan_columns(node, rules) if alone else plan_rows(group, stored, rules)
+    if len(step) > 1:
+        planned = plan_together(step, stored, rules)
+    elif isinstance(node, Reduction) and not group.fusable:
+        planned = plan_columns(node, rules)
+    else:
+        planned = plan_rows(group, stored, rules)
     if planned.plan.index_type == "int32":
         reached.update(dict.fromkeys(value.numel for value in (*planned.inputs, *planned.outputs)))
     func = generate(planned.plan)

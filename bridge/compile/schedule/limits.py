@@ -41,6 +41,7 @@ class Limits:
         free_reads: operands smaller than the result by this factor cost nothing to read again.
         access_bytes: that a thread of a kernel which combines nothing reads of a tensor at once: of half types up to
             twice the order's lanes; 0: always the order's.
+        together: point-wise groups at most that are one launch; 1: each is launched by itself.
         small_casts: a tensor smaller by this factor than what is computed with it is cast where it is read; 0: none.
     """
 
@@ -67,6 +68,7 @@ class Limits:
     section_operators: int
     free_reads: int
     access_bytes: int
+    together: int
     small_casts: int
 
 

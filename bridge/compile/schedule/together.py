@@ -1,0 +1,83 @@
+"""Launches together: point-wise groups that do not depend on each other → one launch, each in threads of its own.
+
+The casts of a layer's weights, the heads of an attention: a launch of a small kernel takes longer than what it does. A
+group is moved to an earlier one's place if all that it reads is there. No value changes, in any bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from autodiff.extents import sample_of
+from bridge.compile.loop_ir.graph import Concat, Pointwise, Value
+from bridge.compile.schedule.fuse import Group
+from bridge.compile.schedule.limits import Rules
+from bridge.compile.schedule.plan_rows import plan_rows
+from bridge.compile.schedule.planned import Planned
+from bridge.compile.schedule.row_plan import RowPlan
+
+__all__ = ["TogetherPlan", "plan_together", "together"]
+
+_REACH = 32
+"""Steps at most that a group is moved: what it makes is in memory for as long."""
+
+
+@dataclass(frozen=True)
+class TogetherPlan:
+    """Plans without reductions, of one index type, whose launches are one; tensors and integers are theirs in order."""
+
+    plans: tuple[RowPlan, ...]
+
+    @property
+    def index_type(self) -> str:
+        """See :class:`~bridge.compile.schedule.row_plan.RowPlan`."""
+        return self.plans[0].index_type
+
+    @property
+    def arguments(self) -> int:
+        """How many integers a launch passes."""
+        return sum(plan.arguments for plan in self.plans)
+
+
+def together(groups: Sequence[Group], rules: Rules) -> list[list[Group]]:
+    """Groups in an order of execution → the same in an order of execution, with those that are launched together."""
+    most = rules.limits.together
+    steps: list[list[Group]] = []
+    place: dict[Group, int] = {}
+    for group in groups:
+        own = len(steps)
+        if most > 1 and _is_elementwise(group):
+            ready = 1 + max((place[source] for source in group.sources if source in place), default=-1)
+            others = range(own - 1, max(ready, own - _REACH) - 1, -1)
+            own = next((at for at in others if _takes(steps[at], most)), own)
+        place[group] = own
+        if own == len(steps):
+            steps.append([])
+        steps[own].append(group)
+    return steps
+
+
+def _takes(step: Sequence[Group], most: int) -> bool:
+    return len(step) < most and _is_elementwise(step[0])
+
+
+def _is_elementwise(group: Group) -> bool:
+    """Whether a thread for each vector computes the group, in indices that are short."""
+    if not group.fusable or any(type(node) is not Pointwise or isinstance(node, Concat) for node in group.nodes):
+        return False
+    values = {*group.made, *(operand.value for _, operand in group.reads())}
+    return all(sample_of(value.numel) < 2**31 for value in values)
+
+
+def plan_together(groups: Sequence[Group], stored: Collection[Value], rules: Rules) -> Planned[TogetherPlan]:
+    """The plan of groups that are launched together."""
+    planned = [plan_rows(group, stored, rules) for group in groups]
+    return Planned(
+        TogetherPlan(tuple(each.plan for each in planned)),
+        tuple(value for each in planned for value in each.inputs),
+        tuple(value for each in planned for value in each.outputs),
+        (),
+        tuple(number for each in planned for number in each.scalars),
+        tuple(op for each in planned for op in each.ops),
+    )

@@ -1,0 +1,105 @@
+"""Launches together: an order of execution, the numbers of launches by themselves, casts of a layer in one launch."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from autodiff.extents import ExtentScope
+from bridge.compile.cuda.limits import LIMITS
+from bridge.compile.schedule.fuse import fuse
+from bridge.compile.schedule.together import plan_together, together
+from tests.bridge.compile.planned_graphs import Builder, Kernels, build, inputs
+from tests.cuda_plans import BACKEND, CudaKernels, assert_near
+
+
+def several(n, m):
+    """Casts, a transposed copy, a broadcast sum, a flat space with a tail: nothing reads another."""
+    b = Builder()
+    half = b.op("astype", b.param(n, m), dtype="bfloat16")
+    x, y = b.param(n, 4, m), b.param(m)
+    swapped = b.op("add", b.transposed(x, 1, 0, 2), y)
+    odd = b.op("multiply", b.op("astype", b.param(n, 7), dtype="float16"), 3.0)
+    sums = b.op("exp", b.param(3, m, dtype="float64"))
+    return b.graph(half, swapped, odd, sums)
+
+
+def launched(graph):
+    """The plan of all groups, which are one step."""
+    groups = fuse(graph, BACKEND)
+    (step,) = together(groups, BACKEND)
+    assert len(step) == len(groups) == 4
+    return plan_together(step, {operand.value for operand in graph.results}, BACKEND)
+
+
+def test_numbers():
+    cases = [several(n, m) for n, m in ((5, 33), (40, 64), (300, 12))]
+    ours, host = CudaKernels([[launched(graph)] for graph in cases]), list(map(Kernels, cases))
+    build(*host)
+    for graph, each, theirs in zip(cases, ours.graphs, host, strict=True):
+        given = inputs(graph)
+        memory = dict(zip(graph.params, given, strict=True))
+        ours.run(each, memory)
+        for operand, expected in zip(graph.results, theirs(given), strict=True):
+            assert_near(memory[operand.value], expected)
+
+
+def test_sizes_of_the_launch():
+    scope, samples = ExtentScope(), {"n": 9, "m": 70}
+    graph = several(*(scope.symbol(name, sample) for name, sample in samples.items()))
+    cases = [dict(zip(samples, each, strict=True)) for each in ((2, 5), (70, 64))]
+    plans = [launched(graph)]
+    ours, fixed = CudaKernels([plans]), [Kernels(several(**values)) for values in cases]
+    build(*fixed)
+    for host, values in zip(fixed, cases, strict=True):
+        given = inputs(host.graph)
+        memory = dict(zip(graph.params, given, strict=True))
+        ours.run(plans, memory, lambda extents, values=values: scope.compiled(extents)(values))
+        for operand, expected in zip(graph.results, host(given), strict=True):
+            assert_near(memory[operand.value], expected)
+
+
+def drawn(seed: int):
+    """Point-wise operators, sums and transpositions of earlier values, in any order."""
+    draw, b = random.Random(seed), Builder()
+    values = [b.param(24, 16) for _ in range(3)]
+    for _ in range(draw.randrange(3, 30)):
+        x = draw.choice(values)
+        match draw.randrange(4):
+            case 0:
+                made = b.op("add", x, draw.choice(values))
+            case 1:
+                made = b.op("multiply", b.op("astype", x, dtype="float16"), 2.0)
+                made = b.op("astype", made, dtype="float32")
+            case 2:
+                made = b.op("exp", b.reshaped(b.op("copy", b.transposed(x, 1, 0)), 24, 16))
+            case _:
+                made = b.op("subtract", x, b.reduce("max", x, 24, 16, 1, 24, 1))
+        values.append(made)
+    return b.graph(*draw.sample(values[3:], draw.randrange(1, len(values) - 2)))
+
+
+@pytest.mark.parametrize("most", [1, 2, 8])
+def test_what_a_step_reads_is_made_before(most):
+    backend, joined = replace(BACKEND, limits=replace(LIMITS, together=most)), 0
+    for seed in range(60):
+        groups = fuse(drawn(seed), backend)
+        steps = together(groups, backend)
+        assert sorted(map(id, groups)) == sorted(id(group) for step in steps for group in step)
+        made = set()
+        for step in steps:
+            assert len(step) <= most
+            joined += len(step) > 1
+            for group in step:
+                assert all(op.value in made for _, op in group.reads() if op.value.source == "node")
+            made.update(value for group in step for value in group.made)
+    assert bool(joined) is (most > 1)
+
+
+def test_a_layers_casts_are_one_launch():
+    b = Builder()
+    weights = [b.op("astype", b.param(48, 8 * width), dtype="bfloat16") for width in range(1, 7)]
+    (step,) = together(fuse(b.graph(*weights), BACKEND), BACKEND)
+    assert len(step) == 6
