@@ -106,7 +106,7 @@ _fused_choice = find("torch._fused_sdp_choice")
 
 def settle_attention_order(device: torch.device) -> None:
     """Has torch choose an attention kernel on a GPU once: it decides then in which order it asks them from then on."""
-    if not torch.cuda.is_initialized():
+    if device.type != "cuda" or not torch.cuda.is_initialized():
         return
     with torch.no_grad():
         one = torch.empty(1, 1, 8, 8, dtype=torch.float16, device=device)

@@ -20,6 +20,7 @@ from bridge.base.errors import Unsupported, UnsupportedModule, is_refused_by_eag
 from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
 from bridge.base.modes import ambient_autocast, autocast_to
+from bridge.base.torch_cuda import settle_attention_order
 from bridge.base.torch_internals import FakeTensor, pytree
 from bridge.capture.captured import Captured
 from bridge.capture.counters import counters_of
@@ -76,7 +77,9 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequen
     check_call(module, args, kwargs)
     refuse_numbers(type(module).__name__, dims)
     first = PythonState(module)
-    with working_for(device_of_call(module, args, kwargs)):
+    device = device_of_call(module, args, kwargs)
+    settle_attention_order(device)
+    with working_for(device):
         captured = _capture(module, args, kwargs, dims, first)
         if not goes_another_way(captured.problems):
             return captured

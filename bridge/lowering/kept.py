@@ -16,7 +16,7 @@ from torch import nn
 from bridge.artifact import current_store, of_this_package
 from bridge.base.devices import HOST, current_device
 from bridge.base.log import channel
-from bridge.base.torch_cuda import gpu_features, read_settings, settle_attention_order
+from bridge.base.torch_cuda import gpu_features, read_settings
 from bridge.capture import FakeRun
 from bridge.compile import host_features
 from bridge.lowering.canonical_key import NotCanonicalError, canonical
@@ -106,6 +106,5 @@ def _surroundings() -> list[Any]:
     device = current_device()
     found = [host_features(), torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()]
     if device != HOST:
-        settle_attention_order(device)
         found += [*gpu_features(device), canonical(read_settings())]
     return found

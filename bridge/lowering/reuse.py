@@ -32,6 +32,7 @@ from bridge.base.devices import current_device, working_for
 from bridge.base.errors import CompilationError
 from bridge.base.log import channel
 from bridge.base.modes import autocast_setting, cuda_autocast_setting
+from bridge.base.torch_cuda import settle_attention_order
 from bridge.base.torch_internals import pytree, storage_id
 from bridge.base.torch_shapes import fixed
 from bridge.capture import (
@@ -99,7 +100,9 @@ def lower_once(
         UnsupportedModule, CompilationError: as :func:`bridge.lower.lower`.
     """
     check_call(module, args, kwargs)
-    with working_for(device_of_call(module, args, kwargs)):
+    device = device_of_call(module, args, kwargs)
+    settle_attention_order(device)
+    with working_for(device):
         return _lower_once(module, args, kwargs, grad, partition, dims)
 
 
