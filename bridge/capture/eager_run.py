@@ -19,7 +19,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from bridge.base.errors import Unsupported, from_user_code, refused_by_eager
-from bridge.base.objects import packed
 from bridge.base.torch_internals import TorchDispatchMode, pytree
 from bridge.capture.call_log import differences
 from bridge.capture.isolated_rng import IsolatedRNG
@@ -27,8 +26,7 @@ from bridge.capture.observation import Observation, is_fused_attention
 from bridge.capture.observe import observe
 from bridge.capture.own_leaves import own_leaves
 from bridge.capture.readings import NumberReader, Reading, reading, same_numbers
-from bridge.capture.tracing import times_asked
-from bridge.capture.validation_reads import ValidationReads
+from bridge.capture.tracing import eagers_branches, times_asked
 from bridge.state import ModuleTensor, once_per_owner
 
 __all__ = ["as_in_eager", "goes_another_way", "real_run"]
@@ -64,7 +62,7 @@ def real_run(
     ``readings``: what the traced forward was given. ``differentiates``: whether it ran a backward itself.
 
     The run takes the branches that tracing takes. If forward asked whether it is traced, another run takes those of
-    eager, and what follows from it is a problem if it computes other numbers: :data:`OTHER_BRANCH`. If eager reads
+    eager, and what follows from it is a problem if it computes or draws others: :data:`OTHER_BRANCH`. If eager reads
     numbers there, they may choose the kernel of fused attention in another call, whose dropout would be another: that
     is a problem, too (:func:`goes_another_way`).
 
@@ -90,12 +88,14 @@ def real_run(
             return run, []
         untraced, state = _state(module, tensors, real_tensors)
         chosen = NumberReader()
-        with IsolatedRNG(), graphs(), ValidationReads() as validation, reading(module, chosen), _Sizes() as sizes:
-            result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
-        run.reads_validation |= validation.found
+        with eagers_branches(), IsolatedRNG() as isolated, graphs(), reading(module, chosen), _Sizes() as sizes:
+            given = module, state, parameters, [*untraced, *arguments], args, kwargs, nullcontext()
+            eagers = observe(*given, traced=False, advance=lambda: isolated.advance)
+        run.reads_validation |= eagers.reads_validation
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises
         raise refused_by_eager(from_user_code(error)) from error.__cause__
-    if not _all_close([*run.results, *owned], [*pytree.tree_leaves(packed(result)), *untraced]):
+    # half types do not tell other masks from rounding
+    if run.draws != eagers.draws or not _all_close([*run.results, *owned], [*eagers.results, *untraced]):
         return run, [OTHER_BRANCH]
     drops = next((draw.op for draw in run.draws if is_fused_attention(draw)), None)
     if drops is not None and (sizes.read or not same_numbers(chosen.readings, readings)):

@@ -240,6 +240,24 @@ def test_a_kernel_that_numbers_choose_where_they_are_not_traced_is_the_one_that_
     assert stats(module).hits == 4 and [entry.readings[0].value for entry in stats(module).entries] == [False, True]
 
 
+class Biased(Layers):
+    """Eager's kernel is another than the one that is traced; in half types its masks alone do not tell."""
+
+    def forward(self, q, k, v):
+        name = "efficient" if torch.compiler.is_compiling() else "flash"
+        return self.linear(CALLS[name](q, k, v, self.rate) * 0.01 + 1)
+
+
+def test_the_kernel_of_eagers_branch_is_taken_where_numbers_hardly_differ(generator):
+    generator.advance = lambda operator, q, k: {"flash": 8, "efficient": 24}[operator]
+    module, leaves = Biased("flash").bfloat16(), [leaf.detach().bfloat16() for leaf in tensors()]
+    add_tvm_dispatch(module, tuple(leaves))
+    module(*leaves)
+    assert stats(module).hits == 1 and generator.offset == 16
+    (drawn,) = (str(step) for step in stats(module).entries[0].steps if step.kind == "draws")
+    assert "flash" in drawn and "efficient" not in drawn
+
+
 class Selected(Masked):
     def is_masked(self, q):
         return bool(q[q > 9].numel())
