@@ -10,6 +10,7 @@ from bridge.examine import Coverage, examine
 from bridge.export import load_compiled, save_compiled
 from bridge.lower import Lowered, lower
 from bridge.show import Report, explain, visualize
+from bridge.tune import TuningResult, tune
 
 __version__: str = "0.1.0"
 
@@ -20,6 +21,7 @@ __all__ = [
     "DispatchStats",
     "Lowered",
     "Report",
+    "TuningResult",
     "Unsupported",
     "UnsupportedModule",
     "__version__",
@@ -31,5 +33,6 @@ __all__ = [
     "remove_tvm_dispatch",
     "save_compiled",
     "stats",
+    "tune",
     "visualize",
 ]

@@ -7,9 +7,9 @@
     python -m bridge.cache pack BertForMaskedLM bert.pack
     python -m bridge.cache unpack bert.pack
 
-A pack holds what the lowerings of one class of modules need: programs, kernels, measured products, code for GPUs. It is
-taken on a machine with the same processor features and the same versions of torch, TVM and this package; its kernels
-are machine code: take it only from where you would take a library.
+A pack holds what the lowerings of one class of modules need: programs, kernels, measured products, tuned choices, code
+for GPUs. It is taken on a machine with the same processor features and the same versions of torch, TVM and this
+package; its kernels are machine code: take it only from where you would take a library.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from bridge.compile import host_features
 __all__ = ["main", "pack", "unpack"]
 
 _PACK = "pack"
-_OF_ALL = ("product", "cuda")
+_OF_ALL = ("product", "tuning", "cuda")
 """Kinds that belong to no lowering; small, or told apart by their source alone."""
 
 

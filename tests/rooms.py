@@ -36,6 +36,7 @@ BRIDGE = (
     "verify",
     "show",
     "callbacks",
+    "tune",
     "lower",
     "examine",
     "cache",

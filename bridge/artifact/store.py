@@ -73,6 +73,10 @@ class Store:
         """Where an artifact lies, if there is one."""
         return self.folder / kind / key[:2] / key
 
+    def has(self, kind: str) -> bool:
+        """Whether an artifact of this kind was ever kept."""
+        return self.is_usable and (self.folder / kind).is_dir()
+
     def get(self, kind: str, key: str) -> Artifact | None:
         """The artifact, which counts as used now; ``None`` where there is none that is whole."""
         if not self.is_usable:

@@ -15,9 +15,10 @@ from bridge.compile.cuda.recorder import PoolMemory as private_memory
 from bridge.compile.graphs.control import MODES, Mode, RecordedGraphs
 from bridge.compile.graphs.entry_graphs import EntryGraphs
 from bridge.compile.graphs.recorder import Memory
-from bridge.compile.kept_function import KeptFunction
+from bridge.compile.kept_function import KeptFunction, digest_of
 from bridge.compile.options import CompileOptions
-from bridge.compile.pipeline import Compilation, clear_cache, compile_function
+from bridge.compile.pipeline import Compilation, clear_cache, compile_function, products_of
+from bridge.compile.runtime.background import settle
 from bridge.compile.runtime.canonical import canonical_text
 from bridge.compile.runtime.constants import with_constants
 from bridge.compile.runtime.contents import Operation
@@ -25,10 +26,12 @@ from bridge.compile.runtime.cut import Segment, cut
 from bridge.compile.runtime.flow import Flow
 from bridge.compile.runtime.instructions import CallLibrary, Launch, View
 from bridge.compile.runtime.loop_step import Instruction, Loop
-from bridge.compile.runtime.program import Program
+from bridge.compile.runtime.program import Program, same_code
 from bridge.compile.runtime.storage import bytes_of, form_of, tensor_of
 from bridge.compile.runtime.storage import load as load_program
 from bridge.compile.runtime.storage import save as save_program
+from bridge.compile.schedule.choices import LIMITS, NO_CHOICES, ORDER, PARTITION, PRODUCTS, Choices
+from bridge.compile.schedule.products import ProductShape
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import DrawnMask
 
@@ -36,13 +39,19 @@ __all__ = [
     "DEGREE",
     "DOUBLE",
     "FLOAT",
+    "LIMITS",
     "MODES",
+    "NO_CHOICES",
+    "ORDER",
+    "PARTITION",
     "PER_BLOCK",
+    "PRODUCTS",
     "STATE_WORDS",
     "WORDS",
     "Backend",
     "Built",
     "CallLibrary",
+    "Choices",
     "Compilation",
     "CompileOptions",
     "DrawnMask",
@@ -56,6 +65,7 @@ __all__ = [
     "Memory",
     "Mode",
     "Operation",
+    "ProductShape",
     "Program",
     "RecordedGraphs",
     "Segment",
@@ -68,6 +78,7 @@ __all__ = [
     "clear_choices",
     "compile_function",
     "cut",
+    "digest_of",
     "form_of",
     "gpu_of",
     "hold_function",
@@ -75,7 +86,10 @@ __all__ = [
     "host_features",
     "load_program",
     "private_memory",
+    "products_of",
+    "same_code",
     "save_program",
+    "settle",
     "swap_function",
     "tensor_of",
     "with_constants",

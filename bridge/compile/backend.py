@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,10 +17,11 @@ import tvm_ffi
 from tvm.tirx import PrimFunc
 
 from bridge.compile.loop_ir.product import ProductPlan
+from bridge.compile.schedule.choices import NO_CHOICES, Alternative, Choices
 from bridge.compile.schedule.column_plan import ColumnPlan
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
-from bridge.compile.schedule.products import ProductPolicy
+from bridge.compile.schedule.products import ProductPolicy, ProductShape
 from bridge.compile.schedule.row_plan import RowPlan
 from bridge.compile.schedule.together import TogetherPlan
 
@@ -57,10 +58,41 @@ class Backend(ABC):
     """One target; the :class:`~bridge.compile.schedule.limits.Rules` of passes and schedule.
 
     Frozen: what is compiled for backends of equal keys is the same.
+
+    Attributes:
+        choices: in what it differs from the default one of its target; see :meth:`choosing`.
     """
 
     order: ReductionOrder
     limits: Limits
+    choices: Choices = field(default=NO_CHOICES, kw_only=True)
+
+    def choosing(self, choices: Choices) -> Backend:
+        """This backend, of no choices so far, with these. ``ValueError``: it has some, or a value is none."""
+        if self.choices and choices != self.choices:
+            raise ValueError(f"wanted a backend without choices, got one of {self.choices}")
+        if not choices or choices == self.choices:
+            return self
+        limits, order = replace(self.limits, **dict(choices.limits)), replace(self.order, **dict(choices.order))
+        return replace(self, limits=limits, order=order, choices=choices)
+
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """Numbers that are worth a try with other values, the most promising first."""
+        return ()
+
+    @property
+    def measures_products(self) -> bool:
+        """Whether the ways of matrix products are measured when they are first met."""
+        return False
+
+    def other_ways(self, product: ProductShape) -> tuple[str, ...]:
+        """All ways that may compute a product of a class, those that are not tried at first use included."""
+        return ()
+
+    @abstractmethod
+    def machine(self) -> tuple:
+        """What measured times depend on beside the key, as plain data: this machine."""
 
     @property
     @abstractmethod

@@ -57,12 +57,12 @@ from bridge.compile.runtime.loop_step import inner_steps
 from bridge.compile.runtime.pool import ARENAS
 from bridge.compile.runtime.program import Program
 from bridge.compile.runtime.program_store import keep_program, kept_program
-from bridge.compile.schedule.products import ProductPolicy
+from bridge.compile.schedule.products import ProductPolicy, ProductShape, product_of_plain
 from bridge.compile.signature import size_signature
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import DrawnMask, translate
 
-__all__ = ["Compilation", "clear_cache", "compile_function", "optimize"]
+__all__ = ["Compilation", "clear_cache", "compile_function", "optimize", "products_of"]
 
 PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
     recompute_permutations,
@@ -212,6 +212,13 @@ class _Graphs:
         bodies = {text: body.program(f"{name}_step", 0.0) for text, body in self._bodies.items()}
         variables = tuple(str(var.name) for var in (*self._func.params, *(var for var, _ in bindings(self._func))))
         return assemble(self._graph, name, self._backend, {"translate": seconds}, variables, scope, bodies)
+
+
+def products_of(func: Function, options: CompileOptions) -> tuple[tuple[ProductShape, str], ...]:
+    """The classes of matrix products of a function that a way is chosen for, and the way that is, in their order."""
+    policy = options.backend.products(options.threads, options.deterministic)
+    _Graphs(func, options, policy)
+    return tuple((product_of_plain(numbers), way) for *numbers, way in policy.made())
 
 
 def optimize(graph: Graph, backend: Backend) -> Graph:

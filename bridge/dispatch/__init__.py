@@ -4,6 +4,7 @@ from bridge.dispatch.api import add_tvm_dispatch, dispatch_at_first_call, remove
 from bridge.dispatch.bound import MAX_BOUND
 from bridge.dispatch.call_steps import STEPS, Backward, CallStep, Draws
 from bridge.dispatch.compile_entry import backend_of_call, require_capturable
+from bridge.dispatch.compile_entry import compile_entry as entry_of_call
 from bridge.dispatch.dispatcher import MAX_ENTRIES, Dispatcher
 from bridge.dispatch.entries import Entries
 from bridge.dispatch.entry import Entry
@@ -11,6 +12,14 @@ from bridge.dispatch.frozen import FrozenPrograms
 from bridge.dispatch.guards import SAVED, Guard, GuardFailure, interpreter_state, signature_of
 from bridge.dispatch.programs import BackwardRun
 from bridge.dispatch.stats import DispatchStats
+from bridge.dispatch.tuned import (
+    Tuned,
+    before_compiling,
+    keep_tuned,
+    tuned_of,
+    tuning_key,
+    with_choices,
+)
 
 __all__ = [
     "MAX_BOUND",
@@ -28,12 +37,19 @@ __all__ = [
     "FrozenPrograms",
     "Guard",
     "GuardFailure",
+    "Tuned",
     "add_tvm_dispatch",
     "backend_of_call",
+    "before_compiling",
     "dispatch_at_first_call",
+    "entry_of_call",
     "interpreter_state",
+    "keep_tuned",
     "remove_tvm_dispatch",
     "require_capturable",
     "signature_of",
     "stats",
+    "tuned_of",
+    "tuning_key",
+    "with_choices",
 ]

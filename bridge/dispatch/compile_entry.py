@@ -16,11 +16,12 @@ from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.interrupts import raise_deferred
 from bridge.base.torch_internals import pytree
 from bridge.capture import DynamicDim, NumberPlace, device_of_call, one_capture_at_a_time
-from bridge.compile import Backend, RecordedGraphs, backend_for
+from bridge.compile import Backend, Choices, RecordedGraphs, backend_for
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.frozen import FrozenPrograms
 from bridge.dispatch.guards import Guard, active_modes
 from bridge.dispatch.number_inputs import as_called, lower_with_numbers
+from bridge.dispatch.tuned import kept_tuned, strategy_of
 from bridge.lowering import lower_once
 from bridge.state import PythonState
 
@@ -62,6 +63,7 @@ def compile_entry(
     dims: Sequence[DynamicDim] = (),
     freeze: bool = False,
     graphs: RecordedGraphs | None = None,
+    choices: Choices | None = None,
 ) -> Entry | None:
     """Captures, lowers and compiles ``module(*args, **kwargs)`` in the current mode; the module is not changed.
 
@@ -71,6 +73,7 @@ def compile_entry(
         dims: dimensions of arguments whose sizes vary.
         freeze: whether the module's tensors become constants, if no gradients are wanted.
         graphs: control of the programs' recorded graphs; ``None``: there are none.
+        choices: to compile it with; ``None``: those that were tuned for the call, default ones where none were.
 
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower`.
@@ -84,7 +87,7 @@ def compile_entry(
         if not gradients:
             args, kwargs = pytree.tree_map_only(torch.Tensor, _outside_inference, (args, kwargs))
         entry = _compile_entry(
-            module, args, kwargs, partition, backend, numbers, dims, freeze and not gradients, graphs
+            module, args, kwargs, partition, backend, numbers, dims, freeze and not gradients, graphs, choices
         )
     if entry is None:
         return None
@@ -112,14 +115,20 @@ def _compile_entry(
     dims: Sequence[DynamicDim],
     freeze: bool,
     graphs: RecordedGraphs | None,
+    choices: Choices | None,
 ) -> Entry | None:
     started = time.perf_counter()
     before = PythonState(module)
-    how = {"grad": torch.is_grad_enabled(), "partition": partition}
+    how, tuned = {"grad": torch.is_grad_enabled(), "partition": partition}, None
     backend.prepare([*module.parameters()])
     try:
         if numbers is None:
             places, lowered = (), lower_once(module, args, kwargs, **how, dims=dims)
+            if choices is None and not dims:
+                tuned = kept_tuned(lowered, backend, freeze)
+                choices = None if tuned is None else tuned.choices
+            if choices is not None and choices.partition is not None:
+                lowered = lower_once(module, args, kwargs, **{**how, "partition": strategy_of(choices, partition)})
             captured = lowered.captured
         else:
             known, changed = numbers
@@ -133,9 +142,10 @@ def _compile_entry(
             captured = as_called(lowered.captured, args, kwargs, len(places))
         arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         guard = Guard(module, captured, arguments, places, freeze)
-        frozen = guard.frozen
-        programs = None if frozen is None else FrozenPrograms(lowered, backend, frozen.tensors, graphs)
-        entry = Entry(guard, lowered, backend, programs, graphs)
+        frozen, made_for = guard.frozen, backend if choices is None else backend.choosing(choices)
+        programs = None if frozen is None else FrozenPrograms(lowered, made_for, frozen.tensors, graphs)
+        entry = Entry(guard, lowered, made_for, programs, graphs)
+        entry.tuned = tuned
         raise_deferred()
         entry.compile_seconds = time.perf_counter() - started  # less than ``lowered`` took, where it was reused
         return entry

@@ -38,6 +38,7 @@ from bridge.dispatch.guards import GuardFailure
 from bridge.dispatch.hooks import call_with_hooks
 from bridge.dispatch.outer_compiler import call_opaque, hide
 from bridge.dispatch.stats import DispatchStats
+from bridge.dispatch.tuned import has_other_choices, installed_tuner
 from bridge.dispatch.worth import TOO_SMALL, measure_worth
 
 __all__ = ["MAX_ENTRIES", "Dispatcher"]
@@ -293,18 +294,21 @@ class Dispatcher:
         """
         require_capturable(type(module).__name__)
         options = self._options(module, args, kwargs)
-        backend = options["backend"]
+        backend, tuner = options["backend"], installed_tuner()
+        if tuner is not None and not dims:
+            tuner(module, args, kwargs, partition=self.partition, backend=backend, freeze=self.freeze)
         if self.freeze:
             self._frozen_anew(module, args, kwargs)  # changes that torch does not count are among what it is called for
         fitting = [entry for entry in self.entries.all if _serves(entry, module, args, kwargs)]
         for served in fitting:
-            if self._is_alike(served, backend) and not served.readings and set(dims) <= served.dims:
+            is_alike = self._is_alike(served, backend) and not served.readings and set(dims) <= served.dims
+            if is_alike and not has_other_choices(served):
                 log.info("%r serves the call already", served)
                 return served
         entry = compile_entry(module, args, kwargs, **options, dims=dims)
         replaced = [served for served in fitting if same_numbers(served.readings, entry.readings)]
         for served in replaced:
-            if self._is_alike(served, backend) and set(dims) <= served.dims:
+            if self._is_alike(served, backend) and set(dims) <= served.dims and served.tuned == entry.tuned:
                 return served
         entry.worth = measure_worth(entry, module, args, kwargs)
         if entry.worth is not None and entry.worth.is_slower and TOO_SMALL not in self._warned:

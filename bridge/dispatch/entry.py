@@ -44,6 +44,7 @@ class Entry:
         hits: calls that this entry ran.
         partition, backend: what it was compiled with.
         dims: the dimensions that were to vary.
+        tuned: the choices that it was compiled with; ``None``: default ones.
         worth: a step of it beside one of eager, where the work is small (:mod:`bridge.dispatch.worth`).
         cause: in what the call that it was compiled for differed from the earlier entries; ``None``: added by hand.
     """
@@ -52,6 +53,7 @@ class Entry:
     backend: Backend
     dims: frozenset[DynamicDim] = frozenset()
     cause: str | None = None
+    tuned: Any = None
     worth: Any = None
 
     def __init__(
@@ -117,6 +119,7 @@ class Entry:
         steps = self.steps if self.bound is None else None
         found = Entry(guard, self.lowered, self.backend, self.programs.renewed(tensors), steps=steps)
         found.partition, found.backend, found.dims, found.cause = self.partition, self.backend, self.dims, self.cause
+        found.tuned = self.tuned
         return found
 
     @property

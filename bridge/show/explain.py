@@ -10,6 +10,7 @@ from autodiff.ir import Function, bindings
 from bridge.compile import CallLibrary, Instruction, Launch, Loop, Program
 from bridge.dispatch import Entry, stats
 from bridge.lowering import LoweredCall, Origin
+from bridge.show.choices import choices_of
 from bridge.show.memory.measure import kept_bytes
 from bridge.show.program_report import ProgramReport, StepRow
 from bridge.show.report import EntryReport, Report
@@ -69,6 +70,7 @@ def _entry(entry: Entry, module: nn.Module) -> EntryReport:
         seconds,
         lowered,
         () if entry.bound is None else tuple(str(entry.bound).splitlines()),
+        tuple(choices_of(entry)),
     )
 
 

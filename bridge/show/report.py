@@ -43,6 +43,7 @@ class EntryReport:
         seconds: compile time by stage.
         lowered: every stage, for a closer look.
         sizes: where sizes vary, what they are called, what a call's must meet, and for which the entry is bound.
+        choices: how it is compiled, and where each choice comes from: default, measured at first use, tuned.
     """
 
     title: str
@@ -54,6 +55,7 @@ class EntryReport:
     seconds: Mapping[str, float]
     lowered: LoweredCall = field(repr=False)
     sizes: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
 
     def lines(self, full: bool) -> list[str]:
         """The entry as text."""
@@ -62,6 +64,7 @@ class EntryReport:
         out += [cut(f"  guard     {guard}", full) for guard in guards] + more(self.guards, guards, "guards")
         sizes = self.sizes if full else self.sizes[:FEW_GUARDS]
         out += [cut(f"  sizes     {each}", full) for each in sizes] + more(self.sizes, sizes, "sizes")
+        out += [cut(f"  choices   {each}", full) for each in self.choices]
         out += [cut(f"  call      {step}", full) for step in self.call]
         out.append(f"  compiled  {1e3 * sum(self.seconds.values()):.0f} ms: {self._spent(full)}")
         for program in self.programs:
@@ -112,6 +115,7 @@ class EntryReport:
         parts.append(_fold("guards", html_table(("a call must have",), [(guard,) for guard in self.guards])))
         if self.sizes:
             parts.append(_fold("sizes", html_table(("sizes that vary",), [(each,) for each in self.sizes])))
+        parts.append(_fold("choices", html_table(("how it is compiled",), [(each,) for each in self.choices])))
         parts.append(_fold("a call", html_table(("step", "what"), [(step.kind, step.text()) for step in self.call])))
         rows = [(name, f"{1e3 * seconds:.1f}") for name, seconds in self.seconds.items()]
         total = 1e3 * sum(self.seconds.values())

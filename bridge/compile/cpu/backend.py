@@ -15,8 +15,9 @@ from bridge.compile.backend import Backend, Built
 from bridge.compile.cpu.build import CpuLibraries, kernel_source
 from bridge.compile.cpu.columns import generate_columns
 from bridge.compile.cpu.gemm import gemm_function
+from bridge.compile.cpu.host import fingerprint
 from bridge.compile.cpu.legalized import scheduled
-from bridge.compile.cpu.limits import LIMITS, ORDER
+from bridge.compile.cpu.limits import ALTERNATIVES, LIMITS, ORDER
 from bridge.compile.cpu.loops import generate
 from bridge.compile.cpu.product_ways import Multiply
 from bridge.compile.cpu.products import CpuProducts, generated_types
@@ -25,9 +26,11 @@ from bridge.compile.runtime.build import build_kernels
 from bridge.compile.runtime.executor import Executor
 from bridge.compile.runtime.kernel_store import kept_kernels
 from bridge.compile.runtime.program import Program
+from bridge.compile.schedule.choices import Alternative
 from bridge.compile.schedule.column_plan import ColumnPlan
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
+from bridge.compile.schedule.products import ProductShape
 from bridge.compile.schedule.row_plan import RowPlan
 
 __all__ = ["CpuBackend", "host_backend"]
@@ -66,7 +69,20 @@ class CpuBackend(Backend):
 
     @property
     def key(self) -> str:
-        return f"cpu {self.target} {self.order} {self.limits}"
+        chosen = f" {self.choices.products}" if self.choices.products else ""
+        return f"cpu {self.target} {self.order} {self.limits}{chosen}"
+
+    @property
+    def _code_key(self) -> str:
+        """What kernels depend on beside their functions: backends of other limits share them."""
+        return f"cpu {self.target} {self.order}"
+
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        return ALTERNATIVES
+
+    def machine(self) -> tuple:
+        return fingerprint()
 
     @property
     def device(self) -> torch.device:
@@ -80,7 +96,14 @@ class CpuBackend(Backend):
         return ()
 
     def products(self, threads: int, deterministic: bool) -> CpuProducts:
-        return CpuProducts(self.target, self._multiply, threads, deterministic)
+        return CpuProducts(self.target, self._multiply, threads, deterministic, chosen=self.choices.products)
+
+    @property
+    def measures_products(self) -> bool:
+        return not torch.are_deterministic_algorithms_enabled()
+
+    def other_ways(self, product: ProductShape) -> tuple[str, ...]:
+        return self.products(1, torch.are_deterministic_algorithms_enabled()).all_ways(product)
 
     def _multiply(self, element_type: str) -> Multiply:
         (built,) = self.build([(f"product_{element_type}", gemm_function(element_type))])
@@ -104,7 +127,7 @@ class CpuBackend(Backend):
         return scheduled(function, self.limits.parallel_legalized)
 
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
-        return build_kernels(functions, self.key, CpuLibraries(self.target))
+        return build_kernels(functions, self._code_key, CpuLibraries(self.target))
 
     def kept(self, keys: Mapping[str, str]) -> Mapping[str, tuple[Built, Callable[[], PrimFunc]]] | None:
         found = kept_kernels(keys, CpuLibraries(self.target))

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import functools
+import os
 import platform
 from pathlib import Path
 
 import tvm
 
-__all__ = ["features", "llvm_version", "model"]
+__all__ = ["features", "fingerprint", "llvm_version", "model"]
+
+_SETTINGS = ("MKL_", "OMP_", "KMP_", "GOMP_", "ONEDNN_", "DNNL_", "OPENBLAS_")
+"""What environment variables that libraries of products look at begin with."""
+
+
+def fingerprint() -> tuple:
+    """What measured times depend on: the processor, how many of them, what libraries are told."""
+    settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_SETTINGS))
+    return model(), features(), os.cpu_count(), settings
 
 
 @functools.cache

@@ -7,20 +7,16 @@ Seconds are kept, not the choice: which way they speak for is decided anew, the 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 
 from bridge.artifact import current_store, made_once, of_this_package
-from bridge.compile.cpu.host import features, model
+from bridge.compile.cpu.host import fingerprint
 from bridge.compile.schedule.products import ProductShape
 
 __all__ = ["kept_times"]
 
 _KIND = "product"
-
-_SETTINGS = ("MKL_", "OMP_", "KMP_", "GOMP_", "ONEDNN_", "DNNL_", "OPENBLAS_")
-"""What environment variables that libraries of products look at begin with."""
 
 
 def kept_times(
@@ -37,9 +33,7 @@ def kept_times(
     store = current_store()
     if not store.is_usable:
         return measure()
-    settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_SETTINGS))
-    machine = model(), features(), os.cpu_count(), settings
-    key = of_this_package(_KIND, target, threads, machine, str(product), astuple(product), list(ways))
+    key = of_this_package(_KIND, target, threads, fingerprint(), str(product), astuple(product), list(ways))
 
     def look() -> Mapping[str, float] | None:
         found = store.get(_KIND, key)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from bridge.compile.schedule.choices import LIMITS as OF_LIMITS
+from bridge.compile.schedule.choices import ORDER as OF_ORDER
+from bridge.compile.schedule.choices import Alternative
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
 
-__all__ = ["LANES", "LIMITS", "ORDER"]
+__all__ = ["ALTERNATIVES", "LANES", "LIMITS", "ORDER"]
 
 LANES = 16
 """Vector width of every generated loop, whatever the element type or the processor: 16 float32 fill one AVX-512
@@ -48,3 +51,25 @@ LIMITS = Limits(
     together=1,
     small_casts=0,
 )
+
+ALTERNATIVES = (
+    Alternative(OF_LIMITS, "cheap_in_known_rows", (0, 2, 8, 16)),
+    Alternative(OF_LIMITS, "tasks", (16, 32, 128, 256)),
+    Alternative(OF_ORDER, "lanes", (32, 8)),
+    Alternative(OF_ORDER, "interleaved", ((8, 4, 2, 1), (2, 1), (1,))),
+    Alternative(OF_LIMITS, "column_vectors", (1, 2, 8)),
+    Alternative(OF_LIMITS, "nodes", (16, 32, 160)),
+    Alternative(OF_LIMITS, "buffers", (12, 24, 96)),
+    Alternative(OF_ORDER, "most_chunks", (8, 16, 64)),
+    Alternative(OF_ORDER, "chunk_elements", (4096, 65_536)),
+    Alternative(OF_LIMITS, "flat_row", (1024, 2048, 16_384)),
+    Alternative(OF_LIMITS, "short_row", (64, 128, 512, 1024)),
+    Alternative(OF_LIMITS, "parallel_work", (60_000, 1_000_000)),
+    Alternative(OF_LIMITS, "parallel_columns", (40_000, 600_000)),
+    Alternative(OF_LIMITS, "shared_elements", (512, 65_536)),
+    Alternative(OF_LIMITS, "serial_elements", (8192, 131_072)),
+    Alternative(OF_LIMITS, "terms", (8, 32)),
+    Alternative(OF_LIMITS, "joined_sections", (1, 16)),
+    Alternative(OF_LIMITS, "section_operators", (1, 12)),
+)
+"""What tuning tries. A vector of 32 lanes is two registers of AVX-512; 8 are one of AVX2."""

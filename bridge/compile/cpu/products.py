@@ -29,7 +29,7 @@ from bridge.compile.cpu.kept_times import kept_times
 from bridge.compile.cpu.measure import in_a_plain_thread, seconds_of
 from bridge.compile.cpu.product_ways import Multiply, Trial, library_ways
 from bridge.compile.runtime.background import settle
-from bridge.compile.schedule.products import GENERATED, LayoutClass, ProductShape, is_generated
+from bridge.compile.schedule.products import GENERATED, ProductShape, is_generated, product_of_plain
 
 __all__ = ["CpuProducts", "Measure", "clear_choices", "generated_types", "measured", "shape_class"]
 
@@ -57,9 +57,18 @@ costs a compilation."""
 _RELATIVE_RATE = {"float32": 1.0, "float64": 0.5}
 """Attainable rate of the element types that are generated, of float32's."""
 
-_TALLEST = {GENERATED: 96 * ROWS, f"{GENERATED} short": 8 * ROWS}
-"""Rows of one task at most, by way. Each task packs its part of ``b``, which is worth the more, the more rows read it;
-shorter ones are of more even lengths."""
+_USUAL_TILES = {GENERATED: (96 * ROWS, WIDEST_BLOCK), f"{GENERATED} short": (8 * ROWS, WIDEST_BLOCK)}
+"""Rows of one task at most, and panels, by way. Each task packs its part of ``b``, which is worth the more, the more
+rows read it; shorter ones are of more even lengths."""
+
+_TILES = {
+    **_USUAL_TILES,
+    **{
+        f"{GENERATED} {strips}x{panels}": (strips * ROWS, panels)
+        for strips, panels in ((2, 6), (4, 6), (16, 6), (32, 6), (96, 3), (32, 3), (8, 3), (96, 1))
+    },
+}
+"""Likewise, those included that only tuning tries: named by strips of register tiles and panels."""
 
 Measure = Callable[[ProductShape, Sequence[str]], Mapping[str, float]]
 """``(product, ways)`` → seconds of each way that can compute it."""
@@ -84,6 +93,7 @@ class CpuProducts:
         threads: that products will run on.
         deterministic: nothing is measured, products are torch's.
         measure: takes the place of measuring, for tests.
+        chosen: ways of classes of products that are not asked for at first use: they were tuned.
     """
 
     target: Target
@@ -91,6 +101,7 @@ class CpuProducts:
     threads: int
     deterministic: bool = False
     measure: Measure | None = None
+    chosen: tuple[tuple[ProductShape, str], ...] = ()
     _asked: dict[ProductShape, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     keeps_order = False
@@ -104,6 +115,10 @@ class CpuProducts:
         if self.deterministic:
             return usual
         product = shape_class(product, self.threads)
+        tuned = dict(self.chosen).get(product)
+        if tuned is not None:
+            self._asked[product] = tuned
+            return tuned
         key = self._key(product)
         with held(_LOCK):
             if key not in _CHOSEN:
@@ -119,10 +134,15 @@ class CpuProducts:
 
     def adopt(self, choices: Sequence[Sequence]) -> bool:
         with held(_LOCK):
-            wanted = {}
-            for *numbers, a, b, way in choices:
-                product = ProductShape(*numbers, LayoutClass(*a), LayoutClass(*b))
-                wanted[self._key(product)] = self._asked[product] = way
+            wanted, tuned = {}, dict(self.chosen)
+            for *plain, way in choices:
+                product = product_of_plain(plain)
+                self._asked[product] = way
+                if product in tuned:
+                    if tuned[product] != way:
+                        return False
+                    continue
+                wanted[self._key(product)] = way
             if any(_CHOSEN.get(key, way) != way for key, way in wanted.items()):
                 return False
             _CHOSEN.update(wanted)
@@ -142,15 +162,28 @@ class CpuProducts:
         _LOG.info("product %s: %s (milliseconds: %s)", product, best, told)
         return best
 
-    def ways(self, product: ProductShape) -> list[str]:
-        """The ways that may compute a product, torch's own first, generated code last."""
+    def ways(self, product: ProductShape, tiles: Mapping[str, tuple[int, int]] = _USUAL_TILES) -> list[str]:
+        """The ways that may compute a product, torch's own first, generated code last, in tasks of these tiles."""
         ways = library_ways(product)
         if product.element_type not in _RELATIVE_RATE or not _has_wide_vectors(self.target):
             return ways
         width = columns(product.element_type)
         if -(-product.n // width) * width * -(-product.m // 4) * 4 > _WASTE * product.m * product.n:
             return ways
-        return [*ways, *(way for way, tallest in _TALLEST.items() if way == GENERATED or product.m > tallest)]
+        panels = -(-product.n // width)
+        return [
+            *ways,
+            *(
+                way
+                for way, (tallest, widest) in tiles.items()
+                if way == GENERATED or product.m > tallest or (widest < WIDEST_BLOCK and panels > widest)
+            ),
+        ]
+
+    def all_ways(self, product: ProductShape) -> tuple[str, ...]:
+        """Those of :meth:`ways`, and generated code in further tiles; none where nothing is to be chosen."""
+        is_chosen = getattr(torch, product.element_type).is_floating_point and product.multiplications >= _SMALL
+        return () if self.deterministic or not is_chosen else tuple(self.ways(product, _TILES))
 
     def runs(self, product: ProductShape, trial: Trial, ways: Sequence[str]) -> dict[str, Callable[[], None]]:
         """A function for each way that computes a product in a trial's memory."""
@@ -168,11 +201,12 @@ class CpuProducts:
         Of extents that are known when a program is bound, they follow from what these then are.
         """
         panel, m, n = columns(product.element_type), product.m, product.n
-        parts = maximum(1, _quotient_up(m, _TALLEST[way]))
+        tallest, widest = _TILES[way]
+        parts = maximum(1, _quotient_up(m, tallest))
         rows = maximum(1, _quotient_up(m, parts * ROWS)) * ROWS
         # Blocks of so many panels that each row of blocks has more than this; any number of panels if that is 0.
         wanted = (2 * self.threads - 1) // maximum(1, product.batch * _quotient_up(m, rows))
-        panels = minimum(minimum(WIDEST_BLOCK, _quotient_up(n, panel)), (n - 1) // maximum(1, panel * wanted))
+        panels = minimum(minimum(widest, _quotient_up(n, panel)), (n - 1) // maximum(1, panel * wanted))
         return rows, maximum(1, panels) * panel
 
 

@@ -16,7 +16,7 @@ from bridge.compile.cuda.executor import CudaExecutor
 from bridge.compile.cuda.kernels import generate
 from bridge.compile.cuda.legalized import scheduled
 from bridge.compile.cuda.libraries import hold, let_go
-from bridge.compile.cuda.limits import LIMITS, ORDER
+from bridge.compile.cuda.limits import ALTERNATIVES, LIMITS, ORDER
 from bridge.compile.cuda.nvrtc import version
 from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.cuda.recorder import CudaRecorder
@@ -24,6 +24,7 @@ from bridge.compile.cuda.shapes import launch_shapes
 from bridge.compile.loop_ir.product import ProductPlan
 from bridge.compile.runtime.build import build_kernels
 from bridge.compile.runtime.program import Program
+from bridge.compile.schedule.choices import Alternative
 from bridge.compile.schedule.column_plan import ColumnPlan
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
@@ -61,6 +62,14 @@ class CudaBackend(Backend):
     def _code_key(self) -> str:
         """What kernels depend on: devices of one architecture share them."""
         return f"{self.arch} nvrtc {version()} {self.order} {self.limits}"
+
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        return ALTERNATIVES
+
+    def machine(self) -> tuple:
+        told = torch.cuda.get_device_properties(self.index)
+        return told.name, told.total_memory, told.multi_processor_count
 
     @property
     def device(self) -> torch.device:

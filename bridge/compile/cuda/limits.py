@@ -11,11 +11,15 @@ from __future__ import annotations
 import math
 
 from bridge.compile.loop_ir.access import Number
+from bridge.compile.schedule.choices import LIMITS as OF_LIMITS
+from bridge.compile.schedule.choices import ORDER as OF_ORDER
+from bridge.compile.schedule.choices import Alternative
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
 
 __all__ = [
     "ACCESS_BYTES",
+    "ALTERNATIVES",
     "BLOCK_THREADS",
     "COLUMN_STRANDS",
     "FEW_ROWS",
@@ -88,6 +92,22 @@ LIMITS = Limits(
     together=8,
     small_casts=8,
 )
+
+ALTERNATIVES = (
+    Alternative(OF_LIMITS, "nodes", (16, 32, 160)),
+    Alternative(OF_LIMITS, "buffers", (12, 24, 96)),
+    Alternative(OF_LIMITS, "cheap_in_known_rows", (2, 4, 8)),
+    Alternative(OF_ORDER, "chunk_rows", (4, 8, 32, 64)),
+    Alternative(OF_ORDER, "chunk_elements", (2048, 32_768)),
+    Alternative(OF_ORDER, "most_chunks", (128, 1024)),
+    Alternative(OF_LIMITS, "shared_elements", (512, 65_536)),
+    Alternative(OF_LIMITS, "short_row", (64, 128, 512)),
+    Alternative(OF_LIMITS, "small_casts", (0, 2, 32)),
+    Alternative(OF_LIMITS, "terms", (8, 32)),
+    Alternative(OF_LIMITS, "joined_sections", (1, 16)),
+    Alternative(OF_LIMITS, "section_operators", (1, 12)),
+)
+"""What tuning tries; the shape of a block is made into the code of kernels and stays."""
 
 
 def row_lanes(length: Number) -> int:

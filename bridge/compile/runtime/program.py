@@ -21,7 +21,7 @@ from bridge.compile.runtime.loop_step import Instruction, inner_steps
 from bridge.compile.runtime.plain import to_plain
 from bridge.library import NEVER_RAISE
 
-__all__ = ["Program"]
+__all__ = ["Program", "same_code"]
 
 _MOST_BOUND, _MOST_BOUND_BYTES = 64, 32 * 2**20
 """Sizes that a program stays bound to, and what that may take."""
@@ -212,6 +212,15 @@ class Program:
         if self.scope is not None:  # as they are written: to ask extents would guard
             parts = (to_plain((*parts, self.positions, state_of_scope(self.scope))),)
         return self.name, parts, slots, kernels, self.backend.key, self.results, self.variables
+
+
+def same_code(one: Program, other: Program) -> bool:
+    """Whether two programs run the same instructions and kernels, whatever their backends' numbers are."""
+    if len(one.steps) != len(other.steps) or one.kernels.keys() != other.kernels.keys():
+        return False
+    if (one.steps, one.layout) != (other.steps, other.layout):
+        return False
+    return all(structural_equal(func, other.kernels[name]) for name, func in one.kernels.items())
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -24,10 +24,11 @@ from bridge.compile.backend import Backend
 from bridge.compile.runtime.canonical import canonical_text
 from bridge.compile.runtime.plain import from_plain, to_plain
 from bridge.compile.runtime.program import Program
+from bridge.compile.schedule.choices import Choices
 
 __all__ = ["bytes_of", "form_of", "load", "parts_of", "plain_text", "save", "tensor_of", "texts"]
 
-_FORMAT = "bridge program 3"
+_FORMAT = "bridge program 4"
 _PARTS = ("name", "steps", "layout", "results", "variables", "positions")
 _SAME = ("format", "backend", "versions")
 
@@ -53,6 +54,7 @@ def texts(program: Program) -> dict[str, str]:
     return {
         "format": _FORMAT,
         "backend": program.backend.key,
+        "choices": json.dumps(program.backend.choices.plain()),
         "versions": json.dumps(versions()),
         "program": plain_text(program),
         "scope": json.dumps(to_plain(state)),
@@ -100,7 +102,7 @@ def load(path: str | os.PathLike, backend: Backend) -> Program:
 
     Args:
         path: the file. Its kernels are code: take it only from where you would take a library.
-        backend: the one that the program was compiled for.
+        backend: the one that the program was compiled for, or that one without its choices.
 
     Raises:
         ValueError: the file is no program, damaged, for another backend, or of other versions of torch, TVM or this
@@ -113,6 +115,7 @@ def load(path: str | os.PathLike, backend: Backend) -> Program:
         header, data = json.loads(content[8:begin]), content[begin:]
         told = header.pop("__metadata__")
         saved, digest = {name: told[name] for name in _SAME}, told.pop("sha256")
+        backend = backend.choosing(Choices.of_plain(json.loads(told["choices"]))) if "choices" in told else backend
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{os.fspath(path)} is no saved program: {error!r}") from error
     for name, here in zip(_SAME, (_FORMAT, backend.key, json.dumps(versions())), strict=True):

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from autodiff.extents import Dim
 
-__all__ = ["GENERATED", "LayoutClass", "ProductPolicy", "ProductShape", "is_generated"]
+__all__ = ["GENERATED", "LayoutClass", "ProductPolicy", "ProductShape", "is_generated", "product_of_plain"]
 
 GENERATED = "generated"
 """First word of the ways that are generated code; every other way is a kernel of :data:`bridge.library.OUT_KERNELS`."""
@@ -55,6 +55,12 @@ class ProductShape:
     def __str__(self) -> str:
         batch = f"{self.batch} x " if self.batch > 1 else ""
         return f"{self.element_type} {batch}{self.m} x {self.k} x {self.n} ({self.a}, {self.b})"
+
+
+def product_of_plain(plain: Sequence) -> ProductShape:
+    """A product from what ``dataclasses.astuple`` gives of it, also after JSON."""
+    *numbers, a, b = plain
+    return ProductShape(*numbers, LayoutClass(*a), LayoutClass(*b))
 
 
 class ProductPolicy(Protocol):

@@ -1,0 +1,122 @@
+"""Choices: in what a program is compiled otherwise than by default; names of numbers, with values → a backend's own.
+
+Limits and blocks of products change no bit. A reduction's order and the way of a product round otherwise, each within
+the bounds of its kind: so choices are part of a backend's key, and with it of every program's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Any
+
+from bridge.compile.schedule.limits import Limits
+from bridge.compile.schedule.order import ReductionOrder
+from bridge.compile.schedule.products import ProductShape, product_of_plain
+
+__all__ = ["LIMITS", "NO_CHOICES", "ORDER", "PARTITION", "PRODUCTS", "Alternative", "Choices"]
+
+LIMITS, ORDER, PRODUCTS, PARTITION = "limits", "order", "products", "partition"
+"""The parts of choices."""
+
+Value = int | tuple[int, ...]
+
+_NAMES = {
+    LIMITS: frozenset(field.name for field in fields(Limits)),
+    ORDER: frozenset(field.name for field in fields(ReductionOrder)),
+}
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Values that one number of a backend may be tried with.
+
+    Attributes:
+        part: :data:`LIMITS` or :data:`ORDER`.
+        name: of its field.
+        values: in the order in which they are tried.
+    """
+
+    part: str
+    name: str
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What is compiled otherwise than by default. Equal if they say the same.
+
+    Attributes:
+        limits: ``(name, value)`` of :class:`~bridge.compile.schedule.limits.Limits`, in the order of the names.
+        order: likewise of :class:`~bridge.compile.schedule.order.ReductionOrder`.
+        products: ``(class of products, way)``.
+        partition: what takes the place of the default strategy: a strategy's name, or a budget as
+            :class:`partition.MinCut` takes it; ``None``: the default.
+
+    Raises:
+        ValueError: a name that there is not.
+    """
+
+    limits: tuple[tuple[str, Value], ...] = ()
+    order: tuple[tuple[str, Value], ...] = ()
+    products: tuple[tuple[ProductShape, str], ...] = ()
+    partition: str | float | None = None
+
+    def __post_init__(self) -> None:
+        for part, known in _NAMES.items():
+            for name, _ in getattr(self, part):
+                if name not in known:
+                    raise ValueError(f"{part}: there is no {name!r}")
+
+    def __bool__(self) -> bool:
+        return self != NO_CHOICES
+
+    def having(self, part: str, name: str | ProductShape, value: Value | str) -> Choices:
+        """The same with another value in one place."""
+        if part == PARTITION:
+            return replace(self, partition=value)
+        return replace(self, **{part: tuple(sorted({**dict(getattr(self, part)), name: value}.items(), key=_by_name))})
+
+    def without(self, part: str, name: str | ProductShape) -> Choices:
+        """The same with the default in one place."""
+        if part == PARTITION:
+            return replace(self, partition=None)
+        return replace(self, **{part: tuple(pair for pair in getattr(self, part) if pair[0] != name)})
+
+    def plain(self) -> dict[str, Any]:
+        """Plain data as JSON has it: equal for equal choices."""
+        numbers = {part: [list(pair) for pair in getattr(self, part)] for part in (LIMITS, ORDER)}
+        products = [[*astuple(product), way] for product, way in self.products]
+        return json.loads(json.dumps({**numbers, PRODUCTS: products, PARTITION: self.partition}))
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any]) -> Choices:
+        """What :meth:`plain` gave, also after JSON. ``ValueError``, ``KeyError`` or ``TypeError`` for other data."""
+        numbers = {
+            part: tuple(
+                (str(name), tuple(value) if isinstance(value, list | tuple) else int(value))
+                for name, value in plain[part]
+            )
+            for part in (LIMITS, ORDER)
+        }
+        products = tuple((product_of_plain(product), str(way)) for *product, way in plain[PRODUCTS])
+        return cls(**numbers, products=products, partition=plain[PARTITION])
+
+    def words(self, limits: Limits, order: ReductionOrder) -> Iterator[str]:
+        """A line for each choice; ``limits``, ``order``: the default ones."""
+        for part, default in ((LIMITS, limits), (ORDER, order)):
+            for name, value in getattr(self, part):
+                yield f"{part}.{name} {getattr(default, name)} -> {value}"
+        for product, way in self.products:
+            yield f"product {product}: {way}"
+        if self.partition is not None:
+            yield f"partition: {self.partition if isinstance(self.partition, str) else f'budget {self.partition}'}"
+
+
+def _by_name(pair: tuple[Any, Any]) -> str:
+    return repr(pair[0])
+
+
+NO_CHOICES = Choices()
+"""Everything by default."""

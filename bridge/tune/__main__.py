@@ -1,0 +1,72 @@
+"""``python -m bridge.tune script.py``: runs a script in which each call is tuned before its dispatch is added.
+
+    python -m bridge.tune --minutes 2 --log bert.jsonl train.py --epochs 1
+
+The script runs as it would by itself. Where it calls ``add_tvm_dispatch`` with a sample, or a call is compiled because
+it is the first one, that call is tuned first; what is kept serves every later start of the script without this command.
+Equal calls (twelve equal layers) are tuned once. A run that was interrupted goes on with the same log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bridge.base.errors import UnsupportedModule
+from bridge.compile import Backend
+from bridge.dispatch import before_compiling
+from bridge.tune.tuning import Means, tune_call
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; 2 where it was called wrongly."""
+    parser = argparse.ArgumentParser(prog="python -m bridge.tune", description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=2.0, help="for each call (default 2)")
+    parser.add_argument("--log", type=Path, default=None, help="file of trials, to go on with after an interruption")
+    parser.add_argument("--memory", type=float, default=1.0, help="times the bytes saved for the backward (default 1)")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("script", type=Path)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    options = parser.parse_args(arguments)
+    if not options.script.is_file():
+        parser.error(f"there is no file {options.script}")
+    try:
+        means = Means(options.minutes, options.log, options.memory, progress=not options.quiet)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+    sys.argv = [str(options.script), *options.arguments]
+    sys.path.insert(0, str(options.script.absolute().parent))
+    with before_compiling(_EachOnce(means)):
+        runpy.run_path(str(options.script), run_name="__main__")
+    return 0
+
+
+class _EachOnce:
+    """Tunes each call once; what cannot be tuned is compiled as ever."""
+
+    def __init__(self, means: Means):
+        self._means = means
+        self._done: set[str] = set()
+
+    def __call__(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any], *, partition: Any, backend: Backend, freeze: bool
+    ) -> None:
+        how = {"partition": partition, "backend": backend, "freeze": freeze}
+        try:
+            result = tune_call(module, args, kwargs, **how, means=self._means, done=self._done)
+        except UnsupportedModule:  # the compilation that follows says so
+            return
+        if result is not None:
+            print(result, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,182 @@
+"""Track: choices of one call → their entries, built at the same time; two of them are raced, one pair at a time."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.base.errors import CompilationError, UnsupportedModule
+from bridge.base.interrupts import raise_deferred
+from bridge.compile import Backend, Choices, same_code, settle
+from bridge.dispatch import Entry, entry_of_call, with_choices
+from bridge.tune.race import Pairs, Race
+from bridge.tune.search import Outcome
+from bridge.tune.step import Step, unnoticed
+
+__all__ = ["CallTrack"]
+
+Make = Callable[[Choices], Entry]
+
+_MOST_BUILDERS = 4
+
+_FAILURES = (UnsupportedModule, CompilationError, RuntimeError, NotImplementedError)
+"""What a candidate may come to; it is then no candidate."""
+
+
+class CallTrack:
+    """The track of ``module(*args, **kwargs)``.
+
+    Args:
+        partition: the strategy that the user asks for.
+        backend: without choices.
+        freeze: whether the module's tensors are constants.
+        memory: times the bytes of the default's captures that a candidate's may take.
+        clock: seconds, of what a trial takes.
+
+    Attributes:
+        default: the entry of no choices.
+
+    Raises:
+        UnsupportedModule, CompilationError: the call cannot be compiled.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+        *,
+        partition: Any,
+        backend: Backend,
+        freeze: bool,
+        memory: float,
+        race: Race,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._call = module, args, kwargs
+        self._how = {"partition": partition, "backend": backend, "freeze": freeze}
+        self._memory, self._race, self._clock = memory, race, clock
+        self._since: float | None = None
+        self.default = self._captured(Choices())
+        self._captures: dict[Any, Entry] = {None: self.default}
+        self._made: dict[Choices, Entry | str] = {Choices(): self.default}
+
+    def prepare(self, candidates: Sequence[Choices]) -> None:
+        """Entries of these choices, built by several threads; LLVM works for one while Python works for another."""
+        self._since = self._clock()
+        self._made = {choices: self._made[choices] for choices in candidates if choices in self._made}
+        missing = [choices for choices in candidates if choices not in self._made]
+        for choices in missing:  # captures are made one by one
+            self._capture_of(choices)
+        with ThreadPoolExecutor(min(_MOST_BUILDERS, os.cpu_count() or 1), thread_name_prefix="bridge-tune") as pool:
+            for choices, made in zip(missing, pool.map(self._make, missing), strict=True):
+                self._made[choices] = made
+        settle()
+
+    def __call__(self, incumbent: Choices, candidate: Choices) -> Outcome:
+        raise_deferred()
+        since, self._since = self._clock() if self._since is None else self._since, None
+        pairs, why = self._raced(self.entry(incumbent), self.entry(candidate), self._race)
+        return Outcome(pairs, why, self._clock() - since)
+
+    def entry(self, choices: Choices) -> Entry | str:
+        """The entry of choices, or why there is none."""
+        if choices not in self._made:
+            self._capture_of(choices)
+            self._made[choices] = self._make(choices)
+        return self._made[choices]
+
+    def confirm(self, known: Choices, chosen: Choices, race: Race) -> tuple[Pairs, str]:
+        """Races the choices of a search against those that are in use, longer, after their numbers were compared."""
+        one, other = self.entry(known), self.entry(chosen)
+        if isinstance(other, Entry) and isinstance(one, Entry):
+            problem = self._deviation(one, other)
+            if problem:
+                return [], problem
+        return self._raced(one, other, race)
+
+    def _raced(self, one: Entry | str, other: Entry | str, race: Race) -> tuple[Pairs, str]:
+        for entry in (one, other):
+            if isinstance(entry, str):
+                return [], entry
+        if _are_same(one, other):
+            return [], "the same code"
+        most = self._memory * _saved_bytes(self.default)
+        if _saved_bytes(other) > most:
+            return [], f"saves {_saved_bytes(other)} bytes for the backward, may save {int(most)}"
+        settle()
+        with unnoticed(self.default, self._call[0]):
+            return race(Step(one, *self._call), Step(other, *self._call)), ""
+
+    def _deviation(self, one: Entry, other: Entry) -> str:
+        """Where the numbers of two entries, on the same draws, differ by more than rounding; empty: nowhere."""
+        found = []
+        for entry in (one, other):
+            with unnoticed(self.default, self._call[0]):
+                found.append(Step(entry, *self._call).results())
+        largest = max(map(_largest, found[0]), default=0.0)
+        for place, (mine, its) in enumerate(zip(*found, strict=True)):
+            if not _is_close(mine, its, largest):
+                return f"result {place} differs by more than rounding"
+        return ""
+
+    def _captured(self, choices: Choices) -> Entry:
+        return entry_of_call(*self._call, **self._how, choices=choices)
+
+    def _capture_of(self, choices: Choices) -> None:
+        """Sees to an entry with the choices' partition; others are made from it without another capture."""
+        if choices.partition not in self._captures:
+            try:
+                self._captures[choices.partition] = self._captured(Choices(partition=choices.partition))
+            except _FAILURES as error:
+                self._made[choices] = f"failed: {type(error).__name__}"
+
+    def _make(self, choices: Choices) -> Entry | str:
+        if choices in self._made:
+            return self._made[choices]
+        try:
+            return with_choices(self._captures[choices.partition], choices)
+        except KeyError:
+            return "failed: no partition"
+        except _FAILURES as error:
+            return f"failed: {type(error).__name__}"
+
+
+def _are_same(one: Entry, other: Entry) -> bool:
+    pairs = [(one.forward, other.forward), (one.backward, other.backward)]
+    return all(a is b or (a is not None and b is not None and same_code(a, b)) for a, b in pairs)
+
+
+def _saved_bytes(entry: Entry) -> int:
+    return 0 if entry.plan is None else entry.plan.bytes
+
+
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+"""Of the largest number, that two orders of the same sums may differ by; what is wrong differs by more."""
+
+_NOTHING = 1e-5
+"""Of the largest number of all: a gradient that is zero but for rounding is less than that."""
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0.0
+    return float(torch.nan_to_num(tensor.detach().double(), posinf=0.0, neginf=0.0).abs().max())
+
+
+def _is_close(one: torch.Tensor, other: torch.Tensor, largest: float) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point() or not one.numel():
+        return torch.equal(one, other) if not one.is_complex() else torch.allclose(one, other)
+    if not torch.equal(torch.isfinite(one), torch.isfinite(other)):
+        return False
+    most = _ROUNDING.get(one.dtype, 1e-1)
+    one, other = (torch.nan_to_num(each.detach().double()) for each in (one, other))
+    return bool((one - other).abs().max() <= most * one.abs().max() + _NOTHING * largest)

@@ -1,0 +1,218 @@
+"""``tune(module, sample)``: a call's choices, tried against the clock → those that are faster, in the disk cache."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.artifact import current_store, key_of
+from bridge.base.interrupts import interrupts_deferred
+from bridge.base.log import channel
+from bridge.capture import normalize_sample
+from bridge.compile import Backend, Choices, backend_for
+from bridge.dispatch import Entry, Tuned, backend_of_call, keep_tuned, require_capturable, tuned_of, tuning_key
+from bridge.lowering import DEFAULT_PARTITION
+from bridge.tune.knobs import knobs_of
+from bridge.tune.log import TuningLog
+from bridge.tune.progress import Progress
+from bridge.tune.race import Pairs, Race, is_faster, ratio_of
+from bridge.tune.result import TuningResult
+from bridge.tune.search import Knob, Search
+from bridge.tune.track import CallTrack
+from partition.cut import resolve as resolve_strategy
+
+__all__ = ["Means", "tune", "tune_call"]
+
+_LOG = channel("tune")
+
+CONFIRM = "confirm"
+
+_GAIN = 0.01
+"""Part of a whole step's time that all choices together have to gain to be kept."""
+
+_RACE = Race()
+_FINAL = Race(fewest=15, most=41, seconds=20.0)
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a tuning works with.
+
+    Attributes:
+        minutes: that all trials may take.
+        log: file of the log, or ``None``.
+        memory: times the default's bytes of captures that may be saved for the backward.
+        progress: whether a bar is shown.
+        race: how two candidates are raced; ``final``: how the best one is raced against what is in use.
+        knobs: gives the knobs of an entry and its strategy.
+    """
+
+    minutes: float = 2.0
+    log: str | os.PathLike | None = None
+    memory: float = 1.0
+    progress: bool = True
+    race: Race = _RACE
+    final: Race = _FINAL
+    knobs: Callable[[Entry, Any], Sequence[Knob]] = knobs_of
+
+    def __post_init__(self) -> None:
+        for name in ("minutes", "memory"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name}: wanted a number, got {value!r}")
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name}: wanted a positive number, got {value!r}")
+        if self.log is not None and not isinstance(self.log, str | os.PathLike):
+            raise TypeError(f"log: wanted a path or None, got {self.log!r}")
+        if self.log is not None and not Path(self.log).absolute().parent.is_dir():
+            raise ValueError(f"log: there is no directory {str(Path(self.log).absolute().parent)!r}")
+
+
+def tune(
+    module: nn.Module,
+    sample_input: Any,
+    *,
+    sample_kwargs: Mapping[str, Any] | None = None,
+    minutes: float = 2.0,
+    log: str | os.PathLike | None = None,
+    partition: Any = DEFAULT_PARTITION,
+    target: Any = None,
+    freeze: bool = False,
+    memory: float = 1.0,
+    progress: bool = True,
+) -> TuningResult:
+    """Tries how ``module(sample)`` is compiled fastest on this machine, and keeps that in the disk cache.
+
+    Every later ``add_tvm_dispatch`` of an equal call (operators, sizes, element types, number of threads, machine,
+    versions) is compiled with it, in this process and in others. The module is left as it is, dispatched or not; so are
+    its parameters, buffers, gradients and torch's generators.
+
+    Candidates are ways of matrix products and their tiles, rows of a task, vectors, what is cached or computed again,
+    limits of fusion, the partition's budget. Each is raced against the best so far, by turns in one process, and taken
+    if it is faster by more than the noise. In the end the whole step is raced once more, what is in use against what
+    was found: if that does not confirm it, nothing is kept.
+
+    Args:
+        module: in the mode (train, eval) that is meant. Call this in the modes of the call: under ``no_grad`` for
+            inference, under autocast.
+        sample_input, sample_kwargs: as of :func:`bridge.add_tvm_dispatch`, of the sizes that are meant.
+        minutes: that trials may take, those of interrupted runs that the log has included. The first compilation and
+            the last race come on top.
+        log: a file that each trial is appended to, as a line of JSON. A tuning that is interrupted, by whatever, goes
+            on where it was when it is called again with the same log. One file may serve many calls.
+        partition, target, freeze: as of :func:`bridge.add_tvm_dispatch`; choices belong to them.
+        memory: how many bytes may be saved for the backward, as a multiple of what is saved without tuning.
+        progress: whether a bar shows the time and the best so far, where ``tqdm`` is installed.
+
+    Returns:
+        what was found; ``print`` it.
+
+    Raises:
+        TypeError: ``module`` is no module, the sample does not fit it, or an argument is of another type.
+        ValueError: an argument out of its range, or the disk cache is off, which choices are kept in.
+        UnsupportedModule: as of :func:`bridge.add_tvm_dispatch`; also for a call that choices cannot be kept for.
+        OSError: the log cannot be written.
+
+    Example:
+        >>> tune(model, batch, minutes=5, log="bert.jsonl")
+        >>> add_tvm_dispatch(model, batch)
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
+    means = Means(minutes=minutes, log=log, memory=memory, progress=progress)
+    args, kwargs = normalize_sample(module, sample_input, sample_kwargs)
+    resolve_strategy(partition)
+    wanted = None if target is None else backend_for(target)
+    with torch.no_grad() if freeze else nullcontext():
+        backend = backend_of_call(wanted, module, args, kwargs)
+        return tune_call(module, args, kwargs, partition=partition, backend=backend, freeze=freeze, means=means)
+
+
+@interrupts_deferred()
+def tune_call(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    *,
+    partition: Any,
+    backend: Backend,
+    freeze: bool,
+    means: Means,
+    done: set[str] | None = None,
+) -> TuningResult | None:
+    """:func:`tune` of a call in the current modes; ``None`` for one of ``done``, which calls that were tuned are added
+    to."""
+    name = type(module).__name__
+    require_capturable(name)
+    if not current_store().is_usable:
+        raise ValueError("tune: the disk cache, where choices are kept, is off or cannot be used (BRIDGE_CACHE)")
+    how = {"partition": partition, "backend": backend, "freeze": freeze}
+    track = CallTrack(module, args, kwargs, **how, memory=means.memory, race=means.race)
+    key = tuning_key(track.default.lowered, backend, track.default.is_frozen)
+    if key is None:
+        raise ValueError(f"tune: what {name} computes has a literal that no file holds; it cannot be recognized")
+    if done is not None and key in done:
+        return None
+    if done is not None:
+        done.add(key)
+    log = TuningLog(means.log, key_of(key, means.memory))
+    if not log.records:
+        log.append(kind="begin", module=name, threads=backend.threads(), machine=list(map(str, backend.machine())))
+    with Progress(name, 60 * means.minutes, shown=means.progress) as bar:
+        search = Search(means.knobs(track.default, partition), track, log, 60 * means.minutes, bar.told)
+        found = search.run()
+    used = tuned_of(key)
+    known = Choices() if used is None else used.choices
+    if found == known:
+        why = "the choices in use are the best" if known else "nothing is faster than the default choices"
+        times = (used.before, used.after) if used is not None else (0.0, 0.0)
+        return _result(search, backend, name, found, times, False, why, log)
+    record = _confirmed(log, track, known, found, means.final)
+    pairs: Pairs = [(one, other) for one, other in record["pairs"]]
+    before, after = (statistics.median(times) for times in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+    if not is_faster(pairs, _GAIN):
+        ratio = f"{ratio_of(pairs):.3f} of the time" if pairs else "no race"
+        why = f"not kept: {record['why'] or f'the last race did not confirm it, {ratio}'}"
+        return _result(search, backend, name, known, (before, before), False, why, log)
+    tuned = Tuned(found, record["date"], "" if log.path is None else log.path.name, before, after, key)
+    keep_tuned(tuned, name)
+    why = f"a step takes {ratio_of(pairs):.3f} of the time, {1e3 * before:.3f} -> {1e3 * after:.3f} ms"
+    return _result(search, backend, name, found, (before, after), True, why, log)
+
+
+def _confirmed(log: TuningLog, track: CallTrack, known: Choices, found: Choices, race: Race) -> dict[str, Any]:
+    """The record of the last race: of the log, or of now."""
+    over, choices = known.plain(), found.plain()
+    for record in log.records:
+        if record.get("kind") == CONFIRM and (record["over"], record["choices"]) == (over, choices):
+            return record
+    pairs, why = track.confirm(known, found, race)
+    date = datetime.date.today().isoformat()
+    return log.append(kind=CONFIRM, over=over, choices=choices, pairs=pairs, why=why, date=date)
+
+
+def _result(
+    search: Search,
+    backend: Backend,
+    name: str,
+    choices: Choices,
+    times: tuple[float, float],
+    kept: bool,
+    why: str,
+    log: TuningLog,
+) -> TuningResult:
+    words = tuple(choices.words(backend.limits, backend.order))
+    where = "" if log.path is None else log.path.name
+    result = TuningResult(name, choices, words, *times, search.trials, search.spent, kept, why, where)
+    _LOG.info("%s", result)
+    return result

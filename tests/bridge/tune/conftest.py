@@ -1,0 +1,50 @@
+"""A disk cache of a test's own, and races whose seconds follow from the choices of the two that are raced."""
+
+from __future__ import annotations
+
+import pytest
+
+from bridge.artifact.complain import forget_complaints
+from bridge.compile import clear_cache, clear_choices
+from bridge.lowering.reuse import clear_lowered
+
+
+@pytest.fixture
+def used_cache(tmp_path, monkeypatch):
+    """The folder of a cache that this process uses, empty at first; other choices of products end with the test."""
+    forget_complaints()
+    monkeypatch.setenv("BRIDGE_CACHE", "1")
+    monkeypatch.setenv("BRIDGE_CACHE_DIR", str(tmp_path / "used"))
+    clear_choices()
+    yield tmp_path / "used"
+    forget_complaints()
+    clear_choices()
+
+
+@pytest.fixture
+def as_another_process():
+    """Forgets what this process has compiled: what is found then, the disk has."""
+
+    def forget():
+        clear_lowered()
+        clear_cache()
+        clear_choices()
+
+    return forget
+
+
+class FakeRace:
+    """Stands in for a race: seconds of choices by ``seconds_of``, without running anything."""
+
+    def __init__(self, seconds_of):
+        self.seconds_of, self.count = seconds_of, 0
+
+    def __call__(self, one, other):
+        self.count += 1
+        pair = tuple(self.seconds_of(step.entry.forward.backend.choices) for step in (one, other))
+        return [pair] * 7
+
+
+@pytest.fixture
+def fake_race():
+    return FakeRace

@@ -1,0 +1,133 @@
+"""The search: what it finds, that its decisions follow from the log, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bridge.compile import Choices
+from bridge.tune import Race, Search, TuningLog, is_faster
+from tests.bridge.tune.track import KNOBS, TableTrack
+
+BEST = Choices(limits=(("nodes", 160), ("tasks", 32)))
+
+
+def searched(path, track=None, seconds=1000.0, run="here"):
+    track = TableTrack() if track is None else track
+    search = Search(KNOBS, track, TuningLog(path, run), seconds)
+    return search.run(), search, track
+
+
+def test_it_finds_the_best_and_stops(tmp_path):
+    found, search, track = searched(tmp_path / "log")
+    assert found == BEST and len(set(track.asked)) == len(track.asked) == search.trials
+    assert search.spent == 2.0 * search.trials and max(track.prepared) > 2
+    assert [round(gain, 3) for gain in search.gains] == [0.9, 0.95]
+    assert any("failed" in record["verdict"] for record in search.log.records)
+
+
+def test_time_that_is_over_begins_no_trial(tmp_path):
+    found, search, track = searched(tmp_path / "log", seconds=5.0)
+    assert len(track.asked) == 3 and search.spent == 6.0 and found == Choices(limits=(("tasks", 32),))
+
+
+def test_killed_anywhere_it_ends_with_the_same_choices(tmp_path):
+    """A log that ends at any byte: what is whole counts, the rest is measured again, and the log stays readable."""
+    path = tmp_path / "log"
+    found, whole, _ = searched(path)
+    content, lines = path.read_bytes(), whole.log.records
+    for end in sorted({*range(0, len(content), 97), *(content.index(b"\n", at) for at in range(0, len(content), 501))}):
+        path.write_bytes(content[:end])
+        there = content[:end].count(b"\n") + (content[end : end + 1] == b"\n")
+        again, search, track = searched(path)
+        assert (again, search.spent) == (found, whole.spent)
+        assert len(track.asked) == len(lines) - there
+        assert TuningLog(path, "here").records == lines
+
+
+def test_nothing_is_measured_twice_and_more_time_goes_on(tmp_path):
+    searched(tmp_path / "log", seconds=5.0)
+    found, _, track = searched(tmp_path / "log", seconds=5.0)
+    assert found == Choices(limits=(("tasks", 32),)) and not track.asked
+    found, _, track = searched(tmp_path / "log")
+    assert found == BEST and track.asked
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"{]\n",
+        b"\x00\xff\n",
+        b"[1, 2]\n",
+        b'{"kind": "trial"}\n',
+        b"\n",
+        b"7\n",
+        b'{"run": "here", "kind": "trial", "pairs": 3}\n',
+    ],
+)
+def test_damaged_lines_are_ignored(tmp_path, damage):
+    path = tmp_path / "log"
+    found, _, _ = searched(path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(damage + b"".join(lines[:3]) + damage + b"".join(lines[3:]))
+    again, search, track = searched(path)
+    assert again == found and not track.asked
+    assert search.log.damaged == (0 if damage == b"\n" or b"here" in damage else 2)
+
+
+def test_another_machines_log_is_ignored(tmp_path):
+    searched(tmp_path / "log", run="there")
+    found, search, track = searched(tmp_path / "log")
+    assert found == BEST and len(track.asked) == search.log.foreign == search.trials
+    assert {json.loads(line)["run"] for line in (tmp_path / "log").read_text().splitlines()} == {"here", "there"}
+
+
+@pytest.mark.parametrize(
+    ("ratios", "wanted"),
+    [
+        ([0.9] * 7, True),
+        ([1.0] * 7, False),
+        ([0.999] * 7, False),
+        ([0.9, 0.9], False),
+        ([0.7, 0.8, 1.2, 0.9, 1.1, 0.95, 1.05], False),
+        ([0.90, 0.91, 0.89, 0.9, 3.0, 0.92, 0.9], True),
+        ([1.1] * 7, False),
+    ],
+)
+def test_faster_is_more_than_noise(ratios, wanted):
+    assert is_faster([(2.0, 2.0 * ratio) for ratio in ratios], 0.005) is wanted
+
+
+class Clock:
+    """Seconds that pass only in steps."""
+
+    def __init__(self):
+        self.now, self.runs = 0.0, 0
+
+    def __call__(self):
+        return self.now
+
+    def step(self, *seconds):
+        left = list(seconds)
+
+        def run():
+            self.runs += 1
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return run
+
+
+def test_a_race_takes_turns_and_gives_up_early():
+    clock = Clock()
+    race = Race(warm_up=1, clock=clock)
+    assert race(clock.step(1.0), clock.step(1.25)) == [(1.0, 1.25)] * 5 and clock.runs == 12
+    pairs = Race(most=9, seconds=1e9, clock=clock)(clock.step(1.0), clock.step(0.75))
+    assert pairs == [(1.0, 0.75)] * 9
+
+
+def test_outliers_are_run_again():
+    clock = Clock()
+    slow = clock.step(1.0, 1.0, 1.0, 9.0, 1.0, 1.0, 7.0, 1.0)
+    pairs = Race(warm_up=1, most=9, seconds=1e9, clock=clock)(slow, clock.step(0.5))
+    assert pairs == [(1.0, 0.5)] * 9 and clock.runs == 2 * (1 + 9 + 2)
