@@ -67,6 +67,16 @@ def test_inference(tmp_path, monkeypatch, capsys):
     assert "| ours / quickest other |" in capsys.readouterr().out
 
 
+def test_tuned(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["python"])
+    monkeypatch.setenv("BRIDGE_CACHE", "0")
+    monkeypatch.setenv("BRIDGE_CACHE_DIR", "")
+    main(["tuned", "--quick", "--json", str(tmp_path / "tuned.json")])
+    (row,) = Results.load(tmp_path / "tuned.json").rows
+    assert {"eager_ms", "before_ms", "after_ms"} <= row.keys() and row["trials"] >= 1 and row["kept"] == "no"
+    assert "| tuned / ours |" in capsys.readouterr().out
+
+
 def test_sizes_that_vary(tmp_path, monkeypatch, capsys):
     path = tmp_path / "dynamic.json"
     monkeypatch.setattr("sys.argv", ["python"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,8 @@ __all__ = ["CallTrack"]
 
 Make = Callable[[Choices], Entry]
 
-_MOST_BUILDERS = 4
+_BUILDERS = 2
+"""One that runs Python, one that waits for a compiler, which takes one library at a time."""
 
 _FAILURES = (UnsupportedModule, CompilationError, RuntimeError, NotImplementedError)
 """What a candidate may come to; it is then no candidate."""
@@ -74,7 +74,7 @@ class CallTrack:
         missing = [choices for choices in candidates if choices not in self._made]
         for choices in missing:  # captures are made one by one
             self._capture_of(choices)
-        with ThreadPoolExecutor(min(_MOST_BUILDERS, os.cpu_count() or 1), thread_name_prefix="bridge-tune") as pool:
+        with ThreadPoolExecutor(_BUILDERS, thread_name_prefix="bridge-tune") as pool:
             for choices, made in zip(missing, pool.map(self._make, missing), strict=True):
                 self._made[choices] = made
         settle()
