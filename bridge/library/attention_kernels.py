@@ -27,7 +27,8 @@ class Dropout(NamedTuple):
 
     Attributes:
         rate: the probability of a zero.
-        state: the generator's before the forward: seed and offset, uint64, on the host.
+        state: the generator's before the forward: seed and offset, uint64, on the host; backward, while a stream is
+            captured, on the device.
     """
 
     rate: float
@@ -53,7 +54,7 @@ def _rate(dropout: Dropout | None) -> float:
 
 def _state_at(device: torch.device, dropout: Dropout) -> Tensor:
     """Seed and offset on the device, without waiting for it."""
-    return dropout.state.pin_memory().to(device, non_blocking=True)
+    return dropout.state if dropout.state.is_cuda else dropout.state.pin_memory().to(device, non_blocking=True)
 
 
 def _flash(q, k, v, mask, is_causal, scale, dropout=None):
@@ -73,7 +74,7 @@ def _efficient(q, k, v, mask, is_causal, scale, dropout=None):
 
 def _efficient_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout=None):
     unread = q.new_empty((), dtype=torch.int64)
-    # seed and offset are read on the host
+    # seed and offset are read where they are wanted: on the host, or by a kernel that is captured
     state = [unread, unread] if dropout is None else dropout.state.view(torch.int64).unbind()
     wanted = [True, True, True, False]
     return aten._scaled_dot_product_efficient_attention_backward(

@@ -21,6 +21,7 @@ __all__ = [
     "NEVER_RAISE",
     "OUT_KERNELS",
     "PLACED_DRAWS",
+    "REDRAWS",
     "TensorAt",
     "TensorsAt",
     "dense",
@@ -48,10 +49,14 @@ NEVER_RAISE = frozenset(
 """Calls, of functions and of kernels that write into given tensors, that take any numbers."""
 
 
-PLACED_DRAWS = frozenset({"placed_draw", "dropping_attention", "dropping_attention_backward"})
+PLACED_DRAWS = frozenset({"placed_draw", "dropping_attention"})
 """Calls that draw random numbers of a GPU, from the state of its generator that they are given on the host."""
 
-DRAWS = PLACED_DRAWS | {"draw"}
+REDRAWS = frozenset({"dropping_attention_backward"})
+"""Calls whose kernel draws again what another's has drawn, from a state on the host or, where a stream is captured, on
+the GPU."""
+
+DRAWS = PLACED_DRAWS | REDRAWS | {"draw"}
 """Calls that draw random numbers."""
 
 

@@ -53,7 +53,8 @@ def new_stream() -> int:
     would be in the graph.
     """
     handle = ctypes.c_void_p()
-    _call("cuStreamCreate", ctypes.byref(handle), _NON_BLOCKING)
+    with _at_any_moment():
+        _call("cuStreamCreate", ctypes.byref(handle), _NON_BLOCKING)
     return handle.value
 
 
@@ -68,7 +69,8 @@ class Graph:
         executable, nodes = ctypes.c_void_p(), ctypes.c_size_t()
         _call("cuGraphGetNodes", graph, None, ctypes.byref(nodes))
         self.is_empty = not nodes.value
-        _call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
+        with _at_any_moment():  # another thread may capture
+            _call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
         self._launch = _library().cuGraphLaunch
         self._executable = executable
         weakref.finalize(self, _destroy_executable, executable).atexit = False
@@ -119,13 +121,22 @@ def _take_pending_errors() -> None:
         return
 
 
-def _destroy_executable(executable: ctypes.c_void_p) -> None:
-    """At any moment: the last who has a graph may let go of it while this or another thread captures a stream, and the
-    driver would end that capture, as it does for all that frees memory."""
+@contextmanager
+def _at_any_moment() -> Iterator[None]:
+    """For what takes or frees memory: where this or another thread captures a stream, the driver would refuse it, and
+    end that capture."""
     mode = ctypes.c_int(_RELAXED)
     _library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-    _library().cuGraphExecDestroy(executable)
-    _library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        _library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def _destroy_executable(executable: ctypes.c_void_p) -> None:
+    """The last who has a graph may let go of it during a capture."""
+    with _at_any_moment():
+        _library().cuGraphExecDestroy(executable)
 
 
 def _destroy(graph: ctypes.c_void_p) -> None:

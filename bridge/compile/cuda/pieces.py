@@ -4,6 +4,7 @@ A call that places torch's generator (attention's dropout) is not captured: insi
 the generator's state from torch's own graphs alone, and other threads could not draw meanwhile. So a run ends a graph
 before such a call and begins the next one behind it. A replay launches the graphs in order and makes the calls in
 between anew: they read what lies where the graphs wrote it, and what they return is copied to where the next one reads.
+Backward, attention's kernel reads the state from the device and is captured; a replay brings the state there.
 """
 
 from __future__ import annotations
@@ -83,12 +84,12 @@ class _Between:
         self._step, self._action, self._origins = step, action, origins
         self.memory: list[torch.Tensor] = []
 
-    def record(self, registers: list) -> Replay:
+    def record(self, registers: list, on_host: Mapping[int, torch.Tensor]) -> Replay:
         """Puts the memory of its results into the registers. The call is made for its results' forms alone: nothing
-        that a run computes is there yet."""
+        that a run computes is there yet. ``on_host``: states, by slot."""
         step, action, origins = self._step, self._action, self._origins
         if not self.memory:
-            tried = {slot: registers[slot] for slot in step.reads}
+            tried = {slot: on_host.get(slot, registers[slot]) for slot in step.reads}
             action(tried)
             made = [tried[slot] for slot in step.writes]
             with torch.inference_mode(False):  # it serves runs of any mode
@@ -150,7 +151,7 @@ class PiecewiseExecutor(BoundExecutor):
 
     def __init__(self, *parts: Any, **given: Any):
         super().__init__(*parts, **given)
-        layout = self._layout
+        self._device, layout = given["device"], self._layout
         views = {step.writes[0]: step for step in (*self.steps, *layout.views) if isinstance(step, View)}
         slots = [*range(len(layout.params)), *(made.slot for made in layout.fresh)]
         place_of = {slot: place for place, slot in enumerate(slots)}
@@ -160,21 +161,43 @@ class PiecewiseExecutor(BoundExecutor):
                 found = {slot: _origin(slot, views, place_of) for slot in step.reads}
                 origins = {slot: origin for slot, origin in found.items() if origin is not None}
                 self._between[index] = _Between(step, bind(step, {}, {}), origins)
+        read = {slot for step in self.steps if not is_between(step) for slot in step.reads}
+        self._on_host = [slot for slot, param in enumerate(layout.params) if param.lies_on_host]
+        self._brought = {slot: self._state() for slot in self._on_host if slot in read}
         self._pieces: Pieces | None = None
+        self._states: dict[int, torch.Tensor] = {}
 
     @contextmanager
     def recorded_by(self, pieces: Pieces) -> Iterator[None]:
         """A run meanwhile is recorded as these pieces."""
         self._pieces = pieces
+        if self._brought:
+            pieces.parts.insert(0, self._bring)
         try:
             yield
         finally:
-            self._pieces = None
+            self._pieces, self._states = None, {}
 
     @property
     def held_bytes(self) -> int:
         """Bytes of memory for results of the calls between graphs."""
         return sum(memory.nbytes for each in self._between.values() for memory in each.memory)
+
+    @torch.inference_mode(False)  # it serves runs of any mode
+    def _state(self) -> torch.Tensor:
+        """Memory for a generator's state on the device."""
+        return torch.empty(2, dtype=torch.uint64, device=self._device)
+
+    def _bring(self, given: Sequence[torch.Tensor]) -> None:
+        """States to the device, without waiting for it: the driver takes so few bytes at once."""
+        for slot, memory in self._brought.items():
+            memory.copy_(given[slot], non_blocking=True)
+
+    def _load(self, registers: list, inputs: Sequence[torch.Tensor]) -> None:
+        super()._load(registers, inputs)
+        self._states = {slot: registers[slot] for slot in self._on_host}
+        for slot, memory in self._brought.items():
+            registers[slot] = memory
 
     def _act(self, registers: list) -> None:
         for index, (action, last_used) in enumerate(self.actions):
@@ -183,7 +206,7 @@ class PiecewiseExecutor(BoundExecutor):
                 action(registers)
             else:
                 with self._pieces.interrupted():
-                    part = between.record(registers)
+                    part = between.record(registers, self._states)
                 self._pieces.parts.append(part)
             for slot in last_used:
                 registers[slot] = None

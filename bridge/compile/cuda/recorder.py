@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -18,7 +19,6 @@ from typing import Any
 import torch
 
 from bridge.base.collector import collection_paused
-from bridge.base.generators import default_generator
 from bridge.base.locks import free_in_children
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided, memory_of_pool
 from bridge.compile.cuda.driver_graphs import Graph, captured, new_stream
@@ -28,7 +28,7 @@ from bridge.compile.graphs.recorder import Form, Replay
 from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.pool import Block
 from bridge.compile.runtime.program import Program
-from bridge.library import DRAWS
+from bridge.library import DRAWS, REDRAWS
 
 __all__ = ["STREAMS", "CudaRecorder", "PoolMemory", "Streams"]
 
@@ -36,16 +36,24 @@ _RECORDING = free_in_children(threading.RLock())
 """Held while a stream is captured."""
 
 
+_SHARE = 1 / 8
+"""Of a device's memory, for results of recorded programs; no more of what is free than half."""
+
+
 class PoolMemory:
     """Memory of a private pool, see :class:`bridge.compile.graphs.recorder.Memory`; of a device that is current.
 
     Where it cannot be had, memory is like any other: an allocator of another kind than torch's own has no pools, and
     another thread may be using this one.
+
+    Attributes:
+        index: of the device.
     """
 
     def __init__(self, index: int):
-        self._index = index
+        self.index = index
         self._pool: Any = None
+        _MEMORIES.add(self)
         self._lock = threading.Lock()
         self._has_pools = torch.cuda.get_allocator_backend() == "native"
 
@@ -54,7 +62,7 @@ class PoolMemory:
             try:
                 if self._pool is None:
                     self._pool = torch.cuda.MemPool()
-                with memory_of_pool(self._index, self._pool.id):
+                with memory_of_pool(self.index, self._pool.id):
                     return [empty_strided(*form) for form in forms]
             except torch.OutOfMemoryError:  # the allocator gives nothing back that it keeps while a pool is in use
                 pass
@@ -65,6 +73,10 @@ class PoolMemory:
     @property
     def held_bytes(self) -> int:
         return 0 if self._pool is None else _set_aside(self._pool)
+
+
+_MEMORIES: weakref.WeakSet[PoolMemory] = weakref.WeakSet()
+"""All there are: what they hold together is bounded."""
 
 
 class _Timer:
@@ -168,14 +180,23 @@ class CudaRecorder:
 
     def refusal(self) -> str | None:
         steps = self._program.steps
-        captured = [*(step for step in steps if not is_between(step)), *inside_of_loops(steps)]
-        drawing = [step.name for step in captured if isinstance(step, CallLibrary) and step.name in DRAWS]
-        read = {slot for step in captured for slot in step.reads}
+        captured = [step for step in steps if not is_between(step)]
+        inner = inside_of_loops(steps)
+        drawing = [
+            step.name for step in (*captured, *inner) if isinstance(step, CallLibrary) and step.name in DRAWS - REDRAWS
+        ]
+        read = {slot for step in captured if step.name not in REDRAWS for slot in step.reads}
         if drawing:
             return f"library {drawing[0]} draws random numbers"
         if any(param.lies_on_host and param.slot in read for param in self._program.layout.params):
             return "a kernel reads an input that lies on the host"
         return None
+
+    def spare_bytes(self) -> int:
+        free, total = torch.cuda.mem_get_info(self._index)
+        free += torch.cuda.memory_reserved(self._index) - torch.cuda.memory_allocated(self._index)
+        held = sum(memory.held_bytes for memory in tuple(_MEMORIES) if memory.index == self._index)
+        return min(free // 2, int(_SHARE * total) - held)
 
     @property
     def held_bytes(self) -> int:
@@ -189,9 +210,6 @@ class CudaRecorder:
 
     def stream(self) -> int:
         return current_stream(self._index)
-
-    def drawn(self) -> int:
-        return default_generator(self._device).get_offset()
 
     def memory(self) -> PoolMemory:
         return PoolMemory(self._index)

@@ -71,7 +71,7 @@ class GraphedExecutor:
         self._streams: LeastRecentlyUsed[Hashable, StreamRecordings] = LeastRecentlyUsed(_STREAMS)
         self._results: ReplayResults | None = None
         self._cost = LaunchCost(recorder)
-        self._is_warm, self._draws = False, True
+        self._is_warm = False
         self._left = 0
         self._refused = recorder.refusal()
         self.last_used = 0
@@ -129,19 +129,16 @@ class GraphedExecutor:
 
     def _warm_up(self, inputs: Sequence[torch.Tensor], consume: bool, forced: bool) -> list[torch.Tensor]:
         """A call before there are recordings; under ``"auto"`` it is timed."""
-        timer, drawn = self._cost.timer(), self._recorder.drawn()
+        timer = self._cost.timer()
         results = self._by_itself("warm-up", inputs, consume)
         if timer is not None:
             timer.stop()
-        self._draws &= self._recorder.drawn() != drawn
         if self._results is None:
             self._results = ReplayResults(self._program, results)
         pays = (timer is not None) if forced else self._cost.is_launch_bound()
-        if pays and self._draws:
-            self._refuse("a step draws random numbers")
-        elif pays is False and not forced:
+        if pays is False and not forced:
             self._refuse("the device has more to do than the host: a graph does not pay")
-        elif pays and not forced and self._results.nbytes > MAX_HELD_BYTES:
+        elif pays and not forced and self._results.nbytes > min(MAX_HELD_BYTES, self._recorder.spare_bytes()):
             self._refuse(f"memory of results would be held: {self._results.nbytes} bytes")
         self._is_warm = bool(pays)
         return results

@@ -57,6 +57,9 @@ class Recorder(Protocol):
     def refusal(self) -> str | None:
         """Why the program cannot be recorded, naming the step; ``None`` if nothing is known against it."""
 
+    def spare_bytes(self) -> int:
+        """Bytes of results that recordings may set aside on the device, all others' counted."""
+
     @property
     def held_bytes(self) -> int:
         """Bytes that its recordings need while nothing is replayed, but for what :class:`Memory` counts."""
@@ -69,9 +72,6 @@ class Recorder(Protocol):
 
     def stream(self) -> Hashable:
         """The current stream."""
-
-    def drawn(self) -> int:
-        """How far torch's generator of the device is."""
 
     def memory(self) -> Memory:
         """New memory for results."""

@@ -74,9 +74,8 @@ class HostRecorder:
         self.capturing = False
         self.refuses: str | None = None
         self.now: Any = 0
-        self.draws = 0
         self.seconds: tuple[float, float] | None = (1.0, 1.0)
-        self.held_bytes = 0
+        self.held_bytes, self.spare = 0, 1 << 40
 
     def refusal(self):
         return self.refuses
@@ -84,15 +83,14 @@ class HostRecorder:
     def elsewhere(self):
         return None
 
+    def spare_bytes(self):
+        return self.spare
+
     def is_capturing(self):
         return self.capturing
 
     def stream(self):
         return self.now
-
-    def drawn(self):
-        self.draws += self.draws > 0
-        return self.draws
 
     def memory(self):
         return HostMemory()

@@ -1,0 +1,185 @@
+"""A run in pieces, without a GPU: what is captured, and what calls between the graphs read and write at a replay."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from tvm import relax
+from tvm.relax import TensorType, TupleGetItem, TupleType
+from tvm.relax import op as R
+
+from autodiff.ir import StringImm
+from autodiff.library import GENERATOR_STATE, call
+from bridge.base.devices import HOST
+from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, inside_of_loops, is_between
+from bridge.compile.graphs.control import RecordedGraphs
+from bridge.compile.graphs.executor import GraphedExecutor
+from bridge.compile.runtime.instructions import CallLibrary
+from bridge.compile.runtime.pool import ArenaPool
+from tests.bridge.compile.host_recorder import HostMemory, HostRecorder, alias
+from tests.bridge.compile_helpers import program
+
+SHAPE, SWAPPED = (1, 2, 4, 8), (1, 4, 2, 8)
+
+
+def states():
+    return [torch.tensor([seed, 8], dtype=torch.uint64) for seed in (3, 4)]
+
+
+def dropping(emit, q, k, v, state):
+    """What attention that drops returns, by the formula that it has on a CPU."""
+    numbers = [relax.prim_value(value) for value in (0, 0, 0.3, 0.5, 8)]
+    types = TupleType([TensorType(SWAPPED, "float32"), TensorType((1, 2, 32), "float32")])
+    pair = emit(call("dropping_attention", [StringImm("efficient"), q, k, v, *numbers, state], types))
+    return emit(TupleGetItem(pair, 0)), emit(TupleGetItem(pair, 1))
+
+
+def again(emit, grad_out, q, k, v, out, sums, state):
+    """What the backward of such an attention returns first."""
+    numbers = [relax.prim_value(value) for value in (0, 0, 0.3, 0.5, 8)]
+    given = [StringImm("efficient"), grad_out, q, k, v, out, sums, *numbers, state]
+    made = emit(call("dropping_attention_backward", given, TupleType([TensorType(SHAPE, "float32")] * 3)))
+    return emit(TupleGetItem(made, 0))
+
+
+def body(emit, x, w, first, second):
+    """Attentions of a computed tensor, arguments and a result of the other, and the backward of one; one's result is
+    the program's."""
+    y = emit(R.matmul(x, w))
+    one, sums = dropping(emit, y, x, x, first)
+    z = emit(R.nn.softmax(emit(R.reshape(one, SHAPE))))
+    other, _ = dropping(emit, z, y, x, second)
+    dq = again(emit, other, z, y, x, other, sums, second)
+    return [z, emit(R.exp(other)), sums, second, emit(R.add(dq, x))]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return program([(SHAPE, "float32"), ((8, 8), "float32"), GENERATOR_STATE, GENERATOR_STATE], body)
+
+
+class _Logged:
+    """Actions of a stretch with the registers that each found; replaying acts again, in the memory of then."""
+
+    is_empty = False
+
+    def __init__(self):
+        self.log = []
+
+    def replay(self, _given):
+        for action, before, after in self.log:
+            registers = list(before)
+            action(registers)
+            for now, then in zip(registers, after, strict=True):
+                if isinstance(now, torch.Tensor) and now is not then:
+                    then.copy_(now)
+
+
+class _Executor(PiecewiseExecutor):
+    """Actions are logged; inputs are known by their addresses alone."""
+
+    def __init__(self, *parts, **given):
+        super().__init__(*parts, **given)
+        self.graphs = []
+        self.actions = tuple((self._logging(action), last) for action, last in self.actions)
+
+    def _logging(self, action):
+        def act(registers):
+            before = list(registers)
+            action(registers)
+            self.graphs[-1].log.append((action, before, list(registers)))
+
+        return act
+
+    def _load(self, registers, inputs):
+        super()._load(registers, [each if each.dtype is torch.uint64 else alias(each) for each in inputs])
+
+    @contextmanager
+    def capture(self):
+        self.graphs.append(_Logged())
+        yield [self.graphs[-1]]
+
+
+def recorded(compiled, inputs, fresh):
+    parts = (compiled.name, compiled.steps, compiled.layout, compiled.constants, compiled.code)
+    execute = _Executor(*parts, device=HOST, pool=ArenaPool())
+    pieces = Pieces(execute.capture, lambda graph: graph.replay)
+    with pieces, execute.recorded_by(pieces), torch.no_grad():
+        results = execute(inputs, fresh=list(map(alias, fresh)))
+    return pieces.parts, execute, results
+
+
+def test_graphs_and_calls_take_turns_and_find_what_the_others_wrote(compiled):
+    layout = compiled.layout
+    fresh = [torch.empty(made.shape, dtype=made.torch_dtype) for made in layout.fresh]
+    x, w = torch.randn(SHAPE), torch.randn(8, 8)
+    parts, execute, results = recorded(compiled, [x, w, *states()], fresh)
+    kinds = ["graph" if "_Logged" in part.__qualname__ else part.__name__ for part in parts]
+    assert kinds == ["_bring", "graph", "replay", "graph", "replay", "graph"]
+    assert execute.held_bytes == 2 * (x.nbytes + 64 * 4)
+    for seed in range(4):
+        x.normal_(), w.normal_()  # where the recording looks for them
+        given = [x, w, *(torch.tensor([seed + place, 4], dtype=torch.uint64) for place in range(2))]
+        wanted = compiled(list(given))
+        for part in parts:
+            part([*given, *fresh])
+        for slot, ours, theirs in zip(layout.memory, results, wanted, strict=True):
+            if slot >= len(layout.params):
+                assert torch.equal(ours, theirs)
+
+
+def test_an_input_between_is_the_calls_own_and_aligned(compiled):
+    """The tensors of a call are read, not those that the recording was made with."""
+    fresh = [torch.empty(made.shape, dtype=made.torch_dtype) for made in compiled.layout.fresh]
+    x, w = torch.randn(SHAPE), torch.randn(8, 8)
+    parts, _, results = recorded(compiled, [x, w, *states()], fresh)
+    moved = torch.empty(x.numel() + 1)[1:].view(SHAPE).copy_(x)
+    for part in parts:
+        part([moved, w, *states(), *fresh])
+    for ours, theirs in zip(results[:3], compiled([x, w, *states()]), strict=False):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_failure_between_ends_the_recording(compiled):
+    fresh = [torch.empty(made.shape, dtype=made.torch_dtype) for made in compiled.layout.fresh]
+    open_captures = []
+
+    class Failing(_Executor):
+        @contextmanager
+        def capture(self):
+            open_captures.append(1)
+            try:
+                with super().capture() as made:
+                    yield made
+            finally:
+                open_captures.pop()
+
+    parts = (compiled.name, compiled.steps, compiled.layout, compiled.constants, compiled.code)
+    execute = Failing(*parts, device=HOST, pool=ArenaPool())
+    pieces = Pieces(execute.capture, lambda graph: graph.replay)
+    wrong = torch.zeros(1, dtype=torch.uint64)
+    with pytest.raises(ValueError, match="shape"), pieces, execute.recorded_by(pieces):
+        execute([torch.randn(SHAPE), torch.randn(8, 8), wrong, wrong], fresh=fresh)
+    assert not open_captures and not pieces.parts[1:]  # no graph; states would be brought
+
+
+def test_states_on_the_host_are_in_no_key(compiled):
+    """New ones at every call, wherever they lie, and no new recordings."""
+    recorder, control = HostRecorder(compiled), RecordedGraphs(True)
+    run = GraphedExecutor(compiled, compiled.executor, recorder, control, (HostMemory(), HostMemory()), 2)
+    x, w, kept = torch.randn(SHAPE), torch.randn(8, 8), []
+    for seed in range(20):
+        x.normal_()
+        kept.append([torch.tensor([seed + place, 4], dtype=torch.uint64) for place in range(2)])
+        for ours, theirs in zip(run([x, w, *kept[-1]]), compiled([x, w, *kept[-1]]), strict=True):
+            assert torch.equal(ours, theirs)
+    assert recorder.recorded <= 2 and control.replays > 12 and not run.held_bytes  # a result is kept from call to call
+
+
+def test_which_steps_are_between(compiled):
+    calls = [step for step in compiled.steps if isinstance(step, CallLibrary)]
+    assert [step.name for step in calls if is_between(step)] == ["dropping_attention"] * 2
+    assert "dropping_attention_backward" in [step.name for step in calls]
+    assert not list(inside_of_loops(compiled.steps))
