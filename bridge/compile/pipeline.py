@@ -44,6 +44,7 @@ from bridge.compile.passes.accumulate import accumulate
 from bridge.compile.passes.casts import cast_where_read
 from bridge.compile.passes.choose_layouts import choose_layouts
 from bridge.compile.passes.dead_code import eliminate_dead_code
+from bridge.compile.passes.join_products import join_products
 from bridge.compile.passes.permutations import recompute_permutations
 from bridge.compile.passes.sections import recompute_sections
 from bridge.compile.passes.slices import recompute_slices
@@ -199,6 +200,8 @@ class _Graphs:
     ):
         self._func, self._backend = func, options.backend
         neutral = translate(func, self._backend, drawn)
+        if policy.joins:
+            neutral = join_products(neutral, options.grad_outs)
         graph = optimize(choose_layouts(neutral, self._backend, policy, options.grad_outs), self._backend)
         if options.sums_in_place:
             graph = accumulate(graph)

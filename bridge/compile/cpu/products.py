@@ -105,6 +105,7 @@ class CpuProducts:
     _asked: dict[ProductShape, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     keeps_order = False
+    joins = False
     widened = frozenset()
 
     def choose(self, product: ProductShape) -> str:

@@ -61,7 +61,7 @@ ORDER = ReductionOrder(
     interleaved=(1,),
     chunk_elements=8192,
     chunk_rows=16,
-    most_chunks=512,
+    most_chunks=264,
     split=8192,
 )
 

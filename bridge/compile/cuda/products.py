@@ -20,6 +20,7 @@ class CudaProducts:
     """
 
     keeps_order = True
+    joins = True
     widened = frozenset({"bfloat16"})
     """Not float16, where GradScaler looks for what does not fit into a gradient of that type."""
 

@@ -72,10 +72,12 @@ class ProductPolicy(Protocol):
     Attributes:
         keeps_order: whether a library's copies of batches keep neighbours in memory neighbours, and its results are
             stored in the order that readers want; otherwise they are in the logical order.
+        joins: whether small products of gradients had better be joined: see :mod:`bridge.compile.passes.join_products`.
         widened: element types of which a library's product can have a float32 result.
     """
 
     keeps_order: bool
+    joins: bool
     widened: frozenset[str]
 
     def choose(self, product: ProductShape) -> str:

@@ -28,6 +28,7 @@ class Policy:
     way: str
     asked: list[ProductShape] = field(default_factory=list)
     keeps_order: bool = False
+    joins: bool = False
     widened: frozenset[str] = frozenset()
 
     def choose(self, product: ProductShape) -> str:
