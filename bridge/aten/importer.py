@@ -395,6 +395,6 @@ def _finish(captured: Captured, importer: Importer, params: list[Var], env: dict
 def _compared(reading: Reading) -> str:
     """What was read, and what is read where the check fails."""
     if reading.value is True or reading.value is False:
-        return f"{reading.value} at the sample, now {not reading.value}"
+        return f"compiled for {reading.value}, called with {not reading.value}"
     text = repr(reading.value)
-    return f"{text if len(text) <= _SHOWN else text[:_SHOWN] + '...'} at the sample, now another"
+    return f"compiled for {text if len(text) <= _SHOWN else text[:_SHOWN] + '...'}, called with another"

@@ -15,6 +15,7 @@ from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
 from bridge.capture.pipeline import capture
 from bridge.capture.preconditions import check_call, device_of_call
 from bridge.capture.readings import Reading, given, numbers_read, same_numbers
+from bridge.capture.recomputed import LITERAL, SIZE_OPERATORS, Operation, Place, Recomputed, shown
 from bridge.capture.sample import normalize_sample
 from bridge.capture.size_trace import SizeTrace, is_implied, sized_run
 from bridge.capture.tensor_form import TensorForm
@@ -24,7 +25,9 @@ from bridge.capture.tracing import is_capturing, is_traced_here, one_capture_at_
 __all__ = [
     "COMPUTED_DRAWS",
     "CTC_LOSSES",
+    "LITERAL",
     "RECURRENT_LAYERS",
+    "SIZE_OPERATORS",
     "STOP_GRADIENT",
     "UPSAMPLES",
     "WHOLE",
@@ -37,9 +40,12 @@ __all__ = [
     "NumberPlace",
     "Observation",
     "Operand",
+    "Operation",
     "Output",
     "Parameter",
+    "Place",
     "Reading",
+    "Recomputed",
     "SizeTrace",
     "TensorForm",
     "capture",
@@ -60,6 +66,7 @@ __all__ = [
     "one_capture_at_a_time",
     "raise_if_eager_raises",
     "same_numbers",
+    "shown",
     "sized_run",
     "where_is",
     "with_generator",

@@ -16,6 +16,7 @@ from bridge.base.torch_internals import pytree
 from bridge.capture.counters import Counter
 from bridge.capture.observation import Draw, Observation, Output
 from bridge.capture.readings import Reading
+from bridge.capture.recomputed import Recomputed
 from bridge.state import ModuleTensor
 
 __all__ = ["Captured"]
@@ -42,7 +43,8 @@ class Captured:
         literals: tensor literals of the module's code, by placeholder name.
         counters: attributes that each call counts up.
         readings: numbers that forward took out of tensors on the sample, in order.
-        read: the nodes of those numbers.
+        read: the nodes of those numbers; ``None`` for those that are recomputed, and for constants.
+        recomputed: those that a call computes from its inputs by itself (:mod:`bridge.capture.recomputed`).
         extents: the symbols of the dimensions that vary; ``None``: every extent is a number. Where there are some,
             shapes and strides in ``observation`` hold extents, and ``arguments`` are of the sample's sizes.
         argument_shapes, argument_strides: of ``arguments``, with extents; empty where ``extents`` is ``None``.
@@ -66,7 +68,8 @@ class Captured:
     literals: dict[str, torch.Tensor]
     counters: tuple[Counter, ...] = ()
     readings: tuple[Reading, ...] = ()
-    read: tuple[fx.Node, ...] = ()
+    read: tuple[fx.Node | None, ...] = ()
+    recomputed: tuple[Recomputed, ...] = ()
     extents: ExtentScope | None = None
     argument_shapes: tuple[tuple[Dim, ...], ...] = ()
     argument_strides: tuple[tuple[Dim, ...], ...] = ()

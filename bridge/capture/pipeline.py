@@ -46,6 +46,7 @@ from bridge.capture.passes.stop_gradient import prepare
 from bridge.capture.preconditions import check_call, device_of_call
 from bridge.capture.random_nodes import draws_by_origin, match_draws
 from bridge.capture.readings import Reading, ReadsDifferError, given, numbers_read
+from bridge.capture.recomputed import recomputed
 from bridge.capture.symbolic_capture import as_in_eager_at_sample, with_extents
 from bridge.capture.symbolic_sizes import SymbolicSizes
 from bridge.capture.thread_isolation import capturing
@@ -270,6 +271,7 @@ def _trace(
     bound, literals = placeholders(functional, tensors, run.argument_is_tensor)
     results, mutated = results_and_mutations(functional, tensors, forward, observation.unsupported)
     results, read = results[: len(results) - len(readings)], results[len(results) - len(readings) :]
+    conditions, read = recomputed(functional.graph, read, readings, tensors, bound, literals)
     if len(results) != len(observation.outputs):
         reason = f"the exported graph returns {len(results)} values, eager {len(observation.outputs)}"
         raise UnsupportedModule(type(module).__name__, [Unsupported("torch.export", forward, reason)])
@@ -298,7 +300,8 @@ def _trace(
         draw_of=draw_of,
         literals=literals,
         readings=tuple(readings),
-        read=tuple(read),
+        read=read,
+        recomputed=conditions,
         device=current_device(),
     )
     fakes = [node.meta["val"] for node in captured.graph.nodes if node.op == "placeholder"]

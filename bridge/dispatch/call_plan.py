@@ -43,6 +43,8 @@ def plan_call(
         if not fake.is_contiguous()
     ]
     found: list[steps.CallStep] = [steps.Inputs(inputs, tuple(numbers), tuple(strided))]
+    if captured.recomputed:
+        found.append(steps.Numbers(captured.recomputed))
     can_fail = bool(imported.checks) or imported.leaves_state or forward.can_fail
     if observed.draws:
         used = imported.input_draws + imported.dropout_draws

@@ -19,6 +19,7 @@ from bridge.base.guard_failure import RUN, GuardFailure
 from bridge.base.torch_internals import no_torch_function
 from bridge.dispatch import call_steps as steps
 from bridge.dispatch.guards import Guard
+from bridge.dispatch.recompute import same_numbers_read
 from bridge.dispatch.results import assembly, relaid
 from bridge.rng import Draws, swap_state
 
@@ -71,6 +72,7 @@ class CallRun:
         self.before: list[Action] = []
         self.forward: list[Action] = []
         self.after: list[Action] = []
+        makers[steps.Numbers] = self.before, partial(_numbers, device_type=device_type)
         makers[steps.Draws] = self.before, partial(_draws, module_name=module_name)
         makers[steps.Forward] = self.forward, partial(_forward, execute=execute, device_type=device_type)
         makers[steps.Checks] = self.forward, _checks
@@ -91,6 +93,15 @@ def _out_of_sight(act: Action, call: Call) -> None:
     """Where torch has a default device: it is for the user's factories, not for ours."""
     with no_torch_function():
         act(call)
+
+
+def _numbers(step: steps.Numbers, device_type: str) -> Action:
+    check = same_numbers_read(step.read, device_type)
+
+    def read(call: Call) -> None:
+        check(call.inputs)
+
+    return read
 
 
 def _draws(step: steps.Draws, module_name: str) -> Action:

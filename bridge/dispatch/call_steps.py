@@ -15,7 +15,7 @@ import torch
 
 from bridge.base.devices import HOST
 from bridge.base.torch_internals import pytree
-from bridge.capture import Counter, Draw, Output
+from bridge.capture import Counter, Draw, Output, Recomputed
 
 __all__ = [
     "STEPS",
@@ -27,6 +27,7 @@ __all__ = [
     "Generator",
     "Inputs",
     "Layout",
+    "Numbers",
     "Results",
     "Save",
     "SetAttributes",
@@ -130,7 +131,18 @@ class Checks(CallStep):
     checks: tuple[tuple[str, str], ...]
 
     def text(self) -> str:
-        return _list(": ".join(check).partition(" at the sample")[0] for check in self.checks)
+        return _list(": ".join(check).partition(", called with")[0] for check in self.checks)
+
+
+@dataclass(frozen=True)
+class Numbers(CallStep):
+    """Numbers that forward reads, computed from the inputs before all else: as compiled, or the call is eager's."""
+
+    kind = "numbers"
+    read: tuple[Recomputed, ...]
+
+    def text(self) -> str:
+        return _list(f"{each.field}: {each.words}" for each in self.read)
 
 
 @dataclass(frozen=True)
@@ -280,7 +292,7 @@ class Backward(CallStep):
 
 
 STEPS: tuple[type[CallStep], ...] = (
-    *(Inputs, Draws, Forward, Checks, Layout, Generator, Save, WriteBack, Results, SetAttributes, Backward),
+    *(Inputs, Numbers, Draws, Forward, Checks, Layout, Generator, Save, WriteBack, Results, SetAttributes, Backward),
 )
 """Every kind of step."""
 

@@ -230,8 +230,7 @@ class Dispatcher:
                     entry = self._frozen_anew(module, args, kwargs)
                     if entry is not None:
                         return entry, entry.guard.match(module, args, kwargs)
-                    entry = self._generalization(module, args, kwargs)
-                entry = entry or self.add(module, args, kwargs)
+                entry = self._generalization(module, args, kwargs) or self.add(module, args, kwargs)
                 inputs = entry.guard.match(module, args, kwargs)
                 if entry in failure.tried:
                     self._leave_to_eager(type(module).__name__, failure, "it reads other numbers at every run")

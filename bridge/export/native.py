@@ -43,7 +43,7 @@ def save_native(module: nn.Module, entries: Sequence[Entry], path: Path) -> dict
             problems.append(Unsupported("a loaded call", where, "has no native form", "save it from its source"))
             continue
         imported = entry.lowered.imported
-        if captured.draws or captured.mutated or imported.checks:
+        if captured.draws or captured.mutated or imported.checks or captured.recomputed:
             what = "random draws" if captured.draws else "new values of buffers" if captured.mutated else "checks"
             problems.append(Unsupported(what, where, "has no native form", "add an entry under module.eval()"))
             continue

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 from bridge.base.torch_internals import pytree
-from bridge.capture import Draw, Operand, Output, Parameter
+from bridge.capture import Draw, Operand, Operation, Output, Parameter, Place, Recomputed
 from bridge.dispatch import STEPS
 from bridge.export.structure import structure_of, to_structure
 from bridge.state import ModuleTensor
 
 __all__ = ["from_plain", "to_plain"]
 
-_CLASSES = {kind.__name__: kind for kind in (*STEPS, Draw, ModuleTensor, Operand, Output, Parameter)}
+_PARTS = (Draw, ModuleTensor, Operand, Operation, Output, Parameter, Place, Recomputed)
+_CLASSES = {kind.__name__: kind for kind in (*STEPS, *_PARTS)}
 _TORCH = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 

@@ -101,7 +101,8 @@ def _guards(lowered: LoweredCall, module: nn.Module) -> tuple[str, ...]:
         f"{first} parameters and buffers, {wants} with gradient: shapes, strides, dtypes, requires_grad, which are tied"
     )
     found.append(f"{gradients}; autocast, default dtype, deterministic algorithms and torch modes as at capture")
-    found += [": ".join(check).partition(" at the sample")[0] for check in lowered.imported.checks]
+    found += [f"{each.field}: {each.words}" for each in captured.recomputed]
+    found += [": ".join(check).partition(", called with")[0] for check in lowered.imported.checks]
     return tuple(found)
 
 

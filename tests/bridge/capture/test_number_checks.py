@@ -209,7 +209,7 @@ def test_the_reason_names_the_line_and_the_numbers():
     _, module = dispatched(Written(masked), X, X > 0)
     module(X, X > 100)
     ((reason, _),) = stats(module).misses.items()
-    assert reason.startswith("number read at ") and reason.endswith("True at the sample, now False")
+    assert reason.startswith("number read at ") and reason.endswith("compiled for True, called with False")
     assert "test_number_checks.py:" in reason and "if mask.any():" in reason
 
 

@@ -1,0 +1,257 @@
+"""Recomputed numbers: the nodes behind what forward reads → operations that compute it from the call's inputs.
+
+Where a number that forward reads is a function of arguments, buffers and constants alone, a call can find out whether
+it reads the same before anything else is done, with torch's own operators, as eager does. The rest (what depends on
+parameters that train, on draws, or would take long) the compiled forward computes beside its results.
+
+Why that is exact: the graph is functional, so its nodes give what is read at its place in forward, whatever is written
+before and after; and they are the operators that eager runs.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from bridge.base.torch_internals import OpOverload, schema
+from bridge.base.torch_shapes import hint
+from bridge.capture.passes.stop_gradient import STOP_GRADIENT
+from bridge.capture.readings import Reading
+from bridge.state import ModuleTensor
+
+__all__ = ["LITERAL", "SIZE_OPERATORS", "Operation", "Place", "Recomputed", "recomputed", "shown"]
+
+#: What may be computed twice, by a call and by its compiled forward: operators, and elements of all their results.
+MAX_OPERATIONS, MAX_ELEMENTS = 64, 1 << 20
+MAX_LITERAL = 64
+_SHOWN = 40
+"""Characters of a list of numbers that a reason quotes."""
+
+LITERAL = "literal"
+"""The operation that makes a constant: ``(elements, shape, type, device)``."""
+SIZE_OPERATORS = {f"operator.{each.__name__}": each for each in (operator.add, operator.mul, operator.floordiv)}
+"""Python's operators on sizes, by name; and ``operator.getitem``, on an operator's several results."""
+SIZE_OPERATORS |= {f"operator.{each.__name__}": each for each in (operator.sub, operator.mod, operator.getitem)}
+
+_UNKNOWN = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A value of :class:`Recomputed`: its inputs in order, then the result of each operation."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operator's call.
+
+    Attributes:
+        name: as in ``"aten.all.default"``, or of :data:`SIZE_OPERATORS`, or :data:`LITERAL`.
+        args, kwargs: constants, places, and tuples of them; keywords with their values.
+    """
+
+    name: str
+    args: tuple
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """A flag or integers that forward reads, as a function of inputs.
+
+    Attributes:
+        where: ``file:line: code`` of the reading.
+        numbers: what was read, flat.
+        inputs: indices into module tensors and arguments.
+        operations: in order; the last one's result has the numbers.
+    """
+
+    where: str
+    numbers: tuple[int, ...]
+    inputs: tuple[int, ...]
+    operations: tuple[Operation, ...]
+
+    @property
+    def field(self) -> str:
+        """What differs where other numbers are read, as a guard's failure says it."""
+        return f"number read at {self.where}"
+
+    @property
+    def words(self) -> str:
+        """What was read, as a guard's failure says it."""
+        return f"compiled for {shown(self.numbers)}"
+
+
+def shown(numbers: Sequence[int]) -> str:
+    """Numbers in few words."""
+    text = repr(numbers[0] if len(numbers) == 1 else tuple(numbers))
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+class _NotRecomputedError(Exception):
+    """The nodes do not depend on inputs alone, or are too many."""
+
+
+def recomputed(
+    graph: fx.Graph,
+    read: Sequence[fx.Node | None],
+    readings: Sequence[Reading],
+    tensors: Sequence[ModuleTensor],
+    bound: Mapping[str, int],
+    literals: Mapping[str, torch.Tensor],
+) -> tuple[tuple[Recomputed, ...], tuple[fx.Node | None, ...]]:
+    """Those readings that are functions of inputs; and ``read`` with ``None`` for these, and for those of constants.
+
+    What nothing else reads leaves the graph, which is changed in place.
+
+    Args:
+        graph: functional.
+        read, readings: the nodes of the numbers; what they were in eager.
+        tensors: what the module owns.
+        bound, literals: the graph's placeholders, as in :class:`bridge.capture.captured.Captured`.
+    """
+    found, left, gone = [], list(read), set()
+    for place, (node, reading) in enumerate(zip(read, readings, strict=True)):
+        if node is None or reading.dtype.is_floating_point or reading.dtype.is_complex:
+            continue
+        walk = _Walk(tensors, bound, literals)
+        try:
+            walk.visit(node)
+        except _NotRecomputedError:
+            continue
+        if walk.inputs:
+            numbers = torch.tensor(_listed(reading.value), dtype=reading.dtype, device="cpu").reshape(-1).tolist()
+            found.append(Recomputed(reading.where, tuple(numbers), tuple(walk.inputs), tuple(walk.operations(node))))
+        left[place] = None
+        gone.update(walk.nodes)
+    if gone:
+        _forget(graph, read, left, gone)
+    return tuple(found), tuple(left)
+
+
+class _Walk:
+    """The nodes that one is computed from, in order.
+
+    Attributes:
+        inputs: indices of the module tensors and arguments among them.
+        nodes: the calls among them.
+    """
+
+    def __init__(self, tensors: Sequence[ModuleTensor], bound: Mapping[str, int], literals: Mapping[str, torch.Tensor]):
+        self._tensors, self._bound, self._literals = tensors, bound, literals
+        self._seen: dict[fx.Node, None] = {}
+        self._elements = 0
+        self.inputs: dict[int, int] = {}
+        self.nodes: list[fx.Node] = []
+
+    def visit(self, node: fx.Node) -> None:
+        """Adds a node, after those that it reads. :class:`_NotRecomputedError` if one is not for a call."""
+        todo = [(node, False)]
+        while todo:
+            node, are_inputs_there = todo.pop()
+            if node in self._seen:
+                continue
+            if node.op == "placeholder":
+                self._enter(node)
+            elif are_inputs_there:
+                self._call(node)
+            else:
+                todo.append((node, True))
+                todo += [(each, False) for each in node.all_input_nodes]
+                continue
+            self._seen[node] = None
+
+    def _enter(self, node: fx.Node) -> None:
+        if node.name in self._bound:
+            index = self._bound[node.name]
+            trains = index < len(self._tensors) and self._tensors[index].requires_grad
+            if trains:
+                raise _NotRecomputedError
+            self.inputs.setdefault(index, len(self.inputs))
+        elif node.name not in self._literals or self._literals[node.name].numel() > MAX_LITERAL:
+            raise _NotRecomputedError
+
+    def _call(self, node: fx.Node) -> None:
+        if node.op != "call_function" or _name(node) is None:
+            raise _NotRecomputedError
+        self.nodes.append(node)
+        value = node.meta.get("val")
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(each, torch.Tensor):
+                self._elements += math.prod(hint(extent) or MAX_ELEMENTS for extent in each.shape)
+        if len(self.nodes) > MAX_OPERATIONS or self._elements > MAX_ELEMENTS:
+            raise _NotRecomputedError
+
+    def operations(self, last: fx.Node) -> list[Operation]:
+        """The nodes as operations; the last one's is the last."""
+        place_of: dict[fx.Node, Place] = {}
+        made: list[Operation] = []
+        for node in self._seen:
+            if node.op == "placeholder" and node.name in self._bound:
+                place_of[node] = Place(self.inputs[self._bound[node.name]])
+                continue
+            if node.target == STOP_GRADIENT:
+                place_of[node] = place_of[node.args[0]]
+                continue
+            if node.op == "placeholder":
+                made.append(_literal(self._literals[node.name]))
+            else:
+                args, kwargs = _plain(node.args, place_of), _plain(node.kwargs, place_of)
+                made.append(Operation(_name(node), args, kwargs))
+            place_of[node] = Place(len(self.inputs) + len(made) - 1)
+        if not made or place_of[last] != Place(len(self.inputs) + len(made) - 1):
+            made.append(Operation("aten.alias.default", (place_of[last],)))
+        return made
+
+
+def _name(node: fx.Node) -> str | None:
+    """The name of a node's operator, if a call may run it."""
+    target = node.target
+    if target == STOP_GRADIENT:
+        return str(target)
+    if isinstance(target, OpOverload):
+        reads = schema(target).is_mutable or any(tag in target.tags for tag in _UNKNOWN)
+        is_empty = "empty" in target.name()
+        return None if reads or is_empty or target.namespace != "aten" else str(target)
+    return next((name for name, each in SIZE_OPERATORS.items() if each is target), None)
+
+
+def _literal(tensor: torch.Tensor) -> Operation:
+    elements = tuple(tensor.detach().reshape(-1).tolist())
+    return Operation(LITERAL, (elements, tuple(tensor.shape), tensor.dtype, tensor.device))
+
+
+def _plain(value: Any, place_of: Mapping[fx.Node, Place]) -> Any:
+    """Arguments of a node with places for nodes and tuples for lists; keywords as pairs."""
+    if isinstance(value, fx.Node):
+        return place_of[value]
+    if isinstance(value, list | tuple):
+        return tuple(_plain(each, place_of) for each in value)
+    if isinstance(value, dict):
+        return tuple((name, _plain(each, place_of)) for name, each in value.items())
+    return value
+
+
+def _listed(value: Any) -> Any:
+    return list(map(_listed, value)) if isinstance(value, tuple) else value
+
+
+def _forget(graph: fx.Graph, read: Sequence[fx.Node | None], left: Sequence[fx.Node | None], nodes: set) -> None:
+    """Takes readings, a graph's last results, out of it but for those left, and ``nodes`` that they alone read."""
+    (output,) = [node for node in graph.nodes if node.op == "output"]
+    results, *rest = output.args
+    first = len(results) - len(read)
+    if list(results[first:]) != list(read):
+        return
+    output.args = ((*results[:first], *(each for each in left if each is not None)), *rest)
+    for node in reversed(list(graph.nodes)):
+        if node in nodes and not node.users:
+            graph.erase_node(node)
