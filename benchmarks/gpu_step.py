@@ -110,7 +110,11 @@ class Peer:
             leaf.grad = None
         with torch.cuda.graph(graph):
             self._forward().backward(self.grad)
-        return graph.replay
+
+        def replay(_read: Peer = self) -> None:  # what the graph reads is not to be given to others
+            graph.replay()
+
+        return replay
 
 
 def peer(name: str, make: Callable[[], nn.Module], x: Tensor, precision: Precision) -> tuple[Step, nn.Module]:

@@ -9,6 +9,7 @@ import torch
 from bridge.compile.graphs.control import RecordedGraphs
 from bridge.compile.graphs.executor import GraphedExecutor
 from bridge.compile.graphs.recorder import Memory, Recorder
+from bridge.compile.graphs.worth import Verdicts
 from bridge.compile.runtime.program import Program
 
 __all__ = ["EntryGraphs"]
@@ -30,6 +31,7 @@ class EntryGraphs:
     def __init__(self, control: RecordedGraphs):
         self._control = control
         self._memories: dict[str, Memory] = {}
+        self._verdicts: dict[tuple[str, int], Verdicts] = {}  # by what is the same for all sizes
         control.enroll(self)
 
     def forward(self, program: Program, execute: Execute, outputs: int) -> Execute:
@@ -44,8 +46,9 @@ class EntryGraphs:
         recorder = program.backend.recorder(program)
         if recorder is None:
             return execute
-        first, others = (self._memory(use, recorder) for use in uses)
-        return GraphedExecutor(program, execute, recorder, self._control, (first, others), outputs)
+        memories = tuple(self._memory(use, recorder) for use in uses)
+        verdicts = self._verdicts.setdefault((program.name, len(program.steps)), Verdicts())
+        return GraphedExecutor(program, execute, recorder, self._control, memories, outputs, verdicts)
 
     def _memory(self, use: str, recorder: Recorder) -> Memory:
         found = self._memories.get(use)

@@ -19,7 +19,7 @@ from bridge.compile.graphs.control import RecordedGraphs
 from bridge.compile.graphs.recorder import Form, Memory, Recorder, Replay
 from bridge.compile.graphs.recordings import MAX_MADE, StreamRecordings
 from bridge.compile.graphs.results import ReplayResults
-from bridge.compile.graphs.worth import LaunchCost
+from bridge.compile.graphs.worth import LaunchCost, Verdicts
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.forms import InputForms
 from bridge.compile.runtime.program import Program
@@ -49,6 +49,7 @@ class GraphedExecutor:
         program: of numbers only.
         execute: runs it, kernel by kernel: ``(inputs, *, consume, fresh)``.
         memories: where the first ``outputs`` results, which somebody may keep, and all others get their memory.
+        verdicts: whether graphs pay at other sizes of the program.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class GraphedExecutor:
         control: RecordedGraphs,
         memories: tuple[Memory, Memory],
         outputs: int,
+        verdicts: Verdicts | None = None,
     ):
         self._program, self._execute, self._recorder, self._control = program, execute, recorder, control
         self._memories, self._outputs = memories, outputs
@@ -71,6 +73,7 @@ class GraphedExecutor:
         self._streams: LeastRecentlyUsed[Hashable, StreamRecordings] = LeastRecentlyUsed(_STREAMS)
         self._results: ReplayResults | None = None
         self._cost = LaunchCost(recorder)
+        self._verdicts = Verdicts() if verdicts is None else verdicts
         self._is_warm = False
         self._left = 0
         self._refused = recorder.refusal()
@@ -135,13 +138,21 @@ class GraphedExecutor:
             timer.stop()
         if self._results is None:
             self._results = ReplayResults(self._program, results)
-        pays = (timer is not None) if forced else self._cost.is_launch_bound()
+        pays = (timer is not None) if forced else self._pays()
         if pays is False and not forced:
             self._refuse("the device has more to do than the host: a graph does not pay")
         elif pays and not forced and self._results.nbytes > min(MAX_HELD_BYTES, self._recorder.spare_bytes()):
             self._refuse(f"memory of results would be held: {self._results.nbytes} bytes")
         self._is_warm = bool(pays)
         return results
+
+    def _pays(self) -> bool | None:
+        """Whether a graph does, by what other sizes have shown or by the runs so far; ``None``: it is too early."""
+        work = self._results.nbytes + self._program.arena_bytes
+        known = self._verdicts.of(work)
+        if known is None and (known := self._cost.is_launch_bound()) is not None:
+            self._verdicts.learn(work, known)
+        return known
 
     def _graphed(self, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
         stream = self._recorder.stream()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 import torch
 
@@ -41,9 +42,11 @@ class ReplayResults:
         self.copied: list[int] = []
         self.readers = [layout.memory.index(made.slot) for made in layout.fresh]
         self._find: list[Callable[[Sequence, Sequence], torch.Tensor]] = []
+        found: list[int | None] = []
         for place, (slot, base, seen) in enumerate(zip(layout.results, layout.memory, results, strict=True)):
             if base in constants:
                 self._find.append(_constant(seen))
+                found.append(None)
                 continue
             if base not in fresh and base >= params:
                 shape = tuple(seen.shape)
@@ -52,7 +55,11 @@ class ReplayResults:
                 self.copied.append(place)
                 self.readers.append(place)
                 base = slot
-            self._find.append(_found(fresh.get(base), base, views.get(slot) if slot != base else None))
+            view = views.get(slot) if slot != base else None
+            self._find.append(_found(fresh.get(base), base, view))
+            found.append(fresh.get(base) if view is None else None)
+        plain = len(found) > 1 and None not in found
+        self._pick = itemgetter(*found) if plain else None
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +68,8 @@ class ReplayResults:
 
     def __call__(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results of a run on these inputs in this memory."""
+        if self._pick is not None:  # as gradients are
+            return list(self._pick(fresh))
         return [find(inputs, fresh) for find in self._find]
 
 

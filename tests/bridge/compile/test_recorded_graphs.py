@@ -14,7 +14,7 @@ from bridge.compile.graphs import executor as module
 from bridge.compile.graphs.control import RecordedGraphs
 from bridge.compile.graphs.executor import GraphedExecutor
 from bridge.compile.graphs.ports import MAX_ADDRESSES
-from bridge.compile.graphs.worth import RUNS
+from bridge.compile.graphs.worth import RUNS, Verdicts
 from tests.bridge.compile.host_recorder import HostMemory, HostRecorder
 from tests.bridge.compile_helpers import program
 
@@ -40,12 +40,12 @@ def compiled():
 class Graphed:
     """A graphed executor with everything that can be set."""
 
-    def __init__(self, compiled, mode=True, seconds=(1.0, 1.0)):
+    def __init__(self, compiled, mode=True, seconds=(1.0, 1.0), verdicts=None):
         self.control, self.recorder = RecordedGraphs(mode), HostRecorder(compiled)
         self.recorder.seconds = seconds
         self.outputs, self.captures = HostMemory(), HostMemory()
         memories = self.outputs, self.captures
-        self.run = GraphedExecutor(compiled, compiled.executor, self.recorder, self.control, memories, 1)
+        self.run = GraphedExecutor(compiled, compiled.executor, self.recorder, self.control, memories, 1, verdicts)
         self.w = torch.randn(16, 8)
         self.x = torch.randn(12, 16)
 
@@ -168,6 +168,26 @@ def test_automatic_copies_only_so_much(compiled, monkeypatch):
         kept.append(torch.randn(12, 16))
         graphed.check(kept[-1])
     assert graphed.control.refused["test"] == "768 bytes lie elsewhere at each call"
+
+
+def test_what_one_size_has_shown_holds_for_others():
+    verdicts = Verdicts()
+    assert verdicts.of(10) is None
+    verdicts.learn(10, True)
+    verdicts.learn(50, False)
+    assert [verdicts.of(work) for work in (1, 10, 11, 49, 50, 90)] == [True, True, None, None, False, False]
+    verdicts.learn(60, True)  # it was something else that took the device's time
+    assert [verdicts.of(work) for work in (1, 60, 61)] == [True, True, None]
+    verdicts.learn(5, False)
+    assert [verdicts.of(work) for work in (1, 5, 60)] == [None, False, False]
+
+
+def test_another_size_is_not_timed_again(compiled):
+    first, second = (Graphed(compiled, "auto", verdicts=verdicts) for verdicts in [Verdicts()] * 2)
+    first.warm()
+    assert first.recorder.stopped == RUNS
+    second.warm(3)
+    assert not second.recorder.stopped and second.control.ungraphed == {"warm-up": 1, "addresses that are new": 1}
 
 
 @pytest.mark.parametrize(("most", "spare"), [(700, 1 << 20), (1 << 20, 700)])
