@@ -2,7 +2,7 @@
 
 from bridge.dispatch.api import add_tvm_dispatch, dispatch_at_first_call, remove_tvm_dispatch, stats
 from bridge.dispatch.bound import MAX_BOUND
-from bridge.dispatch.call_steps import STEPS, Backward, CallStep, Draws
+from bridge.dispatch.call_steps import STEPS, Backward, CallStep, Draws, Save
 from bridge.dispatch.compile_entry import backend_of_call, require_capturable
 from bridge.dispatch.compile_entry import compile_entry as entry_of_call
 from bridge.dispatch.dispatcher import MAX_ENTRIES, Dispatcher
@@ -37,6 +37,7 @@ __all__ = [
     "FrozenPrograms",
     "Guard",
     "GuardFailure",
+    "Save",
     "Tuned",
     "add_tvm_dispatch",
     "backend_of_call",

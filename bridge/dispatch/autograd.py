@@ -2,7 +2,8 @@
 
 What the backward reads goes through ``save_for_backward``: inputs, outputs and captures alike, so that
 ``saved_tensors_hooks`` see them and in-place changes are noticed. The node releases them as the backward starts,
-unless the graph is retained, and the program drops each one after its last use.
+unless the graph is retained, and the program drops each one after its last use. Gradients that are differentiated
+again, or batched, are eager's operators' (:mod:`bridge.dispatch.second_derivatives`).
 """
 
 from __future__ import annotations
@@ -13,23 +14,13 @@ from typing import Any
 
 import torch
 
+from bridge.base.torch_autograd import keeps_graph
 from bridge.base.torch_internals import has_storage, len_function_stack, no_torch_function
 from bridge.dispatch.call_run import Action, Call, outside_autocast
 from bridge.dispatch.programs import BoundPrograms, Programs
+from bridge.dispatch.second_derivatives import eager_gradients
 
 __all__ = ["applied", "apply"]
-
-
-_TWICE = (
-    "create_graph=True through a module dispatched to TVM: its backward is compiled and cannot be "
-    "differentiated again. Call remove_tvm_dispatch(module) first (or keep it out of what "
-    "torch.compile(backend='tvm_dispatch') compiles), or leave create_graph off."
-)
-_BATCHED = (
-    "batched gradients (is_grads_batched=True, jacobian(vectorize=True), torch.func) through a module "
-    "dispatched to TVM: its backward is compiled for one. Call remove_tvm_dispatch(module) first, or "
-    "compute them one by one."
-)
 
 
 class _Dispatched(torch.autograd.Function):
@@ -45,7 +36,8 @@ class _Dispatched(torch.autograd.Function):
             act(call)
         values = call.values
         ctx.save_for_backward(*call.saved)
-        call.values = call.saved = None  # autograd's from here on
+        ctx.held = call.held
+        call.values = call.saved = call.held = None  # autograd's from here on
         ctx.programs = programs
         ctx.set_materialize_grads(False)
         if programs.not_differentiable:
@@ -54,18 +46,24 @@ class _Dispatched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_outs: torch.Tensor | None):
-        if torch.is_grad_enabled():
-            raise RuntimeError(_TWICE)
-        programs, present = ctx.programs, []
+        programs = ctx.programs
+        present, is_eagers = [], torch.is_grad_enabled()
         for i in programs.differentiable:
             if grad_outs[i] is not None:
                 present.append(i)
-                if not has_storage(grad_outs[i]):
-                    raise RuntimeError(_BATCHED)
+                is_eagers = is_eagers or not has_storage(grad_outs[i])
         if not present:
             return (None,) * len(ctx.needs_input_grad)
+        if is_eagers:
+            gradients = eager_gradients(ctx, present, [grad_outs[i] for i in present])
+            ctx.maybe_clear_saved_tensors()
+            if not keeps_graph():
+                ctx.held = None
+            return (None, None, None, *gradients)
         inputs = list(ctx.saved_tensors)
         ctx.maybe_clear_saved_tensors()
+        if ctx.held is not None and not keeps_graph():
+            ctx.held = None
         for i in present:
             inputs.append(grad_outs[i])
         del grad_outs

@@ -115,6 +115,7 @@ class BoundCalls:
             self._observed(sizes),
             programs.masks.draws,
             programs.is_frozen,
+            () if programs.eager_backward is None else programs.eager_backward.held,
         )
 
     def bind(self, sizes: Sizes) -> Bound:

@@ -21,6 +21,7 @@ def plan_call(
     observed: Observed | None = None,
     computed: Sequence[int] = (),
     frozen: bool = False,
+    beside: Sequence[int] = (),
 ) -> tuple[steps.CallStep, ...]:
     """The steps from the guard to the module's result; what a call does not need is no step.
 
@@ -30,6 +31,7 @@ def plan_call(
         observed: draws and results of a call of certain sizes, where they vary.
         computed: places of the draws that are masks which the programs compute.
         frozen: whether the program has the module's tensors as constants.
+        beside: places of inputs and draws that a call holds for :mod:`bridge.dispatch.eager_backward`.
     """
     captured, imported = lowered.captured, lowered.imported
     observed = observed or Observed(tuple(captured.draws), tuple(captured.outputs))
@@ -63,7 +65,7 @@ def plan_call(
         before = len(inputs) + len(imported.input_draws) - 1
         found.append(steps.Generator(before, first_buffer + len(captured.mutated)))
     if lowered.differentiable:
-        found.append(_save(lowered, inputs + draws, values))
+        found.append(_save(lowered, inputs + draws, values, beside, guard))
     if captured.mutated:
         places = enumerate((index for index, _ in captured.mutated), first_buffer)
         found.append(steps.WriteBack(tuple((index, result, inputs[index]) for result, index in places)))
@@ -95,11 +97,23 @@ def _result_names(lowered: LoweredCall) -> tuple[str, ...]:
     return tuple(names())
 
 
-def _save(lowered: LoweredCall, primals: Sequence[str], values: Sequence[str]) -> steps.Save:
+def _save(
+    lowered: LoweredCall, primals: Sequence[str], values: Sequence[str], beside: Sequence[int], guard: Guard | None
+) -> steps.Save:
     plan, changed = lowered.plan, {index for index, _ in lowered.captured.mutated}
     saved, outputs = tuple(plan.saved_primals), tuple(plan.saved_outputs)
-    copied = tuple(place for place, index in enumerate(saved) if index in changed)
     names = (
         [primals[index] for index in saved] + [values[index] for index in outputs] + [*values[lowered.num_results :]]
     )
-    return steps.Save(saved, copied, outputs, lowered.num_results, tuple(names))
+    owned = len(lowered.captured.module_tensors) if guard is not None else 0  # of a guard, parameters are leaves
+    return steps.Save(
+        saved,
+        tuple(place for place, index in enumerate(saved) if index in changed),
+        outputs,
+        lowered.num_results,
+        tuple(names),
+        tuple(beside),
+        tuple(primals[index] for index in beside),
+        tuple(place for place, index in enumerate(beside) if index in changed),
+        tuple(place for place, index in enumerate(beside) if index in lowered.wanted and index >= owned),
+    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,11 +18,12 @@ from bridge.base.guard_failure import RUN, GuardFailure
 from bridge.base.torch_internals import no_torch_function
 from bridge.dispatch import call_steps as steps
 from bridge.dispatch.guards import Guard
+from bridge.dispatch.held import Held, held_apart, taken, versions_of
 from bridge.dispatch.recompute import same_numbers_read
 from bridge.dispatch.results import assembly, relaid
 from bridge.rng import Draws, swap_state
 
-__all__ = ["Action", "Call", "CallRun", "outside_autocast", "taken"]
+__all__ = ["Action", "Call", "CallRun", "outside_autocast"]
 
 Execute = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
@@ -36,18 +36,20 @@ class Call:
         primals: inputs and draws.
         values: the program's results.
         saved: what autograd saves.
+        held: what is held beside, for a backward by eager's operators; ``None``: nothing is.
         computed: the results that are the caller's, as autograd returns them.
         result: what the module returns.
         undo: takes the draws back; ``None`` where none were made.
     """
 
-    __slots__ = ("computed", "inputs", "module", "primals", "result", "saved", "undo", "values")
+    __slots__ = ("computed", "held", "inputs", "module", "primals", "result", "saved", "undo", "values")
 
     module: nn.Module | None
     inputs: list[torch.Tensor]
     primals: list[torch.Tensor]
     values: list[torch.Tensor]
     saved: list[torch.Tensor]
+    held: Held | None
     computed: Sequence[torch.Tensor]
     result: Any
     undo: Callable[[], None] | None
@@ -171,21 +173,22 @@ def _generator(step: steps.Generator) -> Action:
 
 def _save(step: steps.Save) -> Action:
     primals, outputs, copied, captures = taken(step.primals), taken(step.outputs), step.copied, step.captures
+    beside = taken(step.beside)
+    is_plain = bool(step.beside) and not (step.beside_copied or step.beside_followed)
 
     def save(call: Call) -> None:
         values = call.values
         call.saved = [*primals(call.primals), *outputs(values), *values[captures:]]
         for place in copied:
             call.saved[place] = call.saved[place].clone()
+        call.held = None
+        if is_plain:
+            tensors = beside(call.primals)
+            call.held = tensors, versions_of(tensors), None
+        elif step.beside:
+            call.held = held_apart(beside(call.primals), step.beside_copied, step.beside_followed)
 
     return save
-
-
-def taken(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What takes the elements at these places."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
 
 def _write_back(step: steps.WriteBack) -> Action:

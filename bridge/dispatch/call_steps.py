@@ -186,6 +186,9 @@ class Save(CallStep):
         outputs: places of outputs.
         captures: the first capture among the results; all from there on are saved.
         names: of all that is saved.
+        beside: places of inputs and draws that are held beside, for a backward by eager's operators.
+        beside_names: of these; ``beside_copied``: which are buffers that the call changes, by their place there,
+            and ``beside_followed``: which are arguments that autograd follows.
     """
 
     kind = "save"
@@ -194,9 +197,14 @@ class Save(CallStep):
     outputs: tuple[int, ...]
     captures: int
     names: tuple[str, ...]
+    beside: tuple[int, ...] = ()
+    beside_names: tuple[str, ...] = ()
+    beside_copied: tuple[int, ...] = ()
+    beside_followed: tuple[int, ...] = ()
 
     def text(self) -> str:
-        return _parts(_list(self.names), **{"copies of": tuple(self.names[place] for place in self.copied)})
+        copies = tuple(self.names[place] for place in self.copied)
+        return _parts(_list(self.names), **{"copies of": copies, "for a second derivative": self.beside_names})
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,13 @@ class Entries:
     Attributes:
         all: the entries, oldest first. A change makes another list: calls of other threads may be walking through this.
         misses: calls that ran eager, by the reason; beyond the first thousand reasons, under one name.
+        eager_backwards: backwards of calls that entries ran which eager's operators computed, by the reason.
     """
 
     def __init__(self) -> None:
         self.all: list[Entry] = []
         self.misses: Counter[str] = Counter()
+        self.eager_backwards: Counter[str] = Counter()
         self._hits_of_gone = 0
 
     @property
@@ -39,6 +41,9 @@ class Entries:
 
     def add(self, *entries: Entry) -> None:
         """Appends entries; those that there are stay where they are."""
+        for entry in entries:
+            if entry.programs.eager_backward is not None:
+                entry.programs.eager_backwards = self.eager_backwards
         self.all = [*self.all, *(entry for entry in entries if entry not in self.all)]
 
     def replace(self, gone: Iterable[Entry], entry: Entry) -> None:

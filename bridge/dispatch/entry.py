@@ -21,10 +21,11 @@ from bridge.dispatch.autograd import apply
 from bridge.dispatch.autograd_nodes import apply_in_nodes
 from bridge.dispatch.bound import BoundCalls
 from bridge.dispatch.call_plan import plan_call
-from bridge.dispatch.call_run import Call, CallRun, taken
+from bridge.dispatch.call_run import Call, CallRun
 from bridge.dispatch.call_steps import CallStep
 from bridge.dispatch.frozen import FrozenPrograms
 from bridge.dispatch.guards import Guard, argument_sizes
+from bridge.dispatch.held import taken
 from bridge.dispatch.programs import Programs
 from bridge.lowering import LoweredCall
 
@@ -76,7 +77,10 @@ class Entry:
             forward = steps
         elif self.bound is None:
             made = self.programs
-            forward = plan_call(lowered, made.forward, guard, computed=made.masks.draws, frozen=made.is_frozen)
+            held = () if made.eager_backward is None else made.eager_backward.held
+            forward = plan_call(
+                lowered, made.forward, guard, computed=made.masks.draws, frozen=made.is_frozen, beside=held
+            )
         else:
             forward = self.bound.steps
         backward = self.programs.backward

@@ -48,8 +48,7 @@ class FrozenPrograms:
 
     is_frozen = True
     num_wanted = 0
-    backward = None
-    nodes = ((),)
+    backward = eager_backward = None
     nodes = ((),)
 
     def __init__(

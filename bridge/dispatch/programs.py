@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -35,6 +36,7 @@ from bridge.dispatch.backward_nodes import Gradient, gradients_of, most_nodes, n
 from bridge.dispatch.call_plan import input_names
 from bridge.dispatch.call_steps import Backward
 from bridge.dispatch.computed_masks import ComputedMasks
+from bridge.dispatch.eager_backward import EagerBackward
 from bridge.dispatch.guards import Sizes
 from bridge.dispatch.segmented import BoundSegment, SegmentedRun, make_token
 from bridge.lowering import LoweredCall, script
@@ -65,6 +67,8 @@ class Programs:
         is_frozen: whether the module's tensors are constants of the forward.
         nodes: of each autograd node of a backward, in the order in which they run, the places among the inputs that
             get a gradient of those whose it returns; most modules have one.
+        eager_backward: the backward by eager's operators, which can be differentiated; ``None``: nothing requires grad.
+        eager_backwards: how often that was, by the reason.
 
     Args:
         graphs: whether they are recorded as graphs, and what becomes of that; ``None``: they are not.
@@ -95,6 +99,8 @@ class Programs:
         self._later: dict[tuple[int, ...], list[tuple[Holds, BackwardRun]]] = {}
         expected = lowered.expected
         self.nodes: tuple[tuple[int, ...], ...] = (tuple(range(self.num_wanted)),)
+        self.eager_backward = EagerBackward(lowered, self.masks) if lowered.differentiable else None
+        self.eager_backwards: Counter[str] = Counter()
         backward = self._backward_run(expected) if lowered.differentiable else None
         self.forward = forward.program()
         if backward is not None:
@@ -179,6 +185,16 @@ class BoundPrograms:
         self.differentiable, self.not_differentiable = programs.differentiable, programs.not_differentiable
         self.nodes, self.device = programs.nodes, programs.device
         self._backwards: dict[tuple[int, ...], BackwardRun] = {}
+
+    @cached_property
+    def eager_backward(self) -> EagerBackward | None:
+        """As :attr:`Programs.eager_backward`."""
+        return None if self._programs.eager_backward is None else self._programs.eager_backward.at(self._sizes)
+
+    @property
+    def eager_backwards(self) -> Counter[str]:
+        """As :attr:`Programs.eager_backwards`."""
+        return self._programs.eager_backwards
 
     def backward_for(self, outputs: tuple[int, ...]) -> BackwardRun:
         """As :meth:`Programs.backward_for`, bound when first asked for."""

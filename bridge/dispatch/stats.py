@@ -36,6 +36,12 @@ class DispatchStats:
         return self._entries.misses
 
     @property
+    def eager_backwards(self) -> Counter[str]:
+        """Backwards of hits that eager's operators computed, since they were differentiated again or batched, by the
+        reason."""
+        return self._entries.eager_backwards
+
+    @property
     def entries(self) -> list[Entry]:
         """The compiled calls."""
         return self._entries.all
@@ -48,6 +54,7 @@ class DispatchStats:
     def __repr__(self) -> str:
         lines = [f"DispatchStats(hits={self.hits}, misses={sum(self.misses.values())})"]
         lines += [f"  {entry!r}" for entry in self.entries]
+        lines += [f"  {count} x {reason}" for reason, count in self.eager_backwards.items()]
         lines += [f"  {count} x {reason}" for reason, count in self.misses.most_common(_REASONS)]
         if len(self.misses) > _REASONS:
             rest = self.misses.most_common()[_REASONS:]

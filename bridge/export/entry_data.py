@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from bridge.base.modes import autocast_setting
 from bridge.base.torch_cuda import SETTINGS
 from bridge.capture import Captured, Draw, Observation
 from bridge.compile import DrawnMask
-from bridge.dispatch import Backward, Draws, Entry
+from bridge.dispatch import Backward, CallStep, Draws, Entry, Save
 from bridge.export.plain import from_plain, to_plain
 from bridge.rng import checked_gpu, computed_mask
 from bridge.state import ModuleTensor
@@ -62,7 +62,7 @@ def data_of(entry: Entry, module: nn.Module) -> dict[str, Any]:
     parts: dict[str, Callable[[], Any]] = {
         "the structure of its arguments": lambda: to_plain(captured.in_spec),
         "an argument that is no tensor": lambda: [None if is_tensor else to_plain(leaf) for leaf, is_tensor in leaves],
-        "its result": lambda: [to_plain(step) for step in entry.steps if not isinstance(step, Backward)],
+        "its result": lambda: [to_plain(_saved_step(step)) for step in entry.steps if not isinstance(step, Backward)],
     }
     made = {}
     for what, make in parts.items():
@@ -98,6 +98,13 @@ def data_of(entry: Entry, module: nn.Module) -> dict[str, Any]:
         "steps": steps,
         "masks": _masks(entry),
     }
+
+
+def _saved_step(step: CallStep) -> CallStep:
+    """A step without what only eager's operators need: the traced graph is not saved."""
+    if not isinstance(step, Save):
+        return step
+    return replace(step, beside=(), beside_names=(), beside_copied=(), beside_followed=())
 
 
 def _refuse(entry: Entry, module: nn.Module) -> None:

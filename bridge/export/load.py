@@ -118,6 +118,7 @@ class LoadedPrograms:
     """Programs of a saved call; attributes as of :class:`bridge.dispatch.programs.Programs`."""
 
     is_frozen = False
+    eager_backward = None
 
     def __init__(
         self,

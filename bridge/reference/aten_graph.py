@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,20 @@ from torch import fx
 from autodiff.dropout import keep_scale
 from bridge.aten import Imported, described_draw
 from bridge.base.generators import at_state, default_generator
-from bridge.base.torch_internals import aten
-from bridge.capture import RECURRENT_LAYERS, STOP_GRADIENT, Captured, Draw, Parameter
+from bridge.base.torch_internals import OpOverload, aten
+from bridge.capture import CTC_LOSSES, RECURRENT_LAYERS, STOP_GRADIENT, Captured, Draw, Parameter
 from bridge.library import FUNCTIONS
 from bridge.reference.draws import Drawn
 from bridge.reference.relax import Run
 
-__all__ = ["interpret_graph", "run_graph"]
+__all__ = ["interpret_graph", "needed_nodes", "outputs_at", "run_graph"]
+
+_BATCH_NORM = aten._native_batch_norm_legit_functional.default
+_OURS = "tvm_dispatch"
+_TORCH_HAS = (STOP_GRADIENT, RECURRENT_LAYERS, *CTC_LOSSES)
+"""Operators of ours that torch's are run for."""
+_RUNNING = 3, 4
+"""Places of the running statistics among its arguments, and of the new ones among its results."""
 
 
 def interpret_graph(captured: Captured, imported: Imported, primals: Sequence[torch.Tensor]) -> Run:
@@ -27,19 +34,7 @@ def interpret_graph(captured: Captured, imported: Imported, primals: Sequence[to
     ``primals``: module tensors, arguments, random draws, dropout masks, as for the Relax stages. What the graph draws
     is taken from there.
     """
-    given = len(captured.module_tensors) + len(captured.arguments)
-    wanted = given + len(imported.input_draws) + len(imported.dropout_draws)
-    if len(primals) != wanted:
-        raise ValueError(f"wanted {wanted} primals (module tensors, arguments, draws, masks), got {len(primals)}")
-    drawn = Drawn(
-        captured.draws, dict(zip((*imported.input_draws, *imported.dropout_draws), primals[given:], strict=True))
-    )
-    env: dict[fx.Node, Any] = {}
-    for node in captured.graph.nodes:
-        if node.op == "placeholder":
-            env[node] = _placeholder(captured, node, primals)
-        elif node.op == "call_function":
-            env[node] = _call(captured, node, env, drawn)
+    env = _run(captured, imported, primals, captured.graph.nodes)
     nodes = [node for node, position in _results(captured, imported) if position is not None]
     nodes += [node for _, node in captured.mutated]
     return Run([env[node] for node in nodes], {node.name: value for node, value in env.items()})
@@ -48,6 +43,70 @@ def interpret_graph(captured: Captured, imported: Imported, primals: Sequence[to
 def run_graph(captured: Captured, imported: Imported, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The results of :func:`interpret_graph` alone. ``ValueError`` if there are not as many primals as wanted."""
     return interpret_graph(captured, imported, primals).results
+
+
+def outputs_at(
+    captured: Captured, imported: Imported, primals: Sequence[torch.Tensor | None], places: Sequence[int]
+) -> list[torch.Tensor]:
+    """Some of the results of :func:`run_graph`; no others are computed, and autograd follows these.
+
+    Args:
+        primals: as there; what :func:`needed_nodes` has not may be ``None``.
+        places: among the imported function's outputs.
+
+    Raises:
+        RuntimeError: they are computed with an operator of ours that has no form in torch's.
+    """
+    node_of = {position: node for node, position in _results(captured, imported) if position is not None}
+    roots = [node_of[place] for place in places]
+    nodes = needed_nodes(captured, roots)
+    for node in nodes:
+        if isinstance(node.target, OpOverload) and node.target.namespace == _OURS and node.target not in _TORCH_HAS:
+            raise RuntimeError(f"derivatives through {node.target}, which torch has no derivative of")
+    env = _run(captured, imported, primals, nodes)
+    return [env[root] for root in roots]
+
+
+def needed_nodes(captured: Captured, roots: Sequence[fx.Node]) -> list[fx.Node]:
+    """The nodes that these are computed from, in order: what draws after one that is among them follows its state.
+
+    A batch normalization that normalizes with the batch's own statistics is not computed from the running ones.
+    """
+    marked: set[fx.Node] = set()
+    if any(draw.is_computed for draw in captured.draws):
+        marked.update(node for node in captured.graph.nodes if node.name in captured.draw_of)
+    marked.update(roots)
+    for node in reversed(captured.graph.nodes):
+        if node in marked:
+            skipped = [node.args[place] for place in _RUNNING] if _leaves_running_alone(node, marked) else []
+            marked.update(source for source in node.all_input_nodes if source not in skipped)
+    return [node for node in captured.graph.nodes if node in marked]
+
+
+def _leaves_running_alone(node: fx.Node, marked: Collection[fx.Node]) -> bool:
+    if node.target is not _BATCH_NORM or not node.args[5]:
+        return False
+    new = [user for user in node.users if user.target is operator.getitem and user.args[1] in _RUNNING]
+    return not any(user in marked for user in new)
+
+
+def _run(
+    captured: Captured, imported: Imported, primals: Sequence[torch.Tensor | None], nodes: Iterable[fx.Node]
+) -> dict[fx.Node, Any]:
+    given = len(captured.module_tensors) + len(captured.arguments)
+    wanted = given + len(imported.input_draws) + len(imported.dropout_draws)
+    if len(primals) != wanted:
+        raise ValueError(f"wanted {wanted} primals (module tensors, arguments, draws, masks), got {len(primals)}")
+    drawn = Drawn(
+        captured.draws, dict(zip((*imported.input_draws, *imported.dropout_draws), primals[given:], strict=True))
+    )
+    env: dict[fx.Node, Any] = {}
+    for node in nodes:
+        if node.op == "placeholder":
+            env[node] = _placeholder(captured, node, primals)
+        elif node.op == "call_function":
+            env[node] = _call(captured, node, env, drawn)
+    return env
 
 
 def _results(captured: Captured, imported: Imported) -> list[tuple[fx.Node, int | None]]:
@@ -63,7 +122,7 @@ def _placeholder(captured: Captured, node: fx.Node, primals: Sequence[torch.Tens
 
 
 def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: Drawn) -> Any:
-    args = fx.node.map_arg(node.args, env.__getitem__)
+    args = fx.node.map_arg(node.args, env.get)
     kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
     if node.target is operator.getitem:
         return args[0][args[1]]
@@ -71,6 +130,15 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
         return args[0].detach().clone()
     if node.target is aten.copy.default:  # torch has no derivative of its functional form
         return args[1].to(args[0].dtype).expand(args[0].shape)
+    if node.target is aten.as_strided_scatter.default:  # torch's derivative passes on what was written over
+        written = args[0].clone(memory_format=torch.preserve_format)
+        if written.stride() == args[0].stride():
+            written.as_strided(*args[2:]).copy_(args[1])
+            return written
+    if node.target is _BATCH_NORM and args[3] is None:
+        return (*aten.native_batch_norm.default(*args[:3], None, None, *args[5:]), None, None)
+    if node.target in CTC_LOSSES:  # ours has no second derivative, torch's is an error
+        return CTC_LOSSES[node.target](*args)
     if node.target is RECURRENT_LAYERS:  # an operator without a kernel: torch's of that name
         cell, x, states, weights, biases, layers, both_ways, batch_first = args
         layered = getattr(aten, cell).input

@@ -3,7 +3,8 @@
 from bridge.rng.check_philox import checked_gpu
 from bridge.rng.computed import computed_mask
 from bridge.rng.draws import Draws
+from bridge.rng.fused import FusedDropout
 from bridge.rng.swap import swap_state
 from bridge.rng.undo import undo_draws
 
-__all__ = ["Draws", "checked_gpu", "computed_mask", "swap_state", "undo_draws"]
+__all__ = ["Draws", "FusedDropout", "checked_gpu", "computed_mask", "swap_state", "undo_draws"]

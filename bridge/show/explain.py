@@ -45,7 +45,8 @@ def explain(module: nn.Module, *, full: bool = False) -> Report:
         )
     entries = tuple(_entry(entry, module) for entry in counted.entries)
     told = repr(counted.graphs).splitlines() if counted.graphs.recordings or counted.graphs.refused else ()
-    return Report(type(module).__name__, counted.hits, counted.misses.copy(), entries, full, tuple(told))
+    name, replaced = type(module).__name__, counted.eager_backwards.copy()
+    return Report(name, counted.hits, counted.misses.copy(), entries, full, tuple(told), replaced)
 
 
 def _entry(entry: Entry, module: nn.Module) -> EntryReport:

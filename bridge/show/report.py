@@ -166,6 +166,7 @@ class Report:
         entries: a report per compiled call.
         complete: whether printing shows everything.
         graphs: what became of recorded graphs, in words; nothing where none are wanted.
+        eager_backwards: backwards of hits that eager's operators computed, by reason.
     """
 
     module_name: str
@@ -174,6 +175,7 @@ class Report:
     entries: tuple[EntryReport, ...]
     complete: bool = False
     graphs: tuple[str, ...] = ()
+    eager_backwards: Counter[str] = field(default_factory=Counter)
 
     @property
     def full(self) -> Report:
@@ -190,6 +192,9 @@ class Report:
         for entry in self.entries:
             lines += entry.lines(self.complete)
         lines += [cut(line, self.complete) for line in self.graphs]
+        lines += [
+            cut(f"backward: {number} x {reason}", self.complete) for reason, number in self.eager_backwards.items()
+        ]
         misses = self.misses.most_common(None if self.complete else FEW_MISSES)
         lines += [cut(f"miss: {number} x {reason}", self.complete) for reason, number in misses]
         lines += more(list(self.misses), misses, "reasons")
@@ -205,6 +210,9 @@ class Report:
         if self.graphs:
             rows = [(each,) for each in self.graphs]
             parts.append(_fold("recorded graphs", html_table(("what became of them",), rows)))
+        if self.eager_backwards:
+            rows = [(str(number), reason) for reason, number in self.eager_backwards.items()]
+            parts.append(_fold("backwards by eager's operators", html_table(("backwards", "reason"), rows, right=(0,))))
         if self.misses:
             rows = [(str(number), reason) for reason, number in self.misses.most_common()]
             parts.append(_fold("misses", html_table(("calls", "reason"), rows, right=(0,)), is_open=True))

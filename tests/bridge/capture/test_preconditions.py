@@ -147,14 +147,6 @@ def test_torchscript_is_refused_by_name(wrap):
         add_tvm_dispatch(wrap(torch.jit.trace(nn.Tanh(), rows())), rows())
 
 
-@pytest.mark.composes("double backward, `is_grads_batched`")
-def test_batched_gradients_are_a_clear_error():
-    module = MLP()
-    add_tvm_dispatch(module, rows())
-    with pytest.raises(RuntimeError, match=r"batched gradients.*remove_tvm_dispatch"):
-        torch.autograd.grad(module(rows()), list(module.parameters()), torch.ones(2, 4, 4), is_grads_batched=True)
-
-
 def test_tensors_on_several_devices_are_refused_by_name():
     module = nn.Linear(6, 6)
     module.register_buffer("scale", torch.ones(6, device="meta"))

@@ -189,18 +189,6 @@ def test_gradients_of_some_inputs_only():
     assert all(gradient is None for gradient in gradients(dispatched).values())
 
 
-@pytest.mark.composes("double backward, `is_grads_batched`", "a clear error", section="Autograd, memory, threads")
-def test_create_graph_is_a_clear_error():
-    """At the first backward or at the second, but never a number."""
-    dispatched, _ = pair(MLP())
-    x = rows()
-    with pytest.raises(
-        RuntimeError, match=r"(?i)twice|double backward|second[- ]order|once_differentiable|create_graph"
-    ):
-        (gradient,) = torch.autograd.grad(dispatched(x).square().sum(), x, create_graph=True)
-        gradient.square().sum().backward()
-
-
 def test_calls_that_feed_each_other():
     """A dispatched module applied to its own output, as in a recurrent loop: parameters' gradients add up."""
 

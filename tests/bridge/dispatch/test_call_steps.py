@@ -127,7 +127,8 @@ def test_entries_that_are_gone_stay_counted():
 
 @pytest.mark.cpu("steps of the host: a GPU's draws move the generator before the program")
 def test_a_call_costs_no_more_functions_than_it_did():
-    """Python functions that a step of a tiny module enters between torch and the programs."""
+    """Python functions that a step of a tiny module enters between torch and the programs; three of them hold the
+    argument, which the compiled backward does not read, for a second derivative."""
     module, x = nn.Tanh(), torch.randn(4, 4, requires_grad=True)
     add_tvm_dispatch(module, x)
     for _ in range(3):
@@ -144,4 +145,4 @@ def test_a_call_costs_no_more_functions_than_it_did():
         module(x).sum().backward()
     finally:
         sys.setprofile(None)
-    assert counts.total() <= 37, counts
+    assert counts.total() <= 40, counts

@@ -172,10 +172,23 @@ def test_a_retained_graph_runs_again_and_a_freed_one_does_not():
     close(*twice)
 
 
-def test_derivatives_of_the_gradients_are_refused():
-    _, module, x = pair()
-    with pytest.raises(RuntimeError, match="create_graph=True through a module dispatched to TVM"):
-        module(x)[0].sum().backward(create_graph=True)
+@pytest.mark.parametrize("tied", [False, True])
+def test_derivatives_of_the_gradients_and_batches_of_them(tied):
+    """All nodes hand out gradients that eager's operators have computed at the first."""
+    eager, module, _ = pair(tied)
+    found = []
+    for each in (eager, module):
+        torch.manual_seed(0)
+        x = torch.randn(3, 5, WIDTH, dtype=torch.float64, device=DEVICE)
+        wanted = [*each.parameters()]
+        loss = each(x)[0]
+        slopes = torch.autograd.grad(loss.sum(), wanted, create_graph=True)
+        curved = torch.autograd.grad(sum(slope.square().sum() for slope in slopes), wanted, retain_graph=True)
+        batch = torch.stack([torch.ones_like(loss), loss.detach()])
+        batched = torch.autograd.grad(loss, wanted[-1:] + wanted[:1], batch, is_grads_batched=True)
+        found.append([*slopes, *curved, *batched])
+    close(*found)
+    assert stats(module).eager_backwards.total() >= 2
 
 
 def test_an_optimizer_in_the_backward_changes_what_is_read_no_more():

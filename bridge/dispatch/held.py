@@ -1,0 +1,90 @@
+"""Held tensors: a call's inputs and draws that only an eager backward reads → these, unchanged, when it comes.
+
+Autograd does not save them for the compiled backward: a change in place, which is none of its concern, is an error of
+the eager one alone. An argument that autograd follows is saved by a node of its own, as autograd saves: hooks on saved
+tensors see it, and what it becomes by a change in place keeps no graph alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+
+__all__ = ["Held", "held_apart", "taken", "tensors_of", "versions_of"]
+
+Held = tuple[Sequence[torch.Tensor | None], Sequence[int] | None, torch.Tensor | None]
+"""What one call holds: tensors in order, how often each had been changed in place (some number for those that are
+``None``), and the result of :class:`_Followed` for these."""
+
+_CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
+    "{shape}, which the backward of a module dispatched to TVM reads under create_graph=True or is_grads_batched=True, "
+    "is at version {now}; version {then} is wanted."
+)
+_UNCOUNTED = (
+    "create_graph=True or is_grads_batched=True through a module dispatched to TVM that was called with an inference "
+    "tensor, of which torch does not count changes."
+)
+
+_version: Callable[[torch.Tensor], int] = attrgetter("_version")
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """How often tensors have been changed in place; ``None`` where that is not counted."""
+    try:
+        return [*map(_version, tensors)]
+    except RuntimeError:  # inference tensors have no such number
+        return None
+
+
+def tensors_of(held: Held) -> list[torch.Tensor]:
+    """The tensors of a call. ``RuntimeError`` if one was changed in place since the call."""
+    tensors, versions, token = held
+    if versions is None:
+        raise RuntimeError(_UNCOUNTED)
+    followed = iter(() if token is None else token.grad_fn.saved_tensors)
+    found = []
+    for tensor, then in zip(tensors, versions, strict=True):
+        if tensor is not None and tensor._version != then:
+            raise RuntimeError(_CHANGED.format(shape=tuple(tensor.shape), now=tensor._version, then=then))
+        found.append(next(followed) if tensor is None else tensor)
+    return found
+
+
+class _Followed(torch.autograd.Function):
+    """Saves its inputs. Nothing goes backward through it."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return tensors[0].new_empty(0)
+
+
+def held_apart(tensors: Sequence[torch.Tensor], copied: Sequence[int], followed: Sequence[int]) -> Held:
+    """What a call holds, where some of the tensors are not held as they are.
+
+    Args:
+        copied: places of those that the call changes; ``followed``: of those that :class:`_Followed` is for.
+    """
+    found: list[Any] = list(tensors)
+    for place in copied:
+        found[place] = tensors[place].clone()
+    token = None
+    if followed:
+        with torch.enable_grad():
+            token = _Followed.apply(*[tensors[place] for place in followed])
+        for place in followed:
+            found[place] = None
+        if len(followed) == len(found):
+            return found, followed, token
+    return found, versions_of([each if each is not None else token for each in found]), token
+
+
+def taken(places: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What takes the elements at these places."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
