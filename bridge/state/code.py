@@ -10,6 +10,7 @@ and their default arguments. They are compared by identity, and what is mutable 
 from __future__ import annotations
 
 import argparse
+import operator
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -42,6 +43,7 @@ __all__ = ["CodeGuard"]
 
 _CODE = attrgetter("__code__")
 _DEFAULTS = attrgetter("__defaults__", "__kwdefaults__")
+_call = getattr(operator, "call", lambda read, source: read(source))  # in C since Python 3.11
 
 
 class CodeGuard:
@@ -76,6 +78,7 @@ class CodeGuard:
     def _note_all(self, kinds: Iterable[type], functions: Sequence[FunctionType], reached: Reached) -> Reached:
         self._read: list[tuple[Callable[[Any], Any], Any]] = []
         self._values: list[Any] = []
+        self._single, self._several = ([], [], []), ([], [], [])  # the same for :meth:`unchanged`, without calls here
         self._reasons: list[str] = []
         self._places: list[tuple[Any, str]] = []
         self._reached = reached
@@ -137,6 +140,11 @@ class CodeGuard:
         values = read(source)
         self._read.append((read, source))
         self._values += values
+        single = getattr(read, "single", None)
+        getters, sources, expected = self._several if single is None else self._single
+        getters.append(single or read)
+        sources.append(source)
+        expected += values
         self._reasons += reasons.values()
         self._places += [(source if owner is None else owner, name) for name in reasons]
         for value, reason in zip(values, reasons.values(), strict=True) if contents else ():
@@ -147,13 +155,12 @@ class CodeGuard:
         """Whether one of these names occurs in the code."""
         return any(not set(names).isdisjoint(names_of(function.__code__)) for function in self._functions)
 
-    def _now(self) -> list[Any]:
-        return [value for read, source in self._read for value in read(source)]
-
     def unchanged(self) -> bool:
         """Whether all of it is the very same."""
         try:
-            if not all(map(is_, self._now(), self._values)):
+            if not all(map(is_, map(_call, *self._single[:2]), self._single[2])):
+                return False
+            if not all(map(is_, chain.from_iterable(map(_call, *self._several[:2])), self._several[2])):
                 return False
         except (KeyError, AttributeError):
             return False
@@ -233,7 +240,12 @@ def _tuple_of(getter: Callable[..., Callable[[Any], Any]], names: Sequence[str])
     if len(names) > 1:
         return getter(*names)
     single = getter(*names)
-    return lambda source: (single(source),)
+
+    def read(source: Any) -> tuple:
+        return (single(source),)
+
+    read.single = single
+    return read
 
 
 def _cell_tuple(cell: CellType) -> tuple[Any]:
