@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import TorchDispatchMode, aten, storage_id
 from bridge.capture.observation import Output
 
-__all__ = ["NumberIndices", "PositionsAreZero", "SymbolicNumberIndices"]
+__all__ = ["NumberIndices", "PositionsAreZero", "SymbolicNumberIndices", "computes_with_numbers"]
 
 _library = torch.library.Library("tvm_dispatch", "FRAGMENT")
 _library.define("position(Tensor index) -> int")
@@ -84,6 +85,13 @@ class PositionsAreZero(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return 0 if func is aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
+
+
+def computes_with_numbers(graph: fx.Graph) -> bool:
+    """Whether a traced graph takes numbers out of tensors for something else than a position."""
+    reads, takes = (aten.item.default, aten._local_scalar_dense.default), (aten.select.int, aten.select_scatter.default)
+    numbers = (node for node in graph.nodes if node.target in reads)
+    return any(user.target not in takes for node in numbers for user in node.users)
 
 
 def _get(x: torch.Tensor, index: Any) -> torch.Tensor:

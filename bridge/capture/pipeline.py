@@ -39,6 +39,7 @@ from bridge.capture.exported import (
 )
 from bridge.capture.fake_run import FakeRun, fake_run, forget_real_tensors
 from bridge.capture.free_tensors import free_tensors
+from bridge.capture.number_index import computes_with_numbers
 from bridge.capture.observation import Draw
 from bridge.capture.passes.autocast import GradModesInRegions, spell_out_casts
 from bridge.capture.passes.decompose import decompose
@@ -176,14 +177,15 @@ def _trace_or_refuse(
     """The traced call. If it cannot be had, ``first`` is put back and the sample is tried in eager.
 
     If forward reads numbers there, the call is traced once more with the numbers that it reads in the state ``before``
-    (:mod:`bridge.capture.readings`).
+    (:mod:`bridge.capture.readings`). So it is where torch traced it for all of them: only positions are compiled so.
 
     Raises:
         Exception: eager's own, where eager refuses the sample too.
         UnsupportedModule: in short words; the chain of torch's exceptions is its ``cause``, and in the log.
     """
     traced = _trace_or_cause(module, args, kwargs, dims)
-    if isinstance(traced, _Traced):
+    is_traced = isinstance(traced, _Traced)
+    if is_traced and not computes_with_numbers(traced.captured.graph):
         return traced
     # outside of the except clause, or each of these would show all of torch's exceptions above its own words
     first.restore()
@@ -205,7 +207,9 @@ def _trace_or_refuse(
         first.restore()
         if isinstance(again, UnsupportedModule):
             raise again
-        traced = traced if isinstance(again, ReadsDifferError) else again
+        traced = traced if is_traced or isinstance(again, ReadsDifferError) else again
+    if is_traced:  # with the operator that is refused
+        return traced
     name = type(module).__name__
     log.debug("%s cannot be captured", name, exc_info=traced)
     explained = explain_error(traced)

@@ -12,6 +12,7 @@ from torch import nn
 from bridge import add_tvm_dispatch, examine, explain, load_compiled, save_compiled, stats
 from bridge.dispatch import budget
 from tests.bridge.compare import Call, assert_same, run
+from tests.device import DEVICE
 
 F64 = torch.float64
 
@@ -174,7 +175,7 @@ def test_casts_of_autocast_are_eagers():
         return x if (x.float() @ y.float()).sum() >= module.limit else x * 2
 
     x, y = draw(5, 4), draw(4, 6)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE.type, torch.bfloat16):
         total = (x.float() @ y.float()).sum()
         eager, module = dispatched(halved, x, y)
         for each in (eager, module):
