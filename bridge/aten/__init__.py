@@ -2,6 +2,7 @@
 
 from bridge.aten import (
     activations,
+    arithmetic,
     attention,
     conv,
     creation,
@@ -28,6 +29,7 @@ __all__ = [
     "Imported",
     "UnsupportedUse",
     "activations",
+    "arithmetic",
     "attention",
     "conv",
     "creation",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from tvm import relax
 
 from autodiff.ir import dtype, is_float, shape
 from bridge.aten.derivative import scaled, times, where, with_derivative, with_slope
 from bridge.aten.registry import converts, rounds_once
+from bridge.aten.subgradients import softshrink_rounds_its_bound
+from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import aten
 
 op = relax.op
@@ -29,10 +32,17 @@ def hardtanh(importer, node, x, lower=-1, upper=1):
     return with_derivative(importer, value, linear)
 
 
+def _held(node, bound):
+    """A bound as a half type holds it."""
+    element_type = node.args[0].meta["val"].dtype
+    half = element_type in (torch.float16, torch.bfloat16)
+    return torch.tensor(bound, dtype=element_type, device=HOST).item() if half else bound
+
+
 @converts(aten.threshold.default)
 @rounds_once
 def threshold(importer, node, x, bound, value):
-    bound, value = _constants(importer, x, bound, value)
+    bound, value = _constants(importer, x, bound if current_device() == HOST else _held(node, bound), value)
     return where(importer, op.less_equal(x, bound), value, x)
 
 
@@ -40,6 +50,7 @@ def threshold(importer, node, x, bound, value):
 @rounds_once
 def softshrink(importer, node, x, bound=0.5):
     """The gradient stops within the bounds; that of a nan does not."""
+    bound = _held(node, bound) if current_device() != HOST or softshrink_rounds_its_bound() else bound
     low, high, zero = _constants(importer, x, -bound, bound, 0)
     inner = where(importer, op.less(x, low), op.add(x, high), op.multiply(x, zero))
     value = where(importer, op.greater(x, high), op.subtract(x, high), inner)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import fx
 from tvm import relax
 
 from autodiff.extents import Extent
@@ -12,7 +11,7 @@ from bridge.aten.dims import has_extents
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.aten.subgradients import clamp_at_bound, fmax_prefers_first
 from bridge.aten.whole import whole
-from bridge.base.devices import HOST, current_device
+from bridge.base.devices import current_device
 from bridge.base.torch_internals import aten
 from bridge.capture import STOP_GRADIENT
 
@@ -139,115 +138,9 @@ def isinf(importer, node, x):
     return importer.emit(op.equal(importer.emit(op.abs(x)), importer.constant(float("inf"), dtype(x))))
 
 
-def _in_float32_if(condition, importer, convert, node, *args, **kwargs):
-    """The conversion, rounded once where a half type does not hold what torch's own kernel computes with."""
-    if condition:
-        return importer.in_float32(convert, node, args, kwargs)
-    return convert(importer, node, *args, **kwargs)
-
-
-def _rounded(importer, node, number):
-    """A number as the result's type holds it."""
-    if isinstance(number, Extent | Expr):
-        if importer.out(node).dtype in (torch.float16, torch.bfloat16):
-            raise UnsupportedUse("a factor of a half type that is made of sizes which vary", "multiply by it")
-        return number
-    return torch.tensor(number, dtype=importer.out(node).dtype).item()
-
-
-def _is_wider(importer, node, factor, place):
-    """Whether a half type does not hold a factor: torch's kernels take a second one in float32, be it a 0-d tensor of
-    the CPU. One of a GPU is cast to the result's type when it is loaded."""
-    if importer.out(node).dtype not in (torch.float16, torch.bfloat16) or _is_on_gpu(node.args[place]):
-        return False
-    if isinstance(factor, Expr | Extent):
-        return isinstance(factor, Extent) or dtype(factor) in ("float32", "float64")
-    return _rounded(importer, node, factor) != factor
-
-
-def _is_on_gpu(argument):
-    value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
-    return isinstance(value, torch.Tensor) and value.device.type != HOST.type
-
-
-@converts(aten.add.Tensor, aten.add.Scalar)
-def add(importer, node, x, y, *, alpha=1):
-    alpha = _rounded(importer, node, alpha)
-    return _in_float32_if(not _is_one(alpha), importer, _add, node, x, y, alpha=alpha)
-
-
-def _add(importer, node, x, y, *, alpha):
-    x, y = importer.operands(node, x, y)
-    if dtype(x) == "bool":
-        return importer.emit(op.logical_or(x, y))
-    return importer.emit(op.add(x, _scaled(importer, y, alpha)))
-
-
-@converts(aten.sub.Tensor, aten.sub.Scalar)
-def sub(importer, node, x, y, *, alpha=1):
-    alpha = _rounded(importer, node, alpha)
-    return _in_float32_if(not _is_one(alpha), importer, _sub, node, x, y, alpha=alpha)
-
-
-def _sub(importer, node, x, y, *, alpha):
-    x, y = importer.operands(node, x, y)
-    return importer.emit(op.subtract(x, _scaled(importer, y, alpha)))
-
-
-@converts(aten.rsub.Scalar, aten.rsub.Tensor)
-def rsub(importer, node, x, y, alpha=1):
-    return sub(importer, node, y, x, alpha=alpha)
-
-
 def broadcast(importer, node, *operands):
     """``operands`` expanded to the shape of the node's result."""
     return [importer.expand(operand, importer.out(node).shape) for operand in operands]
-
-
-def _is_one(factor):
-    """For all sizes; asking guards nothing."""
-    return not isinstance(factor, Extent | Expr) and factor == 1
-
-
-def _scaled(importer, value, alpha):
-    return value if _is_one(alpha) else importer.emit(op.multiply(value, importer.constant(alpha, dtype(value))))
-
-
-@converts(aten.mul.Tensor, aten.mul.Scalar)
-def mul(importer, node, x, y):
-    if _is_wider(importer, node, x, 0):
-        (x,) = importer.operands(node, x)
-    return _in_float32_if(_is_wider(importer, node, y, 1), importer, _mul, node, x, y)
-
-
-def _mul(importer, node, x, y):
-    x, y = importer.operands(node, x, y)
-    return importer.emit((op.logical_and if dtype(x) == "bool" else op.multiply)(x, y))
-
-
-@converts(aten.div.Tensor, aten.div.Scalar)
-def div(importer, node, x, y):
-    if _is_wider(importer, node, x, 0):
-        (x,) = importer.operands(node, x)
-    return _in_float32_if(_is_wider(importer, node, y, 1), importer, _div, node, x, y)
-
-
-def _div(importer, node, x, y):
-    x, y = importer.operands(node, x, y)
-    return importer.emit(op.divide(x, y))
-
-
-@converts(aten.div.Tensor_mode, aten.div.Scalar_mode)
-def div_mode(importer, node, x, y, *, rounding_mode=None):
-    if rounding_mode is None:
-        return div(importer, node, x, y)
-    return _in_float32_if(_is_wider(importer, node, y, 1), importer, _div_mode, node, x, y, rounding_mode=rounding_mode)
-
-
-def _div_mode(importer, node, x, y, *, rounding_mode):
-    x, y = importer.operands(node, x, y)
-    name = {"trunc": "divide_trunc", "floor": "divide_floor"}[rounding_mode]
-    return importer.library(name, broadcast(importer, node, x, y), importer.out(node))
 
 
 @converts(aten.reciprocal.default)

@@ -2,6 +2,7 @@
 
 torch 2.14 changed two of them. At a bound, the gradient of ``clamp`` was 1 and is 0; of two equal operands, ``fmax``
 and ``fmin`` sent theirs to the first and now send half to each. What autograd answers here is what eager training does.
+So is the kink of ``softshrink``, where some versions round the bound.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from bridge.base.devices import HOST
 from bridge.base.modes import autocast_to
 
-__all__ = ["clamp_at_bound", "fmax_prefers_first"]
+__all__ = ["clamp_at_bound", "fmax_prefers_first", "softshrink_rounds_its_bound"]
 
 _NAN = float("nan")
 
@@ -40,3 +41,11 @@ def fmax_prefers_first() -> bool:
     operands = [0.5, _NAN, 3.0, _NAN], [0.5, 1.0, _NAN, _NAN]
     expected = [[1.0, 0.0, 1.0, 1.0], [0.0, 1.0, 0.0, 0.0]]
     return all(_gradients(function, *operands) == expected for function in (torch.fmax, torch.fmin))
+
+
+@functools.cache
+def softshrink_rounds_its_bound() -> bool:
+    """Whether ``softshrink`` on the CPU takes the bound in the half type of its input; a GPU's does."""
+    with torch.inference_mode(False), torch.no_grad(), autocast_to(None):
+        above = torch.tensor(0.1, dtype=torch.bfloat16, device=HOST)  # which holds 0.1001
+        return torch.nn.functional.softshrink(above, 0.1).item() == 0

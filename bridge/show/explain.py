@@ -67,7 +67,7 @@ def _entry(entry: Entry, module: nn.Module) -> EntryReport:
         entry.steps,
         tuple(programs),
         lowered.plan,
-        kept_bytes(lowered) if lowered.plan else 0,
+        kept_bytes(lowered, computed=entry.programs.masks.forward) if lowered.plan else 0,
         seconds,
         lowered,
         () if entry.bound is None else tuple(str(entry.bound).splitlines()),

@@ -160,6 +160,7 @@ def test_memory_that_ran_out():
     add_tvm_dispatch(module, x)
     check(module, x, expected)
     clear_cache()
+    gc.collect()
     torch.cuda.empty_cache()
     held, total = torch.cuda.memory_allocated(), torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 22)) / total)
@@ -167,7 +168,7 @@ def test_memory_that_ran_out():
         with pytest.raises(torch.OutOfMemoryError):
             module(x)
         gc.collect()  # the error's frames
-        assert torch.cuda.memory_allocated() == held
+        assert torch.cuda.memory_allocated() <= held  # less where garbage of another test has gone meanwhile
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     check(module, x, expected)

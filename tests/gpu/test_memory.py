@@ -139,7 +139,7 @@ def test_memory_that_ran_out_in_a_step(where):
     module.zero_grad(set_to_none=True)
     clear_cache()
     gc.collect()  # the error's frames
-    assert torch.cuda.memory_allocated() == held
+    assert torch.cuda.memory_allocated() <= held  # less where garbage of another test has gone meanwhile
     torch.manual_seed(1)
     module(x)[0].sum().backward()
     made = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]

@@ -36,6 +36,7 @@ __all__ = ["decompose"]
 
 Table = dict[Any, Callable]
 _SELECT_SCATTER = aten.select_scatter.default
+_INSTANCE_NORM = aten.instance_norm.default
 
 
 def decompose(exported: ExportedProgram) -> Functional:
@@ -83,6 +84,7 @@ def _tables() -> tuple[Table, Table]:
     others[_SELECT_SCATTER] = _unless_symbolic(others[_SELECT_SCATTER])
     composite = {op: others.pop(op) for op in list(others) if is_preservable(op)}
     composite.update({op: _plain_cell(op, formula) for op, formula in CELLS.items()})
+    composite[_INSTANCE_NORM] = functools.partial(_instance_norm, decomposition_of(_INSTANCE_NORM))
     whole = {*PRESERVED_ATEN_CIA_OPS, *PRESERVED} - composite.keys()
     composite.update((op, preserve_composite) for op in whole if is_preservable(op))
     return composite, others
@@ -96,6 +98,38 @@ def _plain_cell(op: OpOverload, formula: Callable) -> Callable:
         return formula(x, *args) if x.is_cuda else theirs(x, *args)
 
     return decomposed
+
+
+def _instance_norm(
+    theirs: Callable,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    *options: Any,
+) -> torch.Tensor:
+    """Batch normalization of every image's channels for themselves; the running statistics become the images' mean.
+
+    As in torch's kernel for both devices; but what that calls on CUDA writes running statistics without a word in its
+    schema, so that a functional graph would lose them.
+    """
+    if not x.is_cuda:
+        return theirs(x, weight, bias, mean, variance, *options)
+    from_batch, momentum, eps, _ = options
+    batch, channels = x.shape[:2]
+    of_each = [None if each is None else each.repeat(batch) for each in (weight, bias, mean, variance)]
+    images = x.contiguous().view(1, batch * channels, *x.shape[2:])
+    if mean is None:
+        y = aten._native_batch_norm_legit.no_stats(images, *of_each[:2], from_batch, momentum, eps)[0]
+    elif from_batch:
+        y = aten._native_batch_norm_legit.default(images, *of_each, from_batch, momentum, eps)[0]
+    else:
+        y = aten._native_batch_norm_legit_no_training.default(images, *of_each, momentum, eps)[0]
+    for running, moved in ((mean, of_each[2]), (variance, of_each[3])):
+        if running is not None:
+            running.copy_(moved.view(batch, channels).mean(0))
+    return y.view(x.shape)
 
 
 def _unless_symbolic(formula: Callable) -> Callable:

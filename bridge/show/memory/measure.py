@@ -7,7 +7,7 @@ alive anyway: parameters, buffers, arguments, and what the module returns.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -19,6 +19,10 @@ from bridge.lowering import LoweredCall, of_the_device
 from partition import Plan, Strategy, partition
 
 __all__ = ["eager_saved_bytes", "kept_bytes", "plan_with", "saved_for_backward"]
+
+
+_STATE_BYTES = 16
+"""Of a seed and an offset."""
 
 
 def plan_with(lowered: LoweredCall, strategy: str | Strategy) -> Plan:
@@ -33,15 +37,18 @@ def plan_with(lowered: LoweredCall, strategy: str | Strategy) -> Plan:
     ).plan
 
 
-def kept_bytes(lowered: LoweredCall, plan: Plan | None = None) -> int:
+def kept_bytes(lowered: LoweredCall, plan: Plan | None = None, computed: Collection[int] = ()) -> int:
     """Bytes of captures and of draws (masks) under a plan: what a dispatched call keeps and would not have otherwise.
 
-    ``plan`` is of the lowered function; by default its own.
+    ``plan`` is of the lowered function; by default its own. ``computed``: places among its parameters of masks that
+    kernels compute, from a seed and an offset that are kept instead.
     """
     given = len(lowered.captured.module_tensors) + len(lowered.captured.arguments)
     plan = plan or lowered.plan
     primals = zip(plan.saved_primals, plan.free, strict=False)  # free lists the primals first, then the outputs
-    return plan.bytes + sum(saved.bytes for index, saved in primals if index >= given)
+    return plan.bytes + sum(
+        _STATE_BYTES if index in computed else saved.bytes for index, saved in primals if index >= given
+    )
 
 
 def eager_saved_bytes(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> int:

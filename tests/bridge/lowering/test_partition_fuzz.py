@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 import autodiff
 from autodiff.ir import Function
-from bridge.compile import clear_cache, compile_function
+from bridge.compile import CompileOptions, backend_for, clear_cache, compile_function
 from bridge.reference.relax import interpret
 from partition import STRATEGIES, MinCut, Partitioned, partition
-from tests.bridge.compile_helpers import current_options
+from tests.device import DEVICE
 from tests.partition.random_joints import random_forward
 
 CHOICES = [
@@ -58,9 +59,10 @@ def arguments(joint: Function, seed: int) -> list[torch.Tensor]:
 def run_compiled(parts: Partitioned, args: list[torch.Tensor], sums_in_place: bool) -> list[torch.Tensor]:
     """Outputs and gradients, from both halves compiled."""
     plan, primals, grad_outs = parts.plan, args[:PRIMALS], args[PRIMALS:]
-    found = compile_function(parts.forward, name="forward")(primals)
+    options = CompileOptions.current(backend_for(DEVICE))
+    found = compile_function(parts.forward, name="forward", options=options)(primals)
     saved = [primals[i] for i in plan.saved_primals] + [found[i] for i in plan.saved_outputs] + found[OUTPUTS:]
-    backward = compile_function(parts.backward, name="backward", options=current_options(sums_in_place))
+    backward = compile_function(parts.backward, name="backward", options=replace(options, sums_in_place=sums_in_place))
     return [*found[:OUTPUTS], *backward([*saved, *grad_outs])]
 
 

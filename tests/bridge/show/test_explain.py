@@ -17,6 +17,7 @@ def bert():
         num_attention_heads=3,
         intermediate_size=40,
         max_position_embeddings=20,
+        attn_implementation="eager",
     )
     return BertForMaskedLM(config).train()
 
@@ -68,6 +69,7 @@ def test_every_saved_tensor_has_a_reason_and_a_place(dispatched):
     assert sum(bool(saved.module_path) for saved in plan.captures) >= len(plan.captures) - 1  # the loss is at the root
 
 
+@pytest.mark.cpu("in place of masks that its kernels compute, a GPU's call keeps states that lie in one memory")
 def test_bytes_agree_with_saved_tensors_hooks(dispatched):
     """What the autograd Function saves, seen by torch: captures and masks; parameters, inputs, outputs are free."""
     model, batch = dispatched
@@ -103,6 +105,7 @@ def test_compile_time_by_stage(dispatched):
     assert all(spent >= 0 for spent in entry.seconds.values())
 
 
+@pytest.mark.cpu("forms of a CPU's machine code; tests/gpu/test_seeing has a GPU's")
 def test_sources_of_kernels_with_where_they_come_from(dispatched):
     forward = explain(dispatched[0]).entries[0].programs[0]
     row = next(step for step in forward.steps if "erf" in step.what)

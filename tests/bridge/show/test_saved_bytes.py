@@ -98,6 +98,7 @@ def test_nothing_requires_grad():
         saved_bytes(lower(module, x), module, (x,))
 
 
+@pytest.mark.cpu("the benchmark counts what is saved on the host")
 def test_the_curve_is_printed_and_drawn(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(memory_curve.BLOCKS, "small", (Normed, (16, 8)))
     picture = tmp_path / "curve.png"

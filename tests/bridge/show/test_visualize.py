@@ -32,6 +32,7 @@ def boxes(source, kind):
     return source.count(f'fillcolor="{KINDS[kind].fill}"')
 
 
+@pytest.mark.cpu("a GPU's plan keeps rows that only the split makes: no box of the joint graph")
 def test_a_joint_graph_shows_forward_backward_and_what_is_saved(lowered):
     source = visualize(lowered).source
     assert boxes(source, "captured") == len(lowered.plan.captures)
