@@ -60,7 +60,7 @@ ORDER = ReductionOrder(
     lanes=VECTOR,
     interleaved=(1,),
     chunk_elements=8192,
-    chunk_rows=16,
+    chunk_rows=8,
     most_chunks=264,
     split=8192,
 )
