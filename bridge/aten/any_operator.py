@@ -48,7 +48,7 @@ _MEMORY = (
 _EFFECTS = ("assert", "sym_constrain", "_make_dep_token")
 """What the names of operators contain whose results are not what they are for."""
 
-_PLAIN = (bool, int, float, str, torch.dtype, type(None), Extent, *SYMBOLIC)
+_PLAIN = (bool, int, float, complex, str, torch.dtype, type(None), Extent, *SYMBOLIC)
 
 
 def check_functional(node: fx.Node) -> None:
@@ -84,8 +84,8 @@ def _results(made: Any) -> list[Any]:
 
 def _check_value(verb: str, value: Any) -> None:
     if isinstance(value, torch.Tensor | TensorForm):
-        if value.dtype.is_complex:
-            raise UnsupportedUse(f"{verb} complex numbers")
+        if value.dtype == torch.complex32:
+            raise UnsupportedUse(f"{verb} complex numbers of half precision")
         if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_quantized):
             raise UnsupportedUse(f"{verb} a tensor of layout {value.layout} and type {value.dtype}")
     elif not isinstance(value, _PLAIN):

@@ -29,8 +29,13 @@ from autodiff.library import call as library_call
 from autodiff.library import number
 from autodiff.typed import normalizer
 from bridge.aten.any_operator import check_functional
+from bridge.aten.complex_arithmetic import COMPLEX
+from bridge.aten.complex_parts import convert_complex, is_complex
+from bridge.aten.complex_value import Complex, joined, joined_form, separated
 from bridge.aten.dims import dims, has_extents, same_shape
 from bridge.aten.draws import ChainedDraws
+from bridge.aten.element_types import ELEMENT_TYPES, relax_dtype
+from bridge.aten.entering_types import unknown_types
 from bridge.aten.imported import Imported
 from bridge.aten.number_checks import computed_numbers, first_broken, holds
 from bridge.aten.placed_draws import unplaced
@@ -42,30 +47,11 @@ from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.torch_internals import ELEMENTWISE_TYPE_PROMOTION_KIND, HigherOrderOperator, elementwise_dtypes
 from bridge.capture import Captured, Reading, TensorForm, where_is
 
-__all__ = ["Importer", "import_graph", "relax_dtype"]
+__all__ = ["Importer", "import_graph"]
 
-_DTYPES = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-    torch.int8: "int8",
-    torch.uint8: "uint8",
-    torch.int16: "int16",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.bool: "bool",
-}
 _SHOWN = 40
 """Characters of a list of numbers that a reason quotes."""
 _HALF = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
-
-
-def relax_dtype(torch_dtype: torch.dtype) -> str:
-    """The Relax name of a torch dtype. :class:`UnsupportedUse` for those that Relax does not compute with."""
-    if torch_dtype not in _DTYPES:
-        raise UnsupportedUse(f"values of type {torch_dtype}")
-    return _DTYPES[torch_dtype]
 
 
 class Importer:
@@ -226,6 +212,17 @@ class Importer:
             return self.cast(made, relax_dtype(fakes[0].dtype))
         return tuple(self.cast(each, relax_dtype(fake.dtype)) for each, fake in zip(made, fakes, strict=True))
 
+    def parts_of(self, node: fx.Node, value: Expr) -> Expr | Complex:
+        """What a placeholder is in the graph: its two parts where it is complex, and ``value`` has both."""
+        if not self.out(node).dtype.is_complex:
+            return value
+        self._hint = node.name
+        return separated(self, value)
+
+    def whole_of(self, value: Expr | Complex) -> Expr:
+        """What leaves the function: one value, with both parts of a complex one."""
+        return joined(self, value) if isinstance(value, Complex) else value
+
     def draw(self, node: fx.Node) -> Expr:
         """The input that carries what eager draws at ``node``."""
         if node.name not in self.captured.draw_of:
@@ -248,6 +245,8 @@ class Importer:
         self._hint = node.name
         if node.target not in CONVERSIONS and is_size(node):
             return size(self, node, args)
+        if is_complex(node, args, kwargs):
+            return convert_complex(self, node, args, kwargs)
         return CONVERSIONS.get(node.target, whole)(self, node, *args, **kwargs)
 
 
@@ -267,19 +266,20 @@ def import_graph(captured: Captured) -> Imported:
         UnsupportedModule: lists every operator without a conversion and every use that a conversion does not support.
         CompilationError: a conversion failed; names the operator and the user's line.
     """
-    unknown = _unknown_types(captured)
+    unknown = unknown_types(captured)
     problems = [*captured.problems, *computed_numbers(captured), *unplaced(captured), *unknown]
     if unknown:
         raise UnsupportedModule(captured.module_name, problems)
     importer = Importer(captured)
-    params, env = _parameters(captured)
+    params, env = _parameters(captured, importer)
     for node in captured.graph.nodes:
         if node.op != "call_function":
             continue
         try:
             if isinstance(node.target, HigherOrderOperator):
                 raise UnsupportedUse("a higher-order operator")
-            if node.target is not operator.getitem and node.target not in CONVERSIONS and not is_size(node):
+            known = node.target is operator.getitem or node.target in CONVERSIONS or node.target in COMPLEX
+            if not known and not is_size(node):
                 check_functional(node)
             env[node] = importer.convert(node, env)
         except UnsupportedUse as unsupported:
@@ -296,25 +296,14 @@ def import_graph(captured: Captured) -> Imported:
     return _finish(captured, importer, params, env)
 
 
-def _unknown_types(captured: Captured) -> list[Unsupported]:
-    """Tensors that enter the function and are of types that Relax does not compute with."""
-    nodes = {node.name: node for node in captured.graph.nodes if node.op == "placeholder"}
-    entering = [(spec.name, spec.name, spec.dtype) for spec in captured.module_tensors]
-    entering += [(f"argument {index}", "forward", fake.dtype) for index, fake in enumerate(captured.arguments)]
-    for name, value in captured.literals.items():
-        where = next(filter(None, map(where_is, nodes[name].users)), captured.module_name)
-        entering.append(("a tensor literal", where, value.dtype))
-    return [Unsupported(what, at, f"values of type {t}") for what, at, t in entering if t not in _DTYPES]
-
-
 def _stand_in(value: Any) -> Any:
     """A variable for what an unsupported node would compute, so that all others that are unsupported are found too."""
     if isinstance(value, tuple | list):
         return tuple(_stand_in(field) for field in value)
     if not isinstance(value, torch.Tensor | TensorForm):
         return value
-    known = value.dtype if value.dtype in _DTYPES else torch.float32
-    return Var("unsupported", TensorType(dims(value.shape), _DTYPES[known]))
+    known = value.dtype if value.dtype in ELEMENT_TYPES else torch.float32
+    return Var("unsupported", TensorType(dims(value.shape), ELEMENT_TYPES[known]))
 
 
 def _for_promotion(arg: Any) -> Any:
@@ -325,23 +314,29 @@ def _for_promotion(arg: Any) -> Any:
     return value.sample if isinstance(value, Extent) else value
 
 
-def _parameters(captured: Captured) -> tuple[list[Var], dict[fx.Node, Any]]:
+def _parameters(captured: Captured, importer: Importer) -> tuple[list[Var], dict[fx.Node, Any]]:
     types = [
-        (_parameter_name(spec.name), TensorType(spec.shape, relax_dtype(spec.dtype)))
+        (_parameter_name(spec.name), importer.type_of(joined_form(TensorForm(spec.shape, spec.dtype))))
         for spec in captured.module_tensors
     ]
     nodes = [node for node in captured.graph.nodes if node.op == "placeholder"]
     names = {index: name for name, index in captured.placeholders.items()}
     shapes = captured.argument_shapes or [fake.shape for fake in captured.arguments]
     for index, (fake, extents) in enumerate(zip(captured.arguments, shapes, strict=True), start=len(types)):
-        types.append((names.get(index, f"argument_{index}"), Importer.type_of(TensorForm(extents, fake.dtype))))
+        types.append(
+            (
+                names.get(index, f"argument_{index}"),
+                importer.type_of(joined_form(TensorForm(tuple(extents), fake.dtype))),
+            )
+        )
     params = [Var(name, ty) for name, ty in types]
     env: dict[fx.Node, Any] = {}
     for node in nodes:
         if node.name in captured.placeholders:
-            env[node] = params[captured.placeholders[node.name]]
+            param = params[captured.placeholders[node.name]]
+            env[node] = importer.parts_of(node, param)
         elif node.name in captured.literals:
-            env[node] = _lifted_constant(captured, node)
+            env[node] = importer.parts_of(node, _lifted_constant(captured, node))
         else:
             env[node] = node.meta.get("val")
     return params, env
@@ -354,6 +349,7 @@ def _parameter_name(path: str) -> str:
 def _lifted_constant(captured: Captured, node: fx.Node) -> Expr:
     """A tensor literal of the module's code."""
     value = captured.literals[node.name]
+    value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
     array = value.detach().to(HOST).contiguous()
     if array.dtype == torch.bfloat16:
         return relax.const(array.float().numpy(), "bfloat16")
@@ -368,9 +364,9 @@ def _finish(captured: Captured, importer: Importer, params: list[Var], env: dict
             output_of.append(None)
             continue
         output_of.append(len(results))
-        results.append(env[node])
+        results.append(importer.whole_of(env[node]))
     num_outputs = len(results)
-    results += [env[node] for _, node in captured.mutated]
+    results += [importer.whole_of(env[node]) for _, node in captured.mutated]
     try:
         state = importer.draws.last_state()
     except UnsupportedUse as unsupported:

@@ -11,8 +11,10 @@ import json
 from typing import Any
 
 import torch
+from torch import fx
 
 from autodiff.ir import Expr, shape
+from bridge.aten.complex_value import Complex, joined_form
 from bridge.aten.dims import numbers_only
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import aten, pytree
@@ -21,14 +23,20 @@ from bridge.capture import CTC_LOSSES, WHOLE
 __all__ = ["describe", "whole"]
 
 
-def describe(args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Expr]]:
-    """``(args, kwargs)`` as JSON in which ``{"$tensor": i}`` stands for the i-th of the returned tensors."""
-    tensors: list[Expr] = []
+def describe(args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Any]]:
+    """``(args, kwargs)`` as JSON in which ``{"$tensor": i}`` stands for the i-th of the returned tensors; for a complex
+    one, which the library takes with its parts side by side, ``{"$complex": i}``."""
+    tensors: list[Any] = []
 
     def written(leaf: Any) -> Any:
         if isinstance(leaf, Expr):
             tensors.append(leaf)
             return {"$tensor": len(tensors) - 1}
+        if isinstance(leaf, Complex):
+            tensors.append(leaf)
+            return {"$complex": len(tensors) - 1}
+        if isinstance(leaf, complex):
+            return {"$number": [leaf.real, leaf.imag]}
         if isinstance(leaf, torch.dtype):
             return {"$dtype": str(leaf).removeprefix("torch.")}
         return leaf
@@ -41,11 +49,13 @@ def describe(args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Expr]]:
 def whole(importer, node, *args, **kwargs):
     numbers_only(f"{node.target}", args, list(kwargs.values()))
     text, tensors = describe(args, kwargs)
+    tensors = [importer.whole_of(tensor) for tensor in tensors]
     name = str(CTC_LOSSES.get(node.target, node.target))
-    made = importer.library("operator", [name, text, *tensors], node.meta["val"])
-    if not isinstance(node.meta["val"], tuple | list):
+    forms = fx.node.map_aggregate(node.meta["val"], joined_form)
+    made = importer.library("operator", [name, text, *tensors], forms)
+    if not isinstance(forms, tuple | list):
         return made
-    return tuple(importer.item(made, index) for index in range(len(node.meta["val"])))
+    return tuple(importer.item(made, index) for index in range(len(forms)))
 
 
 @converts(aten.linalg_householder_product.default, aten.ormqr.default)

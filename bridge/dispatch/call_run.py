@@ -111,11 +111,11 @@ def _draws(step: steps.Draws, module_name: str) -> Action:
     make, undo = draws.make, draws.undo
 
     def draw(call: Call) -> None:
-        call.primals = call.inputs + make(call.inputs)
+        call.primals = call.primals + make(call.inputs)
 
     def draw_to_be_undone(call: Call) -> None:
         call.undo = undo(call.inputs)
-        call.primals = call.inputs + make(call.inputs)
+        call.primals = call.primals + make(call.inputs)
 
     return draw_to_be_undone if step.undone else draw
 

@@ -23,6 +23,7 @@ from bridge.dispatch.bound import BoundCalls
 from bridge.dispatch.call_plan import plan_call
 from bridge.dispatch.call_run import Call, CallRun
 from bridge.dispatch.call_steps import CallStep
+from bridge.dispatch.complex_places import complex_places
 from bridge.dispatch.frozen import FrozenPrograms
 from bridge.dispatch.guards import Guard, argument_sizes
 from bridge.dispatch.held import taken
@@ -92,6 +93,7 @@ class Entry:
         else:
             self.bound.bind_sample()
         self._wanted = taken(lowered.wanted)
+        self._complex = complex_places(lowered)
         self._is_differentiable = bool(lowered.differentiable)
         self._apply = apply if len(self.programs.nodes) == 1 else apply_in_nodes
         self.compile_seconds = time.perf_counter() - started + lowered.seconds
@@ -125,6 +127,11 @@ class Entry:
         found.partition, found.backend, found.dims, found.cause = self.partition, self.backend, self.dims, self.cause
         found.tuned = self.tuned
         return found
+
+    @property
+    def has_complex_tensors(self) -> bool:
+        """Whether complex tensors enter or leave the call; its programs know their parts."""
+        return self._complex is not None
 
     @property
     def readings(self) -> tuple[Reading, ...]:
@@ -163,6 +170,8 @@ class Entry:
         self.hits += 1  # a checkpoint may leave off once it has what the backward needs
         call, run = Call(), bound.run
         call.inputs = call.primals = inputs
+        if self._complex is not None:
+            call.primals = inputs = self._complex.opened(inputs)
         call.module, call.undo = module, None
         try:
             for act in run.before:
@@ -179,6 +188,8 @@ class Entry:
             if call.undo is not None:
                 call.undo()
             raise
+        if self._complex is not None:
+            call.computed = self._complex.closed(call.computed)
         for act in run.after:
             act(call)
         return call.result

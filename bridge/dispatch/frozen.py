@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from autodiff.ir import Function
+from bridge.base.complex_views import as_parts
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.compile import Backend, CompileOptions, EntryGraphs, Program, RecordedGraphs, with_constants
 from bridge.dispatch.computed_masks import ComputedMasks
@@ -123,7 +124,7 @@ class FrozenPrograms:
     @torch.inference_mode(False)  # what is made serves calls of any mode
     def _freeze(self, tensors: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
-            made = self._constants.execute()(list(tensors))
+            made = self._constants.execute()(list(map(as_parts, tensors)))
         params = self.forward.layout.params
         for place in self.weights:
             if not bool(torch.isfinite(made[place]).all()):

@@ -101,4 +101,6 @@ def _other_order(observed: Output) -> tuple[int, ...] | None:
     eagers = torch.empty_strided(observed.shape, observed.stride, dtype=observed.dtype, device="meta")
     stride, plain = torch.empty_like(eagers).stride(), torch.empty(observed.shape, device="meta").stride()
     same = all(a == b for a, b, extent in zip(stride, plain, observed.shape, strict=True) if extent != 1)
-    return None if same or 0 in observed.shape else stride
+    if same or 0 in observed.shape:
+        return None
+    return (*(2 * step for step in stride), 1) if observed.dtype.is_complex else stride

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.compile import Program, save_program
 from bridge.dispatch import Entry, signature_of, stats
 from bridge.export.entry_data import data_of
@@ -66,6 +67,9 @@ def save_compiled(module: nn.Module, path: str | os.PathLike, *, native: bool = 
     path = Path(path)
     if path.exists() and not (path / INDEX).is_file():
         raise FileExistsError(f"{path} is there and was not saved by save_compiled")
+    if any(entry.has_complex_tensors for entry in entries):
+        problem = Unsupported("complex numbers", type(module).__name__, "have no form in a saved call")
+        raise UnsupportedModule(type(module).__name__, [problem])
     device = entries[-1].lowered.captured.device
     found = [data_of(entry, module) for entry in entries]
     specs, owned = _tensors(module, entries)

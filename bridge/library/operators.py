@@ -24,13 +24,18 @@ def _operator(name: str, arguments: str, tensors: tuple[torch.Tensor, ...]) -> t
             return value
         if "$tensor" in value:
             return tensors[value["$tensor"]]
+        if "$complex" in value:
+            return torch.view_as_complex(tensors[value["$complex"]])
+        if "$number" in value:
+            return complex(*value["$number"])
         if "$dtype" in value:
             return getattr(torch, value["$dtype"])
         return {key: read(item) for key, item in value.items()}
 
     args, kwargs = read(json.loads(arguments))
     made = target(*args, **kwargs)
-    return tuple(made) if isinstance(made, tuple | list) else (made,)
+    made = made if isinstance(made, tuple | list) else (made,)
+    return tuple(torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in made)
 
 
 @library_function("operator")

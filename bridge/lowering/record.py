@@ -41,6 +41,8 @@ def parts_of_lowering(lowered: LoweredCall) -> dict[str, bytes]:
         NotRecordedError, ValueError: something in it has no plain form.
     """
     captured, imported = lowered.captured, lowered.imported
+    if any(literal.is_complex() for literal in captured.literals.values()):
+        raise NotRecordedError("a complex literal")
     places = {name: place for place, name in enumerate(node.name for node in captured.graph.nodes)}
     functions = [imported.function, *(stage.function for stage in lowered.stages[1:])]
     if lowered.partitioned is not None:

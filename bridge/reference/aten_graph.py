@@ -11,6 +11,7 @@ from torch import fx
 
 from autodiff.dropout import keep_scale
 from bridge.aten import Imported, described_draw
+from bridge.base.complex_views import as_complex, as_parts
 from bridge.base.generators import at_state, default_generator
 from bridge.base.torch_internals import OpOverload, aten
 from bridge.capture import CTC_LOSSES, RECURRENT_LAYERS, STOP_GRADIENT, Captured, Draw, Parameter
@@ -37,7 +38,7 @@ def interpret_graph(captured: Captured, imported: Imported, primals: Sequence[to
     env = _run(captured, imported, primals, captured.graph.nodes)
     nodes = [node for node, position in _results(captured, imported) if position is not None]
     nodes += [node for _, node in captured.mutated]
-    return Run([env[node] for node in nodes], {node.name: value for node, value in env.items()})
+    return Run([as_parts(env[node]) for node in nodes], {node.name: value for node, value in env.items()})
 
 
 def run_graph(captured: Captured, imported: Imported, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -115,7 +116,8 @@ def _results(captured: Captured, imported: Imported) -> list[tuple[fx.Node, int 
 
 def _placeholder(captured: Captured, node: fx.Node, primals: Sequence[torch.Tensor]) -> Any:
     if node.name in captured.placeholders:
-        return primals[captured.placeholders[node.name]]
+        given = primals[captured.placeholders[node.name]]
+        return as_complex(given) if node.meta["val"].dtype.is_complex else given
     if node.name in captured.literals:
         return captured.literals[node.name].detach().clone()
     return node.meta.get("val")

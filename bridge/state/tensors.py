@@ -80,8 +80,8 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
         return "a nested tensor"
     if tensor.layout != torch.strided:
         return f"layout {tensor.layout}"
-    if tensor.dtype.is_complex:
-        return "complex numbers are not supported"
+    if tensor.dtype == torch.complex32:
+        return "complex numbers of half precision are not supported"
     if tensor.device.type not in TYPES:
         return f"a tensor on device {tensor.device}: compiled code runs on {' and '.join(TYPES)}"
     if tensor.is_inference():

@@ -247,6 +247,8 @@ def in_dtype(lowered: LoweredCall, dtype: torch.dtype) -> LoweredCall:
         ValueError: the module cannot be copied, or does not run in that type.
     """
     sample = copied(sample_of(lowered))
+    if any(tensor.is_complex() for tensor in (*sample.module.parameters(), *sample.module.buffers())):
+        raise ValueError(f"{type(sample.module).__name__} holds complex numbers, which .to({dtype}) makes real")
     module = sample.module.to(dtype)
 
     def convert(leaf: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.base.complex_views import as_parts
 from bridge.base.devices import working_for
 from bridge.base.generators import gpus_in_use
 from bridge.base.modes import autocast_to
@@ -115,7 +116,7 @@ def eager_reference(lowered: LoweredCall, *, seed: int) -> Reference:
     sample = copied(sample_of(lowered))
     captured, imported = lowered.captured, lowered.imported
     inputs = _inputs(lowered, sample)
-    before = [tensor.detach().clone() for tensor in inputs]
+    before = [as_parts(tensor.detach()).clone() for tensor in inputs]
     with torch.random.fork_rng(devices=gpus_in_use()), torch.set_grad_enabled(bool(lowered.differentiable)):
         torch.manual_seed(seed)
         drawn = _drawn(lowered, inputs)
@@ -126,12 +127,12 @@ def eager_reference(lowered: LoweredCall, *, seed: int) -> Reference:
     outputs: dict[int, torch.Tensor] = {
         position: leaf for leaf, position in zip(leaves, imported.output_of, strict=True) if position is not None
     }
-    ordered = [outputs[position] for position in range(imported.num_outputs)]
+    ordered = [as_parts(outputs[position]) for position in range(imported.num_outputs)]
     # A mutated tensor is read from the copy again: forward may have put another object there.
     buffers = [_tensor(sample.module, captured.module_tensors[index].name) for index, _ in captured.mutated]
     grad_outs = _grad_outs(lowered, ordered, seed)
     gradients = _gradients(lowered, ordered, inputs, grad_outs)
-    results = [tensor.detach().clone() for tensor in (*ordered, *buffers)]
+    results = [as_parts(tensor.detach()).clone() for tensor in (*ordered, *buffers)]
     return Reference(before + drawn, grad_outs, results, gradients)
 
 
@@ -143,7 +144,7 @@ def _gradients(
         return []
     seeded = [outputs[position] for position in lowered.differentiable]
     found = torch.autograd.grad(seeded, wanted, grad_outs, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g.detach() for x, g in zip(wanted, found, strict=True)]
+    return [as_parts(torch.zeros_like(x) if g is None else g.detach()) for x, g in zip(wanted, found, strict=True)]
 
 
 def stage_inputs(lowered: LoweredCall, stage: str, *, seed: int = 0) -> list[torch.Tensor]:

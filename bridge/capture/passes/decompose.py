@@ -37,6 +37,8 @@ __all__ = ["decompose"]
 Table = dict[Any, Callable]
 _SELECT_SCATTER = aten.select_scatter.default
 _INSTANCE_NORM = aten.instance_norm.default
+_KINKED = (aten.sgn.default,)
+"""Whose decomposition has no derivative of complex numbers at 0, where the operator's is 0."""
 
 
 def decompose(exported: ExportedProgram) -> Functional:
@@ -82,6 +84,7 @@ def _tables() -> tuple[Table, Table]:
     """What composite operators do instead of their own kernel, and the decompositions of all other operators."""
     others = {op: formula for op, formula in core_decompositions().items() if op not in PRESERVED}
     others[_SELECT_SCATTER] = _unless_symbolic(others[_SELECT_SCATTER])
+    others.update((op, _unless_complex(others[op])) for op in _KINKED if op in others)
     composite = {op: others.pop(op) for op in list(others) if is_preservable(op)}
     composite.update({op: _plain_cell(op, formula) for op, formula in CELLS.items()})
     composite[_INSTANCE_NORM] = functools.partial(_instance_norm, decomposition_of(_INSTANCE_NORM))
@@ -130,6 +133,15 @@ def _instance_norm(
         if running is not None:
             running.copy_(moved.view(batch, channels).mean(0))
     return y.view(x.shape)
+
+
+def _unless_complex(formula: Callable) -> Callable:
+    """A decomposition that leaves an operator of complex numbers whole."""
+
+    def decomposed(x: torch.Tensor, *args: Any) -> Any:
+        return NotImplemented if x.is_complex() else formula(x, *args)
+
+    return decomposed
 
 
 def _unless_symbolic(formula: Callable) -> Callable:

@@ -30,7 +30,11 @@ CASES = {
         (torch.ones(3).to(torch.uint16),),
         "argument 1: values of type torch.uint16",
     ),
-    "literal": (lambda x: x * torch.tensor([1j, 1j, 2j]).imag, (), "literal: values of type torch.complex64"),
+    "literal": (
+        lambda x: x * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float8_e5m2).float(),
+        (),
+        "literal: values of type torch.float8_e5m2",
+    ),
     "bernoulli": (_bernoulli_unused, (), r"\(aten.bernoulli.default\) whose distribution is computed"),
     "multinomial": (_multinomial_unused, (), r"\(aten.multinomial.default\) whose distribution is computed"),
 }

@@ -244,10 +244,10 @@ def test_results_of_every_type_are_compared(dtype):
         try:
             add_tvm_dispatch(module, x)
         except UnsupportedModule:
-            assert dtype.is_complex
+            assert dtype == torch.complex32
             continue
         torch.testing.assert_close(module(x), eager(x))
-        assert stats(module).hits == 1 and not dtype.is_complex
+        assert stats(module).hits == 1 and dtype != torch.complex32
 
 
 @pytest.mark.parametrize("asks", ASKING)

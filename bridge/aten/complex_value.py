@@ -1,0 +1,109 @@
+"""Complex values in the importer: a complex tensor of the traced graph → two Relax values, real and imaginary part.
+
+What enters and leaves the compiled function is real: the two parts side by side in a last dimension, as
+``torch.view_as_real`` shows a complex tensor without a copy. The gradient of a real loss with respect to that view is
+PyTorch's gradient of the complex tensor, seen the same way; so nothing after the importer knows complex numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tvm import relax
+
+from autodiff.ir import Expr, shape
+from bridge.aten.dims import dims
+from bridge.aten.registry import UnsupportedUse
+from bridge.capture import TensorForm
+
+__all__ = [
+    "PARTS",
+    "Complex",
+    "as_complex",
+    "constant",
+    "is_complex_form",
+    "joined",
+    "joined_form",
+    "part_form",
+    "part_type",
+    "separated",
+]
+
+PARTS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+"""Complex types and those of their parts."""
+
+
+@dataclass(frozen=True)
+class Complex:
+    """A complex tensor as two real ones of its shape."""
+
+    real: Expr
+    imaginary: Expr
+
+    @property
+    def parts(self) -> tuple[Expr, Expr]:
+        return self.real, self.imaginary
+
+
+def part_type(complex_type: torch.dtype) -> torch.dtype:
+    """The type of the parts. :class:`UnsupportedUse` for one that has no arithmetic of its own (``complex32``)."""
+    if complex_type not in PARTS:
+        raise UnsupportedUse(f"values of type {complex_type}")
+    return PARTS[complex_type]
+
+
+def part_form(form: Any) -> Any:
+    """A fake tensor, or a form, of a part of a complex one; itself if it is real; field by field."""
+    if isinstance(form, tuple | list):
+        return type(form)(map(part_form, form))
+    if isinstance(form, TensorForm):
+        return form.to(part_type(form.dtype)) if form.dtype.is_complex else form
+    if isinstance(form, torch.Tensor) and form.dtype.is_complex:
+        return torch.empty_strided(form.shape, form.stride(), dtype=part_type(form.dtype), device="meta")
+    return form
+
+
+def is_complex_form(form: Any) -> bool:
+    """Whether a fake tensor, or a form, is complex."""
+    return isinstance(form, torch.Tensor | TensorForm) and form.dtype.is_complex
+
+
+def joined_form(form: Any) -> Any:
+    """The form of a complex tensor whose parts lie in a last dimension; itself if it is real."""
+    if not is_complex_form(form):
+        return form
+    return TensorForm((*dims(form.shape), 2), part_type(form.dtype))
+
+
+def separated(importer: Any, packed: Expr) -> Complex:
+    """The parts of a value whose last dimension has both."""
+    axis, extents = len(shape(packed)) - 1, list(shape(packed))[:-1]
+
+    def part(index: int) -> Expr:
+        return importer.reshape(importer.slice(packed, [axis], [index], [index + 1]), extents)
+
+    return Complex(part(0), part(1))
+
+
+def joined(importer: Any, value: Complex) -> Expr:
+    """Both parts side by side in a last dimension."""
+    axis, extents = len(shape(value.real)), [*shape(value.real), 1]
+    return importer.emit(relax.op.concat([importer.reshape(part, extents) for part in value.parts], axis))
+
+
+def as_complex(importer: Any, value: Any, element_type: str) -> Complex:
+    """A complex, real or Python number or value as parts of a type."""
+    if isinstance(value, Complex):
+        return Complex(*(importer.cast(part, element_type) for part in value.parts))
+    if isinstance(value, Expr):
+        real = importer.cast(value, element_type)
+        return Complex(real, importer.emit(relax.op.zeros_like(real)))
+    return constant(importer, value, element_type)
+
+
+def constant(importer: Any, value: complex | float, element_type: str) -> Complex:
+    """A Python number as two 0-d constants."""
+    number = complex(value)
+    return Complex(importer.constant(number.real, element_type), importer.constant(number.imag, element_type))

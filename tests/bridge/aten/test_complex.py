@@ -1,0 +1,215 @@
+"""Complex numbers: outputs, gradients and updates are eager's, in float64 to 1e-10."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from bridge import UnsupportedModule, add_tvm_dispatch, lower, save_compiled, stats
+from tests.bridge.compare import Function
+
+
+def numbers(*shape, zeros=False):
+    found = torch.randn(*shape, dtype=torch.complex128)
+    if zeros:
+        found.view(-1)[::3] = 0
+    return found.requires_grad_()
+
+
+class Rotary(nn.Module):
+    """Rotary embedding as complex multiplication by a complex buffer."""
+
+    def __init__(self):
+        super().__init__()
+        angles = torch.outer(torch.arange(5.0), 10 ** -torch.arange(4.0))
+        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles))
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        q = torch.view_as_complex(self.linear(x).reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(q * self.turns[None, : x.shape[1]]).flatten(2)
+
+
+class Mixing(nn.Module):
+    """FNet's token mixing."""
+
+    def forward(self, x):
+        return torch.fft.fft(torch.fft.fft(x, dim=-1), dim=-2).real
+
+
+class Spectral(nn.Module):
+    """A spectral convolution, as of Fourier neural operators, with complex weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4, 5, dtype=torch.tensor(1j).dtype) / 4)
+
+    def forward(self, x):
+        modes = torch.fft.rfft(x)
+        kept = torch.einsum("bix,iox->box", modes[..., :5], self.weight)
+        out = torch.zeros(x.shape[0], 4, modes.shape[-1], dtype=modes.dtype)
+        out[..., :5] = kept
+        return torch.fft.irfft(out, n=x.shape[-1])
+
+
+class DiagonalStates(nn.Module):
+    """A diagonal state-space kernel with complex poles (S4D)."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_real, self.imaginary = nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.arange(3.0).repeat(4, 1))
+        self.c = nn.Parameter(torch.randn(4, 3, 2))
+        self.log_dt = nn.Parameter(torch.full((4,), -2.0))
+
+    def forward(self, u):
+        length, c = u.shape[-1], torch.view_as_complex(self.c)
+        a = -torch.exp(self.log_real) + 1j * self.imaginary
+        da = a * torch.exp(self.log_dt).unsqueeze(-1)
+        c = c * (torch.exp(da) - 1.0) / a
+        k = 2 * torch.einsum("hn,hnl->hl", c, torch.exp(da.unsqueeze(-1) * torch.arange(length))).real
+        return torch.fft.irfft(torch.fft.rfft(k, n=2 * length) * torch.fft.rfft(u, n=2 * length), n=2 * length)[
+            ..., :length
+        ]
+
+
+class Waves(nn.Module):
+    """Short-time transform, magnitudes and phases."""
+
+    def forward(self, x):
+        found = torch.stft(x, 8, 4, window=torch.hann_window(8, dtype=x.dtype), return_complex=True)
+        return found.abs(), (found + 9).angle()
+
+
+MODELS = {
+    "rotary": (Rotary, lambda: torch.randn(2, 5, 8, requires_grad=True)),
+    "FNet": (Mixing, lambda: torch.randn(2, 5, 6, requires_grad=True)),
+    "spectral": (Spectral, lambda: torch.randn(2, 3, 16, requires_grad=True)),
+    "S4D": (DiagonalStates, lambda: torch.randn(2, 4, 9, requires_grad=True)),
+    "stft": (Waves, lambda: torch.randn(2, 32, requires_grad=True)),
+}
+
+
+@pytest.fixture
+def in_float64():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name, in_float64):
+    torch.manual_seed(0)
+    compare(MODELS[name][0](), MODELS[name][1]())
+
+
+def compare(module, *args):
+    """Results, and gradients of inputs and parameters, beside those of the same module in eager."""
+    eager, given = copy.deepcopy(module), [each.detach().clone().requires_grad_() for each in args]
+    wanted, found = eager(*given), add_tvm_dispatch(module, args)(*args)
+    assert stats(module).hits == 1
+    one = isinstance(wanted, torch.Tensor)
+    wanted, found = ([wanted], [found]) if one else (list(wanted), list(found))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    weights = [torch.randn_like(each) for each in wanted]
+    for results in (wanted, found):
+        torch.autograd.backward(results, weights)
+    pairs = zip((*args, *module.parameters()), (*given, *eager.parameters()), strict=True)
+    for ours, theirs in ((ours.grad, theirs.grad) for ours, theirs in pairs):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+FUNCTIONS = {
+    "add": lambda a, b: a + b,
+    "add with a factor": lambda a, b: torch.add(a, b, alpha=2),
+    "subtract from a number": lambda a, b: (1 + 2j) - a,
+    "real times complex": lambda a, b: a * b.real,
+    "divide": lambda a, b: a / (b + 3),
+    "divide by a number": lambda a, b: a / (1 - 2j),
+    "one over": lambda a, b: 1 / (b + 3),
+    "square": lambda a, b: a**2 + b.square(),
+    "power": lambda a, b: (a + 4) ** 1.5,
+    "size": lambda a, b: a.abs(),
+    "sign": lambda a, b: torch.sgn(a),
+    "angle": lambda a, b: (a + 2).angle(),
+    "conjugate": lambda a, b: a.conj() * b,
+    "parts": lambda a, b: a.real * b.imag,
+    "exponential": lambda a, b: torch.exp(a) * torch.log(b + 4),
+    "roots and waves": lambda a, b: torch.sqrt(a + 4) + torch.sin(b) * torch.tanh(a),
+    "sums": lambda a, b: a.sum(0) * b.mean() + a.cumsum(0)[-1] * torch.prod(b + 1, 0),
+    "products": lambda a, b: a @ b.mT + (a.mH @ b).sum(),
+    "shapes": lambda a, b: torch.cat([a.t().reshape(3, 4)[1:], torch.stack([b.flatten()[:4], a.flatten()[:4]])]).flip(
+        0
+    ),
+    "real among complex": lambda a, b: torch.cat([a, b.real]) * torch.where(torch.tensor([True, False, True]), 2.0, 1j),
+    "index": lambda a, b: a[torch.tensor([0, 2, 2])] + torch.nn.functional.pad(b, (0, 0, 0, -1)),
+    "write": lambda a, b: a.clone().index_put((torch.tensor([1]),), b[0] * 2) + torch.zeros_like(a).fill_(1 + 1j),
+    "views": lambda a, b: torch.view_as_real(a * b).sum(-1),
+    "linear algebra": lambda a, b: torch.linalg.solve(a[:3] + 4 * torch.eye(3), b[:3]),
+    "waves": lambda a, b: torch.fft.ifft2(torch.fft.fft2(a) * b),
+    "types": lambda a, b: a.to(torch.complex64).to(torch.complex128) + b.real.to(torch.complex128),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name):
+    torch.manual_seed(0)
+    compare(Function(FUNCTIONS[name]), numbers(4, 3, zeros=name in ("size", "sign")), numbers(4, 3))
+
+
+def test_training_with_complex_parameters(in_float64):
+    torch.manual_seed(0)
+    eager = Spectral()
+    ours = copy.deepcopy(eager)
+    x = torch.randn(2, 3, 16, dtype=torch.float64)
+    add_tvm_dispatch(ours, x)
+    for module in (eager, ours):
+        optimizer = torch.optim.Adam(module.parameters(), 0.01)
+        for _ in range(10):
+            optimizer.zero_grad()
+            module(x).square().mean().backward()
+            optimizer.step()
+    assert stats(ours).hits == 10
+    torch.testing.assert_close(ours.weight, eager.weight, rtol=1e-10, atol=1e-12)
+
+
+def test_extremes_of_sizes_and_quotients():
+    huge = torch.tensor([3e200 + 4e200j, 3e-200 - 4e-200j, 0j, complex("inf"), complex(0, 2)], dtype=torch.complex128)
+    module = Function(lambda a: (a.abs(), a[:2] / a[:2].flip(0).conj().flip(0)))
+    wanted = module(huge)
+    add_tvm_dispatch(module, huge)
+    for ours, theirs in zip(module(huge), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
+
+
+def test_a_pending_conjugation_of_an_argument():
+    x = torch.randn(3, dtype=torch.complex64)
+    module = Function(lambda a: a * 2j)
+    wanted = module(x.conj())
+    add_tvm_dispatch(module, x)
+    torch.testing.assert_close(module(x.conj()), wanted)
+
+
+def test_check_of_complex_stages():
+    lowered = lower(Rotary(), torch.randn(2, 5, 8))
+    assert lowered.check()
+
+
+def test_half_precision_is_refused_by_name():
+    with pytest.raises(UnsupportedModule, match="complex numbers of half precision"):
+        add_tvm_dispatch(Function(lambda a: a), torch.zeros(2, dtype=torch.complex32))
+
+
+def test_a_saved_call_has_no_complex_tensors(tmp_path, in_float64):
+    module = add_tvm_dispatch(Rotary(), torch.randn(2, 5, 8))
+    with pytest.raises(UnsupportedModule, match="complex numbers: have no form in a saved call"):
+        save_compiled(module, tmp_path / "rotary")
+    assert not (tmp_path / "rotary").exists()
