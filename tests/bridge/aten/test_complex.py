@@ -213,3 +213,14 @@ def test_a_saved_call_has_no_complex_tensors(tmp_path, in_float64):
     with pytest.raises(UnsupportedModule, match="complex numbers: have no form in a saved call"):
         save_compiled(module, tmp_path / "rotary")
     assert not (tmp_path / "rotary").exists()
+
+
+def test_a_gradient_penalty(in_float64):
+    torch.manual_seed(0)
+    eager, x = DiagonalStates(), torch.randn(2, 4, 9)
+    ours = add_tvm_dispatch(copy.deepcopy(eager), x.clone().requires_grad_())
+    for module in (eager, ours):
+        given = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(module(given).square().sum(), given, create_graph=True)
+        slope.square().sum().backward()
+    torch.testing.assert_close(ours.c.grad, eager.c.grad, rtol=1e-10, atol=1e-12)
