@@ -127,5 +127,5 @@ def judge(
     if not counted.hits:
         return Verdict("missed", "; ".join(counted.misses))
     if comparison.imprecise:
-        return Verdict("imprecise", f"eager's {', '.join(sorted(comparison.imprecise))} in float64 on {DEVICE.type}")
+        return Verdict("imprecise", f"eager's {', '.join(sorted(comparison.imprecise))} on {DEVICE.type}")
     return Verdict("same", "; ".join(counted.misses))

@@ -69,6 +69,37 @@ def test_a_kernel_of_eagers_is_imprecise_only_where_ours_has_the_hosts_numbers(m
     assert verdict.status == status and (status != "imprecise" or "sin" in verdict.detail), verdict
 
 
+TWICE = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0]])
+"""A column is written to one place two or three times."""
+WRITES = {
+    "scatter": (
+        "torch.zeros_like(x).scatter(0, torch.tensor([[0, 1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 0]]), x.sin())",
+        lambda x: torch.zeros_like(x).scatter(0, TWICE.flip(0), x.sin().flip(0)),
+    ),
+    "index_copy": (
+        "torch.zeros_like(x).index_copy(0, torch.tensor([1, 2, 1]), x.sin())",
+        lambda x: torch.zeros_like(x).index_copy(0, torch.tensor([1, 2, 1]), x.sin().flip(0)),
+    ),
+    "index_put": (
+        "torch.zeros_like(x).index_put((torch.tensor([1, 2, 1]),), x.sin())",
+        lambda x: torch.zeros_like(x).index_put((torch.tensor([1, 2, 1]),), x.sin().flip(0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0], ids=["another order", "another number"])
+@pytest.mark.parametrize("name", WRITES)
+def test_the_order_of_writes_to_one_place_is_a_gpus_own(monkeypatch, name, factor):
+    """Neither order is wrong there, any other number is; on the CPU the last write wins."""
+    written, other = WRITES[name]
+    dispatched_as(monkeypatch, lambda x: factor * 3 * other(x))
+    assert check(program(f"y = 3 * {written}")).status == "wrong"
+    monkeypatch.setattr(compare.Comparison.__init__, "__defaults__", (HostKernels,))
+    verdict = check(program(f"y = 3 * {written}"))
+    assert verdict.status == ("imprecise" if factor == 1 else "wrong"), verdict
+    assert factor != 1 or name in verdict.detail
+
+
 @pytest.mark.parametrize(
     ("other", "forward", "word"),
     [
