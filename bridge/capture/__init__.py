@@ -1,12 +1,13 @@
 """Capture: a module's call to a functional ATen graph, checked against a fake run and an eager run."""
 
 from bridge.capture.captured import Captured
+from bridge.capture.copied_call import Copies, copied_call
 from bridge.capture.counters import Counter
 from bridge.capture.ctc_loss import CTC_LOSSES
 from bridge.capture.dynamic_shapes import DynamicDim, dynamic_dims
 from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.fake_run import FakeRun, fake_run, forget_real_tensors
-from bridge.capture.isolated_rng import with_generator
+from bridge.capture.isolated_rng import IsolatedRNG, with_generator
 from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, number_tensor, with_number_inputs
 from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter
 from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, UPSAMPLES, WHOLE
@@ -32,10 +33,12 @@ __all__ = [
     "UPSAMPLES",
     "WHOLE",
     "Captured",
+    "Copies",
     "Counter",
     "Draw",
     "DynamicDim",
     "FakeRun",
+    "IsolatedRNG",
     "NotArithmeticError",
     "NumberPlace",
     "Observation",
@@ -51,6 +54,7 @@ __all__ = [
     "capture",
     "capturing",
     "check_call",
+    "copied_call",
     "device_of_call",
     "dynamic_dims",
     "fake_run",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -18,13 +18,19 @@ __all__ = ["Copies", "copied_call"]
 
 @contextmanager
 def copied_call(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    isolated: Callable[[], AbstractContextManager[Any]] = IsolatedRNG,
 ) -> Iterator[tuple[Callable[[], Any], list[torch.Tensor]]]:
     """Gives ``(call, copies)``: what runs ``module(*args, **kwargs)`` on copies of its tensors and of the sample.
 
     They have the same memory layout and the same ``requires_grad`` (a ``view`` may fit a contiguous tensor only, a
     write into a leaf only fails if that requires grad). Neither ``.grad`` nor the generator change; tensors that are
     plain attributes are written as they are, and put back. Python state that forward changes is left changed.
+
+    Args:
+        isolated: makes the context in which the generators do not change.
     """
     copies = Copies()
     state = {name: copies.of(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
@@ -33,7 +39,7 @@ def copied_call(
     attributes = [value for value in values if isinstance(value, torch.Tensor) and tensor_problem(value) is None]
     before = [(value, value._version, value.detach().clone()) for value in attributes]
     try:
-        with IsolatedRNG():
+        with isolated():
             yield lambda: torch.func.functional_call(module, state, copied_args, copied_kwargs), copies.made()
     finally:
         for value, version, numbers in before:

@@ -10,6 +10,7 @@ from bridge.dispatch.entries import Entries
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.frozen import FrozenPrograms
 from bridge.dispatch.guards import SAVED, Guard, GuardFailure, interpreter_state, signature_of
+from bridge.dispatch.part_stats import PartStats
 from bridge.dispatch.programs import BackwardRun
 from bridge.dispatch.stats import DispatchStats
 from bridge.dispatch.tuned import (
@@ -37,6 +38,7 @@ __all__ = [
     "FrozenPrograms",
     "Guard",
     "GuardFailure",
+    "PartStats",
     "Save",
     "Tuned",
     "add_tvm_dispatch",

@@ -15,12 +15,14 @@ import torch
 import tvm
 from torch import nn
 
+from bridge.base.errors import UnsupportedModule
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.torch_internals import COMPILED_CALL
 from bridge.capture import dynamic_dims, normalize_sample
 from bridge.compile import MODES, backend_for
-from bridge.dispatch.dispatcher import Dispatcher
-from bridge.dispatch.outer_compiler import mark, unmark
+from bridge.dispatch.options import DispatchOptions, dispatcher_of, install, uninstall
+from bridge.dispatch.part_stats import PartStats
+from bridge.dispatch.parts import add_parts, parts_of, remove_parts
 from bridge.dispatch.stats import DispatchStats
 from bridge.lowering import DEFAULT_PARTITION
 from partition import Strategy
@@ -35,11 +37,6 @@ _NAMED = 8
 """Modules that a message names."""
 
 
-def _dispatcher(module: nn.Module) -> Dispatcher | None:
-    found = module.__dict__.get(COMPILED_CALL)
-    return found if isinstance(found, Dispatcher) else None
-
-
 @interrupts_deferred()
 def add_tvm_dispatch(
     module: Module,
@@ -52,6 +49,7 @@ def add_tvm_dispatch(
     dynamic_shapes: Any = None,
     freeze: bool = False,
     cuda_graphs: Literal["auto"] | bool = False,
+    whole: bool = True,
 ) -> Module:
     """Compiles a call of ``module``, forward and backward, and dispatches matching calls to it from now on.
 
@@ -105,6 +103,10 @@ def add_tvm_dispatch(
             ``"auto"``: where launching the kernels one by one takes the host about as long as the GPU, or longer;
             ``True``: wherever that is exact; ``False``, the default: never. Results and gradients are tensors like any
             others, and ``stats(module).graphs`` counts the calls without a graph by their reasons.
+        whole: whether a module that cannot be captured whole is refused. ``False``: the largest modules inside it that
+            can be are dispatched then, each with what it is called with in a run of the sample; the code between them
+            runs as before. ``stats(module)`` and ``explain(module)`` say what stays eager and why, and which share of
+            an eager forward's time is spent in what is dispatched. Wants a sample, and no ``dynamic_shapes``.
 
     Returns:
         ``module``.
@@ -136,39 +138,34 @@ def add_tvm_dispatch(
         raise ValueError(f"cuda_graphs: wanted one of {', '.join(map(repr, MODES))}, got {cuda_graphs!r}")
     resolve_strategy(partition)
     args, kwargs = ((), {}) if learns else normalize_sample(module, sample_input, sample_kwargs)
+    if not whole and (learns or dynamic_shapes is not None):
+        raise TypeError("whole=False: wanted a sample_input and no dynamic_shapes (on_miss='compile' finds them)")
     if learns and dynamic_shapes is not None:
         raise TypeError("dynamic_shapes: wanted a sample_input that they are shapes of")
     dims = dynamic_dims(module, args, kwargs, dynamic_shapes)
-    if module.__dict__.get(COMPILED_CALL) is not None and _dispatcher(module) is None:
+    if module.__dict__.get(COMPILED_CALL) is not None and dispatcher_of(module) is None:
         raise ValueError(f"{type(module).__name__} was compiled with module.compile(); dispatch a module that was not")
     backend = None if target is None else backend_for(target)
-    dispatcher = _dispatcher(module) or Dispatcher(module, partition=partition, on_miss=on_miss, backend=backend)
-    before = dispatcher.partition, dispatcher.on_miss, dispatcher.backend, dispatcher.freeze
-    dispatcher.partition, dispatcher.on_miss, dispatcher.backend, dispatcher.freeze = (
-        partition,
-        on_miss,
-        backend,
-        freeze,
-    )
-    before_graphs, dispatcher.graphs.mode = dispatcher.graphs.mode, cuda_graphs
+    options = DispatchOptions(partition, on_miss, backend, freeze, cuda_graphs)
+    dispatcher = options.dispatcher_for(module)
     if learns:
+        options.give(dispatcher)
         dispatcher.learns = True
     else:
         try:
-            with torch.no_grad() if freeze else nullcontext():
+            with options.on(dispatcher), torch.no_grad() if freeze else nullcontext():
                 dispatcher.add(module, args, kwargs, dims)
-        except BaseException:
-            dispatcher.partition, dispatcher.on_miss, dispatcher.backend, dispatcher.freeze = before
-            dispatcher.graphs.mode = before_graphs
-            raise
-    dispatcher.budget.clear()
-    if module.__dict__.get(COMPILED_CALL) is None:
-        module.__dict__.pop(COMPILED_CALL, None)
-    installed = module.__dict__.setdefault(COMPILED_CALL, dispatcher)
-    if installed is not dispatcher:  # another thread's, for another sample
-        installed.adopt(dispatcher.entries.all)
-        installed.learns |= learns
-    mark(module)
+        except UnsupportedModule as refused:
+            if whole:
+                raise
+            problem = refused
+        else:
+            problem = None
+        if problem is not None:  # outside of the except clause: what goes wrong then has nothing to do with it
+            with torch.no_grad() if freeze else nullcontext():
+                add_parts(module, args, kwargs, problem, options)
+            return module
+    install(module, dispatcher)
     return module
 
 
@@ -188,7 +185,7 @@ def dispatch_at_first_call(
         ValueError: as :func:`add_tvm_dispatch`.
     """
     add_tvm_dispatch(module, on_miss=on_miss, partition=partition)
-    _dispatcher(module).on_refused = on_refused
+    dispatcher_of(module).on_refused = on_refused
 
 
 def remove_tvm_dispatch(module: Module) -> Module:
@@ -208,9 +205,8 @@ def remove_tvm_dispatch(module: Module) -> Module:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
-    if _dispatcher(module) is not None:
-        module.__dict__.pop(COMPILED_CALL, None)
-    unmark(module)  # where module.compile() has taken the dispatcher's place, too
+    remove_parts(module)
+    uninstall(module)
     return module
 
 
@@ -229,14 +225,16 @@ def stats(module: nn.Module) -> DispatchStats:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: wanted a torch.nn.Module, got {type(module).__name__}")
-    dispatcher = _dispatcher(module)
+    dispatcher, parts = dispatcher_of(module), parts_of(module)
+    if parts is not None:
+        return PartStats(module, parts)
     if dispatcher is None:
         raise ValueError(f"{type(module).__name__} is not dispatched: {_what_is(module)}")
     return dispatcher.stats
 
 
 def _what_is(module: nn.Module) -> str:
-    inside = [path for path, child in module.named_modules() if _dispatcher(child) is not None]
+    inside = [path for path, child in module.named_modules() if dispatcher_of(child) is not None]
     if not inside:
         return "call add_tvm_dispatch(module, sample) first (copies and pickles of a dispatched module are plain ones)"
     more = f" and {len(inside) - _NAMED} more" if len(inside) > _NAMED else ""

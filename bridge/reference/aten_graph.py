@@ -22,6 +22,11 @@ from bridge.reference.relax import Run
 __all__ = ["interpret_graph", "needed_nodes", "outputs_at", "run_graph"]
 
 _BATCH_NORM = aten._native_batch_norm_legit_functional.default
+_ATTENTION = (
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+)
+"""Whose fifth argument says whether they compute what their backward reads."""
 _OURS = "tvm_dispatch"
 _TORCH_HAS = (STOP_GRADIENT, RECURRENT_LAYERS, *CTC_LOSSES)
 """Operators of ours that torch's are run for."""
@@ -130,6 +135,8 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
         return args[0][args[1]]
     if node.target is STOP_GRADIENT:
         return args[0].detach().clone()
+    if node.target in _ATTENTION:  # traced where nothing goes backward
+        args = (*args[:4], True, *args[5:])
     if node.target is aten.copy.default:  # torch has no derivative of its functional form
         return args[1].to(args[0].dtype).expand(args[0].shape)
     if node.target is aten.as_strided_scatter.default:  # torch's derivative passes on what was written over

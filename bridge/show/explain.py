@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from torch import nn
 
 from autodiff.ir import Function, bindings
 from bridge.compile import CallLibrary, Instruction, Launch, Loop, Program
-from bridge.dispatch import Entry, stats
+from bridge.dispatch import Entry, PartStats, stats
 from bridge.lowering import LoweredCall, Origin
 from bridge.show.choices import choices_of
 from bridge.show.memory.measure import kept_bytes
@@ -46,7 +47,18 @@ def explain(module: nn.Module, *, full: bool = False) -> Report:
     entries = tuple(_entry(entry, module) for entry in counted.entries)
     told = repr(counted.graphs).splitlines() if counted.graphs.recordings or counted.graphs.refused else ()
     name, replaced = type(module).__name__, counted.eager_backwards.copy()
-    return Report(name, counted.hits, counted.misses.copy(), entries, full, tuple(told), replaced)
+    report = Report(name, counted.hits, counted.misses.copy(), entries, full, tuple(told), replaced)
+    return report if not isinstance(counted, PartStats) else replace(report, parts=_parts(counted))
+
+
+def _parts(counted: PartStats) -> tuple[str, ...]:
+    """What is dispatched in a model and what is not, a line each."""
+    shares = counted.shares
+    told = [f"an eager forward spends {100 * counted.coverage:.0f}% of its time in {len(counted.parts)} parts"]
+    for path, each in counted.parts.items():
+        share = f"{100 * shares[path]:.0f}%" if path in shares else "not in the latest sample"
+        told.append(f"{path or 'the model'}: {share}; {each.hits} hits, {sum(each.misses.values())} misses")
+    return (*told, *(f"eager: {each}" for each in counted.eager))
 
 
 def _entry(entry: Entry, module: nn.Module) -> EntryReport:

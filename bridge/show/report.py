@@ -166,6 +166,7 @@ class Report:
         entries: a report per compiled call.
         complete: whether printing shows everything.
         graphs: what became of recorded graphs, in words; nothing where none are wanted.
+        parts: of a model that is dispatched in parts, what is and what is not, in words; entries are all parts'.
         eager_backwards: backwards of hits that eager's operators computed, by reason.
     """
 
@@ -176,6 +177,7 @@ class Report:
     complete: bool = False
     graphs: tuple[str, ...] = ()
     eager_backwards: Counter[str] = field(default_factory=Counter)
+    parts: tuple[str, ...] = ()
 
     @property
     def full(self) -> Report:
@@ -188,7 +190,7 @@ class Report:
         return f"{self.module_name}: {entries}, {self.hits} hits, {sum(self.misses.values())} misses"
 
     def __str__(self) -> str:
-        lines = [self.head()]
+        lines = [self.head(), *(cut(f"part: {line}", self.complete) for line in self.parts)]
         for entry in self.entries:
             lines += entry.lines(self.complete)
         lines += [cut(line, self.complete) for line in self.graphs]
@@ -207,6 +209,8 @@ class Report:
     def _repr_html_(self) -> str:
         """Totals in the open, tables to fold out."""
         parts = [f"<b>{html.escape(self.head())}</b>", *(entry.html() for entry in self.entries)]
+        if self.parts:
+            parts.insert(1, _fold("parts", html_table(("what is dispatched",), [(each,) for each in self.parts])))
         if self.graphs:
             rows = [(each,) for each in self.graphs]
             parts.append(_fold("recorded graphs", html_table(("what became of them",), rows)))

@@ -58,7 +58,9 @@ def numbers(*shape):
 )
 def test_a_gradient_penalty_with_dropout_and_batch_statistics():
     """WGAN-GP's critic: each backward of the penalty meets the masks of its own call; running statistics move once."""
-    critic = nn.Sequential(nn.Linear(4, 9), nn.BatchNorm1d(9), nn.LeakyReLU(0.2), nn.Dropout(0.3), nn.Linear(9, 1))
+    critic = nn.Sequential(
+        nn.Linear(4, 9, bias=False), nn.BatchNorm1d(9), nn.LeakyReLU(0.2), nn.Dropout(0.3), nn.Linear(9, 1)
+    )
 
     def step(critic):
         real, fake = numbers(6, 4), numbers(6, 4)

@@ -1,0 +1,261 @@
+"""Parts: a module that cannot be captured whole, and a sample → dispatchers on the largest modules inside that can be.
+
+From the outside in: a module that a refused one calls is tried with what it is called with; where it is refused too,
+what it calls is. A module that several call is dispatched once. Code between parts runs as Python runs it.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.base.devices import working_for
+from bridge.base.errors import Unsupported, UnsupportedModule, is_refused_by_eager
+from bridge.base.guard_failure import GuardFailure
+from bridge.base.log import channel
+from bridge.base.torch_internals import pytree
+from bridge.capture import device_of_call
+from bridge.dispatch.dispatcher import Dispatcher
+from bridge.dispatch.entry import Entry
+from bridge.dispatch.options import DispatchOptions, dispatcher_of, install, uninstall
+from bridge.dispatch.sample_run import InnerCall, inner_calls, shares_of
+from bridge.state import own_attributes
+
+__all__ = ["Eager", "Parts", "add_parts", "parts_of", "remove_parts"]
+
+log = channel("dispatch")
+
+_PLAIN = (int, float, str, bool, type(None))
+_ALONE = Unsupported("one operator without parameters", "forward", "eager runs it as well", "nothing is to be done")
+
+
+@dataclass(frozen=True)
+class Eager:
+    """A module whose own code stays eager.
+
+    Attributes:
+        path: inside the model; empty for the model itself.
+        module_name: its class.
+        problems: why.
+    """
+
+    path: str
+    module_name: str
+    problems: tuple[Unsupported, ...]
+
+    def __str__(self) -> str:
+        reasons = "; ".join(f"{each.op}: {each.reason}, at {each.where}" for each in self.problems)
+        return f"{self.path or 'the model'} ({self.module_name}): {reasons}"
+
+
+@dataclass
+class Parts:
+    """What is dispatched inside one model, and what is not.
+
+    Attributes:
+        shares: by the path of a dispatched module, the share of an eager forward's time that is spent inside of it.
+        eager: modules whose own code stays eager, outermost first.
+        dispatchers: by path, those that were put there for this.
+    """
+
+    shares: dict[str, float] = field(default_factory=dict)
+    eager: tuple[Eager, ...] = ()
+    dispatchers: dict[str, weakref.ref[Dispatcher]] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> set[str]:
+        """Of all modules that are dispatched, for this or by the user."""
+        return {*self.shares, *self.dispatchers}
+
+    @property
+    def coverage(self) -> float:
+        """The share of an eager forward's time that is spent inside of dispatched modules."""
+        return min(1.0, sum(self.shares.values()))
+
+
+_PARTS: weakref.WeakKeyDictionary[nn.Module, Parts] = weakref.WeakKeyDictionary()
+"""A registry: of each model that was dispatched in parts."""
+
+
+def parts_of(module: nn.Module) -> Parts | None:
+    """The parts of a model that was dispatched so, or ``None``."""
+    return _PARTS.get(module)
+
+
+def remove_parts(module: nn.Module) -> None:
+    """Takes off the dispatchers that :func:`add_parts` has put on."""
+    parts = _PARTS.pop(module, None)
+    for path, known in parts.dispatchers.items() if parts is not None else ():
+        child = _inside(module, path)
+        if child is not None and dispatcher_of(child) is known():
+            uninstall(child)
+
+
+def _inside(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:  # taken out since
+        return None
+
+
+def add_parts(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], refused: UnsupportedModule, options: DispatchOptions
+) -> None:
+    """Dispatches the largest modules inside of one that was refused.
+
+    Raises:
+        UnsupportedModule: ``refused``, where none can be dispatched.
+        CompilationError: a bug of this package; nothing is dispatched then.
+    """
+    with ExitStack() as undone:  # on any error, existing dispatchers are as they were
+        chosen = _Chosen(module, inner_calls(module, args, kwargs), refused, options, undone)
+        chosen.descend("")
+        if not chosen.found:
+            raise refused
+        paths = list(chosen.found)
+        shares = shares_of(module, args, kwargs, paths)
+        undone.pop_all()
+    parts = _PARTS.setdefault(module, Parts())
+    for path, dispatcher in chosen.found.items():
+        child = module.get_submodule(path)
+        if dispatcher_of(child) is None:
+            install(child, dispatcher)
+            parts.dispatchers[path] = weakref.ref(dispatcher)
+    parts.shares, parts.eager = shares, tuple(chosen.eager())
+    log.info("%s: %d parts, %.0f%% of an eager forward", type(module).__name__, len(paths), 100 * parts.coverage)
+
+
+class _Chosen:
+    """The search: from the outside in, which modules can be dispatched.
+
+    Attributes:
+        found: by path, the dispatchers with their entries; those that lie on their modules already among them.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        calls: Iterable[InnerCall],
+        refused: UnsupportedModule,
+        options: DispatchOptions,
+        undone: ExitStack,
+    ):
+        self.found: dict[str, Dispatcher] = {}
+        self._root, self._options, self._undone = root, options, undone
+        self._refused: dict[str, tuple[Unsupported, ...]] = {"": refused.ops}
+        self._alike: dict[Any, tuple[Unsupported, ...]] = {}
+        self._calls: dict[str, dict[str, list[InnerCall]]] = defaultdict(lambda: defaultdict(list))
+        for call in calls:
+            self._calls[call.parent][call.path].append(call)
+
+    def descend(self, parent: str) -> None:
+        """Tries what a refused module calls."""
+        for path, calls in self._calls[parent].items():
+            if path in self.found or path in self._refused:
+                continue
+            problems = self._problems(path, calls)
+            if problems:
+                self._refused[path] = problems
+                self.descend(path)
+
+    def eager(self) -> list[Eager]:
+        """The modules that are refused, with what is not told of one inside."""
+        found = []
+        for path, problems in self._refused.items():
+            inner = [
+                (each.op, each.where)
+                for other, others in self._refused.items()
+                if other != path and (not path or other.startswith(path + "."))
+                for each in others
+            ]
+            own = tuple(each for each in problems if (each.op, each.where) not in inner)
+            if own:
+                found.append(Eager(path, type(self._root.get_submodule(path)).__name__, own))
+        return found
+
+    def _problems(self, path: str, calls: list[InnerCall]) -> tuple[Unsupported, ...]:
+        """Why a module cannot be dispatched; nothing if it is."""
+        module, problems = self._root.get_submodule(path), ()
+        dispatcher = self._options.dispatcher_for(module)
+        if dispatcher_of(module) is not None:
+            if path not in _known(self._root):
+                self.found[path] = dispatcher  # the user's own
+                return ()
+            self._undone.callback(DispatchOptions.of(dispatcher).give, dispatcher)
+        for call in calls:
+            key = _key(module, call)
+            problems = self._alike.get(key) or self._added(dispatcher, module, call)
+            if problems:
+                self._alike[key] = problems
+                break
+            self.found[path] = dispatcher
+        return () if path in self.found else problems
+
+    def _added(self, dispatcher: Dispatcher, module: nn.Module, call: InnerCall) -> tuple[Unsupported, ...]:
+        before, entry = list(dispatcher.entries.all), None
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(working_for(device_of_call(module, call.args, call.kwargs)))
+                stack.enter_context(call.modes())
+                stack.enter_context(self._options.on(dispatcher))
+                if self._options.freeze:
+                    stack.enter_context(torch.no_grad())
+                entry = dispatcher.add(module, call.args, call.kwargs)
+                entry.guard.match(module, call.args, call.kwargs)
+            if _is_alone(entry, module):
+                dispatcher.entries.drop(entry)
+                return (_ALONE,)
+        except UnsupportedModule as error:
+            return error.ops
+        except GuardFailure as error:
+            dispatcher.entries.drop(entry)
+            return (Unsupported("its call", call.path, f"would never be dispatched: {error.reason}"),)
+        except Exception as error:
+            if not is_refused_by_eager(error):
+                raise
+            first = (str(error).splitlines() or [""])[0]
+            return (Unsupported(type(error).__name__, call.path, f"eager's own, called by itself: {first}"),)
+        if entry not in before:
+            self._undone.callback(dispatcher.entries.drop, entry)
+        return ()
+
+
+def _known(root: nn.Module) -> Mapping[str, Any]:
+    parts = _PARTS.get(root)
+    return {} if parts is None else parts.dispatchers
+
+
+def _is_alone(entry: Entry, module: nn.Module) -> bool:
+    """Whether there is nothing to fuse: one operator, and no parameters."""
+    captured = entry.lowered.captured
+    calls = [node for node in captured.graph.nodes if node.op == "call_function"]
+    operators = [node for node in calls if node.target is not operator.getitem]
+    return len(operators) <= 1 and not captured.module_tensors and not list(module.children())
+
+
+def _key(module: nn.Module, call: InnerCall) -> Any:
+    """What two calls have in common that are refused alike."""
+    modules = tuple(
+        (path, type(child), child.training, tuple((name, _plain(value)) for name, value in own_attributes(child)))
+        for path, child in module.named_modules()
+    )
+    leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
+    return modules, tuple(map(_layout, leaves)), str(spec), call.grad, call.autocast
+
+
+def _plain(value: Any) -> Any:
+    return (type(value), value) if type(value) in _PLAIN else id(value)
+
+
+def _layout(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad
+    return _plain(leaf)

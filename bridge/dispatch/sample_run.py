@@ -1,0 +1,218 @@
+"""Sample run: a module and a sample → the calls of the modules inside it, and how long an eager forward spends in them.
+
+It runs on copies of the module's tensors and of the sample, with generators and Python state put back. The modules
+inside are watched where the dispatcher lies, so that hooks, names and code are as they were.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.base.devices import current_device, working_for
+from bridge.base.generators import default_generator, of_gpus
+from bridge.base.modes import ambient_autocast, autocast_to
+from bridge.base.threads import is_alone
+from bridge.base.torch_internals import COMPILED_CALL, pytree
+from bridge.capture import Copies, IsolatedRNG, copied_call, device_of_call, is_capturing
+from bridge.dispatch.hooks import call_with_hooks
+from bridge.state import PythonState, generators_put_back
+
+__all__ = ["InnerCall", "inner_calls", "shares_of"]
+
+_RUNS = 5
+_ENOUGH = 2.0
+"""Seconds after which no further run is timed."""
+
+
+@dataclass(frozen=True)
+class InnerCall:
+    """The first call of a module inside another one, in one grad mode.
+
+    Attributes:
+        path: of the module; ``parent``: of the module whose forward calls it.
+        args, kwargs: copies of the tensors that it was called with.
+        grad, autocast, cached: the modes of the call: grad mode, what autocast casts to, whether it caches casts.
+    """
+
+    path: str
+    parent: str
+    args: tuple
+    kwargs: dict[str, Any]
+    grad: bool
+    autocast: torch.dtype | None
+    cached: bool
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """A context in the modes of the call."""
+        with torch.set_grad_enabled(self.grad), autocast_to(self.autocast, cache_enabled=self.cached):
+            yield
+
+
+class _Step(nn.Module):
+    """A forward, and a backward where that may call modules once more."""
+
+    def __init__(self, inner: nn.Module, goes_back: Callable[[], bool]):
+        super().__init__()
+        self.inner, self.goes_back = inner, goes_back
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        result = self.inner.forward(*args, **kwargs)  # hooks of the module are not the sample's
+        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if outputs and self.goes_back():
+            with suppress(Exception):  # whatever hooks and a user's functions raise: what was called is known anyway
+                torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
+
+
+def inner_calls(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[InnerCall]:
+    """The calls of the modules inside, in order; of each, the first from each parent in each grad mode.
+
+    Where some are without gradients in a call with them, a backward follows: a reentrant checkpoint calls them there.
+    """
+    found: list[InnerCall] = []
+    known: set[tuple[str, str, bool]] = set()
+    stack = [""]
+
+    def enter(path: str, child: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        key = path, stack[-1], torch.is_grad_enabled()
+        if key not in known:
+            known.add(key)
+            given = pytree.tree_map_only(torch.Tensor, Copies().of, (args, kwargs))
+            found.append(InnerCall(*key[:2], *given, key[2], ambient_autocast(), torch.is_autocast_cache_enabled()))
+        stack.append(path)
+        try:
+            return child.forward(*args, **kwargs)
+        finally:
+            stack.pop()
+
+    goes_back = partial(_some_without, found, torch.is_grad_enabled())
+    with _eager(module, args, kwargs), _watched(module, enter):
+        with copied_call(_Step(module, goes_back), args, kwargs) as (call, _):
+            call()
+    return found
+
+
+def _some_without(calls: Sequence[InnerCall], grad: bool) -> bool:
+    return grad and not all(call.grad for call in calls)
+
+
+def shares_of(module: nn.Module, args: tuple, kwargs: dict[str, Any], paths: Sequence[str]) -> dict[str, float]:
+    """The share of an eager forward's time that is spent inside of each of some modules; medians of a few runs.
+
+    Time inside of one that another one of them calls is the outer one's.
+    """
+    spent: Counter[str] = Counter()
+    inside: list[str] = []
+    wait = partial(torch.cuda.synchronize, device_of_call(module, args, kwargs)) if _is_gpus(module, args) else _nothing
+
+    def enter(path: str, child: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if inside or path not in paths:
+            return child.forward(*args, **kwargs)
+        wait()
+        inside.append(path)
+        started = time.perf_counter()
+        try:
+            return child.forward(*args, **kwargs)
+        finally:
+            wait()
+            spent[path] += time.perf_counter() - started
+            inside.pop()
+
+    runs: list[dict[str, float]] = []
+    with _eager(module, args, kwargs), _watched(module, enter):
+        with copied_call(_Step(module, lambda: False), args, kwargs, _draws_put_back) as (call, _):
+            call()
+            begun = time.perf_counter()
+            while len(runs) < _RUNS and (not runs or time.perf_counter() - begun < _ENOUGH):
+                spent.clear()
+                wait()
+                started = time.perf_counter()
+                call()
+                wait()
+                whole = time.perf_counter() - started
+                runs.append({path: spent[path] / whole for path in paths})
+    return {path: statistics.median(run[path] for run in runs) for path in paths}
+
+
+def _nothing() -> None:
+    return None
+
+
+def _is_gpus(module: nn.Module, args: tuple) -> bool:
+    return current_device().type == "cuda" or any(each.is_cuda for each in module.parameters())
+
+
+@contextmanager
+def _eager(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
+    """Python state and Python's generators are put back after it."""
+    before = PythonState(module)
+    try:
+        with working_for(device_of_call(module, args, kwargs)), generators_put_back():
+            yield
+    finally:
+        before.restore()
+
+
+@contextmanager
+def _put_back() -> Iterator[None]:
+    generators = [default_generator(torch.device("cpu")), *of_gpus()]
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def _draws_put_back() -> AbstractContextManager[Any]:
+    """As :class:`IsolatedRNG`, which slows each operator down, where no other thread can draw meanwhile."""
+    return _put_back() if is_alone() else IsolatedRNG()
+
+
+Enter = Callable[..., Any]
+
+
+class _Watcher:
+    """In the place of a module's dispatcher: calls ``enter`` with its path and itself for calls of this thread."""
+
+    def __init__(self, module: nn.Module, path: str, enter: Enter, before: Any):
+        self._module, self._before = module, before
+        self._enter = partial(enter, path, module)
+        self._thread = threading.get_ident()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
+        if threading.get_ident() != self._thread or is_capturing():
+            return (self._before or module._call_impl)(*args, **kwargs)
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            return call_with_hooks(module, self._enter, args, kwargs)
+        return self._enter(*args, **kwargs)
+
+
+@contextmanager
+def _watched(root: nn.Module, enter: Enter) -> Iterator[None]:
+    """While active, the modules inside are watched, but for those that ``module.compile()`` compiled."""
+    before = {}
+    for path, child in root.named_modules():
+        known = child.__dict__.get(COMPILED_CALL)
+        if child is not root and (known is None or type(known).__module__.startswith("bridge.")):
+            before[child] = COMPILED_CALL in child.__dict__, known
+            child.__dict__[COMPILED_CALL] = _Watcher(child, path, enter, known)
+    try:
+        yield
+    finally:
+        for child, (was_there, known) in before.items():
+            child.__dict__[COMPILED_CALL] = known
+            if not was_there:
+                del child.__dict__[COMPILED_CALL]

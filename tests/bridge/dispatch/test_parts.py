@@ -1,0 +1,240 @@
+"""Models with code that cannot be captured: the largest modules inside are dispatched; what stays eager is told."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from bridge import UnsupportedModule, add_tvm_dispatch, explain, remove_tvm_dispatch, stats
+from bridge.dispatch import dispatcher, parts
+
+WIDTH = 12
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
+
+    def forward(self, x):
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.2, self.training)
+
+
+class Picks(nn.Module):
+    """A shape that numbers decide, between modules that can be captured."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = Block(), Block()
+
+    def forward(self, x):
+        x = self.before(x)
+        rows = torch.from_numpy((x[:, 0] > 0).detach().numpy().nonzero()[0])
+        return self.after(x).index_select(0, rows).sum(0) + x.mean(0)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.ReLU())
+        self.layers = nn.ModuleList([Block(), Picks()])
+        self.shared = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.unused = nn.Linear(2, 2)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x, *, scale=1.0):
+        x = self.drop(self.shared(self.stem(x)))
+        for layer in self.layers:
+            x = layer(x).expand(x.shape).contiguous()
+        return self.shared(x) * scale
+
+
+def pair(**options):
+    torch.manual_seed(0)
+    eager = Model().double()
+    x = torch.randn(9, WIDTH, dtype=torch.float64)
+    return add_tvm_dispatch(copy.deepcopy(eager), x, whole=False, **options), eager, x
+
+
+def trained(module, x, steps=5):
+    torch.manual_seed(1)
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = module(x, scale=2.0).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *module.state_dict().values(), torch.get_rng_state()]
+
+
+def same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.composes(
+    "code between modules that cannot be captured",
+    "`whole=False`: the largest modules are dispatched, the rest is told",
+    section="Guards",
+)
+def test_the_largest_modules_are_dispatched_and_train_alike():
+    dispatched, eager, x = pair()
+    counted = stats(dispatched)
+    assert set(counted.parts) == {"stem", "layers.0", "layers.1.before", "layers.1.after", "shared"}
+    assert list(dispatched.state_dict()) == list(eager.state_dict()) and repr(dispatched) == repr(eager)
+    same([*dispatched.state_dict().values()], [*eager.state_dict().values()])  # the sample's run left nothing
+    same(trained(dispatched, x), trained(eager, x))
+    assert counted.hits >= 5 * len(counted.parts)
+    plain = copy.deepcopy(dispatched)
+    with pytest.raises(ValueError, match="not dispatched"):
+        stats(plain)
+
+
+@pytest.mark.composes("code between modules that cannot be captured")
+def test_it_says_what_stays_eager_where_and_why():
+    dispatched, *_ = pair()
+    counted = stats(dispatched)
+    told = {each.path: each for each in counted.eager}
+    assert set(told) == {"layers.1", "drop"} and told["layers.1"].module_name == "Picks"
+    (problem,) = told["layers.1"].problems
+    assert "numpy" in problem.op and "test_parts.py" in problem.where
+    assert 0 < counted.coverage <= 1 and counted.coverage == pytest.approx(sum(counted.shares.values()))
+    report = explain(dispatched)
+    for text in (repr(counted), str(report.full), report._repr_html_()):
+        assert "layers.1.before" in text and "numpy" in text and f"{100 * counted.coverage:.0f}%" in text
+    assert len(report.entries) == len(counted.entries)
+
+
+def test_removing_takes_off_what_was_put_on_and_leaves_the_users_own():
+    torch.manual_seed(0)
+    module, x = Model().double(), torch.randn(9, WIDTH, dtype=torch.float64)
+    add_tvm_dispatch(module.shared, x.clone().requires_grad_())
+    add_tvm_dispatch(module, x, whole=False)
+    assert "shared" in stats(module).parts and "shared" in stats(module).shares
+    remove_tvm_dispatch(module)
+    with pytest.raises(ValueError, match="shared"):
+        stats(module)
+    assert [path for path, child in module.named_modules() if parts.dispatcher_of(child)] == ["shared"]
+
+
+def test_another_sample_adds_entries_to_the_parts():
+    dispatched, eager, x = pair()
+    for module in (dispatched, eager):
+        module.eval()
+    with torch.no_grad():
+        add_tvm_dispatch(dispatched, x[:4], whole=False)
+        same(dispatched(x[:4]), eager(x[:4]))
+    assert all(len(each.entries) == 2 and each.hits >= 1 for each in stats(dispatched).parts.values())
+
+
+def test_other_calls_follow_on_miss():
+    dispatched, eager, x = pair(on_miss="compile")
+    for rows in (x, x[:5], x[:7]):
+        same(trained(dispatched, rows, 2), trained(eager, rows, 2))
+    assert stats(dispatched).hits > stats(dispatched).misses.total()
+
+
+def test_a_module_that_can_be_captured_is_dispatched_whole():
+    module, x = Block(), torch.randn(3, WIDTH)
+    add_tvm_dispatch(module, x, whole=False)
+    assert len(stats(module).entries) == 1 and not hasattr(stats(module), "parts")
+
+
+class Hopeless(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return self.act(x) + float(x.sum().detach().numpy())
+
+
+def test_a_model_without_parts_is_refused_and_left():
+    module, x = Hopeless(), torch.randn(3, WIDTH)
+    before = dict(vars(module))
+    with pytest.raises(UnsupportedModule, match="numpy"):
+        add_tvm_dispatch(module, x, whole=False)
+    assert vars(module) == before and "_compiled_call_impl" not in vars(module.act)
+
+
+def test_an_error_on_the_way_leaves_the_model_as_it_was(monkeypatch):
+    torch.manual_seed(0)
+    module, x = Model().double(), torch.randn(9, WIDTH, dtype=torch.float64)
+    before, state = {path: dict(vars(child)) for path, child in module.named_modules()}, torch.get_rng_state()
+    added = dispatcher.Dispatcher.add
+
+    def add(self, module, *rest):
+        if isinstance(module, Block):
+            raise KeyboardInterrupt
+        return added(self, module, *rest)
+
+    monkeypatch.setattr(dispatcher.Dispatcher, "add", add)
+    with pytest.raises(KeyboardInterrupt):
+        add_tvm_dispatch(module, x, whole=False)
+    assert {path: dict(vars(child)) for path, child in module.named_modules()} == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Reentrant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x):
+        return checkpoint(self.second, self.first(x), use_reentrant=True)
+
+
+def test_what_a_reentrant_checkpoint_calls_is_compiled_with_gradients_too():
+    torch.manual_seed(0)
+    eager, x = Reentrant().double(), torch.randn(5, WIDTH, dtype=torch.float64)
+    module, found = add_tvm_dispatch(copy.deepcopy(eager), x, whole=False), []
+    for each in (module, eager):
+        torch.manual_seed(2)
+        each(x).square().sum().backward()
+        found.append([parameter.grad for parameter in each.parameters()])
+    same(*found)
+    counted = stats(module)
+    assert counted.parts["second"].hits == 2 and not counted.misses
+
+
+class Prints(nn.Module):
+    """Autocast and no_grad around a module, a hook on it, and its result read by Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+        self.teacher = Block()
+        self.seen = []
+
+    def forward(self, x):
+        with torch.no_grad():
+            wanted = self.teacher(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.block(x)
+        print(float((y - wanted).detach().abs().numpy().max()) > 0)
+        return (y - wanted).float()
+
+
+def test_modes_around_a_part_and_hooks_on_it(capsys):
+    torch.manual_seed(0)
+    eager, x = Prints(), torch.randn(5, WIDTH)
+    eager.block.register_forward_hook(lambda module, args, result: result * 2)
+    module = add_tvm_dispatch(copy.deepcopy(eager), x, whole=False)
+    found = []
+    for each in (module, eager):
+        torch.manual_seed(2)
+        y = each(x)
+        y.square().sum().backward()
+        found.append([y.detach(), *[parameter.grad for parameter in each.block.parameters()]])
+    torch.testing.assert_close(*found, rtol=0.1, atol=0.1)
+    assert {path: each.hits for path, each in stats(module).parts.items()} == {"block": 1, "teacher": 1}
+
+
+def test_what_does_not_go_with_it():
+    for options in ({}, {"sample_input": torch.ones(2, WIDTH), "dynamic_shapes": ({0: torch.export.Dim.DYNAMIC},)}):
+        with pytest.raises(TypeError, match="whole=False"):
+            add_tvm_dispatch(Block(), whole=False, **options)
