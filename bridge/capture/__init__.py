@@ -21,7 +21,7 @@ from bridge.capture.sample import normalize_sample
 from bridge.capture.size_trace import SizeTrace, is_implied, sized_run
 from bridge.capture.tensor_form import TensorForm
 from bridge.capture.thread_isolation import capturing
-from bridge.capture.tracing import is_capturing, is_traced_here, one_capture_at_a_time
+from bridge.capture.tracing import eagers_branches, is_capturing, is_traced_here, one_capture_at_a_time
 
 __all__ = [
     "COMPUTED_DRAWS",
@@ -57,6 +57,7 @@ __all__ = [
     "copied_call",
     "device_of_call",
     "dynamic_dims",
+    "eagers_branches",
     "fake_run",
     "forget_real_tensors",
     "given",

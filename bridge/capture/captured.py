@@ -50,6 +50,7 @@ class Captured:
         argument_shapes, argument_strides: of ``arguments``, with extents; empty where ``extents`` is ``None``.
         lines: of the guards that capturing gave ``extents``, where the question was asked.
         device: of all tensors.
+        as_eager: whether it takes eager's branches where forward asks if it is traced, and those would be others.
     """
 
     module_name: str
@@ -75,6 +76,7 @@ class Captured:
     argument_strides: tuple[tuple[Dim, ...], ...] = ()
     lines: Mapping[Guard, str] = field(default_factory=dict)
     device: torch.device = HOST
+    as_eager: bool = False
 
     @property
     def problems(self) -> list[Unsupported]:

@@ -135,6 +135,7 @@ class Observation:
         results: the leaves of its result themselves, of a run on real tensors.
         differentiates: whether forward runs a backward itself.
         reads_validation: whether forward depends on whether ``torch.distributions`` check their arguments.
+        asks: whether forward asks if it is traced.
         objects: the objects in its result that a compiled call makes anew (:mod:`bridge.base.objects`).
     """
 
@@ -147,4 +148,5 @@ class Observation:
     results: list[Any] = field(default_factory=list)
     differentiates: bool = False
     reads_validation: bool = False
+    asks: bool = False
     objects: list[Any] = field(default_factory=list)

@@ -28,7 +28,7 @@ from bridge.capture.observation import Observation, Output
 from bridge.capture.op_trace import OpTrace
 from bridge.capture.overlap import overlaps
 from bridge.capture.recurrent_formulas import RecurrentStandIns
-from bridge.capture.tracing import HERE
+from bridge.capture.tracing import HERE, times_forward_asked
 from bridge.capture.validation_reads import ValidationReads
 
 __all__ = ["observe"]
@@ -65,7 +65,7 @@ def observe(
     draws = DrawRecorder(observation.draws, rules.complain, trace, inputs, advance)
     recorders = InPlaceWatcher(rules, observation.calls), draws
     geometry = [_geometry(tensor) for tensor in inputs]
-    number_indices = NumberIndices()
+    number_indices, asked = NumberIndices(), times_forward_asked()
     stand_ins = (RecurrentStandIns(), WholeCTCLoss(), number_indices) if traced else ()
     with modes_put_back() as modes, ValidationReads() as validation, ExitStack() as stack:
         for context in (mode, _exporting_flags(), generator_watch(rules), *stand_ins, *recorders):
@@ -78,6 +78,7 @@ def observe(
         reason = "forward leaves it changed for what comes after the call"
         rules.unsupported.append(Unsupported(changed, "forward", reason, "set it around the call"))
     observation.differentiates, observation.reads_validation = draws.differentiates, validation.found
+    observation.asks = times_forward_asked() != asked
     leaves_now, spec_now = pytree.tree_flatten((args, kwargs))
     if spec_now != argument_spec or any(now is not then for now, then in zip(leaves_now, argument_leaves, strict=True)):
         reason = "changes a list, a dict or an object that was passed to the module"

@@ -90,7 +90,7 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequen
         with suppress(UnsupportedModule), eagers_branches():
             again = _capture(module, args, kwargs, dims, first)
             if not again.problems:
-                return again
+                return replace(again, as_eager=True)
         left.restore()  # the branch of eager cannot be traced: numbers decide in it, say
         return captured
 

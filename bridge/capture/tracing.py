@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from bridge.base.collector import collection_paused, only_new_objects_collected
+from bridge.base.errors import is_user_file
 from bridge.base.interrupts import held
 from bridge.base.locks import free_in_children
 from bridge.base.torch_internals import compile_lock, export_tracer, len_dispatch_stack, len_function_stack
@@ -24,6 +26,7 @@ __all__ = [
     "one_capture_at_a_time",
     "takes_eagers_branches",
     "times_asked",
+    "times_forward_asked",
 ]
 
 _thread = threading.local()
@@ -61,6 +64,8 @@ class _Here(int):
         if not is_capturing() or takes_eagers_branches():
             return False
         _thread.asked = times_asked() + 1
+        if is_user_file(sys._getframe(1).f_code.co_filename):
+            _thread.asked_by_forward = times_forward_asked() + 1
         return True
 
 
@@ -89,6 +94,11 @@ def takes_eagers_branches() -> bool:
 def times_asked() -> int:
     """How often :data:`HERE` was true in this thread."""
     return getattr(_thread, "asked", 0)
+
+
+def times_forward_asked() -> int:
+    """How often it was to code outside of torch."""
+    return getattr(_thread, "asked_by_forward", 0)
 
 
 def is_traced_here() -> bool:

@@ -47,6 +47,7 @@ from bridge.capture import (
     capturing,
     check_call,
     device_of_call,
+    eagers_branches,
     fake_run,
     forget_real_tensors,
     given,
@@ -139,6 +140,10 @@ def _lower_once(
         observation_key = _observe_all_sizes(module, args, kwargs, dims, captured) if call_key is not None else None
     else:
         observation_key = _observation_key(captured.fake_observation, captured.readings)
+        if captured.as_eager:
+            observation_key = None
+        elif observation_key is not None and captured.fake_observation.asks:
+            observation_key = (*observation_key, _eagers_key(module, args, kwargs))
     owned = all(tensor.kind != "attribute" for tensor in captured.module_tensors)
     if call_key is not None and observation_key is not None and owned and not captured.counters:
         _remember(call_key, observation_key, lowered)
@@ -224,7 +229,29 @@ def _observe(
         before.restore()
         return None, [], None
     key = _observation_key(observation, readings)
+    if key is not None and observation.asks:
+        if dims:
+            return None, [], None
+        key = (*key, _eagers_key(module, args, kwargs))
     return key if key is None else (*key, *about_sizes), tensors, run
+
+
+@generators_put_back()
+def _eagers_key(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
+    """The observation key of eager's branches, of a call that asks whether it is traced; ``None`` where numbers decide.
+
+    What eager does there is no part of what is traced. The module is left as it was.
+    """
+    before = PythonState(module)
+    try:
+        with capturing(module), eagers_branches():
+            run = fake_run(module, *module_tensors(module), args, kwargs)
+    except Exception:  # noqa: BLE001 - it runs the user's code, whatever that raises on fake tensors
+        before.restore()
+        return None
+    before.restore()
+    forget_real_tensors(run.arguments)
+    return _observation_key(run.observation, ())
 
 
 def _observe_all_sizes(

@@ -164,14 +164,15 @@ def test_records_know_every_field():
     """A field that is new here has to be written down, or to be the fake run's."""
     known = {
         Captured: "module_name graph placeholders module_tensors arguments argument_leaves argument_is_tensor in_spec "
-        "results mutated observation fake_observation draw_of literals counters readings read extents argument_shapes "
-        "argument_strides lines device",
+        "results mutated observation fake_observation draw_of literals counters readings read recomputed extents "
+        "argument_shapes argument_strides lines device as_eager",
         Imported: "function output_of num_outputs dropout_draws input_draws leaves_state checks",
         LoweredCall: "captured imported wanted differentiable stages partitioned seconds sample content",
         Draw: "op shape stride dtype args kwargs device operand advance",
         Operand: "dtype stride offset of",
         Output: "value is_tensor alias_of is_same_object shape stride offset dtype requires_grad reaches",
-        Observation: "outputs out_spec draws unsupported calls trace results differentiates reads_validation objects",
+        Observation: "outputs out_spec draws unsupported calls trace results differentiates reads_validation asks "
+        "objects",
     }
     assert {kind: " ".join(each.name for each in fields(kind)) for kind in known} == known
 

@@ -12,7 +12,7 @@ from torch import nn
 from bridge import add_tvm_dispatch, examine, explain, load_compiled, save_compiled, stats
 from bridge.dispatch import budget
 from tests.bridge.compare import Call, assert_same, run
-from tests.device import DEVICE
+from tests.device import ASSERTS, DEVICE
 
 F64 = torch.float64
 
@@ -194,6 +194,7 @@ def test_an_operator_without_a_conversion_may_decide():
     assert stats(module).hits == 3 and len(stats(module).entries) == 2
 
 
+@ASSERTS
 def test_where_reading_raises_so_does_eager():
     def chosen(module, x, flags, n):
         return x * 2 if flags.index_select(0, n) else x

@@ -280,3 +280,23 @@ def test_a_tensor_from_nowhere_cannot_be_compared():
     incomplete.add(add, incomplete.arguments(add, (known, unknown), {}), known + unknown)
     assert complete.finish(known) is not None
     assert incomplete.finish(known) is None
+
+
+class Asking(nn.Module):
+    """Where it is traced it does what the other one does."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x.sin() * (2.0 if torch.compiler.is_compiling() else self.factor)
+
+
+def test_what_eager_alone_does_tells_layers_apart(captures):
+    layers, x = [Asking(2.0), Asking(3.0), Asking(2.0)], sample()
+    for layer in layers:
+        add_tvm_dispatch(layer, x)
+    assert captures == layers[:2]
+    for layer in layers:
+        check_parity(layer, x)
