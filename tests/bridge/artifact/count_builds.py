@@ -24,6 +24,7 @@ from bridge.compile.cpu import build, products
 from bridge.compile.cpu.threads import CONNECT
 from bridge.compile.schedule.products import GENERATED
 from bridge.lowering import reuse
+from bridge.rng.functions import functions
 
 
 class Block(nn.Module):
@@ -87,6 +88,7 @@ def in_children(count: int, work: Callable[[], Any] = counted) -> list[Any]:
     reuse.clear_lowered()
     clear_cache()
     clear_choices()
+    functions.cache_clear()  # of draws, which an earlier test may have wanted
     forget_complaints()
     started = []
     for _ in range(count):
