@@ -86,9 +86,10 @@ class Backend(ABC):
         """Whether the ways of matrix products are measured when they are first met."""
         return False
 
-    def other_ways(self, product: ProductShape) -> tuple[str, ...]:
-        """All ways that may compute a product of a class, those that are not tried at first use included."""
-        return ()
+    def seconds_of_ways(self, product: ProductShape) -> Mapping[str, float]:
+        """Ways that may compute a product of a class, those that are not tried at first use included, measured now; few
+        where it is clear that others are slower, none where nothing is to be chosen."""
+        return {}
 
     @abstractmethod
     def machine(self) -> tuple:

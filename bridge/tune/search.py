@@ -19,12 +19,12 @@ from bridge.compile import Choices
 from bridge.tune.log import TuningLog
 from bridge.tune.race import Pairs, is_faster, ratio_of
 
-__all__ = ["FASTER", "Knob", "Outcome", "Search", "Trial"]
+__all__ = ["FASTER", "GAIN", "Knob", "Outcome", "Search", "Trial"]
 
 TRIAL = "trial"
 FASTER, NOT_FASTER = "faster", "not faster"
 
-_GAIN = 0.005
+GAIN = 0.005
 """Part of a step's time that a choice has to gain to be taken."""
 
 
@@ -69,7 +69,7 @@ class Outcome:
     @property
     def verdict(self) -> str:
         """Whether it is faster than the incumbent."""
-        return self.why or (FASTER if is_faster(self.pairs, _GAIN) else NOT_FASTER)
+        return self.why or (FASTER if is_faster(self.pairs, GAIN) else NOT_FASTER)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Means:
         memory: times the default's bytes of captures that may be saved for the backward.
         progress: whether a bar is shown.
         race: how two candidates are raced; ``final``: how the best one is raced against what is in use.
-        knobs: gives the knobs of an entry and its strategy.
+        knobs: gives the knobs of an entry, its strategy and log.
     """
 
     minutes: float = 2.0
@@ -63,7 +63,7 @@ class Means:
     progress: bool = True
     race: Race = _RACE
     final: Race = _FINAL
-    knobs: Callable[[Entry, Any], Sequence[Knob]] = knobs_of
+    knobs: Callable[[Entry, Any, TuningLog], Sequence[Knob]] = knobs_of
 
     def __post_init__(self) -> None:
         for name in ("minutes", "memory"):
@@ -169,7 +169,7 @@ def tune_call(
     if not log.records:
         log.append(kind="begin", module=name, threads=backend.threads(), machine=list(map(str, backend.machine())))
     with Progress(name, 60 * means.minutes, shown=means.progress) as bar:
-        search = Search(means.knobs(track.default, partition), track, log, 60 * means.minutes, bar.told)
+        search = Search(means.knobs(track.default, partition, log), track, log, 60 * means.minutes, bar.told)
         found = search.run()
     used = tuned_of(key)
     known = Choices() if used is None else used.choices

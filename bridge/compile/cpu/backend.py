@@ -102,8 +102,8 @@ class CpuBackend(Backend):
     def measures_products(self) -> bool:
         return not torch.are_deterministic_algorithms_enabled()
 
-    def other_ways(self, product: ProductShape) -> tuple[str, ...]:
-        return self.products(1, torch.are_deterministic_algorithms_enabled()).all_ways(product)
+    def seconds_of_ways(self, product: ProductShape) -> Mapping[str, float]:
+        return self.products(self.threads(), torch.are_deterministic_algorithms_enabled()).seconds_of_all(product)
 
     def _multiply(self, element_type: str) -> Multiply:
         (built,) = self.build([(f"product_{element_type}", gemm_function(element_type))])

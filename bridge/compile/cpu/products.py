@@ -181,10 +181,11 @@ class CpuProducts:
             ),
         ]
 
-    def all_ways(self, product: ProductShape) -> tuple[str, ...]:
-        """Those of :meth:`ways`, and generated code in further tiles; none where nothing is to be chosen."""
+    def seconds_of_all(self, product: ProductShape) -> dict[str, float]:
+        """Seconds of the ways of :meth:`ways` and of generated code in further tiles, measured now; none where nothing
+        is to be chosen."""
         is_chosen = getattr(torch, product.element_type).is_floating_point and product.multiplications >= _SMALL
-        return () if self.deterministic or not is_chosen else tuple(self.ways(product, _TILES))
+        return {} if self.deterministic or not is_chosen else measured(self, product, self.ways(product, _TILES))
 
     def runs(self, product: ProductShape, trial: Trial, ways: Sequence[str]) -> dict[str, Callable[[], None]]:
         """A function for each way that computes a product in a trial's memory."""

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, explain, stats, tune
-from bridge.compile import LIMITS, ORDER, PARTITION, backend_for
+from bridge.compile import LIMITS, ORDER, PARTITION, PRODUCTS, ProductShape, backend_for
 from bridge.dispatch import before_compiling
 from bridge.tune.__main__ import main
+from bridge.tune.knobs import knobs_of
+from bridge.tune.log import TuningLog
 from bridge.tune.search import Knob
 from bridge.tune.step import Step
 from bridge.tune.tuning import Means, tune_call
@@ -29,6 +31,7 @@ def sample() -> torch.Tensor:
     return torch.randn(40, 56)
 
 
+PRODUCT = ProductShape("float32", 1, 40, 96, 56)
 LANES, TASKS = Knob(ORDER, "lanes", (8,)), Knob(LIMITS, "tasks", (32,))
 
 
@@ -231,3 +234,22 @@ def test_the_command_called_wrongly(arguments, message, capsys):
     with pytest.raises(SystemExit) as left:
         main(arguments)
     assert left.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_knobs_of_a_call(used_cache, monkeypatch):
+    """Ways of products that are about as fast as the present one, by themselves; what was measured is in the log."""
+    asked, seconds = [], {"mm": 1.0, "linear": 0.8, "mm_swapped": 1.3, "generated 4x6": 1.05, "generated 8x3": 0.9}
+    module, x = block(), sample()
+    (entry,) = stats(add_tvm_dispatch(module, x)).entries
+    log = TuningLog(None, "here")
+    monkeypatch.setattr(
+        type(entry.backend), "seconds_of_ways", lambda backend, product: asked.append(product) or {**seconds}
+    )
+    monkeypatch.setitem(knobs_of.__globals__, "products_of", lambda function, options: ((PRODUCT, "mm"),))
+    knobs = knobs_of(entry, "min_cut", log)
+    assert knobs[0] == Knob(PRODUCTS, PRODUCT, ("linear", "generated 8x3", "generated 4x6")) and asked == [PRODUCT]
+    assert knobs_of(entry, "min_cut", log) == knobs and len(asked) == 1
+    parts = {knob.part: knob for knob in knobs}
+    assert {LIMITS, ORDER, PARTITION} <= parts.keys() and PARTITION not in {
+        knob.part for knob in knobs_of(entry, "save_all", log)
+    }
