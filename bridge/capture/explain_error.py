@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from bridge.base.errors import TORCH_DIR, Unsupported, line_of, user_line
 from bridge.capture.preconditions import CACHES, NO_CACHE
+from bridge.capture.recurrent_formulas import OfCudnnAloneError
 
 __all__ = ["explain_error", "is_unknown"]
 
@@ -62,6 +63,10 @@ def explain_error(error: BaseException) -> Unsupported:
     where = user_line(error) or _torch_line(frames)
     kind = type(error).__name__
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), kind)
+    if isinstance(error, OfCudnnAloneError):
+        hint = "compute the layer in float32, outside of autocast, with dropout in a module of its own"
+        reason = "on a GPU its numbers are cuDNN's own, which nothing else computes alike"
+        return Unsupported(f"a recurrent layer {error}", where, reason, hint)
     known = next((_LOOK_AT_NUMBERS[frame.name] for frame in frames if frame.name in _LOOK_AT_NUMBERS), None)
     if kind in (*_BY_NUMBERS, "TypeError") and any(_is_torch_file(frame, "nn/modules/rnn.py") for frame in frames):
         known = _PACKED

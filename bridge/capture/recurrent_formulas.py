@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from bridge.base.devices import HOST, current_device
 from bridge.base.modes import ambient_autocast
 from bridge.base.torch_internals import aten, replaced_formula, schema
 from bridge.capture.passes.recurrent import LAYERED
 
-__all__ = ["RecurrentStandIns", "lstm_as_in_eager", "recurrent_formulas"]
+__all__ = ["OfCudnnAloneError", "RecurrentStandIns", "lstm_as_in_eager", "recurrent_formulas"]
 
 _library = torch.library.Library("tvm_dispatch", "FRAGMENT")
 _library.define("recurrent_layer(str cell, int steps, int size, Tensor[] tensors) -> Tensor")
@@ -33,6 +34,10 @@ def _outputs(cell: str, steps: int, size: int, tensors: list[torch.Tensor]) -> t
 
 _library.impl("recurrent_layer", _outputs, "CompositeExplicitAutograd")
 _library.impl("recurrent_layer", _outputs, "Meta")
+
+
+class OfCudnnAloneError(NotImplementedError):
+    """A recurrent layer on a GPU whose roundings, or whose dropout, are known to cuDNN's kernel alone."""
 
 
 @contextmanager
@@ -50,7 +55,7 @@ class RecurrentStandIns(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         cell = _CELLS.get(func)
-        if cell is not None and not kwargs and len(args) == 9 and _stands_in(*args[:3]):
+        if cell is not None and not kwargs and len(args) == 9 and isinstance(args[3], bool) and _stands_in(*args):
             return _stand_in(cell, *args, draws=True)
         return func(*args, **(kwargs or {}))
 
@@ -61,13 +66,22 @@ _CELLS[torch.rnn_relu] = "aten::rnn_relu"
 
 def _with_stand_in(cell: str, formula: Callable[..., Any]) -> Callable[..., Any]:
     def layers(*args: Any) -> tuple[torch.Tensor, ...]:
-        return _stand_in(cell, *args, draws=False) if _stands_in(*args[:3]) else formula(*args)
+        return _stand_in(cell, *args, draws=False) if _stands_in(*args) else formula(*args)
 
     return layers
 
 
-def _stands_in(x: Any, states: Any, weights: Any) -> bool:
-    """Whether these are the arguments of a whole sequence of one length, in one of the wide types."""
+def _stands_in(x: Any, states: Any, weights: Any, biases: bool, layers: int, dropout: float, train: bool, *_) -> bool:
+    """Whether these are the arguments of a whole sequence of one length, in one of the wide types.
+
+    Raises:
+        OfCudnnAloneError: on a GPU, for the half types and autocast, and for dropout between layers.
+    """
+    if current_device() != HOST and isinstance(weights, list | tuple) and x.numel():
+        if ambient_autocast() is not None or x.element_size() < 4:
+            raise OfCudnnAloneError("in a half type")
+        if layers > 1 and dropout and train:
+            raise OfCudnnAloneError("with dropout between its layers")
     if not isinstance(weights, list | tuple) or ambient_autocast() is not None or x.dim() != 3 or not x.numel():
         return False
     tensors = [x, *(states if isinstance(states, list | tuple) else [states]), *weights]

@@ -32,7 +32,7 @@ from bridge.capture.passes.cells import CELLS
 from bridge.capture.passes.kinds import Functional, functional_by_kind
 from bridge.capture.passes.preserved_ops import PRESERVED, PRESERVED_ABOVE_AUTOGRAD
 
-__all__ = ["decompose"]
+__all__ = ["decompose", "instance_norm"]
 
 Table = dict[Any, Callable]
 _SELECT_SCATTER = aten.select_scatter.default
@@ -103,30 +103,32 @@ def _plain_cell(op: OpOverload, formula: Callable) -> Callable:
     return decomposed
 
 
-def _instance_norm(
-    theirs: Callable,
+def _instance_norm(theirs: Callable, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """What torch's formula calls on CUDA writes running statistics without a word in its schema, so that a functional
+    graph would lose them."""
+    return instance_norm(x, *args) if x.is_cuda else theirs(x, *args)
+
+
+def instance_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     mean: torch.Tensor | None,
     variance: torch.Tensor | None,
-    *options: Any,
+    from_images: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool = True,
 ) -> torch.Tensor:
-    """Batch normalization of every image's channels for themselves; the running statistics become the images' mean.
-
-    As in torch's kernel for both devices; but what that calls on CUDA writes running statistics without a word in its
-    schema, so that a functional graph would lose them.
-    """
-    if not x.is_cuda:
-        return theirs(x, weight, bias, mean, variance, *options)
-    from_batch, momentum, eps, _ = options
+    """``torch.instance_norm`` by operators that say what they write: batch normalization of each image's channels for
+    themselves. The running statistics, if any, become the mean of what each image made of them."""
     batch, channels = x.shape[:2]
     of_each = [None if each is None else each.repeat(batch) for each in (weight, bias, mean, variance)]
     images = x.contiguous().view(1, batch * channels, *x.shape[2:])
     if mean is None:
-        y = aten._native_batch_norm_legit.no_stats(images, *of_each[:2], from_batch, momentum, eps)[0]
-    elif from_batch:
-        y = aten._native_batch_norm_legit.default(images, *of_each, from_batch, momentum, eps)[0]
+        y = aten._native_batch_norm_legit.no_stats(images, *of_each[:2], from_images, momentum, eps)[0]
+    elif from_images:
+        y = aten._native_batch_norm_legit.default(images, *of_each, from_images, momentum, eps)[0]
     else:
         y = aten._native_batch_norm_legit_no_training.default(images, *of_each, momentum, eps)[0]
     for running, moved in ((mean, of_each[2]), (variance, of_each[3])):

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from bridge import add_tvm_dispatch, stats
+from bridge.capture.passes.decompose import instance_norm
 from tests.bridge.compare import check_module
 
 SHAPES = {1: (5, 4, 6), 2: (3, 4, 5, 6), 3: (2, 4, 3, 2, 5)}
@@ -45,6 +46,19 @@ def test_cumulative_average_in_a_model_that_keeps_its_modules():
 @pytest.mark.parametrize("options", [{}, {"affine": True, "track_running_stats": True}], ids=["default", "tracking"])
 def test_instance_norm(rank, options):
     check_module(lambda: INSTANCE_NORMS[rank](4, **options), lambda: leaf(*SHAPES[rank]), calls=2)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(("tracked", "from_images"), [(True, True), (True, False), (False, True)])
+def test_the_formula_of_instance_norm_on_a_gpu(tracked, from_images, affine):
+    x, found = leaf(3, 4, 5, 6), []
+    scale = [torch.rand(4, dtype=x.dtype), torch.rand(4, dtype=x.dtype)] if affine else [None, None]
+    running = [torch.rand(4, dtype=x.dtype), torch.rand(4, dtype=x.dtype) + 1]
+    for formula in (torch.instance_norm, instance_norm):
+        moved = [each.clone() for each in running] if tracked else [None, None]
+        y = formula(x, *scale, *moved, from_images, 0.3, 1e-4, True)
+        found.append([y, *torch.autograd.grad(y.sin().sum(), x), *(each for each in moved if tracked)])
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("module", [nn.BatchNorm2d, nn.InstanceNorm2d], ids=lambda module: module.__name__)

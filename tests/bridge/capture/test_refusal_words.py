@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
+from bridge.base.devices import working_for
 from bridge.base.torch_internals import FakeTensorMode
 from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.explain_error import explain_error
+from bridge.capture.recurrent_formulas import OfCudnnAloneError, RecurrentStandIns
 from tests.bridge.capture.refused_modules import EAGERS_ERROR, REFUSED
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu("modules of a process of its own")]
@@ -305,3 +307,20 @@ def test_a_call_that_eager_refuses_is_no_entry_under_on_miss_compile():
     with pytest.raises(RuntimeError, match="must match the size"):
         module(torch.randn(3, 4))
     assert len(stats(module).entries) == 1
+
+
+@pytest.mark.parametrize(
+    ("layer", "dtype", "words"),
+    [
+        (lambda: nn.LSTM(4, 5, dtype=torch.bfloat16), torch.bfloat16, "in a half type"),
+        (lambda: nn.GRU(4, 5, dtype=torch.float16), torch.float16, "in a half type"),
+        (lambda: nn.LSTM(4, 5, 2, dropout=0.3), torch.float32, "with dropout between its layers"),
+    ],
+)
+def test_a_gpus_recurrent_layers_whose_numbers_are_cudnns(layer, dtype, words):
+    module, x = layer(), torch.randn(3, 2, 4, dtype=dtype)
+    with working_for(torch.device("cuda:0")), RecurrentStandIns(), pytest.raises(OfCudnnAloneError) as caught:
+        module(x)
+    assert explain_error(caught.value).op == f"a recurrent layer {words}"
+    with working_for(torch.device("cuda:0")), RecurrentStandIns():
+        nn.LSTM(4, 5, 2)(torch.randn(3, 2, 4))
