@@ -48,12 +48,8 @@ def add_tvm_dispatch(
     target: tvm.target.Target | str | dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
     freeze: bool = False,
-<<<<<<< HEAD
     cuda_graphs: Literal["auto"] | bool = False,
     whole: bool = True,
-=======
-    cuda_graphs: Literal["auto"] | bool = "auto",
->>>>>>> 81c91d4 (cuda_graphs="auto" by default)
 ) -> Module:
     """Compiles a call of ``module``, forward and backward, and dispatches matching calls to it from now on.
 
@@ -104,7 +100,6 @@ def add_tvm_dispatch(
             ``on_miss="compile"`` answers by computing the constants again. Changes that torch does not count (through
             ``.data`` or NumPy) are not seen: call this again after them.
         cuda_graphs: whether forward and backward on a GPU are recorded as one CUDA graph each, after a few calls:
-<<<<<<< HEAD
             ``"auto"``: where launching the kernels one by one takes the host about as long as the GPU, or longer;
             ``True``: wherever that is exact; ``False``, the default: never. Results and gradients are tensors like any
             others, and ``stats(module).graphs`` counts the calls without a graph by their reasons.
@@ -112,12 +107,6 @@ def add_tvm_dispatch(
             can be are dispatched then, each with what it is called with in a run of the sample; the code between them
             runs as before. ``stats(module)`` and ``explain(module)`` say what stays eager and why, and which share of
             an eager forward's time is spent in what is dispatched. Wants a sample, and no ``dynamic_shapes``.
-=======
-            ``"auto"``, the default: where launching the kernels one by one takes the host about as long as the GPU, or
-            longer, which the first calls are timed for, and where there is memory to spare; ``True``: wherever that is
-            exact; ``False``: never. Results and gradients are tensors like any others, and ``stats(module).graphs``
-            counts the calls without a graph by their reasons.
->>>>>>> 81c91d4 (cuda_graphs="auto" by default)
 
     Returns:
         ``module``.
