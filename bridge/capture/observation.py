@@ -104,6 +104,7 @@ class Output:
             argument, or of an earlier output that spans its memory; ``None`` when the memory is its own.
         is_same_object: the very same tensor object as ``alias_of``.
         shape, stride, offset, dtype: of the tensor; the offset (in elements) is relative to ``alias_of``.
+        is_conjugate: a view of ``alias_of`` that shows its numbers conjugated.
         requires_grad: whether autograd tracks it.
         reaches: indices of the inputs that its autograd graph reaches.
     """
@@ -116,6 +117,7 @@ class Output:
     stride: tuple[int, ...] = ()
     offset: int = 0
     dtype: torch.dtype | None = None
+    is_conjugate: bool = False
     requires_grad: bool = False
     reaches: frozenset[int] = frozenset()
 

@@ -141,6 +141,9 @@ def _describe_outputs(
         if leaf.dtype != base.dtype:
             reason = "returns a view of another dtype of something that the caller can see"
             observation.unsupported.append(Unsupported("view_dtype", "the module's result", reason))
+        if leaf.is_neg() != base.is_neg():
+            reason = "returns a view with other signs of something that the caller can see"
+            observation.unsupported.append(Unsupported("neg_view", "the module's result", reason))
         reaches = _reachable(leaf, inputs, rules)
         observation.outputs.append(
             Output(
@@ -151,6 +154,7 @@ def _describe_outputs(
                 stride=leaf.stride(),
                 offset=leaf.storage_offset() - base.storage_offset(),
                 dtype=leaf.dtype,
+                is_conjugate=leaf.is_conj() != base.is_conj(),
                 requires_grad=leaf.requires_grad,
                 reaches=reaches,
             )

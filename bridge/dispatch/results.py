@@ -62,7 +62,8 @@ def _leaf(observed: Output, position: int | None, computed: Any, inputs: list[to
         return base
     if base.requires_grad and not observed.requires_grad:
         base = base.detach()
-    return base.as_strided(observed.shape, observed.stride, base.storage_offset() + observed.offset)
+    view = base.as_strided(observed.shape, observed.stride, base.storage_offset() + observed.offset)
+    return view.conj() if observed.is_conjugate else view
 
 
 def result_layouts(

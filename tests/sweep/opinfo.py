@@ -46,24 +46,24 @@ class OperatorModule(nn.Module):
 
 
 @functools.cache
-def _operators() -> dict[str, Any]:
-    """The OpInfos that are differentiable in float64 on the CPU, by ``name`` or ``name:variant``."""
+def _operators(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    """The OpInfos that are differentiable in a type on the CPU, by ``name`` or ``name:variant``."""
     table = {}
     for op in common_methods_invocations.op_db:
-        if op.supports_autograd and torch.float64 in op.supported_dtypes("cpu"):
+        if op.supports_autograd and dtype in op.supported_dtypes("cpu"):
             table[f"{op.name}:{op.variant_test_name}" if op.variant_test_name else op.name] = op
     return table
 
 
-def names() -> list[str]:
+def names(dtype: torch.dtype = torch.float64) -> list[str]:
     """The cases of this suite."""
-    return list(_operators())
+    return list(_operators(dtype))
 
 
-def samples(name: str, limit: int) -> list[Any]:
+def samples(name: str, limit: int, dtype: torch.dtype = torch.float64) -> list[Any]:
     """At most ``limit`` of an operator's samples, evenly spread, the first and the last among them."""
     set_rng_seed(0)
-    everything = list(_operators()[name].sample_inputs("cpu", torch.float64, requires_grad=True))
+    everything = list(_operators(dtype)[name].sample_inputs("cpu", dtype, requires_grad=True))
     if len(everything) <= limit:
         return everything
     chosen = sorted({round(i * (len(everything) - 1) / max(1, limit - 1)) for i in range(limit)})
@@ -74,16 +74,18 @@ def _without_seed(operator: Any, *args: Any, **kwargs: Any) -> Any:
     return operator(*args, **kwargs)
 
 
-def run_case(name: str, *, limit: int = 4, seed: int = 0, varying: int | None = None) -> Outcome:
+def run_case(
+    name: str, *, limit: int = 4, seed: int = 0, varying: int | None = None, dtype: torch.dtype = torch.float64
+) -> Outcome:
     """Forward and VJP of an operator's samples against autograd."""
     start = time.perf_counter()
     verdicts = []
     # OpInfo seeds the generator inside every call of a random operator. The comparison seeds it itself, outside, and
     # wants to see what the operator does to it.
     with mock.patch.object(common_methods_invocations, "wrapper_set_seed", _without_seed):
-        for sample in samples(name, limit):
+        for sample in samples(name, limit, dtype):
             arguments = ((sample.input, *sample.args), sample.kwargs)
-            module = OperatorModule(_operators()[name].op, arguments)
+            module = OperatorModule(_operators(dtype)[name].op, arguments)
             tensors = tuple(leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
             # The sample says what of the result is defined at all (of a singular vector not the sign, for example).
             verdicts.append(

@@ -13,7 +13,7 @@ from tests.sweep.check import Outcome, Verdict, combine
 
 __all__ = ["SUITES", "Settings", "run_cases"]
 
-SUITES = {name: f"tests.sweep.{name}" for name in ("opinfo", "moduleinfo", "zoo", "special")}
+SUITES = {name: f"tests.sweep.{name}" for name in ("opinfo", "opinfo_complex", "moduleinfo", "zoo", "special")}
 """The modules that offer ``names()`` and ``run_case(name, limit=, seed=)``."""
 
 

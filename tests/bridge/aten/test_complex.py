@@ -190,6 +190,14 @@ def test_extremes_of_sizes_and_quotients():
         torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
 
 
+@pytest.mark.parametrize("function", [torch.conj, torch.Tensor.mH.__get__, lambda a: (a * 1j).conj()])
+def test_conjugate_views(function):
+    x = torch.randn(3, 4, dtype=torch.complex64)
+    module = add_tvm_dispatch(Function(function), x)
+    for given in (x, x.conj()):
+        torch.testing.assert_close(module(given), function(given))
+
+
 def test_a_pending_conjugation_of_an_argument():
     x = torch.randn(3, dtype=torch.complex64)
     module = Function(lambda a: a * 2j)
