@@ -194,7 +194,7 @@ def _confirmed(log: TuningLog, track: CallTrack, known: Choices, found: Choices,
     """The record of the last race: of the log, or of now."""
     over, choices = known.plain(), found.plain()
     for record in log.records:
-        if record.get("kind") == CONFIRM and (record["over"], record["choices"]) == (over, choices):
+        if record.get("kind") == CONFIRM and (record.get("over"), record.get("choices")) == (over, choices):
             return record
     pairs, why = track.confirm(known, found, race)
     date = datetime.date.today().isoformat()
