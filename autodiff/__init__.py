@@ -15,6 +15,7 @@ from autodiff.dropout import mask_dropout
 from autodiff.errors import NoGradient, UndifferentiableOp
 from autodiff.instantiate import instantiate
 from autodiff.names import unique_names
+from autodiff.own_gradients import drop_gradients
 from autodiff.pads import join_pads
 from autodiff.products import join_products
 from autodiff.seed import seed_vjp
@@ -32,6 +33,7 @@ __all__ = [
     "dead_code_elimination",
     "deduplicate_views",
     "differentiate",
+    "drop_gradients",
     "instantiate",
     "join_pads",
     "join_products",

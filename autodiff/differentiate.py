@@ -26,6 +26,7 @@ from autodiff.ir import (
     substitute,
 )
 from autodiff.names import unique_names
+from autodiff.own_gradients import put_gradients
 from autodiff.reverse import accumulate
 from autodiff.rewrite import NameSupply
 from autodiff.seed import seed_vjp
@@ -75,6 +76,7 @@ def differentiate(body: Body, outputs: Sequence[int], require_grads: Sequence[in
     body.bindings += [body.define(var, value) for var, value in backward]
     _remove_stops(body)
     body.prune()
+    put_gradients(body)
 
 
 def _check_required(body: Body, require_grads: Sequence[int]) -> None:

@@ -75,6 +75,14 @@ everything else is a tensor. A result has the type of what it is the gradient of
                                                  scale:float (0: from the sizes) -> y
 ``upsample_backward``                            grad, (shape of x), then as ``upsample`` -> dx
 ``with_derivative``                              x, linear, of one type -> x; its gradient goes to linear alone
+``tangent``                                      y, function:int, output:int -> what stands for the gradient of y, an
+                                                 output of a function with a gradient of the user's own, until
+                                                 ``differentiate`` knows it
+``custom_gradient``                              count:int, ``count`` inputs, their gradients, tangents -> a tuple like
+                                                 the tangents: its gradients are those of the function's outputs, and
+                                                 give the inputs theirs; nobody reads its values
+``given``                                        gradient, tangents.., gradients.. -> the gradient, where those take the
+                                                 tangents' places; between two steps of ``differentiate``
 ``operator``                                     name:str, arguments:str, tensors.. -> the result (a tuple of them) of
                                                  the library's operator of that name; arguments is JSON
                                                  ``[args, kwargs]`` in which ``{"$tensor": i}`` is the i-th tensor

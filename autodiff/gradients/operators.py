@@ -27,6 +27,17 @@ def operator(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     return [None, None, *partials]
 
 
+@library_gradient("library.custom_gradient")
+def custom_gradient(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+    """dx_i = the user's own gradient of input i, given the gradients of the outputs (:mod:`autodiff.own_gradients`)"""
+    count, *rest = call.args
+    inputs, rest = rest[: int(count.value)], rest[int(count.value) :]
+    gradients, tangents = rest[: len(inputs)], rest[len(inputs) :]
+    upstream = [emit(TupleGetItem(g, index)) for index in range(len(tangents))]
+    partials = [library_call("given", [gradient, *tangents, *upstream], gradient.ty) for gradient in gradients]
+    return [None, *partials, *[None] * (len(gradients) + len(tangents))]
+
+
 @library_gradient("library.with_derivative")
 def with_derivative(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """dx = 0, dlinear = g: the value of the first with the derivative of the second"""

@@ -10,6 +10,7 @@ from bridge.capture.fake_run import FakeRun, fake_run, forget_real_tensors
 from bridge.capture.isolated_rng import IsolatedRNG, with_generator
 from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, number_tensor, with_number_inputs
 from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter
+from bridge.capture.own_functions import CUSTOM_GRADIENT, TANGENT, WITH_GRADIENT
 from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, UPSAMPLES, WHOLE
 from bridge.capture.passes.recurrent import RECURRENT_LAYERS
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
@@ -26,12 +27,15 @@ from bridge.capture.tracing import eagers_branches, is_capturing, is_traced_here
 __all__ = [
     "COMPUTED_DRAWS",
     "CTC_LOSSES",
+    "CUSTOM_GRADIENT",
     "LITERAL",
     "RECURRENT_LAYERS",
     "SIZE_OPERATORS",
     "STOP_GRADIENT",
+    "TANGENT",
     "UPSAMPLES",
     "WHOLE",
+    "WITH_GRADIENT",
     "Captured",
     "Copies",
     "Counter",

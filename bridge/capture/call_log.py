@@ -23,6 +23,10 @@ from bridge.state import constant_key
 __all__ = ["CallSequence", "differences"]
 
 
+_OF_AUTOGRAD = "detach.default"
+"""What autograd calls to save a result of a Function under hooks of saved tensors, which the eager run has: a view."""
+
+
 @dataclass(frozen=True)
 class Call:
     """One call: the function's name, the plain constants among its arguments, what it shares, and where it stands.
@@ -66,6 +70,8 @@ class CallSequence:
             results: the leaves of its result.
             written: the tensors that it wrote.
         """
+        if name == _OF_AUTOGRAD:
+            return
         if not all(map(_has_memory, tensors)):
             return  # inside a transform of torch.func, or of a sparse tensor: its graph is what it is on any strides
         index = len(self.calls)

@@ -24,6 +24,7 @@ from bridge.capture.call_log import differences
 from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.observation import Observation, is_fused_attention
 from bridge.capture.observe import observe
+from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.own_leaves import own_leaves
 from bridge.capture.readings import NumberReader, Reading, reading, same_numbers
 from bridge.capture.tracing import eagers_branches, times_asked
@@ -52,6 +53,7 @@ def real_run(
     kwargs: dict[str, Any],
     readings: Sequence[Reading] = (),
     *,
+    functions: OwnFunctions,
     differentiates: bool,
 ) -> tuple[Observation, list[Unsupported]]:
     """What ``module(*args, **kwargs)`` does in eager. Neither tensors nor the generator are changed.
@@ -59,7 +61,8 @@ def real_run(
     Parameters and arguments are used as they are: the caller has made sure that forward writes into none of them.
     Python attributes that forward sets are left set.
 
-    ``readings``: what the traced forward was given. ``differentiates``: whether it ran a backward itself.
+    ``readings``: what the traced forward was given. ``functions``: the user's own, as they were traced.
+    ``differentiates``: whether it ran a backward itself.
 
     The run takes the branches that tracing takes. If forward asked whether it is traced, another run takes those of
     eager, and what follows from it is a problem if it computes or draws others: :data:`OTHER_BRANCH`. If eager reads
@@ -80,7 +83,7 @@ def real_run(
     try:
         with IsolatedRNG() as isolated, graphs(), reading(module, reader) if readings else nullcontext():
             given = module, state, parameters, [*owned, *arguments], args, kwargs, nullcontext()
-            run = observe(*given, traced=False, advance=lambda: isolated.advance)
+            run = observe(*given, functions=functions, traced=False, advance=lambda: isolated.advance)
         if not same_numbers(reader.readings, readings):
             hint = "do not let forward depend on what is left of earlier calls"
             return run, [Unsupported("a number that forward reads", "forward", "differs when it is read again", hint)]

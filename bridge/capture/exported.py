@@ -23,6 +23,7 @@ from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.inplace_rules import CHANGES_ARGUMENT
 from bridge.capture.module_calls import forward_here
 from bridge.capture.number_index import SymbolicNumberIndices
+from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.recurrent_formulas import lstm_as_in_eager
 from bridge.capture.symbolic_formulas import SymbolicFormulas
 from bridge.state import ModuleTensor
@@ -43,11 +44,14 @@ class NotExportedError(Exception):
 
 
 @modes_put_back()
-def export(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim] = ()) -> ExportedProgram:
+def export(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim], functions: OwnFunctions
+) -> ExportedProgram:
     """``module(*args, **kwargs)`` in the module's current mode → a program in torch.export's training IR.
 
     Args:
         dims: dimensions whose sizes are symbols in it.
+        functions: where the applications of the user's own Functions are noted.
 
     Raises:
         TypeError: the sample does not fit the signature of ``forward``.
@@ -63,6 +67,7 @@ def export(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequenc
             tracers_hooks_removed(),
             DataIsDetached(),
             WholeCTCLoss(),
+            functions.traced(),
             SymbolicFormulas() if dims else nullcontext(),
             _forward_as_exported(module, _spelled_out(module, args, kwargs) if dims else None),
         ):

@@ -12,6 +12,7 @@ from torch import nn
 from bridge.base.torch_internals import FakeTensorMode, clear_fake_memo, pytree
 from bridge.capture.observation import Observation
 from bridge.capture.observe import observe
+from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.own_leaves import own_leaves
 from bridge.capture.passes.kinds import stand_in
 from bridge.capture.symbolic_formulas import running
@@ -49,12 +50,14 @@ def fake_run(
     args: tuple,
     kwargs: dict[str, Any],
     sizes: SymbolicSizes | None = None,
+    functions: OwnFunctions | None = None,
 ) -> FakeRun:
     """Runs ``module(*args, **kwargs)`` on fake tensors.
 
     Args:
         tensors, real_tensors: what the module owns, see :func:`bridge.state.tensors.module_tensors`.
         sizes: those of the arguments that are symbols; ``None``: all are numbers.
+        functions: the user's own, as they were traced; ``None``: none was.
 
     Raises:
         Exception: whatever the module's forward raises.
@@ -76,7 +79,16 @@ def fake_run(
     fake_args, fake_kwargs = pytree.tree_unflatten(fake_leaves, in_spec)
     parameters = [fake for spec, fake in zip(tensors, fakes, strict=True) if spec.kind == "parameter"]
     return FakeRun(
-        observation=observe(module, state, parameters, [*fakes, *arguments], fake_args, fake_kwargs, running(mode)),
+        observation=observe(
+            module,
+            state,
+            parameters,
+            [*fakes, *arguments],
+            fake_args,
+            fake_kwargs,
+            running(mode),
+            functions=functions or OwnFunctions(),
+        ),
         mode=mode,
         arguments=arguments,
         argument_leaves=tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),

@@ -73,6 +73,7 @@ class InPlaceRules:
     Attributes:
         unsupported: everything found, in order.
         custom_functions: name of each custom ``autograd.Function`` that was applied -> the user's line.
+        shared_by_functions: the memory that such a Function's outputs share with its arguments.
     """
 
     def __init__(self, arguments: Sequence[Any], parameters: Sequence[torch.Tensor]):
@@ -81,6 +82,7 @@ class InPlaceRules:
         self._parameter_storages = {storage_id(p) for p in parameters}
         self._detached: set[int] = set()
         self.custom_functions: dict[str, str] = {}
+        self.shared_by_functions: set[int] = set()
 
     def look_for_custom_function(self) -> None:
         """Inside the forward of a custom autograd.Function: remembers where the user applied it."""
@@ -125,6 +127,8 @@ class InPlaceRules:
             self.complain(name, CHANGES_ARGUMENT, "work on a clone: x = x.clone() before it")
         elif storage in self._parameter_storages:
             self.complain(name, "changes a parameter inside forward", "move the update out of forward")
+        elif storage in self.shared_by_functions:
+            self.complain(name, "changes memory in place that an autograd.Function has made a view of", "clone first")
         elif storage in self._detached:
             self.complain(
                 name, "changes memory in place that autograd sees under another name (detach, no_grad)", "clone first"

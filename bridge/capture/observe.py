@@ -18,6 +18,7 @@ import torch
 from bridge.base.errors import Unsupported
 from bridge.base.modes import modes_put_back
 from bridge.base.objects import objects_of, packed
+from bridge.base.torch_autograd import FunctionNode
 from bridge.base.torch_internals import compiling_flags, is_dense, pytree, storage_id
 from bridge.capture.ctc_loss import OUR_DERIVATIVES, WholeCTCLoss
 from bridge.capture.draw_recorder import DrawRecorder
@@ -27,6 +28,7 @@ from bridge.capture.number_index import NumberIndices
 from bridge.capture.observation import Observation, Output
 from bridge.capture.op_trace import OpTrace
 from bridge.capture.overlap import overlaps
+from bridge.capture.own_functions import Applied, OwnFunctions
 from bridge.capture.recurrent_formulas import RecurrentStandIns
 from bridge.capture.tracing import HERE, times_forward_asked
 from bridge.capture.validation_reads import ValidationReads
@@ -43,6 +45,7 @@ def observe(
     kwargs: dict[str, Any],
     mode: AbstractContextManager,
     *,
+    functions: OwnFunctions,
     traced: bool = True,
     advance: Callable[[], int | None] = lambda: None,
 ) -> Observation:
@@ -55,6 +58,7 @@ def observe(
         inputs: fake module tensors and argument tensors, in the order that indices in the result refer to.
         args, kwargs: the sample with fake tensors in it.
         mode: the fake mode that all of them belong to; of real ones, a context that does nothing.
+        functions: the user's own, as they were traced.
         traced: whether the trace is wanted. It keeps every tensor until it is complete.
         advance: how far the last draw moved its generator.
     """
@@ -68,6 +72,8 @@ def observe(
     number_indices, asked = NumberIndices(), times_forward_asked()
     stand_ins = (RecurrentStandIns(), WholeCTCLoss(), number_indices) if traced else ()
     with modes_put_back() as modes, ValidationReads() as validation, ExitStack() as stack:
+        applied = stack.enter_context(functions.observed())
+        rules.shared_by_functions = applied.shared
         for context in (mode, _exporting_flags(), generator_watch(rules), *stand_ins, *recorders):
             stack.enter_context(context)
         result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
@@ -91,11 +97,12 @@ def observe(
     leaves, observation.out_spec = pytree.tree_flatten(result)
     if not traced:
         observation.results = leaves
-    _describe_outputs(leaves, inputs, observation, rules)
+    _describe_outputs(leaves, inputs, observation, rules, applied)
     returned = [pair for pair in zip(leaves, observation.outputs, strict=True) if pair[1].is_tensor]
     observation.unsupported += number_indices.returned(returned)
     observation.unsupported += overlaps([leaf for leaf, output in returned if not output.alias_of])
-    observation.trace = trace.finish(leaves, list(state.items())) if trace else None
+    # a trace has no backward of the user's own, which two calls with equal traces may have different ones of
+    observation.trace = trace.finish(leaves, list(state.items())) if trace and not applied.any else None
     return observation
 
 
@@ -114,7 +121,11 @@ def _exporting_flags() -> AbstractContextManager:
 
 
 def _describe_outputs(
-    leaves: Sequence[Any], inputs: Sequence[torch.Tensor], observation: Observation, rules: InPlaceRules
+    leaves: Sequence[Any],
+    inputs: Sequence[torch.Tensor],
+    observation: Observation,
+    rules: InPlaceRules,
+    applied: Applied,
 ) -> None:
     by_storage = {storage_id(tensor): ("input", index) for index, tensor in reversed(list(enumerate(inputs)))}
     index_of = {id(tensor): index for index, tensor in enumerate(inputs)}
@@ -144,7 +155,10 @@ def _describe_outputs(
         if leaf.is_neg() != base.is_neg():
             reason = "returns a view with other signs of something that the caller can see"
             observation.unsupported.append(Unsupported("neg_view", "the module's result", reason))
-        reaches = _reachable(leaf, inputs, rules)
+        if alias and not same and storage_id(leaf) in applied.shared:
+            reason = "returns a view that an autograd.Function has made; its gradient is another than a view's"
+            observation.unsupported.append(Unsupported("a view", "the module's result", reason, "clone it"))
+        reaches = _reachable(leaf, inputs, rules, applied)
         observation.outputs.append(
             Output(
                 is_tensor=True,
@@ -184,8 +198,10 @@ def _spans(tensor: torch.Tensor) -> bool:
     return covers and tensor.storage_offset() == 0 and is_dense(tensor)
 
 
-def _reachable(leaf: torch.Tensor, inputs: Sequence[torch.Tensor], rules: InPlaceRules) -> frozenset[int]:
-    """Indices of the inputs whose gradient ``leaf`` contributes to; complains about custom autograd functions."""
+def _reachable(
+    leaf: torch.Tensor, inputs: Sequence[torch.Tensor], rules: InPlaceRules, applied: Applied
+) -> frozenset[int]:
+    """Indices of the inputs whose gradient ``leaf`` contributes to; complains about Functions that were not traced."""
     index_of = {id(tensor): index for index, tensor in enumerate(inputs)}
     found: set[int] = set()
     seen: set[Any] = set()
@@ -200,7 +216,13 @@ def _reachable(leaf: torch.Tensor, inputs: Sequence[torch.Tensor], rules: InPlac
         elif hasattr(node, "variable"):
             rules.new_leaf()
         is_ours = type(node).__name__.startswith(OUR_DERIVATIVES)
-        if isinstance(node, torch.autograd.function.BackwardCFunction) and not is_ours:
+        use = applied.nodes.get(node)
+        if isinstance(node, FunctionNode) and use is None and not is_ours:
             rules.custom_function(type(node).__name__.removesuffix("Backward"))
-        stack.extend(parent for parent, _ in node.next_functions if parent is not None)
+        without = use.without if use is not None else ()
+        stack.extend(
+            parent
+            for place, (parent, _) in enumerate(node.next_functions)
+            if parent is not None and place not in without
+        )
     return frozenset(found)

@@ -41,8 +41,10 @@ from bridge.capture.fake_run import FakeRun, fake_run, forget_real_tensors
 from bridge.capture.free_tensors import free_tensors
 from bridge.capture.number_index import computes_with_numbers
 from bridge.capture.observation import Draw
-from bridge.capture.passes.autocast import GradModesInRegions, spell_out_casts
+from bridge.capture.own_functions import OwnFunctions
+from bridge.capture.passes.autocast import GradModesInRegions, spell_out_casts, without_casts
 from bridge.capture.passes.decompose import decompose
+from bridge.capture.passes.link_functions import link_functions
 from bridge.capture.passes.stop_gradient import prepare
 from bridge.capture.preconditions import check_call, device_of_call
 from bridge.capture.random_nodes import draws_by_origin, match_draws
@@ -114,6 +116,7 @@ def _capture(
                 args,
                 kwargs,
                 captured.readings,
+                functions=traced.functions,
                 differentiates=captured.observation.differentiates,
             )
     finally:
@@ -126,13 +129,14 @@ def _capture(
 
 
 class _Traced(NamedTuple):
-    """A captured call, the tensors that its ``module_tensors`` describe, the fake ones that entered its graph, and the
-    sizes that vary."""
+    """A captured call, the tensors that its ``module_tensors`` describe, the fake ones that entered its graph, the
+    sizes that vary, and the user's own Functions."""
 
     captured: Captured
     real_tensors: list[torch.Tensor]
     fakes: list[Any]
     sizes: SymbolicSizes | None
+    functions: OwnFunctions
 
 
 def _traced_and_settled(
@@ -190,7 +194,7 @@ def _trace_or_refuse(
     # outside of the except clause, or each of these would show all of torch's exceptions above its own words
     first.restore()
     if isinstance(traced, UnsupportedModule):
-        raise traced
+        raise traced.with_traceback(None)  # of the trace that it ended
     try:
         with capturing(module, fakes=False):
             derivatives = raise_if_eager_raises(module, args, kwargs)
@@ -206,7 +210,7 @@ def _trace_or_refuse(
             return again
         first.restore()
         if isinstance(again, UnsupportedModule):
-            raise again
+            raise again.with_traceback(None)
         traced = traced if is_traced or isinstance(again, ReadsDifferError) else again
     if is_traced:  # with the operator that is refused
         return traced
@@ -245,8 +249,9 @@ def _trace(
     ``readings``: what forward reads. Where it reads nothing, or tracing needs nothing of it, none.
     """
     forward = f"{type(module).__name__}.forward"
+    functions = OwnFunctions(type(module).__name__)
     with given(module, readings, returned=True):
-        exported = export(module, args, kwargs, dims)
+        exported = export(module, args, kwargs, dims, functions)
     sizes = SymbolicSizes(dims, argument_values(exported)) if dims else None
     raise_deferred()
     tensors, real_tensors = module_tensors(module, constants(exported))
@@ -257,10 +262,13 @@ def _trace(
     def needs_grad(node: fx.Node) -> bool:
         return node.name in needing_grad
 
+    unsupported += functions.problems
+    if functions.uses:
+        unsupported += link_functions(exported.graph_module, [use.name for use in functions.uses], without_casts)
     unsupported += spell_out_casts(exported.graph_module, ambient_autocast(), needs_grad)
     unsupported += prepare(exported.graph_module, needs_grad)
     with GradModesInRegions() as grad_modes, given(module, readings):
-        run = fake_run(module, tensors, real_tensors, args, kwargs, sizes)
+        run = fake_run(module, tensors, real_tensors, args, kwargs, sizes, functions)
     unsupported += grad_modes.problems
     raise_deferred()
     with autocast_to(None):  # its casts are in the graph by now
@@ -311,7 +319,7 @@ def _trace(
     fakes = [node.meta["val"] for node in captured.graph.nodes if node.op == "placeholder"]
     if sizes is not None:
         captured = with_extents(captured, sizes, args, kwargs)
-    return _Traced(captured, real_tensors, [*fakes, *run.arguments], sizes)
+    return _Traced(captured, real_tensors, [*fakes, *run.arguments], sizes, functions)
 
 
 def _elsewhere(tensors: Sequence[ModuleTensor], real_tensors: Sequence[torch.Tensor]) -> list[Unsupported]:

@@ -14,6 +14,7 @@ from bridge.library import (  # noqa: F401
     indexing,
     operators,
     outputs,
+    own_functions,
     pooling,
     products,
     recurrent,

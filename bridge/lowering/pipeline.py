@@ -66,6 +66,8 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     body = autodiff.Body.of(imported.function)
     lowered.run("masked", "autodiff.mask_dropout", body, autodiff.mask_dropout)
     wanted = [index for index, needs in enumerate(requires_grad) if needs] if differentiable else []
+    if not differentiable:
+        autodiff.drop_gradients(body)
     if captured.device == HOST and captured.extents is None:
         lowered.run("rolled", "roll_up, differentiable_scans", body, rolled, wanted, partition, if_changed=True)
     lowered.run("spelled", "autodiff.spell_out", body, autodiff.spell_out)

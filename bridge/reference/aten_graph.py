@@ -14,9 +14,19 @@ from bridge.aten import Imported, described_draw
 from bridge.base.complex_views import as_complex, as_parts
 from bridge.base.generators import at_state, default_generator
 from bridge.base.torch_internals import OpOverload, aten
-from bridge.capture import CTC_LOSSES, RECURRENT_LAYERS, STOP_GRADIENT, Captured, Draw, Parameter
+from bridge.capture import (
+    CTC_LOSSES,
+    CUSTOM_GRADIENT,
+    RECURRENT_LAYERS,
+    STOP_GRADIENT,
+    WITH_GRADIENT,
+    Captured,
+    Draw,
+    Parameter,
+)
 from bridge.library import FUNCTIONS
 from bridge.reference.draws import Drawn
+from bridge.reference.own_functions import own_gradient, with_own_gradient
 from bridge.reference.relax import Run
 
 __all__ = ["interpret_graph", "needed_nodes", "outputs_at", "run_graph"]
@@ -135,6 +145,10 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
         return args[0][args[1]]
     if node.target is STOP_GRADIENT:
         return args[0].detach().clone()
+    if node.target is WITH_GRADIENT:
+        return with_own_gradient(*args)
+    if node.target is CUSTOM_GRADIENT:
+        return own_gradient(node, env, lambda each, values: _call(captured, each, values, drawn))
     if node.target in _ATTENTION:  # traced where nothing goes backward
         args = (*args[:4], True, *args[5:])
     if node.target is aten.copy.default:  # torch has no derivative of its functional form

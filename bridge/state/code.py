@@ -28,6 +28,7 @@ from bridge.state.names import (
     UNSET,
     Space,
     cell_value,
+    function_class,
     functions_of,
     is_torchs,
     names_of,
@@ -147,8 +148,10 @@ class CodeGuard:
         expected += values
         self._reasons += reasons.values()
         self._places += [(source if owner is None else owner, name) for name in reasons]
-        for value, reason in zip(values, reasons.values(), strict=True) if contents else ():
-            if _is_users(value):
+        for value, reason in zip(values, reasons.values(), strict=True):
+            if (kind := function_class(value)) is not None:
+                self._reached.kinds[kind] = None
+            elif contents and _is_users(value):
                 self._reached.add(reason, value)
 
     def mentions(self, *names: str) -> bool:

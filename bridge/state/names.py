@@ -12,9 +12,10 @@ import dis
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import CodeType, FunctionType, ModuleType
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from bridge.state.reachable import is_installed
@@ -24,6 +25,7 @@ __all__ = [
     "UNSET",
     "Space",
     "cell_value",
+    "function_class",
     "functions_of",
     "is_torchs",
     "names_of",
@@ -67,6 +69,13 @@ def as_function(value: Any) -> FunctionType | None:
         if isinstance(found, FunctionType):
             return found
     return value if isinstance(value, FunctionType) else None
+
+
+def function_class(value: Any) -> type | None:
+    """The ``autograd.Function`` that a value is, or is the ``apply`` of: its methods run where that is called."""
+    if isinstance(value, MethodType | BuiltinMethodType):
+        value = value.__self__
+    return value if isinstance(value, type) and issubclass(value, torch.autograd.Function) else None
 
 
 def with_helpers(functions: Iterable[FunctionType]) -> list[FunctionType]:

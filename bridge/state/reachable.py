@@ -158,6 +158,8 @@ class Reached:
             return [], []
         if isinstance(value, MethodType):
             return [], [value.__func__, value.__self__]
+        if isinstance(value, BuiltinFunctionType) and isinstance(value.__self__, type):
+            return [], [value.__self__]
         if isinstance(value, partial):
             return [], [value.func, *value.args, *value.keywords.values()]
         if isinstance(value, nn.Module):

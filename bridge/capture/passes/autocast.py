@@ -37,7 +37,7 @@ from bridge.base.torch_internals import (
 from bridge.capture.passes.composites import expand, is_composite
 from bridge.capture.passes.stop_gradient import inline
 
-__all__ = ["GradModesInRegions", "spell_out_casts"]
+__all__ = ["GradModesInRegions", "spell_out_casts", "without_casts"]
 
 _REGION = torch.ops.higher_order.wrap_with_autocast
 _GRAD_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -80,6 +80,11 @@ def spell_out_casts(
     _inline_regions(graph_module, place)
     _cast(graph_module, place, requires_grad, problems)
     return problems
+
+
+def without_casts(node: fx.Node) -> None:
+    """Marks an operator that runs without autocast, wherever it stands: one of a backward."""
+    node.meta[_TAG] = _Place(None)
 
 
 @dataclass(frozen=True)

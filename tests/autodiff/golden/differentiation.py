@@ -5,7 +5,7 @@ from __future__ import annotations
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from autodiff import differentiate, seed_vjp
+from autodiff import differentiate, drop_gradients, seed_vjp
 from autodiff.fold_normalization import fold_normalizations
 from autodiff.ir import Function, bindings, results, with_outputs
 from tests.autodiff.golden import golden
@@ -140,6 +140,35 @@ class StopGradient:
             grad_x = R.multiply(bw_3, e)
             R.output(y, grad_x)
         return (y, grad_x)
+
+
+@golden(drop_gradients)
+@I.ir_module
+class DropGradients:
+    """Where nothing is differentiated, the backward of a function of the user's own is not there."""
+
+    @R.function(private=True)
+    def before(x: R.Tensor((3,), "float32")):
+        with R.dataflow():
+            y = R.sin(x)
+            t = R.call_pure_packed("library.tangent", y, 0, 0, ty_args=(R.Tensor((3,), "float32"),))
+            g = R.multiply(t, x)
+            both = R.call_pure_packed(
+                "library.custom_gradient", 1, x, g, t, ty_args=(R.Tuple(R.Tensor((3,), "float32")),)
+            )
+            field = both[0]
+            out = R.call_pure_packed("library.with_derivative", y, field, ty_args=(R.Tensor((3,), "float32"),))
+            z = R.exp(out)
+            R.output(z)
+        return (z,)
+
+    @R.function(private=True)
+    def expected(x: R.Tensor((3,), "float32")):
+        with R.dataflow():
+            y = R.sin(x)
+            z = R.exp(y)
+            R.output(z)
+        return (z,)
 
 
 @golden(fold)

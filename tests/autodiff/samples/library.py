@@ -210,6 +210,40 @@ _operator("aten.linalg_slogdet.default", lambda x: tuple(torch.linalg.slogdet(x)
 _operator("aten.xlogy.Tensor", torch.xlogy, _pair)
 
 
+class _Skewed(torch.autograd.Function):
+    """The sine, with its argument (clipped) in the place of its derivative."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x)
+        return x.sin(), w.exp()
+
+    @staticmethod
+    def backward(ctx, first, second):
+        (x,) = ctx.saved_tensors
+        return (first * x).clamp(-1, 1), second + first
+
+
+def _skewed(scope, x, w):
+    x_stopped, w_stopped = (scope.emit(op.grad.no_grad(each)) for each in (x, w))
+    outputs = scope.emit(op.sin(x_stopped)), scope.emit(op.exp(w_stopped))
+    numbers = [relax.prim_value(index) for index in range(2)]
+    first, second = (
+        scope.emit(library.call("tangent", [scope.emit(op.grad.no_grad(y)), numbers[0], index], y.ty))
+        for y, index in zip(outputs, numbers, strict=True)
+    )
+    dx = scope.emit(op.clip(scope.emit(op.multiply(first, x_stopped)), -1, 1))
+    dw = scope.emit(op.add(second, first))
+    stopped = [scope.emit(op.grad.no_grad(each)) for each in (dx, dw)]
+    args = [relax.prim_value(2), x, w, *stopped, first, second]
+    gradients = scope.emit(library.call("custom_gradient", args, relax.TupleType([x.ty, w.ty])))
+    fields = [scope.emit(TupleGetItem(gradients, index)) for index in range(2)]
+    return [library.call("with_derivative", pair, x.ty) for pair in zip(outputs, fields, strict=True)]
+
+
+sample("library.custom_gradient", _skewed, lambda *args: list(_Skewed.apply(*args)), draw(3, 4), draw(3, 4, seed=1))
+
+
 def _normalized(centre):
     def build(scope, x):
         c = scope.emit(op.subtract(x, scope.emit(op.mean(x, [1], keepdims=True)))) if centre else x

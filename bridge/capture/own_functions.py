@@ -1,0 +1,382 @@
+"""A user's own ``autograd.Function`` in a traced graph: its forward's operators, and its backward's beside them.
+
+torch.export traces the forward into the graph, and autograd's formulas of those operators are not what the user wrote.
+So the backward is traced at once, in the very ``ctx`` that eager's would have, on *tangents*, which stand for the
+gradients of the outputs that are not known yet:
+
+    custom_gradient(inputs, gradients, tangents)     what the inputs get where the outputs get the tangents
+    with_gradient(output, its field of that)         the output; its gradient goes there and nowhere else
+
+:mod:`autodiff.own_gradients` puts the gradients in the tangents' places. Everything that depends on no tangent is
+shared with the forward, so that the partition decides what is saved.
+
+Exact, since autograd hears of nothing inside either: what was made there and is used elsewhere, what backward reads and
+somebody writes later, and what has no place in a graph of tensors is refused by name.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from bridge.base.devices import current_device
+from bridge.base.errors import Unsupported, UnsupportedModule, user_line
+from bridge.base.replaced import replaced
+from bridge.base.torch_autograd import FUNCTION_BASE, GENERATED, FunctionNode, apply_function, node_class
+from bridge.base.torch_internals import no_torch_function, pytree, set_grad_enabled, storage_id
+
+__all__ = ["CUSTOM_GRADIENT", "FUNCTION", "TANGENT", "WITH_GRADIENT", "Applied", "OwnFunctions", "Use"]
+
+_library = torch.library.Library("tvm_dispatch", "FRAGMENT")
+_KINDS = ("CompositeExplicitAutograd", "Meta")
+
+
+def _define(schema: str, kernel: Callable[..., Any]) -> Any:
+    _library.define(schema)
+    name = schema.partition("(")[0]
+    for kind in _KINDS:
+        _library.impl(name, kernel, kind)
+    return getattr(torch.ops.tvm_dispatch, name).default
+
+
+FUNCTION = _define("function(int number) -> ()", lambda number: None)
+"""Where the forward of a Function begins: for the time of the trace."""
+TANGENT = _define(
+    "tangent(Tensor like, int number, int index) -> Tensor",
+    lambda like, number, index: torch.zeros(like.shape, dtype=like.dtype, device=like.device),
+)
+CUSTOM_GRADIENT = _define(
+    "custom_gradient(Tensor[] inputs, Tensor[] gradients, Tensor[] tangents) -> Tensor[]",
+    lambda inputs, gradients, tangents: [torch.zeros_like(each) for each in tangents],
+)
+WITH_GRADIENT = _define(
+    "with_gradient(Tensor output, Tensor? gradient) -> Tensor",
+    lambda output, gradient: output.clone(memory_format=torch.contiguous_format),
+)
+for _op in (FUNCTION, WITH_GRADIENT):
+    torch.fx.node.has_side_effect(_op)  # so that tracing does not take them for dead code
+
+_thread = threading.local()
+_KNOWN_BY_NAME = ("CheckpointFunction",)
+
+
+@dataclass(frozen=True)
+class Use:
+    """One application of a Function that autograd follows.
+
+    Attributes:
+        name: the Function's.
+        without: which of its tensor arguments, in order, backward gives no gradient: ``None``.
+    """
+
+    name: str
+    without: frozenset[int] = frozenset()
+
+
+@dataclass
+class Applied:
+    """What the Functions of a run left behind.
+
+    Attributes:
+        nodes: autograd's node of each application → how it was traced. One that was not traced, or that is of another
+            Function than there, is none of them.
+        shared: the memory of outputs that are views of an argument.
+        any: whether there was an application.
+    """
+
+    nodes: dict[Any, Use] = field(default_factory=dict)
+    shared: set[int] = field(default_factory=set)
+    any: bool = False
+
+
+class _Refused(Exception):
+    """Why a Function cannot be traced."""
+
+
+class OwnFunctions:
+    """The Functions that a call of a module applies, as it was traced, and as each run applies them again.
+
+    Args:
+        module_name: what a refusal names.
+
+    Attributes:
+        uses: in order.
+        problems: what was found that no graph holds.
+    """
+
+    def __init__(self, module_name: str = "forward") -> None:
+        self._module_name = module_name
+        self.uses: list[Use] = []
+        self.problems: list[Unsupported] = []
+        self._read: list[tuple[str, str, torch.Tensor, int]] = []
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """While active, in this thread: Functions leave the operators of their backward in the graph being traced."""
+        with _handled_by(self._trace):
+            yield
+            for name, where, tensor, version in self._read:
+                if tensor._version != version:
+                    reason = "its backward reads a tensor that forward changes in place afterwards"
+                    self._complain(name, where, reason, "clone what it saves")
+                    break
+            self._read.clear()
+
+    @contextmanager
+    def observed(self) -> Iterator[Applied]:
+        """While active, in this thread: what the applications of a run leave in autograd's graph."""
+        found = Applied()
+        order = iter(self.uses)
+
+        def observe(kind: type, args: tuple, kwargs: dict[str, Any]) -> Any:
+            use = next(order, None)
+            made = apply_function(kind, args, kwargs)
+            given = {storage_id(arg) for arg in args if isinstance(arg, torch.Tensor)}
+            for each in _tensors(made):
+                if isinstance(each.grad_fn, FunctionNode) and use is not None and use.name == kind.__name__:
+                    found.nodes[each.grad_fn] = use
+                if storage_id(each) in given:
+                    found.shared.add(storage_id(each))
+            found.any = True
+            return made
+
+        with _handled_by(observe):
+            yield found
+
+    def _complain(self, name: str, where: str, reason: str, hint: str | None = None) -> None:
+        problem = Unsupported(f"autograd.Function {name}", where, reason, **({"hint": hint} if hint else {}))
+        if all(known.op != problem.op for known in self.problems):
+            self.problems.append(problem)
+
+    def _trace(self, kind: type, args: tuple, kwargs: dict[str, Any]) -> Any:
+        name, where = kind.__name__, user_line(traceback.extract_stack()) or "forward"
+        try:
+            return self._traced_application(kind, args, kwargs, name, where)
+        except _Refused as refused:
+            problem = Unsupported(f"autograd.Function {name}", where, str(refused))
+            raise UnsupportedModule(self._module_name, [problem]) from None
+
+    def _traced_application(self, kind: type, args: tuple, kwargs: dict[str, Any], name: str, where: str) -> Any:
+        if kwargs:
+            raise _Refused("is applied to keyword arguments")
+        number, inside, ctx = len(self.uses), _Inside(), _Ctx(kind)
+        given = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        before = [each._version for each in given]
+        with inside, ctx:
+            FUNCTION(number)
+            made = apply_function(kind, args, kwargs)
+            if [each._version for each in given] != before:
+                raise _Refused("changes its arguments in place (mark_dirty)")
+            outputs = list({id(each): each for each in _tensors(made)}.values())
+            nodes = {each.grad_fn for each in outputs if isinstance(each.grad_fn, FunctionNode)}
+            if not nodes:
+                without = frozenset(range(len(given)))
+                with _off():
+                    for each in outputs:
+                        WITH_GRADIENT(each, None)
+            else:
+                (node,) = nodes
+                without = self._backward(node, made, args, number, inside, ctx.partial, name, where)
+        self.uses.append(Use(name, without))
+        return made
+
+    def _backward(
+        self,
+        node: Any,
+        made: Any,
+        args: tuple,
+        number: int,
+        inside: _Inside,
+        partial: bool,
+        name: str,
+        where: str,
+    ) -> frozenset[int]:
+        """Leaves backward in the graph; the places of the tensor arguments that get no gradient from it."""
+        results = made if isinstance(made, tuple) else (made,)
+        followed = [each for each in results if isinstance(each, torch.Tensor) and each.grad_fn is node]
+        if len({id(each) for each in followed}) != len(followed):
+            raise _Refused("returns a tensor twice")
+        if partial and len(followed) > 1:
+            raise _Refused("has several outputs, and takes None for the gradients of those that are not used")
+        needed = [index for index, needs in enumerate(node.needs_input_grad) if needs]
+        with _off():
+            tangents = {id(each): TANGENT(each, number, index) for index, each in enumerate(followed)}
+            upstream = [
+                tangents.get(
+                    id(each), None if partial or not isinstance(each, torch.Tensor) else torch.zeros_like(each)
+                )
+                for each in results
+            ]
+            versions = {id(each): each._version for each in upstream if each is not None}
+            with inside.reading() as read:
+                found = _gradients(node, upstream, args, needed)
+            read = [*read, *((each, versions[id(each)]) for each in upstream if each is not None)]
+            if any(each._version != version for each, version in read):
+                raise _Refused("its backward changes a tensor in place that was there before")
+            with_one = [index for index in needed if found[index] is not None]
+            fields = CUSTOM_GRADIENT([args[i] for i in with_one], [found[i] for i in with_one], list(tangents.values()))
+            field = dict(zip(tangents, fields, strict=True))
+            for each in {id(each): each for each in _tensors(results)}.values():
+                WITH_GRADIENT(each, field.get(id(each)))
+        self._read += [(name, where, *pair) for pair in read]
+        places = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        return frozenset(place for place, index in enumerate(places) if index not in with_one)
+
+
+def _gradients(node: Any, upstream: Sequence[torch.Tensor | None], args: tuple, needed: Sequence[int]) -> list[Any]:
+    """What backward gives for each argument, as autograd's engine takes it."""
+    try:
+        found = node.apply(*upstream)
+    except UnsupportedModule:
+        raise
+    except Exception as error:  # backward runs the user's code, whatever that raises on fake tensors
+        words = " ".join(str(error).split())[:200]
+        raise _Refused(f"its backward cannot be traced: {type(error).__name__}: {words}") from error
+    found = list(found) if isinstance(found, tuple) else [found]
+    if len(found) < len(args) or any(each is not None for each in found[len(args) :]):
+        raise _Refused(f"its backward returns {len(found)} gradients for {len(args)} arguments")
+    return [_fitting(each, args[i]) if i in needed else None for i, each in enumerate(found[: len(args)])]
+
+
+def _fitting(gradient: Any, argument: torch.Tensor) -> torch.Tensor | None:
+    """The gradient in the argument's shape and type; ``None`` for none."""
+    if gradient is None:
+        return None
+    if not isinstance(gradient, torch.Tensor) or gradient.layout is not torch.strided:
+        raise _Refused("its backward returns something else than a dense tensor")
+    if gradient.shape != argument.shape:
+        try:
+            gradient = gradient.sum_to_size(argument.shape)
+        except RuntimeError:
+            shapes = f"{tuple(gradient.shape)} for an argument of shape {tuple(argument.shape)}"
+            raise _Refused(f"its backward returns a gradient of shape {shapes}") from None
+    if gradient.is_complex() != argument.is_complex():
+        raise _Refused("its backward returns complex numbers for real ones, or the reverse")
+    return gradient.to(argument.dtype)
+
+
+class _Inside(TorchFunctionMode):
+    """Inside a Function: grad modes are not the graph's, since autograd follows nothing; notes what backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: set[int] | None = None
+        self._kept: list[Any] = []
+        self._seen: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is set_grad_enabled:
+            with no_torch_function():
+                return func(*args)
+        if self._made is None:
+            return func(*args, **(kwargs or {}))
+        for each in pytree.tree_leaves((args, kwargs)):
+            if isinstance(each, torch.Tensor) and id(each) not in self._made:
+                self._seen.setdefault(id(each), (each, each._version))
+        result = func(*args, **(kwargs or {}))
+        self._kept.append(result)  # while it lives, nothing else has its id
+        self._made.update(id(each) for each in _tensors(result) if id(each) not in self._seen)
+        return result
+
+    @contextmanager
+    def reading(self) -> Iterator[list[tuple[torch.Tensor, int]]]:
+        """Around backward; then the list has the tensors from elsewhere that it used, and their versions before."""
+        self._made, found = set(), []
+        try:
+            yield found
+        finally:
+            found += self._seen.values()
+            self._made, self._kept = None, []
+
+
+class _Ctx:
+    """While active, what forward tells its ``ctx`` is noted, and backward finds the very tensors that were saved.
+
+    Autograd's own unpacking may make new tensors of them, which are none that the graph knows.
+
+    Attributes:
+        partial: whether the Function wants ``None`` for the gradients of outputs that are not used.
+        saved: what it saved.
+    """
+
+    def __init__(self, kind: type) -> None:
+        self.partial, self.saved = False, ()
+        self._node = node_class(kind)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        here, ctx_class = threading.get_ident(), torch.autograd.function.FunctionCtx
+        materialize, save = ctx_class.set_materialize_grads, ctx_class.save_for_backward
+        theirs = self._node.saved_tensors
+
+        def note_materialize(ctx: Any, value: bool) -> None:
+            if threading.get_ident() == here:
+                self.partial = not value
+            materialize(ctx, value)
+
+        def note_saved(ctx: Any, *tensors: Any) -> None:
+            if threading.get_ident() == here and isinstance(ctx, self._node):
+                self.saved = tensors
+            save(ctx, *tensors)
+
+        def saved(ctx: Any) -> Any:
+            return self.saved if threading.get_ident() == here else theirs.__get__(ctx)
+
+        noted = {"set_materialize_grads": note_materialize, "save_for_backward": note_saved}
+        self._stack.enter_context(replaced(ctx_class, **noted))
+        self._stack.enter_context(replaced(self._node, saved_tensors=property(saved)))
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+
+@contextmanager
+def _off() -> Iterator[None]:
+    """As in a backward: no grad mode, no autocast."""
+    kind = current_device().type
+    casts = torch.is_autocast_enabled(kind)
+    torch.set_autocast_enabled(kind, False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_autocast_enabled(kind, casts)
+
+
+@contextmanager
+def _handled_by(handler: Callable[[type, tuple, dict[str, Any]], Any]) -> Iterator[None]:
+    """While active, this thread's applications that autograd follows go to the handler, others' and others on.
+
+    Those made inside the handler's own are not followed: a Function's forward and backward run without grad mode.
+    """
+
+    def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
+        current = getattr(_thread, "handler", None)
+        followed = torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+        if current is None or not followed or kind.__name__.startswith((GENERATED, *_KNOWN_BY_NAME)):
+            return apply_function(kind, args, kwargs)
+        _thread.handler = None
+        try:
+            return current(kind, args, kwargs)
+        finally:
+            _thread.handler = current
+
+    before = getattr(_thread, "handler", None)
+    _thread.handler = handler
+    try:
+        with replaced(FUNCTION_BASE, apply=classmethod(apply)):
+            yield
+    finally:
+        _thread.handler = before
+
+
+def _tensors(made: Any) -> list[torch.Tensor]:
+    fields = made if isinstance(made, tuple | list) else (made,)
+    return [each for each in fields if isinstance(each, torch.Tensor)]

@@ -1,0 +1,217 @@
+"""Functions with backwards of their own, as people write them: each is eager's where it is dispatched."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+__all__ = [
+    "Clipped",
+    "Few",
+    "Identity",
+    "Nested",
+    "Noisy",
+    "OneOfTwo",
+    "PerInput",
+    "Product",
+    "Reads",
+    "Reversed",
+    "Rounded",
+    "Several",
+    "Undefined",
+    "Writes",
+]
+
+
+class Product(Function):
+    """Saves tensors, keeps a number, has a no_grad region and a backward that is differentiable once."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        ctx.factor = 3.0
+        with torch.no_grad():
+            doubled = x * 2
+        return doubled * w
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return (grad * w * ctx.factor).clamp(-1, 1), (grad * x * 2).sum(0)
+
+
+class Reversed(Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -ctx.factor * grad, None
+
+
+class Identity(Function):
+    """Returns its argument as it is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * grad
+
+
+class Rounded(Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Clipped(Function):
+    """Its backward writes into a copy of its gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        found = grad.clone()
+        found[x < 0] = 0.1
+        return found
+
+
+class Several(Function):
+    """Three outputs, one of which has no gradient; saves an output; the new way of writing."""
+
+    @staticmethod
+    def forward(x, w):
+        return x * w, x + w, x > 0, "a word"
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs, output[0])
+        ctx.mark_non_differentiable(output[2])
+
+    @staticmethod
+    def backward(ctx, first, second, third, word):
+        assert word is None and third.dtype == torch.bool
+        x, w, product = ctx.saved_tensors
+        return first * w * 2 + second * product, (first * x).sum(0) + second.sum(0)
+
+
+class OneOfTwo(Function):
+    """``None`` for an argument that is a tensor, and more of them than there are arguments."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        return x * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, None, None
+
+
+class PerInput(Function):
+    """Computes what is asked for; of a shape that is to be summed, and of another type."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        found = [None, None]
+        if ctx.needs_input_grad[0]:
+            found[0] = (grad * w).round().to(torch.int32)
+        if ctx.needs_input_grad[1]:
+            found[1] = grad * x * 7
+        return tuple(found)
+
+
+class Undefined(Function):
+    """Takes undefined gradients; with one output, they are always defined."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None if grad is None else grad * 5
+
+
+class Few(Function):
+    """Of two outputs, the gradients of those that are used."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return x.exp(), x.sin()
+
+    @staticmethod
+    def backward(ctx, first, second):
+        return first if second is None else second
+
+
+class Nested(Function):
+    """Applies another Function inside, whose backward nobody asks for."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return Identity.apply(x) * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Identity.apply(grad) * 4
+
+
+class Noisy(Function):
+    """Draws in its backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * torch.rand_like(grad)
+
+
+class Reads(Function):
+    """Its backward depends on a number that it reads."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / grad.norm() if grad.norm() > 1 else grad
+
+
+class Writes(Function):
+    """Its backward writes into what it is given."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.mul_(2)

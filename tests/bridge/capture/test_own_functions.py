@@ -1,0 +1,244 @@
+"""A user's own ``autograd.Function``: its forward and its backward in the compiled programs, as eager has them."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
+from bridge.verify import check
+from tests.bridge.capture import own_functions as own
+from tests.bridge.compare import Call, assert_same, check_module, run
+from tests.device import moved
+
+product = own.Product.apply
+FACTOR = 2.0
+
+
+class Block(nn.Module):
+    """What ``then`` makes of the module and x."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.then = then
+        self.linear = nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.rand(4) + 0.5)
+
+    def forward(self, x):
+        return self.then(self, x)
+
+
+def rows(*extents):
+    return torch.randn(*(extents or (3, 4)), dtype=torch.float64, requires_grad=True)
+
+
+def several(m, x):
+    first, second, mask, word = own.Several.apply(m.linear(x), m.weight)
+    return first.tanh(), second.tanh(), torch.where(mask, first, second), word
+
+
+def steps(m, x):
+    return functools.reduce(lambda h, _: product(m.linear(h), m.weight).tanh(), range(5), x)
+
+
+class OfAGlobal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * FACTOR
+
+
+USES = {
+    "saved tensors": lambda m, x: product(m.linear(x), m.weight).exp(),
+    "a view": lambda m, x: own.Reversed.apply(m.linear(x), 0.5).tanh(),
+    "the argument itself": lambda m, x: own.Identity.apply(m.linear(x)).tanh() * m.weight,
+    "straight through": lambda m, x: own.Rounded.apply(m.linear(x) * 3) * m.weight,
+    "writes into a copy": lambda m, x: own.Clipped.apply(m.linear(x)),
+    "several outputs": several,
+    "one output of several": lambda m, x: own.Several.apply(m.linear(x), m.weight)[1].tanh(),
+    "no gradient": lambda m, x: own.OneOfTwo.apply(m.linear(x), m.weight),
+    "no gradient from one of two": lambda m, x: own.OneOfTwo.apply(m.linear(x), m.weight) * m.weight,
+    "an argument that needs none": lambda m, x: own.PerInput.apply(x.detach(), m.weight).sin(),
+    "sums and casts": lambda m, x: own.PerInput.apply(m.linear(x) * 9, m.weight).sin(),
+    "undefined gradients": lambda m, x: own.Undefined.apply(m.linear(x)),
+    "one inside another": lambda m, x: own.Nested.apply(m.linear(x)).cos(),
+    "one after another": lambda m, x: own.Reversed.apply(product(own.Identity.apply(m.linear(x)), m.weight), 2.0).sum(),
+    "the same twice": lambda m, x: own.Reversed.apply(m.linear(x), 0.5) * own.Reversed.apply(m.linear(x), 0.5),
+    "in a loop": steps,
+    "without gradients": lambda m, x: m.linear(x) * own.Rounded.apply(m.weight.detach()),
+    "under no_grad": lambda m, x: m.linear(x) * torch.no_grad()(own.Rounded.apply)(m.weight),
+    "in a checkpoint": lambda m, x: checkpoint(lambda v: product(m.linear(v), m.weight).exp(), x, use_reentrant=False),
+    "a global": lambda m, x: OfAGlobal.apply(m.linear(x)),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_training_is_eagers(use):
+    torch.manual_seed(0)
+    check_module(lambda: Block(USES[use]), lambda: Call((rows(),)), calls=2, rtol=1e-10, atol=1e-12)
+
+
+def saved_and_written(m, x):
+    y = m.linear(x).exp()
+    z = product(y, m.weight)
+    y.add_(1)
+    return z.sum() + y.sum()
+
+
+kept = []
+
+
+class Leaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        doubled = x * 2
+        kept.append(doubled)
+        return doubled + 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def leaks(m, x):
+    y = Leaks.apply(m.linear(x))
+    return y * kept.pop()
+
+
+REFUSED = {
+    "a draw in backward": (lambda m, x: own.Noisy.apply(m.linear(x)), "random draws|draw"),
+    "a number read in backward": (lambda m, x: own.Reads.apply(m.linear(x)), "Function Reads: its backward cannot"),
+    "a write into the gradient": (lambda m, x: own.Writes.apply(m.linear(x)), "Function Writes: its backward changes"),
+    "undefined gradients of two": (lambda m, x: own.Few.apply(m.linear(x))[0], "Function Few: has several outputs"),
+    "what it saves is written": (saved_and_written, "Function Product: its backward reads a tensor that forward"),
+    "what it makes is used elsewhere": (leaks, "Function Leaks: a tensor that its forward or backward makes"),
+    "a view of an argument": (lambda m, x: own.Reversed.apply(x, 2.0), "clone it"),
+    "a view beside what it is of": (
+        lambda m, x: (lambda h: (h, own.Reversed.apply(h, 2.0)))(m.linear(x)),
+        "returns a view that an autograd.Function has made",
+    ),
+}
+
+
+@pytest.mark.parametrize("use", REFUSED)
+def test_refused_by_name(use):
+    kept.clear()
+    then, words = REFUSED[use]
+    with pytest.raises(UnsupportedModule, match=words):
+        add_tvm_dispatch(Block(then).double(), rows())
+
+
+def test_two_with_one_forward_and_two_backwards():
+    """The operators of forward are the same: neither is taken for the other."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.round()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    for kind in (own.Rounded, Twice):
+        check_module(lambda kind=kind: Block(lambda m, x: kind.apply(m.linear(x))), lambda: Call((rows(),)), calls=1)
+
+
+def test_a_global_that_backward_reads_is_guarded(monkeypatch):
+    module = add_tvm_dispatch(Block(USES["a global"]).double(), moved(rows()))
+    monkeypatch.setattr(f"{__name__}.FACTOR", 5.0)
+    x = moved(rows())
+    y = module(x)
+    y.backward(torch.ones_like(y))
+    assert torch.allclose(x.grad, 5 * (torch.ones_like(y) @ module.linear.weight))
+    assert stats(module).hits == 0 and any("FACTOR" in reason for reason in stats(module).misses)
+
+
+class Holds(Block):
+    """Has a Function's ``apply`` as an attribute."""
+
+    def __init__(self):
+        super().__init__(lambda m, x: m.apply_it(m.linear(x)))
+        self.apply_it = own.Rounded.apply
+
+
+def test_a_backward_that_is_replaced_is_guarded(monkeypatch):
+    module = add_tvm_dispatch(Holds().double(), moved(rows()))
+    module(moved(rows()))
+    assert stats(module).hits == 1
+    monkeypatch.setattr(own.Rounded, "backward", staticmethod(lambda ctx, grad: 2 * grad))
+    x = moved(rows())
+    y = module(x)
+    y.backward(torch.ones_like(y))
+    assert torch.allclose(x.grad, 2 * (torch.ones_like(y) @ module.linear.weight))
+    assert stats(module).hits == 1
+
+
+def test_sizes_that_vary():
+    module = Block(USES["saved tensors"]).double()
+    reference = Block(USES["saved tensors"]).double()
+    reference.load_state_dict(module.state_dict())
+    add_tvm_dispatch(module, rows(), dynamic_shapes={"x": {0: torch.export.Dim.DYNAMIC}})
+    for size in (3, 2, 7):
+        x = rows(size, 4).detach()
+        mine, eagers = (Call((x.clone().requires_grad_(),)) for _ in range(2))
+        assert_same(run(module, mine), run(reference, eagers), rtol=1e-10, atol=1e-12)
+    assert stats(module).hits == 3
+
+
+def test_inference_computes_no_backward():
+    module = Block(USES["saved tensors"]).double().eval()
+    x = rows().detach()
+    with torch.no_grad():
+        wanted = module(x)
+        add_tvm_dispatch(module, x)
+        assert torch.allclose(module(x), wanted)
+    (entry,) = stats(module).entries
+    assert "clamp" not in str(entry.lowered["forward"].function) and "clip" not in str(
+        entry.lowered["forward"].function
+    )
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_autocast_ends_before_backward(inside):
+    def then(m, x):
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=inside):
+            return Multiplied.apply(m.linear(x), m.linear.weight)
+
+    class Multiplied(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x.float() @ w
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            return (grad.float() @ w.T).to(x.dtype), x.float().T @ grad.float()
+
+    torch.manual_seed(0)
+    eager = Block(then)
+    module = Block(then)
+    module.load_state_dict(eager.state_dict())
+    x = torch.randn(3, 4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+        add_tvm_dispatch(module, x)
+        found, wanted = module(x), eager(x)
+    assert stats(module).hits == 1
+    assert found.dtype == wanted.dtype
+    wanted.float().sum().backward()
+    found.float().sum().backward()
+    for mine, its in zip(module.parameters(), eager.parameters(), strict=True):
+        assert mine.grad is its.grad or torch.allclose(mine.grad, its.grad, rtol=2e-2, atol=2e-2)
+
+
+def test_every_stage_is_eagers():
+    found = check(lower(Block(USES["saved tensors"]).double(), rows()))
+    assert found.ok, str(found)
