@@ -93,7 +93,7 @@ def real_run(
         chosen = NumberReader()
         with eagers_branches(), IsolatedRNG() as isolated, graphs(), reading(module, chosen), _Sizes() as sizes:
             given = module, state, parameters, [*untraced, *arguments], args, kwargs, nullcontext()
-            eagers = observe(*given, traced=False, advance=lambda: isolated.advance)
+            eagers = observe(*given, functions=functions, traced=False, advance=lambda: isolated.advance)
         run.reads_validation |= eagers.reads_validation
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises
         raise refused_by_eager(from_user_code(error)) from error.__cause__

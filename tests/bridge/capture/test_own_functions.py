@@ -242,3 +242,11 @@ def test_autocast_ends_before_backward(inside):
 def test_every_stage_is_eagers():
     found = check(lower(Block(USES["saved tensors"]).double(), rows()))
     assert found.ok, str(found)
+
+
+def test_a_second_derivative_is_an_error():
+    module = add_tvm_dispatch(Block(USES["straight through"]).double(), moved(rows()))
+    x = moved(rows())
+    with pytest.raises(RuntimeError, match="derivatives through tvm_dispatch"):
+        (first,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
+        torch.autograd.grad(first.square().sum(), x)
