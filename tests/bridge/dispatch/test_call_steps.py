@@ -13,7 +13,10 @@ import bridge
 from bridge import add_tvm_dispatch, explain, stats
 from bridge.dispatch.call_run import CallRun
 
-KINDS = "inputs, draws, forward, checks, layout, generator, save, write back, results, attributes, backward".split(", ")
+KINDS = [
+    *("inputs", "numbers", "draws", "forward", "layout", "generator"),
+    *("save", "write back", "results", "attributes", "backward"),
+]
 
 
 class Everything(nn.Module):
@@ -72,12 +75,12 @@ def test_a_call_runs_nothing_else(kind):
     assert stats(module).hits == 1
 
 
-def test_without_its_checks_a_call_takes_the_sample_s_branch():
+def test_without_its_numbers_a_call_takes_the_sample_s_branch():
     (eager, (x, scale)), (module, _) = made(), made()
     add_tvm_dispatch(module, (x, scale))
     (entry,) = stats(module).entries
     assert same(left_behind(module, (x, -scale)), left_behind(eager, (x, -scale))) and not stats(module).hits
-    steps = [step for step in entry.steps if step.kind != "checks"]
+    steps = [step for step in entry.steps if step.kind != "numbers"]
     entry.run = CallRun(steps, entry.programs.execute, "cpu", entry.guard, "Everything")
     assert not same(left_behind(module, (x, -scale)), left_behind(eager, (x, -scale))) and stats(module).hits
 
@@ -102,7 +105,7 @@ def test_explain_prints_them():
         "inputs": "norm.weight, norm.bias, linear.weight, linear.bias, norm.running_mean, norm.running_var",
         "draws": "mask_0 = bernoulli_(0.7) of 6x4, draw_1 = the generator's state, for bernoulli of 6x4 in the program",
         "forward": "new norm.running_mean, new norm.running_var, new norm.num_batches_tracked",
-        "checks": "if scale > 0",
+        "numbers": "if scale > 0",
         "layout": "output 0 strided (1, 6)",
         "save": "mask_0",
         "write": "norm.running_mean, norm.running_var, norm.num_batches_tracked",
