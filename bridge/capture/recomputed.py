@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from bridge.base.devices import HOST
 from bridge.base.torch_internals import OpOverload, schema
 from bridge.base.torch_shapes import hint
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT
@@ -128,7 +129,7 @@ def recomputed(
         except _NotRecomputedError:
             continue
         if walk.inputs:
-            numbers = torch.tensor(_listed(reading.value), dtype=reading.dtype, device="cpu").reshape(-1).tolist()
+            numbers = torch.tensor(_listed(reading.value), dtype=reading.dtype, device=HOST).reshape(-1).tolist()
             found.append(Recomputed(reading.where, tuple(numbers), tuple(walk.inputs), tuple(walk.operations(node))))
         left[place] = None
         gone.update(walk.nodes)

@@ -42,12 +42,13 @@ class ComplexPlaces:
 
 def complex_places(lowered: LoweredCall) -> ComplexPlaces | None:
     """Those of a lowered call; ``None`` where there are none."""
-    captured, imported = lowered.captured, lowered.imported
+    captured = lowered.captured
     given = [*captured.module_tensors, *captured.arguments]
     inputs = tuple(place for place, each in enumerate(given) if each.dtype.is_complex)
-    outputs = tuple(
-        place
-        for place, output in zip(imported.output_of, captured.outputs, strict=True)
-        if place is not None and output.dtype.is_complex
-    )
-    return ComplexPlaces(inputs, outputs) if inputs or outputs else None
+    complex_leaves = [
+        leaf for leaf, output in enumerate(captured.outputs) if output.is_tensor and output.dtype.is_complex
+    ]
+    if not inputs and not complex_leaves:
+        return None
+    places = (lowered.imported.output_of[leaf] for leaf in complex_leaves)
+    return ComplexPlaces(inputs, tuple(place for place in places if place is not None))
