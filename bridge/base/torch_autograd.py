@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from bridge.base.torch_internals import find
 
-__all__ = ["FUNCTION_BASE", "GENERATED", "FunctionNode", "apply_function", "keeps_graph", "node_class"]
+__all__ = ["GENERATED", "FunctionNode", "applications_through", "apply_function", "keeps_graph", "node_class"]
 
-FUNCTION_BASE: type = find("torch.autograd.function._SingleLevelFunction")
-"""The class behind ``torch.autograd.Function`` that its ``apply`` goes on to, or inherits it from."""
+_IN_PYTHON = isinstance(vars(torch.autograd.Function).get("apply"), classmethod)
+FUNCTION_BASE: type = find("torch.autograd.function._SingleLevelFunction") if _IN_PYTHON else torch.autograd.Function
+"""The class whose ``apply`` every application passes: up to torch 2.13 the one that ``Function.apply`` goes on to;
+later that is C code, and an ``apply`` that was looked up before passes by."""
 
 FunctionNode: type = torch.autograd.function.BackwardCFunction
 """The class of a Function's node in autograd's graph, which is the ``ctx`` of its forward and backward."""
@@ -28,6 +31,20 @@ keeps_graph: Callable[[], bool] = find("torch._C._autograd._get_current_graph_ta
 def node_class(kind: type) -> type:
     """The class of the nodes of a Function in autograd's graph."""
     return kind._backward_cls
+
+
+@contextmanager
+def applications_through(apply: Callable[..., Any]) -> Iterator[None]:
+    """While active, ``apply(kind, *args, **kwargs)`` is called where a Function is applied, in any thread."""
+    before = vars(FUNCTION_BASE).get("apply")
+    FUNCTION_BASE.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        if before is None:
+            del FUNCTION_BASE.apply
+        else:
+            FUNCTION_BASE.apply = before
 
 
 def apply_function(kind: type, args: tuple, kwargs: dict[str, Any]) -> Any:

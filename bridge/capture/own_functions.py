@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported, UnsupportedModule, user_line
 from bridge.base.replaced import replaced
-from bridge.base.torch_autograd import FUNCTION_BASE, GENERATED, FunctionNode, apply_function, node_class
+from bridge.base.torch_autograd import GENERATED, FunctionNode, applications_through, apply_function, node_class
 from bridge.base.torch_internals import no_torch_function, pytree, set_grad_enabled, storage_id
 
 __all__ = ["CUSTOM_GRADIENT", "FUNCTION", "TANGENT", "WITH_GRADIENT", "Applied", "OwnFunctions", "Use"]
@@ -64,7 +64,8 @@ for _op in (FUNCTION, WITH_GRADIENT):
     torch.fx.node.has_side_effect(_op)  # so that tracing does not take them for dead code
 
 _thread = threading.local()
-_KNOWN_BY_NAME = ("CheckpointFunction",)
+_TORCHS_OWN = ("CheckpointFunction", "_NoopSaveInputs")
+"""Checkpoints', whose backward is another run of forward, or never run."""
 
 
 @dataclass(frozen=True)
@@ -360,7 +361,7 @@ def _handled_by(handler: Callable[[type, tuple, dict[str, Any]], Any]) -> Iterat
     def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
         current = getattr(_thread, "handler", None)
         followed = torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-        if current is None or not followed or kind.__name__.startswith((GENERATED, *_KNOWN_BY_NAME)):
+        if current is None or not followed or kind.__name__.startswith((GENERATED, *_TORCHS_OWN)):
             return apply_function(kind, args, kwargs)
         _thread.handler = None
         try:
@@ -371,7 +372,7 @@ def _handled_by(handler: Callable[[type, tuple, dict[str, Any]], Any]) -> Iterat
     before = getattr(_thread, "handler", None)
     _thread.handler = handler
     try:
-        with replaced(FUNCTION_BASE, apply=classmethod(apply)):
+        with applications_through(apply):
             yield
     finally:
         _thread.handler = before
