@@ -5,18 +5,25 @@
 """
 
 from autodiff.scan.gradient import gradient_of
+from autodiff.scan.hoist import hoist
+from autodiff.scan.marks import from_marks
 from autodiff.scan.operator import Scan, body_text, is_scan, scan_call, scan_of
+from autodiff.scan.period import Run, periodic
 from autodiff.scan.reverse import Saved, Step, reverse_scan
 from autodiff.scan.roll import roll_up
 from autodiff.scan.unroll import unroll
 
 __all__ = [
+    "Run",
     "Saved",
     "Scan",
     "Step",
     "body_text",
+    "from_marks",
     "gradient_of",
+    "hoist",
     "is_scan",
+    "periodic",
     "reverse_scan",
     "roll_up",
     "scan_call",

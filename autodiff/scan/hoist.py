@@ -1,85 +1,188 @@
-"""Hoisting: a loop's bindings -> those that do not depend on a carry, to be computed before the loop for all steps.
+"""Hoisting: a function with scans -> the same with what depends on no carry computed before them.
 
-What depends on constants alone is computed once. What depends on xs, up to matrix products and the point-wise operators
-and layer norms around them, is computed for all steps by one operator on tensors with the steps in front: one large
-product for many small ones.
+What depends on constants alone is computed once. What depends on xs, up to matrix products and what batching knows
+around them (:mod:`autodiff.scan.batch`), is computed for all steps at once. Safe: the same values; only the sums of a
+product of all steps' rows may be rounded otherwise than those of each step's.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 
 from tvm.relax import op
 
-from autodiff.ir import Call, Expr, op_name, shape
-from autodiff.ops import having
-from autodiff.scan.stacks import RESHAPES, Emit
+from autodiff.body import Binding, Body, on_functions
+from autodiff.ir import (
+    Call,
+    DataflowVar,
+    Expr,
+    TensorType,
+    TupleGetItem,
+    Var,
+    bindings,
+    build_function,
+    dtype,
+    results,
+    shape,
+)
+from autodiff.rewrite import NameSupply
+from autodiff.scan.batch import batched, batches, is_product
+from autodiff.scan.operator import Scan, body_text, is_scan, scan_call, scan_of
+from autodiff.scan.prove import operands, with_operands
 
-__all__ = ["batched", "batches", "is_product"]
-
-Arguments = Mapping[int, Expr]
-"""By their place in a call."""
-
-_ELEMENTWISE = having("elementwise")
-
-
-def is_product(value: Expr) -> bool:
-    """Whether hoisting pays: a matrix product."""
-    return op_name(value) == "relax.matmul"
-
-
-def batches(value: Expr, xs: Collection[int]) -> bool:
-    """Whether a call can be made for all steps at once, its arguments in these places having the steps in front."""
-    name = op_name(value)
-    if name == "relax.matmul":
-        left, right = (len(shape(arg)) for arg in value.args[:])
-        return set(xs) == {0} and left >= 2 and right == 2
-    if name in RESHAPES or name == "relax.nn.layer_norm":
-        return set(xs) == {0}
-    return name in _ELEMENTWISE
+__all__ = ["hoist"]
 
 
-def batched(value: Expr, steps: int, constants: Arguments, xs: Arguments, emit: Emit) -> Expr:
-    """That call, its result with the steps in front.
-
-    Args:
-        constants, xs: arguments by their place in the call: of all steps, and with the steps in front.
-    """
-    return _RULES.get(op_name(value), _elementwise)(value, steps, constants, xs, emit)
-
-
-def _elementwise(call: Call, steps: int, constants: Arguments, xs: Arguments, emit: Emit) -> Expr:
-    rank = len(shape(call))
-    args = []
-    for place, arg in enumerate(call.args[:]):
-        value = xs.get(place, constants.get(place, arg))
-        if place in xs and len(own := shape(value)[1:]) < rank:
-            value = emit(op.reshape(value, (steps, *[1] * (rank - len(own)), *own)), "steps")
-        args.append(value)
-    return Call(call.op, args, call.attrs, call.ty_args)
+@on_functions
+def hoist(body: Body) -> None:
+    """Takes what depends on no carry out of all scans."""
+    for binding in list(body.bindings):
+        if is_scan(binding.value):
+            _Hoist(body, binding).run()
 
 
-def _matmul(call: Call, steps: int, constants: Arguments, xs: Arguments, emit: Emit) -> Expr:
-    *outer, inner = shape(call.args[0])
-    flat = emit(op.reshape(xs[0], (steps * math.prod(outer), inner)), "steps")
-    made = emit(Call(call.op, [flat, constants.get(1, call.args[1])], call.attrs, call.ty_args), "products")
-    return op.reshape(made, (steps, *shape(call)))
+class _Hoist:
+    """One scan."""
+
+    def __init__(self, body: Body, binding: Binding):
+        self.body, self.binding = body, binding
+        self.scan, self.tensors = scan_of(binding.value)
+        function = self.scan.function
+        self.params, self.results = list(function.params), results(function)
+        self.values: dict[Var, Expr] = dict(bindings(function))
+        last = self.scan.carries + self.scan.xs
+        self.constants: dict[Var, Expr] = dict(zip(self.params[last:], self.tensors[last:], strict=True))
+        xs = self.params[self.scan.carries : last], self.tensors[self.scan.carries : last]
+        self.xs: dict[Var, Expr] = dict(zip(*xs, strict=True))
+        self.names = NameSupply(body.names())
+        self.new: list[Binding] = []
+
+    def emit(self, value: Expr, name: str) -> Var:
+        """A binding before the scan."""
+        value = self.body.normalize(value)
+        var = DataflowVar(self.names.fresh(name), value.ty)
+        self.new.append(self.body.define(var, value))
+        return var
+
+    def run(self) -> None:
+        fixed, batch = self._split()
+        if not fixed and not batch:
+            return
+        for var, value in self.values.items():
+            if var in fixed:
+                read = iter([self.constants[each] for each in operands(value)])
+                self.constants[var] = self.emit(with_operands(value, read), var.name)
+            elif var in batch:
+                self.xs[var] = self._for_all_steps(var, value)
+        gone = fixed | batch
+        made = self._body(gone)
+        if made is None:
+            for binding in reversed(self.new):
+                self.body.undefine(binding)
+            return
+        self._replace(*made)
+
+    def _split(self) -> tuple[set[Var], set[Var]]:
+        """What is the same in all steps, and what is computed for all steps at once."""
+        fixed: set[Var] = set()
+        possible: set[Var] = set()
+        pays: set[Var] = set()
+        for var, value in self.values.items():
+            read = list(operands(value))
+            kinds = [self._kind(each, fixed, possible) for each in read]
+            if all(kind == "constant" for kind in kinds):
+                fixed.add(var)
+            elif "carry" not in kinds and batches(value, _places(value, kinds)):
+                possible.add(var)
+                if is_product(value) or any(each in pays for each in read):
+                    pays.add(var)
+        for var in reversed(self.values):
+            if var in pays:
+                pays |= possible.intersection(operands(self.values[var]))
+        return fixed, pays
+
+    def _kind(self, var: Var, fixed: set[Var], possible: set[Var]) -> str:
+        if var in self.constants or var in fixed:
+            return "constant"
+        return "x" if var in self.xs or var in possible else "carry"
+
+    def _for_all_steps(self, var: Var, value: Call) -> Var:
+        constants: dict[int, Expr] = {}
+        xs: dict[int, Expr] = {}
+        for place, arg in enumerate(value.args[:]):
+            if isinstance(arg, Var):
+                (constants if arg in self.constants else xs)[place] = self.constants.get(arg, self.xs.get(arg))
+        return self.emit(batched(value, self.scan.length, constants, xs, self.emit), f"{var.name}_steps")
+
+    def _body(self, gone: set[Var]) -> tuple[Scan, list[Expr], dict[int, Expr | int]] | None:
+        """The scan of what is left, its tensors, and what each result becomes: one of it, or a tensor; ``None`` if it
+        cannot be written down."""
+        scan = self.scan
+        left = [(var, value) for var, value in self.values.items() if var not in gone]
+        became: dict[int, Expr | int] = {place: place for place in range(scan.carries)}
+        kept = list(self.results[: scan.carries])
+        for place, value in enumerate(self.results[scan.carries :], start=scan.carries):
+            if value in self.xs:
+                became[place] = self.xs[value]
+            elif value in self.constants:
+                became[place] = self._repeated(self.constants[value])
+            else:
+                became[place] = len(kept)
+                kept.append(value)
+        read = {each for _, value in left for each in operands(value)} | {
+            each for each in kept if isinstance(each, Var)
+        }
+        carries = self.params[: scan.carries]
+        inner = {var: _param(var) if var in gone else var for var in (*self.xs, *self.constants) if var in read}
+        xs = [var for var in self.xs if var in inner]
+        constants = [var for var in self.constants if var in inner]
+        left = [(var, with_operands(value, _renamed(value, inner))) for var, value in left]
+        kept = [inner.get(each, each) if isinstance(each, Var) else each for each in kept]
+        params = [*carries, *(inner[var] for var in (*xs, *constants))]
+        text = body_text(build_function(params, left, kept))
+        if text is None:
+            return None
+        tensors = [
+            *self.tensors[: scan.carries],
+            *(self.xs[var] for var in xs),
+            *(self.constants[v] for v in constants),
+        ]
+        return replace(scan, body=text, xs=len(xs)), tensors, became
+
+    def _repeated(self, value: Expr) -> Var:
+        """A value for each step."""
+        return self.emit(op.broadcast_to(value, (self.scan.length, *shape(value))), "repeated")
+
+    def _replace(self, scan: Scan, tensors: list[Expr], became: dict[int, Expr | int]) -> None:
+        body, old = self.body, self.binding
+        called = self.emit(scan_call(scan, tensors), "scan")
+        place = body.bindings.index(old)
+        replaced: dict[Binding, Expr] = {}
+        for user in list(old.users):
+            new = became[user.value.index]
+            if isinstance(new, int):
+                body.assign(user, TupleGetItem(called, new))
+            else:
+                replaced[user] = new
+        for user in list(dict.fromkeys(user for binding in replaced for user in binding.users)):
+            body.substitute(user, replaced)
+        remaining = [*body.bindings[:place], *self.new, *body.bindings[place + 1 :]]
+        body.finish([binding for binding in remaining if binding not in replaced], replaced)
+        body.undefine(old)
 
 
-def _reshape(call: Call, steps: int, constants: Arguments, xs: Arguments, emit: Emit) -> Expr:
-    return op.reshape(xs[0], (steps, *shape(call)))
+def _places(value: Call, kinds: list[str]) -> set[int]:
+    """The arguments of a call that differ from step to step; all, where one is a tuple."""
+    args = [place for place, arg in enumerate(value.args[:]) if isinstance(arg, Var)] if isinstance(value, Call) else []
+    if len(args) != len(kinds):
+        return set(range(-1, len(kinds)))
+    return {place for place, kind in zip(args, kinds, strict=True) if kind == "x"}
 
 
-def _layer_norm(call: Call, steps: int, constants: Arguments, xs: Arguments, emit: Emit) -> Expr:
-    rank, attrs = len(shape(call)), call.attrs
-    weights = [constants.get(place, call.args[place]) for place in (1, 2)]
-    axes = [int(axis) % rank + 1 for axis in attrs.axes]
-    return op.nn.layer_norm(xs[0], *weights, axes, float(attrs.epsilon), bool(attrs.center), bool(attrs.scale))
+def _param(var: Var) -> Var:
+    return Var(var.name, TensorType(shape(var), dtype(var)))
 
 
-_RULES = {
-    "relax.matmul": _matmul,
-    **dict.fromkeys(RESHAPES, _reshape),
-    "relax.nn.layer_norm": _layer_norm,
-}
+def _renamed(value: Expr, inner: dict[Var, Var]) -> Iterator[Expr]:
+    return (inner.get(each, each) for each in operands(value))

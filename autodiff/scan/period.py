@@ -16,7 +16,7 @@ from tvm_ffi import StructuralKey
 from autodiff.body import Binding
 from autodiff.ir import VARS, Call, Expr, Tuple, TupleGetItem, op_name
 
-__all__ = ["Run", "place_of", "runs"]
+__all__ = ["Run", "periodic", "place_of", "runs"]
 
 _SLICE = "relax.strided_slice"
 
@@ -31,15 +31,20 @@ class Run(NamedTuple):
 
 
 def runs(bindings: Sequence[Binding], least: int) -> Iterator[Run]:
+    """Runs of at least ``least`` whole periods, see :func:`periodic`."""
+    return periodic([_key(each.value) for each in bindings], least)
+
+
+def periodic(keys: Sequence[Hashable], least: int) -> Iterator[Run]:
     """Runs of at least ``least`` whole periods: longest first, of equally long ones the shortest period first.
 
-    Left out are runs in a longer one whose period divides theirs.
+    Left out are runs in a longer one whose period divides theirs. What looks alike has equal keys.
     """
     known: dict[Hashable, int] = {}
-    keys = np.array([known.setdefault(_key(each.value), len(known)) for each in bindings], dtype=np.int64)
+    numbers = np.array([known.setdefault(key, len(known)) for key in keys], dtype=np.int64)
     found: list[Run] = []
-    for period in _periods(keys, least):
-        stretches = _stretches(keys[:-period] == keys[period:], (least - 1) * period)
+    for period in _periods(numbers, least):
+        stretches = _stretches(numbers[:-period] == numbers[period:], (least - 1) * period)
         found += [Run(start, period, alike + period) for start, alike in stretches]
     found.sort(key=lambda run: (-run.length, run.period))
     taken: list[Run] = []

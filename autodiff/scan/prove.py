@@ -24,7 +24,7 @@ from autodiff.body import Binding, Body
 from autodiff.ir import VARS, Call, Expr, Tuple, TupleGetItem
 from autodiff.scan.period import Run, place_of
 
-__all__ = ["Carry", "Constant", "Local", "Loop", "Role", "X", "prove", "with_operands"]
+__all__ = ["Carry", "Constant", "Local", "Loop", "Role", "X", "operands", "prove", "with_operands"]
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _proven(body: Body, start: int, period: int, steps: int) -> Loop | None:
     loop = Loop(start, period, steps)
     for index in range(period):
         group = run[index::period]
-        columns = list(zip(*(list(_operands(each.value)) for each in group), strict=True))
+        columns = list(zip(*(list(operands(each.value)) for each in group), strict=True))
         roles = []
         for column in columns:
             bound = [body.binding(operand) for operand in column]
@@ -146,54 +146,54 @@ def _proven(body: Body, start: int, period: int, steps: int) -> Loop | None:
     return loop
 
 
-def _role(operands: Sequence[Binding], place: dict[Binding, tuple[int, int]]) -> Role | None:
-    first = operands[0]
-    back = next((step for step, operand in enumerate(operands) if operand in place), None)
-    if back is None and all(operand is first for operand in operands):
+def _role(read: Sequence[Binding], place: dict[Binding, tuple[int, int]]) -> Role | None:
+    first = read[0]
+    back = next((step for step, operand in enumerate(read) if operand in place), None)
+    if back is None and all(operand is first for operand in read):
         return Constant(first)
-    if any(_type(operand) != _type(first) for operand in operands):
+    if any(_type(operand) != _type(first) for operand in read):
         return None
     if back is None:
-        return X(tuple(operands))
-    _, index = place[operands[back]]
-    if back > _FURTHEST or not _all_at(operands[back:], place, index, 0):
+        return X(tuple(read))
+    _, index = place[read[back]]
+    if back > _FURTHEST or not _all_at(read[back:], place, index, 0):
         return None
     role: Carry | None = None
-    for operand in reversed(operands[:back]):
+    for operand in reversed(read[:back]):
         role = Carry(index, operand, role)
     return role or Local(index)
 
 
-def _all_at(operands: Sequence[Binding], place: dict[Binding, tuple[int, int]], index: int, first: int) -> bool:
+def _all_at(read: Sequence[Binding], place: dict[Binding, tuple[int, int]], index: int, first: int) -> bool:
     """Whether operand ``i`` is binding ``index`` of step ``first + i``."""
-    return all(place.get(operand) == (first + step, index) for step, operand in enumerate(operands))
+    return all(place.get(operand) == (first + step, index) for step, operand in enumerate(read))
 
 
 def _type(binding: Binding) -> StructuralKey:
     return StructuralKey(binding.var.ty)
 
 
-def _operands(value: Expr) -> Iterator[Expr]:
+def operands(value: Expr) -> Iterator[Expr]:
     """The variables that a value reads, in order, as often as it does."""
     kind = type(value)
     if kind in VARS:
         yield value
     elif kind is Call:
         for arg in value.args[:]:
-            yield from _operands(arg)
+            yield from operands(arg)
     elif kind is Tuple:
         for each in value.fields[:]:
-            yield from _operands(each)
+            yield from operands(each)
     elif kind is TupleGetItem:
-        yield from _operands(value.tuple_value)
+        yield from operands(value.tuple_value)
 
 
-def with_operands(value: Expr, operands: Iterator[Expr]) -> Expr:
+def with_operands(value: Expr, given: Iterator[Expr]) -> Expr:
     """The value with these in the place of the variables that it reads, in order."""
-    again = partial(with_operands, operands=operands)
+    again = partial(with_operands, given=given)
     kind = type(value)
     if kind in VARS:
-        return next(operands)
+        return next(given)
     if kind is Call:
         return Call(value.op, [again(arg) for arg in value.args[:]], value.attrs, value.ty_args, ret_ty=value.ty)
     if kind is Tuple:

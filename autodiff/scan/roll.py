@@ -1,9 +1,8 @@
 """Rolling up: a function in which the steps of a loop stand one after the other -> the same with a scan.
 
 A run of bindings that is proven to be a loop (:mod:`autodiff.scan.prove`) becomes one call of its body; what its steps
-read and make becomes tensors with the steps in front. Exact: the scan runs the same operators on the same values; only
-matrix products of all steps' inputs are computed as one, whose sums may be rounded otherwise. What cannot be proven
-stays as it is.
+read and make becomes tensors with the steps in front. Exact: the scan runs the same operators on the same values. What
+cannot be proven stays as it is.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from tvm.relax import op
 from autodiff.body import Binding, Body, on_functions
 from autodiff.ir import DataflowVar, Expr, TensorType, Tuple, TupleGetItem, Var, build_function, dtype, shape
 from autodiff.rewrite import NameSupply
-from autodiff.scan.hoist import batched, batches, is_product
 from autodiff.scan.operator import Scan, body_text, scan_call
 from autodiff.scan.period import runs
 from autodiff.scan.prove import Carry, Constant, Local, Loop, Role, X, prove, with_operands
@@ -57,8 +55,6 @@ class _Roller:
         self.names = NameSupply(body.names())
         self.new: list[Binding] = []
         self.stacks: dict[X, Var] = {}
-        self.outer: dict[int, Expr] = {}  # what is computed before the loop, by its binding in a step
-        self.hoisted, self.fixed = self._split()
 
     def emit(self, value: Expr, name: str) -> Var:
         """A binding before, or right after, the scan."""
@@ -71,47 +67,8 @@ class _Roller:
         """A binding of a step, as it is in the second one."""
         return self.run[self.loop.period + index].value
 
-    def _split(self) -> tuple[set[int], set[int]]:
-        """Bindings of a step that are computed before the loop for all steps, and those that are the same in all."""
-        fixed: set[int] = set()
-        possible: set[int] = set(self.loop.taken)
-        pays: set[int] = set()
-        for index, roles in enumerate(self.loop.roles):
-            if roles is None:
-                continue
-            kinds = [self._kind(role, fixed, possible) for role in roles]
-            if all(kind == "constant" for kind in kinds):
-                fixed.add(index)
-            elif "carry" not in kinds and batches(self.template(index), self._places(index, kinds)):
-                possible.add(index)
-                if is_product(self.template(index)) or any(_is_local(role, pays) for role in roles):
-                    pays.add(index)
-        for index in sorted(possible, reverse=True):
-            if index in pays:
-                pays |= {role.index for role in self.loop.roles[index] or () if _is_local(role, possible)}
-        return pays - set(self.loop.taken), fixed
-
-    def _kind(self, role: Role, fixed: set[int], possible: set[int]) -> str:
-        if isinstance(role, Constant) or _is_local(role, fixed):
-            return "constant"
-        return "x" if isinstance(role, X) or _is_local(role, possible) else "carry"
-
-    def _places(self, index: int, kinds: list[str]) -> set[int]:
-        """The arguments of a binding's call that differ from step to step; all, where one is a tuple."""
-        args = [place for place, arg in enumerate(self.template(index).args[:]) if isinstance(arg, Var)]
-        if len(args) != len(kinds):
-            return set(range(-1, len(kinds)))
-        return {place for place, kind in zip(args, kinds, strict=True) if kind == "x"}
-
     def roll(self) -> bool:
         """Replaces the run by the scan."""
-        for index in range(self.loop.period):
-            if index in self.fixed:
-                operands = iter([self.of_outer(role) for role in self.loop.roles[index]])
-                value = with_operands(self.template(index), operands)
-                self.outer[index] = self.emit(value, self.run[index].name)
-            elif index in self.hoisted:
-                self.outer[index] = self._for_all_steps(index)
         made = self._body()
         if made is None:
             for binding in reversed(self.new):
@@ -120,25 +77,9 @@ class _Roller:
         self._replace(*made)
         return True
 
-    def _for_all_steps(self, index: int) -> Var:
-        value, roles = self.template(index), iter(self.loop.roles[index])
-        constants: dict[int, Expr] = {}
-        xs: dict[int, Expr] = {}
-        for place, arg in enumerate(value.args[:]):
-            if isinstance(arg, Var):
-                role = next(roles)
-                is_fixed = isinstance(role, Constant) or _is_local(role, self.fixed)
-                (constants if is_fixed else xs)[place] = self.of_outer(role)
-        name = self.run[index].name
-        return self.emit(batched(value, self.loop.steps, constants, xs, self.emit), f"{name}_steps")
-
-    def of_outer(self, role: Role) -> Expr:
+    def of_outer(self, role: Constant | X) -> Expr:
         """A constant, or an x with the steps in front, outside of the loop."""
-        if isinstance(role, Constant):
-            return role.value.var
-        if isinstance(role, X):
-            return self._stacked(role)
-        return self._stacked(self.loop.taken[role.index]) if role.index in self.loop.taken else self.outer[role.index]
+        return role.value.var if isinstance(role, Constant) else self._stacked(role)
 
     def _stacked(self, x: X) -> Var:
         if x not in self.stacks:
@@ -154,7 +95,7 @@ class _Roller:
 
     def _is_inside(self, index: int) -> bool:
         """Whether the loop computes a binding of a step."""
-        return index not in self.fixed and index not in self.hoisted and index not in self.loop.taken
+        return index not in self.loop.taken
 
     def _leaving(self) -> list[int]:
         """Bindings of a step whose results are read after the loop."""
@@ -185,8 +126,8 @@ class _Roller:
                 return carried[role]
             if isinstance(role, Local) and role.index in local:
                 return local[role.index]
-            outside = self.of_outer(role)
-            if isinstance(role, Constant) or _is_local(role, self.fixed):
+            outside = self.of_outer(loop.taken[role.index] if isinstance(role, Local) else role)
+            if isinstance(role, Constant):
                 return constants.setdefault(outside, Var(outside.name, outside.ty))
             return part(outside, outside.name)
 
@@ -223,7 +164,7 @@ class _Roller:
             for place, carry in enumerate(carries)
             if carry.of is None
         }
-        whole: dict[int, Expr] = {index: self.outer[index] for index in self.hoisted}
+        whole: dict[int, Expr] = {}
         for place, index in enumerate(ys):
             item = TupleGetItem(scan, len(carries) + place)
             whole[index] = self.emit(item, f"{self.run[index].name}_steps")
@@ -236,9 +177,7 @@ class _Roller:
             step, index = divmod(place, loop.period)
             if index in loop.taken or not (binding in returned or any(user not in inside for user in binding.users)):
                 continue
-            if index in self.fixed:
-                replaced[binding] = self.outer[index]
-            elif step == loop.steps - 1 and index in last:
+            if step == loop.steps - 1 and index in last:
                 replaced[binding] = last[index]
             else:
                 replaced[binding] = self._part(whole[index], self._position(step), binding)
@@ -288,10 +227,6 @@ class _Roller:
 def _is_empty(binding: Binding) -> bool:
     """Whether a value is a tensor without elements."""
     return isinstance(binding.var.ty, TensorType) and 0 in shape(binding.var)
-
-
-def _is_local(role: Role, indices: set[int]) -> bool:
-    return isinstance(role, Local) and role.index in indices
 
 
 def _part_type(whole: Expr) -> TensorType:

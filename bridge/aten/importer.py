@@ -27,6 +27,7 @@ from autodiff.ir import (
 )
 from autodiff.library import call as library_call
 from autodiff.library import number
+from autodiff.scan import from_marks
 from autodiff.typed import normalizer
 from bridge.aten.any_operator import check_functional
 from bridge.aten.complex_arithmetic import COMPLEX
@@ -383,6 +384,7 @@ def _finish(captured: Captured, importer: Importer, params: list[Var], env: dict
         results.append(first_broken(importer, [condition for condition, _ in checks]))
     used = sorted(importer.draw_params)
     function = build_function([*params, *(importer.draw_params[k] for k in used)], importer.bindings, results)
+    function = from_marks(function)
     words = tuple(words for _, words in checks)
     draws = tuple(importer.dropout_draws), tuple(used)
     return Imported(function, tuple(output_of), num_outputs, *draws, bool(state), words)

@@ -8,6 +8,7 @@ from bridge.capture.dynamic_shapes import DynamicDim, dynamic_dims
 from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.fake_run import FakeRun, fake_run, forget_real_tensors
 from bridge.capture.isolated_rng import IsolatedRNG, with_generator
+from bridge.capture.loops.operators import MARKS as LOOP_MARKS
 from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, number_tensor, with_number_inputs
 from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter
 from bridge.capture.own_functions import CUSTOM_GRADIENT, TANGENT, WITH_GRADIENT
@@ -29,6 +30,7 @@ __all__ = [
     "CTC_LOSSES",
     "CUSTOM_GRADIENT",
     "LITERAL",
+    "LOOP_MARKS",
     "RECURRENT_LAYERS",
     "SIZE_OPERATORS",
     "STOP_GRADIENT",

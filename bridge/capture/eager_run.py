@@ -30,7 +30,7 @@ from bridge.capture.readings import NumberReader, Reading, reading, same_numbers
 from bridge.capture.tracing import eagers_branches, times_asked
 from bridge.state import ModuleTensor, once_per_owner
 
-__all__ = ["as_in_eager", "goes_another_way", "real_run"]
+__all__ = ["as_in_eager", "goes_another_way", "nothing_saved", "owned_state", "real_run"]
 
 OTHER_BRANCH = Unsupported(
     "torch.compiler.is_compiling or is_exporting",
@@ -77,9 +77,9 @@ def real_run(
     """
     args, kwargs = own_leaves(args, kwargs, real_tensors)
     arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    owned, state = _state(module, tensors, real_tensors)
+    owned, state = owned_state(module, tensors, real_tensors)
     parameters = [tensor for spec, tensor in zip(tensors, owned, strict=True) if spec.kind == "parameter"]
-    asked, reader, graphs = times_asked(), NumberReader(), nullcontext if differentiates else _nothing_saved
+    asked, reader, graphs = times_asked(), NumberReader(), nullcontext if differentiates else nothing_saved
     try:
         with IsolatedRNG() as isolated, graphs(), reading(module, reader) if readings else nullcontext():
             given = module, state, parameters, [*owned, *arguments], args, kwargs, nullcontext()
@@ -89,7 +89,7 @@ def real_run(
             return run, [Unsupported("a number that forward reads", "forward", "differs when it is read again", hint)]
         if times_asked() == asked:
             return run, []
-        untraced, state = _state(module, tensors, real_tensors)
+        untraced, state = owned_state(module, tensors, real_tensors)
         chosen = NumberReader()
         with eagers_branches(), IsolatedRNG() as isolated, graphs(), reading(module, chosen), _Sizes() as sizes:
             given = module, state, parameters, [*untraced, *arguments], args, kwargs, nullcontext()
@@ -126,7 +126,7 @@ def goes_another_way(problems: Sequence[Unsupported]) -> bool:
     return any(problem == OTHER_BRANCH or problem.reason == _CHOSEN for problem in problems)
 
 
-def _nothing_saved() -> saved_tensors_hooks:
+def nothing_saved() -> saved_tensors_hooks:
     """While active, autograd saves no tensors: its graphs have their nodes, and cannot run backward."""
     return saved_tensors_hooks(lambda tensor: None, _never)
 
@@ -135,7 +135,7 @@ def _never(saved: None) -> torch.Tensor:
     raise RuntimeError("forward runs a backward that it does not run on fake tensors")
 
 
-def _state(
+def owned_state(
     module: nn.Module, tensors: Sequence[ModuleTensor], real_tensors: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     """The module's tensors, buffers as copies; parameters and buffers once more by their names."""

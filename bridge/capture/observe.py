@@ -48,6 +48,7 @@ def observe(
     functions: OwnFunctions,
     traced: bool = True,
     advance: Callable[[], int | None] = lambda: None,
+    recorders: Sequence[AbstractContextManager] = (),
 ) -> Observation:
     """Runs ``module``, on fake tensors unless told otherwise, and reports what eager does.
 
@@ -61,13 +62,14 @@ def observe(
         functions: the user's own, as they were traced.
         traced: whether the trace is wanted. It keeps every tensor until it is complete.
         advance: how far the last draw moved its generator.
+        recorders: modes to run under in the place of those that judge writes and note draws and calls.
     """
     argument_leaves, argument_spec = pytree.tree_flatten((args, kwargs))
     rules = InPlaceRules(argument_leaves, parameters)
     observation = Observation(unsupported=rules.unsupported)
     trace = OpTrace(inputs) if traced else None
     draws = DrawRecorder(observation.draws, rules.complain, trace, inputs, advance)
-    recorders = InPlaceWatcher(rules, observation.calls), draws
+    recorders = recorders or (InPlaceWatcher(rules, observation.calls), draws)
     geometry = [_geometry(tensor) for tensor in inputs]
     number_indices, asked = NumberIndices(), times_forward_asked()
     stand_ins = (RecurrentStandIns(), WholeCTCLoss(), number_indices) if traced else ()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from bridge.base.devices import current_device, working_for
+from bridge.base.devices import HOST, current_device, working_for
 from bridge.base.errors import Unsupported, UnsupportedModule, is_refused_by_eager
 from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
@@ -39,6 +39,8 @@ from bridge.capture.exported import (
 )
 from bridge.capture.fake_run import FakeRun, fake_run, forget_real_tensors
 from bridge.capture.free_tensors import free_tensors
+from bridge.capture.loops.attempt import looped_call
+from bridge.capture.module_calls import forward_here
 from bridge.capture.number_index import computes_with_numbers
 from bridge.capture.observation import Draw
 from bridge.capture.own_functions import OwnFunctions
@@ -101,6 +103,8 @@ def _capture(
     module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim], first: PythonState
 ) -> Captured:
     """:func:`capture` in the branches of now; ``first``: the module's state as it is."""
+    if not dims and current_device() == HOST and (captured := _capture_looped(module, args, kwargs, first)) is not None:
+        return captured
     traced = _traced_and_settled(module, args, kwargs, dims, first)
     captured = traced.captured
     forget_real_tensors([fake for fake in traced.fakes if isinstance(fake, FakeTensor)])
@@ -124,6 +128,31 @@ def _capture(
     compare = as_in_eager if captured.extents is None else as_in_eager_at_sample
     observation, differences = compare(captured.observation, real)
     observation.unsupported += [*differing, *differences]
+    observation.reads_validation |= real.reads_validation
+    return replace(captured, observation=observation, fake_observation=captured.observation)
+
+
+def _capture_looped(module: nn.Module, args: tuple, kwargs: dict[str, Any], first: PythonState) -> Captured | None:
+    """The captured call with one step of each loop in its graph; ``None`` where it has to be traced as it is."""
+    looped = looped_call(module, args, kwargs, first)
+    if looped is None:
+        return None
+    try:
+        with capturing(module), forward_here(module, looped.replay.of(module)):
+            traced = _trace(module, args, kwargs, (), ())
+    except Exception as error:  # of what the replay cannot do on fake tensors, the call itself may be traced
+        log.debug("%s is traced without its loops", type(module).__name__, exc_info=error)
+        return None
+    finally:
+        first.restore()
+    captured = traced.captured
+    forget_real_tensors([fake for fake in traced.fakes if isinstance(fake, FakeTensor)])
+    real = replace(looped.observation, calls=captured.observation.calls)  # of all steps, which are one here
+    observation, differences = as_in_eager(captured.observation, real)
+    problems = [*observation.unsupported, *differences]
+    if problems or [spec.kind for spec in captured.module_tensors].count("attribute"):
+        log.debug("%s is traced without its loops: %s", type(module).__name__, problems)
+        return None
     observation.reads_validation |= real.reads_validation
     return replace(captured, observation=observation, fake_observation=captured.observation)
 

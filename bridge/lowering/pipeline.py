@@ -15,7 +15,7 @@ from typing import Any
 
 import autodiff
 from autodiff.ir import Function
-from autodiff.scan import roll_up
+from autodiff.scan import hoist, roll_up
 from bridge.aten import Imported, import_graph
 from bridge.base.devices import HOST, working_for
 from bridge.base.log import channel
@@ -69,7 +69,7 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     if not differentiable:
         autodiff.drop_gradients(body)
     if captured.device == HOST and captured.extents is None:
-        lowered.run("rolled", "roll_up, differentiable_scans", body, rolled, wanted, partition, if_changed=True)
+        lowered.run("rolled", "roll_up, hoist, differentiable_scans", body, rolled, wanted, partition, if_changed=True)
     lowered.run("spelled", "autodiff.spell_out", body, autodiff.spell_out)
     lowered.run("forward", "autodiff.clean, unique_names", body, cleaned_and_named, not differentiable)
     if not differentiable:
@@ -117,7 +117,7 @@ def cleaned_and_named(function: Function | autodiff.Body, merge_casts: bool) -> 
 
 def rolled(body: autodiff.Body, required: Sequence[int], partition: Any) -> None:
     """The stage ``rolled``: loops of steps are scans, with gradients of the required parameters."""
-    differentiable_scans(roll_up(body), required, partition)
+    differentiable_scans(hoist(roll_up(body)), required, partition)
 
 
 def _differentiable(captured: Captured, imported: Imported) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from bridge.base.torch_internals import OpOverload, aten
 from bridge.capture import (
     CTC_LOSSES,
     CUSTOM_GRADIENT,
+    LOOP_MARKS,
     RECURRENT_LAYERS,
     STOP_GRADIENT,
     WITH_GRADIENT,
@@ -25,6 +27,7 @@ from bridge.capture import (
     Parameter,
 )
 from bridge.library import FUNCTIONS
+from bridge.reference.aten_loops import marked_loops
 from bridge.reference.draws import Drawn
 from bridge.reference.own_functions import own_gradient, with_own_gradient
 from bridge.reference.relax import Run
@@ -38,7 +41,7 @@ _ATTENTION = (
 )
 """Whose fifth argument says whether they compute what their backward reads."""
 _OURS = "tvm_dispatch"
-_TORCH_HAS = (STOP_GRADIENT, RECURRENT_LAYERS, *CTC_LOSSES)
+_TORCH_HAS = (STOP_GRADIENT, RECURRENT_LAYERS, *CTC_LOSSES, *LOOP_MARKS)
 """Operators of ours that torch's are run for."""
 _RUNNING = 3, 4
 """Places of the running statistics among its arguments, and of the new ones among its results."""
@@ -92,6 +95,8 @@ def needed_nodes(captured: Captured, roots: Sequence[fx.Node]) -> list[fx.Node]:
     if any(draw.is_computed for draw in captured.draws):
         marked.update(node for node in captured.graph.nodes if node.name in captured.draw_of)
     marked.update(roots)
+    for loop in marked_loops(captured.graph):  # a loop is run whole
+        marked.update(loop.marks)
     for node in reversed(captured.graph.nodes):
         if node in marked:
             skipped = [node.args[place] for place in _RUNNING] if _leaves_running_alone(node, marked) else []
@@ -117,10 +122,16 @@ def _run(
         captured.draws, dict(zip((*imported.input_draws, *imported.dropout_draws), primals[given:], strict=True))
     )
     env: dict[fx.Node, Any] = {}
+    loops = marked_loops(captured.graph)
+    inside = {node for loop in loops for node in loop.depending}
+    made = {node: loop for loop in loops for node in loop.made}
     for node in nodes:
         if node.op == "placeholder":
             env[node] = _placeholder(captured, node, primals)
-        elif node.op == "call_function":
+        elif node in made:
+            if node not in env:
+                env.update(made[node].run(env, partial(_call, captured, drawn=drawn)))
+        elif node.op == "call_function" and node not in inside:
             env[node] = _call(captured, node, env, drawn)
     return env
 

@@ -4,6 +4,7 @@ from bridge.state.code import CodeGuard
 from bridge.state.derived import derived_attribute, derived_attributes, renew_derived
 from bridge.state.generators import generators_put_back, moved_generators
 from bridge.state.module import hooks_of, own_attributes, written_class
+from bridge.state.names import functions_of, with_helpers
 from bridge.state.reachable import Contents, Reached
 from bridge.state.snapshot import PythonState
 from bridge.state.tensors import ModuleTensor, module_tensors, once_per_owner, tensor_problem
@@ -20,6 +21,7 @@ __all__ = [
     "derived_attribute",
     "derived_attributes",
     "dict_versions",
+    "functions_of",
     "generators_put_back",
     "hooks_of",
     "module_tensors",
@@ -30,5 +32,6 @@ __all__ = [
     "same",
     "same_versions",
     "tensor_problem",
+    "with_helpers",
     "written_class",
 ]

@@ -9,7 +9,7 @@ from tvm import relax
 from tvm.relax import op
 
 from autodiff.ir import bindings, op_name
-from autodiff.scan import is_scan, roll_up, scan_of, unroll
+from autodiff.scan import hoist, is_scan, roll_up, scan_of, unroll
 from bridge.reference import interpret
 from tests.autodiff.evaluate import function
 from tests.autodiff.gradcheck import draw
@@ -140,7 +140,7 @@ def test_joined_results_are_read_as_the_scan_makes_them():
 
 def test_what_depends_on_no_carry_is_computed_before_the_loop():
     args = draw(2, 3), draw(STEPS, 2, 3, seed=1), draw(3, 3, seed=2)
-    rolled = roll_up(function(inputs_products, *args))
+    rolled = hoist(roll_up(function(inputs_products, *args)))
     products = [value for _, value in bindings(rolled) if op_name(value) == "relax.matmul"]
     assert [[int(n) for n in value.ty.shape] for value in products] == [[STEPS * 2, 3]]
     (scan,) = scans_of(rolled)

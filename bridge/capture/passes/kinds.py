@@ -33,6 +33,7 @@ from torch.export.graph_signature import (
 
 from bridge.base.torch_internals import FakeTensor, FakeTensorMode, OpOverload, aten, pytree, schema
 from bridge.base.torch_shapes import environment, expression, fixed, is_decided
+from bridge.capture.loops.operators import MARKS
 from bridge.capture.passes.size_nodes import NoSizeNodeError, SizeNodes, is_of_sizes
 from bridge.state import constant_key
 
@@ -292,7 +293,12 @@ def _put_together(
         else:
             new[node] = sizes.node(fixed(node.meta["val"]))
     for node in reversed(graph.nodes):  # torch drops unused draws too: who makes a call draws for it (bridge.rng)
-        if node.op == "call_function" and not node.users and node.meta.get("val") is not None:
+        if (
+            node.op == "call_function"
+            and not node.users
+            and node.meta.get("val") is not None
+            and node.target not in MARKS
+        ):
             graph.erase_node(node)
     signature = exported.graph_signature
     outputs = zip(signature.output_specs, graph.output_node().args[0], strict=True)

@@ -262,7 +262,7 @@ def test_plans_do_not_depend_on_the_length():
         torch.manual_seed(0)
         return stats(check_module(lambda: Cells(nn.GRUCell), sequences(2, steps, 3), calls=1)).entries[0]
 
-    short, long = programs(8), programs(24)
+    short, long = programs(8), programs(14)
     for few, many in ((short.forward, long.forward), (short.backward, long.backward)):
         assert len(few.steps) == len(many.steps)
         ((one,), (other,)) = loops(few), loops(many)

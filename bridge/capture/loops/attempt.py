@@ -1,0 +1,102 @@
+"""Looped call: a module's sample call is run once in eager -> its observation, and a forward with its loops rolled up.
+
+Tracing costs milliseconds for each operator; recording a call costs microseconds. So a forward of many operators whose
+steps are proven to be equal (:mod:`bridge.capture.loops.find`) is traced with one step of each loop. The run that is
+recorded is the eager run of the capture: what is traced is compared with it as ever. ``None`` wherever anything could
+be missed: the call is then captured as if this had not been tried.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from bridge.base.log import channel
+from bridge.base.torch_internals import pytree
+from bridge.capture.eager_run import nothing_saved, owned_state
+from bridge.capture.loops.find import find_loops
+from bridge.capture.loops.recorder import CallRecorder, NotRecordedError, OperatorWatch
+from bridge.capture.loops.replay import Replay
+from bridge.capture.observation import Observation
+from bridge.capture.observe import observe
+from bridge.capture.own_leaves import own_leaves
+from bridge.capture.thread_isolation import capturing
+from bridge.capture.tracing import eagers_branches
+from bridge.state import PythonState, functions_of, module_tensors, with_helpers
+
+__all__ = ["LEAST_OPERATORS", "Looped", "looped_call"]
+
+log = channel("dispatch")
+
+LEAST_OPERATORS = 400
+"""A call of fewer operators is traced as it is."""
+
+
+@dataclass(frozen=True)
+class Looped:
+    """A call with loops: the observation of its eager run, and how it is replayed."""
+
+    observation: Observation
+    replay: Replay
+
+
+def looped_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], first: PythonState) -> Looped | None:
+    """The call, if its code has loops and they make it worth it; ``first`` is put back."""
+    if not _has_loops(type(each) for each in module.modules()):
+        return None
+    try:
+        with capturing(module, fakes=False), eagers_branches():
+            found = _recorded(module, args, kwargs)
+        changed = first.changes()
+    except Exception as error:  # noqa: BLE001 - whatever forward raises, it raises again where it is captured
+        log.debug("%s is traced without recording its loops: %s", type(module).__name__, error)
+        return None
+    finally:
+        first.restore()
+    return None if changed else found
+
+
+def _recorded(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Looped | None:
+    tensors, real_tensors = module_tensors(module)
+    args, kwargs = own_leaves(args, kwargs, real_tensors)
+    arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    owned, state = owned_state(module, tensors, real_tensors)
+    parameters = [tensor for spec, tensor in zip(tensors, owned, strict=True) if spec.kind == "parameter"]
+    named = {spec.name: tensor for spec, tensor in zip(tensors, owned, strict=True)}
+    recorder = CallRecorder(arguments, named)
+    watch = OperatorWatch(recorder)
+    with nothing_saved():
+        given = module, state, parameters, [*owned, *arguments], args, kwargs, nullcontext()
+        run = observe(*given, traced=False, recorders=(recorder, watch))
+    if run.unsupported or run.objects or watch.count < LEAST_OPERATORS:
+        return None
+    calls = recorder.finish(run.results, run.out_spec)
+    replay = Replay(calls, find_loops(calls))
+    if 2 * replay.length > len(calls.rows):
+        raise NotRecordedError(f"{replay.length} of {len(calls.rows)} calls are in no loop")
+    run.results.clear()
+    return Looped(run, replay)
+
+
+def _has_loops(kinds: Iterator[type]) -> bool:
+    """Whether the code that modules of these classes run, as far as it is not torch's, repeats anything."""
+    functions = [function for kind in dict.fromkeys(kinds) for function in functions_of(kind)]
+    return any(_repeats(function.__code__) for function in with_helpers(functions))
+
+
+@cache
+def _repeats(code: CodeType) -> bool:
+    here = any(step.opname == "FOR_ITER" or _goes_back(step) for step in dis.get_instructions(code))
+    return here or any(_repeats(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+
+
+def _goes_back(step: dis.Instruction) -> bool:
+    return "JUMP" in step.opname and isinstance(step.argval, int) and step.argval <= step.offset

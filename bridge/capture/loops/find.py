@@ -1,0 +1,229 @@
+"""Loops among recorded calls: rows -> loops whose steps are proven to be the same function of what they are given.
+
+All steps of a loop have rows of the same kinds: the same functions, with the same constants, on tensors of the same
+layouts. Each value that a row of a step reads is, in all steps,
+
+* *local*: what the same row of the same step has made,
+* a *carry*: what the same row of the step before has made, or of one further back,
+* a *constant*: one value from before the loop, or
+* a *part* of one: in each step the next (or the one before) along one axis, or what an earlier loop made in the next
+  step; whether the step takes it or it was taken before.
+
+Then the steps are one function of carries, parts and constants. Anything else is no loop. In the first steps autograd
+may not follow yet what it follows in all later ones: the initial state requires no grad. It is the same function there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from autodiff.scan import Run, periodic
+from bridge.capture.loops.calls import Calls, Part
+
+__all__ = ["Carry", "Constant", "Local", "Loop", "Parts", "Role", "find_loops"]
+
+LEAST_STEPS = 6
+"""Shorter loops are traced as they are."""
+_FURTHEST = 4
+_SHIFTS = 64
+
+
+class Local(NamedTuple):
+    """The ``leaf``-th result of row ``row`` of the same step."""
+
+    row: int
+    leaf: int
+
+
+class Carry(NamedTuple):
+    """Such a result of the step before; in the first step the value ``first``. Of a step further back, it is what the
+    carry ``of`` was in the step before."""
+
+    row: int
+    leaf: int
+    first: int
+    of: Carry | None = None
+
+
+class Constant(NamedTuple):
+    """A value from before the loop."""
+
+    value: int
+
+
+class Parts(NamedTuple):
+    """A part for each step: the first one, and how much further each next one begins along its axis (negative: how much
+    before). ``of`` a value, or of what an earlier loop's row makes in all of its steps."""
+
+    of: int | tuple[int, int, int]
+    dim: int
+    first: int
+    step: int
+    extent: int
+    squeezed: bool
+
+
+Role = Local | Carry | Constant | Parts
+
+
+@dataclass
+class Loop:
+    """A proven loop: ``steps`` times ``period`` rows from ``start`` on.
+
+    Attributes:
+        roles: of each row of a step, those of the values that it reads; ``None`` for one that takes a part.
+        taken: what these take.
+    """
+
+    start: int
+    period: int
+    steps: int
+    roles: list[list[Role] | None] = field(default_factory=list)
+    taken: dict[int, Parts] = field(default_factory=dict)
+
+    @property
+    def stop(self) -> int:
+        """The row after the last one."""
+        return self.start + self.period * self.steps
+
+    @property
+    def carries(self) -> list[Carry]:
+        """Each once, in order of first use, and those that they are carries of."""
+        found: dict[Carry, None] = {}
+        for carry in self._of(Carry):
+            while carry is not None:
+                found.setdefault(carry)
+                carry = carry.of
+        return list(found)
+
+    @property
+    def parts(self) -> list[Parts]:
+        """Each once."""
+        return list(dict.fromkeys([*self.taken.values(), *self._of(Parts)]))
+
+    def _of(self, kind: type) -> list:
+        return list(dict.fromkeys(role for roles in self.roles for role in roles or () if isinstance(role, kind)))
+
+
+def find_loops(calls: Calls) -> list[Loop]:
+    """Loops that do not overlap, in order; the longest are looked for first."""
+    candidates = sorted(periodic([row.kind for row in calls.rows], LEAST_STEPS), key=lambda run: run.start)
+    found: list[Loop] = []
+    for run in _disjoint(candidates):
+        # in order, so that a loop may read what an earlier one makes
+        if (loop := _Finder(calls, found).best(run)) is not None:
+            found.append(loop)
+    return found
+
+
+def _disjoint(candidates: Sequence[Run]) -> Iterator[Run]:
+    """The longest runs, of those that overlap one; in order."""
+    taken: list[Run] = []
+    for run in sorted(candidates, key=lambda run: (-run.length, run.period)):
+        if all(run.start + run.length <= other.start or other.start + other.length <= run.start for other in taken):
+            taken.append(run)
+    yield from sorted(taken)
+
+
+class _Finder:
+    def __init__(self, calls: Calls, earlier: Sequence[Loop]):
+        self.calls, self.earlier = calls, earlier
+
+    def best(self, run: Run) -> Loop | None:
+        """The loop of a run with the fewest carries, as its first steps say; it may begin in the first two steps."""
+        spare = run.length % run.period
+        shifts = [*range(min(spare + 1, _SHIFTS)), *range(run.period, run.period + min(spare + 1, _SHIFTS))]
+        possible = []
+        for shift in shifts:
+            steps = (run.length - shift) // run.period
+            few = min(steps, LEAST_STEPS)
+            loop = self._proven(run.start + shift, run.period, few) if steps >= LEAST_STEPS else None
+            if loop is not None and loop.carries:
+                possible.append((-steps, len(loop.carries), shift))
+        for steps, _, shift in sorted(possible):
+            loop = self._proven(run.start + shift, run.period, -steps)
+            if loop is not None and loop.carries:
+                return loop
+        return None
+
+    def _proven(self, start: int, period: int, steps: int) -> Loop | None:
+        rows = self.calls.rows
+        loop = Loop(start, period, steps)
+        for index in range(period):
+            group = rows[start + index : loop.stop : period]
+            roles = []
+            for column in zip(*(each.reads for each in group), strict=True):
+                role = self._role(column, loop)
+                if role is None:
+                    return None
+                roles.append(role)
+            if len({each.part for each in group}) > 1:
+                parts = self._parts([each.part for each in group])
+                if parts is not None and all(isinstance(role, Constant) for role in roles):
+                    loop.taken[index] = parts
+                    loop.roles.append(None)
+                    continue
+                if len({each.part[1:] for each in group}) > 1:
+                    return None
+            loop.roles.append(roles)
+        return loop if all(self._is_followed_alike(loop, index) for index in range(period)) else None
+
+    def _is_followed_alike(self, loop: Loop, index: int) -> bool:
+        """Whether autograd follows what a row makes in all steps or in none, up to the first ones."""
+        forms, group = self.calls.forms, self.calls.rows[loop.start + index : loop.stop : loop.period]
+        last = [forms[value].requires_grad for value in group[-1].makes]
+        if any(forms[value].requires_grad > now for each in group for value, now in zip(each.makes, last, strict=True)):
+            return False
+        return all([forms[value].requires_grad for value in each.makes] == last for each in group[_FURTHEST:])
+
+    def _role(self, values: Sequence[int], loop: Loop) -> Role | None:
+        made, first = self.calls.made, values[0]
+        if made[values[-1]].row < loop.start:
+            if values.count(first) == len(values):
+                return Constant(first)
+            return self._parts_before(values, loop)
+        for back in range(_FURTHEST + 1):
+            offset = made[values[back]].row - loop.start
+            if offset >= 0:
+                break
+        else:
+            return None
+        if offset >= loop.period:
+            return None
+        leaf = made[values[back]].leaf
+        wanted = range(loop.start + offset, loop.stop, loop.period)
+        if any(made[value] != (row, leaf) for value, row in zip(values[back:], wanted, strict=False)):
+            return None
+        role: Carry | None = None
+        for value in reversed(values[:back]):
+            role = Carry(offset, leaf, value, role)
+        return role or Local(offset, leaf)
+
+    def _parts_before(self, values: Sequence[int], loop: Loop) -> Parts | None:
+        """Parts that were taken before the loop, or that an earlier loop has made."""
+        made, forms = self.calls.made, self.calls.forms
+        if any(made[value].row >= loop.start for value in values) or len({forms[value].layout for value in values}) > 1:
+            return None
+        parts = [self.calls.part(value) for value in values]
+        if None not in parts and (found := self._parts(parts)) is not None:
+            return found
+        for number, other in enumerate(self.earlier):
+            places = [divmod(made[value].row - other.start, other.period) for value in values]
+            if all(0 <= step < other.steps for step, _ in places) and len({row for _, row in places}) == 1:
+                leaves = {made[value].leaf for value in values}
+                begin, step = places[0][0], places[1][0] - places[0][0]
+                regular = all(at == begin + step * index for index, (at, _) in enumerate(places))
+                if len(leaves) == 1 and abs(step) == 1 and regular and places[0][1] not in other.taken:
+                    return Parts((number, places[0][1], leaves.pop()), 0, begin, step, 1, True)
+        return None
+
+    def _parts(self, parts: Sequence[Part]) -> Parts | None:
+        first, second = parts[0], parts[1]
+        step = second.begin - first.begin
+        if abs(step) != first.extent or first[:2] + first[3:] != second[:2] + second[3:]:
+            return None
+        if any(part != first._replace(begin=first.begin + step * index) for index, part in enumerate(parts)):
+            return None
+        return Parts(first.of, first.dim, first.begin, step, first.extent, first.squeezed)

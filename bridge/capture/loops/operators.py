@@ -1,0 +1,50 @@
+"""Operators that mark one step of a loop in a traced graph: what it is given by the step before, its parts and results.
+
+    loop_first(first, sources, loop, place, length, reverse)   a carry as the step sees it, of ``first``'s layout
+    loop_part(whole, loop, place)                              the step's part of a tensor that has the steps in front
+    loop_last(next, loop, place)                               that carry after the last step
+    loop_steps(y, loop, place, length)                         a result of the step, of all steps, the steps in front
+
+``loop`` numbers the loops of a graph. What lies between the marks of one is its body, in whatever order; the importer
+makes it a scan. ``sources`` are what autograd reaches from a carry in later steps, beside ``first``. The operators have
+no kernels: a graph with them is traced, never run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+
+__all__ = ["FIRST", "LAST", "MARKS", "PART", "STEPS"]
+
+_library = torch.library.Library("tvm_dispatch", "FRAGMENT")
+_library.define("loop_first(Tensor first, Tensor[] sources, int loop, int place, int length, bool reverse) -> Tensor")
+_library.define("loop_part(Tensor whole, int loop, int place) -> Tensor")
+_library.define("loop_last(Tensor next, int loop, int place) -> Tensor")
+_library.define("loop_steps(Tensor y, int loop, int place, int length) -> Tensor")
+
+
+def _like(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    return tensor.new_empty_strided(tensor.shape, tensor.stride())
+
+
+def _part(whole: torch.Tensor, *_: Any) -> torch.Tensor:
+    return whole.new_empty_strided(whole.shape[1:], whole.stride()[1:])
+
+
+def _all_steps(y: torch.Tensor, loop: int, place: int, length: int) -> torch.Tensor:
+    return y.new_empty_strided((length, *y.shape), (y.numel(), *y.stride()))
+
+
+for _name, _made in (("loop_first", _like), ("loop_part", _part), ("loop_last", _like), ("loop_steps", _all_steps)):
+    _library.impl(_name, _made, "Meta")
+
+FIRST = torch.ops.tvm_dispatch.loop_first.default
+PART = torch.ops.tvm_dispatch.loop_part.default
+LAST = torch.ops.tvm_dispatch.loop_last.default
+STEPS = torch.ops.tvm_dispatch.loop_steps.default
+MARKS = (FIRST, PART, LAST, STEPS)
+for _mark in MARKS:
+    torch.fx.node.has_side_effect(_mark)  # a carry that nobody reads after the loop is still one

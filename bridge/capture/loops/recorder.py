@@ -1,0 +1,253 @@
+"""Recorder of calls: modes under which forward runs on its sample -> the rows of :mod:`bridge.capture.loops.calls`.
+
+Recorded are calls of torch functions whose results are tensors. Whatever else could have a part in what forward
+computes ends the recording: a number taken out of a tensor, a write, a draw, another grad mode, a tensor of unknown
+origin, an argument that cannot be compared. Numbers that say only what a tensor is like (its shape) are constants of
+the call, as they are wherever sizes do not vary.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from bridge.base.interrupts import raise_deferred
+from bridge.base.torch_internals import TorchDispatchMode, aten, schema
+from bridge.capture.autograd_uses import use_of_autograd
+from bridge.capture.generator_watch import unwatched
+from bridge.capture.loops.calls import HERE, Call, Calls, Form, Kind, Made, Value, part_of
+from bridge.state import constant_key
+
+__all__ = ["CallRecorder", "NotRecordedError", "OperatorWatch"]
+
+
+class NotRecordedError(Exception):
+    """A call cannot be recorded: why."""
+
+
+_ATTRIBUTES = (
+    "shape",
+    "dtype",
+    "device",
+    "ndim",
+    "layout",
+    "requires_grad",
+    "is_cuda",
+    "is_cpu",
+    "is_sparse",
+    "is_mps",
+)
+_QUESTIONS = (
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex"),
+    *("is_signed", "__len__", "get_device", "stride", "is_contiguous", "is_inference", "is_conj", "is_neg"),
+)
+_METADATA = frozenset(
+    [getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES]
+    + [getattr(torch.Tensor, name) for name in _QUESTIONS]
+    + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_grad_enabled, torch.broadcast_shapes]
+)
+"""Functions that tell no numbers of a tensor's elements."""
+_VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT"))
+_NEVER = frozenset({"as_strided", "requires_grad_", "backward", "untyped_storage", "set_", "apply_", "map_"})
+"""Names of functions that depend on more than the layouts and elements of their arguments, or change something."""
+
+_SMALL, _EACH = 1 << 24, 1 << 18
+"""Elements that all results may have together: so many, and so many more for each call. Beyond, recording may take as
+long as a forward, for calls of which there are too few to matter."""
+
+
+class CallRecorder(TorchFunctionMode):
+    """Records calls; raises :class:`NotRecordedError` where it cannot, and notes that in ``reason``.
+
+    ``is_inside``: whether it is in a call that is being made, which may write what it has made itself.
+
+    Args:
+        arguments: the tensors that are given to forward.
+        owned: those of the module, by name.
+    """
+
+    def __init__(self, arguments: Iterable[torch.Tensor], owned: Mapping[str, torch.Tensor]):
+        super().__init__()
+        self.calls = Calls()
+        self.reason: str | None = None
+        self.is_inside = False
+        self._grad = torch.is_grad_enabled()
+        self._kinds: dict[tuple, int] = {}
+        self._known: dict[int, tuple[weakref.ref, int]] = {}
+        self._elements = 0
+        for source, tensor in (*enumerate(arguments), *owned.items()):
+            self._new(tensor, Made(-1, len(self.calls.inputs)))
+            self.calls.inputs.append(source)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        raise_deferred()
+        kwargs = kwargs or {}
+        with unwatched():  # what is called here is torch's, or the recorder's own
+            return self._recorded(func, args, kwargs)
+
+    def _recorded(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.reason is not None:
+            raise NotRecordedError(self.reason)
+        if func in _METADATA:
+            return func(*args, **kwargs)
+        iterates = func is torch.Tensor.__iter__
+        if iterates:
+            func = torch.unbind
+        self._check(func)
+        given: list[torch.Tensor] = []
+        told = tuple(self._told(arg, given) for arg in args)
+        named = {name: self._told(arg, given) for name, arg in kwargs.items()}
+        versions, self.is_inside = [tensor._version for tensor in given], True
+        result = func(*args, **kwargs)
+        self.is_inside = False
+        if versions != [tensor._version for tensor in given]:
+            self.fail(f"{func} writes")
+        self._add(Kind(func, told, named), tuple(self._value(tensor).number for tensor in given), result)
+        return iter(result) if iterates else result
+
+    def fail(self, reason: str) -> None:
+        """Ends the recording."""
+        self.reason = reason
+        raise NotRecordedError(reason)
+
+    def finish(self, leaves: Iterable[Any], spec: Any) -> Calls:
+        """The rows of a forward that has returned these leaves. :class:`NotRecordedError` if that is not all."""
+        if self.reason is not None:
+            raise NotRecordedError(self.reason)
+        self.calls.results = [self._value(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.calls.spec = spec
+        return self.calls
+
+    def _check(self, func: Any) -> None:
+        name = getattr(func, "__name__", None)
+        if name is None or (name in ("__get__", "__set__", "__delete__") and func not in _VIEWS):
+            self.fail(f"an attribute of a tensor: {func}")
+        if name in _NEVER or (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
+            self.fail(f"a call of {name}")
+        if use_of_autograd(func, name) is not None or torch.is_grad_enabled() != self._grad:
+            self.fail("a use of autograd")
+        if torch.is_autocast_enabled("cpu"):
+            self.fail("autocast")
+
+    def _told(self, arg: Any, given: list[torch.Tensor]) -> Any:
+        """An argument as its kind has it; the tensors in it are appended to ``given``."""
+        if isinstance(arg, torch.Tensor):
+            given.append(arg)
+            return HERE
+        if isinstance(arg, tuple | list):
+            items = [self._told(item, given) for item in arg]
+            return tuple(items) if isinstance(arg, tuple) else items
+        if type(arg) is slice:
+            if any(isinstance(bound, torch.Tensor) for bound in (arg.start, arg.stop, arg.step)):
+                self.fail("a tensor as a bound")
+            return arg
+        if arg is not Ellipsis and constant_key(arg) is None:
+            self.fail(f"an argument of type {type(arg).__name__}")
+        return arg
+
+    def _value(self, tensor: torch.Tensor) -> Value:
+        found = self._known.get(id(tensor))
+        if found is None or found[0]() is not tensor:
+            self.fail("a tensor that is not made by a call")
+        return Value(found[1])
+
+    def _new(self, tensor: torch.Tensor, made: Made) -> Value:
+        if (
+            type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+            or tensor.layout is not torch.strided
+            or tensor.is_complex()
+        ):
+            self.fail("a tensor that is not a plain one")
+        number = len(self.calls.forms)
+        form = Form(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+        self.calls.forms.append(form)
+        self.calls.made.append(made)
+        self._known[id(tensor)] = weakref.ref(tensor), number
+        return Value(number)
+
+    def _add(self, kind: Kind, reads: tuple[int, ...], result: Any) -> None:
+        calls, row = self.calls, len(self.calls.rows)
+        leaves = list(_leaves(result))
+        if not all(isinstance(leaf, torch.Tensor) for leaf in leaves) or not leaves:
+            self.fail(f"{kind.name} returns what is no tensor")
+        known = [self._known.get(id(leaf)) for leaf in leaves]
+        given = [found is not None and found[0]() is leaf for found, leaf in zip(known, leaves, strict=True)]
+        if all(given):
+            return  # what was given: as if it had not been called
+        if any(given):
+            self.fail("what was given among the results")
+        makes = tuple(self._new(tensor, Made(row, leaf)).number for leaf, tensor in enumerate(leaves))
+        self._elements += leaves[0].numel()
+        if self._elements > _SMALL + _EACH * row:
+            self.fail("large tensors")
+        part = None
+        if kind.args and kind.args[0] is HERE:
+            part = part_of(kind.func, kind.args, kind.kwargs, reads[0], calls.forms[reads[0]])
+        constants = part[1:2] + part[3:] if part is not None else (_key(kind.args), _key(kind.kwargs))
+        layouts = tuple(calls.forms[number].layout for number in (*reads, *makes))
+        number = self._kinds.setdefault((kind.func, constants, layouts), len(calls.kinds))
+        if number == len(calls.kinds):
+            calls.kinds.append(kind)
+        calls.rows.append(Call(number, reads, makes, part))
+
+
+def _leaves(result: Any) -> Iterator[Any]:
+    """What a function returns, ``None`` passed over."""
+    if isinstance(result, tuple | list):
+        for item in result:
+            yield from _leaves(item)
+    elif result is not None:
+        yield result
+
+
+def _key(arg: Any) -> Any:
+    """Hashable, and equal for equal arguments of kinds."""
+    if isinstance(arg, tuple | list):
+        return type(arg), tuple(map(_key, arg))
+    if type(arg) is dict:
+        return tuple((name, _key(item)) for name, item in arg.items())
+    if type(arg) is slice:
+        return "slice", *map(_key, (arg.start, arg.stop, arg.step))
+    return arg if arg is HERE or arg is Ellipsis else constant_key(arg)
+
+
+class OperatorWatch(TorchDispatchMode):
+    """Ends a recording before an operator draws, reads a number or writes outside of a call, or one that is not ATen's.
+
+    ``count``: how many operators have run.
+    """
+
+    def __init__(self, recorder: CallRecorder):
+        super().__init__()
+        self.recorder = recorder
+        self.count = 0
+        self._fine: set[Any] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func not in self._fine:
+            if (why := _problem(func)) is not None:
+                self.recorder.fail(why)
+            if not schema(func).is_mutable:
+                self._fine.add(func)
+            elif not self.recorder.is_inside:
+                self.recorder.fail(f"{func} writes")
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+_READS = (aten._local_scalar_dense, aten.equal, aten._assert_async, aten.as_strided, aten.is_nonzero)
+
+
+def _problem(func: Any) -> str | None:
+    known = schema(func)
+    if func.namespace != "aten":
+        return f"{func} is not torch's own"
+    if torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+        return f"{func} draws, or its result has a shape that numbers decide"
+    if func.overloadpacket in _READS or "batch_norm" in known.name or "instance_norm" in known.name:
+        return f"{func} reads or writes more than the graph says"
+    return None
