@@ -16,7 +16,7 @@ _FIRST, _PART, _LAST, _STEPS = LOOP_MARKS
 
 
 class MarkedLoop:
-    """One loop: its marks and its body, in order; ``depending``: all nodes that depend on a step; ``marks``: all of its own."""
+    """One loop: its marks and its body, in order; ``depending``: what depends on a step; ``marks``: all of its own."""
 
     def __init__(self, nodes: list[fx.Node], number: int):
         self.marks = own = [node for node in nodes if _number(node) == number]
