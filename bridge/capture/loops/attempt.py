@@ -27,6 +27,7 @@ from bridge.capture.loops.recorder import CallRecorder, NotRecordedError, Operat
 from bridge.capture.loops.replay import Replay
 from bridge.capture.observation import Observation
 from bridge.capture.observe import observe
+from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.own_leaves import own_leaves
 from bridge.capture.thread_isolation import capturing
 from bridge.capture.tracing import eagers_branches
@@ -75,7 +76,7 @@ def _recorded(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Looped 
     watch = OperatorWatch(recorder)
     with nothing_saved():
         given = module, state, parameters, [*owned, *arguments], args, kwargs, nullcontext()
-        run = observe(*given, traced=False, recorders=(recorder, watch))
+        run = observe(*given, functions=OwnFunctions(), traced=False, recorders=(recorder, watch))
     if run.unsupported or run.objects or watch.count < LEAST_OPERATORS:
         return None
     calls = recorder.finish(run.results, run.out_spec)
