@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.devices import current_device, working_for
+from bridge.base.devices import HOST, current_device, working_for
 from bridge.base.generators import default_generator, of_gpus
 from bridge.base.modes import ambient_autocast, autocast_to
 from bridge.base.threads import is_alone
@@ -166,7 +166,7 @@ def _eager(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Iterator[N
 
 @contextmanager
 def _put_back() -> Iterator[None]:
-    generators = [default_generator(torch.device("cpu")), *of_gpus()]
+    generators = [default_generator(HOST), *of_gpus()]
     states = [generator.get_state() for generator in generators]
     try:
         yield

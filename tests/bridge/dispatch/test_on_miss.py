@@ -306,7 +306,7 @@ def test_a_module_that_was_ever_hit_is_not_complained_about(caplog):
 def test_what_cannot_be_compiled_runs_eager_and_is_not_tried_again(caplog):
     class Either(nn.Module):
         def forward(self, x):
-            return torch.tanh(x) if x.shape[0] < 6 else x * torch.linalg.eigvalsh(x.T @ x)
+            return torch.tanh(x) if x.shape[0] < 6 else x * (x.T @ x).to_sparse().to_dense().sum(0)
 
     module = Either()
     add_tvm_dispatch(module, rows(4), on_miss="compile")
@@ -314,7 +314,7 @@ def test_what_cannot_be_compiled_runs_eager_and_is_not_tried_again(caplog):
         for _ in range(3):
             torch.testing.assert_close(module(rows(9)), Either()(rows(9)), rtol=0, atol=0)
     (record,) = warnings_of(caplog)
-    assert "linalg_eig" in record.getMessage() and "(9, 6)" in record.getMessage()
+    assert "_to_sparse" in record.getMessage() and "(9, 6)" in record.getMessage()
     assert sum(stats(module).misses.values()) == 3
     assert len(stats(module).entries) == 1
     module(rows(4))
