@@ -79,7 +79,7 @@ class Waves(nn.Module):
     """Short-time transform, magnitudes and phases."""
 
     def forward(self, x):
-        found = torch.stft(x, 8, 4, window=torch.hann_window(8, dtype=x.dtype), return_complex=True)
+        found = torch.stft(x, 8, 4, window=torch.hann_window(8, dtype=x.dtype, device=x.device), return_complex=True)
         return found.abs(), (found + 9).angle()
 
 
