@@ -170,7 +170,7 @@ def test_records_know_every_field():
         LoweredCall: "captured imported wanted differentiable stages partitioned seconds sample content",
         Draw: "op shape stride dtype args kwargs device operand advance",
         Operand: "dtype stride offset of",
-        Output: "value is_tensor alias_of is_same_object shape stride offset dtype requires_grad reaches",
+        Output: "value is_tensor alias_of is_same_object shape stride offset dtype is_conjugate requires_grad reaches",
         Observation: "outputs out_spec draws unsupported calls trace results differentiates reads_validation asks "
         "objects",
     }
