@@ -67,6 +67,8 @@ def check_functional(node: fx.Node) -> None:
     name = its.name.partition("::")[2]
     if target.namespace == "aten" and (name.startswith(_MEMORY) or any(part in name for part in _EFFECTS)):
         raise UnsupportedUse("is about memory, or about what it does beside its result")
+    if "sparse" in name:  # where sizes vary, a form of what it makes does not know its layout
+        raise UnsupportedUse("makes a tensor of layout torch.sparse_coo, or takes one")
     given = fx.node.map_arg((node.args, node.kwargs), lambda arg: arg.meta.get("val"))
     for value in pytree.tree_leaves(given):
         _check_value("takes", value)

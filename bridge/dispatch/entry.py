@@ -70,6 +70,7 @@ class Entry:
         started = time.perf_counter()
         self.guard = guard
         self.lowered = lowered
+        self.backend = backend
         self.hits = 0
         self.last_used = 0
         self.programs = Programs(lowered, backend, graphs) if programs is None else programs

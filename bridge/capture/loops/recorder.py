@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from bridge.base.devices import HOST, TYPES
 from bridge.base.interrupts import raise_deferred
 from bridge.base.torch_internals import TorchDispatchMode, aten, schema
 from bridge.capture.autograd_uses import use_of_autograd
@@ -36,10 +37,7 @@ _ATTRIBUTES = (
     "ndim",
     "layout",
     "requires_grad",
-    "is_cuda",
-    "is_cpu",
-    "is_sparse",
-    "is_mps",
+    *(f"is_{kind}" for kind in (*TYPES, "sparse", "mps")),
 )
 _QUESTIONS = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex"),
@@ -130,7 +128,7 @@ class CallRecorder(TorchFunctionMode):
             self.fail(f"a call of {name}")
         if use_of_autograd(func, name) is not None or torch.is_grad_enabled() != self._grad:
             self.fail("a use of autograd")
-        if torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled(HOST.type):
             self.fail("autocast")
 
     def _told(self, arg: Any, given: list[torch.Tensor]) -> Any:
