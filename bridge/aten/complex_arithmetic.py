@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tvm import relax
@@ -11,10 +12,10 @@ from autodiff.ir import Expr, dtype
 from bridge.aten.complex_value import Complex, as_complex, constant, joined, part_type, separated
 from bridge.aten.element_types import relax_dtype
 from bridge.aten.pointwise import stop_gradient
-from bridge.aten.registry import UnsupportedUse
+from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import aten
 
-__all__ = ["COMPLEX", "SEES_COMPLEX", "complex_conversion", "multiplied"]
+__all__ = ["COMPLEX", "SEES_COMPLEX", "multiplied"]
 
 op = relax.op
 
@@ -26,19 +27,7 @@ SEES_COMPLEX = {aten._to_copy.default}
 """Those of them that are given the node as it is, with complex forms; to all others its results are parts."""
 
 
-def complex_conversion(*overloads: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers what converts overloads where complex numbers take part."""
-
-    def register(convert: Callable[..., Any]) -> Callable[..., Any]:
-        COMPLEX.update(dict.fromkeys(overloads, convert))
-        return convert
-
-    return register
-
-
-def part_dtype(importer: Any, node: Any) -> str:
-    """The element type of the parts of a node's result."""
-    return importer.out_dtype(node)
+_complex = partial(converts, table=COMPLEX)
 
 
 def _add(importer: Any, a: Expr, b: Expr) -> Expr:
@@ -64,7 +53,7 @@ def multiplied(
 
 def _operands(importer: Any, node: Any, *values: Any) -> list[Any]:
     """Complex values in the type of the result; real ones stay real, which spares half of the work."""
-    element_type = part_dtype(importer, node)
+    element_type = importer.out_dtype(node)
     return [
         as_complex(importer, value, element_type)
         if isinstance(value, Complex | complex)
@@ -73,18 +62,20 @@ def _operands(importer: Any, node: Any, *values: Any) -> list[Any]:
     ]
 
 
-@complex_conversion(aten.mul.Tensor, aten.mul.Scalar)
+@_complex(aten.mul.Tensor, aten.mul.Scalar)
 def mul(importer, node, a, b):
     a, b = _operands(importer, node, a, b)
     if isinstance(a, Complex) and isinstance(b, Complex):
         return multiplied(importer, a, b)
+    if not isinstance(a, Complex) and not isinstance(b, Complex):  # an operand of a sum, times its factor
+        return importer.emit(op.multiply(a, b))
     value, factor = (a, b) if isinstance(a, Complex) else (b, a)
     return Complex(*(_multiply(importer, part, factor) for part in value.parts))
 
 
-@complex_conversion(aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar)
+@_complex(aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar)
 def add(importer, node, a, b, alpha=1):
-    element_type = part_dtype(importer, node)
+    element_type = importer.out_dtype(node)
     if alpha != 1:
         b = mul(importer, node, b, alpha)
     a, b = (as_complex(importer, value, element_type) for value in (a, b))
@@ -92,20 +83,20 @@ def add(importer, node, a, b, alpha=1):
     return Complex(*(combine(importer, x, y) for x, y in zip(a.parts, b.parts, strict=True)))
 
 
-@complex_conversion(aten.rsub.Scalar, aten.rsub.Tensor)
+@_complex(aten.rsub.Scalar, aten.rsub.Tensor)
 def rsub(importer, node, a, b, alpha=1):
     a = mul(importer, node, a, alpha) if alpha != 1 else a
-    a, b = (as_complex(importer, value, part_dtype(importer, node)) for value in (a, b))
+    a, b = (as_complex(importer, value, importer.out_dtype(node)) for value in (a, b))
     return Complex(*(_subtract(importer, x, y) for x, y in zip(b.parts, a.parts, strict=True)))
 
 
-@complex_conversion(aten.div.Tensor, aten.div.Scalar)
+@_complex(aten.div.Tensor, aten.div.Scalar)
 def div(importer, node, a, b):
     """By a complex number: both are scaled by the larger part of the divisor first, which no result depends on."""
     a, b = _operands(importer, node, a, b)
     if not isinstance(b, Complex):
         return Complex(*(importer.emit(op.divide(part, b)) for part in a.parts))
-    a = as_complex(importer, a, part_dtype(importer, node))
+    a = as_complex(importer, a, importer.out_dtype(node))
     sizes = [importer.emit(op.abs(part)) for part in b.parts]
     scale = stop_gradient(importer, node, importer.emit(op.maximum(*sizes)))
     c, d = (importer.emit(op.divide(part, scale)) for part in b.parts)
@@ -114,17 +105,17 @@ def div(importer, node, a, b):
     return Complex(*(importer.emit(op.divide(part, below)) for part in above.parts))
 
 
-@complex_conversion(aten.reciprocal.default)
+@_complex(aten.reciprocal.default)
 def reciprocal(importer, node, x):
     return div(importer, node, 1.0, x)
 
 
-@complex_conversion(aten.square.default)
+@_complex(aten.square.default)
 def square(importer, node, x):
     return multiplied(importer, x, x)
 
 
-@complex_conversion(aten.pow.Tensor_Scalar)
+@_complex(aten.pow.Tensor_Scalar)
 def pow_by_number(importer, node, x, exponent):
     """Small whole exponents, as torch multiplies; others are torch's kernel."""
     if exponent != 2:
@@ -132,49 +123,49 @@ def pow_by_number(importer, node, x, exponent):
     return multiplied(importer, x, x)
 
 
-@complex_conversion(aten._conj.default, aten._conj_physical.default, aten.conj_physical.default)
+@_complex(aten._conj.default, aten._conj_physical.default, aten.conj_physical.default)
 def conj(importer, node, x):
     return Complex(x.real, importer.emit(op.negative(x.imaginary)))
 
 
-@complex_conversion(aten.resolve_conj.default, aten.resolve_neg.default)
+@_complex(aten.resolve_conj.default, aten.resolve_neg.default)
 def resolved(importer, node, x):
     return x
 
 
-@complex_conversion(aten.view_as_real.default)
+@_complex(aten.view_as_real.default)
 def view_as_real(importer, node, x):
     return joined(importer, x)
 
 
-@complex_conversion(aten.view_as_complex.default)
+@_complex(aten.view_as_complex.default)
 def view_as_complex(importer, node, x):
     return separated(importer, x)
 
 
-@complex_conversion(aten.real.default)
+@_complex(aten.real.default)
 def real(importer, node, x):
     return x.real
 
 
-@complex_conversion(aten.imag.default)
+@_complex(aten.imag.default)
 def imag(importer, node, x):
     return x.imaginary
 
 
-@complex_conversion(aten.complex.default)
+@_complex(aten.complex.default)
 def complex_of(importer, node, real, imaginary):
-    parts = (importer.cast(part, part_dtype(importer, node)) for part in (real, imaginary))
+    parts = (importer.cast(part, importer.out_dtype(node)) for part in (real, imaginary))
     return _broadcast(importer, node, Complex(*parts))
 
 
-@complex_conversion(aten.polar.default)
+@_complex(aten.polar.default)
 def polar(importer, node, size, angle):
-    size, angle = (importer.cast(value, part_dtype(importer, node)) for value in (size, angle))
+    size, angle = (importer.cast(value, importer.out_dtype(node)) for value in (size, angle))
     return Complex(*(_multiply(importer, size, importer.emit(turn(angle))) for turn in (op.cos, op.sin)))
 
 
-@complex_conversion(aten.exp.default)
+@_complex(aten.exp.default)
 def exp(importer, node, x):
     return polar(importer, node, importer.emit(op.exp(x.real)), x.imaginary)
 
@@ -188,7 +179,7 @@ def _is_zero(importer: Any, x: Complex) -> Expr:
     return importer.emit(op.logical_and(*zeros))
 
 
-@complex_conversion(aten.abs.default)
+@_complex(aten.abs.default)
 def absolute(importer, node, x):
     """At 0 the gradient is 0, as torch's. Both parts are scaled by the larger one: no square is too large or small."""
     zero = _is_zero(importer, x)
@@ -203,7 +194,7 @@ def absolute(importer, node, x):
     return importer.emit(op.where(zero, importer.constant(0, dtype(x.real)), found))
 
 
-@complex_conversion(aten.sgn.default)
+@_complex(aten.sgn.default)
 def sgn(importer, node, x):
     """``x / |x|``, and 0 at 0."""
     size = absolute(importer, node, x)
@@ -214,7 +205,7 @@ def sgn(importer, node, x):
     return Complex(*(importer.emit(op.where(zero, none, part)) for part in divided))
 
 
-@complex_conversion(aten.angle.default)
+@_complex(aten.angle.default)
 def angle(importer, node, x):
     """At 0 the gradient is 0, as torch's."""
     zero = _is_zero(importer, x)
@@ -223,7 +214,7 @@ def angle(importer, node, x):
     return importer.emit(op.where(zero, importer.constant(0, dtype(x.real)), found))
 
 
-@complex_conversion(aten.eq.Tensor, aten.eq.Scalar, aten.ne.Tensor, aten.ne.Scalar)
+@_complex(aten.eq.Tensor, aten.eq.Scalar, aten.ne.Tensor, aten.ne.Scalar)
 def compared(importer, node, a, b):
     element_type = dtype(next(value.real for value in (a, b) if isinstance(value, Complex)))
     a, b = (as_complex(importer, value, element_type) for value in (a, b))
@@ -245,28 +236,28 @@ _CREATED = {
 }
 
 
-@complex_conversion(*_CREATED)
+@_complex(*_CREATED)
 def created(importer, node, *args, **kwargs):
     number = _CREATED[node.target](args)
     if isinstance(number, Expr | Complex):
         raise UnsupportedUse("a complex tensor full of a computed number")
-    return _broadcast(importer, node, constant(importer, number, part_dtype(importer, node)))
+    return _broadcast(importer, node, constant(importer, number, importer.out_dtype(node)))
 
 
-@complex_conversion(aten.copy.default)
+@_complex(aten.copy.default)
 def copy(importer, node, x, source, non_blocking=False):
     """The numbers of ``source`` in the shape and the type of ``x``."""
     if not isinstance(x, Complex):
         return importer.expand(importer.cast(source.real, dtype(x)), importer.out(node).shape)
-    return _broadcast(importer, node, as_complex(importer, source, part_dtype(importer, node)))
+    return _broadcast(importer, node, as_complex(importer, source, importer.out_dtype(node)))
 
 
-@complex_conversion(aten._assert_tensor_metadata.default)
+@_complex(aten._assert_tensor_metadata.default)
 def assert_metadata(importer, node, x, *rest, **kwargs):
     """What tracing asserts of a type is so in the trace."""
 
 
-@complex_conversion(aten._to_copy.default)
+@_complex(aten._to_copy.default)
 def to_copy(importer, node, x, **kwargs):
     """Another precision; of a real tensor; or the real part alone, which torch warns of."""
     wanted = importer.out(node).dtype

@@ -43,6 +43,7 @@ from bridge.aten.placed_draws import unplaced
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse
 from bridge.aten.sizes import is_size, size
 from bridge.aten.whole import whole
+from bridge.base.complex_views import as_parts
 from bridge.base.devices import HOST
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.torch_internals import ELEMENTWISE_TYPE_PROMOTION_KIND, HigherOrderOperator, elementwise_dtypes
@@ -349,8 +350,7 @@ def _parameter_name(path: str) -> str:
 
 def _lifted_constant(captured: Captured, node: fx.Node) -> Expr:
     """A tensor literal of the module's code."""
-    value = captured.literals[node.name]
-    value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    value = as_parts(captured.literals[node.name])
     array = value.detach().to(HOST).contiguous()
     if array.dtype == torch.bfloat16:
         return relax.const(array.float().numpy(), "bfloat16")

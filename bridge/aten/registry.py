@@ -21,14 +21,16 @@ class UnsupportedUse(Exception):
         self.hint = hint
 
 
-def converts(*overloads: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a conversion for ATen overloads. ``ValueError`` if one of them has a conversion already."""
+def converts(
+    *overloads: Any, table: dict[Any, Callable[..., Any]] = CONVERSIONS
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a conversion for ATen overloads. ``ValueError`` if one of them has one in ``table`` already."""
 
     def register(convert: Callable[..., Any]) -> Callable[..., Any]:
         for overload in overloads:
-            if overload in CONVERSIONS:
-                raise ValueError(f"{overload} has a conversion already: {CONVERSIONS[overload].__name__}")
-            CONVERSIONS[overload] = convert
+            if overload in table:
+                raise ValueError(f"{overload} has a conversion already: {table[overload].__name__}")
+            table[overload] = convert
         return convert
 
     return register

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from bridge.base.complex_views import as_parts
 from bridge.base.errors import Unsupported, from_user_code, refused_by_eager
 from bridge.base.torch_internals import TorchDispatchMode, pytree
 from bridge.capture.call_log import differences
@@ -169,7 +170,7 @@ def _same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
     if not (one.is_floating_point() or one.is_complex()):
         return torch.equal(one, other)
     tolerance = min(1e3 * torch.finfo(one.dtype).eps, 0.05)
-    flat = [_reals(tensor).reshape(-1) for tensor in (one, other)]
+    flat = [as_parts(tensor).reshape(-1) for tensor in (one, other)]
     if torch.equal(*flat):
         return True
     largest = [finite.abs().max().item() for _, b in _pieces(flat) if (finite := b[b.isfinite()]).numel()]
@@ -181,11 +182,6 @@ def _pieces(flat: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
     """Some elements of each at a time, in float64: a copy of all of them would need more memory than the run."""
     for pieces in zip(*(tensor.split(_PIECE) for tensor in flat), strict=True):
         yield tuple(piece.double() for piece in pieces)
-
-
-def _reals(tensor: torch.Tensor) -> torch.Tensor:
-    """Few operators know complex numbers, fewest those of half precision."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def as_in_eager(fake: Observation, real: Observation) -> tuple[Observation, list[Unsupported]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bridge.base.complex_views import as_parts
 from bridge.library.registry import library_function
 
 __all__: list[str] = []
@@ -35,7 +36,7 @@ def _operator(name: str, arguments: str, tensors: tuple[torch.Tensor, ...]) -> t
     args, kwargs = read(json.loads(arguments))
     made = target(*args, **kwargs)
     made = made if isinstance(made, tuple | list) else (made,)
-    return tuple(torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in made)
+    return tuple(map(as_parts, made))
 
 
 @library_function("operator")

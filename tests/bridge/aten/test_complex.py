@@ -129,6 +129,7 @@ def compare(module, *args):
 FUNCTIONS = {
     "add": lambda a, b: a + b,
     "add with a factor": lambda a, b: torch.add(a, b, alpha=2),
+    "add a real one with a factor": lambda a, b: torch.add(a, b.real, alpha=3),
     "subtract from a number": lambda a, b: (1 + 2j) - a,
     "real times complex": lambda a, b: a * b.real,
     "divide": lambda a, b: a / (b + 3),
