@@ -6,157 +6,34 @@
 
 All peers are in one process, each on a copy of one module, and take turns; medians over the rounds. ``gpu``: between
 two CUDA events, with the host so far ahead that no launch is waited for. ``wall``: the host's clock from an idle GPU to
-an idle GPU. Peers: ``graph`` is eager's whole step in a CUDA graph, ``recorded`` ours with ``cuda_graphs=True``; the
-others are modes of ``torch.compile``.
+an idle GPU. Peers: :mod:`benchmarks.gpu_peers`.
 
 ``--steps``: what each step of our programs takes, by CUDA events around it. Of generated kernels the bytes that they
 have to move are known, inputs and results once each; ``of copy`` compares what they reach with a ``copy_``.
+``--kernels``: what each peer has the GPU do, by torch's profiler.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
+from benchmarks.gpu_clock import AHEAD_CYCLES, Step, by_turns, copy_bandwidth, show_kernels
+from benchmarks.gpu_peers import PEERS, PRECISIONS, Batch, peer
 from benchmarks.train_blocks import BLOCKS
-from bridge import add_tvm_dispatch, stats
+from bridge import stats
 from bridge.compile import CallLibrary, Instruction, View
 from bridge.compile.runtime import executor
 
-WARM_UP = 5
-AHEAD_CYCLES = 16_000_000
-"""Of the GPU's clock, during which the host launches a step: some 8 ms."""
 SHAPES = ("32,328", "8,128")
-COMPILED = {"default": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune"}
-"""``torch.compile`` by mode."""
-
-Step = Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Precision:
-    """What all numbers of a run are, and what is switched on around its steps."""
-
-    dtype: torch.dtype = torch.float32
-    tf32: bool = False
-    autocast: torch.dtype | None = None
-
-    @contextlib.contextmanager
-    def switched(self) -> Iterator[None]:
-        """The settings but autocast, restored afterwards."""
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(before)
-
-    def casting(self) -> torch.autocast:
-        """Autocast, if there is any."""
-        return torch.autocast("cuda", self.autocast, enabled=self.autocast is not None)
-
-
-PRECISIONS = {
-    "fp32": Precision(),
-    "tf32": Precision(tf32=True),
-    "amp": Precision(autocast=torch.bfloat16),
-    "amp16": Precision(autocast=torch.float16),
-    "bf16": Precision(torch.bfloat16),
-    "fp16": Precision(torch.float16),
-}
-
-
-class Peer:
-    """One peer: a module that trains on its own leaf with one cotangent."""
-
-    def __init__(self, module: nn.Module, x: Tensor, precision: Precision):
-        self.module, self.precision = module, precision
-        self.x = x.detach().clone().requires_grad_()
-        self.leaves = [self.x, *module.parameters()]
-        self.grad = torch.randn_like(self._forward())
-
-    def _forward(self) -> Tensor:
-        with self.precision.casting():  # for one forward: autocast casts weights once per step
-            y = self.module(self.x)
-        return y[0] if isinstance(y, tuple) else y
-
-    def step(self) -> None:
-        """Forward and backward; gradients are new at each step, as after ``optimizer.zero_grad()``."""
-        for leaf in self.leaves:
-            leaf.grad = None
-        self._forward().backward(self.grad)
-
-    def graphed(self) -> Step:
-        """The step's replay as one CUDA graph: its gradients lie where they lay."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self.step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        for leaf in self.leaves:
-            leaf.grad = None
-        with torch.cuda.graph(graph):
-            self._forward().backward(self.grad)
-
-        def replay(_read: Peer = self) -> None:  # what the graph reads is not to be given to others
-            graph.replay()
-
-        return replay
-
-
-def peer(name: str, make: Callable[[], nn.Module], x: Tensor, precision: Precision) -> tuple[Step, nn.Module]:
-    """A peer's step, which has run once, and its module."""
-    torch.manual_seed(0)
-    module = make().to(x.device, precision.dtype).train()
-    if name in ("ours", "recorded"):
-        with precision.casting():
-            add_tvm_dispatch(module, x.detach().clone().requires_grad_(), cuda_graphs=name == "recorded")
-    elif name in COMPILED:
-        module = torch.compile(module, mode=COMPILED[name])
-    made = Peer(module, x, precision)
-    run = made.graphed() if name == "graph" else made.step
-    run()
-    return run, module
-
-
-def by_turns(runs: dict[str, Step], rounds: int, ahead: bool) -> dict[str, float]:
-    """Milliseconds of a step, medians: the GPU's with the host ahead of it, or the host's."""
-    spent: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(rounds + WARM_UP):
-        for name, run in runs.items():
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            if ahead:
-                torch.cuda._sleep(AHEAD_CYCLES)
-            started = time.perf_counter()
-            first.record()
-            run()
-            last.record()
-            torch.cuda.synchronize()
-            if turn >= WARM_UP:
-                spent[name].append(first.elapsed_time(last) if ahead else (time.perf_counter() - started) * 1e3)
-    return {name: statistics.median(values) for name, values in spent.items()}
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a large ``copy_`` reads and writes."""
-    source = torch.empty(2**27, device=device)
-    target = torch.empty_like(source)
-    spent = by_turns({"copy": lambda: target.copy_(source)}, 20, ahead=True)["copy"]
-    return 2 * source.nbytes / (spent * 1e-3)
 
 
 class StepClock:
@@ -237,13 +114,13 @@ def measure(block: str, shape: tuple[int, ...], name: str, options: argparse.Nam
     """Prints the times of all peers, then our steps."""
     precision, (make, _) = PRECISIONS[name], BLOCKS[block]
     torch.manual_seed(0)
-    x = torch.randn(shape, device="cuda", dtype=precision.dtype)
+    device, batch = torch.device("cuda"), Batch((torch.randn(shape, requires_grad=True),))
     head = f"{block.partition(' (')[0]} {shape} {name}"
     with precision.switched():
         runs, modules, first = {}, {}, {}
         for each in ["ours", *options.peers]:
             started = time.perf_counter()
-            runs[each], modules[each] = peer(each, make, x, precision)
+            runs[each], modules[each] = peer(each, make, batch, precision, device)
             torch.cuda.synchronize()
             first[each] = time.perf_counter() - started
         for clock, ahead in (("gpu", True), ("wall", False)):
@@ -254,6 +131,8 @@ def measure(block: str, shape: tuple[int, ...], name: str, options: argparse.Nam
         print(f"{head} first step: {', '.join(f'{each} {value:.1f} s' for each, value in first.items())}", flush=True)
         if options.steps:
             show_steps(runs["ours"], options.steps, bandwidth)
+        for each, run in runs.items() if options.kernels else ():
+            show_kernels(f"{head} {each}", run, options.kernels)
     assert not stats(modules["ours"]).misses, stats(modules["ours"])
 
 
@@ -262,9 +141,10 @@ def main() -> None:
     parser.add_argument("--block", default="BertLayer", help="the first block of train_blocks whose name contains this")
     parser.add_argument("--shape", nargs="+", default=SHAPES, help="its leading extents, as in 32,328")
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=("fp32", "tf32", "amp"))
-    parser.add_argument("--peers", nargs="+", choices=("eager", "graph", "recorded", *COMPILED), default=("eager",))
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=("eager",))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=0, metavar="N", help="also the N longest steps of our programs")
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="also the N longest kernels of each peer")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     block = next(name for name in BLOCKS if options.block in name)

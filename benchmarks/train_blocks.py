@@ -42,23 +42,23 @@ from bridge.compile.cpu.product_ways import Trial
 WARM_UP = 3
 
 
-def bert_layer() -> nn.Module:
-    return BertLayer(BertConfig(attn_implementation="eager"))
+def bert_layer(attention: str = "eager") -> nn.Module:
+    return BertLayer(BertConfig(attn_implementation=attention))
 
 
-def gpt2_block() -> nn.Module:
-    config = GPT2Config(attn_implementation="eager")
-    config._attn_implementation = "eager"
+def gpt2_block(attention: str = "eager") -> nn.Module:
+    config = GPT2Config(attn_implementation=attention)
+    config._attn_implementation = attention
     return GPT2Block(config, layer_idx=0)
 
 
 class LlamaBlock(nn.Module):
     """A decoder layer with its rotary embedding, a function of the hidden states alone."""
 
-    def __init__(self):
+    def __init__(self, attention: str = "eager"):
         super().__init__()
         config = LlamaConfig(hidden_size=768, intermediate_size=2048, num_attention_heads=12, num_key_value_heads=12)
-        config._attn_implementation = "eager"
+        config._attn_implementation = attention
         self.layer = LlamaDecoderLayer(config, layer_idx=0)
         self.rotary = LlamaRotaryEmbedding(config)
 

@@ -3,8 +3,9 @@
 import threading
 
 import pytest
+import torch
 
-from benchmarks import cold_start
+from benchmarks import cold_start, gpu_models, gpu_peers
 from benchmarks.__main__ import main, scripts
 from benchmarks.foreign_threads import foreign_threads
 from benchmarks.results import Results
@@ -87,3 +88,26 @@ def test_sizes_that_vary(tmp_path, monkeypatch, capsys):
     (trained,) = [row for row in rows.values() if "entries" in row]
     assert (trained["entries"], trained["misses"]) == (1, 0)
     assert "| dynamic / static |" in capsys.readouterr().out
+
+
+def test_blocks_and_models_on_a_gpu(monkeypatch, capsys):
+    def made(quick):
+        return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
+
+    case = gpu_models.Case(made, lambda quick: gpu_peers.Batch((torch.randn(4, 3),)), "fp32", optimizes=True)
+    monkeypatch.setattr(gpu_models, "CASES", {"two layers": case})
+    monkeypatch.setattr("sys.argv", ["python", "--quick", "--peers", "eager", "ours", "graph", "--patience", "60"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    gpu_models.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert any("two layers wall: ours" in line and "/eager" in line for line in lines)
+    assert any("two layers graph: " in line and "Error" in line for line in lines)  # no GPU; the others go on
+
+
+def test_row_kernels_on_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["python"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    main(["gpu_rows", "--quick", "--only", "GELU"])
+    lines = capsys.readouterr().out.splitlines()
+    kernels = [line.split(" | ")[0] for line in lines if line.startswith("| ")][1:]
+    assert kernels == ["| GELU + bias forward", "| GELU + bias backward"]

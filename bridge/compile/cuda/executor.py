@@ -21,6 +21,7 @@ from bridge.base.locks import free_in_children
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided
 from bridge.compile.runtime.executor import Executor
+from bridge.compile.runtime.layout import Layout
 from bridge.compile.runtime.pool import ArenaPool
 from bridge.compile.runtime.program import Program
 
@@ -74,8 +75,7 @@ class CudaExecutor:
         self.name, self.steps = program.name, program.steps
         self._device, self._index = device, device.index
         constants = tuple((slot, tensor.to(device)) for slot, tensor in program.constants)
-        parts = (program.name, program.steps, program.layout, constants, program.code)
-        self._bound: Callable[..., BoundExecutor] = partial(_bound, parts, device)
+        self._bound: Callable[..., BoundExecutor] = partial(_bound, program, constants, device)
         self._by_stream: LeastRecentlyUsed[int, BoundExecutor] = LeastRecentlyUsed(_STREAMS)
 
     def __call__(
@@ -97,9 +97,9 @@ class CudaExecutor:
             execute = self._by_stream.put(stream, self._bound(pool=POOLS.of(self._device, stream)))
         return execute(inputs, consume=consume, fresh=fresh)
 
-    def bound_to(self, pool: ArenaPool, kind: type[Bound]) -> Bound:
-        """The program bound to blocks of a pool, by an executor of this kind."""
-        return self._bound(pool=pool, kind=kind)
+    def bound_to(self, pool: ArenaPool, kind: type[Bound], layout: Layout) -> Bound:
+        """The program bound to blocks of a pool, by an executor of this kind, with intermediates as in a layout."""
+        return self._bound(pool=pool, kind=kind, layout=layout)
 
     def _captured(self, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
         """In memory of the graph that is captured, which may serve again once the run is over."""
@@ -124,9 +124,16 @@ class BoundExecutor(Executor):
 
 
 def _bound(
-    parts: tuple, device: torch.device, *, pool: ArenaPool, kind: type[BoundExecutor] = BoundExecutor
+    program: Program,
+    constants: Sequence[tuple[int, torch.Tensor]],
+    device: torch.device,
+    *,
+    pool: ArenaPool,
+    kind: type[BoundExecutor] = BoundExecutor,
+    layout: Layout | None = None,
 ) -> BoundExecutor:
-    return kind(*parts, device=device, pool=pool)
+    layout = program.layout if layout is None else layout
+    return kind(program.name, program.steps, layout, constants, program.code, device=device, pool=pool)
 
 
 def _nothing() -> None:

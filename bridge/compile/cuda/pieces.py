@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from bridge.compile.cuda.executor import ALIGNMENT, BoundExecutor
+from bridge.compile.cuda.side_streams import SideStreams
 from bridge.compile.graphs.recorder import Replay
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.bind import Action, bind
@@ -165,18 +166,19 @@ class PiecewiseExecutor(BoundExecutor):
         self._on_host = [slot for slot, param in enumerate(layout.params) if param.lies_on_host]
         self._brought = {slot: self._state() for slot in self._on_host if slot in read}
         self._pieces: Pieces | None = None
+        self._beside: SideStreams | None = None
         self._states: dict[int, torch.Tensor] = {}
 
     @contextmanager
-    def recorded_by(self, pieces: Pieces) -> Iterator[None]:
-        """A run meanwhile is recorded as these pieces."""
-        self._pieces = pieces
+    def recorded_by(self, pieces: Pieces, beside: SideStreams | None = None) -> Iterator[None]:
+        """A run meanwhile is recorded as these pieces; ``beside``: on several streams."""
+        self._pieces, self._beside = pieces, beside
         if self._brought:
             pieces.parts.insert(0, self._bring)
         try:
             yield
         finally:
-            self._pieces, self._states = None, {}
+            self._pieces, self._beside, self._states = None, None, {}
 
     @property
     def held_bytes(self) -> int:
@@ -200,13 +202,31 @@ class PiecewiseExecutor(BoundExecutor):
             registers[slot] = memory
 
     def _act(self, registers: list) -> None:
+        if self._beside is not None:
+            self._act_beside(registers, self._beside)
+            return
         for index, (action, last_used) in enumerate(self.actions):
-            between = self._between.get(index)
-            if between is None:
-                action(registers)
+            if index in self._between:
+                self._interrupt(index, registers)
             else:
-                with self._pieces.interrupted():
-                    part = between.record(registers, self._states)
-                self._pieces.parts.append(part)
+                action(registers)
             for slot in last_used:
                 registers[slot] = None
+
+    def _act_beside(self, registers: list, beside: SideStreams) -> None:
+        """The actions on several streams. Nothing is let go before the end: another stream may be reading it."""
+        beside.begin()
+        for index, (action, _) in enumerate(self.actions):
+            if index in self._between:
+                beside.end()
+                self._interrupt(index, registers)
+                beside.begin()
+            else:
+                beside.act(index, action, registers)
+        beside.end()
+
+    def _interrupt(self, index: int, registers: list) -> None:
+        """A call that is made between two graphs."""
+        with self._pieces.interrupted():
+            part = self._between[index].record(registers, self._states)
+        self._pieces.parts.append(part)

@@ -2,7 +2,8 @@
 
 What a graph needs while it runs (arena block, temporaries of torch's kernels) is shared by all graphs that are recorded
 for one stream: they run in the stream's order, one replay after another. Other runs on the stream, of which several
-threads may have one under way, have blocks of their own.
+threads may have one under way, have blocks of their own. Steps that do not fill the GPU are recorded as branches
+(:mod:`bridge.compile.graphs.branches`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,8 +25,11 @@ from bridge.base.torch_cuda import current_device, current_stream, empty_strided
 from bridge.compile.cuda.driver_graphs import Graph, captured, new_stream
 from bridge.compile.cuda.executor import CudaExecutor
 from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, inside_of_loops, is_between
+from bridge.compile.cuda.side_streams import SideStreams
+from bridge.compile.graphs.branches import Place, apart, branches
 from bridge.compile.graphs.recorder import Form, Replay
 from bridge.compile.runtime.instructions import CallLibrary
+from bridge.compile.runtime.layout import Layout
 from bridge.compile.runtime.pool import Block
 from bridge.compile.runtime.program import Program
 from bridge.library import DRAWS, REDRAWS
@@ -35,6 +39,8 @@ __all__ = ["STREAMS", "CudaRecorder", "PoolMemory", "Streams"]
 _RECORDING = free_in_children(threading.RLock())
 """Held while a stream is captured."""
 
+BRANCHES = 1
+"""Streams that a recording uses; each has memory of its own that products work in."""
 
 _SHARE = 1 / 8
 """Of a device's memory, for results of recorded programs; no more of what is free than half."""
@@ -130,10 +136,18 @@ class _Stream:
     """
 
     def __init__(self, device: torch.device):
+        self._device = device
         self.replaying = free_in_children(threading.Lock())
         self.arena = _GraphArena(device)
         self.temporaries = torch.cuda.MemPool()
-        self.side = torch.cuda.ExternalStream(new_stream(), device)
+        self._sides: list[torch.cuda.Stream] = []
+        (self.side,) = self.sides(1)
+
+    def sides(self, count: int) -> Sequence[torch.cuda.Stream]:
+        """``side`` and others, for recordings with branches."""
+        while len(self._sides) < count:
+            self._sides.append(torch.cuda.ExternalStream(new_stream(), self._device))
+        return self._sides[:count]
 
 
 class Streams:
@@ -224,25 +238,35 @@ class CudaRecorder:
     def timer(self) -> _Timer:
         return _Timer()
 
+    @cached_property
+    def _branched(self) -> tuple[Layout, tuple[Place, ...] | None]:
+        """Where intermediates lie and steps are recorded; ``None``: one after the other."""
+        layout, steps = apart(self._program.layout), self._program.steps
+        joins = {index for index, step in enumerate(steps) if is_between(step)}
+        places = None if layout is None else branches(self._program, BRANCHES, joins)
+        return (self._program.layout, None) if places is None else (layout, places)
+
     def record(
         self,
         inputs: Sequence[torch.Tensor],
         fresh: Sequence[torch.Tensor],
         copies: Sequence[tuple[int, torch.Tensor]],
     ) -> Replay:
+        layout, places = self._branched
         stream = self.stream()
         shared = STREAMS.of(self._device, stream)
         of, execute = self._executors.get(stream, (None, None))
         if of is not shared:
             program: CudaExecutor = self._program.executor
-            execute = program.bound_to(shared.arena, PiecewiseExecutor)
+            execute = program.bound_to(shared.arena, PiecewiseExecutor, layout)
             self._executors[stream] = shared, execute
-        block = shared.arena.reserve(self._program.arena_bytes)
+        block = shared.arena.reserve(layout.arena_bytes)
+        beside = None if places is None else SideStreams(shared.sides(BRANCHES), places)
         pieces = Pieces(partial(self._captured, shared), partial(Graph.launcher, stream=stream))
         # collecting garbage may free memory of the device, which is not allowed during a capture
         with _RECORDING, collection_paused():
             try:
-                with pieces, execute.recorded_by(pieces):
+                with pieces, execute.recorded_by(pieces, beside):
                     results = execute(inputs, fresh=fresh)
                     for place, memory in copies:
                         memory.copy_(results[place])

@@ -1,0 +1,89 @@
+"""Clocks of a GPU: peers by turns → the milliseconds of each, by CUDA events or by the host; kernels of one step."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+__all__ = ["AHEAD_CYCLES", "Step", "by_turns", "copy_bandwidth", "show_kernels"]
+
+WARM_UP = 5
+AHEAD_CYCLES = 16_000_000
+"""Of the GPU's clock, during which the host launches a step: some 8 ms."""
+
+Step = Callable[[], object]
+
+
+def by_turns(
+    runs: Mapping[str, Step],
+    rounds: int,
+    ahead: bool,
+    before: Mapping[str, Step] | None = None,
+    cycles: int = AHEAD_CYCLES,
+) -> dict[str, float]:
+    """Milliseconds of each run, medians: the GPU's with the host ahead of it, or the host's from idle to idle.
+
+    Args:
+        runs: by the names of the peers.
+        rounds: turns that count, after a few that do not.
+        ahead: whether the GPU sleeps while the host launches; where there is no GPU it is the host's clock either way.
+        before: what comes before each run and is not timed.
+        cycles: that the GPU sleeps.
+    """
+    has_gpu = torch.cuda.is_available()
+    spent: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds + WARM_UP):
+        for name, run in runs.items():
+            if before is not None:
+                before[name]()
+            if has_gpu:
+                milliseconds = _on_gpu(run, cycles if ahead else 0)
+            else:
+                started = time.perf_counter()
+                run()
+                milliseconds = (time.perf_counter() - started) * 1e3
+            if turn >= WARM_UP:
+                spent[name].append(milliseconds)
+    return {name: statistics.median(values) for name, values in spent.items()}
+
+
+def _on_gpu(run: Step, cycles: int) -> float:
+    """Milliseconds of one run; by the host's clock where the GPU does not sleep before it."""
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    if cycles:
+        torch.cuda._sleep(cycles)
+    started = time.perf_counter()
+    first.record()
+    run()
+    last.record()
+    torch.cuda.synchronize()
+    return first.elapsed_time(last) if cycles else (time.perf_counter() - started) * 1e3
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a large ``copy_`` reads and writes."""
+    source = torch.empty(2**27, device=device)
+    target = torch.empty_like(source)
+    spent = by_turns({"copy": lambda: target.copy_(source)}, 20, ahead=True)["copy"]
+    return 2 * source.nbytes / (spent * 1e-3)
+
+
+def show_kernels(head: str, run: Step, most: int) -> None:
+    """Prints what a run has the GPU do, by torch's profiler: the longest kernels."""
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        run()
+        torch.cuda.synchronize()
+    found = [event for event in recorded.key_averages() if event.device_type == DeviceType.CUDA]
+    found.sort(key=lambda event: event.self_device_time_total, reverse=True)
+    spent, calls = sum(event.self_device_time_total for event in found), sum(event.count for event in found)
+    print(f"{head}: {spent:.0f} us in {calls} kernels")
+    for event in found[:most]:
+        print(f"  {event.self_device_time_total:8.1f} us {event.count:3} x  {event.key[:110]}", flush=True)

@@ -1,0 +1,187 @@
+"""Time of a training step of blocks and whole models on a GPU: ours beside eager and torch.compile, by turns.
+
+    python -m benchmarks gpu_models                                    # all cases beside eager and torch.compile
+    python -m benchmarks gpu_models --only ViT ResNet --peers eager graph default recorded reduce-overhead
+    python -m benchmarks gpu_models --only "GPT-2" --peers eager max-autotune --kernels 12
+
+A step is forward and backward with new gradients; of BERT-base also a fused AdamW's. Attention is transformers' default
+(``sdpa``). ``gpu`` and ``wall`` as in ``gpu_step``; peers: :mod:`benchmarks.gpu_peers`. One that raises is told by its
+error, and the others go on.
+
+The first step of each, compilation included, is told as well. For it to be a cold one, ``BRIDGE_CACHE_DIR``,
+``TORCHINDUCTOR_CACHE_DIR`` and ``TRITON_CACHE_DIR`` have to name empty folders, and eager has to be the first peer, who
+loads libraries. ``--rounds 0``: nothing but first steps; ``--patience S``: a peer whose first step takes longer is left
+out. ``--quick``: tiny ones, also without a GPU: does it work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from benchmarks.gpu_clock import AHEAD_CYCLES, Step, by_turns, show_kernels
+from benchmarks.gpu_peers import PEERS, PRECISIONS, Batch, peer
+from benchmarks.train_blocks import LlamaBlock, bert_layer, gpt2_block
+from bridge import stats
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained.
+
+    Attributes:
+        make: ``make(quick)``: a module of random parameters.
+        batch: ``batch(quick)``: arguments of a call.
+        precision: one of :data:`benchmarks.gpu_peers.PRECISIONS`.
+        memory_format: of parameters and images.
+        optimizes: whether a step ends with an optimizer's.
+        ahead: how long the GPU sleeps while the host launches a step, in :data:`~benchmarks.gpu_clock.AHEAD_CYCLES`.
+    """
+
+    make: Callable[[bool], nn.Module]
+    batch: Callable[[bool], Batch]
+    precision: str
+    memory_format: torch.memory_format = torch.contiguous_format
+    optimizes: bool = False
+    ahead: int = 1
+
+
+def _hidden(rows: int, length: int) -> Callable[[bool], Batch]:
+    def made(quick: bool) -> Batch:
+        return Batch((torch.randn(*((1, 4) if quick else (rows, length)), 768, requires_grad=True),))
+
+    return made
+
+
+def _images(count: int) -> Callable[[bool], Batch]:
+    def made(quick: bool) -> Batch:
+        rows, size = (2, 32) if quick else (count, 224)
+        labels = torch.randint(0, 1000, (rows,))
+        return Batch(kwargs={"pixel_values": torch.randn(rows, 3, size, size), "labels": labels})
+
+    return made
+
+
+def _tokens(rows: int, length: int) -> Callable[[bool], Batch]:
+    def made(quick: bool) -> Batch:
+        ids = torch.randint(0, 61 if quick else 30522, (1, 4) if quick else (rows, length))
+        return Batch(kwargs={"input_ids": ids, "labels": ids.clone()})
+
+    return made
+
+
+_TINY = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 40, "num_hidden_layers": 1}
+
+
+def _vit(quick: bool) -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(ViTConfig(num_labels=1000, **({**_TINY, "image_size": 32} if quick else {})))
+
+
+def _resnet(quick: bool) -> nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    tiny = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
+    return ResNetForImageClassification(ResNetConfig(num_labels=1000, **(tiny if quick else {})))
+
+
+def _bert(quick: bool) -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig(**({**_TINY, "vocab_size": 61} if quick else {})))
+
+
+CASES = {
+    "GPT-2 block (4, 1024) bf16": Case(lambda quick: gpt2_block("sdpa"), _hidden(4, 1024), "bf16"),
+    "LLaMA block (4, 1024) bf16": Case(lambda quick: LlamaBlock("sdpa"), _hidden(4, 1024), "bf16"),
+    "BertLayer (32, 328) bf16": Case(lambda quick: bert_layer("sdpa"), _hidden(32, 328), "bf16"),
+    "ViT-B (64, 224 x 224) amp": Case(_vit, _images(64), "amp", ahead=5),
+    "ResNet-50 (64, 224 x 224) channels_last amp": Case(_resnet, _images(64), "amp", torch.channels_last, ahead=5),
+    "BERT-base (32, 128) amp, AdamW": Case(_bert, _tokens(32, 128), "amp", optimizes=True, ahead=5),
+}
+
+
+@contextmanager
+def interrupted_after(seconds: int) -> Iterator[None]:
+    """``TimeoutError`` in what takes longer, as soon as Python code runs; 0: never."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"took longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def measure(name: str, options: argparse.Namespace, device: torch.device) -> None:
+    """Prints first steps as they are made, then the times of all peers, then their kernels."""
+    case = CASES[name]
+    precision, batch = PRECISIONS[case.precision], case.batch(options.quick)
+    runs: dict[str, Step] = {}
+    with precision.switched():
+        for each in options.peers:
+            started = time.perf_counter()
+            try:
+                with interrupted_after(options.patience):
+                    run, module = peer(
+                        each,
+                        lambda: case.make(options.quick),
+                        batch,
+                        precision,
+                        device,
+                        memory_format=case.memory_format,
+                        optimizes=case.optimizes,
+                    )
+            except Exception as error:  # noqa: BLE001   one of several peers
+                print(f"{name} {each}: {type(error).__name__}: {str(error).strip()[:300]}", flush=True)
+                continue
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            print(f"{name} {each} first step: {time.perf_counter() - started:.1f} s", flush=True)
+            if each in ("ours", "recorded") and stats(module).misses:
+                print(f"{name} {each}: {stats(module)}", flush=True)
+            runs[each] = run
+        for clock, ahead in (("gpu", True), ("wall", False)) if options.rounds else ():
+            spent = by_turns(runs, options.rounds, ahead, cycles=case.ahead * AHEAD_CYCLES)
+            others = [each for each in spent if each not in ("ours", "recorded")]
+            for ours in [each for each in ("ours", "recorded") if each in spent]:
+                ratios = ", ".join(f"/{each} {spent[ours] / spent[each]:.2f}" for each in others)
+                print(f"{name} {clock}: {ours} {spent[ours]:.3f} ms; {ratios}", flush=True)
+        for each, run in runs.items() if options.kernels else ():
+            show_kernels(f"{name} {each}", run, options.kernels)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name contains one of these")
+    parser.add_argument("--peers", nargs="+", choices=("ours", *PEERS), default=("eager", "ours", "default"))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="also the N longest kernels of each peer")
+    parser.add_argument("--patience", type=int, default=0, metavar="S", help="seconds for a peer's first step")
+    parser.add_argument("--quick", action="store_true", help="tiny modules, one round: does it work")
+    options = parser.parse_args()
+    options.rounds = 1 if options.quick else options.rounds
+    warnings.simplefilter("ignore")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    what = torch.cuda.get_device_name() if device.type == "cuda" else "no GPU"
+    print(f"{what}, torch {torch.__version__}", flush=True)
+    for name in CASES:
+        if any(part in name for part in options.only):
+            measure(name, options, device)
+
+
+if __name__ == "__main__":
+    main()

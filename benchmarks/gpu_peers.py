@@ -1,0 +1,155 @@
+"""Peers of the GPU benchmarks: a module and a batch → a training step of ours, of eager, of torch.compile.
+
+``graph`` is eager's whole step in a CUDA graph, ``recorded`` ours with ``cuda_graphs=True``; the others are modes of
+``torch.compile``. Every peer trains a module of its own, made from the same seed, on tensors of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu_clock import Step
+from bridge import add_tvm_dispatch
+
+__all__ = ["COMPILED", "PEERS", "PRECISIONS", "Batch", "Peer", "Precision", "peer"]
+
+COMPILED = {"default": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune"}
+"""``torch.compile`` by mode."""
+PEERS = ("eager", "graph", "recorded", *COMPILED)
+"""All but ``ours``."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What all numbers of a run are, and what is switched on around its steps."""
+
+    dtype: torch.dtype = torch.float32
+    tf32: bool = False
+    autocast: torch.dtype | None = None
+
+    @contextlib.contextmanager
+    def switched(self) -> Iterator[None]:
+        """The settings but autocast, restored afterwards."""
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    def casting(self, device: str) -> torch.autocast:
+        """Autocast, if there is any."""
+        return torch.autocast(device, self.autocast, enabled=self.autocast is not None)
+
+
+PRECISIONS = {
+    "fp32": Precision(),
+    "tf32": Precision(tf32=True),
+    "amp": Precision(autocast=torch.bfloat16),
+    "amp16": Precision(autocast=torch.float16),
+    "bf16": Precision(torch.bfloat16),
+    "fp16": Precision(torch.float16),
+}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Arguments of a call; tensors that require grad get one."""
+
+    args: tuple[Tensor, ...] = ()
+    kwargs: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [*self.args, *self.kwargs.values()]
+
+    def copied(self, device: torch.device, dtype: torch.dtype, memory_format: torch.memory_format) -> Batch:
+        """Leaves of their own on a device; floating numbers as ``dtype``, images in the memory format."""
+
+        def copied(tensor: Tensor) -> Tensor:
+            found = tensor.detach().to(device, dtype if tensor.is_floating_point() else None, copy=True)
+            found = found.contiguous(memory_format=memory_format) if found.ndim == 4 else found
+            return found.requires_grad_(tensor.requires_grad)
+
+        return Batch(tuple(map(copied, self.args)), {name: copied(each) for name, each in self.kwargs.items()})
+
+
+class Peer:
+    """One peer: a module that trains on one batch, from its loss or with one cotangent of its first output."""
+
+    def __init__(
+        self, module: nn.Module, batch: Batch, precision: Precision, optimizer: torch.optim.Optimizer | None = None
+    ):
+        self.module, self.batch, self.precision, self.optimizer = module, batch, precision, optimizer
+        self.leaves = [*(each for each in batch.tensors if each.requires_grad), *module.parameters()]
+        self._device = self.leaves[-1].device.type
+        y = self._forward()
+        self.grad = torch.randn_like(y) if y.ndim else None
+
+    def _forward(self) -> Tensor:
+        with self.precision.casting(self._device):  # for one forward: autocast casts weights once per step
+            y = self.module(*self.batch.args, **self.batch.kwargs)
+        return y if isinstance(y, Tensor) else y[0]  # a model's loss comes first
+
+    def step(self) -> None:
+        """Forward, backward, optimizer; gradients are new at each step, as after ``optimizer.zero_grad()``."""
+        for leaf in self.leaves:
+            leaf.grad = None
+        self._forward().backward(self.grad)
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def graphed(self) -> Step:
+        """The step's replay as one CUDA graph: its gradients lie where they lay."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self.step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+
+        def replay(_read: Peer = self) -> None:  # what the graph reads is not to be given to others
+            graph.replay()
+
+        return replay
+
+
+def peer(
+    name: str,
+    make: Callable[[], nn.Module],
+    batch: Batch,
+    precision: Precision,
+    device: torch.device,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    optimizes: bool = False,
+) -> tuple[Step, nn.Module]:
+    """A peer's step, which has run once, and its module.
+
+    Args:
+        name: ``ours`` or one of :data:`PEERS`.
+        optimizes: whether a step ends with that of a fused AdamW.
+    """
+    torch.manual_seed(0)
+    module = make().to(device, precision.dtype, memory_format=memory_format).train()
+    batch = batch.copied(device, precision.dtype, memory_format)
+    optimizer = None
+    if optimizes:
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True, capturable=name == "graph")
+    if name in ("ours", "recorded"):
+        with precision.casting(device.type):
+            add_tvm_dispatch(module, batch.args, sample_kwargs=batch.kwargs, cuda_graphs=name == "recorded")
+    elif name in COMPILED:
+        module = torch.compile(module, mode=COMPILED[name])
+    made = Peer(module, batch, precision, optimizer)
+    run: Step = made.graphed() if name == "graph" else made.step
+    run()
+    return run, module
