@@ -48,7 +48,7 @@ def add_tvm_dispatch(
     target: tvm.target.Target | str | dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
     freeze: bool = False,
-    cuda_graphs: Literal["auto"] | bool = False,
+    cuda_graphs: Literal["auto"] | bool = "auto",
     whole: bool = True,
 ) -> Module:
     """Compiles a call of ``module``, forward and backward, and dispatches matching calls to it from now on.
@@ -100,9 +100,10 @@ def add_tvm_dispatch(
             ``on_miss="compile"`` answers by computing the constants again. Changes that torch does not count (through
             ``.data`` or NumPy) are not seen: call this again after them.
         cuda_graphs: whether forward and backward on a GPU are recorded as one CUDA graph each, after a few calls:
-            ``"auto"``: where launching the kernels one by one takes the host about as long as the GPU, or longer;
-            ``True``: wherever that is exact; ``False``, the default: never. Results and gradients are tensors like any
-            others, and ``stats(module).graphs`` counts the calls without a graph by their reasons.
+            ``"auto"``, the default: where launching the kernels one by one takes the host about as long as the GPU, or
+            longer, which the first calls are timed for, and where there is memory to spare; ``True``: wherever that is
+            exact; ``False``: never. Results and gradients are tensors like any others, and ``stats(module).graphs``
+            counts the calls without a graph by their reasons.
         whole: whether a module that cannot be captured whole is refused. ``False``: the largest modules inside it that
             can be are dispatched then, each with what it is called with in a run of the sample; the code between them
             runs as before. ``stats(module)`` and ``explain(module)`` say what stays eager and why, and which share of

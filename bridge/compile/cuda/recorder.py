@@ -89,18 +89,14 @@ class _Timer:
     def __init__(self) -> None:
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._begin.record()
-        self._host, self._has_stopped = -time.perf_counter(), False
+        self._host = -time.perf_counter()
 
     def stop(self) -> None:
         self._host += time.perf_counter()
         self._end.record()
-        self._has_stopped = True
 
     def seconds(self) -> tuple[float, float] | None:
-        """``None`` until the device is there, and for a run that raised: its end was never recorded."""
-        return (
-            (self._host, self._begin.elapsed_time(self._end) / 1e3) if self._has_stopped and self._end.query() else None
-        )
+        return (self._host, self._begin.elapsed_time(self._end) / 1e3) if self._end.query() else None
 
 
 class _GraphArena:

@@ -47,7 +47,7 @@ class RecordedGraphs:
         clock: counts uses.
     """
 
-    def __init__(self, mode: Mode = False):
+    def __init__(self, mode: Mode = "auto"):
         self.mode = mode
         self.replays = 0
         self.ungraphed: Counter[str] = Counter()

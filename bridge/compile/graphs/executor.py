@@ -135,7 +135,7 @@ class GraphedExecutor:
         timer = self._cost.timer()
         results = self._by_itself("warm-up", inputs, consume)
         if timer is not None:
-            timer.stop()
+            self._cost.stop(timer)
         if self._results is None:
             self._results = ReplayResults(self._program, results)
         pays = (timer is not None) if forced else self._pays()

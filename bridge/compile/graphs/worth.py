@@ -58,10 +58,12 @@ class LaunchCost:
         if not self._skipped:
             self._skipped = True
             return None
-        if len(self._timers) == RUNS:
-            return None
-        self._timers.append(timer := self._recorder.timer())
-        return timer
+        return None if len(self._timers) == RUNS else self._recorder.timer()
+
+    def stop(self, timer: Timer) -> None:
+        """At the end of a run; one that raised, as where memory ran out, is not among those that count."""
+        timer.stop()
+        self._timers.append(timer)
 
     def is_launch_bound(self) -> bool | None:
         """Whether launches cost the host about as much as the device has to do; ``None`` as long as it is not known."""

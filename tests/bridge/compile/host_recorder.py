@@ -55,12 +55,15 @@ class HostMemory:
 
 class _Timer:
     def __init__(self, recorder):
-        self._recorder = recorder
+        self._recorder, self._has_stopped = recorder, False
 
     def stop(self):
         self._recorder.stopped += 1
+        self._has_stopped = True
 
     def seconds(self):
+        if not self._has_stopped:
+            raise RuntimeError("Both events must be recorded before calculating elapsed time")
         return self._recorder.seconds
 
 

@@ -161,6 +161,24 @@ def test_automatic_is_decided_by_measured_times(compiled, seconds, pays):
         assert "does not pay" in graphed.control.refused["test"] and sum(graphed.control.ungraphed.values()) == 20
 
 
+def test_a_timed_run_that_raised_does_not_count(compiled):
+    """Memory ran out in one of the first runs: the next ones are timed in its place."""
+    graphed = Graphed(compiled, "auto")
+    execute, fails = graphed.run._execute, iter([False, False, True, False, False])
+
+    def failing(inputs, **given):
+        if next(fails, False):
+            raise torch.OutOfMemoryError("none is left")
+        return execute(inputs, **given)
+
+    graphed.run._execute = failing
+    graphed.check(), graphed.check()
+    with pytest.raises(torch.OutOfMemoryError):
+        graphed.check()
+    graphed.warm(8)
+    assert graphed.control.replays and not graphed.control.refused and graphed.recorder.stopped == RUNS
+
+
 def test_automatic_copies_only_so_much(compiled, monkeypatch):
     monkeypatch.setattr(module, "MAX_COPIED_BYTES", 500)
     graphed, kept = Graphed(compiled, "auto"), []

@@ -106,6 +106,14 @@ def test_it_is_switched_off_and_on_without_compiling_anew(pair):
     assert pair.graphs.replays > replays
 
 
+def test_unless_told_otherwise_what_is_launch_bound_is_recorded():
+    module, x = nn.Linear(5, 3), torch.randn(4, 5)
+    add_tvm_dispatch(module, x)
+    for _ in range(12):
+        module(x).sum().backward()
+    assert stats(module).graphs.mode == "auto" and stats(module).graphs.replays > 6, stats(module).graphs
+
+
 def test_removing_the_dispatch_frees_it():
     pair = Pair()
     for seed in range(8):
