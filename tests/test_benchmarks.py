@@ -111,3 +111,13 @@ def test_row_kernels_on_a_gpu(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     kernels = [line.split(" | ")[0] for line in lines if line.startswith("| ")][1:]
     assert kernels == ["| GELU + bias forward", "| GELU + bias backward"]
+
+
+def test_recurrent(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "recurrent.json"
+    monkeypatch.setattr("sys.argv", ["python"])
+    monkeypatch.setenv("BRIDGE_CACHE", "0")
+    main(["recurrent", "--quick", "--only", "LSTM by hand", "--json", str(path)])
+    (row,) = Results.load(path).rows
+    assert {"ours_ms", "unrolled_ms", "eager_ms", "layer_ms", "ours_to_unrolled"} <= row.keys()
+    assert row["best"] in ("eager", "layer") and "| ours / quickest other |" in capsys.readouterr().out

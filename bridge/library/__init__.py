@@ -22,6 +22,7 @@ from bridge.library import (  # noqa: F401
     sorting,
 )
 from bridge.library.registry import (
+    ALIGNMENT,
     DRAWS,
     FUNCTIONS,
     NEVER_RAISE,
@@ -35,6 +36,7 @@ from bridge.library.registry import (
 )
 
 __all__ = [
+    "ALIGNMENT",
     "DRAWS",
     "FUNCTIONS",
     "NEVER_RAISE",

@@ -68,7 +68,7 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     wanted = [index for index, needs in enumerate(requires_grad) if needs] if differentiable else []
     if not differentiable:
         autodiff.drop_gradients(body)
-    if captured.device == HOST and captured.extents is None:
+    if captured.extents is None:
         lowered.run("rolled", "roll_up, hoist, differentiable_scans", body, rolled, wanted, partition, if_changed=True)
     lowered.run("spelled", "autodiff.spell_out", body, autodiff.spell_out)
     lowered.run("forward", "autodiff.clean, unique_names", body, cleaned_and_named, not differentiable)

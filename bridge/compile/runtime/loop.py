@@ -3,6 +3,9 @@
 A part of a tensor with the steps in front is a view, and a kernel of the body writes a result straight into the part
 that it is. A carry that is such a part is read from there in the next step; another one is written by turns into two
 places, so that no step writes what it reads.
+
+Kernels on a GPU read vectors of 16 bytes. Where parts do not all begin at a multiple of that, they are those of a copy
+with gaps between them: one copy for all steps.
 """
 
 from __future__ import annotations
@@ -11,9 +14,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from bridge.base.devices import HOST
 from bridge.compile.runtime.arena import ALIGNMENT
 from bridge.compile.runtime.layout import Layout, Register
 from bridge.compile.runtime.loop_step import Loop
+from bridge.library import ALIGNMENT as ACCESS
 
 __all__ = ["loop_action", "scratch_bytes"]
 
@@ -84,8 +89,9 @@ class _LoopAction:
         for register in self._unplaced:
             body[register.slot] = torch.empty(register.shape, dtype=register.torch_dtype, device=scratch.device)
         places = self._places(scratch)
-        parts = [(slot, given[carries + x].unbind(0)) for x, slot in self._parts]
-        ys = [out.unbind(0) for out in outs[carries:]]
+        parts = [(slot, _filled_apart(given[carries + x]).unbind(0)) for x, slot in self._parts]
+        stacks = [_apart(out) for out in outs[carries:]]
+        ys = [stack.unbind(0) for stack in stacks]
         written = [(slot, ys[y]) for y, slot in self._written]
         copied = [(ys[y], slot) for y, slot in self._copied]
         order = range(loop.length)
@@ -108,6 +114,9 @@ class _LoopAction:
                 body[self._carried[carry]] = tensor
         for out, slot in zip(outs, self._carried, strict=False):
             out.copy_(body[slot])
+        for out, stack in zip(outs[carries:], stacks, strict=True):
+            if stack is not out:
+                out.copy_(stack)
 
     def _places(self, scratch: torch.Tensor) -> list[list[torch.Tensor]]:
         """Two tensors for each carry, behind the body's arena."""
@@ -120,6 +129,23 @@ class _LoopAction:
                 begin += _aligned(register.nbytes)
             places.append(pair)
         return places
+
+
+def _apart(whole: torch.Tensor) -> torch.Tensor:
+    """Memory like a tensor with the steps in front, whose parts are dense and begin where a kernel can read vectors;
+    the tensor itself where its own do."""
+    part = whole[0]
+    if whole.device == HOST or not part.nbytes % ACCESS:
+        return whole
+    elements = ACCESS // part.element_size()
+    gapped = whole.new_empty(len(whole), -(-part.numel() // elements) * elements)
+    return gapped[:, : part.numel()].view(whole.shape)
+
+
+def _filled_apart(whole: torch.Tensor) -> torch.Tensor:
+    """That, with the tensor's values."""
+    apart = _apart(whole)
+    return whole if apart is whole else apart.copy_(whole)
 
 
 def _tensor(register: Register, memory: torch.Tensor, begin: int) -> torch.Tensor:

@@ -1,0 +1,46 @@
+"""Parts of tensors with the steps in front: where a kernel reads vectors they begin at a multiple of 16 bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from bridge.compile import Launch
+from bridge.compile.runtime import bind, loop
+from tests.bridge.compare import check_module
+
+
+class Cell(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.cell = nn.GRUCell(width, width)
+
+    def forward(self, x):
+        state, states = torch.zeros_like(x[0]), []
+        for part in x:
+            state = self.cell(part, state)
+            states.append(state)
+        return torch.stack(states)
+
+
+@pytest.mark.parametrize("width", [5, 8])
+def test_kernels_of_a_gpu_read_and_write_at_multiples_of_a_vector(width, monkeypatch):
+    monkeypatch.setattr(loop, "HOST", torch.device("meta"))  # the host is a GPU to loops
+    launched, found = bind._launch, []
+
+    def watched(launch: Launch, *rest):
+        run = launched(launch, *rest)
+        slots = (*launch.reads, *launch.writes)
+
+        def look(registers):
+            found.extend(registers[slot].data_ptr() % 16 for slot in slots)
+            run(registers)
+
+        return look
+
+    monkeypatch.setattr(bind, "_launch", watched)
+    check_module(
+        lambda: Cell(width), lambda: torch.randn(7, 3, width, requires_grad=True), dtype=torch.float32, calls=1
+    )
+    assert found and not any(found)

@@ -1,0 +1,45 @@
+"""Loops on a GPU: recurrent networks beside eager, launched step by step and recorded, with parts at any address."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.lstm import LayerNormLSTM
+from benchmarks.recurrent_cells import GRU, LSTM, SelectiveScan
+from bridge import stats
+from bridge.compile import Loop
+from tests.bridge.compare import check_module
+from tests.gpu.marks import ON_A_GPU
+
+pytestmark = ON_A_GPU
+
+NETWORKS = {"LSTM": LSTM, "LayerNorm-LSTM": LayerNormLSTM, "GRU": GRU, "selective scan": SelectiveScan}
+
+
+def checked(name, shape, **options):
+    module = check_module(lambda: NETWORKS[name](shape[-1]), lambda: torch.randn(shape, requires_grad=True), **options)
+    (entry,) = stats(module).entries
+    lengths = [step.length for part in (entry.forward, entry.backward) for step in part.steps if isinstance(step, Loop)]
+    return module, lengths
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("steps", [1, 2, 7, 64])
+def test_networks_of_any_length(name, steps):
+    _, lengths = checked(name, (2, steps, 8))
+    assert lengths == ([steps, steps] if steps > 2 else [])
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_parts_that_do_not_begin_where_vectors_do(name, dtype):
+    """Steps of 45, 60 or 120 bytes and the like: a kernel that reads vectors there would be an error of the GPU."""
+    checked(name, (3, 7, 5), dtype=dtype)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_loops_are_recorded(name):
+    module, _ = checked(name, (4, 7, 8), cuda_graphs=True, calls=8)
+    graphs = stats(module).graphs
+    assert graphs.replays and not graphs.refused, graphs
