@@ -22,8 +22,8 @@ from bridge.compile.runtime.program import Program
 
 __all__ = ["MOST_APART", "Place", "apart", "branches", "conflicts"]
 
-#: Bytes of intermediates that get places of their own, at most: about what a GPU's second-level cache holds.
-MOST_APART = 48 << 20
+#: Bytes of intermediates that get places of their own, at most. Where they take more, steps fill the device.
+MOST_APART = 192 << 20
 
 _LAUNCH = 2.5e-6
 """Seconds from one launch of a graph's to the next that waits for it, however little there is to do."""
