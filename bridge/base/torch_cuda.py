@@ -22,6 +22,7 @@ __all__ = [
     "gpu_features",
     "memory_of_pool",
     "read_settings",
+    "reinterpreted",
     "settle_attention_order",
 ]
 
@@ -38,6 +39,12 @@ empty_strided: Callable[..., torch.Tensor] = find(
     lambda *form: torch.empty_strided(*form[:2], dtype=form[2], device=torch.device("cuda", current_device())),
 )
 """Shape, strides, element type → a tensor on the current device."""
+
+reinterpreted: Callable[..., torch.Tensor] = find(
+    "torch._C._dynamo.guards._reinterpret_tensor",
+    lambda base, shape, strides, offset: base.as_strided(shape, strides, base.storage_offset() + offset),
+)
+"""A tensor, shape, strides, elements → a tensor of this form in its memory, so many elements behind its beginning."""
 
 _begin = find("torch._C._cuda_beginAllocateCurrentThreadToPool", None)
 _end = find("torch._C._cuda_endAllocateToPool", None)

@@ -11,7 +11,7 @@ from bridge.compile.cpu.mt19937_lock import hold_function
 from bridge.compile.cpu.mt19937_swap import swap_function
 from bridge.compile.cpu.products import clear_choices
 from bridge.compile.cuda.dropout_launch import Gpu, gpu_of
-from bridge.compile.cuda.recorder import PoolMemory as private_memory
+from bridge.compile.cuda.pool_memory import PoolMemory as private_memory
 from bridge.compile.graphs.control import MODES, Mode, RecordedGraphs
 from bridge.compile.graphs.entry_graphs import EntryGraphs
 from bridge.compile.graphs.recorder import Memory

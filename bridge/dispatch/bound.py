@@ -1,7 +1,7 @@
 """Bound calls: an entry whose sizes vary, and the sizes of a call → what a call of these sizes runs, kept for the next.
 
 What depends on sizes is evaluated once for each combination of them: the executors of forward and backward, the shapes
-of draws, strides and aliases of results. A few dozen combinations are kept, bounded in number and in bytes; one that
+of draws, strides and aliases of results. A few hundred combinations are kept, bounded in number and in bytes; one that
 comes back after it has left is bound again. Graphs of earlier calls hold the backward that they need.
 """
 
@@ -27,9 +27,9 @@ from bridge.lowering import LoweredCall
 __all__ = ["MAX_BOUND", "MAX_BOUND_BYTES", "Bound", "BoundCalls"]
 
 #: Combinations of sizes that an entry keeps what it needs for.
-MAX_BOUND = 64
-#: Bytes that these may take, all arenas apart: those are the process's.
-MAX_BOUND_BYTES = 64 << 20
+MAX_BOUND = 256
+#: Bytes of the host's that these may take, all arenas apart: those are the process's.
+MAX_BOUND_BYTES = 256 << 20
 _BYTES_OF_A_STEP = 4096
 """An instruction's bound arguments, views and tensors, about."""
 

@@ -44,7 +44,7 @@ from bridge.lowering import LoweredCall, script
 __all__ = ["BackwardRun", "BoundPrograms", "Compiling", "Programs"]
 
 Execute = Callable[..., list[torch.Tensor]]
-Graphed = Callable[[Program, Execute], Execute]
+Graphed = Callable[[Program, Execute, Program], Execute]
 Holds = Callable[[Sizes], Guard | None]
 _LATER = free_in_children(threading.RLock())
 """Held while a scope answers for sizes other than the sample's."""
@@ -317,7 +317,8 @@ class Compiling:
     """A function on its way to a program: see :class:`bridge.compile.Compilation`.
 
     Attributes:
-        graphed: makes what records the program, of the program and of what runs it; ``None``: nothing does.
+        graphed: makes what records the program, of the program, of what runs it and of the program of all sizes;
+            ``None``: nothing does.
 
     Raises:
         UnsupportedModule: names an operator that there is no kernel for.
@@ -348,12 +349,12 @@ class Compiling:
         ``program``: what was made of it, with constants in the place of parameters.
         """
         with self._errors():
-            program = self._compilation.finish() if program is None else program
-            program = program if sizes is None else program.at(sizes)
+            whole = self._compilation.finish() if program is None else program
+            program = whole if sizes is None else whole.at(sizes)
             execute = _under_name(program, self._module_name, self._direction)
             if sizes is None:
                 self._compilation.keep()
-            return execute if self.graphed is None else self.graphed(program, execute)
+            return execute if self.graphed is None else self.graphed(program, execute, whole)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

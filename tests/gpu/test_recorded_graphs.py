@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from bridge import stats
 from bridge.compile import gpu_of
 from bridge.compile.cuda.driver_graphs import captured, new_stream
-from bridge.compile.cuda.recorder import PoolMemory
+from bridge.compile.cuda.pool_memory import PoolMemory
 from bridge.rng.states import GeneratorStates
 from tests.bridge.dispatch.recorded_loops import LOOPS, Pair
 from tests.device import DEVICE

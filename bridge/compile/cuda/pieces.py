@@ -18,7 +18,7 @@ import torch
 
 from bridge.compile.cuda.executor import ALIGNMENT, BoundExecutor
 from bridge.compile.cuda.side_streams import SideStreams
-from bridge.compile.graphs.recorder import Replay
+from bridge.compile.graphs.recorder import Form, Replay
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.bind import Action, bind
 from bridge.compile.runtime.instructions import CallLibrary, View
@@ -85,19 +85,17 @@ class _Between:
         self._step, self._action, self._origins = step, action, origins
         self.memory: list[torch.Tensor] = []
 
-    def record(self, registers: list, on_host: Mapping[int, torch.Tensor]) -> Replay:
+    def record(
+        self, registers: list, on_host: Mapping[int, torch.Tensor], take: Callable[[Form], torch.Tensor]
+    ) -> Replay:
         """Puts the memory of its results into the registers. The call is made for its results' forms alone: nothing
-        that a run computes is there yet. ``on_host``: states, by slot."""
+        that a run computes is there yet. ``on_host``: states, by slot; ``take``: where memory comes from."""
         step, action, origins = self._step, self._action, self._origins
         if not self.memory:
             tried = {slot: on_host.get(slot, registers[slot]) for slot in step.reads}
             action(tried)
             made = [tried[slot] for slot in step.writes]
-            with torch.inference_mode(False):  # it serves runs of any mode
-                self.memory = [
-                    torch.empty_strided(each.shape, dense_strides(each.shape), dtype=each.dtype, device=each.device)
-                    for each in made
-                ]
+            self.memory = [take((tuple(each.shape), dense_strides(each.shape), each.dtype)) for each in made]
         targets = list(zip(step.writes, self.memory, strict=True))
         for slot, memory in targets:
             registers[slot] = memory
@@ -166,24 +164,27 @@ class PiecewiseExecutor(BoundExecutor):
         self._on_host = [slot for slot, param in enumerate(layout.params) if param.lies_on_host]
         self._brought = {slot: self._state() for slot in self._on_host if slot in read}
         self._pieces: Pieces | None = None
+        self._take_between: Callable[[Form], torch.Tensor] | None = None
         self._beside: SideStreams | None = None
         self._states: dict[int, torch.Tensor] = {}
 
     @contextmanager
-    def recorded_by(self, pieces: Pieces, beside: SideStreams | None = None) -> Iterator[None]:
-        """A run meanwhile is recorded as these pieces; ``beside``: on several streams."""
-        self._pieces, self._beside = pieces, beside
+    def recorded_by(
+        self, pieces: Pieces, take: Callable[[Form], torch.Tensor], beside: SideStreams | None = None
+    ) -> Iterator[None]:
+        """A run meanwhile is recorded as these pieces.
+
+        Args:
+            take: memory for what calls between graphs return.
+            beside: on several streams.
+        """
+        self._pieces, self._take_between, self._beside = pieces, take, beside
         if self._brought:
             pieces.parts.insert(0, self._bring)
         try:
             yield
         finally:
-            self._pieces, self._beside, self._states = None, None, {}
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of memory for results of the calls between graphs."""
-        return sum(memory.nbytes for each in self._between.values() for memory in each.memory)
+            self._pieces, self._take_between, self._beside, self._states = None, None, None, {}
 
     @torch.inference_mode(False)  # it serves runs of any mode
     def _state(self) -> torch.Tensor:
@@ -228,5 +229,5 @@ class PiecewiseExecutor(BoundExecutor):
     def _interrupt(self, index: int, registers: list) -> None:
         """A call that is made between two graphs."""
         with self._pieces.interrupted():
-            part = self._between[index].record(registers, self._states)
+            part = self._between[index].record(registers, self._states, self._take_between)
         self._pieces.parts.append(part)

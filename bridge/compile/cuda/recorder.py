@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
@@ -25,16 +24,19 @@ from bridge.base.torch_cuda import current_device, current_stream, empty_strided
 from bridge.compile.cuda.driver_graphs import Graph, captured, new_stream
 from bridge.compile.cuda.executor import CudaExecutor
 from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, inside_of_loops, is_between
+from bridge.compile.cuda.pool_memory import PoolMemory, set_aside, spare_bytes
 from bridge.compile.cuda.side_streams import SideStreams
+from bridge.compile.cuda.slot_memory import SlotMemory
 from bridge.compile.graphs.branches import Place, apart, branches
-from bridge.compile.graphs.recorder import Form, Replay
+from bridge.compile.graphs.recorder import Form, Replay, nbytes
+from bridge.compile.runtime.arena import ALIGNMENT as ARENA_ALIGNMENT
 from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.layout import Layout
 from bridge.compile.runtime.pool import Block
 from bridge.compile.runtime.program import Program
 from bridge.library import DRAWS, REDRAWS
 
-__all__ = ["STREAMS", "CudaRecorder", "PoolMemory", "Streams"]
+__all__ = ["STREAMS", "CudaRecorder", "Streams"]
 
 _RECORDING = free_in_children(threading.RLock())
 """Held while a stream is captured."""
@@ -42,47 +44,9 @@ _RECORDING = free_in_children(threading.RLock())
 BRANCHES = 1
 """Streams that a recording uses; each has memory of its own that products work in."""
 
-_SHARE = 1 / 8
-"""Of a device's memory, for results of recorded programs; no more of what is free than half."""
-
-
-class PoolMemory:
-    """Memory of a private pool, see :class:`bridge.compile.graphs.recorder.Memory`; of a device that is current.
-
-    Where it cannot be had, memory is like any other: an allocator of another kind than torch's own has no pools, and
-    another thread may be using this one.
-
-    Attributes:
-        index: of the device.
-    """
-
-    def __init__(self, index: int):
-        self.index = index
-        self._pool: Any = None
-        _MEMORIES.add(self)
-        self._lock = threading.Lock()
-        self._has_pools = torch.cuda.get_allocator_backend() == "native"
-
-    def __call__(self, forms: Sequence[Form]) -> list[torch.Tensor]:
-        if self._has_pools and self._lock.acquire(blocking=False):  # torch lets one thread at a time use a pool
-            try:
-                if self._pool is None:
-                    self._pool = torch.cuda.MemPool()
-                with memory_of_pool(self.index, self._pool.id):
-                    return [empty_strided(*form) for form in forms]
-            except torch.OutOfMemoryError:  # the allocator gives nothing back that it keeps while a pool is in use
-                pass
-            finally:
-                self._lock.release()
-        return [empty_strided(*form) for form in forms]
-
-    @property
-    def held_bytes(self) -> int:
-        return 0 if self._pool is None else _set_aside(self._pool)
-
-
-_MEMORIES: weakref.WeakSet[PoolMemory] = weakref.WeakSet()
-"""All there are: what they hold together is bounded."""
+_GROWTH = 1.5
+"""Of a block that a stream's recordings share, where a larger one takes its place: earlier recordings keep theirs, and
+all of them together are not much more than the last."""
 
 
 class _Timer:
@@ -111,7 +75,8 @@ class _GraphArena:
     def reserve(self, size: int) -> Block:
         """The block; whoever records holds it."""
         if self.block is None or self.block.size < size:
-            self.block = Block(size, self._device)
+            least = 0 if self.block is None else int(_GROWTH * self.block.size)
+            self.block = Block(max(size, least), self._device)
         return self.block
 
     def enroll(self, user: object, size: int) -> int:
@@ -124,6 +89,39 @@ class _GraphArena:
         block.bound.clear()  # a program is seldom recorded twice
 
 
+class _Scratch:
+    """Memory of a stream's recordings for what library calls between graphs return, until the replay is over."""
+
+    def __init__(self, device: torch.device):
+        self._blocks = _GraphArena(device)
+        self._used = 0
+
+    def begin(self) -> None:
+        """Another recording: no two are replayed together."""
+        self._used = 0
+
+    @torch.inference_mode(False)  # it serves runs of any mode
+    def take(self, form: Form) -> torch.Tensor:
+        """Memory that this recording has not taken yet."""
+        shape, strides, dtype = form
+        size = -(-nbytes(form) // ARENA_ALIGNMENT) * ARENA_ALIGNMENT
+        before = self._blocks.block
+        block = self._blocks.reserve(self._used + size)
+        if block is not before:
+            self._used = 0
+        begin, self._used = self._used, self._used + size
+        return block.memory[begin : begin + nbytes(form)].view(dtype).as_strided(shape, strides)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the block."""
+        return 0 if self._blocks.block is None else self._blocks.block.size
+
+    def clear(self) -> None:
+        """Lets go of it; recordings hold what they took."""
+        self._blocks.block = None
+
+
 class _Stream:
     """What the recordings of one stream share; ``side`` is captured in its place, by nobody else.
 
@@ -134,7 +132,7 @@ class _Stream:
     def __init__(self, device: torch.device):
         self._device = device
         self.replaying = free_in_children(threading.Lock())
-        self.arena = _GraphArena(device)
+        self.arena, self.scratch = _GraphArena(device), _Scratch(device)
         self.temporaries = torch.cuda.MemPool()
         self._sides: list[torch.cuda.Stream] = []
         (self.side,) = self.sides(1)
@@ -166,6 +164,7 @@ class Streams:
         found = self._of.pop((device.index, stream), None)
         if found is not None:
             found.arena.block = None
+            found.scratch.clear()
             self._left.append(found)
 
     @property
@@ -173,12 +172,15 @@ class Streams:
         """Bytes of blocks, and of temporaries of torch's kernels."""
         streams = tuple(self._of.values())
         blocks = [each.arena.block for each in streams if each.arena.block is not None]
-        return sum(block.size for block in blocks) + sum(_set_aside(each.temporaries) for each in streams)
+        return sum(block.size for block in blocks) + sum(
+            each.scratch.held_bytes + set_aside(each.temporaries) for each in streams
+        )
 
     def clear(self) -> None:
         """Lets go of the blocks; recordings hold theirs."""
         for each in tuple(self._of.values()):
             each.arena.block = None
+            each.scratch.clear()
 
 
 STREAMS = Streams()
@@ -207,14 +209,7 @@ class CudaRecorder:
         return None
 
     def spare_bytes(self) -> int:
-        free, total = torch.cuda.mem_get_info(self._index)
-        free += torch.cuda.memory_reserved(self._index) - torch.cuda.memory_allocated(self._index)
-        held = sum(memory.held_bytes for memory in tuple(_MEMORIES) if memory.index == self._index)
-        return min(free // 2, int(_SHARE * total) - held)
-
-    @property
-    def held_bytes(self) -> int:
-        return sum(execute.held_bytes for _, execute in tuple(self._executors.values()))
+        return spare_bytes(self._index)
 
     def elsewhere(self) -> AbstractContextManager | None:
         return None if current_device() == self._index else torch.cuda.device(self._index)
@@ -225,8 +220,8 @@ class CudaRecorder:
     def stream(self) -> int:
         return current_stream(self._index)
 
-    def memory(self) -> PoolMemory:
-        return PoolMemory(self._index)
+    def memory(self, varies: bool = False) -> PoolMemory | SlotMemory:
+        return (SlotMemory if varies else PoolMemory)(self._index)
 
     def empty(self, form: Form) -> torch.Tensor:
         return empty_strided(*form)
@@ -257,12 +252,13 @@ class CudaRecorder:
             execute = program.bound_to(shared.arena, PiecewiseExecutor, layout)
             self._executors[stream] = shared, execute
         block = shared.arena.reserve(layout.arena_bytes)
+        shared.scratch.begin()
         beside = None if places is None else SideStreams(shared.sides(BRANCHES), places)
         pieces = Pieces(partial(self._captured, shared), partial(Graph.launcher, stream=stream))
         # collecting garbage may free memory of the device, which is not allowed during a capture
         with _RECORDING, collection_paused():
             try:
-                with pieces, execute.recorded_by(pieces, beside):
+                with pieces, execute.recorded_by(pieces, shared.scratch.take, beside):
                     results = execute(inputs, fresh=fresh)
                     for place, memory in copies:
                         memory.copy_(results[place])
@@ -299,8 +295,3 @@ def _require_memory_of(pool: Any) -> None:
     address = torch.empty(1, device="cuda").data_ptr()
     if not any(each["address"] <= address < each["address"] + each["total_size"] for each in pool.snapshot()):
         raise RuntimeError("memory comes from a pool that is not ours")
-
-
-def _set_aside(pool: Any) -> int:
-    """Bytes of a pool's segments."""
-    return sum(segment["total_size"] for segment in pool.snapshot())

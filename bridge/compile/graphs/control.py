@@ -16,7 +16,7 @@ Mode = Literal["auto"] | bool
 MODES: tuple[Mode, ...] = ("auto", True, False)
 
 #: Recordings of all programs of one module, for all sizes; the program that was replayed the longest ago loses its own.
-MAX_RECORDINGS = 64
+MAX_RECORDINGS = 1024
 #: Reasons that are counted, each by itself.
 _MAX_REASONS = 100
 _OTHERS = "another reason"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable
 
 import torch
 
 from bridge.compile.graphs.control import RecordedGraphs
 from bridge.compile.graphs.executor import GraphedExecutor
 from bridge.compile.graphs.recorder import Memory, Recorder
-from bridge.compile.graphs.worth import Verdicts
+from bridge.compile.graphs.shared import Shared
 from bridge.compile.runtime.program import Program
 
 __all__ = ["EntryGraphs"]
@@ -20,7 +20,8 @@ Execute = Callable[..., list[torch.Tensor]]
 class EntryGraphs:
     """What the recorded programs of an entry share, for all sizes.
 
-    There is a memory for each use: who keeps outputs, or gradients, is not to move the addresses of the others.
+    There is a memory for each use: who keeps outputs, or gradients, is not to move the addresses of the others. Where
+    sizes vary, each result that varies has one of its own, and captures, which are let go together, have one.
 
     Attributes:
         last_used: never: there is nothing to drop.
@@ -30,29 +31,48 @@ class EntryGraphs:
 
     def __init__(self, control: RecordedGraphs):
         self._control = control
-        self._memories: dict[str, Memory] = {}
-        self._verdicts: dict[tuple[str, int], Verdicts] = {}  # by what is the same for all sizes
+        self._memories: dict[Hashable, Memory] = {}
+        self._shared: dict[Program, Shared] = {}
         control.enroll(self)
 
-    def forward(self, program: Program, execute: Execute, outputs: int) -> Execute:
-        """What runs a forward program, whose results after the first ``outputs`` are for the backward."""
-        return self._graphed(program, execute, ("outputs", "captures"), outputs)
+    def forward(self, program: Program, execute: Execute, whole: Program, outputs: int) -> Execute:
+        """What runs a forward program, whose results after the first ``outputs`` are for the backward.
 
-    def backward(self, program: Program, execute: Execute) -> Execute:
+        Args:
+            program: of numbers only; ``whole``: the one of all sizes that it was made of, or itself.
+            execute: runs it, kernel by kernel.
+        """
+        return self._graphed(program, execute, whole, "outputs", outputs)
+
+    def backward(self, program: Program, execute: Execute, whole: Program) -> Execute:
         """What runs a backward program."""
-        return self._graphed(program, execute, ("gradients", "gradients"), 0)
+        return self._graphed(program, execute, whole, "gradients", None)
 
-    def _graphed(self, program: Program, execute: Execute, uses: Sequence[str], outputs: int) -> Execute:
+    def _graphed(self, program: Program, execute: Execute, whole: Program, use: str, count: int | None) -> Execute:
         recorder = program.backend.recorder(program)
         if recorder is None:
             return execute
-        memories = tuple(self._memory(use, recorder) for use in uses)
-        verdicts = self._verdicts.setdefault((program.name, len(program.steps)), Verdicts())
-        return GraphedExecutor(program, execute, recorder, self._control, memories, outputs, verdicts)
+        shared = self._shared.get(whole)
+        if shared is None:
+            shared = self._shared.setdefault(whole, Shared(program is not whole, self._moves))
+        varying = _varying(whole) if shared.varies else ()
 
-    def _memory(self, use: str, recorder: Recorder) -> Memory:
+        def memory_of(result: int) -> Memory:
+            if count is not None and result >= count:
+                return self._memory("captures", recorder, shared.varies)
+            if result in varying:
+                return self._memory((whole, result), recorder, varies=True)
+            return self._memory(use, recorder)
+
+        return GraphedExecutor(program, execute, recorder, self._control, memory_of, shared)
+
+    def _memory(self, use: Hashable, recorder: Recorder, varies: bool = False) -> Memory:
         found = self._memories.get(use)
-        return self._memories.setdefault(use, recorder.memory()) if found is None else found
+        return self._memories.setdefault(use, recorder.memory(varies)) if found is None else found
+
+    def _moves(self) -> int:
+        """How often memory of results had to move."""
+        return sum(memory.grown for memory in tuple(self._memories.values()))
 
     @property
     def held_bytes(self) -> int:
@@ -64,3 +84,10 @@ class EntryGraphs:
 
     def drop(self) -> None:
         """Nothing: who holds a tensor keeps its memory."""
+
+
+def _varying(program: Program) -> frozenset[int]:
+    """Results of a program of many sizes whose memory is not the same in all of them."""
+    layout = program.layout
+    fixed = {made.slot for made in layout.fresh if all(type(extent) is int for extent in made.shape)}
+    return frozenset(place for place, slot in enumerate(layout.memory) if slot not in fixed)

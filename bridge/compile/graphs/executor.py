@@ -7,7 +7,6 @@ launch. Whatever else comes runs every kernel by itself, and is counted with its
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -19,7 +18,8 @@ from bridge.compile.graphs.control import RecordedGraphs
 from bridge.compile.graphs.recorder import Form, Memory, Recorder, Replay
 from bridge.compile.graphs.recordings import MAX_MADE, StreamRecordings
 from bridge.compile.graphs.results import ReplayResults
-from bridge.compile.graphs.worth import LaunchCost, Verdicts
+from bridge.compile.graphs.shared import STREAMS, Shared
+from bridge.compile.graphs.worth import LaunchCost
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.forms import InputForms
 from bridge.compile.runtime.program import Program
@@ -30,9 +30,6 @@ __all__ = ["MAX_COPIED_BYTES", "MAX_HELD_BYTES", "GraphedExecutor"]
 MAX_COPIED_BYTES = 32 << 20
 #: Bytes of results, of one run, whose memory is held for a program under ``"auto"``.
 MAX_HELD_BYTES = 1 << 30
-_STREAMS = 4
-"""On which a program stays recorded; those used last."""
-
 _MOST_LEFT = 3
 """Times that a program makes room for others before it is not recorded any more."""
 
@@ -48,8 +45,8 @@ class GraphedExecutor:
     Args:
         program: of numbers only.
         execute: runs it, kernel by kernel: ``(inputs, *, consume, fresh)``.
-        memories: where the first ``outputs`` results, which somebody may keep, and all others get their memory.
-        verdicts: whether graphs pay at other sizes of the program.
+        memory_of: a result's place → where its memory is taken from.
+        shared: with other sizes of the program.
     """
 
     def __init__(
@@ -58,22 +55,19 @@ class GraphedExecutor:
         execute: Execute,
         recorder: Recorder,
         control: RecordedGraphs,
-        memories: tuple[Memory, Memory],
-        outputs: int,
-        verdicts: Verdicts | None = None,
+        memory_of: Callable[[int], Memory],
+        shared: Shared | None = None,
     ):
         self._program, self._execute, self._recorder, self._control = program, execute, recorder, control
-        self._memories, self._outputs = memories, outputs
+        self._memory_of, self._shared = memory_of, Shared() if shared is None else shared
         self._forms = InputForms(program.name, program.layout.params, program.backend.device)
         self._inputs: list[Form] = [
             (tuple(each.shape), dense_strides(each.shape), each.torch_dtype) for each in program.layout.params
         ]
         self._on_host = tuple(place for place, each in enumerate(program.layout.params) if each.lies_on_host)
-        self._lock = threading.Lock()
-        self._streams: LeastRecentlyUsed[Hashable, StreamRecordings] = LeastRecentlyUsed(_STREAMS)
+        self._streams: LeastRecentlyUsed[Hashable, StreamRecordings] = LeastRecentlyUsed(STREAMS)
         self._results: ReplayResults | None = None
         self._cost = LaunchCost(recorder)
-        self._verdicts = Verdicts() if verdicts is None else verdicts
         self._is_warm = False
         self._left = 0
         self._refused = recorder.refusal()
@@ -87,9 +81,8 @@ class GraphedExecutor:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of buffers and such; memory of results is counted by those who own it."""
-        buffers = sum(recordings.buffer_bytes for _, recordings in self._streams.items())
-        return buffers + self._recorder.held_bytes
+        """Bytes of buffers; memory of results is counted by those who own it."""
+        return sum(recordings.buffer_bytes for _, recordings in self._streams.items())
 
     def drop(self) -> None:
         """Lets go of all recordings, for those of others."""
@@ -109,7 +102,7 @@ class GraphedExecutor:
                 return self(inputs, consume=consume)
         if self._recorder.is_capturing():
             return self._by_itself("somebody records a graph of his own", inputs, consume)
-        if not self._lock.acquire(blocking=False):
+        if not self._shared.lock.acquire(blocking=False):
             return self._by_itself("another thread is in the program", inputs, consume)
         try:
             if not self._is_warm:
@@ -119,7 +112,7 @@ class GraphedExecutor:
             with torch.no_grad():
                 return self._graphed(inputs, consume)
         finally:
-            self._lock.release()
+            self._shared.lock.release()
 
     def _by_itself(self, reason: str, inputs: Sequence[torch.Tensor], consume: bool, **given: Any) -> list:
         self._control.count(reason)
@@ -138,25 +131,26 @@ class GraphedExecutor:
             self._cost.stop(timer)
         if self._results is None:
             self._results = ReplayResults(self._program, results)
-        pays = (timer is not None) if forced else self._pays()
+        pays = (timer is not None or self._shared.is_warm) if forced else self._pays()
         if pays is False and not forced:
             self._refuse("the device has more to do than the host: a graph does not pay")
         elif pays and not forced and self._results.nbytes > min(MAX_HELD_BYTES, self._recorder.spare_bytes()):
             self._refuse(f"memory of results would be held: {self._results.nbytes} bytes")
         self._is_warm = bool(pays)
+        self._shared.is_warm |= self._is_warm
         return results
 
     def _pays(self) -> bool | None:
         """Whether a graph does, by what other sizes have shown or by the runs so far; ``None``: it is too early."""
         work = self._results.nbytes + self._program.arena_bytes
-        known = self._verdicts.of(work)
+        known = self._shared.verdicts.of(work)
         if known is None and (known := self._cost.is_launch_bound()) is not None:
-            self._verdicts.learn(work, known)
+            self._shared.verdicts.learn(work, known)
         return known
 
     def _graphed(self, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
         stream = self._recorder.stream()
-        recordings = self._streams.get(stream) or self._streams.put(stream, self._new())
+        recordings = self._streams.get(stream) or self._streams.put(stream, self._new(stream))
         dense, fresh = self._forms.dense(inputs), recordings.fresh()
         recording = recordings.find(dense, fresh)
         if recording is None:
@@ -178,10 +172,11 @@ class GraphedExecutor:
         self, recordings: StreamRecordings, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]
     ) -> Replay | None:
         """A new recording; ``None`` if it is too early for one, or if there is to be none any more."""
+        self._shared.follow_memory()
         if not recordings.is_due(inputs, fresh):
             self._control.count("addresses that are new")
             return None
-        copied = recordings.ports.copied_bytes
+        copied = recordings.copied_bytes
         if self._control.mode == "auto" and copied > MAX_COPIED_BYTES:
             self._refuse(f"{copied} bytes lie elsewhere at each call")
         elif recordings.made >= MAX_MADE:
@@ -207,7 +202,8 @@ class GraphedExecutor:
             results[place] = memory.copy_(results[place])
         return results
 
-    def _new(self) -> StreamRecordings:
-        first, others = self._memories
-        memories = [first if reader < self._outputs else others for reader in self._results.readers]
-        return StreamRecordings(self._recorder, self._inputs, self._results, memories, self._on_host)
+    def _new(self, stream: Hashable) -> StreamRecordings:
+        memories = [self._memory_of(reader) for reader in self._results.readers]
+        ports = self._shared.ports(stream, len(self._inputs) + len(memories), self._on_host)
+        varies = self._shared.varies
+        return StreamRecordings(self._recorder, self._inputs, self._results, memories, ports, self._on_host, varies)

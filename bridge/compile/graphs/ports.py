@@ -3,6 +3,8 @@
 A recording has addresses in it. A port is *direct* while the addresses of its tensors keep coming back (parameters,
 what the forward hands to the backward): they are part of the recording's key. Else it is *buffered*: the recording has
 the address of a buffer, into which an input is copied before a replay, or out of which a result is copied after it.
+
+Where sizes vary, the programs of all of them share their ports: what one size has shown of addresses holds for others.
 """
 
 from __future__ import annotations
@@ -12,8 +14,6 @@ from operator import itemgetter
 
 import torch
 
-from bridge.compile.graphs.recorder import Form, nbytes
-
 __all__ = ["MAX_ADDRESSES", "Key", "Ports"]
 
 Key = tuple[int, ...]
@@ -21,66 +21,84 @@ Key = tuple[int, ...]
 
 #: Addresses of a direct port; with one more it is buffered.
 MAX_ADDRESSES = 3
+_PATIENCE = 12
+"""Calls with new addresses after which small tensors that have moved are buffered; after twice as many, all that have.
+"""
+_SMALL = 1 << 20
+"""Bytes of a tensor whose copy is of no account."""
+_STEADY = 64
+"""Replays in a row after which addresses of long ago do not count."""
 
 
 class Ports:
     """The ports of a program on one stream: its inputs, then the memory that it is given for results.
 
+    Args:
+        count: how many there are.
+        on_host: places of those that are neither: no recording has their addresses.
+
     Attributes:
         direct, buffered: places of ports.
-
-    Args:
-        forms: of all ports.
-        on_host: places of those that are neither: no recording has their addresses.
+        version: how often ports were buffered: recordings made before have other addresses in them.
     """
 
-    def __init__(self, forms: Sequence[Form], on_host: Collection[int] = ()):
-        self._bytes = list(map(nbytes, forms))
-        self._known: list[dict[int, None]] = [{} for _ in forms]
+    def __init__(self, count: int, on_host: Collection[int] = ()):
+        self._known: list[dict[int, None]] = [{} for _ in range(count)]
         self.buffered: tuple[int, ...] = ()
-        self._choose([place for place in range(len(forms)) if place not in on_host])
+        self.version = 0
+        self._in_a_row = self._strange = 0
+        self._choose([place for place in range(count) if place not in on_host])
 
     def key(self, tensors: Sequence[torch.Tensor]) -> Key:
         """The addresses of a call's direct ports; ``tensors`` are those of all ports."""
         return tuple(map(torch.Tensor.data_ptr, self._direct(tensors)))
 
-    def note(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Remembers addresses that no recording has; returns whether a port is buffered from now on."""
-        moved = []
+    def replayed(self) -> None:
+        """There was a recording for a call."""
+        self._in_a_row += 1
+
+    def meet(self, tensors: Sequence[torch.Tensor], forgiven: bool = False) -> bool:
+        """Notes the addresses of a call that there is no recording for. If they keep moving, ports are buffered.
+
+        Args:
+            forgiven: known addresses without a recording are no sign that they keep moving.
+
+        Returns:
+            whether all of them were known.
+        """
+        if self._in_a_row >= _STEADY:
+            self.forget()
+        self._in_a_row = 0
+        are_known, moved = True, []
         for place in self.direct:
-            known = self._known[place]
-            known[tensors[place].data_ptr()] = None
+            known, address = self._known[place], tensors[place].data_ptr()
+            if address in known:
+                continue
+            are_known = False
+            known[address] = None
             if len(known) > MAX_ADDRESSES:
                 moved.append(place)
         self._buffer(moved)
-        return bool(moved)
+        if not (forgiven and are_known):
+            self._strange += 1
+            if self._strange in (_PATIENCE, 2 * _PATIENCE):
+                self._buffer_what_moved(tensors, _SMALL if self._strange == _PATIENCE else None)
+        return are_known
 
     def forget(self) -> None:
         """Old addresses do not count any more."""
+        self._strange = 0
         for known in self._known:
             known.clear()
 
-    def buffer_what_moved(self, most: int | None = None) -> bool:
-        """Buffers every port that has had a second address; returns whether there was one.
-
-        Args:
-            most: bytes of a port; larger ones stay as they are.
-        """
-        moved = [
-            place
-            for place in self.direct
-            if len(self._known[place]) > 1 and (most is None or self._bytes[place] <= most)
-        ]
-        self._buffer(moved)
-        return bool(moved)
-
-    @property
-    def copied_bytes(self) -> int:
-        """That each replay copies."""
-        return sum(self._bytes[place] for place in self.buffered)
+    def _buffer_what_moved(self, tensors: Sequence[torch.Tensor], most: int | None) -> None:
+        """Buffers every port that has had a second address, but for tensors of more than ``most`` bytes."""
+        moved = [place for place in self.direct if len(self._known[place]) > 1]
+        self._buffer([place for place in moved if most is None or tensors[place].nbytes <= most])
 
     def _buffer(self, places: Sequence[int]) -> None:
         if places:
+            self.version += 1
             self.buffered = tuple(sorted({*self.buffered, *places}))
             self._choose([place for place in self.direct if place not in self.buffered])
 

@@ -31,7 +31,12 @@ def nbytes(form: Form) -> int:
 class Memory(Protocol):
     """Memory that nothing else on the device takes from: what was given back is there again at the next call, at the
     same addresses if the same is asked for. Tensors in it are like any others, to their holders and to the allocator.
+
+    Attributes:
+        grown: how often addresses that were given before will not return, because more was asked for.
     """
+
+    grown: int
 
     def __call__(self, forms: Sequence[Form]) -> list[torch.Tensor]:
         """New tensors on the current stream."""
@@ -60,10 +65,6 @@ class Recorder(Protocol):
     def spare_bytes(self) -> int:
         """Bytes of results that recordings may set aside on the device, all others' counted."""
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that its recordings need while nothing is replayed, but for what :class:`Memory` counts."""
-
     def elsewhere(self) -> AbstractContextManager | None:
         """What makes the program's device the current one; ``None`` if it is."""
 
@@ -73,8 +74,9 @@ class Recorder(Protocol):
     def stream(self) -> Hashable:
         """The current stream."""
 
-    def memory(self) -> Memory:
-        """New memory for results."""
+    def memory(self, varies: bool = False) -> Memory:
+        """New memory for results. ``varies``: for one, or for several that are let go together, of any size: it begins
+        at the same address whatever the size."""
 
     def empty(self, form: Form) -> torch.Tensor:
         """A tensor on the current stream, in memory that all share."""

@@ -15,7 +15,7 @@ import torch
 
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.graphs.ports import Key, Ports
-from bridge.compile.graphs.recorder import Form, Memory, Recorder, Replay
+from bridge.compile.graphs.recorder import Form, Memory, Recorder, Replay, nbytes
 from bridge.compile.graphs.results import ReplayResults
 
 __all__ = ["MAX_MADE", "MAX_OF_A_STREAM", "StreamRecordings"]
@@ -24,13 +24,6 @@ __all__ = ["MAX_MADE", "MAX_OF_A_STREAM", "StreamRecordings"]
 MAX_OF_A_STREAM = 8
 #: Recordings that are made before none is made any more.
 MAX_MADE = 64
-_PATIENCE = 12
-"""Calls with new addresses after which small tensors that have moved are buffered; after twice as many, all that have.
-"""
-_SMALL = 1 << 20
-"""Bytes of a tensor whose copy is of no account."""
-_STEADY = 64
-"""Replays in a row after which addresses of long ago do not count."""
 
 
 class StreamRecordings:
@@ -43,6 +36,7 @@ class StreamRecordings:
         inputs: forms of the inputs; ``on_host``: places of those that lie on the host.
         results: where results are.
         memories: of each form of ``results``, where it is taken from.
+        ports: shared with other sizes if ``varies``.
     """
 
     def __init__(
@@ -51,18 +45,20 @@ class StreamRecordings:
         inputs: Sequence[Form],
         results: ReplayResults,
         memories: Sequence[Memory],
+        ports: Ports,
         on_host: Collection[int] = (),
+        varies: bool = False,
     ):
         self._recorder, self._results, self._inputs = recorder, results, len(inputs)
         self._forms = [*inputs, *results.forms]
-        self.ports, self._on_host = Ports(self._forms, on_host), on_host
-        self.made = 0
+        self._ports, self._on_host, self._varies = ports, on_host, varies
+        self._version = ports.version
+        self.made = self._unrecorded = 0
         self._buffers: dict[int, torch.Tensor] = {}
         self._memories = memories
         self._recordings: LeastRecentlyUsed[Key, Replay] = LeastRecentlyUsed(MAX_OF_A_STREAM)
         self._seen: LeastRecentlyUsed[Key, bool] = LeastRecentlyUsed(4 * MAX_OF_A_STREAM)
-        self._in_a_row = self._strange = 0
-        self._plan_memory()
+        self._renew()
 
     def __len__(self) -> int:
         return len(self._recordings)
@@ -72,8 +68,14 @@ class StreamRecordings:
         """Bytes of buffers."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
+    @property
+    def copied_bytes(self) -> int:
+        """That each replay copies."""
+        return sum(nbytes(self._forms[place]) for place in self._ports.buffered)
+
     def fresh(self) -> list[torch.Tensor]:
         """Memory for the results of a call."""
+        self._follow_ports()
         made: list[Any] = [None] * len(self._results.forms)
         for make, forms, places in self._taken:
             for place, tensor in zip(places, make(forms), strict=True):
@@ -82,7 +84,7 @@ class StreamRecordings:
 
     def find(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> Replay | None:
         """The recording for dense inputs and memory of results, if there is one."""
-        return self._recordings.get(self.ports.key([*inputs, *fresh]))
+        return self._recordings.get(self._ports.key([*inputs, *fresh]))
 
     def replay(
         self,
@@ -92,32 +94,28 @@ class StreamRecordings:
         fresh: list[torch.Tensor],
     ) -> list[torch.Tensor]:
         """The results; ``given`` are the caller's inputs, ``inputs`` the same, dense."""
-        self._in_a_row += 1
+        self._ports.replayed()
         first, buffers = self._inputs, self._buffers
-        for place in self.ports.buffered:
+        for place in self._ports.buffered:
             if place < first:
                 buffers[place].copy_(inputs[place])
         recording(self._ported(inputs, fresh) if self._on_host else ())
-        for place in self.ports.buffered:
+        for place in self._ports.buffered:
             if place >= first:
                 fresh[place - first].copy_(buffers[place])
         return self._results(given, fresh)
 
     def is_due(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> bool:
-        """Whether addresses without a recording have been here before. If they keep moving, ports are buffered."""
+        """Whether addresses without a recording have been here before. If they keep moving, ports are buffered.
+
+        A size that varies is recorded when it comes back, if calls of other sizes had these addresses.
+        """
         tensors = [*inputs, *fresh]
-        if self._in_a_row >= _STEADY:
-            self.ports.forget()
-            self._strange = 0
-        self._in_a_row = 0
-        self._strange += 1
-        moved = self.ports.note(tensors)
-        if self._strange in (_PATIENCE, 2 * _PATIENCE):
-            moved |= self.ports.buffer_what_moved(_SMALL if self._strange == _PATIENCE else None)
-        if moved:
-            self._renew()
-        key = self.ports.key(tensors)
-        if self._seen.get(key):
+        self._unrecorded += 1
+        are_known = self._ports.meet(tensors, forgiven=self._varies and self.made < MAX_OF_A_STREAM)
+        self._follow_ports()
+        key = self._ports.key(tensors)
+        if self._seen.get(key) or (self._varies and are_known and self._unrecorded > 1):
             return True
         self._seen.put(key, True)
         return False
@@ -129,7 +127,7 @@ class StreamRecordings:
         read, written = ported[: self._inputs], ported[self._inputs :]
         own = len(written) - len(copied)
         replay = self._recorder.record(read, written[:own], list(zip(copied, written[own:], strict=True)))
-        return self._recordings.put(self.ports.key([*inputs, *fresh]), replay)
+        return self._recordings.put(self._ports.key([*inputs, *fresh]), replay)
 
     def _ported(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors of all ports as recordings know them."""
@@ -138,12 +136,17 @@ class StreamRecordings:
             tensors[place] = buffer
         return tensors
 
+    def _follow_ports(self) -> None:
+        """Begins anew with other ports: recordings have the addresses of the old ones."""
+        if self._version != self._ports.version:
+            self._version = self._ports.version
+            self._renew()
+
     @torch.inference_mode(False)  # buffers serve calls of any mode
     def _renew(self) -> None:
-        """Begins anew with other ports: recordings have the addresses of the old ones."""
         self._recordings.clear()
         self._seen.clear()
-        for place in self.ports.buffered:
+        for place in self._ports.buffered:
             if place not in self._buffers:
                 self._buffers[place] = self._recorder.empty(self._forms[place])
         self._plan_memory()

@@ -23,7 +23,7 @@ from bridge.library import NEVER_RAISE
 
 __all__ = ["Program", "same_code"]
 
-_MOST_BOUND, _MOST_BOUND_BYTES = 64, 32 * 2**20
+_MOST_BOUND, _MOST_BOUND_BYTES = 256, 128 * 2**20
 """Sizes that a program stays bound to, and what that may take."""
 
 _BYTES_OF_STEP, _BYTES_OF_SLOT = 2048, 1024

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from bridge.base.torch_internals import empty_strided
+from bridge.compile.cuda.slot_memory import pieces_of
 from bridge.compile.runtime.executor import Executor
 
-__all__ = ["HostMemory", "HostRecorder", "alias"]
+__all__ = ["HostMemory", "HostRecorder", "HostSlots", "alias", "memories"]
 
 
 @torch.inference_mode(False)  # replays run in any mode
@@ -26,8 +27,15 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
 
 
+def memories(first, others, outputs):
+    """Where results lie: the first ones in one memory, all others in another."""
+    return lambda result: first if result < outputs else others
+
+
 class HostMemory:
     """Blocks that are free when no tensor lies in them."""
+
+    grown = 0
 
     def __init__(self) -> None:
         self._blocks: list[torch.Tensor] = []
@@ -37,20 +45,50 @@ class HostMemory:
 
     def _tensor(self, shape, strides, dtype):
         size = max(torch.Size(shape).numel(), 1) * dtype.itemsize
-        for block in self._blocks:
-            storage = block.untyped_storage()
-            if len(block) == size and torch._C._storage_Use_Count(storage._cdata) == 2:  # the block's, and this one
-                break
-        else:
-            block = torch.empty(size + 16, dtype=torch.uint8)
-            block = block[-block.data_ptr() % 16 :][:size].clone()
-            self._blocks.append(block)
-            storage = block.untyped_storage()
-        return torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
+        block = next((block for block in self._blocks if len(block) == size and _is_free(block)), None)
+        if block is None:
+            self._blocks.append(block := _block(size))
+        return torch.empty(0, dtype=dtype).set_(block.untyped_storage(), 0, shape, strides)
 
     @property
     def held_bytes(self):
         return sum(map(len, self._blocks))
+
+
+class HostSlots:
+    """Slots with room for the largest so far: tensors that are taken together begin where a free one begins."""
+
+    def __init__(self) -> None:
+        self._slots: list[torch.Tensor] = []
+        self.grown = 0
+
+    def __call__(self, forms):
+        places, size = pieces_of(forms)
+        free = next((place for place, slot in enumerate(self._slots) if _is_free(slot)), None)
+        if free is not None and len(self._slots[free]) < size:
+            del self._slots[free]
+            free, self.grown = None, self.grown + 1
+        if free is None:
+            self._slots.append(_block(2 * size))
+            free = -1
+        bases = [self._slots[free][place:] for place in places]
+        return [
+            torch.empty(0, dtype=dtype).set_(base.untyped_storage(), base.storage_offset() // dtype.itemsize, *form)
+            for base, (*form, dtype) in zip(bases, forms, strict=True)
+        ]
+
+    @property
+    def held_bytes(self):
+        return sum(map(len, self._slots))
+
+
+def _block(size):
+    block = torch.empty(size + 16, dtype=torch.uint8)
+    return block[-block.data_ptr() % 16 :][:size].clone()
+
+
+def _is_free(block):
+    return torch._C._storage_Use_Count(block.untyped_storage()._cdata) == 2  # the block's, and this one
 
 
 class _Timer:
@@ -78,7 +116,7 @@ class HostRecorder:
         self.refuses: str | None = None
         self.now: Any = 0
         self.seconds: tuple[float, float] | None = (1.0, 1.0)
-        self.held_bytes, self.spare = 0, 1 << 40
+        self.spare = 1 << 40
 
     def refusal(self):
         return self.refuses
@@ -95,8 +133,8 @@ class HostRecorder:
     def stream(self):
         return self.now
 
-    def memory(self):
-        return HostMemory()
+    def memory(self, varies=False):
+        return HostSlots() if varies else HostMemory()
 
     def empty(self, form):
         return empty_strided(*form)

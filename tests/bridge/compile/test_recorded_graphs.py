@@ -14,8 +14,9 @@ from bridge.compile.graphs import executor as module
 from bridge.compile.graphs.control import RecordedGraphs
 from bridge.compile.graphs.executor import GraphedExecutor
 from bridge.compile.graphs.ports import MAX_ADDRESSES
+from bridge.compile.graphs.shared import Shared
 from bridge.compile.graphs.worth import RUNS, Verdicts
-from tests.bridge.compile.host_recorder import HostMemory, HostRecorder
+from tests.bridge.compile.host_recorder import HostMemory, HostRecorder, memories
 from tests.bridge.compile_helpers import program
 
 
@@ -44,8 +45,8 @@ class Graphed:
         self.control, self.recorder = RecordedGraphs(mode), HostRecorder(compiled)
         self.recorder.seconds = seconds
         self.outputs, self.captures = HostMemory(), HostMemory()
-        memories = self.outputs, self.captures
-        self.run = GraphedExecutor(compiled, compiled.executor, self.recorder, self.control, memories, 1, verdicts)
+        memory_of, shared = memories(self.outputs, self.captures, 1), Shared(verdicts=verdicts)
+        self.run = GraphedExecutor(compiled, compiled.executor, self.recorder, self.control, memory_of, shared)
         self.w = torch.randn(16, 8)
         self.x = torch.randn(12, 16)
 
@@ -248,7 +249,7 @@ def test_ctrl_c_while_recording_is_the_users(graphed):
 def test_a_program_that_cannot_be_recorded_says_why(compiled):
     control, recorder = RecordedGraphs(True), HostRecorder(compiled)
     recorder.refuses = "library draw draws random numbers"
-    run = GraphedExecutor(compiled, compiled.executor, recorder, control, (HostMemory(), HostMemory()), 1)
+    run = GraphedExecutor(compiled, compiled.executor, recorder, control, memories(HostMemory(), HostMemory(), 1))
     run([torch.randn(12, 16), torch.randn(16, 8)])
     assert control.ungraphed == {recorder.refuses: 1} and control.refused == {"test": recorder.refuses}
 
@@ -275,7 +276,7 @@ def test_each_stream_has_recordings_of_its_own(graphed):
 
 def test_threads_do_not_wait_for_one_another(graphed):
     graphed.warm()
-    with graphed.run._lock:
+    with graphed.run._shared.lock:
         thread = threading.Thread(target=graphed.check)
         thread.start()
         thread.join()

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from bridge import add_tvm_dispatch, examine, explain, stats
 from bridge.capture import DynamicDim
-from bridge.dispatch import MAX_BOUND
+from bridge.compile.runtime import program as program_module
+from bridge.dispatch import bound as bound_module
 from bridge.dispatch.varying import MAX_REFUSED, FixedDims
 from tests.bridge.compare import Call, assert_same, run
 from tests.bridge.dispatch.varying import automatic, dispatched, normal
@@ -223,7 +224,9 @@ def rows_of(*size: int) -> tuple:
     return call.args[0].detach().requires_grad_(), call.kwargs["mask"]
 
 
-def test_many_sizes_leave_memory_flat():
+def test_many_sizes_leave_memory_flat(monkeypatch):
+    monkeypatch.setattr(bound_module, "MAX_BOUND", 64)
+    monkeypatch.setattr(program_module, "_MOST_BOUND", 64)
     _, module = dispatched(mlp, rows(5), ({0: Dim("batch")},))
     (entry,) = stats(module).entries
 
@@ -238,7 +241,7 @@ def test_many_sizes_leave_memory_flat():
     before = traced(range(150, 300))
     grown = traced(range(300, 450)) - before
     tracemalloc.stop()
-    assert len(entry.bound) == MAX_BOUND and stats(module).hits == 448 and grown < 100_000
+    assert len(entry.bound) == 64 and stats(module).hits == 448 and grown < 100_000
 
 
 def test_a_forked_child_goes_on():

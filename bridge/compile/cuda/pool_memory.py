@@ -1,0 +1,72 @@
+"""Pool memory: results of recorded programs in private pools of torch's allocator, and how much of it there may be."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bridge.base.torch_cuda import empty_strided, memory_of_pool
+from bridge.compile.graphs.recorder import Form
+
+__all__ = ["PoolMemory", "set_aside", "spare_bytes"]
+
+_SHARE = 1 / 8
+"""Of a device's memory, for results of recorded programs; no more of what is free than half."""
+
+
+class PoolMemory:
+    """Memory of a private pool, see :class:`bridge.compile.graphs.recorder.Memory`; of a device that is current.
+
+    Where it cannot be had, memory is like any other: an allocator of another kind than torch's own has no pools, and
+    another thread may be using this one.
+
+    Attributes:
+        index: of the device.
+    """
+
+    grown = 0
+
+    def __init__(self, index: int):
+        self.index = index
+        self._pool: Any = None
+        _MEMORIES.add(self)
+        self._lock = threading.Lock()
+        self._has_pools = torch.cuda.get_allocator_backend() == "native"
+
+    def __call__(self, forms: Sequence[Form]) -> list[torch.Tensor]:
+        if self._has_pools and self._lock.acquire(blocking=False):  # torch lets one thread at a time use a pool
+            try:
+                if self._pool is None:
+                    self._pool = torch.cuda.MemPool()
+                with memory_of_pool(self.index, self._pool.id):
+                    return [empty_strided(*form) for form in forms]
+            except torch.OutOfMemoryError:  # the allocator gives nothing back that it keeps while a pool is in use
+                pass
+            finally:
+                self._lock.release()
+        return [empty_strided(*form) for form in forms]
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self._pool is None else set_aside(self._pool)
+
+
+_MEMORIES: weakref.WeakSet[PoolMemory] = weakref.WeakSet()
+"""All there are: what they hold together is bounded."""
+
+
+def spare_bytes(index: int) -> int:
+    """Bytes of results that may be set aside on a device, all others' counted."""
+    free, total = torch.cuda.mem_get_info(index)
+    free += torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+    held = sum(memory.held_bytes for memory in tuple(_MEMORIES) if memory.index == index)
+    return min(free // 2, int(_SHARE * total) - held)
+
+
+def set_aside(pool: Any) -> int:
+    """Bytes of a pool's segments."""
+    return sum(segment["total_size"] for segment in pool.snapshot())
