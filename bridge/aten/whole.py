@@ -18,7 +18,7 @@ from bridge.aten.complex_value import Complex, joined_form
 from bridge.aten.dims import numbers_only
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import aten, pytree
-from bridge.capture import CTC_LOSSES, WHOLE
+from bridge.capture import WHOLE, WHOLE_FUNCTIONS
 
 __all__ = ["describe", "whole"]
 
@@ -45,12 +45,15 @@ def describe(args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Any]]:
     return text, tensors
 
 
-@converts(*WHOLE, *CTC_LOSSES)
+@converts(*WHOLE, *WHOLE_FUNCTIONS)
 def whole(importer, node, *args, **kwargs):
     numbers_only(f"{node.target}", args, list(kwargs.values()))
+    name = str(node.target)
+    if node.target in WHOLE_FUNCTIONS:
+        computed = WHOLE_FUNCTIONS[node.target]
+        name, (args, kwargs) = str(computed.operator), computed.call(args)
     text, tensors = describe(args, kwargs)
     tensors = [importer.whole_of(tensor) for tensor in tensors]
-    name = str(CTC_LOSSES.get(node.target, node.target))
     forms = fx.node.map_aggregate(node.meta["val"], joined_form)
     made = importer.library("operator", [name, text, *tensors], forms)
     if not isinstance(forms, tuple | list):

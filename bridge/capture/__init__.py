@@ -1,9 +1,9 @@
 """Capture: a module's call to a functional ATen graph, checked against a fake run and an eager run."""
 
+from bridge.capture import ctc_loss, statistics  # noqa: F401 - they register their operators
 from bridge.capture.captured import Captured
 from bridge.capture.copied_call import Copies, copied_call
 from bridge.capture.counters import Counter
-from bridge.capture.ctc_loss import CTC_LOSSES
 from bridge.capture.dynamic_shapes import DynamicDim, dynamic_dims
 from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.fake_run import FakeRun, fake_run, forget_real_tensors
@@ -24,10 +24,10 @@ from bridge.capture.size_trace import SizeTrace, is_implied, sized_run
 from bridge.capture.tensor_form import TensorForm
 from bridge.capture.thread_isolation import capturing
 from bridge.capture.tracing import eagers_branches, is_capturing, is_traced_here, one_capture_at_a_time
+from bridge.capture.whole_functions import WHOLE_FUNCTIONS
 
 __all__ = [
     "COMPUTED_DRAWS",
-    "CTC_LOSSES",
     "CUSTOM_GRADIENT",
     "LITERAL",
     "LOOP_MARKS",
@@ -37,6 +37,7 @@ __all__ = [
     "TANGENT",
     "UPSAMPLES",
     "WHOLE",
+    "WHOLE_FUNCTIONS",
     "WITH_GRADIENT",
     "Captured",
     "Copies",

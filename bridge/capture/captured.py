@@ -36,7 +36,7 @@ class Captured:
         argument_is_tensor: which of them are tensors.
         in_spec: pytree structure of ``(args, kwargs)``.
         results: for each leaf of the module's result, the graph node that computes it (``None``: not computed).
-        mutated: ``(index of a module tensor, node of its new value)`` pairs.
+        mutated: ``(index into module_tensors + arguments, node of its new value)`` pairs: what forward writes in place.
         observation: what eager does, see :mod:`bridge.capture.observation`.
         fake_observation: the same in the fake run; other strides, at most (:mod:`bridge.capture.eager_run`).
         draw_of: name of each node that draws -> index into ``observation.draws``.
@@ -89,3 +89,16 @@ class Captured:
     @property
     def outputs(self) -> list[Output]:
         return self.observation.outputs
+
+    def input_name(self, index: int) -> str:
+        """What a module tensor or an argument is called: as the user has it."""
+        owned = len(self.module_tensors)
+        if index < owned:
+            return self.module_tensors[index].name
+        names = (name for name, place in self.placeholders.items() if place == index)
+        return next(names, f"argument {index - owned}")
+
+    def written_name(self, index: int) -> str:
+        """What of :attr:`mutated` is called in a sentence."""
+        kind = "buffer" if index < len(self.module_tensors) else "argument"
+        return f"{kind} '{self.input_name(index)}'"

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from bridge.base.devices import HOST, current_device
+from bridge.base.generators import default_generator
 from bridge.base.torch_internals import TorchDispatchMode, aten, current_graph_task_id, schema, storage_id
 from bridge.capture.generator_watch import unwatched
 from bridge.capture.isolated_rng import with_generator
@@ -16,6 +18,10 @@ from bridge.capture.passes.attention_draws import attention_advance, attention_r
 from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, CUDA_ATTENTION
 
 __all__ = ["DrawRecorder", "record_draws"]
+
+
+_TORCHS = ("aten", "prims", "tvm_dispatch")
+"""Namespaces of operators whose tags say whether they draw."""
 
 
 def record_draws(run: Callable[[], Any], draws: list[Draw]) -> Any:
@@ -29,7 +35,8 @@ class DrawRecorder(TorchDispatchMode):
 
     With a ``trace``, every operator is written down there. ``differentiates``: whether one ran in a backward.
     ``inputs``: module tensors and arguments, in whose memory a dropout may read. ``advance``: how far the last draw
-    moved its generator.
+    moved its generator. ``real``: whether operators compute; then those that are not torch's, whose tags may say too
+    little, are watched.
     """
 
     def __init__(
@@ -39,9 +46,10 @@ class DrawRecorder(TorchDispatchMode):
         trace: OpTrace | None = None,
         inputs: Sequence[torch.Tensor] = (),
         advance: Callable[[], int | None] = lambda: None,
+        real: bool = False,
     ):
         super().__init__()
-        self._advance = advance
+        self._advance, self._real = advance, real
         self._inputs = {storage_id(tensor): (index, tensor) for index, tensor in reversed(list(enumerate(inputs)))}
         self.draws = draws
         self.complain = complain
@@ -51,7 +59,10 @@ class DrawRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self.trace is None:
+            before = None if func.namespace in _TORCHS or not self._real else self._states()
             result = func(*args, **(kwargs or {}))
+            if before is not None and not all(map(torch.equal, before, self._states())):
+                self.complain(str(func), "draws random numbers, and has no tag that says so")
         else:
             arguments = self.trace.arguments(func, args, kwargs or {})
             with unwatched():
@@ -66,6 +77,10 @@ class DrawRecorder(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs or {}):
             self._record(func, args, kwargs or {}, result)
         return result
+
+    @staticmethod
+    def _states() -> list[torch.Tensor]:
+        return [default_generator(device).get_state() for device in {HOST, current_device()}]
 
     def _record(self, func, args, kwargs, result) -> None:
         if func in CUDA_ATTENTION:

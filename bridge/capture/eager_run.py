@@ -8,7 +8,7 @@ what eager computes, and the module is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import zip_longest
@@ -56,11 +56,13 @@ def real_run(
     *,
     functions: OwnFunctions,
     differentiates: bool,
+    written: Collection[int] = (),
 ) -> tuple[Observation, list[Unsupported]]:
     """What ``module(*args, **kwargs)`` does in eager. Neither tensors nor the generator are changed.
 
-    Parameters and arguments are used as they are: the caller has made sure that forward writes into none of them.
-    Python attributes that forward sets are left set.
+    Parameters and arguments are used as they are, but for copies of the arguments that forward writes (``written``:
+    their places among the tensors): the caller has made sure that it writes into no others. Python attributes that
+    forward sets are left set.
 
     ``readings``: what the traced forward was given. ``functions``: the user's own, as they were traced.
     ``differentiates``: whether it ran a backward itself.
@@ -76,30 +78,35 @@ def real_run(
     Raises:
         Exception: whatever forward raises, marked by :func:`bridge.base.errors.refused_by_eager`.
     """
-    args, kwargs = own_leaves(args, kwargs, real_tensors)
-    arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    owned, state = owned_state(module, tensors, real_tensors)
-    parameters = [tensor for spec, tensor in zip(tensors, owned, strict=True) if spec.kind == "parameter"]
+
+    def call() -> tuple[list[torch.Tensor], tuple]:
+        """Tensors of the module's and of the arguments, and what a run is given of them."""
+        own_args, own_kwargs = own_leaves(args, kwargs, real_tensors, written)
+        owned, state = owned_state(module, tensors, real_tensors)
+        parameters = [tensor for spec, tensor in zip(tensors, owned, strict=True) if spec.kind == "parameter"]
+        leaves = pytree.tree_leaves((own_args, own_kwargs))
+        inputs = owned + [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return inputs, (module, state, parameters, inputs, own_args, own_kwargs, nullcontext())
+
     asked, reader, graphs = times_asked(), NumberReader(), nullcontext if differentiates else nothing_saved
     try:
+        inputs, given = call()
         with IsolatedRNG() as isolated, graphs(), reading(module, reader) if readings else nullcontext():
-            given = module, state, parameters, [*owned, *arguments], args, kwargs, nullcontext()
             run = observe(*given, functions=functions, traced=False, advance=lambda: isolated.advance)
         if not same_numbers(reader.readings, readings):
             hint = "do not let forward depend on what is left of earlier calls"
             return run, [Unsupported("a number that forward reads", "forward", "differs when it is read again", hint)]
         if times_asked() == asked:
             return run, []
-        untraced, state = owned_state(module, tensors, real_tensors)
+        untraced, given = call()
         chosen = NumberReader()
         with eagers_branches(), IsolatedRNG() as isolated, graphs(), reading(module, chosen), _Sizes() as sizes:
-            given = module, state, parameters, [*untraced, *arguments], args, kwargs, nullcontext()
             eagers = observe(*given, functions=functions, traced=False, advance=lambda: isolated.advance)
         run.reads_validation |= eagers.reads_validation
     except Exception as error:  # noqa: BLE001 - whatever the user's code raises
         raise refused_by_eager(from_user_code(error)) from error.__cause__
     # half types do not tell other masks from rounding
-    if run.draws != eagers.draws or not _all_close([*run.results, *owned], [*eagers.results, *untraced]):
+    if run.draws != eagers.draws or not _all_close([*run.results, *inputs], [*eagers.results, *untraced]):
         return run, [OTHER_BRANCH]
     drops = next((draw.op for draw in run.draws if is_fused_attention(draw)), None)
     if drops is not None and (sizes.read or not same_numbers(chosen.readings, readings)):

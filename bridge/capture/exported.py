@@ -17,7 +17,6 @@ from bridge.base.errors import Unsupported, refused_by_eager
 from bridge.base.modes import modes_put_back
 from bridge.base.objects import packed
 from bridge.base.torch_internals import pytree, tracers_hooks_removed
-from bridge.capture.ctc_loss import WholeCTCLoss
 from bridge.capture.data_attribute import DataIsDetached
 from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.inplace_rules import CHANGES_ARGUMENT
@@ -26,6 +25,7 @@ from bridge.capture.number_index import SymbolicNumberIndices
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.recurrent_formulas import lstm_as_in_eager
 from bridge.capture.symbolic_formulas import SymbolicFormulas
+from bridge.capture.whole_functions import WholeFunctions
 from bridge.state import ModuleTensor
 
 __all__ = [
@@ -66,7 +66,7 @@ def export(
             lstm_as_in_eager(),
             tracers_hooks_removed(),
             DataIsDetached(),
-            WholeCTCLoss(),
+            WholeFunctions(),
             functions.traced(),
             SymbolicFormulas() if dims else nullcontext(),
             _forward_as_exported(module, _spelled_out(module, args, kwargs) if dims else None),
@@ -186,11 +186,16 @@ def placeholders(
 
 
 def results_and_mutations(
-    exported: ExportedProgram, tensors: Sequence[ModuleTensor], forward: str, problems: list[Unsupported]
+    exported: ExportedProgram,
+    tensors: Sequence[ModuleTensor],
+    bound: Mapping[str, int],
+    forward: str,
+    problems: list[Unsupported],
 ) -> tuple[list[fx.Node | None], list[tuple[int, fx.Node]]]:
-    """The node of each leaf of the result, and ``(index of a module tensor, node of its new value)`` pairs.
+    """The node of each leaf of the result, and ``(index, node of its new value)`` pairs of what is written in place.
 
     Args:
+        bound: name of each placeholder → index into module tensors and tensor arguments.
         forward: where problems are, as in ``"Block.forward"``.
         problems: what is known so far; what the program changes and a compiled call cannot is appended.
     """
@@ -204,14 +209,17 @@ def results_and_mutations(
             continue
         if spec.kind == OutputKind.TOKEN:  # orders side effects; the operator that has one is refused by name
             continue
-        if spec.kind == OutputKind.USER_INPUT_MUTATION:
-            if any(known.reason == CHANGES_ARGUMENT for known in problems):
-                continue  # said already, with the line
-        if spec.kind != OutputKind.BUFFER_MUTATION:
+        if spec.kind == OutputKind.USER_INPUT_MUTATION and any(known.reason == CHANGES_ARGUMENT for known in problems):
+            continue  # said already, with the line
+        if spec.kind not in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION):
             reason = f"changes '{spec.target}' in place ({spec.kind.name.lower()})"
             problems.append(Unsupported(spec.kind.name.lower(), forward, reason))
             continue
-        index, node = index_of[spec.target], nodes[spec.arg.name]
+        node = nodes[spec.arg.name]
+        if spec.kind == OutputKind.USER_INPUT_MUTATION:
+            mutated.append((bound[spec.target], node))
+            continue
+        index = index_of[spec.target]
         before, after = tensors[index], node.meta["val"]
         if (before.dtype, before.shape) != (after.dtype, tuple(after.shape)):
             reason = f"becomes {after.dtype} of shape {tuple(after.shape)}, was {before.dtype} {before.shape}"

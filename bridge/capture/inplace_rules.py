@@ -23,7 +23,7 @@ from bridge.capture.call_log import CallSequence
 
 __all__ = ["CHANGES_ARGUMENT", "InPlaceRules", "InPlaceWatcher"]
 
-CHANGES_ARGUMENT = "changes a tensor that was passed to the module"
+CHANGES_ARGUMENT = "changes a tensor that was passed to the module and that autograd follows"
 
 
 #: What assigning to an attribute of a tensor calls, and the attribute.
@@ -78,7 +78,9 @@ class InPlaceRules:
 
     def __init__(self, arguments: Sequence[Any], parameters: Sequence[torch.Tensor]):
         self.unsupported: list[Unsupported] = []
-        self._argument_storages = {storage_id(a) for a in arguments if isinstance(a, torch.Tensor)}
+        given = [each for each in arguments if isinstance(each, torch.Tensor)]
+        self._argument_storages = {storage_id(each) for each in given}
+        self._followed_storages = {storage_id(each) for each in given if each.requires_grad}
         self._parameter_storages = {storage_id(p) for p in parameters}
         self._detached: set[int] = set()
         self.custom_functions: dict[str, str] = {}
@@ -123,7 +125,7 @@ class InPlaceRules:
 
     def mutated(self, name: str, tensor: torch.Tensor) -> None:
         storage = storage_id(tensor)
-        if storage in self._argument_storages:
+        if storage in self._followed_storages or (storage in self._argument_storages and tensor.requires_grad):
             self.complain(name, CHANGES_ARGUMENT, "work on a clone: x = x.clone() before it")
         elif storage in self._parameter_storages:
             self.complain(name, "changes a parameter inside forward", "move the update out of forward")

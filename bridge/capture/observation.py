@@ -103,7 +103,8 @@ class Output:
         alias_of: ``("input", i)`` or ``("output", j)`` when it shares the memory of the i-th module tensor or
             argument, or of an earlier output that spans its memory; ``None`` when the memory is its own.
         is_same_object: the very same tensor object as ``alias_of``.
-        shape, stride, offset, dtype: of the tensor; the offset (in elements) is relative to ``alias_of``.
+        shape, stride, offset, dtype: of the tensor; the offset (in elements) is relative to ``alias_of``. Between a
+            complex tensor and its parts (``view_as_complex``, ``.real``) it is in real elements.
         is_conjugate: a view of ``alias_of`` that shows its numbers conjugated.
         requires_grad: whether autograd tracks it.
         reaches: indices of the inputs that its autograd graph reaches.

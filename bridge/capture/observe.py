@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from bridge.base.complex_views import is_parts_view, offset_in
 from bridge.base.errors import Unsupported
 from bridge.base.modes import modes_put_back
 from bridge.base.objects import objects_of, packed
-from bridge.base.torch_autograd import FunctionNode
+from bridge.base.torch_autograd import GENERATED, FunctionNode
 from bridge.base.torch_internals import compiling_flags, is_dense, pytree, storage_id
-from bridge.capture.ctc_loss import OUR_DERIVATIVES, WholeCTCLoss
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.generator_watch import generator_watch
 from bridge.capture.inplace_rules import InPlaceRules, InPlaceWatcher
@@ -32,6 +32,7 @@ from bridge.capture.own_functions import Applied, OwnFunctions
 from bridge.capture.recurrent_formulas import RecurrentStandIns
 from bridge.capture.tracing import HERE, times_forward_asked
 from bridge.capture.validation_reads import ValidationReads
+from bridge.capture.whole_functions import WholeFunctions
 
 __all__ = ["observe"]
 
@@ -68,11 +69,11 @@ def observe(
     rules = InPlaceRules(argument_leaves, parameters)
     observation = Observation(unsupported=rules.unsupported)
     trace = OpTrace(inputs) if traced else None
-    draws = DrawRecorder(observation.draws, rules.complain, trace, inputs, advance)
+    draws = DrawRecorder(observation.draws, rules.complain, trace, inputs, advance, real=not traced)
     recorders = recorders or (InPlaceWatcher(rules, observation.calls), draws)
     geometry = [_geometry(tensor) for tensor in inputs]
     number_indices, asked = NumberIndices(), times_forward_asked()
-    stand_ins = (RecurrentStandIns(), WholeCTCLoss(), number_indices) if traced else ()
+    stand_ins = (RecurrentStandIns(), WholeFunctions(), number_indices) if traced else ()
     with modes_put_back() as modes, ValidationReads() as validation, ExitStack() as stack:
         applied = stack.enter_context(functions.observed())
         rules.shared_by_functions = applied.shared
@@ -151,7 +152,7 @@ def _describe_outputs(
             observation.unsupported.append(
                 Unsupported("requires_grad_", "the module's result", "returns a new leaf that requires grad")
             )
-        if leaf.dtype != base.dtype:
+        if leaf.dtype != base.dtype and not is_parts_view(leaf, base):
             reason = "returns a view of another dtype of something that the caller can see"
             observation.unsupported.append(Unsupported("view_dtype", "the module's result", reason))
         if leaf.is_neg() != base.is_neg():
@@ -168,7 +169,7 @@ def _describe_outputs(
                 is_same_object=same,
                 shape=tuple(leaf.shape),
                 stride=leaf.stride(),
-                offset=leaf.storage_offset() - base.storage_offset(),
+                offset=offset_in(leaf, base),
                 dtype=leaf.dtype,
                 is_conjugate=leaf.is_conj() != base.is_conj(),
                 requires_grad=leaf.requires_grad,
@@ -217,9 +218,9 @@ def _reachable(
             found.add(index_of[id(node.variable)])
         elif hasattr(node, "variable"):
             rules.new_leaf()
-        is_ours = type(node).__name__.startswith(OUR_DERIVATIVES)
+        is_operators = type(node).__name__.startswith(GENERATED)
         use = applied.nodes.get(node)
-        if isinstance(node, FunctionNode) and use is None and not is_ours:
+        if isinstance(node, FunctionNode) and use is None and not is_operators:
             rules.custom_function(type(node).__name__.removesuffix("Backward"))
         without = use.without if use is not None else ()
         stack.extend(

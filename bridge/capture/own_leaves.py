@@ -7,7 +7,8 @@ made of them, which their memory tells only where it is not shared.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from itertools import count
 from typing import Any
 
 import torch
@@ -17,15 +18,18 @@ from bridge.base.torch_internals import has_storage, pytree, storage_id
 __all__ = ["own_leaves"]
 
 
-def own_leaves(args: tuple, kwargs: dict[str, Any], owned: Iterable[torch.Tensor]) -> tuple[tuple, dict[str, Any]]:
+def own_leaves(
+    args: tuple, kwargs: dict[str, Any], owned: Iterable[torch.Tensor], written: Collection[int] = ()
+) -> tuple[tuple, dict[str, Any]]:
     """The arguments with new leaves for tensors; those that share memory with the module's, or with an earlier one,
-    are copies."""
+    are copies, and so are those that forward writes (``written``: their places among the tensors)."""
+    places = count()
     taken = {storage_id(tensor) for tensor in owned if has_storage(tensor)}
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
-        leaf = tensor.detach()
+        leaf, place = tensor.detach(), next(places)
         if has_storage(leaf):
-            leaf = _copy(leaf) if storage_id(leaf) in taken and leaf.numel() else leaf
+            leaf = _copy(leaf) if leaf.numel() and (storage_id(leaf) in taken or place in written) else leaf
             taken.add(storage_id(leaf))
         return leaf.requires_grad_(tensor.requires_grad)
 

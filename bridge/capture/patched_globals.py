@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -44,6 +45,9 @@ def patched_globals() -> Iterator[None]:
         flatten = nn.RNNBase.flatten_parameters
         stack.enter_context(replaced(nn.RNNBase, flatten_parameters=here_only(lambda module: None, flatten)))
         stack.enter_context(replaced(torch, max_pool1d=here_only(_pooled_rows, torch.max_pool1d)))
+        for module in map(inspect.getmodule, (torch.svd_lowrank, torch.lobpcg)):  # they ask for the type of a tensor
+            asked = here_only(lambda tensors: False, module.has_torch_function)
+            stack.enter_context(replaced(module, has_torch_function=asked))
         owner, name = mkldnn_switch
         stack.enter_context(replaced(owner, **{name: here_only(lambda: False, getattr(owner, name))}))
         ours = (_compiling_here, _builtins_here, lambda _: nullcontext())

@@ -122,6 +122,7 @@ def _capture(
                 captured.readings,
                 functions=traced.functions,
                 differentiates=captured.observation.differentiates,
+                written={index - len(captured.module_tensors) for index, _ in captured.mutated},
             )
     finally:
         before.restore()
@@ -310,7 +311,7 @@ def _trace(
     if not observation.unsupported:  # a draw that is refused already has no match either
         observation.unsupported += unmatched
     bound, literals = placeholders(functional, tensors, run.argument_is_tensor)
-    results, mutated = results_and_mutations(functional, tensors, forward, observation.unsupported)
+    results, mutated = results_and_mutations(functional, tensors, bound, forward, observation.unsupported)
     results, read = results[: len(results) - len(readings)], results[len(results) - len(readings) :]
     conditions, read = recomputed(functional.graph, read, readings, tensors, bound, literals)
     if len(results) != len(observation.outputs):

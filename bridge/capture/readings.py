@@ -38,6 +38,7 @@ from bridge.capture.copied_call import copied_call
 from bridge.capture.module_calls import forward_here
 from bridge.capture.patched_globals import here_only
 from bridge.capture.plain_assert import plain_assert
+from bridge.capture.split_at_numbers import SplitAtNumbers
 from bridge.capture.tracing import HERE
 
 __all__ = ["NumberReader", "Reading", "ReadsDifferError", "given", "numbers_read", "reading", "same_numbers"]
@@ -158,6 +159,7 @@ def reading(module: nn.Module, reader: NumberReader, *, returned: bool = False) 
             stack.enter_context(replaced(owner, **readers))
         stack.enter_context(replaced(torch, **{ASSERT: here_only(plain_assert, getattr(torch, ASSERT))}))
         stack.enter_context(forward_here(module, read_by))
+        stack.enter_context(SplitAtNumbers())
         yield
 
 
@@ -188,7 +190,7 @@ def _is_tracer(frame: Any) -> bool:
 
 #: Modules whose own reading is no part of what forward computes: torch's tracers, its printing, this package.
 _NOT_FORWARDS = (*TRACER_MODULES, "bridge.")
-_IN_FORWARDS_PLACE = (FOR_SLICES, plain_assert.__module__)
+_IN_FORWARDS_PLACE = (FOR_SLICES, plain_assert.__module__, SplitAtNumbers.__module__)
 _METHODS = ("item", "__bool__", "__int__", "__float__", "__index__", "tolist", "is_nonzero", "equal", "allclose")
 _READERS = (
     (torch.Tensor, _METHODS),

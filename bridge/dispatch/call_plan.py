@@ -79,17 +79,14 @@ def plan_call(
 def input_names(lowered: LoweredCall) -> tuple[str, ...]:
     """Names of module tensors and argument tensors, as the user has them."""
     captured = lowered.captured
-    name_of = {index: name for name, index in captured.placeholders.items()}
-    owned = [spec.name for spec in captured.module_tensors]
-    places = range(len(owned), len(owned) + len(captured.arguments))
-    return (*owned, *(name_of.get(place, f"argument {place - len(owned)}") for place in places))
+    return tuple(map(captured.input_name, range(len(captured.module_tensors) + len(captured.arguments))))
 
 
 def _result_names(lowered: LoweredCall) -> tuple[str, ...]:
     def names() -> Iterator[str]:
         captured, imported = lowered.captured, lowered.imported
         yield from (f"output {place}" for place in range(imported.num_outputs))
-        yield from (f"new {captured.module_tensors[index].name}" for index, _ in captured.mutated)
+        yield from (f"new {captured.input_name(index)}" for index, _ in captured.mutated)
         yield from ["the generator's state"] * imported.leaves_state
         yield from ["the place of a broken check"] * bool(imported.checks)
         yield from lowered.capture_names

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bridge.base.complex_views import view_in
 from bridge.base.objects import has_objects, unpacked
 from bridge.base.torch_internals import pytree
 from bridge.capture import Output
@@ -62,7 +63,7 @@ def _leaf(observed: Output, position: int | None, computed: Any, inputs: list[to
         return base
     if base.requires_grad and not observed.requires_grad:
         base = base.detach()
-    view = base.as_strided(observed.shape, observed.stride, base.storage_offset() + observed.offset)
+    view = view_in(base, observed.dtype, observed.shape, observed.stride, observed.offset)
     return view.conj() if observed.is_conjugate else view
 
 

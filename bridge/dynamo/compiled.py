@@ -62,7 +62,8 @@ class Compiled:
         self._places = tensors
         self._sizes = sizes
         self._layouts = [] if sizes is None else [layout(value) for value in inputs]
-        self._mutated = [self._owned[index][1] for index, _ in captured.mutated if self._owned[index][0] is None]
+        positions = [where if owner is None else None for owner, where in self._owned] + tensors
+        self._mutated = [place for index, _ in captured.mutated if (place := positions[index]) is not None]
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
         owned = [inputs[where] if owner is None else _attribute(owner, where) for owner, where in self._owned]

@@ -93,7 +93,7 @@ def _refuse(lowered: LoweredCall) -> None:
     captured = lowered.captured
     where = f"{captured.module_name}.forward"
     problems = [
-        Unsupported(f"buffer '{captured.module_tensors[index].name}'", where, "a call changes it, frozen", _EVAL)
+        Unsupported(captured.written_name(index), where, "a call changes it, frozen", _EVAL)
         for index, _ in captured.mutated
     ]
     if captured.draws:

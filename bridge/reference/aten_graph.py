@@ -16,11 +16,11 @@ from bridge.base.complex_views import as_complex, as_parts
 from bridge.base.generators import at_state, default_generator
 from bridge.base.torch_internals import OpOverload, aten
 from bridge.capture import (
-    CTC_LOSSES,
     CUSTOM_GRADIENT,
     LOOP_MARKS,
     RECURRENT_LAYERS,
     STOP_GRADIENT,
+    WHOLE_FUNCTIONS,
     WITH_GRADIENT,
     Captured,
     Draw,
@@ -41,7 +41,7 @@ _ATTENTION = (
 )
 """Whose fifth argument says whether they compute what their backward reads."""
 _OURS = "tvm_dispatch"
-_TORCH_HAS = (STOP_GRADIENT, RECURRENT_LAYERS, *CTC_LOSSES, *LOOP_MARKS)
+_TORCH_HAS = (STOP_GRADIENT, RECURRENT_LAYERS, *WHOLE_FUNCTIONS, *LOOP_MARKS)
 """Operators of ours that torch's are run for."""
 _RUNNING = 3, 4
 """Places of the running statistics among its arguments, and of the new ones among its results."""
@@ -171,8 +171,8 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
             return written
     if node.target is _BATCH_NORM and args[3] is None:
         return (*aten.native_batch_norm.default(*args[:3], None, None, *args[5:]), None, None)
-    if node.target in CTC_LOSSES:  # ours has no second derivative, torch's is an error
-        return CTC_LOSSES[node.target](*args)
+    if node.target in WHOLE_FUNCTIONS:  # ours has no second derivative, torch's is its own, or an error
+        return WHOLE_FUNCTIONS[node.target](*args)
     if node.target is RECURRENT_LAYERS:  # an operator without a kernel: torch's of that name
         cell, x, states, weights, biases, layers, both_ways, batch_first = args
         layered = getattr(aten, cell).input

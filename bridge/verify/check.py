@@ -155,7 +155,7 @@ class Trace:
     def _result_names(self) -> list[str]:
         captured = self.lowered.captured
         outputs = [f"output {index}" for index in range(self.lowered.imported.num_outputs)]
-        return outputs + [f"new {captured.module_tensors[index].name}" for index, _ in captured.mutated]
+        return outputs + [f"new {captured.input_name(index)}" for index, _ in captured.mutated]
 
     def _gradient_names(self) -> list[str]:
         params = [param.name for param in self.lowered["imported"].function.params]

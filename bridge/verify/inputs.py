@@ -128,11 +128,14 @@ def eager_reference(lowered: LoweredCall, *, seed: int) -> Reference:
         position: leaf for leaf, position in zip(leaves, imported.output_of, strict=True) if position is not None
     }
     ordered = [as_parts(outputs[position]) for position in range(imported.num_outputs)]
-    # A mutated tensor is read from the copy again: forward may have put another object there.
-    buffers = [_tensor(sample.module, captured.module_tensors[index].name) for index, _ in captured.mutated]
+    # A mutated buffer is read from the copy again: forward may have put another object there.
+    written = [
+        _tensor(sample.module, captured.input_name(index)) if index < len(captured.module_tensors) else inputs[index]
+        for index, _ in captured.mutated
+    ]
     grad_outs = _grad_outs(lowered, ordered, seed)
     gradients = _gradients(lowered, ordered, inputs, grad_outs)
-    results = [as_parts(tensor.detach()).clone() for tensor in (*ordered, *buffers)]
+    results = [as_parts(tensor.detach()).clone() for tensor in (*ordered, *written)]
     return Reference(before + drawn, grad_outs, results, gradients)
 
 

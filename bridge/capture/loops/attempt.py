@@ -67,7 +67,7 @@ def looped_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], first: P
 
 def _recorded(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Looped | None:
     tensors, real_tensors = module_tensors(module)
-    args, kwargs = own_leaves(args, kwargs, real_tensors)
+    args, kwargs = own_leaves(args, kwargs, real_tensors, range(len(pytree.tree_leaves((args, kwargs)))))
     arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     owned, state = owned_state(module, tensors, real_tensors)
     parameters = [tensor for spec, tensor in zip(tensors, owned, strict=True) if spec.kind == "parameter"]

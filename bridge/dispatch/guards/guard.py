@@ -75,7 +75,7 @@ class Guard:
         self._settings = SettingsGuard(captured.device) if captured.device.type == "cuda" else None
         self._arguments = ArgumentGuard(captured, arguments, module.forward, saves=saves, numbers=leaves)
         self.sizes = self._arguments.sizes
-        self._written = [(index, captured.module_tensors[index].name) for index, _ in captured.mutated]
+        self._written = [(index, captured.written_name(index)) for index, _ in captured.mutated]
         self._names = [spec.name for spec in captured.module_tensors]
         self.frozen = None
         if freeze:
@@ -213,6 +213,6 @@ class Guard:
         for index, name in self._written:
             if storages.count(storages[index]) > 1 and inputs[index].numel():
                 other = next(i for i, each in enumerate(storages) if each == storages[index] and i != index)
-                what = f"{self._names[other]} shares memory with buffer '{name}', which the call changes"
+                what = f"{self._names[other]} shares memory with {name}, which the call changes"
                 return GuardFailure(MODULE, what)
         return None

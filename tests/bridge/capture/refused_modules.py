@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[Any, tuple, str]] = {
     "a copy": (lambda m, x, y: __import__("copy").deepcopy(m.linear)(x), (), r"\(e\.g\. FakeTensor.*\)\.$"),
     "a parameter's data": (lambda m, x, y: m.linear.weight.data.clamp_(-1, 1) @ y.T, (), "changes a parameter"),
     "data that is set": (lambda m, x, y: setattr(y, "data", x) or y, (), "Tensor.data ="),
-    "an argument in place": (lambda m, x, y: x.add_(1) * y, (), "work on a clone"),
+    "an argument in place": (lambda m, x, y, z: z.data.add_(1) * y, (X.clone().requires_grad_(),), "work on a clone"),
     "lazy": (nn.LazyLinear(4), (), "call the module once on a sample"),
     "scripted": (torch.jit.script(nn.Linear(4, 4)), (), "dispatch the module it was made of"),
 }

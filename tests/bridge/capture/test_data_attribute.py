@@ -84,5 +84,5 @@ def test_writing_data_is_refused(then, words):
     module, x = Block(then), torch.randn(5, 4)
     before = copy.deepcopy(module.state_dict())
     with pytest.raises(UnsupportedModule, match=words):
-        add_tvm_dispatch(module, x.clone())
+        add_tvm_dispatch(module, x.clone().requires_grad_())
     torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
