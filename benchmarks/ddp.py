@@ -7,11 +7,13 @@
 ``exact``: a small model, ten steps from one seed, every peer beside eager in the same wrapper: in float64 the largest
 difference of any parameter; in bfloat16 (autocast) the distance from float64's parameters, ours and eager's, and that
 of two eager runs. ``time``: medians of a whole step (forward, backward, fused AdamW), peers by turns, batches of one
-size in every process; ``alone`` is the same module without a wrapper, so that ``efficiency`` is alone / wrapped.
-``trace``: how long NCCL's kernels run in a step, and for how much of that other kernels run too.
+size in every process. ``alone`` is the same module without a wrapper, and the number behind it, alone / wrapped, the
+scaling efficiency; ``without all-reduce`` is the same step under DDP's ``no_sync``. ``trace``: how long NCCL's kernels
+run in a step, for how much of that other kernels run too, and a picture of the last step.
 
-Peers: ``whole`` is one dispatched module, ``one node`` the same with a backward that hands out all gradients at its
-end, ``layers`` has each layer dispatched by itself.
+Peers: ``whole`` is one dispatched module, ``recorded`` the same as CUDA graphs where they pay, ``one node`` the same
+with a backward that hands out all gradients at its end, ``layers`` has each layer dispatched by itself. ``compile`` is
+``torch.compile`` of DDP's module, or of each layer that FSDP2 shards.
 """
 
 from __future__ import annotations
@@ -35,21 +37,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 from transformers import BertConfig, BertForMaskedLM
 
+from benchmarks.communication import told, traced
 from bridge import add_tvm_dispatch, stats
 from bridge.dispatch import backward_nodes
 
 SMALL = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 512}
-PEERS = ("eager", "compile", "whole", "one node", "layers")
-WARM_UP, TRACED = 8, 3
+PEERS = ("eager", "compile", "whole", "recorded", "one node", "layers")
+WHOLE = ("whole", "recorded", "one node")
+WARM_UP = 5
 
 
-def make_model(device: torch.device, small: bool, dtype: torch.dtype = torch.float32) -> BertForMaskedLM:
+def make_model(
+    device: torch.device, small: bool, dtype: torch.dtype = torch.float32, layers: int = 12
+) -> BertForMaskedLM:
     torch.manual_seed(0)
     # without a trace, transformers leaves masks of ones out, for which fused attention draws another dropout
-    config = BertConfig(attn_implementation="eager", **(SMALL | {"vocab_size": 1000} if small else {}))
+    depth = {"num_hidden_layers": layers}
+    config = BertConfig(attn_implementation="eager", **(SMALL | {"vocab_size": 1000} if small else depth))
     return BertForMaskedLM(config).to(device, dtype).train()
 
 
@@ -63,10 +69,10 @@ def batch_of(model: BertForMaskedLM, rows: int, length: int, seed: int) -> dict[
 def dispatch(model: BertForMaskedLM, peer: str, batch: dict[str, Tensor], amp: bool) -> list[nn.Module]:
     """In place, as ``peer`` says, under the autocast of the steps; returns the modules that are dispatched."""
     with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=amp):
-        if peer in ("whole", "one node"):
+        if peer in WHOLE:
             most, backward_nodes.MOST_NODES = backward_nodes.MOST_NODES, 1 if peer == "one node" else 16
             try:
-                add_tvm_dispatch(model, sample_kwargs=batch)
+                add_tvm_dispatch(model, sample_kwargs=batch, cuda_graphs="auto" if peer == "recorded" else False)
             finally:
                 backward_nodes.MOST_NODES = most
             return [model]
@@ -95,7 +101,7 @@ def samples_of(layers: Any, call: Callable[[], Any]) -> dict[nn.Module, tuple[tu
 
 def wrapped(model: BertForMaskedLM, wrap: str, peer: str) -> nn.Module:
     if wrap == "fsdp":
-        for part in () if peer in ("whole", "one node") else model.bert.encoder.layer:
+        for part in () if peer in WHOLE else model.bert.encoder.layer:
             fully_shard(part)
         return fully_shard(model)
     if wrap == "ddp":
@@ -109,13 +115,16 @@ class Peer:
 
     def __init__(self, name: str, wrap: str, options: argparse.Namespace, **made: Any):
         self.device, self.amp = options.place, options.precision == "amp"
-        self.model = make_model(self.device, **made)
+        self.model = make_model(self.device, layers=options.layers, **made)
         rows, length = (4, 32) if made["small"] else (options.rows, options.length)
         self.batch = batch_of(self.model, rows, length, 0)
         self.next_batch = lambda seed: batch_of(self.model, rows, length, seed)
         self.dispatched = dispatch(self.model, name, self.batch, self.amp)
+        if name == "compile" and wrap == "fsdp":  # layer by layer, as FSDP2 is compiled; all share one graph
+            for layer in self.model.bert.encoder.layer:
+                layer.compile()
         self.call = wrapped(self.model, wrap, name)
-        if name == "compile":
+        if name == "compile" and wrap != "fsdp":
             self.call = torch.compile(self.call)
         fused = {"fused": True} if self.device.type == "cuda" else {}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, **fused)
@@ -126,6 +135,10 @@ class Peer:
             loss = self.call(**(batch or self.batch)).loss
         loss.backward()
         self.optimizer.step()
+
+    def step_without_sync(self) -> None:
+        with self.call.no_sync():
+            self.step()
 
     def trained(self, steps: int = 10) -> dict[str, Tensor]:
         """Parameters after that many steps, each with a batch of its own."""
@@ -180,82 +193,55 @@ def exact(wrap: str, options: argparse.Namespace) -> None:
 
 
 def timed(wrap: str, options: argparse.Namespace) -> None:
-    runs = {}
+    runs: dict[tuple[str, str], Peer] = {}
     for name in options.peers:
         for kind in (wrap, "alone"):
-            if kind == wrap or name in ("eager", "compile", "whole"):
-                runs[name, kind] = Peer(name, kind, options, small=options.quick)
-    spent: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-    for turn in range(options.rounds + WARM_UP):
-        for key, peer in runs.items():
-            synchronize(peer.device)
-            dist.barrier()
-            started = time.perf_counter()
-            peer.step()
-            synchronize(peer.device)
-            if turn >= WARM_UP:
-                spent[key].append(1e3 * (time.perf_counter() - started))
-    medians = {key: statistics.median(values) for key, values in spent.items()}
+            if kind == wrap or name in options.alone:
+                started = time.perf_counter()
+                runs[name, kind] = peer = Peer(name, kind, options, small=options.quick)
+                peer.step()
+                synchronize(peer.device)
+                say(f"{name} ({kind}): first step after {time.perf_counter() - started:.1f} s")
+    calls = {key: (peer.step, peer.device) for key, peer in runs.items()}
+    if wrap == "ddp":  # torch.compile would compile it once more
+        unsent = [name for name in options.peers if name != "compile"]
+        calls |= {(name, "no_sync"): (runs[name, wrap].step_without_sync, options.place) for name in unsent}
+    medians = by_turns(calls, options.rounds)
     for name in options.peers:
-        one = medians.get((name, "alone"))
-        scaling = f", alone {one:.2f} ms, efficiency {one / medians[name, wrap]:.3f}" if one else ""
-        others = [other for other in ("eager", "compile") if other in options.peers]
-        beside = [f"/{other} {medians[name, wrap] / medians[other, wrap]:.2f}" for other in others]
-        told = runs[name, wrap].told()
-        say(f"{wrap} {name:<9} {medians[name, wrap]:8.2f} ms {' '.join(beside)}{scaling}  {told}")
+        mine = medians[name, wrap]
+        words = [f"{wrap} {name:<9} {mine:8.2f} ms"]
+        words += [
+            f"/{other} {mine / medians[other, wrap]:.2f}" for other in ("eager", "compile") if other in options.peers
+        ]
+        for kind, word in (("no_sync", "without all-reduce"), ("alone", "alone")):
+            if (name, kind) in medians:
+                words.append(f"{word} {medians[name, kind]:.2f} ({medians[name, kind] / mine:.3f})")
+        say(", ".join([*words, runs[name, wrap].told()]))
     if "trace" in options.parts and options.place.type == "cuda":
         for name in options.peers:
-            trace(f"{wrap} {name}", runs[name, wrap])
+            dist.barrier()
+            lanes = traced(runs[name, wrap].step)
+            say(f"{wrap} {name}: {told(lanes)}" + "".join(f"\n{each.picture()}" for each in lanes[-1:]))
+
+
+def by_turns(calls: dict[tuple[str, str], tuple[Callable[[], None], torch.device]], rounds: int) -> dict[tuple, float]:
+    """Medians in milliseconds; all processes begin each call together."""
+    spent: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
+    for turn in range(rounds + WARM_UP):
+        for key, (call, device) in calls.items():
+            synchronize(device)
+            dist.barrier()
+            started = time.perf_counter()
+            call()
+            synchronize(device)
+            if turn >= WARM_UP:
+                spent[key].append(1e3 * (time.perf_counter() - started))
+    return {key: statistics.median(values) for key, values in spent.items()}
 
 
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def trace(title: str, peer: Peer) -> None:
-    """Says how much of NCCL's time lies under other kernels, per step."""
-    dist.barrier()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
-        for _ in range(TRACED):
-            peer.step()
-        torch.cuda.synchronize()
-    sent, computed = [], []
-    for event in found.events():
-        if event.device_type is torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
-            kind = sent if "nccl" in event.name.lower() else computed
-            kind.append((event.time_range.start, event.time_range.end))
-    both = overlap(merged(sent), merged(computed))
-    total = sum(end - begin for begin, end in merged(sent))
-    share = both / total if total else 0.0
-    say(
-        f"{title:<14} NCCL {total / TRACED / 1e3:.2f} ms in {len(sent) / TRACED:.0f} kernels a step,"
-        f" {both / TRACED / 1e3:.2f} ms of it under {len(computed) / TRACED:.0f} others ({share:.0%})"
-    )
-
-
-def merged(ranges: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same times as ranges that lie apart."""
-    found: list[tuple[float, float]] = []
-    for begin, end in sorted(ranges):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
-        else:
-            found.append((begin, end))
-    return found
-
-
-def overlap(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
-    """The time that lies in both."""
-    total, place = 0.0, 0
-    for begin, end in one:
-        while place < len(other) and other[place][1] <= begin:
-            place += 1
-        for start, stop in other[place:]:
-            if start >= end:
-                break
-            total += max(0.0, min(end, stop) - max(begin, start))
-    return total
 
 
 def work(options: argparse.Namespace) -> None:
@@ -283,10 +269,13 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=max(torch.cuda.device_count(), 2))
     parser.add_argument("--parts", nargs="+", choices=("exact", "time", "trace"), default=("exact", "time", "trace"))
     parser.add_argument("--wrap", nargs="+", choices=("ddp", "fsdp"), default=("ddp",))
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS)
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=[name for name in PEERS if name != "recorded"])
+    alone = "peers that are timed without a wrapper, too"
+    parser.add_argument("--alone", nargs="*", choices=PEERS, default=("eager", "compile", "whole"), help=alone)
     parser.add_argument("--precision", choices=("fp32", "tf32", "amp"), default="amp")
     parser.add_argument("--rows", type=int, default=16, help="of a batch, in each process")
     parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--quick", action="store_true", help="a small model for the times, too")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)

@@ -1,12 +1,15 @@
-"""Other threads: whether there are any that could draw, so that what the process shares may be put back."""
+"""Other threads: whether there are any that could draw, so that what the process shares may be put back; whose code
+it is that one of autograd's runs.
+"""
 
 from __future__ import annotations
 
 import sys
 import threading
+import traceback
 from types import FrameType
 
-__all__ = ["is_alone"]
+__all__ = ["is_alone", "stack_of"]
 
 _SERVANTS = frozenset(["bridge", "execnet", "ipykernel", "torch", "tornado", "tqdm", "zmq"])
 """Packages whose own threads pass messages, compile or watch a progress bar, and never draw; this one's build."""
@@ -16,6 +19,19 @@ def is_alone() -> bool:
     """Whether there is no other thread that could draw, now or later."""
     own = threading.get_ident()
     return all(_is_servant(frame) for ident, frame in sys._current_frames().items() if ident != own)
+
+
+def stack_of(thread: int) -> traceback.StackSummary:
+    """The stack at hand; in another thread than that one, the latter's.
+
+    Autograd runs the backward of tensors on a GPU in threads of its own, on whose stacks there is none of the user's
+    frames, while the one that called it waits.
+
+    Args:
+        thread: as of ``threading.get_ident``.
+    """
+    frame = None if thread == threading.get_ident() else sys._current_frames().get(thread)
+    return traceback.extract_stack(frame)
 
 
 def _is_servant(frame: FrameType | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bridge.base.errors import Unsupported, user_line
+from bridge.base.threads import stack_of
 from bridge.base.torch_internals import (
     TorchDispatchMode,
     current_graph_task_id,
@@ -45,44 +46,51 @@ def _is_known(pack: Any) -> bool:
     return (getattr(pack, "__module__", None) or "").partition(".")[0] in ("torch", "bridge")
 
 
+class _Found(list[Unsupported]):
+    """The first derivative that is found, with the user's line: in the thread at hand, whichever runs a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def note(self, op: str, reason: str) -> None:
+        if not self:
+            where = user_line(stack_of(self._thread)) or "forward"
+            hint = "dispatch the submodules whose derivatives forward does not take, or leave this module to PyTorch"
+            self.append(Unsupported(op, where, reason, hint))
+
+
 class _Operators(TorchDispatchMode):
     """Notes that an operator runs in a backward that forward itself starts."""
 
-    def __init__(self, found: list[Unsupported]):
+    def __init__(self, found: _Found):
         super().__init__()
         self.found = found
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if current_graph_task_id() != -1:
             reason = "a derivative with respect to what forward computes; torch.export traces none"
-            _note(self.found, "torch.autograd.grad or backward inside forward", reason)
+            self.found.note("torch.autograd.grad or backward inside forward", reason)
         return func(*args, **(kwargs or {}))
 
 
 class _Functions(TorchFunctionMode):
     """Notes that a torch function is called inside a transform of ``torch.func`` or on dual numbers."""
 
-    def __init__(self, found: list[Unsupported]):
+    def __init__(self, found: _Found):
         super().__init__()
         self.found = found
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if innermost_transform() is not None or forward_ad_level() >= 0:
             reason = "a transform (grad, vmap, jvp, …) inside forward; torch.export traces none"
-            _note(self.found, "torch.func or forward_ad", reason)
+            self.found.note("torch.func or forward_ad", reason)
         return func(*args, **(kwargs or {}))
-
-
-def _note(found: list[Unsupported], op: str, reason: str) -> None:
-    if not found:
-        where = user_line(traceback.extract_stack()) or "forward"
-        hint = "dispatch the submodules whose derivatives forward does not take, or leave this module to PyTorch"
-        found.append(Unsupported(op, where, reason, hint))
 
 
 @contextmanager
 def derivatives_noted() -> Iterator[list[Unsupported]]:
     """While active, the first derivative that the code computes itself is put into the list, with the user's line."""
-    found: list[Unsupported] = []
+    found = _Found()
     with _Functions(found), _Operators(found):
         yield found

@@ -7,6 +7,7 @@ view) would be lost in it.
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from bridge.base.errors import Unsupported, user_line
 from bridge.base.interrupts import raise_deferred
-from bridge.base.threads import is_alone
+from bridge.base.threads import is_alone, stack_of
 from bridge.base.torch_internals import applied_function, pytree, storage_id
 from bridge.capture.autograd_uses import use_of_autograd
 from bridge.capture.call_log import CallSequence
@@ -85,6 +86,7 @@ class InPlaceRules:
         self._detached: set[int] = set()
         self.custom_functions: dict[str, str] = {}
         self.shared_by_functions: set[int] = set()
+        self._thread = threading.get_ident()
 
     def look_for_custom_function(self) -> None:
         """Inside the forward of a custom autograd.Function: remembers where the user applied it."""
@@ -94,7 +96,7 @@ class InPlaceRules:
             self.custom_functions[name] = user_line(traceback.extract_stack(caller)) or name
 
     def complain(self, op: str, reason: str, hint: str | None = None) -> None:
-        where = user_line(traceback.extract_stack()) or "a line outside the module's own code"
+        where = user_line(stack_of(self._thread)) or "a line outside the module's own code"
         extra = {"hint": hint} if hint else {}
         self.unsupported.append(Unsupported(op, where, reason, **extra))
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from bridge import add_tvm_dispatch, stats
@@ -23,6 +23,7 @@ from bridge.compile import Program
 from bridge.dispatch import backward_nodes
 from tests.bridge.distributed_worker import (
     ROWS,
+    WIDTH,
     WORLD,
     Net,
     Report,
@@ -202,6 +203,64 @@ def tensor_parallel() -> Report:
     }
 
 
+def _perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
+
+
+#: A module, and the plan that it gets after it was dispatched.
+PLANS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "columns": (lambda: nn.Linear(WIDTH, 6), lambda: ColwiseParallel(output_layouts=Replicate())),
+    "rows": (lambda: nn.Linear(WIDTH, 6), lambda: RowwiseParallel(input_layouts=Replicate())),
+    "sequence": (lambda: nn.LayerNorm(WIDTH), lambda: SequenceParallel(use_local_output=True)),
+    "inside": (_perceptron, lambda: {"0": ColwiseParallel(), "2": RowwiseParallel()}),
+}
+
+
+def parallel_plans() -> Report:
+    """By plan: how far the results and gradients are from the eager module's, and how its calls went."""
+    mesh, x = init_device_mesh("cpu", (WORLD,)), torch.randn(3, 4, WIDTH, dtype=torch.float64)
+    found = {}
+    for name, (make, plan) in PLANS.items():
+        made, modules = [], []
+        for dispatched in (False, True):
+            torch.manual_seed(0)
+            modules.append(module := make().double())
+            if dispatched:
+                add_tvm_dispatch(module, x)
+            parallelize_module(module, mesh, plan())
+            result = module(x)
+            result.square().mean().backward()
+            made.append([full(each) for each in (result, *(p.grad for p in module.parameters()))])
+        calls = stats(modules[1])
+        off = max((a - b).abs().max().item() for a, b in zip(*made, strict=True))
+        found[name] = {"difference": off, "hits": calls.hits, "misses": dict(calls.misses)}
+    return found
+
+
+def distributed_parameters() -> Report:
+    """What a dispatched and an eager module say of parameters that became shards without a plan, and of a shard that
+    is passed to one whose parameters are plain."""
+    mesh, x = init_device_mesh("cpu", (WORLD,)), torch.randn(4, WIDTH, dtype=torch.float64)
+    whole = distribute_tensor(x, mesh, [Replicate()])
+    found = {}
+    for name, given in (("parameters", x), ("argument", whole), ("both", whole)):
+        said = []
+        for dispatched in (False, True):
+            torch.manual_seed(0)
+            module = nn.Linear(WIDTH, 6).double()
+            if dispatched:
+                add_tvm_dispatch(module, x)
+            if name != "argument":
+                for key, parameter in list(module.named_parameters()):
+                    module.register_parameter(key, nn.Parameter(distribute_tensor(parameter.data, mesh, [Replicate()])))
+            try:
+                said.append(full(module(given)).tolist())
+            except RuntimeError as error:
+                said.append(str(error).partition(":")[0])
+        found[name] = {"same": said[0] == said[1], "hits": stats(module).hits, "misses": dict(stats(module).misses)}
+    return found
+
+
 WHOLE: dict[str, Callable[[], Report]] = {
     "whole ddp": lambda: ddp(order=True, **BUCKETS),
     "whole ddp no_sync": lambda: ddp(sync=False, **BUCKETS),
@@ -213,4 +272,6 @@ WHOLE: dict[str, Callable[[], Report]] = {
     "whole fsdp mixed": mixed_precision,
     "fsdp inside": fsdp_inside,
     "tensor parallel": tensor_parallel,
+    "parallel plans": parallel_plans,
+    "distributed parameters": distributed_parameters,
 }

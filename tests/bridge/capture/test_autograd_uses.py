@@ -1,5 +1,6 @@
 """Uses of autograd inside forward: refused by name with the user's line, or traced with eager's numbers."""
 
+import threading
 from functools import partial
 
 import pytest
@@ -9,6 +10,8 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from bridge import UnsupportedModule, add_tvm_dispatch, examine, stats
+from bridge.capture.autograd_uses import derivatives_noted
+from bridge.capture.inplace_rules import InPlaceRules
 from tests.bridge.compare import check_module
 
 
@@ -107,6 +110,17 @@ def test_is_refused_with_the_users_line(forward, op):
     assert set(vars(module)) == attributes
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_what_another_thread_runs_for_a_waiting_one_has_the_latters_line():
+    """As in autograd's thread of a GPU, which has none of the user's frames."""
+    rules = InPlaceRules([], [])
+    with derivatives_noted() as found:
+        for complain in (rules.complain, found.note):
+            thread = threading.Thread(target=complain, args=("backward", "inside forward"))
+            thread.start()
+            thread.join()
+    assert [each.where.startswith(f"{__file__}:") for each in (*rules.unsupported, *found)] == [True, True]
 
 
 def gradient_step(self, x):

@@ -199,3 +199,16 @@ def test_layers_that_are_changed_inside_run_eager_with_a_reason(reports, scenari
             (seen["hits"], seen["misses"]) if scenario == "fsdp inside" else (seen["hits"][0], seen["misses"][0])
         )
         assert hits == 0 and all("hook on submodule" in reason for reason in misses) and misses
+
+
+@pytest.mark.composes(
+    "a dispatched module that gets a tensor parallel plan itself, DTensors as its parameters or arguments",
+    "eager, with a reason",
+    section="Distributed",
+)
+@pytest.mark.parametrize("scenario", ["parallel plans", "distributed parameters"])
+def test_shards_are_never_taken_for_tensors(reports, scenario):
+    for seen in reports[scenario]:
+        for name, told in seen.items():
+            same = told["difference"] < TOLERANCE if scenario == "parallel plans" else told["same"]
+            assert same and told["hits"] == 0 and told["misses"], (name, told)
