@@ -183,11 +183,15 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     print(f"inference, float32, by turns, on {options.device}; {versions()}; {machine()}\n")
-    rows = [measure(size, options) for size in SIZES if options.only in ("", size)]
-    print("\n".join([header(FORMS["inference"]), *(line(FORMS["inference"], row) for row in rows)]))
-    if options.json:
-        command = f"python -m benchmarks inference{' --device cuda' * (options.device != 'cpu')}"
-        Results.of("inference", command, rows).save(options.json)
+    print(header(FORMS["inference"]))
+    command = f"python -m benchmarks inference{' --device cuda' * (options.device != 'cpu')}"
+    rows: list[Row] = []
+    for size in SIZES:
+        if options.only in ("", size):
+            rows.append(measure(size, options))
+            print(line(FORMS["inference"], rows[-1]), flush=True)
+            if options.json:
+                Results.of("inference", command, rows).save(options.json)
 
 
 if __name__ == "__main__":

@@ -119,6 +119,8 @@ class _Aten:
 aten = _Aten()
 linear_pointwise: Any = find("torch.ops.mkldnn._linear_pointwise", None)
 """oneDNN's linear layer ``(x, weight, bias, "none", [], "")``, or ``None`` in a build without oneDNN."""
+bfloat16_in_onednn: Any = find("torch.ops.mkldnn._is_mkldnn_bf16_supported", None)
+"""``() → bool``: whether oneDNN has bfloat16 products on this processor."""
 
 
 def implements_composite(op: Any) -> bool:

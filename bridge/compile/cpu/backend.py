@@ -15,6 +15,7 @@ from bridge.compile.backend import Backend, Built
 from bridge.compile.cpu.build import CpuLibraries, kernel_source
 from bridge.compile.cpu.columns import generate_columns
 from bridge.compile.cpu.gemm import gemm_function
+from bridge.compile.cpu.gemm_buffers import register_tile
 from bridge.compile.cpu.host import fingerprint
 from bridge.compile.cpu.legalized import scheduled
 from bridge.compile.cpu.limits import ALTERNATIVES, LIMITS, ORDER
@@ -106,19 +107,25 @@ class CpuBackend(Backend):
         return self.products(self.threads(), torch.are_deterministic_algorithms_enabled()).seconds_of_all(product)
 
     def _multiply(self, element_type: str) -> Multiply:
-        (built,) = self.build([(f"product_{element_type}", gemm_function(element_type))])
+        (built,) = self.build([self._product(element_type)])
         return built.function
+
+    def _product(self, element_type: str) -> tuple[str, PrimFunc]:
+        """The name and the function of an element type's matrix products, on a target that has a register tile."""
+        tile = register_tile(self.target)
+        assert tile is not None, self.target
+        return f"product_{element_type}", gemm_function(element_type, tile)
 
     def prepare(self, tensors: Sequence[torch.Tensor]) -> None:
         """Begins to build the kernels of matrix products, where there is a processor that would idle meanwhile."""
         if torch.get_num_threads() > 1 and not torch.are_deterministic_algorithms_enabled():
             generated = generated_types(self.target, tensors)
-            self.build([(f"product_{name}", gemm_function(name)) for name in generated])
+            self.build([self._product(name) for name in generated])
 
     def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan) -> PrimFunc:
         match plan:
             case ProductPlan():
-                return gemm_function(plan.element_type)
+                return self._product(plan.element_type)[1]
             case ColumnPlan():
                 return generate_columns(plan)
         return generate(plan)

@@ -1,14 +1,15 @@
 """General matrix multiplication (GEMM) in generated code: pointers and a descriptor → ``c = a @ b`` or ``c += a @ b``.
 
 The scheme is that of K. Goto and R. van de Geijn, "Anatomy of high-performance matrix multiplication" (2008): a block
-of ``b`` is packed into panels of a few vectors' columns, ``ROWS`` rows of ``a`` at a time beside it
+of ``b`` is packed into panels of a few vectors' columns, a register tile's rows of ``a`` at a time beside it
 (:mod:`bridge.compile.cpu.gemm_pack`), and the innermost loop multiplies them into accumulators in registers
 (:mod:`bridge.compile.cpu.gemm_tile`). One function serves every shape and every layout of one element type: extents
 and strides are read from a descriptor at the call, so a process compiles it once.
 
 An element of the result is a sum in order of ``k``, in fused multiply-adds within chunks of ``DEPTH``, chunk after
-chunk: it depends neither on the blocks nor on the number of threads. The chunks keep the rounding error near that of
-vendor libraries, which cut the sum as well (a chain over all of ``k`` would be about twice as far off at 3072).
+chunk: it depends neither on the blocks, nor on the registers' width, nor on the number of threads. The chunks keep the
+rounding error near that of vendor libraries, which cut the sum as well (a chain over all of ``k`` would be about twice
+as far off at 3072).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tvm import tirx
 from tvm.tirx import BufferLoad, Expr, ForKind, PrimFunc, SeqStmt, Var
 
 from bridge.compile.codegen.tir import INDEX, Scope, const, loop, loop_function
-from bridge.compile.cpu.gemm_buffers import DEPTH, ROWS, Buffers, quotient_up, smaller
+from bridge.compile.cpu.gemm_buffers import DEPTH, Buffers, RegisterTile, quotient_up, smaller
 from bridge.compile.cpu.gemm_pack import pack_a, pack_b
 from bridge.compile.cpu.gemm_tile import Strip, multiply_tile
 from bridge.compile.cpu.transpose import transposition
@@ -30,13 +31,13 @@ __all__ = ["gemm_function"]
 
 
 @functools.cache
-def gemm_function(dtype: str) -> PrimFunc:
+def gemm_function(dtype: str, tile: RegisterTile) -> PrimFunc:
     """``gemm(a, b, c, descriptor)``, four pointers; ``dtype`` is float32 or float64.
 
     The descriptor is int64, see :data:`bridge.compile.loop_ir.product.FIELDS`; its ``block_columns`` must be a
-    multiple of the register tile's (:func:`bridge.compile.cpu.gemm_buffers.columns`).
+    multiple of the tile's.
     """
-    g = Buffers(dtype)
+    g = Buffers(dtype, tile)
     scope = Scope()
     g.field = field = {
         name: scope.name(BufferLoad(g.descriptor, [const(position)]), name) for position, name in enumerate(FIELDS)
@@ -81,13 +82,13 @@ def _task(g: Buffers, scope: Scope, index: Var, tall: Var, wide: Var) -> None:
         body.add(loop(panels, lambda inside, panel: pack_b(g, inside, panel, b_chunk, depth, width)))
 
         def strip(inside: Scope, index: Var) -> None:
-            first = inside.name(index * const(ROWS), "first")
-            count = inside.name(smaller(rows - first, const(ROWS)), "count")
+            first = inside.name(index * const(g.rows), "first")
+            count = inside.name(smaller(rows - first, const(g.rows)), "count")
             pack_a(g, inside, a_chunk + first * field["a_row"], depth, count)
             target = inside.name(c + first * field["c_row"], "target")
             rows_of_result = Strip(target, depth, count, width, onto)
             inside.add(loop(panels, lambda tile, panel: multiply_tile(g, tile, panel, rows_of_result)))
 
-        body.add(loop(quotient_up(rows, const(ROWS)), strip))
+        body.add(loop(quotient_up(rows, const(g.rows)), strip))
 
     scope.add(loop(quotient_up(field["k"], const(DEPTH)), chunk))

@@ -3,38 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+import tvm
 from tvm import tirx
 from tvm.ir import PointerType, PrimType
+from tvm.target import Target
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, Ramp, Stmt, Var
 
 from autodiff.ir import itemsize
 from bridge.compile.codegen.emit import stack_buffer
 from bridge.compile.codegen.tir import INDEX, const
 
-__all__ = ["DEPTH", "ROWS", "VECTORS", "WIDEST_BLOCK", "Buffers", "columns", "lanes_of", "quotient_up", "smaller"]
-
-ROWS = 14
-"""Rows of the register tile: with two vectors of columns, 28 accumulators of AVX-512's 32 registers."""
+__all__ = [
+    "DEPTH",
+    "NARROW",
+    "VECTORS",
+    "WIDE",
+    "Buffers",
+    "RegisterTile",
+    "quotient_up",
+    "register_tile",
+    "smaller",
+]
 
 DEPTH = 256
 """Terms of one chain of multiply-adds."""
-
-WIDEST_BLOCK = 6
-"""Panels of a packed block of ``b``: 196 kB, a part of a second-level cache."""
 
 VECTORS = 2
 """Vectors in a row of the register tile."""
 
 
-def lanes_of(dtype: str) -> int:
-    """Elements of a 64-byte vector."""
-    return 64 // itemsize(dtype)
+@dataclass(frozen=True)
+class RegisterTile:
+    """The part of a result whose sums stay in registers, of a processor's vector registers.
+
+    Attributes:
+        heights: rows, ascending: the last rows of a block use the smallest that holds them. The last is the tile's.
+        vector: bytes of a vector register.
+        panels: of a packed block of ``b``, at most: 196 kB, a part of a second-level cache.
+    """
+
+    heights: tuple[int, ...]
+    vector: int
+    panels: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole tile."""
+        return self.heights[-1]
+
+    def lanes(self, dtype: str) -> int:
+        """Elements of a vector."""
+        return self.vector // itemsize(dtype)
+
+    def columns(self, dtype: str) -> int:
+        """Columns of the tile for an element type."""
+        return VECTORS * self.lanes(dtype)
 
 
-def columns(dtype: str) -> int:
-    """Columns of the register tile for an element type."""
-    return VECTORS * lanes_of(dtype)
+WIDE = RegisterTile((4, 8, 14), 64, 6)
+"""28 accumulators of AVX-512's 32 registers."""
+
+NARROW = RegisterTile((2, 4, 6), 32, 12)
+"""12 accumulators of AVX2's 16 registers; two hold ``b``, one ``a``."""
+
+
+def register_tile(target: Target) -> RegisterTile | None:
+    """The tile for a processor; ``None`` for one without fused multiply-adds of vectors."""
+
+    def has(feature: str) -> bool:
+        return bool(tvm.get_global_func("target.target_has_feature")(feature, target))
+
+    if has("avx512f"):
+        return WIDE
+    return NARROW if has("avx2") and has("fma") else None
 
 
 def smaller(a: Expr, b: Expr) -> Expr:
@@ -61,19 +104,20 @@ class Buffers:
         field: the descriptor's fields, once the kernel has read them.
     """
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, tile: RegisterTile) -> None:
         self.dtype = dtype
-        self.lanes = lanes_of(dtype)
-        self.columns = columns(dtype)
-        self.pitch = -(-ROWS // self.lanes) * self.lanes
+        self.heights, self.rows = tile.heights, tile.rows
+        self.lanes = tile.lanes(dtype)
+        self.columns = tile.columns(dtype)
+        self.pitch = -(-self.rows // self.lanes) * self.lanes
         self.field: Mapping[str, Expr] = {}
         pointer = PointerType(PrimType(dtype))
         self.params = [Var(name, pointer) for name in "abc"] + [Var("descriptor", PointerType(PrimType(INDEX)))]
         self.operands = [_flat(p, kind) for p, kind in zip(self.params, (dtype, dtype, dtype, INDEX), strict=True)]
         self.a, self.b, self.c, self.descriptor = self.operands
-        self.b_panels, b_allocation = stack_buffer(DEPTH * WIDEST_BLOCK * self.columns, dtype, "b_panels")
+        self.b_panels, b_allocation = stack_buffer(DEPTH * tile.panels * self.columns, dtype, "b_panels")
         self.a_panel, a_allocation = stack_buffer(DEPTH * self.pitch, dtype, "a_panel")
-        self.tile, tile_allocation = stack_buffer(ROWS * self.columns, dtype, "tile")
+        self.tile, tile_allocation = stack_buffer(self.rows * self.columns, dtype, "tile")
         self.allocations = (b_allocation, a_allocation, tile_allocation)
 
     def load(self, buffer: Buffer, at: Expr, lanes: int | None = None) -> Expr:

@@ -12,12 +12,10 @@ from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, IfThenElse, Stmt, Var
 
 from bridge.compile.codegen.tir import Scope, const, loop
-from bridge.compile.cpu.gemm_buffers import DEPTH, ROWS, VECTORS, Buffers, smaller
+from bridge.compile.cpu.gemm_buffers import DEPTH, VECTORS, Buffers, smaller
 from bridge.compile.cpu.transpose import transpose
 
 __all__ = ["pack_a", "pack_b"]
-
-_HALF = 8  # elements; two of them cover the rows of a tile
 
 
 def pack_b(g: Buffers, scope: Scope, panel: Var, source: Expr, depth: Var, width: Var) -> None:
@@ -77,13 +75,14 @@ def pack_a(g: Buffers, scope: Scope, source: Expr, depth: Var, count: Var) -> No
             body.add(transpose(g.dtype, (g.a, begin), row, last, (g.a_panel, to), g.pitch))
 
     turned.add(loop(squares, square), elements(squares * const(g.lanes)))
-    full = tirx.And(tirx.EQ(row, const(1)), tirx.EQ(count, const(ROWS)))
+    full = tirx.And(tirx.EQ(row, const(1)), tirx.EQ(count, const(g.rows)))
 
     def vectors(body: Scope, k: Var) -> None:
         # The second half vector ends with the last row, so that nothing behind it is read.
-        for first in (0, ROWS - _HALF):
-            value = g.load(g.a, source + k * step + const(first), _HALF)
-            body.add(g.store(g.a_panel, k * pitch + const(first), value, _HALF))
+        half = 1 << ((g.rows - 1).bit_length() - 1)
+        for first in (0, g.rows - half):
+            value = g.load(g.a, source + k * step + const(first), half)
+            body.add(g.store(g.a_panel, k * pitch + const(first), value, half))
 
     along = IfThenElse(tirx.EQ(step, const(1)), turned.body, elements(const(0)))
     scope.add(IfThenElse(full, loop(depth, vectors), along))

@@ -10,11 +10,9 @@ from tvm.tirx import Broadcast, BufferLoad, BufferStore, Expr, IfThenElse, SeqSt
 
 from bridge.compile.codegen.emit import Emitter, stack_buffer
 from bridge.compile.codegen.tir import Scope, const, loop
-from bridge.compile.cpu.gemm_buffers import DEPTH, ROWS, VECTORS, Buffers, smaller
+from bridge.compile.cpu.gemm_buffers import DEPTH, VECTORS, Buffers, smaller
 
 __all__ = ["Strip", "multiply_tile"]
-
-_TILES = (4, 8, ROWS)  # the last rows of a block use the smallest tile that holds them
 
 
 @dataclass(frozen=True)
@@ -42,9 +40,9 @@ def multiply_tile(g: Buffers, scope: Scope, panel: Var, strip: Strip) -> None:
     source = scope.name(panel * const(DEPTH * g.columns), "source")
     valid = scope.name(smaller(strip.width - column, const(g.columns)), "valid")
     target = scope.name(strip.target + column, "target")
-    tiles = [_Tile(g, rows, strip, target, valid).multiply(source) for rows in _TILES]
+    tiles = [_Tile(g, rows, strip, target, valid).multiply(source) for rows in g.heights]
     chosen = tiles[-1]
-    for rows, stmt in reversed(list(zip(_TILES[:-1], tiles[:-1], strict=True))):
+    for rows, stmt in reversed(list(zip(g.heights[:-1], tiles[:-1], strict=True))):
         chosen = IfThenElse(strip.count <= const(rows), stmt, chosen)
     scope.add(chosen)
 

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from bridge.base.torch_internals import linear_pointwise
+from bridge.base.torch_internals import bfloat16_in_onednn, linear_pointwise
 from bridge.compile.loop_ir.product import Geometry, ProductPlan
 from bridge.compile.loop_ir.views import View
 from bridge.compile.schedule.products import GENERATED, LayoutClass, ProductShape
@@ -38,7 +38,10 @@ def library_ways(product: ProductShape) -> list[str]:
         return ways
     if min(product.m, product.n) <= _SKINNY:
         ways.append("mm_swapped")
-    if product.element_type in ("float32", "bfloat16") and linear_pointwise is not None:
+    if linear_pointwise is not None and (
+        product.element_type == "float32"
+        or (product.element_type == "bfloat16" and bfloat16_in_onednn is not None and bfloat16_in_onednn())
+    ):
         ways.append("linear")
     return ways
 

@@ -10,6 +10,7 @@ is measured: products are torch's, as in eager.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,14 +18,13 @@ from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 
 import torch
-import tvm
 from tvm.target import Target
 
 from autodiff.extents import Dim, maximum, minimum
 from bridge.base.interrupts import held
 from bridge.base.log import channel
 from bridge.compile.cpu.attainable import attainable_rate
-from bridge.compile.cpu.gemm_buffers import ROWS, WIDEST_BLOCK, columns
+from bridge.compile.cpu.gemm_buffers import RegisterTile, register_tile
 from bridge.compile.cpu.kept_times import kept_times
 from bridge.compile.cpu.measure import in_a_plain_thread, seconds_of
 from bridge.compile.cpu.product_ways import Multiply, Trial, library_ways
@@ -50,25 +50,22 @@ _MOST_CLASSES = 512
 _WORTH = 0.95
 """What the fastest way must take at most, of the time of a preferred one, to be chosen instead of it."""
 
-_NEAR_THE_LIMIT = 0.6
+_NEAR_THE_LIMIT = 0.75
 """Part of the processor's attainable rate from which on torch's own product is not bettered by code of ours, which
 costs a compilation."""
 
 _RELATIVE_RATE = {"float32": 1.0, "float64": 0.5}
 """Attainable rate of the element types that are generated, of float32's."""
 
-_USUAL_TILES = {GENERATED: (96 * ROWS, WIDEST_BLOCK), f"{GENERATED} short": (8 * ROWS, WIDEST_BLOCK)}
-"""Rows of one task at most, and panels, by way. Each task packs its part of ``b``, which is worth the more, the more
-rows read it; shorter ones are of more even lengths."""
+_TALL, _SHORT = 1344, 112
+"""Rows of one task at most. Each packs its part of ``b``, which is worth the more, the more rows read it; shorter ones
+are of more even lengths."""
 
-_TILES = {
-    **_USUAL_TILES,
-    **{
-        f"{GENERATED} {strips}x{panels}": (strips * ROWS, panels)
-        for strips, panels in ((2, 6), (4, 6), (16, 6), (32, 6), (96, 3), (32, 3), (8, 3), (96, 1))
-    },
-}
-"""Likewise, those included that only tuning tries: named by strips of register tiles and panels."""
+_TUNED = ((28, 1), (56, 1), (224, 1), (448, 1), (1344, 2), (448, 2), (112, 2), (1344, 6))
+"""Further tasks, which only tuning tries: rows at most, and the part of the widest block of ``b``, as a divisor."""
+
+_USUAL = (GENERATED, f"{GENERATED} short")
+"""Ways in generated code that are measured at a product's first use."""
 
 Measure = Callable[[ProductShape, Sequence[str]], Mapping[str, float]]
 """``(product, ways)`` → seconds of each way that can compute it."""
@@ -163,21 +160,24 @@ class CpuProducts:
         _LOG.info("product %s: %s (milliseconds: %s)", product, best, told)
         return best
 
-    def ways(self, product: ProductShape, tiles: Mapping[str, tuple[int, int]] = _USUAL_TILES) -> list[str]:
-        """The ways that may compute a product, torch's own first, generated code last, in tasks of these tiles."""
+    def ways(self, product: ProductShape, tuning: bool = False) -> list[str]:
+        """The ways that may compute a product, torch's own first, generated code last; more of it for tuning."""
         ways = library_ways(product)
-        if product.element_type not in _RELATIVE_RATE or not _has_wide_vectors(self.target):
+        tile = register_tile(self.target)
+        if product.element_type not in _RELATIVE_RATE or tile is None:
             return ways
-        width = columns(product.element_type)
-        if -(-product.n // width) * width * -(-product.m // 4) * 4 > _WASTE * product.m * product.n:
+        width, low = tile.columns(product.element_type), tile.heights[0]
+        panels = _quotient_up(product.n, width)
+        if panels * width * _quotient_up(product.m, low) * low > _WASTE * product.m * product.n:
             return ways
-        panels = -(-product.n // width)
+        tasks = _tasks(tile)
         return [
             *ways,
             *(
                 way
-                for way, (tallest, widest) in tiles.items()
-                if way == GENERATED or product.m > tallest or (widest < WIDEST_BLOCK and panels > widest)
+                for way in (tasks if tuning else _USUAL)
+                for tallest, widest in (tasks[way],)
+                if way == GENERATED or product.m > tallest or (widest < tile.panels and panels > widest)
             ),
         ]
 
@@ -185,7 +185,7 @@ class CpuProducts:
         """Seconds of the ways of :meth:`ways` and of generated code in further tiles, measured now; none where nothing
         is to be chosen."""
         is_chosen = getattr(torch, product.element_type).is_floating_point and product.multiplications >= _SMALL
-        return {} if self.deterministic or not is_chosen else measured(self, product, self.ways(product, _TILES))
+        return {} if self.deterministic or not is_chosen else measured(self, product, self.ways(product, tuning=True))
 
     def runs(self, product: ProductShape, trial: Trial, ways: Sequence[str]) -> dict[str, Callable[[], None]]:
         """A function for each way that computes a product in a trial's memory."""
@@ -202,10 +202,12 @@ class CpuProducts:
 
         Of extents that are known when a program is bound, they follow from what these then are.
         """
-        panel, m, n = columns(product.element_type), product.m, product.n
-        tallest, widest = _TILES[way]
+        tile = register_tile(self.target)
+        assert tile is not None, f"{way} is no way on {self.target}"
+        panel, m, n = tile.columns(product.element_type), product.m, product.n
+        tallest, widest = _tasks(tile)[way]
         parts = maximum(1, _quotient_up(m, tallest))
-        rows = maximum(1, _quotient_up(m, parts * ROWS)) * ROWS
+        rows = maximum(1, _quotient_up(m, parts * tile.rows)) * tile.rows
         # Blocks of so many panels that each row of blocks has more than this; any number of panels if that is 0.
         wanted = (2 * self.threads - 1) // maximum(1, product.batch * _quotient_up(m, rows))
         panels = minimum(minimum(widest, _quotient_up(n, panel)), (n - 1) // maximum(1, panel * wanted))
@@ -236,6 +238,15 @@ def measured(policy: CpuProducts, product: ProductShape, ways: Sequence[str]) ->
     return {way: each * scale for way, each in times.items()} | again
 
 
+@functools.cache
+def _tasks(tile: RegisterTile) -> Mapping[str, tuple[int, int]]:
+    """Rows of one task at most, and panels, by way; ways of tuning are named by strips of register tiles and panels."""
+    heights = (rows // tile.rows * tile.rows for rows in (_TALL, _SHORT))
+    usual = {way: (rows, tile.panels) for way, rows in zip(_USUAL, heights, strict=True)}
+    tuned = ((rows // tile.rows, tile.panels // divisor) for rows, divisor in _TUNED)
+    return usual | {f"{GENERATED} {strips}x{panels}": (strips * tile.rows, panels) for strips, panels in tuned}
+
+
 def shape_class(product: ProductShape, threads: int) -> ProductShape:
     """The product that stands for all of a class: extents in steps of a quarter octave, large ones halved."""
     batch, extents = _step(product.batch), [_step(extent) for extent in (product.m, product.n, product.k)]
@@ -261,10 +272,7 @@ def _step(extent: int) -> int:
 
 def generated_types(target: Target, tensors: Iterable[torch.Tensor]) -> list[str]:
     """Element types of products that generated code may compute, of matrices among these tensors."""
+    if register_tile(target) is None:
+        return []
     large = {tensor.dtype for tensor in tensors if tensor.ndim > 1 and tensor.numel() >= _SMALL}
-    return [name for name in _RELATIVE_RATE if getattr(torch, name) in large and _has_wide_vectors(target)]
-
-
-def _has_wide_vectors(target: Target) -> bool:
-    """Whether the target has AVX-512's registers: vectors of 64 bytes, 32 of them."""
-    return bool(tvm.get_global_func("target.target_has_feature")("avx512f", target))
+    return [name for name in _RELATIVE_RATE if getattr(torch, name) in large]

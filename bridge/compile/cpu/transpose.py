@@ -19,7 +19,7 @@ def transpose(
 ) -> Stmt:
     """Lines of ``source``, ``step`` elements apart, become columns of ``target``, whose rows are ``pitch`` apart.
 
-    Both are a buffer and an index in it. A line is a vector of 64 bytes; lines behind ``last`` repeat that one.
+    Both are a buffer and an index in it. A line is a vector; lines behind ``last`` repeat that one.
     """
     begin, end = (tirx.address_of(BufferLoad(buffer, [at])) for buffer, at in (source, target))
     return tirx.Evaluate(tirx.call_extern("int32", _name(dtype), begin, step, last, end, const(pitch)))

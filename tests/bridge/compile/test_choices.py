@@ -25,7 +25,6 @@ from bridge.compile import (
     same_code,
     save_program,
 )
-from bridge.compile.cpu.products import _TILES
 from bridge.compile.schedule.products import GENERATED, LayoutClass
 from tests.bridge.compile_helpers import assert_same, function
 
@@ -86,7 +85,7 @@ def test_every_way_and_tile_that_tuning_tries():
     ((shape, _),) = products_of(func, CompileOptions.current(HOST))
     assert shape == SHAPE
     policy = HOST.products(1, False)
-    ways = policy.ways(shape, _TILES)
+    ways = policy.ways(shape, tuning=True)
     assert len(ways) > 6 or GENERATED not in ways
     found = {way: compiled(func, NO_CHOICES.having(PRODUCTS, shape, way)) for way in ways}
     (wanted,) = found["mm"](inputs)

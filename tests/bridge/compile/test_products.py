@@ -17,6 +17,7 @@ from tvm.relax import op as R
 from bridge import add_tvm_dispatch, explain, stats
 from bridge.compile import backend_for, clear_cache, clear_choices, compile_function, host_backend
 from bridge.compile.cpu.attainable import attainable_rate
+from bridge.compile.cpu.gemm_buffers import NARROW, WIDE
 from bridge.compile.cpu.measure import seconds_of
 from bridge.compile.cpu.product_ways import Trial, library_ways
 from bridge.compile.cpu.products import CpuProducts, measured, shape_class
@@ -89,6 +90,26 @@ def test_every_way_computes_every_layout_and_edge(monkeypatch, way, is_cut):
         exact = (a.T if turned[0] else a) @ (b.T if turned[1] else b)
         bound = 1e-5 if dtype is torch.float32 else 1e-10
         torch.testing.assert_close(compiled(tensors)[0].double(), exact, rtol=bound, atol=bound * k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_no_bit_depends_on_the_width_of_registers(monkeypatch, dtype):
+    """Tiles of AVX-512 and of AVX2, of whichever this processor has the registers."""
+    forced(monkeypatch, f"{GENERATED} short")
+    torch.manual_seed(0)
+    for m, k, n in [*SIZES, (115, 300, 200)]:
+        tensors, found = [torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype)], []
+        shapes = [(tuple(x.shape), str(dtype)[6:]) for x in tensors]
+        for tile in (WIDE, NARROW):
+            for room in ("products", "backend"):
+                monkeypatch.setattr(f"bridge.compile.cpu.{room}.register_tile", lambda target, tile=tile: tile)
+            clear_cache()
+            compiled = program(shapes, lambda emit, a, b: [emit(R.matmul(a, emit(R.permute_dims(b))))])
+            assert "product" in str(compiled)
+            found.append(compiled(tensors)[0])
+        assert torch.equal(*found)
+        exact = tensors[0].double() @ tensors[1].double().T
+        torch.testing.assert_close(found[0].double(), exact, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
@@ -322,13 +343,16 @@ def test_functions_take_turns_and_what_raises_is_left_out():
     assert calls.count("slow") == 3
 
 
-def test_without_wide_vectors_generated_code_is_right_and_not_a_candidate(monkeypatch):
-    backend = backend_for({"kind": "llvm", "mcpu": "haswell"})
+@pytest.mark.parametrize("processor, is_offered", [("haswell", True), ("sandybridge", False)])
+def test_generated_code_is_a_candidate_where_vectors_have_fused_multiply_adds(processor, is_offered):
+    """Without them it would be right, and slow."""
+    backend = backend_for({"kind": "llvm", "mcpu": processor})
     measure = Stopwatch(GENERATED)
     policy = products(measure, backend)
-    assert policy.choose(LINEAR) == "mm"
-    assert not any(way.startswith(GENERATED) for way in measure.asked[0][1])
-    shape = ProductShape("float64", 2, 17, 37, 300, ROW, COLUMN)
-    trial = Trial.of(shape)
-    policy.runs(shape, trial, [GENERATED])[GENERATED]()
-    assert torch.all(trial.c == 300)
+    assert policy.choose(LINEAR) == (GENERATED if is_offered else "mm")
+    assert any(way.startswith(GENERATED) for way in measure.asked[0][1]) is is_offered
+    if is_offered:
+        shape = ProductShape("float64", 2, 17, 37, 300, ROW, COLUMN)
+        trial = Trial.of(shape)
+        policy.runs(shape, trial, [GENERATED])[GENERATED]()
+        assert torch.all(trial.c == 300)
