@@ -34,7 +34,9 @@ _STOP = "relax.grad.no_grad"
 
 
 @on_functions
-def differentiable_scans(body: Body, required: Sequence[int], strategy: str | Strategy = "min_cut") -> None:
+def differentiable_scans(
+    body: Body, required: Sequence[int], strategy: str | Strategy = "min_cut", sums_later: bool = False
+) -> None:
     """Scans that gradients of the ``required`` parameters flow through are made ones that have a gradient.
 
     Their results keep their places; what is saved comes behind them.
@@ -42,6 +44,7 @@ def differentiable_scans(body: Body, required: Sequence[int], strategy: str | St
     Args:
         required: parameters, by number, whose gradients are wanted; none: bodies are only simplified.
         strategy: of :func:`partition.partition`, for one step of each.
+        sums_later: see :mod:`autodiff.scan.reverse`.
 
     Raises:
         UndifferentiableOp: an operator of a body without a gradient.
@@ -51,10 +54,12 @@ def differentiable_scans(body: Body, required: Sequence[int], strategy: str | St
         if binding.op != _STOP and any(read in active for read in binding.reads):
             active.add(binding)
         if is_scan(binding.value):
-            _make_differentiable(body, binding, active, strategy)
+            _make_differentiable(body, binding, active, strategy, sums_later)
 
 
-def _make_differentiable(body: Body, binding: Binding, active: set[Binding], strategy: str | Strategy) -> None:
+def _make_differentiable(
+    body: Body, binding: Binding, active: set[Binding], strategy: str | Strategy, sums_later: bool
+) -> None:
     scan, tensors = scan_of(binding.value)
     given = [isinstance(tensor, Var) and body.binding(tensor) in active for tensor in tensors]
     wanted, differentiated = _flow(scan, given)
@@ -62,7 +67,7 @@ def _make_differentiable(body: Body, binding: Binding, active: set[Binding], str
     simple = unique_names(clean(simple, merge_casts=not differentiated))
     made = scan
     if differentiated and wanted:
-        made = _with_gradient(scan, simple, wanted, differentiated, strategy)
+        made = _with_gradient(scan, simple, wanted, differentiated, strategy, sums_later)
     else:
         text = body_text(simple)
         made = scan if text is None else dataclasses.replace(scan, body=text)
@@ -102,6 +107,7 @@ def _with_gradient(
     wanted: tuple[int, ...],
     differentiated: tuple[int, ...],
     strategy: str | Strategy,
+    sums_later: bool,
 ) -> Scan:
     """The scan that gives what its backward reads, with its gradient."""
     outputs = len(results(simple))
@@ -134,7 +140,7 @@ def _with_gradient(
     text = body_text(build_function(list(forward.params), list(bindings(forward)), made))
     step = Step(join_products(cut.backward), tuple(params), wanted, differentiated, after)
     saving = None if text is None else dataclasses.replace(scan, body=text)
-    gradient = None if saving is None else reverse_scan(saving, step)
+    gradient = None if saving is None else reverse_scan(saving, step, sums_later)
     if gradient is None:
         raise ValueError("a literal in the body of a loop cannot be written down")
     return dataclasses.replace(saving, gradient=gradient_of(gradient, wanted, differentiated))

@@ -7,6 +7,7 @@ front.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -59,43 +60,48 @@ class Sums:
             return definition.args[0], True
         return value, False
 
-    def factors(self, value: Expr) -> list[Var] | None:
-        """The factors of all products that a gradient is made of; ``None`` if it is made of anything else."""
+    def factors(self, value: Expr, any_sum: bool = False) -> list[Var] | None:
+        """The factors of all products that a gradient is made of, and what its sums of rows read; ``None`` if it is
+        made of anything else. ``any_sum``: also of sums whose rows would leave the loop for nothing else."""
         call = self.definitions.get(value) if isinstance(value, Var) else None
         name = op_name(call)
         if name == "relax.matmul" and all(len(shape(arg)) == 2 for arg in call.args):
             return [self._factor(arg)[0] for arg in call.args]
         if name == "relax.sum" and isinstance(call.args[0], Var) and not call.attrs.keepdims:
-            return [call.args[0]] if call.args[0] in self.read else None
+            return [call.args[0]] if any_sum or call.args[0] in self.read else None
         if name in ("relax.reshape", "relax.add") or (name == "relax.permute_dims" and len(shape(value)) == 2):
             if name == "relax.add" and len({tuple(shape(arg)) for arg in (value, *call.args)}) > 1:
                 return None
-            parts = [self.factors(arg) for arg in call.args if name == "relax.add" or arg is call.args[0]]
+            parts = [self.factors(arg, any_sum) for arg in call.args if name == "relax.add" or arg is call.args[0]]
             return None if None in parts else [each for part in parts for each in part]
         return None
 
 
-def plan_sums(step: Function, gradients: Sequence[Expr], at_hand: Sequence[Var]) -> Sums:
-    """What can be summed after the loop.
+def plan_sums(step: Function, gradients: Sequence[Expr], at_hand: Sequence[Var], spare: int = 0) -> Sums:
+    """What is summed after the loop.
 
     Args:
         step: the backward of one step.
         gradients: those results of it that are to be summed.
         at_hand: its parameters that are at hand for all steps. Other parameters are no factors.
+        spare: elements of a step that may leave the loop for sums of rows alone.
     """
     sums = Sums(dict(bindings(step)))
     others = {param for param in step.params if param not in at_hand}
     sums.read.update(at_hand)
-    for _ in range(2):  # what leaves the loop for a product is at hand for a sum
+    for any_sum in (False, False, True):  # what leaves the loop for a product is at hand for a sum
         for gradient in gradients:
-            found = sums.factors(gradient)
-            if found is None or any(each in others for each in found):
+            found = sums.factors(gradient, any_sum)
+            if gradient in sums.of or found is None or any(each in others for each in found):
                 continue
+            leaving = [each for each in dict.fromkeys(found) if each not in sums.read]
+            elements = sum(math.prod(shape(each)) for each in leaving) if any_sum else 0
+            if elements > spare:
+                continue
+            spare -= elements
             sums.of.add(gradient)
-            for each in found:
-                if each not in sums.read:
-                    sums.stacked.append(each)
-                    sums.read.add(each)
+            sums.stacked += leaving
+            sums.read.update(leaving)
     return sums
 
 

@@ -3,11 +3,14 @@
 The backward runs the steps in the opposite order. The gradients of the carries are its carries; what the forward saves
 of a step, and the gradients of its ys, are its xs; the gradients of the xs are its ys. The gradient of a constant is a
 sum over the steps: where it is a matrix product, or a sum over the rows of what is at hand for all steps, it is
-computed after the loop, as one product (one sum) over all of them; otherwise it is a carry that is added to.
+computed after the loop, as one product (one sum) over all of them; otherwise it is a carry that is added to. With
+``sums_later`` the rows of any sum leave the loop to be summed over all steps, up to as much as the backward reads: a
+GPU spends more on starting to add than on the few rows of a step.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,14 +67,15 @@ class Step:
     after: dict[int, int]
 
 
-def reverse_scan(scan: Scan, step: Step) -> Function | None:
+def reverse_scan(scan: Scan, step: Step, sums_later: bool = False) -> Function | None:
     """The gradients of ``step.wanted``, given the forward's tensors, its results, and the gradients of the results that
     are ``step.differentiated``. ``None`` if TVM's JSON cannot hold the backward's body.
 
     Args:
         scan: the forward, whose results include what is saved.
+        sums_later: see the module's docstring.
     """
-    return _Reverse(scan, step).function()
+    return _Reverse(scan, step).function(sums_later)
 
 
 class _Reverse:
@@ -87,7 +91,7 @@ class _Reverse:
         self.gradient = dict(zip(step.wanted, results(step.function), strict=True))
         self._before: dict[int, Var] = {}
 
-    def function(self) -> Function | None:
+    def function(self, sums_later: bool) -> Function | None:
         scan, step = self.scan, self.step
         first_constant = scan.carries + scan.xs
         xs = [saved for saved in step.params if not self._is_carried(saved) and saved.kind != "constant"]
@@ -99,7 +103,8 @@ class _Reverse:
         at_hand = {self.param[saved]: saved for saved in xs}
         leaving = [self.gradient[place] for place in of_xs if self.gradient[place] in sources]
         gradients = [self.gradient[place] for place in of_constants]
-        sums = plan_sums(step.function, gradients, [*at_hand, *leaving])
+        spare = sum(math.prod(shape(self.param[saved])) for saved in xs) if sums_later else 0
+        sums = plan_sums(step.function, gradients, [*at_hand, *leaving], spare)
         added = [place for place in of_constants if self.gradient[place] not in sums.of]
 
         body: list[tuple[Var, Expr]] = list(sources.items())

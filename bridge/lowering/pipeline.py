@@ -69,7 +69,8 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     if not differentiable:
         autodiff.drop_gradients(body)
     if captured.extents is None:
-        lowered.run("rolled", "roll_up, hoist, differentiable_scans", body, rolled, wanted, partition, if_changed=True)
+        given = wanted, partition, captured.device != HOST
+        lowered.run("rolled", "roll_up, hoist, differentiable_scans", body, rolled, *given, if_changed=True)
     lowered.run("spelled", "autodiff.spell_out", body, autodiff.spell_out)
     lowered.run("forward", "autodiff.clean, unique_names", body, cleaned_and_named, not differentiable)
     if not differentiable:
@@ -115,9 +116,9 @@ def cleaned_and_named(function: Function | autodiff.Body, merge_casts: bool) -> 
     return autodiff.unique_names(autodiff.clean(function, merge_casts=merge_casts))
 
 
-def rolled(body: autodiff.Body, required: Sequence[int], partition: Any) -> None:
+def rolled(body: autodiff.Body, required: Sequence[int], partition: Any, sums_later: bool = False) -> None:
     """The stage ``rolled``: loops of steps are scans, with gradients of the required parameters."""
-    differentiable_scans(hoist(roll_up(body)), required, partition)
+    differentiable_scans(hoist(roll_up(body)), required, partition, sums_later)
 
 
 def _differentiable(captured: Captured, imported: Imported) -> tuple[int, ...]:

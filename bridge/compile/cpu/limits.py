@@ -46,6 +46,7 @@ LIMITS = Limits(
     joined_sections=8,
     joined_rows=8,
     section_operators=4,
+    section_elements=0,
     free_reads=4,
     access_bytes=0,
     together=1,

@@ -87,6 +87,7 @@ LIMITS = Limits(
     joined_sections=8,
     joined_rows=8,
     section_operators=4,
+    section_elements=2**18,
     free_reads=4,
     access_bytes=ACCESS_BYTES,
     together=8,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from autodiff.extents import sample_of
 from bridge.compile.codegen.pointwise import EXPENSIVE
 from bridge.compile.loop_ir import views
-from bridge.compile.loop_ir.graph import Concat, Node, Operand, Pointwise, Scalar, Value
+from bridge.compile.loop_ir.graph import Concat, Node, Operand, Pointwise, Reduction, Scalar, Value
 from bridge.compile.schedule.limits import Limits
 
 __all__ = ["Producers", "box_of_arithmetic", "permuted_arithmetic"]
@@ -24,16 +24,29 @@ class Producers:
     def __init__(self, limits: Limits) -> None:
         self._free_reads = limits.free_reads
         self._nodes: dict[Value, Pointwise] = {}
+        self._of_kernels: set[Value] = set()
 
     def add(self, node: Node) -> None:
         """A node that later ones may read."""
         if isinstance(node, Pointwise) and not isinstance(node, Concat):
             self._nodes[node.out] = node
+        if isinstance(node, Pointwise | Reduction):
+            self._of_kernels.update(node.outs)
+
+    def is_of_a_kernel(self, value: Value) -> bool:
+        """Whether a generated kernel, of which no product is one, computes a value."""
+        return value in self._of_kernels
 
     def cheap(self, value: Value) -> Pointwise | None:
         """The cheap arithmetic that computes a value, or ``None``."""
         node = self._nodes.get(value)
         return node if node is not None and self._is_cheap(node) else None
+
+    def arithmetic(self, value: Value) -> Pointwise | None:
+        """The arithmetic that computes a value, whatever it costs, or ``None``; no draw."""
+        node = self._nodes.get(value)
+        reads = () if node is None else (read for read in node.operands if isinstance(read, Operand))
+        return None if any(read.value.source == "index" for read in reads) else node
 
     def _is_cheap(self, node: Pointwise) -> bool:
         reads = [sample_of(read.value.numel) for read in node.operands if isinstance(read, Operand)]

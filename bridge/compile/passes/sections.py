@@ -1,7 +1,8 @@
 """Sections: operands of a concatenation that cheap arithmetic made → the arithmetic inside their section.
 
 The gates of an LSTM's gradient, the halves of a rotary embedding: each is computed where the concatenation puts it, and
-never stored by itself.
+never stored by itself. A small concatenation, for which a launch takes longer than all its arithmetic, is computed from
+what other than point-wise nodes have made, whatever that takes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from autodiff.extents import same
+from autodiff.extents import same, sample_of
 from bridge.compile.loop_ir.graph import Concat, Graph, Node, Operand, Pointwise, Scalar, Value, whole
 from bridge.compile.loop_ir.views import View
 from bridge.compile.passes.cheap import Producers, box_of_arithmetic
@@ -23,8 +24,13 @@ def recompute_sections(graph: Graph, rules: Rules) -> Graph:
     producers, nodes = Producers(rules.limits), []
     for node in graph.nodes:
         if isinstance(node, Concat):
-            sections = _Sections(node, producers)
-            computed = tuple(sections.computed(operand, rules.limits.section_operators) for operand in node.operands)
+            sections = _Small(node, producers)
+            is_small = sample_of(node.out.numel) <= rules.limits.section_elements
+            computed = sections.all_computed(rules.limits.nodes // 2) if is_small else None
+            if computed is None:
+                sections = _Sections(node, producers)
+                depth = rules.limits.section_operators
+                computed = tuple(sections.computed(operand, depth) for operand in node.operands)
             nodes += sections.nodes
             node = replace(node, operands=computed)
         nodes.append(node)
@@ -70,3 +76,36 @@ class _Sections:
         strides = read.view.strides
         strides = (*strides[: self._axis], 0, *strides[self._axis :])
         return Operand(read.value, View(self._spread, strides, read.view.offset))
+
+
+class _Small(_Sections):
+    """A concatenation whose operands are computed by arithmetic alone; no value twice."""
+
+    def __init__(self, concat: Concat, producers: Producers) -> None:
+        super().__init__(concat, producers)
+        self._operands = concat.operands
+        self._known: dict[Operand, Operand] = {}
+        self._reads_kernels = False
+
+    def all_computed(self, most: int) -> tuple[Operand | Scalar, ...] | None:
+        """The operands from at most so many operators; ``None`` if it takes more, or the results of a kernel."""
+        computed = tuple(self.computed(operand, most) for operand in self._operands)
+        return None if self._reads_kernels or not 0 < len(self.nodes) <= most else computed
+
+    def computed(self, operand: Operand | Scalar, depth: int) -> Operand | Scalar:
+        if isinstance(operand, Scalar) or self._reads_kernels:
+            return operand
+        if operand not in self._known:
+            producer = self._producers.arithmetic(operand.value)
+            reads = None if producer is None else box_of_arithmetic(producer, self._one(operand))
+            self._reads_kernels |= len(self.nodes) > depth or (
+                reads is None and self._producers.is_of_a_kernel(operand.value)
+            )
+            self._known[operand] = operand if reads is None else self._made(producer, operand, reads, depth)
+        return self._known[operand]
+
+    def _made(self, producer: Pointwise, operand: Operand, reads: list[Operand | Scalar], depth: int) -> Operand:
+        placed = tuple(self.computed(self._in_all(read), depth) for read in reads)
+        out = Value(self._name, self._spread, operand.dtype)
+        self.nodes.append(Pointwise(producer.op, placed, out))
+        return whole(out)

@@ -270,6 +270,8 @@ def _common_space(first: Group, second: Group, rules: Rules) -> tuple[Dim, Dim |
     # Rows that nothing but this asks for should be worth a loop of vectors.
     if large.columns is None and (isinstance(columns, Extent) or columns < rules.order.lanes):
         return None
+    if large.columns is None and first not in second.sources and second not in first.sources:
+        return None
     # One long row would leave nothing to run in parallel.
     if sample_of(small.elements) < 8 and sample_of(large.elements) > rules.limits.serial_elements:
         return None

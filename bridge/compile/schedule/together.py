@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from autodiff.extents import sample_of
-from bridge.compile.loop_ir.graph import Concat, Pointwise, Value
+from bridge.compile.loop_ir.graph import Pointwise, Value
 from bridge.compile.schedule.fuse import Group
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.plan_rows import plan_rows
@@ -64,7 +64,7 @@ def _takes(step: Sequence[Group], most: int) -> bool:
 
 def _is_elementwise(group: Group) -> bool:
     """Whether a thread for each vector computes the group, in indices that are short."""
-    if not group.fusable or any(type(node) is not Pointwise or isinstance(node, Concat) for node in group.nodes):
+    if not group.fusable or not all(isinstance(node, Pointwise) for node in group.nodes):
         return False
     values = {*group.made, *(operand.value for _, operand in group.reads())}
     return all(sample_of(value.numel) < 2**31 for value in values)

@@ -62,6 +62,11 @@ def two_large(emit: Callable, x: relax.Expr, y: relax.Expr) -> list[relax.Var]:
     return [emit(op.exp(part(emit, emit(op.add(x, y)), 1, 0, 4)))]
 
 
+def two_large_read_whole(emit: Callable, x: relax.Expr, y: relax.Expr) -> list[relax.Var]:
+    added = emit(op.add(x, y))
+    return [emit(op.exp(part(emit, added, 1, 0, 4))), added]
+
+
 def one_row(emit: Callable, x: relax.Expr, y: relax.Expr) -> list[relax.Var]:
     return [emit(op.multiply(y, part(emit, emit(op.negative(x)), 0, 0, 1)))]
 
@@ -80,12 +85,19 @@ GOLDEN = [
             "return 1, 3",
         ],
     ),
-    (  # more would be read than the sum
+    (  # no element is added twice
         recompute_slices,
         two_large,
         [(8, 8), (8, 8)],
         ["0 = add(p0, p1)", "1 = exp(0[8,4:8,1+0])", "return 1"],
-        ["0 = add(p0, p1)", "1 = exp(0[8,4:8,1+0])", "return 1"],
+        ["0 = add(p0[8,4:8,1+0], p1[8,4:8,1+0])", "1 = exp(0)", "return 1"],
+    ),
+    (  # more would be read than the sum
+        recompute_slices,
+        two_large_read_whole,
+        [(8, 8), (8, 8)],
+        ["0 = add(p0, p1)", "1 = exp(0[8,4:8,1+0])", "return 1, 0"],
+        ["0 = add(p0, p1)", "1 = exp(0[8,4:8,1+0])", "return 1, 0"],
     ),
     (  # a row for all rows would be a kernel of its own
         recompute_slices,
