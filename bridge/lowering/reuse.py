@@ -116,7 +116,7 @@ def _lower_once(
     on_disk = None if dims else call_on_disk(call_key)
     if known or is_on_disk(on_disk):
         reads = any(lowered.captured.readings for lowered in known.values()) if known else False
-        key, tensors, run = _observe(module, args, kwargs, reads, dims)
+        key, tensors, run, before = _observe(module, args, kwargs, reads, dims)
         found = known.get(key) if known else None
         if found is not None:
             log.info("%s runs the operators of a call that is lowered already", type(module).__name__)
@@ -128,6 +128,8 @@ def _lower_once(
             found.seconds = time.perf_counter() - started
             _remember(call_key, key, found)
             return found
+        if before is not None:
+            before.restore()
     captured = capture(module, args, kwargs, dims)
     seconds = time.perf_counter() - started
     try:
@@ -198,42 +200,62 @@ def _strategy_key(partition: Any) -> tuple | None:
 @generators_put_back()
 def _observe(
     module: nn.Module, args: tuple, kwargs: dict[str, Any], reads: bool, dims: Sequence[DynamicDim]
-) -> tuple[tuple | None, list[ModuleTensor], FakeRun | None]:
+) -> tuple[tuple | None, list[ModuleTensor], FakeRun | None, PythonState | None]:
     """The observation key of a fake run, ``None`` where only a capture can tell; the module's tensors; the run, where
-    no size varies. The module is left as it was.
+    no size varies; the state before.
+
+    The module is left as it was. Where forward sets attributes at its first call and leaves them alone from then on, it
+    is the second call that is observed, as it is the second one that is captured: the module is left with them, and the
+    state before is there, too.
 
     ``reads``: calls like this one read numbers, which takes an eager run before. ``dims``: what is to be observed for
     all sizes; the key ends with what was concluded about them.
     """
-    before = PythonState(module)
-    readings: tuple[Reading, ...] = ()
-    about_sizes: list[SizeTrace] = []
-    tensors, run = [], None
-    try:
-        if reads:
-            with capturing(module, fakes=False):
-                readings = numbers_read(module, args, kwargs)
-            before.restore()
-        with capturing(module), given(module, readings):
-            if dims:
-                observation, *about_sizes = sized_run(module, args, kwargs, dims)
-            else:
-                tensors, real_tensors = module_tensors(module)
-                run = fake_run(module, tensors, real_tensors, args, kwargs)
-                observation = run.observation
-    except Exception:  # noqa: BLE001 - the capture that follows meets it again, and says what it is
-        before.restore()
-        return None, [], None
-    before.restore_caches()
-    if before.changes():
-        before.restore()
-        return None, [], None
+    first = before = PythonState(module)
+    for _ in range(2):
+        try:
+            observed = _observed(module, args, kwargs, reads, dims, before)
+        except Exception:  # noqa: BLE001 - the capture that follows meets it again, and says what it is
+            first.restore()
+            return None, [], None, None
+        before.restore_caches()
+        if not before.changes():
+            break
+        before = PythonState(module)
+    else:
+        first.restore()
+        return None, [], None, None
+    observation, readings, tensors, run, about_sizes = observed
     key = _observation_key(observation, readings)
     if key is not None and observation.asks:
+        key = None if dims else (*key, _eagers_key(module, args, kwargs))
+    if key is None:
+        first.restore()
+        return None, [], None, None
+    return (*key, *about_sizes), tensors, run, None if before is first else first
+
+
+def _observed(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    reads: bool,
+    dims: Sequence[DynamicDim],
+    before: PythonState,
+) -> tuple[Observation, Sequence[Reading], list[ModuleTensor], FakeRun | None, list[SizeTrace]]:
+    """A fake run; Python attributes that forward sets are left set. Numbers are read in the state ``before``."""
+    readings: tuple[Reading, ...] = ()
+    if reads:
+        with capturing(module, fakes=False):
+            readings = numbers_read(module, args, kwargs)
+        before.restore()
+    with capturing(module), given(module, readings):
         if dims:
-            return None, [], None
-        key = (*key, _eagers_key(module, args, kwargs))
-    return key if key is None else (*key, *about_sizes), tensors, run
+            observation, *about_sizes = sized_run(module, args, kwargs, dims)
+            return observation, readings, [], None, about_sizes
+        tensors, real_tensors = module_tensors(module)
+        run = fake_run(module, tensors, real_tensors, args, kwargs)
+        return run.observation, readings, tensors, run, []
 
 
 @generators_put_back()
@@ -261,7 +283,7 @@ def _observe_all_sizes(
     observed to do might be something else for sizes that the captured call serves."""
     if captured.readings:
         return None
-    key, _, _ = _observe(module, args, kwargs, False, dims)
+    key, *_ = _observe(module, args, kwargs, False, dims)
     return key if key is not None and is_implied(key[-1], captured) else None
 
 

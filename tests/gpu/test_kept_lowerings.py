@@ -26,6 +26,7 @@ KEPT = (
     "BertForMaskedLM",
     "TransformerEncoder",
     "LLaMA",
+    "ResNet",
     "nn.LSTM",
     "rand, randn, bernoulli, dropout",
 )

@@ -206,6 +206,40 @@ def test_a_module_that_counts_is_not_one_that_does_not(ways):
         assert layer.index == (2 if way == "counts" else 0) and stats(layer).hits == 2
 
 
+class Settles(nn.Module):
+    """Its first call chooses a kind, as classifiers of transformers do (``config.problem_type``)."""
+
+    def __init__(self, kind: str | None = None):
+        super().__init__()
+        self.linear, self.kind = nn.Linear(4, 4, dtype=torch.float64), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        if self.kind is None:
+            self.kind = "wide" if x.shape[-1] > 3 else "narrow"
+            return hidden.sin()
+        return hidden.cos() if self.kind == "wide" else hidden.tan()
+
+
+def test_attributes_that_the_first_call_sets(captures):
+    """What is captured, and looked up, is the second call; the attributes stay set, as after a capture."""
+    modules, x = [Settles(), Settles(), Settles("wide"), Settles("narrow")], sample()
+    for module in modules:
+        add_tvm_dispatch(module, x)
+        check_parity(module, x)
+    assert captures == [modules[0], modules[3]]
+    assert [module.kind for module in modules] == ["wide", "wide", "wide", "narrow"]
+
+
+def test_what_a_lookup_set_is_put_back_before_a_capture(captures, monkeypatch):
+    kinds = []
+    capture = reuse.capture
+    monkeypatch.setattr(reuse, "capture", lambda module, *args: kinds.append(module.kind) or capture(module, *args))
+    for module in (Settles("narrow"), Settles()):
+        add_tvm_dispatch(module, sample())
+    assert kinds == ["narrow", None]
+
+
 def test_what_no_operator_shows_is_still_refused():
     x = sample()
     known = Block("plain")
