@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from bridge.base.torch_internals import find
 
-__all__ = ["GENERATED", "FunctionNode", "applications_through", "apply_function", "keeps_graph", "node_class"]
+__all__ = [
+    "GENERATED",
+    "FunctionNode",
+    "applications_through",
+    "apply_function",
+    "connected",
+    "keeps_graph",
+    "node_class",
+]
 
 _IN_PYTHON = isinstance(vars(torch.autograd.Function).get("apply"), classmethod)
 FUNCTION_BASE: type = find("torch.autograd.function._SingleLevelFunction") if _IN_PYTHON else torch.autograd.Function
@@ -26,6 +34,23 @@ GENERATED = "GeneratedBackwardFor_"
 
 keeps_graph: Callable[[], bool] = find("torch._C._autograd._get_current_graph_task_keep_graph")
 """Whether the graph is retained; true outside of a backward."""
+
+
+_delayed_error = find("torch._C._functions.DelayedError", None)
+_no_torch_dispatch: Callable[[], AbstractContextManager] = find("torch._C._DisableTorchDispatch", nullcontext)
+
+
+def _connected(results: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    with _no_torch_dispatch():  # no mode need see how the node makes its outputs
+        made = _delayed_error(b"made for the layouts alone", len(results) + len(sources))(*results, *sources)
+    return list(made[: len(results)])
+
+
+connected: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], list[torch.Tensor]] | None = (
+    None if _delayed_error is None else _connected
+)
+"""Tensors that are in no graph → the same memory, as if made of the sources, of which one requires grad: autograd gets
+there, and its backward is an error. ``None`` where torch has no such node."""
 
 
 def node_class(kind: type) -> type:

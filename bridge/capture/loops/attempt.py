@@ -2,8 +2,9 @@
 
 Tracing costs milliseconds for each operator; recording a call costs microseconds. So a forward of many operators whose
 steps are proven to be equal (:mod:`bridge.capture.loops.find`) is traced with one step of each loop. The run that is
-recorded is the eager run of the capture: what is traced is compared with it as ever. ``None`` wherever anything could
-be missed: the call is then captured as if this had not been tried.
+recorded is the eager run of the capture: what is traced is compared with it as ever. Its numbers are not, so that it
+computes each call once and no more (:mod:`bridge.capture.loops.uncomputed`). ``None`` wherever anything could be
+missed: the call is then captured as if this had not been tried.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.base.collector import collection_paused
 from bridge.base.log import channel
 from bridge.base.torch_internals import pytree
 from bridge.capture.eager_run import nothing_saved, owned_state
 from bridge.capture.loops.find import find_loops
 from bridge.capture.loops.recorder import CallRecorder, NotRecordedError, OperatorWatch
 from bridge.capture.loops.replay import Replay
+from bridge.capture.loops.uncomputed import INTEGERS
 from bridge.capture.observation import Observation
 from bridge.capture.observe import observe
 from bridge.capture.own_functions import OwnFunctions
@@ -53,38 +56,59 @@ def looped_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], first: P
     """The call, if its code has loops and they make it worth it; ``first`` is put back."""
     if not _has_loops(type(each) for each in module.modules()):
         return None
-    try:
-        with capturing(module, fakes=False), eagers_branches():
-            found = _recorded(module, args, kwargs)
-        changed = first.changes()
-    except Exception as error:  # noqa: BLE001 - whatever forward raises, it raises again where it is captured
-        log.debug("%s is traced without recording its loops: %s", type(module).__name__, error)
-        return None
-    finally:
-        first.restore()
-    return None if changed else found
+    for computes in (False, True):
+        run = _RecordedRun(computes)
+        try:
+            with capturing(module, fakes=False), eagers_branches(), collection_paused():
+                found = run.of(module, args, kwargs)
+            return None if first.changes() else found
+        except Exception as error:  # noqa: BLE001 - whatever forward raises, it raises again where it is captured
+            log.debug("%s is traced without recording its loops: %s", type(module).__name__, error)
+            if not run.may_compute:
+                return None
+        finally:
+            first.restore()
+    return None
 
 
-def _recorded(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Looped | None:
-    tensors, real_tensors = module_tensors(module)
-    args, kwargs = own_leaves(args, kwargs, real_tensors, range(len(pytree.tree_leaves((args, kwargs)))))
-    arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    owned, state = owned_state(module, tensors, real_tensors)
-    parameters = [tensor for spec, tensor in zip(tensors, owned, strict=True) if spec.kind == "parameter"]
-    named = {spec.name: tensor for spec, tensor in zip(tensors, owned, strict=True)}
-    recorder = CallRecorder(arguments, named)
-    watch = OperatorWatch(recorder)
-    with nothing_saved():
-        given = module, state, parameters, [*owned, *arguments], args, kwargs, nullcontext()
-        run = observe(*given, functions=OwnFunctions(), traced=False, recorders=(recorder, watch))
-    if run.unsupported or run.objects or watch.count < LEAST_OPERATORS:
-        return None
-    calls = recorder.finish(run.results, run.out_spec)
-    replay = Replay(calls, find_loops(calls))
-    if 2 * replay.length > len(calls.rows):
-        raise NotRecordedError(f"{replay.length} of {len(calls.rows)} calls are in no loop")
-    run.results.clear()
-    return Looped(run, replay)
+class _RecordedRun:
+    """One run of forward; ``computes``: whether all of its calls are computed."""
+
+    def __init__(self, computes: bool):
+        self._computes, self._ended = computes, False
+        self._recorder: CallRecorder | None = None
+
+    @property
+    def may_compute(self) -> bool:
+        """Whether forward has raised what it may not raise if all calls are computed."""
+        recorder = self._recorder
+        if self._ended or recorder is None or recorder.uncomputed is None or not recorder.uncomputed.left_out:
+            return False
+        return recorder.reason in (None, INTEGERS)
+
+    def of(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Looped | None:
+        """The call with its loops; ``None`` if it is too short."""
+        tensors, real_tensors = module_tensors(module)
+        args, kwargs = own_leaves(args, kwargs, real_tensors, range(len(pytree.tree_leaves((args, kwargs)))))
+        arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        owned, state = owned_state(module, tensors, real_tensors)
+        parameters = [tensor for spec, tensor in zip(tensors, owned, strict=True) if spec.kind == "parameter"]
+        named = {spec.name: tensor for spec, tensor in zip(tensors, owned, strict=True)}
+        self._recorder = recorder = CallRecorder(arguments, named, self._computes)
+        watch = OperatorWatch(recorder)
+        with nothing_saved():
+            given = module, state, parameters, [*owned, *arguments], args, kwargs, nullcontext()
+            run = observe(*given, functions=OwnFunctions(), traced=False, recorders=(recorder, watch))
+        self._ended = True
+        left_out = 0 if recorder.uncomputed is None else recorder.uncomputed.left_out
+        if run.unsupported or run.objects or watch.count + left_out < LEAST_OPERATORS:
+            return None
+        calls = recorder.finish(run.results, run.out_spec)
+        replay = Replay(calls, find_loops(calls))
+        if 2 * replay.length > len(calls.rows):
+            raise NotRecordedError(f"{replay.length} of {len(calls.rows)} calls are in no loop")
+        run.results.clear()
+        return Looped(run, replay)
 
 
 def _has_loops(kinds: Iterator[type]) -> bool:

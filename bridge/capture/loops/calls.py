@@ -7,17 +7,48 @@ tensor (``x[:, 3]``), where the part begins may differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["HERE", "Call", "Calls", "Form", "Kind", "Made", "Part", "Value", "filled", "part_of", "values_in"]
+__all__ = [
+    "CREATING",
+    "HERE",
+    "NUMBER",
+    "Call",
+    "Calls",
+    "Form",
+    "Kind",
+    "Made",
+    "Part",
+    "Value",
+    "filled",
+    "numbered",
+    "part_of",
+    "part_written",
+    "values_in",
+]
 
 
 HERE = object()
 """Stands for a tensor in the arguments of a kind."""
+
+NUMBER = object()
+"""Stands for a number in the arguments of a kind whose rows may have different ones."""
+
+NUMBERED = frozenset(
+    [f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv") for side in ("", "r")]
+    + ["add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "rsub", "__rdiv__", "__div__"]
+)
+"""Functions of a tensor and a number that do the same with a tensor of that number, if both are of 32 or 64 bits."""
+
+_WHOLE = 2**53
+"""Integers from which on not all are numbers of 64 bits."""
+
+CREATING = frozenset({"full", "new_full", "full_like", "tensor", "scalar_tensor"})
+"""Functions whose result has one number everywhere."""
 
 
 class Value(NamedTuple):
@@ -78,12 +109,17 @@ class Call(NamedTuple):
         kind: the number of its kind.
         reads, makes: the values among the arguments, as often as they are there; those of the result, in order.
         part: what it takes, if it takes one part of a tensor.
+        into: what it writes, if it writes one part of a tensor: it reads the whole as it was and the part's new value,
+            and makes the whole as it is then.
+        number: its only number, which may differ between rows of one kind: of :data:`NUMBERED` or :data:`CREATING`.
     """
 
     kind: int
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     part: Part | None = None
+    into: Part | None = None
+    number: int | float | None = None
 
 
 @dataclass
@@ -143,15 +179,40 @@ def values_in(arg: Any) -> list[int]:
     return []
 
 
-def filled(arg: Any, given: Iterator[Any]) -> Any:
-    """An argument of a kind with these in the places of tensors, in order."""
+def filled(arg: Any, given: Iterator[Any], number: Any = None) -> Any:
+    """An argument of a kind with these in the places of tensors, in order, and the number in its place."""
     if arg is HERE:
         return next(given)
+    if arg is NUMBER:
+        return number
     if type(arg) is tuple or type(arg) is list:
-        return type(arg)(filled(item, given) for item in arg)
+        return type(arg)(filled(item, given, number) for item in arg)
     if type(arg) is dict:
-        return {name: filled(item, given) for name, item in arg.items()}
+        return {name: filled(item, given, number) for name, item in arg.items()}
     return arg
+
+
+def numbered(name: str, args: tuple, kwargs: dict[str, Any], reads: Sequence[Form]) -> tuple[tuple, Any]:
+    """Arguments with :data:`NUMBER` in the place of the one number in which calls of a kind may differ -> they, and it.
+
+    The arguments themselves and ``None`` for a call that has none.
+    """
+    if name in NUMBERED:
+        fits = len(args) == 2 and not kwargs and len(reads) == 1 and reads[0].dtype in (torch.float32, torch.float64)
+        places = [place for place, arg in enumerate(args) if type(arg) in (int, float)] if fits else []
+    elif name in CREATING:
+        places = [place for place, arg in enumerate(args) if type(arg) in (int, float)]
+    else:
+        places = []
+    if len(places) != 1 or abs(args[places[0]]) >= _WHOLE:
+        return args, None
+    (place,) = places
+    return (*args[:place], NUMBER, *args[place + 1 :]), args[place]
+
+
+def part_written(args: tuple, kwargs: dict[str, Any], of: int, form: Form) -> Part | None:
+    """The part of its first argument, value ``of``, that a call of ``__setitem__`` writes; ``None`` for any other."""
+    return None if kwargs or len(args) != 3 else _indexed(args[1], of, form)
 
 
 def part_of(func: Any, args: tuple, kwargs: dict[str, Any], of: int, form: Form) -> Part | None:

@@ -7,9 +7,11 @@ layouts. Each value that a row of a step reads is, in all steps,
 * a *carry*: what the same row of the step before has made, or of one further back,
 * a *constant*: one value from before the loop, or
 * a *part* of one: in each step the next (or the one before) along one axis, or what an earlier loop made in the next
-  step; whether the step takes it or it was taken before.
+  step; whether the step takes it or it was taken before, or
+* *written* part by part, if it is what the same row of the step before has written: each step writes the next part.
 
-Then the steps are one function of carries, parts and constants. Anything else is no loop. In the first steps autograd
+The number of a row may differ from step to step: the numbers of all steps are a sequence. Then the steps are one
+function of carries, parts, numbers and constants. Anything else is no loop. In the first steps autograd
 may not follow yet what it follows in all later ones: the initial state requires no grad. It is the same function there.
 """
 
@@ -17,17 +19,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 from autodiff.scan import Run, periodic
-from bridge.capture.loops.calls import Calls, Part
+from bridge.capture.loops.calls import Call, Calls, Part
 
-__all__ = ["Carry", "Constant", "Local", "Loop", "Parts", "Role", "find_loops"]
+__all__ = ["Carry", "Constant", "Local", "Loop", "Parts", "Role", "Written", "find_loops"]
 
 LEAST_STEPS = 6
 """Shorter loops are traced as they are."""
 _FURTHEST = 4
 _SHIFTS = 64
+_MOST_TIMES = 8
+"""Layers of one size that a step may go through."""
+_MOST_ROUNDS = 20
 
 
 class Local(NamedTuple):
@@ -65,6 +71,17 @@ class Parts(NamedTuple):
     squeezed: bool
 
 
+class Written(NamedTuple):
+    """A value, ``first`` before the loop, of which each step writes a part; as :class:`Parts`."""
+
+    first: int
+    dim: int
+    begin: int
+    step: int
+    extent: int
+    squeezed: bool
+
+
 Role = Local | Carry | Constant | Parts
 
 
@@ -75,6 +92,8 @@ class Loop:
     Attributes:
         roles: of each row of a step, those of the values that it reads; ``None`` for one that takes a part.
         taken: what these take.
+        written: what rows write; they have the role of the part's new value.
+        numbers: of rows that have another number in some step, those of all steps.
     """
 
     start: int
@@ -82,6 +101,8 @@ class Loop:
     steps: int
     roles: list[list[Role] | None] = field(default_factory=list)
     taken: dict[int, Parts] = field(default_factory=dict)
+    written: dict[int, Written] = field(default_factory=dict)
+    numbers: dict[int, tuple[int | float, ...]] = field(default_factory=dict)
 
     @property
     def stop(self) -> int:
@@ -109,13 +130,35 @@ class Loop:
 
 def find_loops(calls: Calls) -> list[Loop]:
     """Loops that do not overlap, in order; the longest are looked for first."""
-    candidates = sorted(periodic([row.kind for row in calls.rows], LEAST_STEPS), key=lambda run: run.start)
+    candidates = list(periodic([row.kind for row in calls.rows], LEAST_STEPS))
+    for _ in range(_MOST_ROUNDS):
+        found, failed = _loops_of(calls, candidates)
+        if not failed:
+            break
+        candidates = [run for run in candidates if run not in failed]  # shorter ones may lie where these do
+    return found
+
+
+def _loops_of(calls: Calls, candidates: Sequence[Run]) -> tuple[list[Loop], set[Run]]:
+    """The loops of the longest runs, and the runs that have none."""
     found: list[Loop] = []
+    failed: set[Run] = set()
     for run in _disjoint(candidates):
         # in order, so that a loop may read what an earlier one makes
-        if (loop := _Finder(calls, found).best(run)) is not None:
+        before = len(found)
+        rest: Run | None = run
+        while rest is not None and (loop := _Finder(calls, found).best(rest)) is not None:
             found.append(loop)
-    return found
+            rest = _behind(rest, loop)
+        if len(found) == before:
+            failed.add(run)
+    return found, failed
+
+
+def _behind(run: Run, loop: Loop) -> Run | None:
+    """What is left of a run behind a loop, as the steps of another layer are."""
+    length = run.start + run.length - loop.stop
+    return Run(loop.stop, run.period, length) if length >= LEAST_STEPS * run.period else None
 
 
 def _disjoint(candidates: Sequence[Run]) -> Iterator[Run]:
@@ -132,27 +175,67 @@ class _Finder:
         self.calls, self.earlier = calls, earlier
 
     def best(self, run: Run) -> Loop | None:
-        """The loop of a run with the fewest carries, as its first steps say; it may begin in the first two steps."""
+        """The loop that most rows of a run are in; of equal ones that of the shortest step.
+
+        Rows of several layers look alike, too, and read other weights: a step may be several periods.
+        """
+        best = None
+        for times in range(1, _MOST_TIMES + 1):
+            loop = self._of_period(run._replace(period=run.period * times))
+            if loop is not None and (best is None or loop.stop - loop.start > best.stop - best.start + loop.period):
+                best = loop
+            if best is not None and run.length - (best.stop - best.start) < 2 * run.period:
+                break
+        return best
+
+    def _of_period(self, run: Run) -> Loop | None:
+        """The longest loop of a run, with the fewest carries, as its first steps say; it may begin in the first two
+        steps."""
         spare = run.length % run.period
         shifts = [*range(min(spare + 1, _SHIFTS)), *range(run.period, run.period + min(spare + 1, _SHIFTS))]
         possible = []
         for shift in shifts:
             steps = (run.length - shift) // run.period
-            few = min(steps, LEAST_STEPS)
-            loop = self._proven(run.start + shift, run.period, few) if steps >= LEAST_STEPS else None
+            loop = self._proven(run.start + shift, run.period, LEAST_STEPS) if steps >= LEAST_STEPS else None
             if loop is not None and loop.carries:
                 possible.append((-steps, len(loop.carries), shift))
+        longest = None
         for steps, _, shift in sorted(possible):
-            loop = self._proven(run.start + shift, run.period, -steps)
+            if longest is not None and longest.steps >= -steps:
+                break
+            loop = self._longest(run.start + shift, run.period, -steps)
+            if longest is None or loop.steps > longest.steps:
+                longest = loop
+        return longest
+
+    def _longest(self, start: int, period: int, steps: int) -> Loop:
+        """The loop of the most steps; one of :data:`LEAST_STEPS` is proven."""
+        if (loop := self._proven(start, period, steps)) is not None and loop.carries:
+            return loop
+        proven, few, many = self._proven(start, period, LEAST_STEPS), LEAST_STEPS, steps
+        while many - few > 1:
+            middle = (few + many) // 2
+            loop = self._proven(start, period, middle)
             if loop is not None and loop.carries:
-                return loop
-        return None
+                proven, few = loop, middle
+            else:
+                many = middle
+        return proven
 
     def _proven(self, start: int, period: int, steps: int) -> Loop | None:
         rows = self.calls.rows
         loop = Loop(start, period, steps)
         for index in range(period):
             group = rows[start + index : loop.stop : period]
+            if len({repr(each.number) for each in group}) > 1:
+                loop.numbers[index] = tuple(each.number for each in group)
+            if group[0].into is not None:
+                written, role = self._written(group, loop), self._role([each.reads[1] for each in group], loop)
+                if written is None or role is None:
+                    return None
+                loop.written[index] = written
+                loop.roles.append([role])
+                continue
             roles = []
             for column in zip(*(each.reads for each in group), strict=True):
                 role = self._role(column, loop)
@@ -169,6 +252,16 @@ class _Finder:
                     return None
             loop.roles.append(roles)
         return loop if all(self._is_followed_alike(loop, index) for index in range(period)) else None
+
+    def _written(self, group: Sequence[Call], loop: Loop) -> Written | None:
+        """What rows write, each into what the one before has made, which nothing else reads."""
+        first = group[0].reads[0]
+        if self.calls.made[first].row >= loop.start:
+            return None
+        if any(later.reads[0] != before.makes[0] for before, later in pairwise(group)):
+            return None
+        parts = self._parts([each.into._replace(of=first) for each in group])
+        return None if parts is None else Written(*parts)
 
     def _is_followed_alike(self, loop: Loop, index: int) -> bool:
         """Whether autograd follows what a row makes in all steps or in none, up to the first ones."""

@@ -1,13 +1,14 @@
 """Recorder of calls: modes under which forward runs on its sample -> the rows of :mod:`bridge.capture.loops.calls`.
 
-Recorded are calls of torch functions whose results are tensors. Whatever else could have a part in what forward
-computes ends the recording: a number taken out of a tensor, a write, a draw, another grad mode, a tensor of unknown
-origin, an argument that cannot be compared. Numbers that say only what a tensor is like (its shape) are constants of
-the call, as they are wherever sizes do not vary.
+Recorded are calls of torch functions whose results are tensors, and writes into parts of tensors that forward makes
+for that. Whatever else could have a part in what forward computes ends the recording: a number taken out of a tensor,
+another write, a draw, another grad mode, a tensor of unknown origin, an argument that cannot be compared. Numbers that
+say only what a tensor is like (its shape) are constants of the call, as they are wherever sizes do not vary.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -19,8 +20,21 @@ from bridge.base.devices import HOST, TYPES
 from bridge.base.interrupts import raise_deferred
 from bridge.base.torch_internals import TorchDispatchMode, aten, schema
 from bridge.capture.autograd_uses import use_of_autograd
-from bridge.capture.generator_watch import unwatched
-from bridge.capture.loops.calls import HERE, Call, Calls, Form, Kind, Made, Value, part_of
+from bridge.capture.loops.calls import (
+    HERE,
+    NUMBER,
+    Call,
+    Calls,
+    Form,
+    Kind,
+    Made,
+    Value,
+    numbered,
+    part_of,
+    part_written,
+)
+from bridge.capture.loops.uncomputed import Uncomputed
+from bridge.capture.loops.writes import Writes
 from bridge.state import constant_key
 
 __all__ = ["CallRecorder", "NotRecordedError", "OperatorWatch"]
@@ -53,6 +67,9 @@ _VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT"))
 _NEVER = frozenset({"as_strided", "requires_grad_", "backward", "untyped_storage", "set_", "apply_", "map_"})
 """Names of functions that depend on more than the layouts and elements of their arguments, or change something."""
 
+_BETWEEN_INTERRUPTS = 64
+"""Calls after which the user's interrupt is looked for."""
+
 _SMALL, _EACH = 1 << 24, 1 << 18
 """Elements that all results may have together: so many, and so many more for each call. Beyond, recording may take as
 long as a forward, for calls of which there are too few to matter."""
@@ -66,26 +83,36 @@ class CallRecorder(TorchFunctionMode):
     Args:
         arguments: the tensors that are given to forward.
         owned: those of the module, by name.
+        computes: whether every call is computed; otherwise, where one like it was before, its results may have no
+            numbers (:mod:`bridge.capture.loops.uncomputed`).
     """
 
-    def __init__(self, arguments: Iterable[torch.Tensor], owned: Mapping[str, torch.Tensor]):
+    def __init__(self, arguments: Iterable[torch.Tensor], owned: Mapping[str, torch.Tensor], computes: bool = True):
         super().__init__()
         self.calls = Calls()
         self.reason: str | None = None
         self.is_inside = False
+        self.uncomputed = None if computes else Uncomputed()
         self._grad = torch.is_grad_enabled()
         self._kinds: dict[tuple, int] = {}
+        self._layouts: dict[tuple, int] = {}
+        self._layout_of: list[int] = []
         self._known: dict[int, tuple[weakref.ref, int]] = {}
+        self._writes = Writes()
         self._elements = 0
         for source, tensor in (*enumerate(arguments), *owned.items()):
             self._new(tensor, Made(-1, len(self.calls.inputs)))
             self.calls.inputs.append(source)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        raise_deferred()
-        kwargs = kwargs or {}
-        with unwatched():  # what is called here is torch's, or the recorder's own
-            return self._recorded(func, args, kwargs)
+        if not len(self.calls.rows) % _BETWEEN_INTERRUPTS:
+            raise_deferred()
+        listener = sys.getprofile()
+        sys.setprofile(None)  # what is called here is torch's, or the recorder's own
+        try:
+            return self._recorded(func, args, kwargs or {})
+        finally:
+            sys.setprofile(listener)
 
     def _recorded(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.reason is not None:
@@ -95,17 +122,62 @@ class CallRecorder(TorchFunctionMode):
         iterates = func is torch.Tensor.__iter__
         if iterates:
             func = torch.unbind
-        self._check(func)
+        writes = self._check(func)
         given: list[torch.Tensor] = []
-        told = tuple(self._told(arg, given) for arg in args)
+        told = tuple([self._told(arg, given) for arg in args])
         named = {name: self._told(arg, given) for name, arg in kwargs.items()}
-        versions, self.is_inside = [tensor._version for tensor in given], True
-        result = func(*args, **kwargs)
-        self.is_inside = False
-        if versions != [tensor._version for tensor in given]:
-            self.fail(f"{func} writes")
-        self._add(Kind(func, told, named), tuple(self._value(tensor).number for tensor in given), result)
+        reads = tuple([self._number(tensor) for tensor in given])
+        if writes:
+            return self._write(func, told, args, named, reads)
+        return self._make(func, args, kwargs, told, named, given, reads, iterates)
+
+    def _make(self, func, args, kwargs, told, named, given, reads, iterates) -> Any:
+        """Makes the call and adds its row."""
+        forms = self.calls.forms
+        part = number = None
+        if told and told[0] is HERE:
+            part = part_of(func, told, named, reads[0], forms[reads[0]])
+        if part is None:
+            told, number = numbered(func.__name__, told, named, [forms[value] for value in reads])
+        constants = part[1:2] + part[3:] if part is not None else (_key(told), _key(named))
+        asked = func, constants, tuple([(self._layout_of[value], forms[value].requires_grad) for value in reads])
+        result = None if self.uncomputed is None or part is not None else self.uncomputed.answer(asked, given)
+        if result is None:
+            versions, self.is_inside = [tensor._version for tensor in given], True
+            result = func(*args, **kwargs)
+            self.is_inside = False
+            if versions != [tensor._version for tensor in given]:
+                self.fail(f"{func} writes")
+            if self.uncomputed is not None and part is None:
+                self.uncomputed.learn(asked, given, result)
+        makes = self._made(func, result)
+        if makes:
+            if self.uncomputed is not None and (why := self.uncomputed.made(reads, makes, forms)):
+                self.fail(why)
+            self._writes.read(reads)
+            self._add(Kind(func, told, named), constants, Call(-1, reads, makes, part, None, number))
         return iter(result) if iterates else result
+
+    def _write(self, func: Any, told: tuple, args: tuple, named: dict[str, Any], reads: tuple[int, ...]) -> None:
+        """``whole[index] = part``, of a tensor that forward has made for it: from now on it is another value."""
+        forms, whole = self.calls.forms, args[0]
+        into = part_written(told, named, reads[0], forms[reads[0]]) if told[0] is HERE and len(reads) == 2 else None
+        if into is None or told[2] is not HERE or not self._writes.fits(into, forms[reads[0]], forms[reads[1]]):
+            self.fail("a write that is no part of a tensor")
+        made = self.calls.made[reads[0]].row
+        maker = "" if made < 0 else self.calls.kinds[self.calls.rows[made].kind].name
+        if not self._writes.is_unread(reads[0], whole, maker):
+            self.fail("a write into what is used elsewhere")
+        self.is_inside = True
+        func(*args)
+        self.is_inside = False
+        makes = (self._new(whole, Made(len(self.calls.rows), 0)),)
+        self._writes.wrote(*makes)
+        self._writes.read(reads[1:])
+        if self.uncomputed is not None:
+            self.uncomputed.made(reads, makes, forms)
+        constants = into[1:2] + into[3:]
+        self._add(Kind(func, told, named), constants, Call(-1, reads, makes, None, into))
 
     def fail(self, reason: str) -> None:
         """Ends the recording."""
@@ -116,20 +188,22 @@ class CallRecorder(TorchFunctionMode):
         """The rows of a forward that has returned these leaves. :class:`NotRecordedError` if that is not all."""
         if self.reason is not None:
             raise NotRecordedError(self.reason)
-        self.calls.results = [self._value(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self.calls.spec = spec
+        results = [Value(self._number(leaf)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.calls.results, self.calls.spec = results, spec
         return self.calls
 
-    def _check(self, func: Any) -> None:
+    def _check(self, func: Any) -> bool:
+        """Whether a call writes a part of a tensor. The recording ends if it could have another part in forward."""
         name = getattr(func, "__name__", None)
         if name is None or (name in ("__get__", "__set__", "__delete__") and func not in _VIEWS):
             self.fail(f"an attribute of a tensor: {func}")
-        if name in _NEVER or (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
+        if name in _NEVER or (name.endswith("_") and not name.endswith("__")):
             self.fail(f"a call of {name}")
         if use_of_autograd(func, name) is not None or torch.is_grad_enabled() != self._grad:
             self.fail("a use of autograd")
         if torch.is_autocast_enabled(HOST.type):
             self.fail("autocast")
+        return name == "__setitem__"
 
     def _told(self, arg: Any, given: list[torch.Tensor]) -> Any:
         """An argument as its kind has it; the tensors in it are appended to ``given``."""
@@ -147,13 +221,13 @@ class CallRecorder(TorchFunctionMode):
             self.fail(f"an argument of type {type(arg).__name__}")
         return arg
 
-    def _value(self, tensor: torch.Tensor) -> Value:
+    def _number(self, tensor: torch.Tensor) -> int:
         found = self._known.get(id(tensor))
         if found is None or found[0]() is not tensor:
             self.fail("a tensor that is not made by a call")
-        return Value(found[1])
+        return found[1]
 
-    def _new(self, tensor: torch.Tensor, made: Made) -> Value:
+    def _new(self, tensor: torch.Tensor, made: Made) -> int:
         if (
             type(tensor) not in (torch.Tensor, torch.nn.Parameter)
             or tensor.layout is not torch.strided
@@ -164,33 +238,34 @@ class CallRecorder(TorchFunctionMode):
         form = Form(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
         self.calls.forms.append(form)
         self.calls.made.append(made)
-        self._known[id(tensor)] = weakref.ref(tensor), number
-        return Value(number)
+        self._layout_of.append(self._layouts.setdefault(form.layout, len(self._layouts)))
+        self._known[id(tensor)] = reference, _ = weakref.ref(tensor), number
+        self._writes.note(tensor, reference)
+        return number
 
-    def _add(self, kind: Kind, reads: tuple[int, ...], result: Any) -> None:
-        calls, row = self.calls, len(self.calls.rows)
-        leaves = list(_leaves(result))
+    def _made(self, func: Any, result: Any) -> tuple[int, ...]:
+        """The values of a call's results; none where they are what was given, as if it had not been called."""
+        row = len(self.calls.rows)
+        leaves = [result] if type(result) is torch.Tensor else list(_leaves(result))
         if not all(isinstance(leaf, torch.Tensor) for leaf in leaves) or not leaves:
-            self.fail(f"{kind.name} returns what is no tensor")
+            self.fail(f"{func.__name__} returns what is no tensor")
         known = [self._known.get(id(leaf)) for leaf in leaves]
         given = [found is not None and found[0]() is leaf for found, leaf in zip(known, leaves, strict=True)]
         if all(given):
-            return  # what was given: as if it had not been called
+            return ()
         if any(given):
             self.fail("what was given among the results")
-        makes = tuple(self._new(tensor, Made(row, leaf)).number for leaf, tensor in enumerate(leaves))
         self._elements += leaves[0].numel()
         if self._elements > _SMALL + _EACH * row:
             self.fail("large tensors")
-        part = None
-        if kind.args and kind.args[0] is HERE:
-            part = part_of(kind.func, kind.args, kind.kwargs, reads[0], calls.forms[reads[0]])
-        constants = part[1:2] + part[3:] if part is not None else (_key(kind.args), _key(kind.kwargs))
-        layouts = tuple(calls.forms[number].layout for number in (*reads, *makes))
-        number = self._kinds.setdefault((kind.func, constants, layouts), len(calls.kinds))
-        if number == len(calls.kinds):
-            calls.kinds.append(kind)
-        calls.rows.append(Call(number, reads, makes, part))
+        return tuple([self._new(tensor, Made(row, leaf)) for leaf, tensor in enumerate(leaves)])
+
+    def _add(self, kind: Kind, constants: tuple, row: Call) -> None:
+        layouts = tuple([self._layout_of[number] for number in (*row.reads, *row.makes)])
+        number = self._kinds.setdefault((kind.func, constants, layouts), len(self.calls.kinds))
+        if number == len(self.calls.kinds):
+            self.calls.kinds.append(kind)
+        self.calls.rows.append(row._replace(kind=number))
 
 
 def _leaves(result: Any) -> Iterator[Any]:
@@ -210,7 +285,7 @@ def _key(arg: Any) -> Any:
         return tuple((name, _key(item)) for name, item in arg.items())
     if type(arg) is slice:
         return "slice", *map(_key, (arg.start, arg.stop, arg.step))
-    return arg if arg is HERE or arg is Ellipsis else constant_key(arg)
+    return arg if arg is HERE or arg is NUMBER or arg is Ellipsis else constant_key(arg)
 
 
 class OperatorWatch(TorchDispatchMode):

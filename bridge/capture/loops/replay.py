@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from bridge.base.torch_internals import pytree
-from bridge.capture.loops.calls import Call, Calls, Made, Part, Value, filled, values_in
-from bridge.capture.loops.find import Carry, Constant, Local, Loop, Parts, Role
+from bridge.capture.loops.calls import CREATING, Call, Calls, Made, Part, Value, filled, values_in
+from bridge.capture.loops.find import Carry, Constant, Local, Loop, Parts, Role, Written
 from bridge.capture.loops.operators import FIRST, LAST, PART, STEPS
 
 __all__ = ["Replay"]
@@ -61,6 +61,7 @@ class Replay:
             given = [carry.first for carry in loop.carries]
             given += [role.value for roles in loop.roles for role in roles or () if isinstance(role, Constant)]
             given += [parts.of for parts in loop.parts if isinstance(parts.of, int)]
+            given += [written.first for written in loop.written.values()]
             self._note(given, number, found)
         for row in self._straight():
             self._note(row.reads, number, found)
@@ -75,9 +76,8 @@ class Replay:
 
     def _is_last(self, place: tuple[int, int, Made]) -> bool:
         loop = self.loops[place[0]]
-        return place[1] == loop.steps - 1 and any(
-            (carry.row, carry.leaf) == place[2] and carry.of is None for carry in loop.carries
-        )
+        carried = any((carry.row, carry.leaf) == place[2] and carry.of is None for carry in loop.carries)
+        return place[1] == loop.steps - 1 and (carried or place[2].row in loop.written)
 
     def _straight(self) -> list[Call]:
         inside = {row for loop in self.loops for row in range(loop.start, loop.stop)}
@@ -156,9 +156,20 @@ class _Run:
     def _again(self, row: Call, tensors: Sequence[torch.Tensor]) -> Any:
         if row.part is not None:  # rows of one kind may take parts from different places
             return _take(tensors[0], row.part)
+        if row.into is not None:
+            return _put(*tensors, row.into)
+        return self._called(row, tensors, row.number)
+
+    def _called(self, row: Call, tensors: Sequence[torch.Tensor], number: Any) -> Any:
         kind, given = self.calls.kinds[row.kind], iter(tensors)
-        args = filled(kind.args, given)
-        return kind.func(*args, **filled(kind.kwargs, given))
+        args = filled(kind.args, given, number)
+        return kind.func(*args, **filled(kind.kwargs, given, number))
+
+    def _with_numbers(self, row: Call, tensors: Sequence[torch.Tensor], number: torch.Tensor) -> torch.Tensor:
+        """A call of the step with a tensor in the place of its number."""
+        if self.calls.kinds[row.kind].name in CREATING:
+            return number.expand(self.calls.forms[row.makes[0]].shape).clone(memory_format=torch.contiguous_format)
+        return self._called(row, tensors, number)
 
     def _joined(self, row: Call) -> torch.Tensor | None:
         """``stack`` or ``cat`` of a list of values, those of adjacent steps as one tensor; ``None`` for other calls."""
@@ -210,6 +221,10 @@ class _Run:
         reverse = bool(falling) and all(falling)
         whole = {each: self._in_front(each, loop.steps, reverse) for each in loop.parts}
         parts = {each: PART(tensor, number, place) for place, (each, tensor) in enumerate(whole.items())}
+        numbers = {
+            index: PART(self._numbers(loop, index, reverse), number, place)
+            for place, index in enumerate(loop.numbers, start=len(parts))
+        }
         sources = _sources(loop, self.calls)
 
         def source(role: Role) -> torch.Tensor:
@@ -236,10 +251,21 @@ class _Run:
             if roles is None:
                 made[Made(index, 0)] = parts[loop.taken[index]]
                 continue
-            result = self._again(row, [tensor(role) for role in roles])
+            read = [tensor(role) for role in roles]
+            if index in loop.written:
+                made[Made(index, 0)] = read[0]
+                continue
+            numbered = index in numbers
+            result = self._with_numbers(row, read, numbers[index]) if numbered else self._again(row, read)
             made.update((Made(index, leaf), each) for leaf, each in enumerate(_tensors(result)))
         self.reverse.append(reverse)
         self._finish(loop, number, first, made)
+
+    def _numbers(self, loop: Loop, index: int, reverse: bool) -> torch.Tensor:
+        """The numbers of a row in all steps."""
+        numbers, row = loop.numbers[index], self.calls.rows[loop.start + index]
+        dtype = self.calls.forms[row.makes[0]].dtype
+        return torch.tensor(numbers[::-1] if reverse else numbers, dtype=dtype)
 
     def _finish(self, loop: Loop, number: int, first: dict, made: dict[Made, torch.Tensor]) -> None:
         def after(carry: Carry) -> torch.Tensor:
@@ -251,8 +277,25 @@ class _Run:
             last = LAST(after(carry), number, place)
             if carry.of is None:
                 self.last[number].setdefault(Made(carry.row, carry.leaf), last)
-        for place, each in enumerate(self.replay.ys(number)):
+        ys = self.replay.ys(number)
+        for place, each in enumerate(ys):
             self.whole[number][each] = STEPS(made[each], number, place, loop.steps)
+        for place, (index, written) in enumerate(loop.written.items(), start=len(ys)):
+            parts = STEPS(made[Made(index, 0)], number, place, loop.steps)
+            self.last[number][Made(index, 0)] = self._written(written, parts, self.reverse[number])
+
+    def _written(self, written: Written, parts: torch.Tensor, reverse: bool) -> torch.Tensor:
+        """A tensor after the loop that writes its parts; these with the steps in front."""
+        if (written.step < 0) != reverse:
+            parts = parts.flip(0)
+        value = parts.movedim(0, written.dim)
+        if not written.squeezed:
+            value = value.flatten(written.dim, written.dim + 1)
+        extent, before = value.shape[written.dim], self.calls.forms[written.first]
+        begin = written.begin if written.step > 0 else written.begin + written.extent - extent
+        if extent < before.shape[written.dim] or not _is_contiguous(before.shape, before.stride):
+            return torch.slice_scatter(self.tensor(written.first), value, written.dim, begin, begin + extent)
+        return value.clone(memory_format=torch.contiguous_format)
 
     def _falls(self, parts: Parts) -> bool:
         """Whether later parts lie before earlier ones."""
@@ -302,6 +345,16 @@ def _closed(carry: Carry, direct: dict[Made, dict[Role, None]]) -> list[Role]:
 
 def _take(whole: torch.Tensor, part: Part) -> torch.Tensor:
     return whole.select(part.dim, part.begin) if part.squeezed else whole.narrow(part.dim, part.begin, part.extent)
+
+
+def _put(whole: torch.Tensor, value: torch.Tensor, into: Part) -> torch.Tensor:
+    if into.squeezed:
+        return torch.select_scatter(whole, value, into.dim, into.begin)
+    return torch.slice_scatter(whole, value, into.dim, into.begin, into.begin + into.extent)
+
+
+def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    return torch.empty_strided(shape, stride, device="meta").is_contiguous()
 
 
 def _attribute(module: nn.Module, path: str) -> torch.Tensor:

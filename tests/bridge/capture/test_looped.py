@@ -96,12 +96,95 @@ class Halves(nn.Module):
         return loss, one
 
 
+class Buffers(nn.Module):
+    """States are written into tensors that were made before, in time's order and against it; one has a place more."""
+
+    def __init__(self, backwards=False):
+        super().__init__()
+        self.cell, self.backwards = nn.GRUCell(3, 4), backwards
+
+    def forward(self, x):
+        length, state = x.shape[1], x.new_zeros(x.shape[0], 4)
+        states, squares = torch.empty(x.shape[0], length, 4, dtype=x.dtype), x.new_ones(length + 2, x.shape[0], 1)
+        for step in reversed(range(length)) if self.backwards else range(length):
+            state = self.cell(x[:, step], state)
+            states[:, step, :] = state
+            squares[length - step : length - step + 1] = state.square().sum(-1, keepdim=True)[None]
+        return states, squares
+
+
+class Numbers(nn.Module):
+    """A step has numbers of its own: of a list, a count, a tensor that is filled with one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.rates = nn.Linear(3, 3), [0.1 * (step % 5) - 0.2 for step in range(64)]
+
+    def forward(self, x):
+        state = x[:, 0]
+        for step in range(x.shape[1]):
+            time = torch.full((x.shape[0], 1), 0.5**step, dtype=x.dtype)
+            slope = torch.tanh(self.linear(state * self.rates[step]) + x[:, step] / (step + 1) - time)
+            state = state + (3 - step) * slope * 0.1
+        return state
+
+
+class Stacked(nn.Module):
+    """Layers of one size, their states in a list: in each step all of them, or one after the other."""
+
+    def __init__(self, layer_by_layer=False):
+        super().__init__()
+        self.cells, self.layer_by_layer = nn.ModuleList(nn.GRUCell(3, 3) for _ in range(3)), layer_by_layer
+
+    def forward(self, x):
+        if self.layer_by_layer:
+            parts = x.unbind(1)
+            for cell in self.cells:
+                state, states = x.new_zeros(x.shape[0], 3), []
+                for part in parts:
+                    state = cell(part, state)
+                    states.append(state)
+                parts = states
+            return torch.stack(parts, 1)
+        states, made = [x.new_zeros(x.shape[0], 3) for _ in self.cells], []
+        for part in x.unbind(1):
+            for layer, cell in enumerate(self.cells):
+                states[layer] = part = cell(part, states[layer])
+            made.append(part)
+        return torch.stack(made, 1), states
+
+
+class BothWays(nn.Module):
+    """Two directions in one loop; weights are shared."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.RNNCell(3, 4)
+
+    def forward(self, x):
+        there = back = x.new_zeros(x.shape[0], 4)
+        theres, backs = [], []
+        for step in range(x.shape[1]):
+            there, back = self.cell(x[:, step], there), self.cell(x[:, -1 - step], back)
+            theres.append(there)
+            backs.insert(0, back)
+        return torch.cat([torch.stack(theres, 1), torch.stack(backs, 1)], -1)
+
+
 MODULES = {
     "lstm": Lstm,
     "layer norm lstm, last part first": lambda: Lstm(norm=True, backwards=True),
     "gru, two layers": Gru,
     "state space": StateSpace,
     "halves": Halves,
+}
+FORMS = {
+    "buffers": Buffers,
+    "buffers, last part first": lambda: Buffers(backwards=True),
+    "numbers": Numbers,
+    "stacked": Stacked,
+    "stacked, layer by layer": lambda: Stacked(layer_by_layer=True),
+    "both ways": BothWays,
 }
 
 
@@ -115,9 +198,14 @@ def test_numbers_and_gradients_are_eagers(name, steps):
     check_module(MODULES[name], lambda: torch.randn(2, steps, 3, requires_grad=True), calls=1)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", FORMS)
+def test_loops_of_other_forms_are_eagers(name):
+    check_module(FORMS[name], lambda: torch.randn(2, 8, 3, requires_grad=True), calls=1)
+
+
+@pytest.mark.parametrize("name", [*MODULES, *FORMS])
 def test_one_step_is_traced_whatever_the_length(name):
-    module, sizes, bodies = MODULES[name](), [], []
+    module, sizes, bodies = {**MODULES, **FORMS}[name](), [], []
     for steps in (12, 30):
         lowered = lower(module, torch.randn(2, steps, 3))
         assert {node.target for node in lowered["captured"].ir.nodes} >= set(LOOP_MARKS[2:3])
@@ -136,12 +224,46 @@ class Reads(nn.Module):
         return h
 
 
-class Writes(nn.Module):
+class ReadsBack(nn.Module):
+    """The state is what was written; views of it are taken before it is written on."""
+
     def forward(self, x):
         out = torch.zeros_like(x)
-        h = x[0]
+        for step in range(1, len(x)):
+            out[step] = torch.tanh(out[step - 1] + x[step])
+        return out
+
+
+class WritesOfAView(nn.Module):
+    """Another tensor sees what is written."""
+
+    def forward(self, x):
+        out = torch.zeros_like(x)
+        view, h = out[1:], x[0]
         for step in range(len(x)):
             h = torch.tanh(h + x[step])
+            out[step] = h
+        return view * 2
+
+
+class WritesTwice(nn.Module):
+    """A row is written again."""
+
+    def forward(self, x):
+        out, h = torch.zeros_like(x), x[0]
+        for step in range(len(x)):
+            h = torch.tanh(h + x[step])
+            out[step // 2] = h
+        return out
+
+
+class SavedThenWritten(nn.Module):
+    """Autograd has saved a value of what is written on."""
+
+    def forward(self, x):
+        out, h = torch.zeros_like(x), x[0]
+        for step in range(len(x)):
+            h = torch.tanh(h + x[step] + out.detach().sum())
             out[step] = h
         return out
 
@@ -158,11 +280,11 @@ class OwnWeights(nn.Module):
         return h
 
 
-class OtherConstants(nn.Module):
+class OtherPowers(nn.Module):
     def forward(self, x):
         h = x[0]
         for step, part in enumerate(x):
-            h = torch.tanh(h * (step + 1) + part)
+            h = torch.tanh((h * h + 1) ** (0.5 * step) + part)
         return h
 
 
@@ -202,7 +324,11 @@ class KeepsElsewhere(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "kind", [Reads, Writes, OwnWeights, OtherConstants, SkipsOne, NoGradLater, Drops, KeepsElsewhere]
+    "kind",
+    [
+        *(Reads, ReadsBack, WritesOfAView, WritesTwice, SavedThenWritten),
+        *(OwnWeights, OtherPowers, SkipsOne, NoGradLater, Drops, KeepsElsewhere),
+    ],
 )
 def test_what_is_not_proven_is_captured_as_it_is(kind):
     try:

@@ -1,0 +1,59 @@
+"""Writes into parts of a tensor while calls are recorded: which of them are calls that make another value of the whole.
+
+``out[step] = h`` is ``out = out with h there`` if nothing else can tell: the memory belongs to no other tensor that
+Python still has, a call has made it for nothing else, and no call has read this value of it, so that autograd has saved
+none.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+
+from bridge.base.torch_internals import storage_id
+from bridge.capture.loops.calls import Form, Part
+
+__all__ = ["Writes"]
+
+_NAMES = ("zeros", "ones", "empty", "full")
+_EMPTY = frozenset(form.format(name) for name in _NAMES for form in ("{}", "{}_like", "new_{}"))
+"""Functions that make a tensor of their own."""
+
+
+class Writes:
+    """What is known of memory and reads so far."""
+
+    def __init__(self) -> None:
+        self._read: set[int] = set()
+        self._wrote: set[int] = set()
+        self._sharing: dict[int, list[weakref.ref]] = {}
+
+    def note(self, tensor: torch.Tensor, reference: weakref.ref) -> None:
+        """A tensor has a value from now on."""
+        sharing = self._sharing.setdefault(storage_id(tensor), [])
+        if sharing:  # memory is used again and again
+            sharing[:] = [each for each in sharing if each() is not None and each() is not tensor]
+        sharing.append(reference)
+
+    def read(self, values: Iterable[int]) -> None:
+        """A call has read these."""
+        self._read.update(values)
+
+    def wrote(self, value: int) -> None:
+        """A write has made this."""
+        self._wrote.add(value)
+
+    def fits(self, into: Part, whole: Form, part: Form) -> bool:
+        """Whether a tensor of a form is copied into the part as it is."""
+        shape = [*whole.shape]
+        shape[into.dim : into.dim + 1] = [] if into.squeezed else [into.extent]
+        return part.shape == tuple(shape) and part.dtype == whole.dtype
+
+    def is_unread(self, value: int, tensor: torch.Tensor, maker: str) -> bool:
+        """Whether nothing but the tensor itself can tell that it is written; ``maker``: the name of the function that
+        has made its value."""
+        if value in self._read or not (maker in _EMPTY or value in self._wrote):
+            return False
+        return not any(each() is not None and each() is not tensor for each in self._sharing[storage_id(tensor)])
