@@ -8,6 +8,7 @@ Two processes that lower one call at once write the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,13 +70,27 @@ def keep_lowering(call: str, observed: tuple, module: nn.Module, lowered: Lowere
 
 
 def kept_lowering(
-    call: str, observed: tuple, module: nn.Module, tensors: list[ModuleTensor], run: FakeRun
+    call: str,
+    observed: tuple,
+    module: nn.Module,
+    tensors: Sequence[ModuleTensor],
+    run: FakeRun,
+    eagers: FakeRun | None = None,
 ) -> LoweredCall | None:
-    """The lowered call of the disk cache that ran the same operators; ``run`` is the fake run that says so."""
+    """The lowered call of the disk cache that ran the same operators.
+
+    Args:
+        run: the fake run that says so.
+        eagers: the one in the branches of eager, of a call that asks whether it is traced.
+    """
     key = _key(call, observed, module)
     found = None if key is None else current_store().get(_LOWERING, key)
     if found is None:
         return None
+    if KeptLowering.is_as_eager(found.parts):
+        if eagers is None:
+            return None
+        run = eagers
     given: dict[str, Any] = {
         "module_name": type(module).__name__,
         "module_tensors": tuple(tensors),

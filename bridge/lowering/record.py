@@ -50,6 +50,7 @@ def parts_of_lowering(lowered: LoweredCall) -> dict[str, bytes]:
     text = canonical_text(functions)
     call = {
         "content": key_of(text),
+        "as_eager": captured.as_eager,
         "placeholders": captured.placeholders,
         "results": [None if node is None else places[node.name] for node in captured.results],
         "mutated": [[index, places[node.name]] for index, node in captured.mutated],
@@ -175,6 +176,7 @@ class KeptLowering(LoweredCall):
             **{name: call[name] for name in ("placeholders", "draw_of")},
             literals={name: tensor.to(given["device"]) for name, tensor in literals.items()},
             lines={},
+            as_eager=call["as_eager"],
             _record=parts["graph"],
             _call=call,
         )
@@ -197,6 +199,11 @@ class KeptLowering(LoweredCall):
     def content_of(parts: Mapping[str, bytes]) -> str:
         """What programs of the lowering's functions are known by."""
         return json.loads(parts["call"])["content"]
+
+    @staticmethod
+    def is_as_eager(parts: Mapping[str, bytes]) -> bool:
+        """Whether the lowered call takes the branches of eager where forward asks if it is traced."""
+        return json.loads(parts["call"])["as_eager"]
 
     @cached_property
     def stages(self) -> list[Stage]:

@@ -22,7 +22,7 @@ import atexit
 import time
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -116,20 +116,21 @@ def _lower_once(
     on_disk = None if dims else call_on_disk(call_key)
     if known or is_on_disk(on_disk):
         reads = any(lowered.captured.readings for lowered in known.values()) if known else False
-        key, tensors, run, before = _observe(module, args, kwargs, reads, dims)
+        seen = _observe(module, args, kwargs, reads, dims)
+        key = seen.key
         found = known.get(key) if known else None
         if found is not None:
             log.info("%s runs the operators of a call that is lowered already", type(module).__name__)
             return found
         if on_disk is not None and key is not None and not reads:
-            found = kept_lowering(on_disk, key, module, tensors, run)
+            found = kept_lowering(on_disk, key, module, seen.tensors, seen.run, seen.eagers)
         if found is not None:
-            forget_real_tensors(run.arguments)
+            forget_real_tensors(seen.run.arguments)
             found.seconds = time.perf_counter() - started
             _remember(call_key, key, found)
             return found
-        if before is not None:
-            before.restore()
+        if seen.before is not None:
+            seen.before.restore()
     captured = capture(module, args, kwargs, dims)
     seconds = time.perf_counter() - started
     try:
@@ -143,9 +144,10 @@ def _lower_once(
     else:
         observation_key = _observation_key(captured.fake_observation, captured.readings)
         if captured.as_eager:
-            observation_key = None
+            observation_key = _key_of_both(module, args, kwargs, captured)
         elif observation_key is not None and captured.fake_observation.asks:
-            observation_key = (*observation_key, _eagers_key(module, args, kwargs))
+            eagers = _eagers_run(module, args, kwargs)
+            observation_key = (*observation_key, None if eagers is None else _observation_key(eagers.observation, ()))
     owned = all(tensor.kind != "attribute" for tensor in captured.module_tensors)
     if call_key is not None and observation_key is not None and owned and not captured.counters:
         _remember(call_key, observation_key, lowered)
@@ -197,16 +199,30 @@ def _strategy_key(partition: Any) -> tuple | None:
     return None if None in values else (type(partition), values)
 
 
+class _Seen(NamedTuple):
+    """What a call was seen to do.
+
+    Attributes:
+        key: the observation key, ``None`` where only a capture can tell.
+        tensors: the module's.
+        run: where no size varies.
+        eagers: the run in the branches of eager, where forward asks whether it is traced.
+        before: the state before, where the module is left with attributes that forward sets.
+    """
+
+    key: tuple | None = None
+    tensors: Sequence[ModuleTensor] = ()
+    run: FakeRun | None = None
+    eagers: FakeRun | None = None
+    before: PythonState | None = None
+
+
 @generators_put_back()
-def _observe(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], reads: bool, dims: Sequence[DynamicDim]
-) -> tuple[tuple | None, list[ModuleTensor], FakeRun | None, PythonState | None]:
-    """The observation key of a fake run, ``None`` where only a capture can tell; the module's tensors; the run, where
-    no size varies; the state before.
+def _observe(module: nn.Module, args: tuple, kwargs: dict[str, Any], reads: bool, dims: Sequence[DynamicDim]) -> _Seen:
+    """What a fake run shows of a call.
 
     The module is left as it was. Where forward sets attributes at its first call and leaves them alone from then on, it
-    is the second call that is observed, as it is the second one that is captured: the module is left with them, and the
-    state before is there, too.
+    is the second call that is observed, as it is the second one that is captured: the module is left with them.
 
     ``reads``: calls like this one read numbers, which takes an eager run before. ``dims``: what is to be observed for
     all sizes; the key ends with what was concluded about them.
@@ -217,22 +233,25 @@ def _observe(
             observed = _observed(module, args, kwargs, reads, dims, before)
         except Exception:  # noqa: BLE001 - the capture that follows meets it again, and says what it is
             first.restore()
-            return None, [], None, None
+            return _Seen()
         before.restore_caches()
         if not before.changes():
             break
         before = PythonState(module)
     else:
         first.restore()
-        return None, [], None, None
+        return _Seen()
     observation, readings, tensors, run, about_sizes = observed
     key = _observation_key(observation, readings)
+    eagers = None
     if key is not None and observation.asks:
-        key = None if dims else (*key, _eagers_key(module, args, kwargs))
+        eagers = None if dims else _eagers_run(module, args, kwargs)
+        eagers_key = None if eagers is None else _observation_key(eagers.observation, ())
+        key = None if dims else (*key, eagers_key)
     if key is None:
         first.restore()
-        return None, [], None, None
-    return (*key, *about_sizes), tensors, run, None if before is first else first
+        return _Seen()
+    return _Seen((*key, *about_sizes), tensors, run, eagers, None if before is first else first)
 
 
 def _observed(
@@ -259,8 +278,8 @@ def _observed(
 
 
 @generators_put_back()
-def _eagers_key(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
-    """The observation key of eager's branches, of a call that asks whether it is traced; ``None`` where numbers decide.
+def _eagers_run(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> FakeRun | None:
+    """A fake run in eager's branches, of a call that asks whether it is traced; ``None`` where numbers decide.
 
     What eager does there is no part of what is traced. The module is left as it was.
     """
@@ -273,7 +292,19 @@ def _eagers_key(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple
         return None
     before.restore()
     forget_real_tensors(run.arguments)
-    return _observation_key(run.observation, ())
+    return run
+
+
+def _key_of_both(module: nn.Module, args: tuple, kwargs: dict[str, Any], captured: Captured) -> tuple | None:
+    """The observation key of a call that was captured in eager's branches: what it does in either; ``None`` where
+    numbers decide."""
+    if captured.readings:
+        return None
+    seen = _observe(module, args, kwargs, False, ())
+    if seen.before is not None:
+        seen.before.restore()
+    known = seen.eagers is not None and _observation_key(seen.eagers.observation, ()) is not None
+    return seen.key if known else None
 
 
 def _observe_all_sizes(
@@ -283,7 +314,7 @@ def _observe_all_sizes(
     observed to do might be something else for sizes that the captured call serves."""
     if captured.readings:
         return None
-    key, *_ = _observe(module, args, kwargs, False, dims)
+    key = _observe(module, args, kwargs, False, dims).key
     return key if key is not None and is_implied(key[-1], captured) else None
 
 

@@ -95,6 +95,44 @@ def test_a_later_process_captures_nothing_and_computes_the_same_bits(used_cache)
     assert again["captured"] == 1 and same([results[0], again])
 
 
+class Asking(nn.Module):
+    """It drops in eager alone, as attention does whose mask is left out there."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(12, 12, dtype=torch.float64)
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        return hidden if torch.compiler.is_compiling() else nn.functional.dropout(hidden, 0.3, self.training).sin()
+
+
+def asked():
+    """How often it was captured, and whether a step is eager's, masks included."""
+    capture, captured = reuse.capture, []
+    reuse.capture = lambda *args: captured.append(1) or capture(*args)
+    torch.manual_seed(0)
+    module, x = Asking(), torch.randn(10, 12, dtype=torch.float64)
+    found = []
+    for dispatched in (False, True):
+        if dispatched:
+            bridge.add_tvm_dispatch(module, x)
+        torch.manual_seed(1)
+        module.zero_grad()
+        result = module(x)
+        result.square().sum().backward()
+        found.append([result.detach(), torch.rand(2), *(each.grad.clone() for each in module.parameters())])
+    reuse.capture = capture
+    same = all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(*found, strict=True))
+    return {"captured": len(captured), "same": same, "hits": bridge.stats(module).hits}
+
+
+def test_a_call_that_takes_eagers_branches_is_found_by_a_later_process(used_cache):
+    assert [*in_children(1, asked), *in_children(1, asked)] == [
+        {"captured": captured, "same": True, "hits": 1} for captured in (1, 0)
+    ]
+
+
 def test_what_is_pruned_costs_a_compilation(used_cache):
     (first,) = in_children(1, ran)
     for kind in ("kernel", "library", "program", "lowering"):

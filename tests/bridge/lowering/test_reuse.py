@@ -328,7 +328,7 @@ class Asking(nn.Module):
 
 
 def test_what_eager_alone_does_tells_layers_apart(captures):
-    layers, x = [Asking(2.0), Asking(3.0), Asking(2.0)], sample()
+    layers, x = [Asking(2.0), Asking(3.0), Asking(2.0), Asking(3.0)], sample()
     for layer in layers:
         add_tvm_dispatch(layer, x)
     assert captures == layers[:2]
