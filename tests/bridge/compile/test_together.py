@@ -9,6 +9,9 @@ import pytest
 
 from autodiff.extents import ExtentScope
 from bridge.compile.cuda.limits import LIMITS
+from bridge.compile.loop_ir.graph import Concat, Value, whole
+from bridge.compile.passes.dead_code import eliminate_dead_code
+from bridge.compile.passes.sections import recompute_sections
 from bridge.compile.schedule.fuse import fuse
 from bridge.compile.schedule.together import plan_together, together
 from tests.bridge.compile.planned_graphs import Builder, Kernels, build, inputs
@@ -59,6 +62,43 @@ def test_sizes_of_the_launch():
         ours.run(plans, memory, lambda extents, values=values: scope.compiled(extents)(values))
         for operand, expected in zip(graph.results, host(given), strict=True):
             assert_near(memory[operand.value], expected)
+
+
+def gates(n, m):
+    """A concatenation of what a few operators make, and a value beside it that is made of the same."""
+    b = Builder()
+    x, y, z = (b.param(n, m) for _ in range(3))
+    product = b.op("multiply", x, b.op("tanh", y))
+    parts = [product, b.op("exp", b.op("multiply", product, z)), b.op("subtract", z, product)]
+    beside = b.op("multiply", parts[1], product)
+    joined = Value("joined", (n, 3 * m), "float32")
+    spread = [b.windowed(part, (n, 3, m), (m, 0, 1), 0) for part in parts]
+    b.nodes.append(Concat("concat", tuple(spread), joined, m))
+    graph = recompute_sections(b.graph(whole(joined), beside), BACKEND)
+    return eliminate_dead_code(graph, BACKEND)
+
+
+def test_a_small_concatenation_is_launched_with_what_is_made_beside_it():
+    cases = [gates(n, m) for n, m in ((9, 8), (64, 36))]
+    plans = []
+    for graph in cases:
+        groups = fuse(graph, BACKEND)
+        (step,) = together(groups, BACKEND)
+        assert len(step) == 2
+        plans.append([plan_together(step, {operand.value for operand in graph.results}, BACKEND)])
+    ours, host = CudaKernels(plans), list(map(Kernels, cases))
+    build(*host)
+    for graph, each, theirs in zip(cases, ours.graphs, host, strict=True):
+        given = inputs(graph)
+        memory = dict(zip(graph.params, given, strict=True))
+        ours.run(each, memory)
+        for operand, expected in zip(graph.results, theirs(given), strict=True):
+            assert_near(memory[operand.value], expected)
+
+
+def test_a_large_concatenation_reads_what_kernels_made():
+    graph = gates(1024, 128)
+    assert len(together(fuse(graph, BACKEND), BACKEND)) == 2
 
 
 def drawn(seed: int):

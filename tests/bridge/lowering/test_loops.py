@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autodiff.ir import bindings
-from autodiff.scan import is_scan
+from autodiff.scan import is_scan, scan_of
 from bridge import UnsupportedModule, add_tvm_dispatch, explain, lower, stats
 from bridge.compile import Loop
 from partition import MinCut
@@ -265,6 +265,16 @@ def test_plans_do_not_depend_on_the_length():
         assert len(few.steps) == len(many.steps)
         ((one,), (other,)) = loops(few), loops(many)
         assert one.layout == other.layout and [str(step) for step in one.steps] == [str(step) for step in other.steps]
+
+
+@pytest.mark.parametrize("sums_later", [False, True])
+def test_rows_of_sums_leave_the_loop_for_a_gpu(sums_later, monkeypatch):
+    monkeypatch.setattr("bridge.lowering.pipeline.HOST", torch.device("meta") if sums_later else DEVICE)
+    torch.manual_seed(0)
+    lowered = lower(LayerNormLstm().double(), torch.randn(7, 2, 3, dtype=torch.float64))
+    assert lowered.check().ok
+    (scan,) = [scan_of(value)[0] for _, value in bindings(lowered.expected_backward) if is_scan(value)]
+    assert (scan.carries == 2) is sums_later  # the gradients of state and cell; totals otherwise
 
 
 def test_a_loop_is_told_as_one():
