@@ -11,7 +11,7 @@ from bridge.base.errors import TORCH_DIR, Unsupported, line_of, user_line
 from bridge.capture.preconditions import CACHES, NO_CACHE
 from bridge.capture.recurrent_formulas import OfCudnnAloneError
 
-__all__ = ["explain_error", "is_unknown"]
+__all__ = ["explain_error", "is_unknown", "shape_by_numbers"]
 
 _BY_NUMBERS = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException")
 
@@ -40,10 +40,12 @@ _TAKES_NUMBERS = (
 
 #: Patterns in the user's line that makes a shape of numbers -> what helps.
 _MAKES_SHAPES = (
+    (r"\bexpert_mask\b", 'model.set_experts_implementation("grouped_mm") keeps the shapes fixed'),
     (r"repeat_interleave\(", "pass output_size=, the sum of the repeats, as a Python number"),
     (r"\bnonzero\(", "torch.nonzero_static(x, size=…) has a fixed shape"),
 )
 
+_DATA_DEPENDENT = "data-dependent control flow or shape"
 _BRANCH = "use torch.where, or dispatch the submodules on either side of it"
 _SHAPE = "keep the shape (torch.where, masked_fill, a multiplication by the mask), or dispatch the submodules around it"
 _DISTRIBUTION = "pass validate_args=False to the distribution (what is drawn from it then has to be a supported draw)"
@@ -99,22 +101,29 @@ def is_unknown(explained: Unsupported) -> bool:
     return explained.op in ("torch.export", "torch.func")
 
 
+def shape_by_numbers(
+    where: str, reason: str = "the shape of what comes out depends on the numbers in a tensor"
+) -> Unsupported:
+    """A shape that is not known before the call computes it."""
+    return Unsupported(_DATA_DEPENDENT, where, reason, _hint(where, _MAKES_SHAPES, _SHAPE))
+
+
 def _by_numbers(kind: str, where: str, frames: traceback.StackSummary) -> Unsupported:
     """What happens next depends on the numbers in a tensor."""
-    shape = kind == "DynamicOutputShapeException"
-    found = Unsupported(
-        "data-dependent control flow or shape",
-        where,
-        "the shape of what comes out depends on the numbers in a tensor"
-        if shape
-        else "what happens next depends on the numbers in a tensor",
-        _SHAPE if shape else _BRANCH,
+    if kind == "DynamicOutputShapeException":
+        found = shape_by_numbers(where)
+    else:
+        reason = "what happens next depends on the numbers in a tensor"
+        found = Unsupported(_DATA_DEPENDENT, where, reason, _hint(where, _TAKES_NUMBERS, _BRANCH))
+    return (
+        replace(found, hint=_DISTRIBUTION) if any(_is_torch_file(each, "distributions/") for each in frames) else found
     )
-    if any(_is_torch_file(frame, "distributions/") for frame in frames):
-        return replace(found, hint=_DISTRIBUTION)
+
+
+def _hint(where: str, table: tuple[tuple[str, str], ...], otherwise: str) -> str:
+    """What helps with the code of a line."""
     code = re.sub(r"^.*?:\d+: ", "", where)
-    table = _MAKES_SHAPES if shape else _TAKES_NUMBERS
-    return replace(found, hint=next((hint for words, hint in table if re.search(words, code)), found.hint))
+    return next((hint for words, hint in table if re.search(words, code)), otherwise)
 
 
 def _torch_line(frames: traceback.StackSummary) -> str:

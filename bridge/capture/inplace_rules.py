@@ -119,7 +119,7 @@ class InPlaceRules:
             self.unsupported.append(Unsupported(name, where or "forward", reason, hint))
 
     def new_leaf(self) -> None:
-        """A result depends on a tensor that requires grad and is no parameter and no argument."""
+        """A result requires grad since a tensor does that is no parameter and no argument."""
         op = "requires_grad_"
         if not any(known.op == op for known in self.unsupported):
             reason = "makes a tensor inside forward that requires grad by itself"

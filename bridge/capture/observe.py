@@ -204,10 +204,15 @@ def _spans(tensor: torch.Tensor) -> bool:
 def _reachable(
     leaf: torch.Tensor, inputs: Sequence[torch.Tensor], rules: InPlaceRules, applied: Applied
 ) -> frozenset[int]:
-    """Indices of the inputs whose gradient ``leaf`` contributes to; complains about Functions that were not traced."""
+    """Indices of the inputs whose gradient ``leaf`` contributes to; complains about Functions that were not traced.
+
+    A leaf that forward makes itself, as wav2vec2's encoder does for its checkpoints, takes a gradient that nobody sees;
+    it counts only where nothing else makes the result require grad.
+    """
     index_of = {id(tensor): index for index, tensor in enumerate(inputs)}
     found: set[int] = set()
     seen: set[Any] = set()
+    makes_leaf = False
     stack = [leaf.grad_fn] if leaf.grad_fn is not None else []
     while stack:
         node = stack.pop()
@@ -217,7 +222,7 @@ def _reachable(
         if hasattr(node, "variable") and id(node.variable) in index_of:
             found.add(index_of[id(node.variable)])
         elif hasattr(node, "variable"):
-            rules.new_leaf()
+            makes_leaf = True
         is_operators = type(node).__name__.startswith(GENERATED)
         use = applied.nodes.get(node)
         if isinstance(node, FunctionNode) and use is None and not is_operators:
@@ -228,4 +233,6 @@ def _reachable(
             for place, (parent, _) in enumerate(node.next_functions)
             if parent is not None and place not in without
         )
+    if makes_leaf and not found:
+        rules.new_leaf()
     return frozenset(found)

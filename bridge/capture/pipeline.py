@@ -27,7 +27,7 @@ from bridge.capture.counters import counters_of
 from bridge.capture.dynamic_shapes import DynamicDim, refuse_numbers
 from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.eager_run import as_in_eager, goes_another_way, real_run
-from bridge.capture.explain_error import explain_error, is_unknown
+from bridge.capture.explain_error import explain_error, is_unknown, shape_by_numbers
 from bridge.capture.exported import (
     NotExportedError,
     argument_values,
@@ -314,6 +314,7 @@ def _trace(
     results, mutated = results_and_mutations(functional, tensors, bound, forward, observation.unsupported)
     results, read = results[: len(results) - len(readings)], results[len(results) - len(readings) :]
     conditions, read = recomputed(functional.graph, read, readings, tensors, bound, literals)
+    observation.unsupported += _uncounted(read, readings, dims)
     if len(results) != len(observation.outputs):
         reason = f"the exported graph returns {len(results)} values, eager {len(observation.outputs)}"
         raise UnsupportedModule(type(module).__name__, [Unsupported("torch.export", forward, reason)])
@@ -350,6 +351,22 @@ def _trace(
     if sizes is not None:
         captured = with_extents(captured, sizes, args, kwargs)
     return _Traced(captured, real_tensors, [*fakes, *run.arguments], sizes, functions)
+
+
+def _uncounted(
+    read: Sequence[fx.Node | None], readings: Sequence[Reading], dims: Sequence[DynamicDim]
+) -> list[Unsupported]:
+    """Sizes that a call cannot count before anything else is done: of these each call would have others."""
+    reason = (
+        "the shape of what comes out depends on the numbers in a tensor, and sizes vary"
+        if dims
+        else "the shape of what comes out depends on numbers that forward computes of parameters or draws"
+    )
+    return [
+        shape_by_numbers(reading.where, reason)
+        for node, reading in zip(read, readings, strict=True)
+        if reading.is_size and (dims or node is not None)
+    ]
 
 
 def _elsewhere(tensors: Sequence[ModuleTensor], real_tensors: Sequence[torch.Tensor]) -> list[Unsupported]:

@@ -35,6 +35,7 @@ from bridge.base.torch_internals import (
     no_torch_function,
 )
 from bridge.capture.copied_call import copied_call
+from bridge.capture.counted_sizes import COUNTS, CountedSizes
 from bridge.capture.module_calls import forward_here
 from bridge.capture.patched_globals import here_only
 from bridge.capture.plain_assert import plain_assert
@@ -57,12 +58,14 @@ class Reading:
         dtype: of the numbers as they are compared: a flag is ``torch.bool`` whatever it was read from.
         count: how many.
         value: what Python got, lists as tuples.
+        is_size: whether a result is as long as the number says (:mod:`bridge.capture.counted_sizes`).
     """
 
     where: str
     dtype: torch.dtype
     count: int
     value: Any
+    is_size: bool = False
 
     @property
     def key(self) -> tuple:
@@ -99,7 +102,7 @@ class NumberReader:
             return False
         where, form = _place(sys._getframe(2)), (numbers.dtype, numbers.numel())
         if self._expected is None:
-            self.readings.append(Reading(where, *form, _frozen(value)))
+            self.readings.append(Reading(where, *form, _frozen(value), name in COUNTS))
         else:
             position = len(self.readings)
             recorded = self._expected[position] if position < len(self._expected) else None
@@ -147,7 +150,8 @@ def reading(module: nn.Module, reader: NumberReader, *, returned: bool = False) 
         reader.restart()
         outer, _thread.reader = getattr(_thread, "reader", None), reader
         try:
-            result = forward(*args, **kwargs)
+            with CountedSizes(_counted):
+                result = forward(*args, **kwargs)
         finally:
             _thread.reader = outer
         reader.finish()
@@ -181,6 +185,18 @@ def _through_reader(original: Callable[..., Any], name: str) -> Callable[..., An
             _thread.reader = reader
 
     return read
+
+
+def _counted(name: str, x: torch.Tensor) -> int:
+    """A number of :data:`COUNTS`, through the reader of this thread."""
+    reader = _thread.reader
+    if reader is None:  # inside of a reading
+        return int(COUNTS[name](x))
+    _thread.reader = None
+    try:
+        return reader.read(name, lambda x: int(COUNTS[name](x)), (x,), {})
+    finally:
+        _thread.reader = reader
 
 
 def _is_tracer(frame: Any) -> bool:
@@ -231,6 +247,7 @@ _NUMBERS: dict[str, Callable[..., torch.Tensor | None]] = {
     "is_nonzero": _flag,
     "equal": _equal,
     "allclose": _allclose,
+    **COUNTS,
 }
 
 

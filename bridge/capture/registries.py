@@ -97,8 +97,12 @@ def registries_here(root: nn.Module, derived: DerivedAttributes) -> Iterator[Non
             attributes[kind] = real
 
 
+_OBSERVED = ("make_inputs_require_grads", "output_capturing_hook")
+"""Hooks of transformers' by name, whose effects are seen: on what requires grad, and on what the same call returns."""
+
+
 def _giving_a_result(hook: Callable[..., Any], name: str, path: str, kind: str) -> Callable[..., Any]:
-    if getattr(hook, "__name__", "") == "make_inputs_require_grads":  # transformers': what it does is observed
+    if getattr(hook, "__name__", "") in _OBSERVED:
         return hook
 
     @functools.wraps(hook, updated=())

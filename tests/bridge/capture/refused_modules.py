@@ -61,7 +61,7 @@ REFUSED: dict[str, tuple[Any, tuple, str]] = {
     "a number": (lambda m, x, y: y * y.sum().item(), (), r"round it otherwise.*keep it a tensor"),
     "a list": (lambda m, x, y: y * sum(y[0].tolist()), (), r"round it otherwise.*keep it a tensor"),
     "a shape": (lambda m, x, y: y[torch.nonzero(y[:, 0])[:, 0]], (), "keep the shape"),
-    "a mask of rows": (lambda m, x, y: y[x[:, 0] > 0], (), "the shape of what comes out depends on the numbers"),
+    "a mask of rows": (lambda m, x, y: y[y[:, 0] > 0], (), "the shape of what comes out depends on numbers"),
     "numpy": (lambda m, x, y: y + torch.from_numpy(x.detach().cpu().numpy()), (), "compute it with torch"),
     "a generator": (lambda m, x, y: (each for each in [y]), (), "a result of type generator"),
     "an object": (lambda m, x, y: Answer(lambda: y), (), "return tensors, or a tuple, a list"),

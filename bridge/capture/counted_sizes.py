@@ -1,0 +1,137 @@
+"""Counted sizes: ``x[mask]``, ``nonzero``, ``masked_select``, ``repeat_interleave`` → forms of a size that was counted.
+
+How many elements of a mask are set is a number that forward reads; with it, what it makes has a shape:
+``nonzero_static(mask, size=count)``, and a gather at these positions, which is what eager computes as well. A call
+compares its counts with those that were compiled for, as any number that is read (:mod:`bridge.capture.readings`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from bridge.base.devices import HOST
+from bridge.base.torch_internals import no_torch_function
+
+__all__ = ["COUNTS", "CountedSizes"]
+
+Count = Callable[[str, torch.Tensor], int]
+
+
+def _set(x: torch.Tensor) -> torch.Tensor:
+    return (x if x.dtype is torch.bool else x != 0).sum()
+
+
+#: What is counted, by name: elements that are not zero; elements in all.
+COUNTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"set": _set, "total": torch.Tensor.sum}
+
+
+class CountedSizes(TorchFunctionMode):
+    """While active, functions whose results are as long as numbers say are spelled with these numbers.
+
+    Args:
+        count: of :data:`COUNTS`, which number of which tensor → that number.
+    """
+
+    def __init__(self, count: Count):
+        super().__init__()
+        self._count = count
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        form = _FORMS.get(func)
+        made = NotImplemented if form is None else form(self._counted, *args, **kwargs)
+        return func(*args, **kwargs) if made is NotImplemented else made
+
+    def _counted(self, name: str, x: torch.Tensor) -> int:
+        with no_torch_function():  # it is no call of forward's
+            return self._count(name, x)
+
+
+def _positions(count: Count, x: torch.Tensor) -> torch.Tensor:
+    """(count, axes): where elements are not zero, laid out as eager lays it out."""
+    found = torch.nonzero_static(x, size=count("set", x))
+    return found if x.device == HOST else found.t().contiguous().t()
+
+
+def _nonzero(count: Count, input: torch.Tensor, *, as_tuple: bool = False, **others: Any) -> Any:
+    if others or not input.dim():
+        return NotImplemented
+    found = _positions(count, input)
+    return found.unbind(1) if as_tuple else found
+
+
+def _where(count: Count, *args: Any, **others: Any) -> Any:
+    return _nonzero(count, *args, as_tuple=True) if len(args) == 1 and not others else NotImplemented
+
+
+def _masked_select(count: Count, input: torch.Tensor, mask: torch.Tensor, **others: Any) -> Any:
+    if others:
+        return NotImplemented
+    x, mask = torch.broadcast_tensors(input, mask)
+    return x[_positions(count, mask).unbind(1)] if mask.dim() else NotImplemented
+
+
+def _is_mask(item: Any) -> bool:
+    return isinstance(item, torch.Tensor) and item.dtype is torch.bool and item.dim() > 0
+
+
+def _gathered(count: Count, x: torch.Tensor, index: Any) -> Any:
+    items = index if isinstance(index, tuple) else (index,)
+    if not any(map(_is_mask, items)) or not _fits(x, items):
+        return NotImplemented
+    return x[_spelled(count, items)]
+
+
+def _scattered(count: Count, x: torch.Tensor, index: Any, value: Any) -> Any:
+    """Where a value is as long as its mask has elements; one for all elements needs no positions."""
+    if not _is_mask(index) or not isinstance(value, torch.Tensor) or not _fits(x, (index,)):
+        return NotImplemented
+    behind = x.dim() - index.dim()
+    if value.dim() <= behind or value.shape[value.dim() - behind - 1] == 1:
+        return NotImplemented
+    x[_spelled(count, (index,))] = value
+    return None
+
+
+def _fits(x: torch.Tensor, items: tuple) -> bool:
+    """Whether masks have the extents of the axes that they are for; where other items come first, eager may say so."""
+    first, *_ = items
+    return not _is_mask(first) or x.shape[: first.dim()] == first.shape
+
+
+def _spelled(count: Count, items: tuple) -> tuple:
+    """An index with positions along each axis in the place of masks, as eager spells it."""
+    spelled: list[Any] = []
+    for item in items:
+        spelled += _positions(count, item).unbind(1) if _is_mask(item) else [item]
+    return tuple(spelled)
+
+
+def _repeated(count: Count, input: torch.Tensor, repeats: Any = None, dim: Any = None, **others: Any) -> Any:
+    times = input if repeats is None else repeats
+    if others or not isinstance(times, torch.Tensor) or times.dim() != 1:
+        return NotImplemented
+    if repeats is None:
+        return torch.repeat_interleave(input, output_size=count("total", times))
+    if dim is None or times.numel() != input.shape[dim]:
+        return NotImplemented
+    return torch.repeat_interleave(input, repeats, dim, output_size=count("total", times))
+
+
+_FORMS: dict[Any, Callable[..., Any]] = {
+    torch.nonzero: _nonzero,
+    torch.Tensor.nonzero: _nonzero,
+    torch.argwhere: _nonzero,
+    torch.Tensor.argwhere: _nonzero,
+    torch.where: _where,
+    torch.masked_select: _masked_select,
+    torch.Tensor.masked_select: _masked_select,
+    torch.Tensor.__getitem__: _gathered,
+    torch.Tensor.__setitem__: _scattered,
+    torch.repeat_interleave: _repeated,
+    torch.Tensor.repeat_interleave: _repeated,
+}
