@@ -17,6 +17,7 @@ from bridge.base.interrupts import interrupts_deferred
 from bridge.capture import capture, dynamic_dims, normalize_sample
 from bridge.lowering import lower_captured
 from bridge.state import PythonState
+from bridge.ways import Way, compare_ways, quickest
 
 __all__ = ["Coverage", "examine"]
 
@@ -29,11 +30,13 @@ class Coverage:
         module_name: class name of the module.
         operations: how often each distinct operation occurs in the traced graph; empty if there is no graph.
         unsupported: what is not handled exactly, each with the user's source line and what to do.
+        ways: of a module that is refused, how its parts and Dynamo's graphs train beside eager, if that was asked for.
     """
 
     module_name: str
     operations: Counter[str]
     unsupported: tuple[Unsupported, ...]
+    ways: tuple[Way, ...] = ()
 
     @property
     def supported(self) -> tuple[str, ...]:
@@ -56,7 +59,12 @@ class Coverage:
             )
         if not self.unsupported:
             return head + "\nnothing stands in the way of add_tvm_dispatch"
-        return "\n".join([head, "not supported:", *(f"  {problem}" for problem in self.unsupported)])
+        told = [head, "not supported:", *(f"  {problem}" for problem in self.unsupported)]
+        if self.ways:
+            told += ["what can be dispatched of it:", *(f"  {way}" for way in self.ways), f"  {quickest(self.ways)}"]
+        else:
+            told.append("examine(..., compare=True) times what whole=False and torch.compile make of it")
+        return "\n".join(told)
 
     __repr__ = __str__
 
@@ -69,6 +77,7 @@ def examine(
     *,
     sample_kwargs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
+    compare: bool = False,
 ) -> Coverage:
     """Tells whether ``add_tvm_dispatch(module, sample_input)`` would succeed, without compiling or changing anything.
 
@@ -77,6 +86,9 @@ def examine(
         sample_input: a tensor (one positional argument), a tuple or list (positional) or a mapping (keyword arguments).
         sample_kwargs: further keyword arguments.
         dynamic_shapes: as for ``add_tvm_dispatch``.
+        compare: where the module is refused, copies of it are compiled in parts (``whole=False``) and by
+            ``torch.compile(model, backend="tvm_dispatch")``, and a step of each is timed beside eager's. This takes as
+            long as compiling does, and empties Dynamo's caches (``torch.compiler.reset()``).
 
     Returns:
         the operations and what is unsupported among them; ``print`` it.
@@ -104,7 +116,9 @@ def examine(
         )
         lower_captured(captured, grad=torch.is_grad_enabled())
     except UnsupportedModule as error:
-        return Coverage(name, operations, error.ops)
+        refused = error.ops
+    else:
+        return Coverage(name, operations, ())
     finally:
         before.restore()
-    return Coverage(name, operations, ())
+    return Coverage(name, operations, refused, compare_ways(module, args, kwargs) if compare else ())

@@ -38,6 +38,7 @@ BRIDGE = (
     "callbacks",
     "tune",
     "lower",
+    "ways",
     "examine",
     "cache",
     "__init__",
