@@ -60,7 +60,7 @@ X = torch.randn(5, 4)
 REFUSED: dict[str, tuple[Any, tuple, str]] = {
     "a number": (lambda m, x, y: y * y.sum().item(), (), r"round it otherwise.*keep it a tensor"),
     "a list": (lambda m, x, y: y * sum(y[0].tolist()), (), r"round it otherwise.*keep it a tensor"),
-    "a shape": (lambda m, x, y: y[torch.nonzero(y[:, 0])[:, 0]], (), "keep the shape"),
+    "a shape": (lambda m, x, y: y[torch.ops.aten.masked_select(y, y > 0).long()], (), "keep the shape"),
     "a mask of rows": (lambda m, x, y: y[y[:, 0] > 0], (), "the shape of what comes out depends on numbers"),
     "numpy": (lambda m, x, y: y + torch.from_numpy(x.detach().cpu().numpy()), (), "compute it with torch"),
     "a generator": (lambda m, x, y: (each for each in [y]), (), "a result of type generator"),

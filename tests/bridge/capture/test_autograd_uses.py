@@ -156,3 +156,20 @@ def test_a_call_that_misses_computes_it_in_eager():
     x = torch.randn(4, 3)
     assert torch.equal(module(x), module.forward(x))
     assert stats(module).hits == 0
+
+
+def test_a_leaf_that_forward_makes_beside_parameters_takes_a_gradient_that_nobody_sees():
+    def forward(self, x):
+        rows = x[:, None]
+        rows.requires_grad = True  # as wav2vec2's encoder does, so that checkpoints have a gradient
+        return self.layer(rows.tanh()).squeeze(1)
+
+    check_module(lambda: WithForward(forward), lambda: torch.randn(4, 3), calls=1)
+
+
+def test_a_leaf_that_alone_makes_a_result_require_grad_is_refused():
+    def forward(self, x):
+        return self.layer(x), x.detach().clone().requires_grad_() * 2
+
+    with pytest.raises(UnsupportedModule, match="requires grad by itself"):
+        add_tvm_dispatch(WithForward(forward), torch.randn(4, 3))

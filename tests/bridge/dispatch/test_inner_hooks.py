@@ -65,6 +65,38 @@ def test_a_hook_that_is_a_function_of_tensors_is_traced(make):
     check_module(make, rows)
 
 
+class Collecting(nn.Module):
+    """As transformers' models with ``output_hidden_states``: hooks of this name put results of layers into a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.found = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5)), []
+
+        def output_capturing_hook(layer, args, result):
+            self.found.append(result)
+
+        for layer in self.layers:
+            layer.register_forward_hook(output_capturing_hook)
+
+    def forward(self, x):
+        self.found.clear()
+        result = self.layers(x), *self.found
+        self.found.clear()
+        return result
+
+
+def test_hooks_that_collect_what_the_same_call_returns_are_traced():
+    module = Collecting().double()
+    x, layers = rows().double(), copy.deepcopy(module.layers)
+    for layer in layers:
+        layer._forward_hooks.clear()
+    add_tvm_dispatch(module, x)
+    actual = module(x)
+    expected = [layers[:count](x) for count in (3, 1, 2, 3)]
+    assert stats(module).hits == 1
+    torch.testing.assert_close(list(actual), expected, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.composes("hooks on modules inside")
 def test_a_hook_that_draws_follows_the_generator():
     def make():
