@@ -22,7 +22,8 @@ everything else is a tensor. A result has the type of what it is the gradient of
                                                  is_causal:int, scale:float -> tuple (out [batch, row, head, column],
                                                  logsumexp)
 ``attention_backward``                           kernel:str, grad_out, q, k, v, out, logsumexp, has_mask:int,
-                                                 [attn_mask], is_causal:int, scale:float -> tuple (dq, dk, dv)
+                                                 [attn_mask], is_causal:int, scale:float -> tuple (dq, dk, dv),
+                                                 each [batch, row, head, column]
 ``dropping_attention``,                          as those without dropout, then dropout_p:float, advance:int, state: the
 ``dropping_attention_backward``                  generator's before the call, and how far that moves it
 ``convolution``                                  x, weight, (stride), (padding), (dilation), (output_padding),

@@ -41,7 +41,7 @@ def scaled_dot_product_flash_attention(call: Call, y: Var, g: Var, emit: Emit) -
 
 @library_gradient("library.attention")
 def attention(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """The same of a kernel that is named; ``out`` and its gradient are [batch, row, head, column]."""
+    """The same of a kernel that is named; ``out`` and all gradients are [batch, row, head, column]."""
     return _attention("attention_backward", call, y, g, emit)
 
 
@@ -51,12 +51,18 @@ def dropping_attention(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | No
     return _attention("dropping_attention_backward", call, y, g, emit)
 
 
+_ROWS_BEFORE_HEADS = [0, 2, 1, 3]
+"""Its own inverse."""
+
+
 def _attention(backward: str, call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     kernel, q, k, v, *rest = call.args
     out, logsumexp = emit(TupleGetItem(y, 0)), emit(TupleGetItem(y, 1))
     args = [kernel, emit(TupleGetItem(g, 0)), q, k, v, out, logsumexp, *rest]
-    grads = emit(library_call(backward, args, TupleType([q.ty, k.ty, v.ty])))
-    return [None, *(TupleGetItem(grads, index) for index in range(3)), *[None] * len(rest)]
+    turned = [emit(op.permute_dims(x, _ROWS_BEFORE_HEADS)).ty for x in (q, k, v)]
+    grads = emit(library_call(backward, args, TupleType(turned)))
+    found = [op.permute_dims(emit(TupleGetItem(grads, index)), _ROWS_BEFORE_HEADS) for index in range(3)]
+    return [None, *found, *[None] * len(rest)]
 
 
 @checks("library.scaled_dot_product_flash_attention", "library.attention", "library.dropping_attention")

@@ -100,7 +100,7 @@ def _backward(name, grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, d
     grad_out, q, k, v = map(_dense_columns, (grad_out.transpose(1, 2), q, k, v))
     out = out.contiguous().transpose(1, 2)
     given = [grad_out, q, k, v, _aligned(mask), out, logsumexp, bool(is_causal), scale, dropout]
-    return tuple(_kernel(name, q).backward(*given)[:3])
+    return tuple(grad.transpose(1, 2) for grad in _kernel(name, q).backward(*given)[:3])
 
 
 def _kernel(name: str, q: Tensor) -> Kernel:

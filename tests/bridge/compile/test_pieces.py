@@ -40,8 +40,8 @@ def again(emit, grad_out, q, k, v, out, sums, state):
     """What the backward of such an attention returns first."""
     numbers = [relax.prim_value(value) for value in (0, 0, 0.3, 0.5, 8)]
     given = [StringImm("efficient"), grad_out, q, k, v, out, sums, *numbers, state]
-    made = emit(call("dropping_attention_backward", given, TupleType([TensorType(SHAPE, "float32")] * 3)))
-    return emit(TupleGetItem(made, 0))
+    made = emit(call("dropping_attention_backward", given, TupleType([TensorType(SWAPPED, "float32")] * 3)))
+    return emit(R.permute_dims(emit(TupleGetItem(made, 0)), [0, 2, 1, 3]))
 
 
 def body(emit, x, w, first, second):
