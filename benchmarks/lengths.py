@@ -24,6 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,10 +100,11 @@ class Peer:
         return sum(self.tokens[first:]) / sum(self.seconds[first:])
 
 
-def peers(names: list[str], layers: int, width: int, mean: int) -> dict[str, Peer]:
+def peers(names: list[str], layers: int, width: int, mean: int, attention: str) -> dict[str, Peer]:
     """The peers, compiled."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // 64}
+    sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // 64}
+    sizes["attn_implementation"] = attention
     config = BertConfig(vocab_size=VOCABULARY, intermediate_size=4 * width, **sizes)
     model = BertForMaskedLM(config).cuda().train()
     sample = {name: tensor.cuda() for name, tensor in batch(67, 0).items()}
@@ -134,13 +136,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="so long turns are taken")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa", help="older torch: eager")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     drawn = lengths(options.batches, 1)
     mean = round(sum(next(drawn) for _ in range(1000)) / 1000)
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     print(f"{machine}, {options.batches}, mean length {mean}", flush=True)
-    running = peers(options.peers, options.layers, options.width, mean)
+    running = peers(options.peers, options.layers, options.width, mean, options.attention)
     drawn, ends, seed = lengths(options.batches, 2), time.perf_counter() + options.seconds, 100
     while time.perf_counter() < ends:
         seeds, seed = range(seed, seed + TURN), seed + TURN

@@ -24,6 +24,7 @@ _PYTHON_KERNELS = frozenset(
     "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d "
     "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
     "_upsample_bilinear2d_aa _upsample_bicubic2d_aa interpolate lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split()
+    + (["matmul", "__matmul__", "__rmatmul__"] if torch.__version__ < "2.13" else [])  # its C++ reads sizes there
 )
 """Composite operators that torch's Python kernels compute as eager does (no draw, the same views and writes), and the
 function around some of them: inside it, no mode sees what is called."""

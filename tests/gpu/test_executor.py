@@ -164,9 +164,14 @@ def test_memory_that_ran_out():
     torch.cuda.empty_cache()
     held, total = torch.cuda.memory_allocated(), torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (1 << 22)) / total)
+    others = []
     try:
         with pytest.raises(torch.OutOfMemoryError):
+            while True:  # what is free of segments in which others' tensors lie
+                others.append(torch.empty(1 << 22, dtype=torch.uint8, device="cuda"))
+        with pytest.raises(torch.OutOfMemoryError):
             module(x)
+        others.clear()
         gc.collect()  # the error's frames
         assert torch.cuda.memory_allocated() <= held  # less where garbage of another test has gone meanwhile
     finally:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
 from functools import partial
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
+from torch.export import Dim
 from torch.nn import functional as F
 
-from bridge import stats
+from bridge import add_tvm_dispatch, stats
 from bridge.compile.cuda.slot_memory import SlotMemory
 from tests.bridge.dispatch.recorded_loops import Pair, plain
+from tests.device import DEVICE
 from tests.gpu.marks import ON_A_GPU
 
 pytestmark = ON_A_GPU
@@ -48,6 +52,38 @@ def test_sizes_that_come_back_are_replayed():
             seen.append(torch.cuda.memory_allocated())
     assert graphs.replays >= replays + 100 and not stats(pair.ours).misses, graphs
     assert seen[-1] <= 1.01 * seen[1], seen
+
+
+def test_a_model_of_many_lengths():
+    """BERT, each batch with a length of its own: losses and parameters are eager's."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    config = hf.BertConfig(vocab_size=96, attn_implementation="eager", **sizes)
+    eager = hf.BertForMaskedLM(config).to(DEVICE, torch.float64).train()
+    module, order = copy.deepcopy(eager), random.Random(0)
+
+    def batch(length):
+        ids = torch.randint(0, 96, (4, length), device=DEVICE)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+    shapes = {name: {1: Dim("length", min=3, max=512)} for name in ("input_ids", "attention_mask", "labels")}
+    add_tvm_dispatch(module, sample_kwargs=batch(17), dynamic_shapes=shapes)
+    optimizers = [torch.optim.AdamW(each.parameters(), 1e-3, fused=True) for each in (module, eager)]
+    losses = []
+    for step in range(120):
+        given, made = batch(order.randint(3, 24)), []
+        for each, optimizer in zip((module, eager), optimizers, strict=True):
+            torch.manual_seed(step)
+            loss = each(**given).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            made.append(loss.detach())
+        losses.append(torch.stack(made))
+    ours, theirs = torch.stack(losses).unbind(1)
+    torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-9)
+    graphs = stats(module).graphs
+    assert graphs.replays > 100 and not graphs.refused and not stats(module).misses, stats(module)
 
 
 def test_memory_begins_at_one_address_for_all_sizes():

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from bridge.base.log import channel
 
-__all__ = ["MAX_RECORDINGS", "MODES", "Mode", "RecordedGraphs"]
+__all__ = ["MAX_GRAPH_BYTES", "MAX_RECORDINGS", "MODES", "Mode", "RecordedGraphs"]
 
 Mode = Literal["auto"] | bool
 
@@ -17,6 +17,8 @@ MODES: tuple[Mode, ...] = ("auto", True, False)
 
 #: Recordings of all programs of one module, for all sizes; the program that was replayed the longest ago loses its own.
 MAX_RECORDINGS = 1024
+#: Bytes of the device's that these take, by a rule of thumb.
+MAX_GRAPH_BYTES = 1 << 30
 #: Reasons that are counted, each by itself.
 _MAX_REASONS = 100
 _OTHERS = "another reason"
@@ -29,6 +31,8 @@ class _Member(Protocol):
 
     last_used: int
 
+    @property
+    def graph_bytes(self) -> int: ...
     @property
     def held_bytes(self) -> int: ...
     def drop(self) -> None: ...
@@ -65,13 +69,18 @@ class RecordedGraphs:
         return sum(map(len, tuple(self._members)))
 
     @property
+    def graph_bytes(self) -> int:
+        """Bytes that the recordings themselves take."""
+        return sum(member.graph_bytes for member in tuple(self._members))
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of the device that are held for recordings: results' memory and buffers; intermediates are shared."""
         return sum(member.held_bytes for member in tuple(self._members))
 
     def make_room(self, recording: _Member) -> None:
         """Before a member makes another recording: the one that was used the longest ago loses its own."""
-        while self.recordings >= MAX_RECORDINGS:
+        while self.recordings >= MAX_RECORDINGS or self.graph_bytes > MAX_GRAPH_BYTES:
             others = [member for member in tuple(self._members) if len(member) and member is not recording]
             if not others:
                 return

@@ -24,10 +24,10 @@ class EntryGraphs:
     sizes vary, each result that varies has one of its own, and captures, which are let go together, have one.
 
     Attributes:
-        last_used: never: there is nothing to drop.
+        last_used: never: there is nothing to drop; ``graph_bytes``: none.
     """
 
-    last_used = 0
+    last_used = graph_bytes = 0
 
     def __init__(self, control: RecordedGraphs):
         self._control = control

@@ -19,7 +19,6 @@ from bridge.compile.graphs.recorder import Form, Memory, Recorder, Replay
 from bridge.compile.graphs.recordings import MAX_MADE, StreamRecordings
 from bridge.compile.graphs.results import ReplayResults
 from bridge.compile.graphs.shared import STREAMS, Shared
-from bridge.compile.graphs.worth import LaunchCost
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.forms import InputForms
 from bridge.compile.runtime.program import Program
@@ -30,6 +29,9 @@ __all__ = ["MAX_COPIED_BYTES", "MAX_HELD_BYTES", "GraphedExecutor"]
 MAX_COPIED_BYTES = 32 << 20
 #: Bytes of results, of one run, whose memory is held for a program under ``"auto"``.
 MAX_HELD_BYTES = 1 << 30
+_BYTES_OF_A_GRAPH, _BYTES_OF_A_LAUNCH = 100_000, 2_600
+"""As seen on an H200."""
+
 _MOST_LEFT = 3
 """Times that a program makes room for others before it is not recorded any more."""
 
@@ -67,7 +69,6 @@ class GraphedExecutor:
         self._on_host = tuple(place for place, each in enumerate(program.layout.params) if each.lies_on_host)
         self._streams: LeastRecentlyUsed[Hashable, StreamRecordings] = LeastRecentlyUsed(STREAMS)
         self._results: ReplayResults | None = None
-        self._cost = LaunchCost(recorder)
         self._is_warm = False
         self._left = 0
         self._refused = recorder.refusal()
@@ -78,6 +79,11 @@ class GraphedExecutor:
 
     def __len__(self) -> int:
         return sum(len(recordings) for _, recordings in self._streams.items())
+
+    @property
+    def graph_bytes(self) -> int:
+        """Bytes that the device's driver takes for the recordings, about."""
+        return len(self) * (_BYTES_OF_A_GRAPH + _BYTES_OF_A_LAUNCH * len(self._program.steps))
 
     @property
     def held_bytes(self) -> int:
@@ -125,13 +131,14 @@ class GraphedExecutor:
 
     def _warm_up(self, inputs: Sequence[torch.Tensor], consume: bool, forced: bool) -> list[torch.Tensor]:
         """A call before there are recordings; under ``"auto"`` it is timed."""
-        timer = self._cost.timer()
+        shared, has_run = self._shared, self._results is not None
+        timer = shared.cost.timer(self._recorder) if has_run else None
         results = self._by_itself("warm-up", inputs, consume)
-        if timer is not None:
-            self._cost.stop(timer)
-        if self._results is None:
+        if not has_run:
             self._results = ReplayResults(self._program, results)
-        pays = (timer is not None or self._shared.is_warm) if forced else self._pays()
+        if timer is not None:
+            shared.cost.stop(timer, self._work)
+        pays = (has_run or shared.is_warm) if forced else self._pays()
         if pays is False and not forced:
             self._refuse("the device has more to do than the host: a graph does not pay")
         elif pays and not forced and self._results.nbytes > min(MAX_HELD_BYTES, self._recorder.spare_bytes()):
@@ -142,11 +149,16 @@ class GraphedExecutor:
 
     def _pays(self) -> bool | None:
         """Whether a graph does, by what other sizes have shown or by the runs so far; ``None``: it is too early."""
-        work = self._results.nbytes + self._program.arena_bytes
-        known = self._shared.verdicts.of(work)
-        if known is None and (known := self._cost.is_launch_bound()) is not None:
-            self._shared.verdicts.learn(work, known)
+        known = self._shared.verdicts.of(self._work)
+        if known is None:
+            self._shared.cost.teach(self._shared.verdicts)
+            known = self._shared.verdicts.of(self._work)
         return known
+
+    @property
+    def _work(self) -> int:
+        """Grows with sizes, as the device's time does."""
+        return self._results.nbytes + self._program.arena_bytes
 
     def _graphed(self, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
         stream = self._recorder.stream()

@@ -19,15 +19,17 @@ __all__ = ["MAX_ADDRESSES", "Key", "Ports"]
 Key = tuple[int, ...]
 """The addresses of the direct ports."""
 
-#: Addresses of a direct port; with one more it is buffered.
+#: New addresses of a direct port among the latest calls; with one more it is buffered.
 MAX_ADDRESSES = 3
+_LATEST = 64
+"""Calls. Parameters that move now and then, as when a checkpoint is loaded, stay direct."""
+_MOST_KNOWN = 64
+"""Addresses of a port that are known, the newest."""
 _PATIENCE = 12
 """Calls with new addresses after which small tensors that have moved are buffered; after twice as many, all that have.
 """
 _SMALL = 1 << 20
 """Bytes of a tensor whose copy is of no account."""
-_STEADY = 64
-"""Replays in a row after which addresses of long ago do not count."""
 
 
 class Ports:
@@ -43,10 +45,10 @@ class Ports:
     """
 
     def __init__(self, count: int, on_host: Collection[int] = ()):
-        self._known: list[dict[int, None]] = [{} for _ in range(count)]
+        self._known: list[dict[int, int]] = [{} for _ in range(count)]  # the number of the first call, by address
         self.buffered: tuple[int, ...] = ()
         self.version = 0
-        self._in_a_row = self._strange = 0
+        self._calls = self._in_a_row = self._strange = 0
         self._choose([place for place in range(count) if place not in on_host])
 
     def key(self, tensors: Sequence[torch.Tensor]) -> Key:
@@ -55,6 +57,7 @@ class Ports:
 
     def replayed(self) -> None:
         """There was a recording for a call."""
+        self._calls += 1
         self._in_a_row += 1
 
     def meet(self, tensors: Sequence[torch.Tensor], forgiven: bool = False) -> bool:
@@ -66,8 +69,9 @@ class Ports:
         Returns:
             whether all of them were known.
         """
-        if self._in_a_row >= _STEADY:
-            self.forget()
+        if self._in_a_row >= _LATEST:
+            self._strange = 0
+        self._calls += 1
         self._in_a_row = 0
         are_known, moved = True, []
         for place in self.direct:
@@ -75,8 +79,10 @@ class Ports:
             if address in known:
                 continue
             are_known = False
-            known[address] = None
-            if len(known) > MAX_ADDRESSES:
+            known[address] = self._calls
+            if len(known) > _MOST_KNOWN:
+                del known[next(iter(known))]
+            if self._new(place) > MAX_ADDRESSES:
                 moved.append(place)
         self._buffer(moved)
         if not (forgiven and are_known):
@@ -86,14 +92,18 @@ class Ports:
         return are_known
 
     def forget(self) -> None:
-        """Old addresses do not count any more."""
+        """Nothing is known of addresses any more."""
         self._strange = 0
         for known in self._known:
             known.clear()
 
+    def _new(self, place: int) -> int:
+        """How many addresses are new, among the latest calls."""
+        return sum(self._calls - first < _LATEST for first in self._known[place].values())
+
     def _buffer_what_moved(self, tensors: Sequence[torch.Tensor], most: int | None) -> None:
-        """Buffers every port that has had a second address, but for tensors of more than ``most`` bytes."""
-        moved = [place for place in self.direct if len(self._known[place]) > 1]
+        """Buffers every port that has had a second address lately, but for tensors of more than ``most`` bytes."""
+        moved = [place for place in self.direct if self._new(place) > 1]
         self._buffer([place for place in moved if most is None or tensors[place].nbytes <= most])
 
     def _buffer(self, places: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Hashable
 
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.graphs.ports import Ports
-from bridge.compile.graphs.worth import Verdicts
+from bridge.compile.graphs.worth import LaunchCost, Verdicts
 
 __all__ = ["STREAMS", "Shared"]
 
@@ -20,7 +20,7 @@ class Shared:
 
     Attributes:
         varies: whether there are several sizes.
-        verdicts: whether graphs pay.
+        verdicts: whether graphs pay; ``cost``: what the first runs have taken.
         is_warm: whether some size has run often enough to be recorded: kernels are loaded.
         lock: held by whoever runs it.
 
@@ -31,6 +31,7 @@ class Shared:
     def __init__(self, varies: bool = False, moves: Callable[[], int] = lambda: 0, verdicts: Verdicts | None = None):
         self.varies = varies
         self.verdicts = Verdicts() if verdicts is None else verdicts
+        self.cost = LaunchCost()
         self.is_warm = False
         self.lock = threading.Lock()
         self._moves, self._moved = moves, 0

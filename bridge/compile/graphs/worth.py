@@ -1,7 +1,7 @@
 """Worth of a recorded graph: the first runs of a program → whether the host or the device is what they wait for.
 
-What one size of a program has shown holds for others: for those with no more work, if a graph pays there; for those
-with no less, if it does not.
+What one size of a program has shown holds for others: where a graph pays, for those with no more work than would keep
+the device busy enough; where it does not, for those with no less.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from bridge.compile.graphs.recorder import Recorder, Timer
 
 __all__ = ["RUNS", "LaunchCost", "Verdicts"]
 
-#: Runs that are timed; the one before them is not: it loads kernels.
+#: Runs that are timed; the first of a size is not: it loads kernels.
 RUNS = 3
 _SHARE = 0.5
 """Of the device's time that the host's is at least, where a graph pays: a replay takes the host a few microseconds."""
@@ -31,10 +31,14 @@ class Verdicts:
             return True
         return False if work >= self._fails else None
 
-    def learn(self, work: float, pays: bool) -> None:
-        """What was measured; where it contradicts what is known, sizes in between are measured again."""
-        if pays:
-            self._pays = max(self._pays, work)
+    def learn(self, work: float, margin: float) -> None:
+        """What was measured; where it contradicts what is known, sizes in between are measured again.
+
+        Args:
+            margin: how much longer the device might take, and a graph would still pay; less than 1: it does not.
+        """
+        if margin >= 1:
+            self._pays = max(self._pays, work * margin)
             self._fails = self._fails if work < self._fails else float("inf")
         else:
             self._fails = min(self._fails, work)
@@ -42,36 +46,34 @@ class Verdicts:
 
 
 class LaunchCost:
-    """Times the first runs of a program; nothing waits for the device.
+    """Times runs of a program, of whatever sizes; nothing waits for the device. One thread at a time.
 
     Where the device waits for launches, its time from the first to the last is the host's; where it has more to do than
     the host, or is behind with other work, it is the program's own.
     """
 
-    def __init__(self, recorder: Recorder):
-        self._recorder = recorder
-        self._timers: list[Timer] = []
-        self._skipped = False
+    def __init__(self) -> None:
+        self._timed: list[tuple[Timer, float]] = []
 
-    def timer(self) -> Timer | None:
+    def timer(self, recorder: Recorder) -> Timer | None:
         """For the run that comes now; ``None`` if it is not timed."""
-        if not self._skipped:
-            self._skipped = True
-            return None
-        return None if len(self._timers) == RUNS else self._recorder.timer()
+        return None if len(self._timed) == RUNS else recorder.timer()
 
-    def stop(self, timer: Timer) -> None:
+    def stop(self, timer: Timer, work: float) -> None:
         """At the end of a run; one that raised, as where memory ran out, is not among those that count."""
         timer.stop()
-        self._timers.append(timer)
+        self._timed.append((timer, work))
 
-    def is_launch_bound(self) -> bool | None:
-        """Whether launches cost the host about as much as the device has to do; ``None`` as long as it is not known."""
-        if len(self._timers) < RUNS:
-            return None
-        seconds = [timer.seconds() for timer in self._timers]
+    def teach(self, verdicts: Verdicts) -> None:
+        """What the runs have shown, once it is known: the next ones are timed anew."""
+        if len(self._timed) < RUNS:
+            return
+        seconds = [timer.seconds() for timer, _ in self._timed]
         known = [each for each in seconds if each is not None]
         if len(known) < RUNS:
-            return None
+            return
         host, device = map(min, zip(*known, strict=True))
-        return host >= _SHARE * device
+        margin = host / (_SHARE * device) if device > 0 else float("inf")
+        works = [work for _, work in self._timed]
+        verdicts.learn(min(works) if margin >= 1 else max(works), margin)
+        self._timed.clear()

@@ -192,12 +192,12 @@ def test_automatic_copies_only_so_much(compiled, monkeypatch):
 def test_what_one_size_has_shown_holds_for_others():
     verdicts = Verdicts()
     assert verdicts.of(10) is None
-    verdicts.learn(10, True)
-    verdicts.learn(50, False)
+    verdicts.learn(10, 1.0)
+    verdicts.learn(50, 0.9)
     assert [verdicts.of(work) for work in (1, 10, 11, 49, 50, 90)] == [True, True, None, None, False, False]
-    verdicts.learn(60, True)  # it was something else that took the device's time
-    assert [verdicts.of(work) for work in (1, 60, 61)] == [True, True, None]
-    verdicts.learn(5, False)
+    verdicts.learn(60, 1.5)  # it was something else that took the device's time; three halves would do
+    assert [verdicts.of(work) for work in (1, 60, 90, 91)] == [True, True, True, None]
+    verdicts.learn(5, 0.1)
     assert [verdicts.of(work) for work in (1, 5, 60)] == [None, False, False]
 
 
