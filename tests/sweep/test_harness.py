@@ -1,10 +1,10 @@
 """The sweep's own logic: each kind of failure gets its word, and none of them ends the sweep."""
 
 import csv
-import os
 import time
 from collections import Counter
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +13,10 @@ from torch import nn
 from bridge import UnsupportedModule
 from tests.bridge import compare
 from tests.bridge.compare import Call
+from tests.pool import run_pool
+from tests.pool_cases import CASES, serve
 from tests.sweep import __main__ as program
-from tests.sweep import moduleinfo, opinfo, varying, zoo
+from tests.sweep import moduleinfo, opinfo, varying, worker, zoo
 from tests.sweep.check import Verdict, check, combine
 from tests.sweep.worker import Settings, run_cases
 
@@ -150,26 +152,40 @@ def test_the_worst_sample_decides():
     assert combine("x", [passed, wrong, refused], 1).detail == "5"
 
 
-def serve(settings, connection):
-    """A worker whose cases crash or never end by their names."""
-    connection.send(None)
-    while (name := connection.recv()) is not None:
-        if name == "crash":
-            os._exit(11)
-        if name == "hang":
-            connection.poll(None)
-        connection.send(combine(name, [Verdict("pass")], 0.0))
-
-
 def test_crashes_and_time_outs_cost_one_row():
-    outcomes = {}
-    names = ["first", "crash", "second", "hang", "third"]
-    settings = Settings("opinfo", seconds_per_case=3)
-    run_cases(names, settings, lambda outcome: outcomes.update({outcome.case: outcome}), jobs=2, serve=serve)
-    assert outcomes.keys() == set(names)
-    assert [outcomes[name].status for name in names] == ["pass", "error", "pass", "error", "pass"]
-    assert "exit code 11" in outcomes["crash"].detail
-    assert "no result after 3 s" in outcomes["hang"].detail
+    """In processes that load nothing: what a suite's worker adds to them is its loop."""
+    results = {}
+
+    def failed(case, reason, seconds):
+        return case, reason
+
+    run_pool(CASES, serve, lambda result: results.update([result]), failed=failed, jobs=2, seconds=1)
+    assert results.keys() == set(CASES)
+    assert [results[name] for name in CASES if name not in ("crash", "hang")] == ["pass"] * 3
+    assert "exit code 11" in results["crash"] and "no result after 1 s" in results["hang"]
+
+
+def test_a_case_without_a_result_is_an_error(monkeypatch):
+    def pool(cases, serve, report, *, failed, jobs, seconds):
+        assert (jobs, seconds) == (2, 3) and serve.args == (settings,)
+        report(failed(cases[0], "why", 0.5))
+
+    monkeypatch.setattr(worker, "run_pool", pool)
+    outcomes, settings = [], Settings("opinfo", seconds_per_case=3)
+    run_cases(["add"], settings, outcomes.append, jobs=2)
+    (outcome,) = outcomes
+    assert (outcome.case, outcome.status) == ("add", "error") and "why" in outcome.detail
+
+
+def test_a_worker_serves_cases_of_its_suite(monkeypatch):
+    """The loop of a worker's process, in this one."""
+    suite = SimpleNamespace(run_case=lambda name, **options: (name, options))
+    monkeypatch.setattr(worker.importlib, "import_module", lambda name: suite)
+    connection = mock.Mock(recv=mock.Mock(side_effect=["add", "mul", None]))
+    worker._serve(Settings("opinfo", samples=2, threads=torch.get_num_threads(), varying=1), connection)
+    told = [call.args[0] for call in connection.send.call_args_list]
+    options = {"limit": 2, "seed": 0, "varying": 1}
+    assert told == [None, ("add", options), ("mul", options)]
 
 
 def test_suites_have_the_size_the_sweep_promises():

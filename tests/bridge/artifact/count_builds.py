@@ -83,13 +83,18 @@ def counted(rows: int = 48) -> dict[str, Any]:
     return {**told, "bits": digest(found), "rng": digest([torch.rand(3)])}
 
 
-def in_children(count: int, work: Callable[[], Any] = counted) -> list[Any]:
-    """What ``work`` returns in processes that begin at once and in which nothing is compiled."""
+def forget_all() -> None:
+    """Makes this process one in which nothing is compiled."""
     reuse.clear_lowered()
     clear_cache()
     clear_choices()
     functions.cache_clear()  # of draws, which an earlier test may have wanted
     forget_complaints()
+
+
+def in_children(count: int, work: Callable[[], Any] = counted) -> list[Any]:
+    """What ``work`` returns in processes that begin at once and in which nothing is compiled."""
+    forget_all()
     started = []
     for _ in range(count):
         end, begin = os.pipe()

@@ -16,6 +16,7 @@ from bridge.artifact.prune import prune
 
 PARTS = {"text": b'{"a": 1}', "empty": b"", "raw": bytes(range(256)) * 40}
 KEY = key_of("a test")
+KILLS = 30
 
 
 def warnings_of(caplog):
@@ -128,10 +129,11 @@ def test_what_killed_processes_left_goes_after_a_while(store):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
 def test_writers_that_are_killed_leave_whole_files_or_none(store):
+    """Whole processes, and as many as wanted: ``python -m tests.bridge.artifact.stress``."""
     contents = {key_of(number): {"raw": random.Random(number).randbytes(200_000)} for number in range(4)}
     rng, killed = random.Random(0), 0
     ready, tell = os.pipe()
-    for turn in range(200):
+    for turn in range(KILLS):
         child = os.fork()
         if child == 0:
             try:
@@ -149,7 +151,7 @@ def test_writers_that_are_killed_leave_whole_files_or_none(store):
             found = store.get("kind", key)
             assert found is None or found.parts == parts
     os.close(ready), os.close(tell)
-    assert killed == 200
+    assert killed == KILLS
     assert any((store.folder / "unfinished").iterdir()), "some were killed while they wrote"
     whole = [path for path in store.files() if path.parent.parent.name == "kind"]
     assert whole
