@@ -34,6 +34,7 @@ class TuningLog:
     def __init__(self, path: str | os.PathLike | None, run: str):
         self.path, self.run = None if path is None else Path(path), run
         self.records: list[dict[str, Any]] = []
+        self._can_write = self.path is not None
         self.foreign = self.damaged = 0
         if self.path is not None and self.path.exists():
             self._read(self.path.read_bytes())
@@ -60,19 +61,25 @@ class TuningLog:
     def append(self, **record: Any) -> dict[str, Any]:
         """Adds a record, which is on disk when this returns; the record as it will be read.
 
-        Raises:
-            OSError: the file cannot be written.
+        Where the file cannot be written (a full disk), a warning says so once, and records are kept in memory.
         """
         text = json.dumps({"run": self.run, **record}, allow_nan=False)
-        if self.path is not None:
-            with open(self.path, "ab+") as file:
-                if file.seek(0, os.SEEK_END):
-                    file.seek(-1, os.SEEK_END)
-                    if file.read(1) != b"\n":  # of a process that was killed: its half line ends here
-                        text = "\n" + text
-                file.write(text.encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
+        if self._can_write:
+            try:
+                self._write(text)
+            except OSError as error:
+                self._can_write = False
+                _LOG.warning("%s: %s; the tuning goes on, and cannot be resumed from here", self.path, error)
         record = json.loads(text)
         self.records.append(record)
         return record
+
+    def _write(self, text: str) -> None:
+        with open(self.path, "ab+") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # of a process that was killed: its half line ends here
+                    text = "\n" + text
+            file.write(text.encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())

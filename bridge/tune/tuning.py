@@ -121,7 +121,6 @@ def tune(
         TypeError: ``module`` is no module, the sample does not fit it, or an argument is of another type.
         ValueError: an argument out of its range, or the disk cache is off, which choices are kept in.
         UnsupportedModule: as of :func:`bridge.add_tvm_dispatch`; also for a call that choices cannot be kept for.
-        OSError: the log cannot be written.
 
     Example:
         >>> tune(model, batch, minutes=5, log="bert.jsonl")

@@ -7,14 +7,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 import tvm
 import tvm_ffi
+from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from bridge import add_tvm_dispatch, save_compiled, stats
+from bridge import add_tvm_dispatch, load_compiled, save_compiled, stats
+from bridge.compile import CallLibrary, Loop
 from tests.bridge.export.trained_elsewhere import batch_of, trained
 from tests.bridge.models import masked_lm
 
@@ -31,11 +34,43 @@ def resnet():
     return ResNetForImageClassification(config).train()
 
 
+class Halved(torch.autograd.Function):
+    """A backward that is not the forward's derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].cos() / 2
+
+
+class Loss(NamedTuple):
+    loss: torch.Tensor
+
+
+class Mixed(nn.Module):
+    """A loop, complex numbers on the way, a user's own Function, an operator that only torch computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.scale = nn.GRUCell(4, 5), nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        h = x.new_zeros(x.shape[0], 5)
+        for part in x.unbind(1):
+            h = self.cell(part, h)
+        spectrum = torch.fft.fft(h * self.scale)
+        return Loss(torch.linalg.svdvals(Halved.apply(h)).sum() + (spectrum * spectrum.conj()).real.mean())
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Modules that trained a little, and the folders that they were saved to then."""
     made = {}
-    for kind, make in {"bert": bert, "resnet": resnet}.items():
+    for kind, make in {"bert": bert, "resnet": resnet, "mixed": Mixed}.items():
         torch.manual_seed(0)
         module = add_tvm_dispatch(make(), batch_of(kind, 0))
         module(**batch_of(kind, 0)).loss.backward()
@@ -57,6 +92,21 @@ def test_training_goes_on_in_a_process_without_the_source(saved):
     for folder, module in saved.items():
         assert elsewhere[folder] == trained(module, Path(folder).name)
         assert not stats(module).misses
+
+
+def test_programs_of_the_mixed_module_have_what_it_is_for(saved):
+    (entry,) = stats(next(module for module in saved.values() if isinstance(module, Mixed))).entries
+    kinds = {type(step) for step in entry.forward.steps}
+    assert Loop in kinds
+    assert "operator" in {step.name for step in entry.forward.steps if isinstance(step, CallLibrary)}
+
+
+def test_gradients_of_gradients_want_the_source(saved):
+    folder = next(folder for folder, module in saved.items() if isinstance(module, Mixed))
+    loaded = load_compiled(folder)
+    loss = loaded(**batch_of("mixed", 0)).loss
+    with pytest.raises(RuntimeError, match="create_graph=True through a module of load_compiled"):
+        torch.autograd.grad(loss, loaded.scale, create_graph=True)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")

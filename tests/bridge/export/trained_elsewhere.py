@@ -27,6 +27,8 @@ def batch_of(kind: str, seed: int) -> dict[str, Any]:
     if kind == "bert":
         ids = torch.randint(0, 61, (3, 7), generator=generator)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    if kind == "mixed":
+        return {"x": torch.randn(3, 6, 4, generator=generator)}
     pixels = torch.randn(2, 3, 32, 32, generator=generator)
     return {"pixel_values": pixels, "labels": torch.randint(0, 10, (2,), generator=generator)}
 

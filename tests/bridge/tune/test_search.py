@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 
 import pytest
 
@@ -52,6 +53,19 @@ def test_nothing_is_measured_twice_and_more_time_goes_on(tmp_path):
     assert found == Choices(limits=(("tasks", 32),)) and not track.asked
     found, _, track = searched(tmp_path / "log")
     assert found == BEST and track.asked
+
+
+def test_a_full_disk_costs_a_warning(tmp_path, caplog):
+    """The search ends as it would; what the log has is whole lines and the beginning of one, and is gone on with."""
+    path, limits = tmp_path / "log", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limits[1]))
+    try:
+        found, search, _ = searched(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert found == BEST and "File too large" in caplog.text and len(caplog.records) == 1
+    again, _, track = searched(path)
+    assert again == BEST and 0 < len(track.asked) < search.trials
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,152 @@
+"""Stress of the disk cache: processes that are killed while they use it, flipped bytes, a full disk; the bits stay.
+
+    python -m tests.bridge.artifact.stress --kills 200
+
+After each kill every file of the cache is whole; what later processes compute has the bits of a process that found an
+empty cache. Works are those of :mod:`tests.bridge.artifact.works`; processes are forked, and compile nothing before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import resource
+import shutil
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from bridge.artifact import DamagedError, read_artifact
+from bridge.compile.cpu import products
+from bridge.compile.schedule.products import GENERATED
+from tests.bridge.artifact.count_builds import forget_all, in_children
+from tests.bridge.artifact.works import WITHOUT_A_DISK, WORKS
+
+__all__ = ["allowed_on_a_full_disk", "artifacts", "bits_on", "flip", "kill_at_random"]
+
+Work = Callable[[Path], str]
+
+TURNS = 5
+"""Kills between two runs that come to their end, and see what was left."""
+
+
+def bits_on(folder: Path, work: Work, largest_file: int = resource.RLIM_INFINITY) -> str:
+    """What a process computes with its cache in a folder, on a disk that takes files of so many bytes at most."""
+    return in_children(1, partial(_work_on, folder, work, largest_file))[0]
+
+
+def _work_on(folder: Path, work: Work, largest_file: int) -> str:
+    os.environ.update(BRIDGE_CACHE="1", BRIDGE_CACHE_DIR=str(folder / "cache"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
+    return work(folder)
+
+
+def allowed_on_a_full_disk(work: Work) -> set[str]:
+    """The bits of a work where everything is kept, and where nothing is."""
+    found = set()
+    for each in {work, WITHOUT_A_DISK.get(work, work)}:
+        with tempfile.TemporaryDirectory() as scratch:
+            found.add(bits_on(Path(scratch), each))
+    return found
+
+
+def artifacts(folder: Path) -> dict[str, list[Path]]:
+    """The files of the cache in a folder by their kinds."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted((folder / "cache").glob("*/??/*")):
+        found.setdefault(path.parent.parent.name, []).append(path)
+    return found
+
+
+def flip(path: Path, rng: random.Random) -> None:
+    """Another bit somewhere in a file."""
+    content = bytearray(path.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+def kill_at_random(work: Work, count: int, rng: random.Random) -> Counter:
+    """Kills so many processes at work; how often that left something unfinished, or a claim.
+
+    Raises:
+        AssertionError: a file is not whole, or another process computes other bits.
+    """
+    found: Counter = Counter()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "first"
+        folder.mkdir()
+        began = time.monotonic()
+        expected = bits_on(folder, work)
+        whole_run = time.monotonic() - began
+        folder = Path(scratch) / "killed"
+        while found["killed"] < count:
+            folder.mkdir()
+            for _ in range(min(TURNS, count)):
+                found["killed"] += _is_killed(rng.uniform(0, whole_run), folder, work)
+                for kind, paths in artifacts(folder).items():
+                    for path in paths:
+                        _assert_whole(path, kind)
+                for left in ("unfinished", "claims"):
+                    found[left] += any((folder / "cache" / left).glob("*"))
+            bits = bits_on(folder, work)
+            assert bits == expected, f"other bits after {dict(found)}"
+            shutil.rmtree(folder)
+    return found
+
+
+def _is_killed(seconds: float, folder: Path, work: Work) -> bool:
+    """Whether a process was still at work after so many seconds, and was killed then."""
+    forget_all()
+    child = os.fork()
+    if child == 0:
+        try:
+            _work_on(folder, work, resource.RLIM_INFINITY)
+        finally:
+            os._exit(0)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def _assert_whole(path: Path, kind: str) -> None:
+    try:
+        read_artifact(path.read_bytes(), kind, path.name)
+    except DamagedError as error:
+        raise AssertionError(f"{kind} {path.name} {error}") from error
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=200, help="of each work (default %(default)s)")
+    parser.add_argument("--flips", type=int, default=3, help="runs for each kind of file (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    rng = random.Random(options.seed)
+    products.measured = lambda policy, product, ways: {GENERATED if GENERATED in ways else ways[0]: 1.0}
+    for name, work in WORKS.items():
+        print(f"{name}: {dict(kill_at_random(work, options.kills, rng))}", flush=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            expected, runs = bits_on(folder, work), Counter()
+            for kind in artifacts(folder):
+                for _ in range(options.flips):
+                    for path in artifacts(folder)[kind]:
+                        flip(path, rng)
+                    assert bits_on(folder, work) == expected, f"other bits after flipped bytes in {kind}"
+                    runs[kind] += 1
+            print(f"{name}: the same bits after flipped bytes, runs by kind {dict(runs)}", flush=True)
+        allowed = allowed_on_a_full_disk(work)
+        for size in (0, 500, 2000, 8000, 32000):
+            with tempfile.TemporaryDirectory() as scratch:
+                assert bits_on(Path(scratch), work, size) in allowed, f"other bits on a disk for files of {size} bytes"
+        print(f"{name}: the same bits where files above 0, 500, 2000, 8000, 32000 bytes do not fit", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""The disk cache fails processes that lower a loop, or tune: killed writers, flipped bytes, a full disk.
+
+Longer runs: ``python -m tests.bridge.artifact.stress``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from tests.bridge.artifact.stress import allowed_on_a_full_disk, artifacts, bits_on, flip, kill_at_random
+from tests.bridge.artifact.works import looped, tuned
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
+
+
+def test_a_process_that_is_killed_leaves_whole_files():
+    assert kill_at_random(looped, 2, random.Random(0))["killed"] >= 2
+
+
+@pytest.mark.parametrize(("work", "kind"), [(looped, "lowering"), (tuned, "tuning")])
+def test_flipped_bytes_cost_a_compilation(work, kind, tmp_path):
+    expected = bits_on(tmp_path, work)
+    for path in artifacts(tmp_path)[kind]:
+        flip(path, random.Random(0))
+    assert bits_on(tmp_path, work) == expected
+
+
+def test_a_full_disk_while_a_loop_is_lowered(tmp_path):
+    assert bits_on(tmp_path, looped, largest_file=600) in allowed_on_a_full_disk(looped)
+    assert "lowering" not in artifacts(tmp_path)

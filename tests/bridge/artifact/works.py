@@ -1,0 +1,96 @@
+"""Works: what a process may be doing when the disk cache fails it → the bits of all that it computed.
+
+Each adds a dispatch and makes a training step, so that it reads and writes every kind of file of the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import bridge
+from bridge.compile import LIMITS, ORDER, Choices, backend_for
+from bridge.tune.search import Knob
+from bridge.tune.tuning import Means, tune_call
+from tests.bridge.artifact.count_builds import Block, digest
+
+__all__ = ["WITHOUT_A_DISK", "WORKS", "looped", "plain", "tuned"]
+
+
+class Cell(nn.Module):
+    """A loop, which becomes one step of the program."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(8, 8)
+
+    def forward(self, x):
+        h = torch.zeros_like(x[:, 0])
+        for part in x.unbind(1):
+            h = self.cell(part, h)
+        return h
+
+
+def step(module: nn.Module, x: torch.Tensor) -> str:
+    """The bits of a step: the output, all gradients, buffers, the generator afterwards."""
+    torch.manual_seed(1)
+    x = x.detach().requires_grad_()
+    y = module(x)
+    y.square().sum().backward()
+    if not bridge.stats(module).hits:
+        raise RuntimeError(f"not dispatched: {bridge.stats(module)}")
+    return digest([y, x.grad, *(each.grad for each in module.parameters()), *module.buffers(), torch.rand(3)])
+
+
+def plain(folder: Path) -> str:
+    """Products, reductions, a mask, a buffer."""
+    torch.manual_seed(0)
+    module, x = Block(), torch.randn(48, 64)
+    return step(bridge.add_tvm_dispatch(module, x.clone().requires_grad_()), x)
+
+
+def looped(folder: Path) -> str:
+    """A recurrent cell."""
+    torch.manual_seed(0)
+    module, x = Cell(), torch.randn(3, 6, 8)
+    return step(bridge.add_tvm_dispatch(module, x.clone().requires_grad_()), x)
+
+
+def tuned(folder: Path) -> str:
+    """A search whose outcome does not depend on a clock, with its log in ``folder``, then the choices in use."""
+    module, x = mixed_rows()
+    knobs = (Knob(ORDER, "lanes", (8,)), Knob(LIMITS, "tasks", (32, 16)))
+    means = Means(5.0, folder / "tuning.jsonl", progress=False, race=raced, final=raced, knobs=lambda *_: knobs)
+    how = {"partition": "min_cut", "backend": backend_for(None), "freeze": False}
+    tune_call(module, (x,), {}, **how, means=means)
+    return step(bridge.add_tvm_dispatch(module, x), x)
+
+
+def untuned(folder: Path) -> str:
+    """The same module with the default choices."""
+    module, x = mixed_rows()
+    return step(bridge.add_tvm_dispatch(module, x), x)
+
+
+def mixed_rows() -> tuple[nn.Module, torch.Tensor]:
+    """A module whose bits depend on the choices."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(24, 40), nn.LayerNorm(40)), torch.randn(16, 24, requires_grad=True)
+
+
+def seconds_of(choices: Choices) -> float:
+    """Vectors of eight are the best there is, nothing else matters."""
+    return 0.8 if dict(choices.order).get("lanes") == 8 else 1.0
+
+
+def raced(one, other) -> list[tuple[float, float]]:
+    """In the place of a race."""
+    return [tuple(seconds_of(each.entry.forward.backend.choices) for each in (one, other))] * 7
+
+
+WORKS: dict[str, Callable[[Path], str]] = {"plain": plain, "looped": looped, "tuned": tuned}
+WITHOUT_A_DISK = {tuned: untuned}
+"""What a work computes where nothing can be kept, if that is another one."""

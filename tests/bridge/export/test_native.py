@@ -1,0 +1,58 @@
+"""Native forms beside eager: loops and users' own Functions are compiled, what only torch computes is named."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+import tvm
+from torch import nn
+
+from bridge import UnsupportedModule, add_tvm_dispatch, save_compiled
+from tests.bridge.compare import Function
+from tests.bridge.export.test_round_trip import Halved
+
+pytestmark = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+
+
+class Cell(nn.Module):
+    """A loop with an own Function in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(4, 5)
+
+    def forward(self, x):
+        h = x.new_zeros(x.shape[0], 5)
+        for part in x.unbind(1):
+            h = Halved.apply(self.cell(part, h))
+        return h
+
+
+def test_a_loop_and_an_own_function(tmp_path):
+    torch.manual_seed(0)
+    module, x = Cell(), torch.randn(3, 6, 4)
+    with torch.no_grad():
+        save_compiled(add_tvm_dispatch(module, x), tmp_path / "cell", native=True)
+        wanted = module(x)
+    machine = tvm.relax.VirtualMachine(tvm.runtime.load_module(str(tmp_path / "cell" / "forward.so")), tvm.cpu())
+    (found,) = map(torch.from_dlpack, machine["main"](tvm.runtime.from_dlpack(x)))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda x: torch.fft.fft(x).real, "fft.* is torch's kernel: no native form"),
+        (torch.linalg.svdvals, "linalg_svd.* is torch's kernel: no native form"),
+        (lambda x: x.bernoulli(0.5), "random draws.* has no native form"),
+        (lambda x: torch.complex(x, x), "complex numbers.* have no form in a saved call"),
+    ],
+)
+def test_what_has_no_native_form_is_named(function, words, tmp_path):
+    with torch.no_grad():
+        module = add_tvm_dispatch(Function(function), torch.randn(3, 4))
+    with pytest.raises(UnsupportedModule, match=f"(?s){words}"):
+        save_compiled(module, tmp_path / "saved", native=True)
+    assert not list(tmp_path.iterdir())
