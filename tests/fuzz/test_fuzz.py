@@ -1,4 +1,4 @@
-"""Sixty random modules: each matches eager, or is refused or missed with a reason (more: ``python -m tests.fuzz``)."""
+"""Forty random modules: each matches eager, or is refused or missed with a reason (more: ``python -m tests.fuzz``)."""
 
 import ast
 from collections import Counter
@@ -22,7 +22,7 @@ from tests.fuzz.verdict import Verdict
 
 pytestmark = pytest.mark.slow
 
-COUNT, BATCH = 60, 5
+COUNT, BATCH = 40, 5
 
 
 @pytest.mark.parametrize("first", range(0, COUNT, BATCH))
@@ -36,16 +36,15 @@ def test_random_modules(first):
 
 def test_the_generator_is_deterministic_and_leaves_torch_alone():
     before = torch.get_rng_state()
-    sources = [generate(seed).source for seed in range(100, 120)]
+    sources = [generate(seed).source for seed in range(100, 106)]
     assert torch.equal(torch.get_rng_state(), before)
-    assert sources == [generate(seed).source for seed in range(100, 120)]
+    assert sources == [generate(seed).source for seed in range(100, 106)]
     assert len(set(sources)) == len(sources)
     for source in sources:
         ast.parse(source)
 
 
 def test_the_generator_uses_its_whole_vocabulary():
-    text = "\n".join(generate(seed).source for seed in range(400))
     wanted = ["no_grad", "dropout", "register_buffer", "nn.Parameter", "bfloat16", "float32", "float64", ".add_(", "@"]
     wanted += [
         "expand",
@@ -60,7 +59,12 @@ def test_the_generator_uses_its_whole_vocabulary():
         "register_forward_hook",
         "register_forward_pre_hook",
     ]
-    assert [word for word in wanted if word not in text] == []
+    for seed in range(400):
+        source = generate(seed).source
+        wanted = [word for word in wanted if word not in source]
+        if not wanted:
+            return
+    raise AssertionError(f"in no program: {wanted}")
 
 
 def program(*body: str, result: str = "y", init: tuple[str, ...] = ()) -> Program:
