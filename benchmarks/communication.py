@@ -69,7 +69,7 @@ def traced(step: Callable[[], None], rounds: int = 3) -> list[Lanes]:
         computed: list[Range] = []
         for event in profiled.events():
             name = event.name.lower()
-            if event.device_type is not torch.autograd.DeviceType.CUDA or name.startswith("nccl:"):
+            if event.device_type != torch.autograd.DeviceType.CUDA or name.startswith("nccl:"):
                 continue  # the latter: what the process group calls its work
             (sent if "nccl" in name else computed).append((event.time_range.start, event.time_range.end))
         if computed:
