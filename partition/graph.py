@@ -176,7 +176,10 @@ def build_graph(
     for binding in [*body.parameters(), *body.bindings]:
         names[binding] = name = _unique(binding.name, nodes)
         inputs = tuple([names[read] for read in binding.reads])
-        nodes[name] = node = Node(name, binding.var, binding.value, inputs, paths.get(binding.name, ""))
+        path = paths.get(binding.name)
+        if path is None:  # made here, of what it reads
+            path = nodes[inputs[0]].module_path if inputs else ""
+        nodes[name] = node = Node(name, binding.var, binding.value, inputs, path)
         if node.op in RANDOM:
             raise ValueError(f"{name} = {node.op} draws random numbers; a partition wants every draw to be a primal")
 

@@ -55,6 +55,15 @@ def test_heads_are_saved_and_the_backward_permutes_none():
     assert len(permutations(other.backward)) == 4 < len(permutations(usual.backward))
 
 
+def test_permutations_that_are_made_here_stand_where_their_values_do():
+    joint, num_primals, num_outputs = attention()
+    paths = {var.name: f"layer.{var.name}" for var, _ in bindings(joint)}
+    counts = {"num_primals": num_primals, "num_outputs": num_outputs}
+    captures = partition(joint, **counts, module_paths=paths, as_read=True).plan.captures
+    made = [saved for saved in captures if saved.name not in paths]
+    assert made and all(saved.module_path == f"layer.{saved.name.removesuffix('_rows')}" for saved in made)
+
+
 def test_a_value_with_another_reader_is_saved_as_it_is():
     b = Builder()
     x, w = b.param("x", (4, 8, 6)), b.param("w", (8, 4, 5))
