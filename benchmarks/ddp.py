@@ -11,8 +11,8 @@ size in every process. ``alone`` is the same module without a wrapper, and the n
 scaling efficiency; ``without all-reduce`` is the same step under DDP's ``no_sync``. ``trace``: how long NCCL's kernels
 run in a step, for how much of that other kernels run too, and a picture of the last step.
 
-Peers: ``whole`` is one dispatched module, ``recorded`` the same as CUDA graphs where they pay, ``one node`` the same
-with a backward that hands out all gradients at its end, ``layers`` has each layer dispatched by itself. ``compile`` is
+Peers: ``whole`` is one dispatched module, ``launched`` the same without CUDA graphs, ``one node`` the same with a
+backward that hands out all gradients at its end, ``layers`` has each layer dispatched by itself. ``compile`` is
 ``torch.compile`` of DDP's module, or of each layer that FSDP2 shards.
 """
 
@@ -44,8 +44,8 @@ from bridge import add_tvm_dispatch, stats
 from bridge.dispatch import backward_nodes
 
 SMALL = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 512}
-PEERS = ("eager", "compile", "whole", "recorded", "one node", "layers")
-WHOLE = ("whole", "recorded", "one node")
+PEERS = ("eager", "compile", "whole", "launched", "one node", "layers")
+WHOLE = ("whole", "launched", "one node")
 WARM_UP = 5
 
 
@@ -72,7 +72,7 @@ def dispatch(model: BertForMaskedLM, peer: str, batch: dict[str, Tensor], amp: b
         if peer in WHOLE:
             most, backward_nodes.MOST_NODES = backward_nodes.MOST_NODES, 1 if peer == "one node" else 16
             try:
-                add_tvm_dispatch(model, sample_kwargs=batch, cuda_graphs="auto" if peer == "recorded" else False)
+                add_tvm_dispatch(model, sample_kwargs=batch, cuda_graphs=False if peer == "launched" else "auto")
             finally:
                 backward_nodes.MOST_NODES = most
             return [model]
@@ -155,7 +155,8 @@ class Peer:
         found = [stats(each) for each in self.dispatched]
         nodes = sum(len(entry.programs.nodes) for each in found for entry in each.entries)
         misses = sum((each.misses for each in found), start=Counter())
-        return f"{nodes} nodes, {sum(each.hits for each in found)} hits, misses {dict(misses)}"
+        replays = sum(each.graphs.replays for each in found)
+        return f"{nodes} nodes, {sum(each.hits for each in found)} hits, {replays} replays, misses {dict(misses)}"
 
 
 def say(text: str) -> None:
@@ -269,7 +270,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=max(torch.cuda.device_count(), 2))
     parser.add_argument("--parts", nargs="+", choices=("exact", "time", "trace"), default=("exact", "time", "trace"))
     parser.add_argument("--wrap", nargs="+", choices=("ddp", "fsdp"), default=("ddp",))
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=[name for name in PEERS if name != "recorded"])
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=[name for name in PEERS if name != "launched"])
     alone = "peers that are timed without a wrapper, too"
     parser.add_argument("--alone", nargs="*", choices=PEERS, default=("eager", "compile", "whole"), help=alone)
     parser.add_argument("--precision", choices=("fp32", "tf32", "amp"), default="amp")
