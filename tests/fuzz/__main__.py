@@ -12,6 +12,7 @@ from tests.device import DEVICE
 from tests.fuzz.check import check
 from tests.fuzz.dynamic import check_dynamic
 from tests.fuzz.generate import generate
+from tests.fuzz.loops import check_loop, generate_loop
 from tests.fuzz.placed import placed
 from tests.fuzz.run import run_seeds
 from tests.fuzz.shrink import shrink
@@ -25,15 +26,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dynamic", action="store_true", help="some sizes of the arguments vary (tests/fuzz/sizes.py)")
     parser.add_argument("--automatic", action="store_true", help="likewise, and calls that miss find out which")
     parser.add_argument("--everywhere", action="store_true", help="likewise, at two dozen sizes far from the sample's")
+    parser.add_argument("--loops", action="store_true", help="modules with loops over time (tests/fuzz/loops.py)")
     parser.add_argument("--show", type=int, metavar="SEED", help="print the program of a seed and its verdict")
     parser.add_argument("--shrink", action="store_true", help="print a smaller program for each bug")
     parser.add_argument("--verbose", action="store_true", help="print every verdict")
     parser.add_argument("--jobs", type=int, help="processes; one that dies costs one program")
     parser.add_argument("--seconds-per-program", type=float, default=300.0, help="then it is a crash, with --jobs")
     options = parser.parse_args(argv)
+    make = generate_loop if options.loops else generate
     if options.show is not None:
-        print(placed(generate(options.show).source, DEVICE))
-    judge = check
+        print(placed(make(options.show).source, DEVICE))
+    judge = check_loop if options.loops else check
     if options.dynamic or options.automatic or options.everywhere:
         kind = "automatic" if options.automatic else None
         judge = partial(check_dynamic, kind=kind, far=options.everywhere)
@@ -50,10 +53,10 @@ def main(argv: list[str] | None = None) -> int:
         if shown or options.verbose or options.show is not None:
             print(f"{seed:>6} {verdict.status}: {verdict.detail}", flush=True)
         if verdict.is_bug and options.shrink:
-            smaller, detail = shrink(generate(seed), verdict, judge)
+            smaller, detail = shrink(make(seed), verdict, judge)
             print(f"{smaller.source.partition('class Random')[2]}\n{detail}\n", flush=True)
 
-    run_seeds(seeds, judge, report, jobs=options.jobs, seconds=options.seconds_per_program)
+    run_seeds(seeds, judge, report, make=make, jobs=options.jobs, seconds=options.seconds_per_program)
     seconds = time.perf_counter() - started
     print(", ".join(f"{count} {status}" for status, count in counts.most_common()), f"in {seconds:.0f} s")
     for reason, count in reasons.most_common(20):

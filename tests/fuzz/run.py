@@ -30,22 +30,24 @@ def run_seeds(
     judge: Judge,
     report: Callable[[int, Verdict], None],
     *,
+    make: Callable[[int], Program] = generate,
     jobs: int | None = None,
     seconds: float = 300.0,
 ) -> None:
     """``report`` is called with each seed and what became of its program.
 
     Args:
+        make: the program of a seed.
         jobs: processes, each with one thread; a seed whose process dies, or has no verdict after so many ``seconds``,
             is a crash. ``None``: this process, which a kernel's assertion on a GPU leaves without its device.
     """
     if jobs is None:
-        for seed, verdict in _verdicts(seeds, judge):
+        for seed, verdict in _verdicts(seeds, judge, make):
             report(seed, verdict)
         return
     run_pool(
         seeds,
-        partial(_serve, judge),
+        partial(_serve, judge, make),
         lambda result: report(*result),
         failed=lambda seed, reason, _: (seed, Verdict("crash", reason)),
         ends=lambda result: result[1].lost,
@@ -54,14 +56,14 @@ def run_seeds(
     )
 
 
-def _serve(judge: Judge, connection: Connection) -> None:
+def _serve(judge: Judge, make: Callable[[int], Program], connection: Connection) -> None:
     """A process's loop: a seed comes in, it goes out with its verdict; ``None`` ends it."""
     connection.send(None)
-    for result in _verdicts(iter(connection.recv, None), judge):
+    for result in _verdicts(iter(connection.recv, None), judge, make):
         connection.send(result)
 
 
-def _verdicts(seeds: Iterable[int], judge: Judge) -> Iterator[tuple[int, Verdict]]:
+def _verdicts(seeds: Iterable[int], judge: Judge, make: Callable[[int], Program]) -> Iterator[tuple[int, Verdict]]:
     """Each seed with its verdict, up to the one after which the device is lost."""
     torch.set_num_threads(1)
     for noisy in ("torch.fx", "torch.export", "torch._export"):  # they print the graph of everything that is refused
@@ -70,7 +72,7 @@ def _verdicts(seeds: Iterable[int], judge: Judge) -> Iterator[tuple[int, Verdict
         if position % KEEP == 0:
             clear_cache()
         with contextlib.redirect_stderr(io.StringIO()):  # torch.export prints the graph of what it refuses
-            verdict = judge(generate(seed))
+            verdict = judge(make(seed))
         yield seed, verdict
         if verdict.lost:
             return

@@ -20,12 +20,12 @@ from bridge.base.torch_autograd import connected
 from bridge.base.torch_internals import empty_strided, storage_id
 from bridge.capture.loops.calls import Form
 
-__all__ = ["INTEGERS", "Uncomputed"]
+__all__ = ["INTEGERS", "LEAST_ELEMENTS", "Uncomputed"]
 
 INTEGERS = "integers that are made of numbers"
 """Why a recording ends that does not compute, and one that does would not."""
 
-_LEAST = 1 << 13
+LEAST_ELEMENTS = 1 << 13
 """Elements that a call reads and makes from which leaving it out takes less time than computing it."""
 
 
@@ -92,7 +92,7 @@ def _answer(given: Sequence[torch.Tensor], result: Any) -> _Answer | None:
         return None
     if not all(each.dtype.is_floating_point or each.dtype == torch.bool for each in given):
         return None
-    if sum(each.numel() for each in (*given, *results)) < _LEAST:
+    if sum(each.numel() for each in (*given, *results)) < LEAST_ELEMENTS:
         return None
     own = {storage_id(each) for each in results}
     if len(own) < len(results) or not own.isdisjoint(map(storage_id, given)):
