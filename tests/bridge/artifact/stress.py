@@ -125,11 +125,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=200, help="of each work (default %(default)s)")
     parser.add_argument("--flips", type=int, default=3, help="runs for each kind of file (default %(default)s)")
+    parser.add_argument("--only", choices=list(WORKS), help="one of the works (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng = random.Random(options.seed)
     products.measured = lambda policy, product, ways: {GENERATED if GENERATED in ways else ways[0]: 1.0}
     for name, work in WORKS.items():
+        if options.only not in (None, name):
+            continue
         print(f"{name}: {dict(kill_at_random(work, options.kills, rng))}", flush=True)
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
