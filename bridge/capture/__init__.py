@@ -11,7 +11,7 @@ from bridge.capture.isolated_rng import IsolatedRNG, with_generator
 from bridge.capture.loops.operators import MARKS as LOOP_MARKS
 from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, number_tensor, with_number_inputs
 from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter
-from bridge.capture.own_functions import CUSTOM_GRADIENT, TANGENT, WITH_GRADIENT
+from bridge.capture.own_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
 from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, UPSAMPLES, WHOLE
 from bridge.capture.passes.recurrent import RECURRENT_LAYERS
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
@@ -31,10 +31,13 @@ __all__ = [
     "CUSTOM_GRADIENT",
     "LITERAL",
     "LOOP_MARKS",
+    "ONCE",
+    "OWN",
     "RECURRENT_LAYERS",
     "SIZE_OPERATORS",
     "STOP_GRADIENT",
     "TANGENT",
+    "UNKNOWN",
     "UPSAMPLES",
     "WHOLE",
     "WHOLE_FUNCTIONS",

@@ -17,9 +17,10 @@ from bridge.capture.op_trace import OpTrace
 from bridge.capture.passes.attention_draws import attention_advance, attention_rate, is_attention
 from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, CUDA_ATTENTION
 
-__all__ = ["DrawRecorder", "record_draws"]
+__all__ = ["UNTOLD", "DrawRecorder", "record_draws"]
 
 
+UNTOLD = "draws random numbers, and has no tag that says so"
 _TORCHS = ("aten", "prims", "tvm_dispatch")
 """Namespaces of operators whose tags say whether they draw."""
 
@@ -62,7 +63,7 @@ class DrawRecorder(TorchDispatchMode):
             before = None if func.namespace in _TORCHS or not self._real else self._states()
             result = func(*args, **(kwargs or {}))
             if before is not None and not all(map(torch.equal, before, self._states())):
-                self.complain(str(func), "draws random numbers, and has no tag that says so")
+                self.complain(str(func), UNTOLD)
         else:
             arguments = self.trace.arguments(func, args, kwargs or {})
             with unwatched():

@@ -22,6 +22,7 @@ from bridge.base.complex_views import as_parts
 from bridge.base.errors import Unsupported, from_user_code, refused_by_eager
 from bridge.base.torch_internals import TorchDispatchMode, pytree
 from bridge.capture.call_log import differences
+from bridge.capture.draw_recorder import UNTOLD
 from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.observation import Observation, is_fused_attention
 from bridge.capture.observe import observe
@@ -194,6 +195,7 @@ def _pieces(flat: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, ...]]:
 def as_in_eager(fake: Observation, real: Observation) -> tuple[Observation, list[Unsupported]]:
     """The observation of the fake run with the real one's strides, and what else differs between the two."""
     problems = list(differences(fake.calls, real.calls))
+    problems += [each for each in real.unsupported if each.reason == UNTOLD]  # its kernel runs here alone
     if problems:  # the others follow from it
         return fake, problems
     for ours, eagers in zip_longest(fake.draws, real.draws):

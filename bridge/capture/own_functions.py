@@ -19,20 +19,32 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.autograd.function import once_differentiable
 
 from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported, UnsupportedModule, user_line
-from bridge.base.replaced import replaced
-from bridge.base.torch_autograd import GENERATED, FunctionNode, applications_through, apply_function, node_class
-from bridge.base.torch_internals import no_torch_function, pytree, set_grad_enabled, storage_id
+from bridge.base.torch_autograd import GENERATED, FunctionNode, applications_through, apply_function
+from bridge.base.torch_internals import storage_id
+from bridge.capture.own_context import Inside, NotedContext, backward_running, tensors_in
 
-__all__ = ["CUSTOM_GRADIENT", "FUNCTION", "TANGENT", "WITH_GRADIENT", "Applied", "OwnFunctions", "Use"]
+__all__ = [
+    "AGAIN",
+    "CUSTOM_GRADIENT",
+    "FUNCTION",
+    "ONCE",
+    "OWN",
+    "TANGENT",
+    "UNKNOWN",
+    "WITH_GRADIENT",
+    "Applied",
+    "OwnFunctions",
+    "Use",
+]
 
 _library = torch.library.Library("tvm_dispatch", "FRAGMENT")
 _KINDS = ("CompositeExplicitAutograd", "Meta")
@@ -63,6 +75,10 @@ WITH_GRADIENT = _define(
 for _op in (FUNCTION, WITH_GRADIENT):
     torch.fx.node.has_side_effect(_op)  # so that tracing does not take them for dead code
 
+AGAIN, ONCE, UNKNOWN = "again", "once", "unknown"
+OWN = "own"
+"""The key in ``meta``, and in its ``"custom"``, of a node inside a Function: its number, part and ``Use.again``."""
+
 _thread = threading.local()
 _TORCHS_OWN = ("CheckpointFunction", "_NoopSaveInputs")
 """Checkpoints', whose backward is another run of forward, or never run."""
@@ -75,10 +91,13 @@ class Use:
     Attributes:
         name: the Function's.
         without: which of its tensor arguments, in order, backward gives no gradient: ``None``.
+        again: whether its backward may be differentiated: :data:`AGAIN`, :data:`ONCE` (torch's error) or
+            :data:`UNKNOWN` (it sets grad modes, which the graph does not hold).
     """
 
     name: str
     without: frozenset[int] = frozenset()
+    again: str = "again"
 
 
 @dataclass
@@ -140,7 +159,7 @@ class OwnFunctions:
             use = next(order, None)
             made = apply_function(kind, args, kwargs)
             given = {storage_id(arg) for arg in args if isinstance(arg, torch.Tensor)}
-            for each in _tensors(made):
+            for each in tensors_in(made):
                 if isinstance(each.grad_fn, FunctionNode) and use is not None and use.name == kind.__name__:
                     found.nodes[each.grad_fn] = use
                 if storage_id(each) in given:
@@ -167,15 +186,17 @@ class OwnFunctions:
     def _traced_application(self, kind: type, args: tuple, kwargs: dict[str, Any], name: str, where: str) -> Any:
         if kwargs:
             raise _Refused("is applied to keyword arguments")
-        number, inside, ctx = len(self.uses), _Inside(), _Ctx(kind)
+        number, inside, ctx = len(self.uses), Inside(), NotedContext(kind)
         given = [arg for arg in args if isinstance(arg, torch.Tensor)]
         before = [each._version for each in given]
         with inside, ctx:
             FUNCTION(number)
+            inside.runs_forward = True
             made = apply_function(kind, args, kwargs)
+            inside.runs_forward = False
             if [each._version for each in given] != before:
                 raise _Refused("changes its arguments in place (mark_dirty)")
-            outputs = list({id(each): each for each in _tensors(made)}.values())
+            outputs = list({id(each): each for each in tensors_in(made)}.values())
             nodes = {each.grad_fn for each in outputs if isinstance(each.grad_fn, FunctionNode)}
             if not nodes:
                 without = frozenset(range(len(given)))
@@ -185,7 +206,8 @@ class OwnFunctions:
             else:
                 (node,) = nodes
                 without = self._backward(node, made, args, number, inside, ctx.partial, name, where)
-        self.uses.append(Use(name, without))
+        again = ONCE if _is_once(kind) else UNKNOWN if inside.sets_modes else AGAIN
+        self.uses.append(Use(name, without, again))
         return made
 
     def _backward(
@@ -194,7 +216,7 @@ class OwnFunctions:
         made: Any,
         args: tuple,
         number: int,
-        inside: _Inside,
+        inside: Inside,
         partial: bool,
         name: str,
         where: str,
@@ -224,11 +246,16 @@ class OwnFunctions:
             with_one = [index for index in needed if found[index] is not None]
             fields = CUSTOM_GRADIENT([args[i] for i in with_one], [found[i] for i in with_one], list(tangents.values()))
             field = dict(zip(tangents, fields, strict=True))
-            for each in {id(each): each for each in _tensors(results)}.values():
+            for each in {id(each): each for each in tensors_in(results)}.values():
                 WITH_GRADIENT(each, field.get(id(each)))
         self._read += [(name, where, *pair) for pair in read]
         places = [index for index, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
         return frozenset(place for place, index in enumerate(places) if index not in with_one)
+
+
+def _is_once(kind: type) -> bool:
+    """Whether a Function's backward is ``once_differentiable``."""
+    return getattr(kind.backward, "__code__", None) is once_differentiable(lambda *_: None).__code__
 
 
 def _gradients(node: Any, upstream: Sequence[torch.Tensor | None], args: tuple, needed: Sequence[int]) -> list[Any]:
@@ -263,81 +290,6 @@ def _fitting(gradient: Any, argument: torch.Tensor) -> torch.Tensor | None:
     return gradient.to(argument.dtype)
 
 
-class _Inside(TorchFunctionMode):
-    """Inside a Function: grad modes are not the graph's, since autograd follows nothing; notes what backward reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: set[int] | None = None
-        self._kept: list[Any] = []
-        self._seen: dict[int, tuple[torch.Tensor, int]] = {}
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is set_grad_enabled:
-            with no_torch_function():
-                return func(*args)
-        if self._made is None:
-            return func(*args, **(kwargs or {}))
-        for each in pytree.tree_leaves((args, kwargs)):
-            if isinstance(each, torch.Tensor) and id(each) not in self._made:
-                self._seen.setdefault(id(each), (each, each._version))
-        result = func(*args, **(kwargs or {}))
-        self._kept.append(result)  # while it lives, nothing else has its id
-        self._made.update(id(each) for each in _tensors(result) if id(each) not in self._seen)
-        return result
-
-    @contextmanager
-    def reading(self) -> Iterator[list[tuple[torch.Tensor, int]]]:
-        """Around backward; then the list has the tensors from elsewhere that it used, and their versions before."""
-        self._made, found = set(), []
-        try:
-            yield found
-        finally:
-            found += self._seen.values()
-            self._made, self._kept = None, []
-
-
-class _Ctx:
-    """While active, what forward tells its ``ctx`` is noted, and backward finds the very tensors that were saved.
-
-    Autograd's own unpacking may make new tensors of them, which are none that the graph knows.
-
-    Attributes:
-        partial: whether the Function wants ``None`` for the gradients of outputs that are not used.
-        saved: what it saved.
-    """
-
-    def __init__(self, kind: type) -> None:
-        self.partial, self.saved = False, ()
-        self._node = node_class(kind)
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        here, ctx_class = threading.get_ident(), torch.autograd.function.FunctionCtx
-        materialize, save = ctx_class.set_materialize_grads, ctx_class.save_for_backward
-        theirs = self._node.saved_tensors
-
-        def note_materialize(ctx: Any, value: bool) -> None:
-            if threading.get_ident() == here:
-                self.partial = not value
-            materialize(ctx, value)
-
-        def note_saved(ctx: Any, *tensors: Any) -> None:
-            if threading.get_ident() == here and isinstance(ctx, self._node):
-                self.saved = tensors
-            save(ctx, *tensors)
-
-        def saved(ctx: Any) -> Any:
-            return self.saved if threading.get_ident() == here else theirs.__get__(ctx)
-
-        noted = {"set_materialize_grads": note_materialize, "save_for_backward": note_saved}
-        self._stack.enter_context(replaced(ctx_class, **noted))
-        self._stack.enter_context(replaced(self._node, saved_tensors=property(saved)))
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-
 @contextmanager
 def _off() -> Iterator[None]:
     """As in a backward: no grad mode, no autocast."""
@@ -359,7 +311,9 @@ def _handled_by(handler: Callable[[type, tuple, dict[str, Any]], Any]) -> Iterat
     """
 
     def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
-        current = getattr(_thread, "handler", None)
+        current, inside = getattr(_thread, "handler", None), backward_running()
+        if inside is not None:
+            inside.sets_modes = True
         followed = torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
         if current is None or not followed or kind.__name__.startswith((GENERATED, *_TORCHS_OWN)):
             return apply_function(kind, args, kwargs)
@@ -376,8 +330,3 @@ def _handled_by(handler: Callable[[type, tuple, dict[str, Any]], Any]) -> Iterat
             yield
     finally:
         _thread.handler = before
-
-
-def _tensors(made: Any) -> list[torch.Tensor]:
-    fields = made if isinstance(made, tuple | list) else (made,)
-    return [each for each in fields if isinstance(each, torch.Tensor)]

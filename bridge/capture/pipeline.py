@@ -294,7 +294,7 @@ def _trace(
 
     unsupported += functions.problems
     if functions.uses:
-        unsupported += link_functions(exported.graph_module, [use.name for use in functions.uses], without_casts)
+        unsupported += link_functions(exported.graph_module, functions.uses, without_casts)
     unsupported += spell_out_casts(exported.graph_module, ambient_autocast(), needs_grad)
     unsupported += prepare(exported.graph_module, needs_grad)
     with GradModesInRegions() as grad_modes, given(module, readings):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from bridge.capture import (
     LOOP_MARKS,
     RECURRENT_LAYERS,
     STOP_GRADIENT,
+    TANGENT,
     WHOLE_FUNCTIONS,
     WITH_GRADIENT,
     Captured,
@@ -30,6 +32,7 @@ from bridge.library import FUNCTIONS
 from bridge.reference.aten_loops import marked_loops
 from bridge.reference.draws import Drawn
 from bridge.reference.own_functions import own_gradient, with_own_gradient
+from bridge.reference.own_functions_again import OwnCall, own_calls
 from bridge.reference.relax import Run
 
 __all__ = ["interpret_graph", "needed_nodes", "outputs_at", "run_graph"]
@@ -41,7 +44,7 @@ _ATTENTION = (
 )
 """Whose fifth argument says whether they compute what their backward reads."""
 _OURS = "tvm_dispatch"
-_TORCH_HAS = (STOP_GRADIENT, RECURRENT_LAYERS, *WHOLE_FUNCTIONS, *LOOP_MARKS)
+_TORCH_HAS = (STOP_GRADIENT, CUSTOM_GRADIENT, TANGENT, WITH_GRADIENT, RECURRENT_LAYERS, *WHOLE_FUNCTIONS, *LOOP_MARKS)
 """Operators of ours that torch's are run for."""
 _RUNNING = 3, 4
 """Places of the running statistics among its arguments, and of the new ones among its results."""
@@ -82,8 +85,8 @@ def outputs_at(
     for node in nodes:
         if isinstance(node.target, OpOverload) and node.target.namespace == _OURS and node.target not in _TORCH_HAS:
             raise RuntimeError(f"derivatives through {node.target}, which torch has no derivative of")
-    env = _run(captured, imported, primals, nodes)
-    return [env[root] for root in roots]
+    env = _run(captured, imported, primals, nodes, own_calls(nodes))
+    return [as_parts(env[root]) for root in roots]
 
 
 def needed_nodes(captured: Captured, roots: Sequence[fx.Node]) -> list[fx.Node]:
@@ -112,8 +115,13 @@ def _leaves_running_alone(node: fx.Node, marked: Collection[fx.Node]) -> bool:
 
 
 def _run(
-    captured: Captured, imported: Imported, primals: Sequence[torch.Tensor | None], nodes: Iterable[fx.Node]
+    captured: Captured,
+    imported: Imported,
+    primals: Sequence[torch.Tensor | None],
+    nodes: Iterable[fx.Node],
+    functions: Iterable[OwnCall] = (),
 ) -> dict[fx.Node, Any]:
+    """The values of nodes. ``functions``: the user's own, whose backward autograd is to follow."""
     given = len(captured.module_tensors) + len(captured.arguments)
     wanted = given + len(imported.input_draws) + len(imported.dropout_draws)
     if len(primals) != wanted:
@@ -125,14 +133,21 @@ def _run(
     loops = marked_loops(captured.graph)
     inside = {node for loop in loops for node in loop.depending}
     made = {node: loop for loop in loops for node in loop.made}
+    unfollowed = {node for each in functions for node in each.forward}
+    later = {node for each in functions for node in each.backward}
+    outputs = {node: each for each in functions for node in each.outputs}
     for node in nodes:
         if node.op == "placeholder":
             env[node] = _placeholder(captured, node, primals)
         elif node in made:
             if node not in env:
                 env.update(made[node].run(env, partial(_call, captured, drawn=drawn)))
-        elif node.op == "call_function" and node not in inside:
-            env[node] = _call(captured, node, env, drawn)
+        elif node in outputs:
+            if node not in env:
+                env.update(outputs[node].run(env, partial(_call, captured, drawn=drawn)))
+        elif node.op == "call_function" and node not in inside and node not in later:
+            with torch.no_grad() if node in unfollowed else nullcontext():
+                env[node] = _call(captured, node, env, drawn)
     return env
 
 

@@ -19,6 +19,10 @@ from tests.fuzz.program import Arguments, Program, make_arguments
 __all__ = ["Call", "calls_of", "every", "nothing"]
 
 
+TWICE = 0.4
+"""Share of the programs of which a call has a second derivative."""
+
+
 @dataclass(frozen=True)
 class Call:
     """One way of calling a module.
@@ -31,6 +35,7 @@ class Call:
         context: entered around the forward.
         special: whether an argument holds special values: what is finite, infinite or nan is compared by element.
         strange: whether eager may refuse the arguments' values.
+        twice: whether its gradients are differentiated again.
     """
 
     name: str
@@ -40,6 +45,7 @@ class Call:
     context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     special: bool = False
     strange: bool = False
+    twice: bool = False
 
 
 def nothing(module: nn.Module) -> None:
@@ -189,4 +195,7 @@ def calls_of(program: Program, names: Mapping[str, Any]) -> list[Call]:
         if inputs.share_memory(make_arguments(names, 0)) is shared
         and inputs.share_memory(change(make_arguments(names, 0))) is not shared
     ]
-    return [first, second, *strangely, rng.choice(special), *otherwise]
+    chosen = rng.choice(special)
+    if rng.random() < TWICE:
+        otherwise.append(Call("with a second derivative", same, nothing, every, twice=True))
+    return [first, second, *strangely, chosen, *otherwise]

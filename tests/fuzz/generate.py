@@ -12,6 +12,7 @@ from tests.fuzz import indices, pointwise, shapes
 from tests.fuzz.program import Program
 from tests.fuzz.scope import Scope, is_float
 from tests.fuzz.statements import RARE_STATEMENTS, STATEMENTS
+from tests.fuzz.themes import COMPLEX, FUNCTIONS, is_complex, themes
 
 __all__ = ["generate"]
 
@@ -49,11 +50,15 @@ def _generate(rng: random.Random, seed: int) -> Program:
     scope = Scope(rng, dtype)
     scope.module.train(training)
     _add_arguments(scope)
+    if "complex" in themes(seed):
+        scope.argument(f"torch.randn({scope.choice(SHAPES)}, dtype=C){scope.choice(['.requires_grad_()', ''])}")
     length = rng.randint(3, 16)
     rare_at = rng.randrange(length) if rng.random() < RARE_PROBABILITY else -1
     expressions = {**pointwise.PROPOSALS, **shapes.PROPOSALS, **indices.PROPOSALS}
     statements = {**STATEMENTS, **indices.STATEMENTS}
     proposals = [(f, w, True) for f, w in expressions.items()] + [(f, w, False) for f, w in statements.items()]
+    chosen = themes(seed)
+    proposals += [*(COMPLEX if "complex" in chosen else ()), *(FUNCTIONS if "functions" in chosen else ())]
     weights = [weight for _, weight, _ in proposals]
     tries = 0
     while len(scope.body) < length and tries < 40 * length:
@@ -135,6 +140,13 @@ def _result(scope: Scope) -> str:
     made = [name for name in scope.variables if name not in {a for a, _, _ in scope.arguments}]
     if not made:
         return scope.variables[0]
+    numbers = [name for name in made if isinstance(scope[name], Tensor) and is_complex(scope[name])]
+    if numbers and scope.chance(0.8):
+        return f"{numbers[-1]}, sum(t.abs().sum() for t in ({', '.join(numbers)},)), {_of_reals(scope, made)}"
+    return _of_reals(scope, made)
+
+
+def _of_reals(scope: Scope, made: list[str]) -> str:
     last = made[-1]
     floats = [name for name in made if isinstance(scope[name], Tensor) and is_float(scope[name])]
     main = floats[-1] if floats else last

@@ -56,6 +56,12 @@ class Noise(TorchDispatchMode):
         return pytree.tree_map_only(Tensor, self._disturbed, result)
 
     def _disturbed(self, value: Tensor) -> Tensor:
+        if value.is_complex() and value.numel() and value.layout == torch.strided and value.device.type != "meta":
+            ulps = ULPS * torch.finfo(value.dtype).eps  # of the absolute value: parts cancel
+            draws = (
+                torch.rand((2, *value.shape), generator=self.generator, dtype=torch.float64).to(value.device) * 2 - 1
+            )
+            return torch.empty_like(value).copy_(value * torch.complex(1 + ulps * draws[0], ulps * draws[1]))
         if not value.is_floating_point() or not value.numel() or value.layout != torch.strided:
             return value
         if value.device.type == "meta":  # torch asks for a shape only

@@ -43,14 +43,16 @@ def play(module: nn.Module, call: Call) -> Played:
     leaves, spec = pytree.tree_flatten(result)
     values: dict[str, Any] = {f"output {i}": _copy(leaf) for i, leaf in enumerate(leaves)}
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    needs = tuple((leaf.requires_grad, _strides(leaf)) for leaf in tensors)
+    needs = tuple((leaf.requires_grad, leaf.dtype, _strides(leaf)) for leaf in tensors)
     objects = [*pytree.tree_leaves((arguments.args, arguments.kwargs)), *leaves]
     same = tuple(next(i for i, other in enumerate(objects) if other is leaf) for leaf in leaves)
     shared, spanned = _shared_memory(objects, anyhow=True), _shared_memory(objects, anyhow=False)
     wanted = [
         leaf for leaf, chosen in zip(tensors, call.outputs(len(tensors)), strict=True) if chosen and leaf.requires_grad
     ]
-    if wanted:
+    if wanted and call.twice:
+        values |= _second_derivatives(wanted, [*dict(module.named_parameters()).values(), *arguments.leaves])
+    elif wanted:
         torch.autograd.backward(wanted, _cotangents(wanted))
     values |= {f"gradient of {name}": _copy(p.grad) for name, p in module.named_parameters()}
     values |= {f"gradient of argument {i}": _copy(leaf.grad) for i, leaf in enumerate(arguments.leaves)}
@@ -97,10 +99,33 @@ def _shared_memory(objects: list[Any], *, anyhow: bool) -> set[tuple[int, int]]:
     }
 
 
+def _second_derivatives(wanted: list[Tensor], sources: list[Tensor]) -> dict[str, Any]:
+    """Gradients, and gradients of a sum of them; what has none is zero."""
+    sources = [each for each in sources if each.requires_grad]
+    first = torch.autograd.grad(wanted, sources, _cotangents(wanted), create_graph=True, allow_unused=True)
+    weights = _cotangents(sources)
+    pairs = [(one, weight) for one, weight in zip(first, weights, strict=True) if one is not None and one.requires_grad]
+    second: tuple[Tensor | None, ...] = (None,) * len(sources)
+    if pairs:
+        outputs, grads = zip(*pairs, strict=True)
+        second = torch.autograd.grad(outputs, sources, grads, allow_unused=True)
+    named = {f"first gradient {i}": each for i, each in enumerate(first)}
+    named |= {f"second gradient {i}": each for i, each in enumerate(second)}
+    zeros = [torch.zeros_like(each) for each in sources] * 2
+    return {
+        name: _copy(zero if each is None else each) for (name, each), zero in zip(named.items(), zeros, strict=True)
+    }
+
+
 def _cotangents(outputs: list[Tensor]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(SEED + 1)
-    return [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.device, o.dtype) for o in outputs]
+    wide = [torch.complex128 if each.is_complex() else torch.float64 for each in outputs]
+    drawn = [torch.randn(o.shape, generator=generator, dtype=w) for o, w in zip(outputs, wide, strict=True)]
+    return [each.to(o.device, o.dtype) for each, o in zip(drawn, outputs, strict=True)]
 
 
 def _copy(value: Any) -> Any:
+    """A copy; of complex numbers their parts."""
+    if isinstance(value, Tensor) and value.is_complex():
+        value = torch.view_as_real(value.detach().resolve_conj())
     return value.detach().clone() if isinstance(value, Tensor) else value

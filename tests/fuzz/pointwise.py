@@ -6,7 +6,7 @@ import torch
 
 from tests.fuzz.scope import Scope, is_int
 
-__all__ = ["PROPOSALS"]
+__all__ = ["PROPOSALS", "split_table"]
 
 UNARY = """
 torch.tanh({x}) | torch.sigmoid({x}) | torch.erf({x}) | torch.exp(-{x}.abs()) | torch.log1p({x}.abs()) | F.relu({x})
@@ -92,7 +92,7 @@ torch.randn_like({x}).to(torch.bfloat16) * {x}
 """
 
 
-def _split(table: str) -> list[str]:
+def split_table(table: str) -> list[str]:
     """Templates of a table: separated by `` | `` unless a bracket is open (``|`` is an operator, too)."""
     found, depth, current = [], 0, ""
     for word in table.replace("\n", " | ").split(" | "):
@@ -104,7 +104,7 @@ def _split(table: str) -> list[str]:
 
 
 def _table(table: str):
-    templates = _split(table)
+    templates = split_table(table)
 
     def propose(scope: Scope) -> str | None:
         template = scope.choice(templates)

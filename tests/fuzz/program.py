@@ -40,6 +40,80 @@ class Doubled(torch.autograd.Function):
         return grad_out * 3
 
 
+class Squashed(torch.autograd.Function):
+    """Saves its result, and keeps a number."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        y = torch.tanh(x * scale)
+        ctx.save_for_backward(y)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        (y,) = ctx.saved_tensors
+        return grad_out * (1 - y * y) * ctx.scale * 0.9, None
+
+
+class Straight(torch.autograd.Function):
+    """A straight-through estimator."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.round(x)
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        return grad_out
+
+
+class Pairwise(torch.autograd.Function):
+    """Two arguments, two results, one of which has no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        larger = x > y
+        ctx.mark_non_differentiable(larger)
+        return x * y.sin(), larger
+
+    @staticmethod
+    def backward(ctx, grad_out, _):
+        x, y = ctx.saved_tensors
+        return grad_out * y.sin() + 0.1 * grad_out, grad_out * x * y.cos()
+
+
+class Inner(torch.autograd.Function):
+    """Keeps what it computes on its way, which is a constant to a second derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.slope = x.cos()
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        (x,) = ctx.saved_tensors
+        return grad_out * ctx.slope * (1 + 0.1 * x)
+
+
+class Once(torch.autograd.Function):
+    """Its backward has no derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out):
+        (x,) = ctx.saved_tensors
+        return grad_out * x * 2
+
+
 class Cell(nn.Module):
     """A gate, a normalization, a residual; counts its calls in a buffer."""
 
@@ -180,7 +254,13 @@ class Program:
     def source(self) -> str:
         """A self-contained script: the class, ``make_module()`` and ``make_arguments()``."""
         names = [name for name, _, keyword in sorted(self.arguments, key=lambda argument: argument[2])]
-        lines = [PREAMBLE, f"\nD = torch.{self.dtype}\n\n", "class Random(nn.Module):", "    def __init__(self):"]
+        complex_type = "complex128" if self.dtype == "float64" else "complex64"
+        lines = [
+            PREAMBLE,
+            f"\nD, C = torch.{self.dtype}, torch.{complex_type}\n\n",
+            "class Random(nn.Module):",
+            "    def __init__(self):",
+        ]
         lines += ["        super().__init__()", *_indented(self.init, 8), ""]
         lines += [f"    def forward({', '.join(['self', *names])}):", *_indented(self.body, 8)]
         lines += [f"        return {self.result}", "", "", "def make_module():", "    torch.manual_seed(0)"]

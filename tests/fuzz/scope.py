@@ -32,6 +32,7 @@ class Scope:
         self.rng = rng
         self.names = run_preamble(dtype)
         self.dtype = self.names["D"]
+        self.names["C"] = torch.complex128 if self.dtype is torch.float64 else torch.complex64
         self.module = nn.Module()
         self.names["self"] = self.module
         self.init: list[str] = []
@@ -107,7 +108,8 @@ class Scope:
         tensors = [self.names[name] for name in self.variables]
         leaves = [t for t in (*tensors, *self.module.parameters()) if t.requires_grad]
         try:
-            sums = [t.sum() for t in tensors if t.requires_grad and t.is_floating_point() and t.grad_fn is not None]
+            followed = [t for t in tensors if t.requires_grad and t.grad_fn is not None]
+            sums = [(t.abs() if t.is_complex() else t).sum() for t in followed]
             if sums:
                 torch.autograd.grad(sums, leaves, retain_graph=True, allow_unused=True)
         except RuntimeError:
@@ -145,11 +147,11 @@ class Scope:
 
 
 def _sensible(value: Any) -> bool:
-    if not isinstance(value, Tensor) or value.is_complex() or value.layout != torch.strided:
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
         return True
     if value.numel() > 40000:
         return False
-    if value.numel() == 0 or not value.is_floating_point():
+    if value.numel() == 0 or not (value.is_floating_point() or value.is_complex()):
         return True
     magnitude = value.detach().abs().max()
     return bool(torch.isfinite(magnitude)) and float(magnitude) <= LARGEST

@@ -8,39 +8,41 @@ value of in between that is read elsewhere would be one that autograd follows in
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
 from bridge.base.errors import Unsupported, user_line
-from bridge.capture.own_functions import FUNCTION, TANGENT, WITH_GRADIENT
+from bridge.capture.own_functions import FUNCTION, OWN, TANGENT, WITH_GRADIENT, Use
 
 __all__ = ["link_functions"]
 
 
-def link_functions(graph_module: fx.GraphModule, names: list[str], tag: Callable[[fx.Node], None]) -> list[Unsupported]:
+def link_functions(
+    graph_module: fx.GraphModule, uses: Sequence[Use], tag: Callable[[fx.Node], None]
+) -> list[Unsupported]:
     """Rewrites a graph, and those of its regions, in place; returns what cannot be expressed.
 
     Args:
-        names: the Functions' by their numbers.
+        uses: of Functions, by their numbers.
         tag: called with each node of a backward.
     """
     problems: list[Unsupported] = []
     for inner in graph_module.children():
         if isinstance(inner, fx.GraphModule):
-            problems += link_functions(inner, names, tag)
+            problems += link_functions(inner, uses, tag)
     graph = graph_module.graph
     for begin in [node for node in graph.nodes if node.target is FUNCTION]:
-        problem = _link(graph, begin, tag)
+        problem = _link(graph, begin, uses[begin.args[0]].again, tag)
         if problem is not None:
             where = user_line(begin.meta.get("stack_trace")) or "forward"
-            problems.append(Unsupported(f"autograd.Function {names[begin.args[0]]}", where, problem))
+            problems.append(Unsupported(f"autograd.Function {uses[begin.args[0]].name}", where, problem))
         graph.erase_node(begin)
     graph_module.recompile()
     return problems
 
 
-def _link(graph: fx.Graph, begin: fx.Node, tag: Callable[[fx.Node], None]) -> str | None:
+def _link(graph: fx.Graph, begin: fx.Node, again: str, tag: Callable[[fx.Node], None]) -> str | None:
     """Why one Function cannot be linked, or ``None``."""
     inside, outputs = _parts(begin)
     if not outputs:
@@ -52,6 +54,7 @@ def _link(graph: fx.Graph, begin: fx.Node, tag: Callable[[fx.Node], None]) -> st
     backward = False
     for node in inside:
         backward = backward or node.target is TANGENT
+        node.meta[OWN] = f"{begin.args[0]}:{'backward' if backward else 'forward'}:{again}"
         if backward:
             tag(node)
     for output, mark in of.items():

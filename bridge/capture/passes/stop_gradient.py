@@ -20,6 +20,7 @@ from torch import fx
 
 from bridge.base.errors import Unsupported, user_line
 from bridge.base.torch_internals import HigherOrderOperator, aten
+from bridge.capture.own_functions import OWN
 from bridge.capture.passes.alias_analysis import Aliases, is_detach, is_view, written
 from bridge.capture.passes.attention import unfuse_learned_masks
 from bridge.capture.passes.recurrent import keep_layers_whole
@@ -51,8 +52,8 @@ def prepare(graph_module: fx.GraphModule, requires_grad: Callable[[fx.Node], boo
     problems += _wrong_in_torch(graph_module.graph, requires_grad)
     for node in graph_module.graph.nodes:
         if node.op == "call_function":
-            where = user_line(node.meta.get("stack_trace"))
-            node.meta["custom"] = {"origin": node.name, **({"where": where} if where else {})}
+            told = {"where": user_line(node.meta.get("stack_trace")), OWN: node.meta.get(OWN)}
+            node.meta["custom"] = {"origin": node.name, **{key: value for key, value in told.items() if value}}
     graph_module.graph.lint()
     graph_module.recompile()
     return problems

@@ -33,6 +33,41 @@ OPERATORS = {
 }
 
 
+OPERATORS |= {
+    "covariances": lambda x: torch.cov(x, fweights=torch.arange(1, 5, device=x.device), aweights=x[0].detach().abs()),
+    "correlations": torch.corrcoef,
+    "combinations": lambda x: torch.combinations(x[0], 3) * torch.combinations(x[1], 2, True)[:4, :1],
+    "a random basis": lambda x: torch.svd_lowrank(x, 2)[1],
+    "a user's operator": lambda x: torch.ops.bridge_tests.cubed(x) + torch.ops.bridge_tests.cubed(x.mean()),
+}
+
+
+@torch.library.custom_op("bridge_tests::cubed", mutates_args=())
+def cubed(x: torch.Tensor) -> torch.Tensor:
+    return x**3
+
+
+@cubed.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+cubed.register_autograd(
+    lambda ctx, grad: 3.5 * grad * ctx.saved_tensors[0] ** 2,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+@torch.library.custom_op("bridge_tests::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand_like(x)
+
+
+@noisy.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
 _HOST = pytest.mark.cpu("torch has this operator on the CPU alone")
 
 
@@ -61,7 +96,49 @@ def test_a_size_that_varies():
     assert stats(function).hits == 3
 
 
+def test_weights_that_eager_refuses_are_its_error_at_the_call():
+    function = Function(lambda x, weights: torch.cov(x, aweights=weights))
+    add_tvm_dispatch(function, (square(), torch.ones(4, dtype=torch.float64)))
+    with pytest.raises(RuntimeError, match="aweights cannot be negative"):
+        function(square(), torch.tensor([1.0, -1, 1, 1], dtype=torch.float64))
+    assert stats(function).misses.total() == 1
+
+
+def test_a_split_at_places_is_a_number_that_is_read():
+    function = Function(lambda x, places: torch.tensor_split(x, places, dim=1)[1] * 2)
+    add_tvm_dispatch(function, (square(), torch.tensor([1, 3])))
+    for places in (torch.tensor([1, 3]), torch.tensor([0, 3])):
+        x = square()
+        torch.testing.assert_close(function(x, places), x[:, places[0] : places[1]] * 2)
+    assert stats(function).hits == 1 and stats(function).misses.total() == 1
+
+
+@pytest.mark.parametrize("view", [torch.view_as_real, torch.real, torch.imag])
+def test_parts_of_an_argument_are_a_view_of_it(view):
+    z = torch.randn(3, 4, dtype=torch.complex128, requires_grad=True)
+    function = add_tvm_dispatch(Function(lambda z: (view(z), z * 2)), z)
+    mine, eagers = z.detach().clone().requires_grad_(), z.detach().clone().requires_grad_()
+    (part, double), (expected, _) = function(mine), (view(eagers), eagers * 2)
+    assert part.untyped_storage()._cdata == mine.untyped_storage()._cdata and part.stride() == expected.stride()
+    torch.testing.assert_close(part, expected)
+    (part.sin().sum() + double.abs().sum()).backward()
+    (expected.sin().sum() + (eagers * 2).abs().sum()).backward()
+    torch.testing.assert_close(mine.grad, eagers.grad)
+    assert stats(function).hits == 1
+
+
+def test_a_complex_view_of_a_real_argument():
+    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    function = add_tvm_dispatch(Function(torch.view_as_complex), x)
+    found = function(x)
+    assert found.untyped_storage()._cdata == x.untyped_storage()._cdata
+    torch.testing.assert_close(found, torch.view_as_complex(x))
+    (gradient,) = torch.autograd.grad(found.abs().sum(), x)
+    torch.testing.assert_close(gradient, torch.autograd.grad(torch.view_as_complex(x).abs().sum(), x)[0])
+
+
 REFUSED = {
+    "a draw that no tag tells": (lambda x: torch.ops.bridge_tests.noisy(x.detach()) * x, "has no tag that says so"),
     "sparse tensors": (lambda x: x.to_sparse().to_dense(), "_to_sparse.default: makes a tensor of layout"),
     "a draw": (lambda x: torch.nn.functional.rrelu(x, training=True), "rrelu"),
     "memory": (lambda x: x + torch.ops.aten._lazy_clone(x), "about memory"),

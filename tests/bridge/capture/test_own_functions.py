@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -258,9 +259,68 @@ def test_every_stage_is_eagers():
     assert found.ok, str(found)
 
 
-def test_a_second_derivative_is_an_error():
-    module = add_tvm_dispatch(Block(USES["straight through"]).double(), moved(rows()))
+def second_derivatives(module, x):
+    """Gradients of a module, and of a sum of their squares; or torch's error."""
+    wanted = [x, *module.parameters()]
+    found = module(x)
+    tensors = [each for each in (found if isinstance(found, tuple) else [found]) if isinstance(each, torch.Tensor)]
+    value = sum(each.sin().sum() for each in tensors)
+    first = torch.autograd.grad(value, wanted, create_graph=True, allow_unused=True)
+    squares = sum(each.square().sum() for each in first if each is not None)
+    try:
+        second = torch.autograd.grad(squares, wanted, allow_unused=True)
+    except RuntimeError as error:
+        return str(error)
+    zeros = [torch.zeros_like(each) for each in wanted]
+    return [zero if each is None else each.detach() for each, zero in zip((*first, *second), zeros * 2, strict=True)]
+
+
+NOT_AGAIN = {
+    "sums and casts": "not seen to be linear",
+    "writes into a copy": "not seen to be linear",
+    "one inside another": "applies another one",
+}
+"""Uses whose backward is eager's once, and an error by name when it is differentiated again."""
+
+
+@pytest.mark.composes("`create_graph=True`: gradient penalties, PINNs, MAML, Hessian-vector products")
+@pytest.mark.parametrize("use", USES)
+def test_second_derivatives_are_eagers(use):
+    """Of the user's backward: what forward keeps on its way is a constant to it, arguments and outputs are not."""
+    eager = moved(Block(USES[use]).double())
+    module, x = add_tvm_dispatch(copy.deepcopy(eager), moved(rows())), moved(rows())
+    if use in NOT_AGAIN:
+        with pytest.raises(RuntimeError, match=NOT_AGAIN[use]):
+            second_derivatives(module, x)
+        return
+    mine, eagers = second_derivatives(module, x), second_derivatives(eager, x)
+    assert isinstance(mine, str) == isinstance(eagers, str), (mine, eagers)
+    if isinstance(eagers, str):
+        assert "once_differentiable" in eagers and mine == eagers
+    else:
+        torch.testing.assert_close(mine, eagers, rtol=1e-10, atol=1e-12)
+    assert stats(module).eager_backwards.total() == 1
+
+
+class SetsModes(torch.autograd.Function):
+    """Part of its backward is a constant to a second derivative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.no_grad():
+            slope = x.cos()
+        return grad * slope
+
+
+def test_a_second_derivative_of_a_backward_that_sets_modes_is_an_error():
+    module = add_tvm_dispatch(Block(lambda m, x: SetsModes.apply(m.linear(x))).double(), moved(rows()))
     x = moved(rows())
-    with pytest.raises(RuntimeError, match="derivatives through tvm_dispatch"):
-        (first,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
-        torch.autograd.grad(first.square().sum(), x)
+    module(x).sum().backward()
+    with pytest.raises(RuntimeError, match="sets grad modes"):
+        torch.autograd.grad(module(x).sum(), x, create_graph=True)
