@@ -67,7 +67,7 @@ def test_a_model_of_many_lengths():
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
     shapes = {name: {1: Dim("length", min=3, max=512)} for name in ("input_ids", "attention_mask", "labels")}
-    add_tvm_dispatch(module, sample_kwargs=batch(17), dynamic_shapes=shapes)
+    add_tvm_dispatch(module, sample_kwargs=batch(17), dynamic_shapes=shapes, cuda_graphs=True)
     optimizers = [torch.optim.AdamW(each.parameters(), 1e-3, fused=True) for each in (module, eager)]
     losses = []
     for step in range(120):
