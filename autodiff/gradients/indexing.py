@@ -45,9 +45,20 @@ def _in_range(indices: Expr, extent: Dim, mode: str, emit: Emit) -> Expr:
 
 @gradient("relax.gather_elements")
 def gather_elements(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """dx = zeros with g added at the indices"""
+    """dx = zeros with g added at the indices; where a row has one index, as in a loss, 0 + g there and 0 elsewhere"""
     x, indices = call.args
-    return [op.scatter_elements(zeros_like(x), indices, g, int(call.attrs.axis), "add"), None]
+    extents, wanted = shape(x), shape(indices)
+    axis = int(call.attrs.axis) % len(extents)
+    others = [same(a, b) for place, (a, b) in enumerate(zip(extents, wanted, strict=True)) if place != axis]
+    if not (same(wanted[axis], 1) and all(others)):
+        return [op.scatter_elements(zeros_like(x), indices, g, axis, "add"), None]
+    along = [extents[axis], *[1] * (len(extents) - axis - 1)]
+    # narrow where the extent is: the forward has refused what is no index
+    type_of_index = "int32" if isinstance(extents[axis], int) and extents[axis] < 2**31 else "int64"
+    places = emit(op.reshape(op.arange(0, extents[axis], 1, type_of_index), along))
+    if dtype(indices) != type_of_index:
+        indices = emit(op.astype(indices, type_of_index))
+    return [op.where(op.equal(indices, places), emit(op.add(g, const(0, g))), const(0, g)), None]
 
 
 @gradient("relax.scatter_elements")
