@@ -23,6 +23,8 @@ Key = tuple[int, ...]
 MAX_ADDRESSES = 3
 _LATEST = 64
 """Calls. Parameters that move now and then, as when a checkpoint is loaded, stay direct."""
+_STEADY = 16
+"""Replays in a row after which the calls with new addresses are counted anew: few are."""
 _MOST_KNOWN = 64
 """Addresses of a port that are known, the newest."""
 _PATIENCE = 12
@@ -69,7 +71,7 @@ class Ports:
         Returns:
             whether all of them were known.
         """
-        if self._in_a_row >= _LATEST:
+        if self._in_a_row >= _STEADY:
             self._strange = 0
         self._calls += 1
         self._in_a_row = 0

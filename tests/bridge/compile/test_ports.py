@@ -1,0 +1,97 @@
+"""Ports: which addresses are part of a recording's key, which tensors are copied; bounds of what is recorded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bridge.compile.cuda.slot_memory import pieces_of
+from bridge.compile.graphs import control as control_module
+from bridge.compile.graphs.control import RecordedGraphs
+from bridge.compile.graphs.ports import MAX_ADDRESSES, Ports
+from tests.bridge.compile.host_recorder import HostSlots
+
+
+def tensors(count=3):
+    return [torch.empty(4) for _ in range(count)]
+
+
+def test_what_never_returns_is_copied():
+    ports, given, kept = Ports(3), tensors(), []
+    for _ in range(MAX_ADDRESSES + 1):
+        assert ports.direct == (0, 1, 2) and not ports.version
+        kept.append(torch.empty(4))
+        ports.meet([given[0], kept[-1], given[2]])
+    assert ports.buffered == (1,) and ports.direct == (0, 2) and ports.version == 1
+    assert ports.key(given) == (given[0].data_ptr(), given[2].data_ptr())
+
+
+def test_what_moves_now_and_then_is_not():
+    """Parameters, when a checkpoint is loaded: between two moves there are many replays."""
+    ports, given, kept = Ports(3), tensors(), []
+    for _ in range(4 * MAX_ADDRESSES):
+        kept.append(torch.empty(4))
+        assert not ports.meet([kept[-1], *given[1:]]) and ports.meet([kept[-1], *given[1:]], forgiven=True)
+        for _ in range(40):
+            ports.replayed()
+    assert not ports.buffered and ports.meet([kept[0], *given[1:]], forgiven=True)
+
+
+def test_known_addresses_of_other_sizes_are_no_sign_that_they_move():
+    ports, given = Ports(3), tensors()
+    assert not ports.meet(given, forgiven=True)
+    for _ in range(50):
+        assert ports.meet(given, forgiven=True)
+    ports.forget()
+    assert not ports.meet(given, forgiven=True) and not ports.buffered
+
+
+@pytest.mark.parametrize("sizes", [[3, 5, 1000], [1], [512, 513, 0, 7]])
+def test_pieces_of_a_block_lie_apart_and_aligned(sizes):
+    places, size = pieces_of([((each,), (1,), torch.uint8) for each in sizes])
+    ends = [place + each for place, each in zip(places, sizes, strict=True)]
+    assert all(place % 512 == 0 for place in places) and all(map(int.__le__, ends, [*places[1:], size]))
+
+
+def test_all_sizes_begin_where_the_largest_did():
+    memory = HostSlots()
+    (large,) = memory([((50,), (1,), torch.float32)])
+    address = large.data_ptr()
+    (second,) = memory([((2,), (1,), torch.float32)])
+    assert second.data_ptr() != address and not memory.grown
+    del large, second
+    for rows in (3, 50, 7):
+        made = memory([((rows,), (1,), torch.float32), ((rows, 2), (2, 1), torch.int64)][: 1 + rows % 2])
+        assert made[0].data_ptr() == address
+        del made
+    assert not memory.grown
+
+
+class _Member:
+    """So many recordings of ten bytes each."""
+
+    held_bytes = 0
+
+    def __init__(self, count, last_used):
+        self.count, self.last_used = count, last_used
+
+    def __len__(self):
+        return self.count
+
+    @property
+    def graph_bytes(self):
+        return 10 * self.count
+
+    def drop(self):
+        self.count = 0
+
+
+@pytest.mark.parametrize(("name", "most"), [("MAX_GRAPH_BYTES", 65), ("MAX_RECORDINGS", 7)])
+def test_recordings_are_bounded_in_number_and_in_bytes(monkeypatch, name, most):
+    """What was used the longest ago leaves; what asks for room stays."""
+    monkeypatch.setattr(control_module, name, most)
+    control, members = RecordedGraphs(True), [_Member(3, last_used) for last_used in (5, 2, 9, 1)]
+    for each in members:
+        control.enroll(each)
+    control.make_room(members[3])
+    assert [len(each) for each in members] == [0, 0, 3, 3]
