@@ -45,6 +45,7 @@ from bridge.capture.number_index import computes_with_numbers
 from bridge.capture.observation import Draw
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.passes.autocast import GradModesInRegions, spell_out_casts, without_casts
+from bridge.capture.passes.copies import spell_out_copies
 from bridge.capture.passes.decompose import decompose
 from bridge.capture.passes.link_functions import link_functions
 from bridge.capture.passes.stop_gradient import prepare
@@ -295,6 +296,7 @@ def _trace(
     unsupported += functions.problems
     if functions.uses:
         unsupported += link_functions(exported.graph_module, functions.uses, without_casts)
+    spell_out_copies(exported.graph_module.graph)
     unsupported += spell_out_casts(exported.graph_module, ambient_autocast(), needs_grad)
     unsupported += prepare(exported.graph_module, needs_grad)
     with GradModesInRegions() as grad_modes, given(module, readings):
