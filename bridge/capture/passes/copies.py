@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from bridge.base.torch_internals import aten
@@ -20,8 +21,8 @@ def spell_out_copies(graph: fx.Graph) -> None:
         x, y, *_ = node.args
         if not isinstance(y, fx.Node):
             continue
-        to, given = x.meta["val"], y.meta["val"]
-        if (to.dtype, tuple(to.shape)) == (given.dtype, tuple(given.shape)):
+        to, given, made = (each.meta["val"] for each in (x, y, node))
+        if _form(to) == _form(given) or _form(to) != _form(made):  # export's own, of an assignment
             continue
         if not all(isinstance(extent, int) for extent in (*to.shape, *given.shape)):
             continue
@@ -31,6 +32,10 @@ def spell_out_copies(graph: fx.Graph) -> None:
             if to.shape != given.shape:
                 y = _emit(graph, node, aten.expand.default, (y, list(to.shape)), {})
         node.args = (x, y, *node.args[2:])
+
+
+def _form(value: torch.Tensor) -> tuple:
+    return value.dtype, tuple(value.shape)
 
 
 def _emit(graph: fx.Graph, copied: fx.Node, op: Any, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
