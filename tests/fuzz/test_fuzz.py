@@ -23,6 +23,8 @@ from tests.fuzz.verdict import Verdict
 pytestmark = pytest.mark.slow
 
 COUNT, BATCH = 40, 5
+RICH = (10, 32, 33, 41, 65, 89, 236)
+"""Seeds whose programs have all words, when this was written: others are generated for what is not in these."""
 
 
 @pytest.mark.parametrize("first", range(0, COUNT, BATCH))
@@ -59,7 +61,7 @@ def test_the_generator_uses_its_whole_vocabulary():
         "register_forward_hook",
         "register_forward_pre_hook",
     ]
-    for seed in range(400):
+    for seed in (*RICH, *range(400)):
         source = generate(seed).source
         wanted = [word for word in wanted if word not in source]
         if not wanted:

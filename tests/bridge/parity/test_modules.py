@@ -14,28 +14,31 @@ def rows(requires_grad: bool = True) -> torch.Tensor:
     return torch.randn(7, 6, requires_grad=requires_grad)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+KINDS = [
+    models.MLP,
+    models.TwoOutputs,
+    models.NonDifferentiable,
+    models.Frozen,
+    models.ReturnsDict,
+    models.ReturnsList,
+    models.ReturnsNested,
+    models.ReturnsInput,
+    models.ReturnsTwice,
+    models.ReturnsParameter,
+    models.UsedTwice,
+    models.Unused,
+    models.SharedSubmodule,
+    models.Detached,
+    models.DetachedOutput,
+    models.NoGradBlock,
+    models.Branches,
+]
+
+
 @pytest.mark.parametrize(
-    "kind",
-    [
-        models.MLP,
-        models.TwoOutputs,
-        models.NonDifferentiable,
-        models.Frozen,
-        models.ReturnsDict,
-        models.ReturnsList,
-        models.ReturnsNested,
-        models.ReturnsInput,
-        models.ReturnsTwice,
-        models.ReturnsParameter,
-        models.UsedTwice,
-        models.Unused,
-        models.SharedSubmodule,
-        models.Detached,
-        models.DetachedOutput,
-        models.NoGradBlock,
-        models.Branches,
-    ],
+    ("kind", "dtype"),
+    [*((kind, torch.float64) for kind in KINDS), *((kind, torch.float32) for kind in (models.MLP, models.Branches))],
+    ids=str,
 )
 def test_module(kind, dtype):
     check_module(kind, rows, dtype=dtype)
