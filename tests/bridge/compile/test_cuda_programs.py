@@ -11,6 +11,7 @@ from transformers import ConvNextConfig, GPT2Config
 from transformers.models.convnext.modeling_convnext import ConvNextLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
+from benchmarks.lstm import LayerNormLSTM
 from benchmarks.recurrent_cells import LSTM
 from bridge import lower
 from bridge.compile import Built, CallLibrary, CompileOptions, Launch, Loop, View, backend_for, compile_function
@@ -109,13 +110,15 @@ def test_a_programs_products_are_torchs_and_launches_have_shapes(name, collected
         assert program.backend.device == torch.device("cuda", 0) != backend_for(None).device
 
 
-def test_a_step_of_an_lstm_is_a_product_and_one_launch():
+@pytest.mark.parametrize(("cell", "launches"), [(LSTM, 1), (LayerNormLSTM, 2)])
+def test_a_step_of_a_cell_is_a_product_and_few_launches(cell, launches, monkeypatch):
+    monkeypatch.setattr("bridge.lowering.pipeline.HOST", torch.device("meta"))  # it is lowered as for a GPU
     torch.manual_seed(0)
-    lowered = lower(LSTM(16).train(), rows(8, 5, 16))
+    lowered = lower(cell(16).train(), rows(8, 5, 16))
     options = CompileOptions.current(Collecting(arch=ARCHES[0]))
     found = []
     for function in (lowered.forward, lowered.expected_backward):
-        program = compile_function(function, name="lstm", options=options)
+        program = compile_function(function, name="cell", options=options)
         (loop,) = [step for step in program.steps if isinstance(step, Loop)]
         found.append([type(step) for step in loop.steps if not isinstance(step, View)])
-    assert found == [[CallLibrary, Launch], [Launch, CallLibrary]]
+    assert found == [[CallLibrary, *[Launch] * launches], [*[Launch] * launches, CallLibrary]]

@@ -12,7 +12,9 @@ from bridge.compile.loop_ir.graph import Graph
 from bridge.compile.passes.casts import cast_where_read
 from bridge.compile.passes.choose_layouts import choose_layouts
 from bridge.compile.passes.dead_code import eliminate_dead_code
+from bridge.compile.passes.row_values import recompute_row_values
 from bridge.compile.passes.widen import widen_gradients
+from bridge.compile.schedule.fuse import fuse
 from bridge.compile.translate import translate
 from tests.bridge.compile.graph_text import text
 from tests.bridge.compile_helpers import function
@@ -43,6 +45,28 @@ def test_a_bias_is_cast_where_it_is_added():
 def test_what_is_not_small_is_cast_once():
     graph = translated([((4, 8), "bfloat16"), ((8,), "float32")], biased("bfloat16"))
     assert text(cast_where_read(graph, GPU)) == text(graph)
+
+
+def normalized(emit, x, narrow, variance) -> list[relax.Var]:
+    """One number for each row, for rows of 32 and of 8."""
+    root = emit(op.rsqrt(emit(op.add(variance, variance))))
+    return [emit(op.multiply(each, root)) for each in (x, narrow)]
+
+
+def test_a_row_value_is_computed_in_each_kernel_that_reads_it():
+    graph = translated([((8, 32), "float32"), ((8, 8), "float32"), ((8, 1), "float32")], normalized)
+    before = ["0 = add(p2, p2)", "1 = rsqrt(0)", "2 = multiply(p0, 1[8,32:1,0+0])", "3 = multiply(p1, 1[8,8:1,0+0])"]
+    assert text(graph) == [*before, "return 2, 3"]
+    made = eliminate_dead_code(recompute_row_values(graph, GPU), GPU)
+    ways = [*before[:3], "3 = add(p2, p2)", "4 = rsqrt(3)", "5 = multiply(p1, 4[8,8:1,0+0])"]
+    assert text(made) == [*ways, "return 2, 5"]
+    assert [[len(group.sources) for group in fuse(each, GPU)] for each in (graph, made)] == [[0, 1], [0, 0]]
+    assert recompute_row_values(graph, host_backend()) is graph
+
+
+def test_a_row_value_of_rows_of_one_length_is_computed_once():
+    graph = translated([((8, 32), "float32"), ((8, 32), "float32"), ((8, 1), "float32")], normalized)
+    assert text(recompute_row_values(graph, GPU)) == text(graph)
 
 
 def weight_gradient(half: str, also=None):
