@@ -390,7 +390,7 @@ def compile_lock() -> Any:
 
 
 def leave_frames_alone(code: CodeType) -> bool:
-    """Makes Dynamo leave frames of ``code``, and all that they call, alone; whether it could. ``disable`` would wrap."""
+    """Makes Dynamo leave frames of ``code``, and all that they call, alone; whether it could: ``disable`` wraps."""
     eval_frame = find("torch._C._dynamo.eval_frame", None)
     if eval_frame is None or not hasattr(eval_frame, "set_code_exec_strategy"):
         return False
