@@ -11,7 +11,7 @@ from autodiff.ir import bindings
 from autodiff.scan import is_scan, scan_of
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
 from bridge.capture import LOOP_MARKS
-from bridge.capture.loops import attempt
+from bridge.capture.loops import attempt, uncomputed
 from tests.bridge.compare import check_module
 from tests.device import DEVICE
 
@@ -20,8 +20,9 @@ pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="loops are recorded
 
 @pytest.fixture(autouse=True)
 def few_operators(monkeypatch):
-    """Short loops are recorded, too."""
+    """Short loops are recorded, too, and small calls of a kind computed once."""
     monkeypatch.setattr(attempt, "LEAST_OPERATORS", 1)
+    monkeypatch.setattr(uncomputed, "LEAST_ELEMENTS", 1)
 
 
 class Lstm(nn.Module):
@@ -171,6 +172,22 @@ class BothWays(nn.Module):
         return torch.cat([torch.stack(theres, 1), torch.stack(backs, 1)], -1)
 
 
+class Indices(nn.Module):
+    """What was computed is an index: such a run computes everything."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(4, 3), nn.Linear(3, 4)
+
+    def forward(self, x):
+        state = x[:, 0]
+        for step in range(x.shape[1]):
+            state = torch.tanh(
+                self.embedding((self.linear(state).sigmoid() * 3.99).long()).mean(1) * state + x[:, step]
+            )
+        return state
+
+
 MODULES = {
     "lstm": Lstm,
     "layer norm lstm, last part first": lambda: Lstm(norm=True, backwards=True),
@@ -185,6 +202,7 @@ FORMS = {
     "stacked": Stacked,
     "stacked, layer by layer": lambda: Stacked(layer_by_layer=True),
     "both ways": BothWays,
+    "indices": Indices,
 }
 
 
@@ -339,6 +357,22 @@ def test_what_is_not_proven_is_captured_as_it_is(kind):
     except UnsupportedModule:  # by name, as ever
         return
     assert not marks_of(stats(module).entries[0].lowered)
+
+
+def test_calls_of_a_kind_are_computed_once_unless_an_index_is_made_of_them():
+    def recorder_of(module, x):
+        run = attempt._RecordedRun(computes=False)
+        try:
+            run.of(module, (x,), {})
+        except attempt.NotRecordedError:
+            pass
+        return run._recorder, run.may_compute
+
+    recorders = [recorder_of(Lstm(norm=True), torch.randn(2, steps, 3))[0] for steps in (10, 20)]
+    computed = [len(each.calls.rows) - each.uncomputed.left_out for each in recorders]
+    views = sum(10 for _ in ("x[:, step]", "chunk"))
+    assert computed[1] - computed[0] == views
+    assert recorder_of(Indices(), torch.randn(2, 10, 3))[1]
 
 
 def test_a_call_of_few_operators_is_traced_as_it_is(monkeypatch):
