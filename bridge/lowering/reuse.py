@@ -36,6 +36,7 @@ from bridge.base.torch_cuda import settle_attention_order
 from bridge.base.torch_internals import pytree, storage_id
 from bridge.base.torch_shapes import fixed
 from bridge.capture import (
+    LOOP_MARKS,
     Captured,
     DynamicDim,
     FakeRun,
@@ -143,7 +144,11 @@ def _lower_once(
         observation_key = _observe_all_sizes(module, args, kwargs, dims, captured) if call_key is not None else None
     else:
         observation_key = _observation_key(captured.fake_observation, captured.readings)
-        if captured.as_eager:
+        if _has_recorded_loops(captured):
+            observation_key = (
+                None  # of one step; to observe all steps of the next call would take longer than to capture it
+            )
+        elif captured.as_eager:
             observation_key = _key_of_both(module, args, kwargs, captured)
         elif observation_key is not None and captured.fake_observation.asks:
             eagers = _eagers_run(module, args, kwargs)
@@ -154,6 +159,11 @@ def _lower_once(
         if on_disk is not None and not captured.readings and not captured.problems:
             keep_lowering(on_disk, observation_key, module, lowered)
     return lowered
+
+
+def _has_recorded_loops(captured: Captured) -> bool:
+    """Whether one step was traced in place of a loop's."""
+    return any(node.target in LOOP_MARKS for node in captured.graph.nodes)
 
 
 def _remember(call_key: tuple, observation_key: tuple, lowered: LoweredCall) -> None:

@@ -12,6 +12,7 @@ from autodiff.scan import is_scan, scan_of
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
 from bridge.capture import LOOP_MARKS
 from bridge.capture.loops import attempt, uncomputed
+from bridge.lowering import reuse
 from tests.bridge.compare import check_module
 from tests.device import DEVICE
 
@@ -357,6 +358,15 @@ def test_what_is_not_proven_is_captured_as_it_is(kind):
     except UnsupportedModule:  # by name, as ever
         return
     assert not marks_of(stats(module).entries[0].lowered)
+
+
+def test_all_steps_of_the_next_call_are_not_looked_at(monkeypatch):
+    """Neither in this process nor in a later one: a capture takes less time."""
+    observed, held = [], []
+    monkeypatch.setattr(reuse, "_observe", lambda *given: observed.append(given))
+    for _ in range(2):
+        held.append(reuse.lower_once(Lstm(), (torch.randn(2, 11, 3),), {}, grad=True, partition="min_cut"))
+    assert all(map(marks_of, held)) and not observed
 
 
 def test_calls_of_a_kind_are_computed_once_unless_an_index_is_made_of_them():
