@@ -42,10 +42,10 @@ class Producers:
         node = self._nodes.get(value)
         return node if node is not None and self._is_cheap(node) else None
 
-    def arithmetic(self, value: Value) -> Pointwise | None:
-        """The arithmetic that computes a value, whatever it costs, or ``None``; no draw."""
+    def arithmetic(self, value: Value, draws: bool = False) -> Pointwise | None:
+        """The arithmetic that computes a value, whatever it costs, or ``None``; ``draws``: also of drawn masks."""
         node = self._nodes.get(value)
-        reads = () if node is None else (read for read in node.operands if isinstance(read, Operand))
+        reads = () if node is None or draws else (read for read in node.operands if isinstance(read, Operand))
         return None if any(read.value.source == "index" for read in reads) else node
 
     def _is_cheap(self, node: Pointwise) -> bool:

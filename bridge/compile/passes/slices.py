@@ -8,7 +8,7 @@ of an LSTM are added up in the kernel that applies their activations.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from autodiff.extents import same, sample_of
@@ -29,21 +29,35 @@ def recompute_slices(graph: Graph, rules: Rules) -> Graph:
 
 
 def _sliced(graph: Graph) -> set[Value]:
-    """Values of which point-wise nodes read slices, and nobody anything else, of no more elements than they have."""
-    parts: dict[Value, set[Operand]] = defaultdict(set)
-    others = {operand.value for operand in graph.results}
+    """Values of which point-wise nodes read slices, and nobody anything else, of no more elements than they have; and
+    what such values alone are made of."""
+    readers: dict[Value, list[tuple[Node, Operand]]] = defaultdict(list)
     for node in graph.nodes:
         for operand in node.operands:
-            part = _part(operand) if isinstance(operand, Operand) else None
-            if part is not None and type(node) is Pointwise:
-                parts[part.value].add(part)
-            elif isinstance(operand, Operand):
-                others.add(operand.value)
-    return {
-        value
-        for value, found in parts.items()
-        if value not in others and sum(sample_of(part.view.numel) for part in found) <= sample_of(value.numel)
-    }
+            if isinstance(operand, Operand):
+                readers[operand.value].append((node, operand))
+    results = {operand.value for operand in graph.results}
+    counts: dict[Value, int] = {}  # of elements that are read
+    for node in reversed(graph.nodes):
+        if type(node) is Pointwise and node.out not in results:
+            count = _count(readers[node.out], counts)
+            if count is not None and 0 < count <= sample_of(node.out.numel):
+                counts[node.out] = count
+    return set(counts)
+
+
+def _count(readers: Sequence[tuple[Node, Operand]], counts: Mapping[Value, int]) -> int | None:
+    """How many elements of a value are read in slices, each slice once; ``None`` if one reads it in another way."""
+    found: dict[Operand | Value, int] = {}
+    for node, operand in readers:
+        part = _part(operand)
+        if type(node) is Pointwise and part is not None:
+            found[part] = sample_of(part.view.numel)
+        elif type(node) is Pointwise and operand.is_whole and node.out in counts:
+            found[node.out] = counts[node.out]
+        else:
+            return None
+    return sum(found.values())
 
 
 def _part(operand: Operand) -> Operand | None:
@@ -83,7 +97,7 @@ class _Slices:
 
     def _computed(self, part: Operand, name: str) -> Operand:
         of_any = part.value in self._sliced
-        producer = self._producers.arithmetic(part.value) if of_any else self._producers.cheap(part.value)
+        producer = self._producers.arithmetic(part.value, draws=True) if of_any else self._producers.cheap(part.value)
         reads = None if producer is None else box_of_arithmetic(producer, part)
         if reads is None:
             return part
