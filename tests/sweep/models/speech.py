@@ -44,9 +44,6 @@ def _whisper(**options: Any) -> nn.Module:
 MODELS = {
     "wav2vec2-ctc": Case(lambda: _wav2vec2(layerdrop=0.0), _waves),
     "wav2vec2-ctc-layerdrop": Case(lambda: _wav2vec2(layerdrop=0.3), _waves),
-    "wav2vec2-ctc-masks": Case(
-        lambda: _wav2vec2(layerdrop=0.0, apply_spec_augment=True, mask_time_prob=0.2, mask_time_length=3), _waves
-    ),
     "whisper": Case(_whisper, _spectra),
     "whisper-layerdrop": Case(lambda: _whisper(encoder_layerdrop=0.3, decoder_layerdrop=0.3), _spectra),
 }
