@@ -88,7 +88,7 @@ def _offload_on_a_side_stream():
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             torch.cuda._sleep(200_000)
-            there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            there = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             there.copy_(tensor, non_blocking=True)
         tensor.record_stream(side)
         return there
