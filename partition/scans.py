@@ -54,12 +54,15 @@ def differentiable_scans(
         if binding.op != _STOP and any(read in active for read in binding.reads):
             active.add(binding)
         if is_scan(binding.value):
-            _make_differentiable(body, binding, active, strategy, sums_later)
+            made = _make_differentiable(body, binding, active, strategy, sums_later)
+            if binding in active:
+                active.add(made)  # what reads it is active, too
 
 
 def _make_differentiable(
     body: Body, binding: Binding, active: set[Binding], strategy: str | Strategy, sums_later: bool
-) -> None:
+) -> Binding:
+    """The binding of the scan with its gradient, in the place of the one without."""
     scan, tensors = scan_of(binding.value)
     given = [isinstance(tensor, Var) and body.binding(tensor) in active for tensor in tensors]
     wanted, differentiated = _flow(scan, given)
@@ -72,7 +75,7 @@ def _make_differentiable(
         text = body_text(simple)
         made = scan if text is None else dataclasses.replace(scan, body=text)
     if made is scan:
-        return
+        return binding
     call = scan_call(made, tensors)
     place = body.bindings.index(binding)
     var = DataflowVar(binding.name, call.ty_args[0])
@@ -81,6 +84,7 @@ def _make_differentiable(
     for user in list(binding.users):
         body.substitute(user, {binding: var})
     body.undefine(binding)
+    return new
 
 
 def _flow(scan: Scan, given: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from autodiff.gradients.registry import Emit, checks, library_gradient
-from autodiff.ir import Call, Expr, Var
+from autodiff.ir import Call, Expr, Var, is_float
 from autodiff.scan.gradient import partials
-from autodiff.scan.operator import NAME, read
+from autodiff.scan.operator import NAME, scan_of
 
 __all__ = ["check_gradient", "scan"]
 
@@ -21,5 +21,10 @@ def scan(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
 @checks(NAME)
 def check_gradient(call: Call, active: Collection[Var]) -> str | None:
     """A scan is given its gradient when it is made one for training."""
-    options = call.args[1]
-    return None if read(str(options.value)).gradient is not None else "the scan has no gradient"
+    scan, tensors = scan_of(call)
+    if scan.gradient is None:
+        return "the scan has no gradient"
+    wanted = scan.gradient["wanted"]
+    missing = [place for place, tensor in enumerate(tensors) if tensor in active and is_float(tensor)]
+    missing = [place for place in missing if place not in wanted]
+    return f"the scan has no gradient with respect to its tensors {missing}" if missing else None

@@ -24,6 +24,7 @@ from bridge.base.collector import collection_paused
 from bridge.base.log import channel
 from bridge.base.torch_internals import pytree
 from bridge.capture.eager_run import nothing_saved, owned_state
+from bridge.capture.loops.alive import evenly_alive
 from bridge.capture.loops.find import find_loops
 from bridge.capture.loops.recorder import CallRecorder, NotRecordedError, OperatorWatch
 from bridge.capture.loops.replay import Replay
@@ -104,7 +105,7 @@ class _RecordedRun:
         if run.unsupported or run.objects or watch.count + left_out < LEAST_OPERATORS:
             return None
         calls = recorder.finish(run.results, run.out_spec)
-        replay = Replay(calls, find_loops(calls))
+        replay = Replay(calls, evenly_alive(calls, find_loops(calls)))
         if 2 * replay.length > len(calls.rows):
             raise NotRecordedError(f"{replay.length} of {len(calls.rows)} calls are in no loop")
         run.results.clear()

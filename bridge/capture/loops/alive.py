@@ -1,0 +1,51 @@
+"""Live rows: recorded calls and their loops -> loops of whose rows each is needed in all steps, or in none.
+
+What nobody reads has no gradient in eager. In a loop it would have the gradient zero in the steps in which nobody reads
+it, and zero times an infinite factor is not a number. So the last steps, in which fewer rows are needed (a state that
+no step comes after), are no part of the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bridge.capture.loops.calls import Calls, values_in
+from bridge.capture.loops.find import LEAST_STEPS, Loop
+from bridge.capture.loops.recorder import NotRecordedError
+
+__all__ = ["evenly_alive"]
+
+
+def evenly_alive(calls: Calls, loops: Sequence[Loop]) -> list[Loop]:
+    """The loops, some without their last steps.
+
+    ``NotRecordedError`` if rows are needed in other steps than the first ones, or if steps that would be left out are
+    read by another loop.
+    """
+    alive = _alive(calls)
+    return [_even(loop, number, loops, alive) for number, loop in enumerate(loops)]
+
+
+def _alive(calls: Calls) -> list[bool]:
+    """Of each row, whether the results need it."""
+    needed = set(values_in(calls.results))
+    alive = [False] * len(calls.rows)
+    for number in range(len(calls.rows) - 1, -1, -1):
+        row = calls.rows[number]
+        if not needed.isdisjoint(row.makes):
+            alive[number] = True
+            needed.update(row.reads)
+    return alive
+
+
+def _even(loop: Loop, number: int, loops: Sequence[Loop], alive: Sequence[bool]) -> Loop:
+    period = loop.period
+    steps = [tuple(alive[begin : begin + period]) for begin in range(loop.start, loop.stop, period)]
+    count = next((count for count, each in enumerate(steps) if each != steps[0]), len(steps))
+    if count == len(steps):
+        return loop
+    read = any(isinstance(parts.of, tuple) and parts.of[0] == number for each in loops for parts in each.parts)
+    if count < LEAST_STEPS or read:
+        raise NotRecordedError(f"what the results need of a step differs after step {count} of {len(steps)}")
+    return replace(loop, steps=count, numbers={row: numbers[:count] for row, numbers in loop.numbers.items()})

@@ -1,0 +1,132 @@
+"""Loops after one another, and steps that the results do not need: gradients are eager's, in float64."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from autodiff.gradients.registry import CHECKS
+from autodiff.ir import bindings
+from autodiff.scan import is_scan, scan_call, scan_of
+from bridge import add_tvm_dispatch, lower, stats
+from bridge.capture import LOOP_MARKS
+from bridge.capture.loops import attempt
+from tests.device import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="loops are recorded on processors")
+
+
+@pytest.fixture(autouse=True)
+def few_operators(monkeypatch):
+    """Short loops are recorded, too."""
+    monkeypatch.setattr(attempt, "LEAST_OPERATORS", 1)
+
+
+class Chained(nn.Module):
+    """The second loop reads what the first one made, and nothing with parameters stands between them."""
+
+    def __init__(self, falls=False, starts_at_part=False):
+        super().__init__()
+        self.falls, self.starts_at_part = falls, starts_at_part
+
+    def forward(self, x):
+        lower, upper = x.sum(0), x[1] if self.starts_at_part else torch.zeros_like(x[0])
+        made, results = [], []
+        for step in range(len(x)):
+            lower = torch.sin(lower + x[step])
+            made.append(lower)
+        for part in torch.stack(made[::-1] if self.falls else made):
+            upper = torch.tanh(upper + part)
+            results.append(upper)
+        return torch.stack(results), upper
+
+
+class LastStateUnused(nn.Module):
+    """What the last step makes of ``other`` is read by no step."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(4, dtype=torch.float64))
+
+    def forward(self, x):
+        state, other = x[0], x[1]
+        for part in x:
+            state, other = torch.tanh(state + other), (part * self.factor).tanh()
+        return state
+
+
+class OneStepRead(nn.Module):
+    """Of ``seen``, the results need that of one step."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(4, dtype=torch.float64))
+
+    def forward(self, x):
+        state, seen = x[0], []
+        for part in x:
+            state = torch.tanh(state + 0.5)
+            seen.append((part * self.factor).tanh() + state)
+        return state, seen[3]
+
+
+def gradients(module, x):
+    results = module(x)
+    results = results if isinstance(results, tuple) else (results,)
+    generator = torch.Generator().manual_seed(1)
+    torch.autograd.backward(results, [torch.randn(y.shape, dtype=y.dtype, generator=generator) for y in results])
+    return [*results, x.grad, *(parameter.grad for parameter in module.parameters())]
+
+
+def compare(module, x, samples=()):
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, x.clone().requires_grad_())
+    for each in (x, *samples):
+        for parameter in (*module.parameters(), *eager.parameters()):
+            parameter.grad = None
+        ours, theirs = (gradients(one, each.clone().requires_grad_()) for one in (module, eager))
+        for mine, its in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12, equal_nan=True)
+    assert stats(module).hits == 1 + len(samples)
+    return stats(module).entries[0].lowered
+
+
+def marks_of(lowered):
+    return [node for node in lowered.captured.graph.nodes if node.target in LOOP_MARKS]
+
+
+@pytest.mark.parametrize("falls", [False, True])
+@pytest.mark.parametrize("starts_at_part", [False, True])
+def test_gradients_flow_from_loop_to_loop(falls, starts_at_part):
+    torch.manual_seed(0)
+    assert marks_of(compare(Chained(falls, starts_at_part), torch.randn(8, 2, 4, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("kind", [LastStateUnused, OneStepRead])
+def test_steps_that_nobody_reads_have_no_gradient(kind):
+    """An infinite number that only such a step reads is multiplied by no gradient, not by zero."""
+    torch.manual_seed(0)
+    x = torch.randn(9, 2, 4, dtype=torch.float64)
+    infinite = x.clone()
+    infinite[8] = float("inf")
+    lowered = compare(kind(), x, [infinite])
+    assert bool(marks_of(lowered)) is (kind is LastStateUnused)
+
+
+def test_a_gradient_that_a_scan_lacks_is_a_reason():
+    """Where more is active than the scan was made differentiable for."""
+    lowered = lower(Chained(starts_at_part=True), torch.randn(8, 2, 4, requires_grad=True))
+    calls = [value for _, value in bindings(lowered.forward) if is_scan(value)]
+    assert len(calls) == 2
+    check = CHECKS["library.scan"]
+    for call in calls:
+        scan, tensors = scan_of(call)
+        *fewer, last = wanted = scan.gradient["wanted"]
+        assert check(call, [tensors[place] for place in wanted]) is None
+        lacking = scan_call(replace(scan, gradient={**scan.gradient, "wanted": fewer}), tensors)
+        assert f"[{last}]" in check(lacking, [tensors[place] for place in wanted])
+        assert check(lacking, [tensors[place] for place in fewer]) is None
