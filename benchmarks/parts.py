@@ -47,7 +47,7 @@ class Filtered(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.before:
             x = layer(x)
-        worth = x.detach().norm(dim=-1).cpu().numpy()
+        worth = x[..., 0].detach().cpu().numpy()  # norms behind a LayerNorm are alike but for rounding
         order = torch.from_numpy(worth.argsort(1)[:, x.shape[1] // 2 :].copy()).to(x.device)
         x = x.gather(1, order[..., None].expand(-1, -1, x.shape[-1]))
         for layer in self.after:

@@ -23,13 +23,7 @@ def _mixtral(form: str) -> nn.Module:
 
 def _qwen(form: str) -> nn.Module:
     widths = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 20}
-    options = {
-        "num_experts": 5,
-        "num_experts_per_tok": 2,
-        "output_router_logits": True,
-        "norm_topk_prob": True,
-        **widths,
-    }
+    options = {"num_experts": 5, "num_experts_per_tok": 2, "output_router_logits": True, "norm_topk_prob": True}
     return _routed(hf.Qwen2MoeForCausalLM, hf.Qwen2MoeConfig(**decoder(**options, **widths)), form)
 
 
