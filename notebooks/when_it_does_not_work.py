@@ -61,7 +61,7 @@ print(examine(Sparse(), x))
 # ## Unsupported modules
 #
 # What a graph cannot hold is refused when the dispatch is added, not discovered in epoch three: a shape that numbers
-# decide, Python state that `forward` changes, an argument that it overwrites. The module is then exactly as it was.
+# decide, Python state that `forward` changes. The module is then exactly as it was.
 # (A branch on a number is compiled as the sample takes it, and checked at every call; a counter is counted on.)
 
 
@@ -80,14 +80,7 @@ class Remembers(Sparse):
         return self.drop(self.linear(x))
 
 
-class Overwrites(Sparse):
-    def forward(self, x):
-        y = self.drop(self.linear(x))
-        x.add_(1)
-        return y
-
-
-for kind in (Selects, Remembers, Overwrites):
+for kind in (Selects, Remembers):
     module = kind().train()
     before = dict(vars(module))
     try:

@@ -179,7 +179,9 @@ def _same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
         return torch.equal(one, other)
     tolerance = min(1e3 * torch.finfo(one.dtype).eps, 0.05)
     flat = [as_parts(tensor).reshape(-1) for tensor in (one, other)]
-    if torch.equal(*flat):
+    # Eight-bit floats have no comparison.
+    bits = [tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in flat]
+    if torch.equal(*bits):
         return True
     largest = [finite.abs().max().item() for _, b in _pieces(flat) if (finite := b[b.isfinite()]).numel()]
     scale = max(largest, default=1.0)
