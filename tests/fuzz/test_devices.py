@@ -24,7 +24,8 @@ def program(*body: str, result: str = "y", others: tuple = ()) -> Program:
 
 
 def dispatched_as(monkeypatch, forward):
-    """The dispatch is a function instead."""
+    """The dispatch is a function instead, which is not differentiated twice."""
+    monkeypatch.setattr("tests.fuzz.calls.TWICE", 0.0)
     monkeypatch.setattr(
         "tests.fuzz.sample.add_tvm_dispatch",
         lambda module, sample, **options: module.__dict__.update(_compiled_call_impl=forward),

@@ -104,6 +104,7 @@ def test_weights_that_eager_refuses_are_its_error_at_the_call():
     assert stats(function).misses.total() == 1
 
 
+@pytest.mark.cpu("torch wants the places on the CPU")
 def test_a_split_at_places_is_a_number_that_is_read():
     function = Function(lambda x, places: torch.tensor_split(x, places, dim=1)[1] * 2)
     add_tvm_dispatch(function, (square(), torch.tensor([1, 3])))

@@ -267,6 +267,7 @@ def test_plans_do_not_depend_on_the_length():
         assert one.layout == other.layout and [str(step) for step in one.steps] == [str(step) for step in other.steps]
 
 
+@pytest.mark.cpu("another device stands in for the GPU")
 @pytest.mark.parametrize("sums_later", [False, True])
 def test_rows_of_sums_leave_the_loop_for_a_gpu(sums_later, monkeypatch):
     monkeypatch.setattr("bridge.lowering.pipeline.HOST", torch.device("meta") if sums_later else DEVICE)
