@@ -238,8 +238,9 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     os.environ["BRIDGE_CACHE"] = "0"  # it knows nothing of what ``unrolled`` switches off
-    tf32 = options.precision == "tf32"
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    if options.device != "cpu":
+        tf32 = options.precision == "tf32"
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     print(f"forward + backward, {options.precision}, on {options.device}; {versions()}; {machine()}\n", flush=True)
     columns = FORMS["recurrent"]
     print(header(columns))

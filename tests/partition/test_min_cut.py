@@ -134,8 +134,8 @@ def test_policy_sees_module_paths():
     made = joints.mlp()
     seen = {}
     policy = MinCut(policy=lambda node: seen.update({node.name: node.module_path}))
-    plan = plan_of(made, policy, module_paths={"h": "encoder.up"})
-    assert seen["h"] == "encoder.up" and seen["a"] == ""
+    plan = plan_of(made, policy, module_paths={"h": "encoder.up", "a": ""})
+    assert seen["h"] == "encoder.up" and seen["a"] == seen["r"] == ""  # what has none: that of what it reads
     assert plan.captures[0].module_path == "encoder.up"
     assert "encoder.up" in plan.table()
 
