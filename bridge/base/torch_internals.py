@@ -119,7 +119,7 @@ class _Aten:
 aten = _Aten()
 linear_pointwise: Any = find("torch.ops.mkldnn._linear_pointwise", None)
 """oneDNN's linear layer ``(x, weight, bias, "none", [], "")``, or ``None`` in a build without oneDNN."""
-bfloat16_in_onednn: Any = find("torch.ops.mkldnn._is_mkldnn_bf16_supported", None)
+bfloat16_in_onednn: Callable[[], bool] = find("torch.ops.mkldnn._is_mkldnn_bf16_supported", lambda: False)
 """``() → bool``: whether oneDNN has bfloat16 products on this processor."""
 
 

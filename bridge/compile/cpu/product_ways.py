@@ -38,10 +38,8 @@ def library_ways(product: ProductShape) -> list[str]:
         return ways
     if min(product.m, product.n) <= _SKINNY:
         ways.append("mm_swapped")
-    if linear_pointwise is not None and (
-        product.element_type == "float32"
-        or (product.element_type == "bfloat16" and bfloat16_in_onednn is not None and bfloat16_in_onednn())
-    ):
+    has_type = product.element_type == "float32" or (product.element_type == "bfloat16" and bfloat16_in_onednn())
+    if linear_pointwise is not None and has_type:
         ways.append("linear")
     return ways
 

@@ -171,15 +171,12 @@ class CpuProducts:
         if panels * width * _quotient_up(product.m, low) * low > _WASTE * product.m * product.n:
             return ways
         tasks = _tasks(tile)
-        return [
-            *ways,
-            *(
-                way
-                for way in (tasks if tuning else _USUAL)
-                for tallest, widest in (tasks[way],)
-                if way == GENERATED or product.m > tallest or (widest < tile.panels and panels > widest)
-            ),
-        ]
+
+        def cuts_otherwise(way: str) -> bool:
+            tallest, widest = tasks[way]
+            return way == GENERATED or product.m > tallest or (widest < tile.panels and panels > widest)
+
+        return [*ways, *filter(cuts_otherwise, tasks if tuning else _USUAL)]
 
     def seconds_of_all(self, product: ProductShape) -> dict[str, float]:
         """Seconds of the ways of :meth:`ways` and of generated code in further tiles, measured now; none where nothing

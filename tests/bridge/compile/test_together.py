@@ -37,9 +37,9 @@ def launched(graph):
     return plan_together(step, {operand.value for operand in graph.results}, BACKEND)
 
 
-def test_numbers():
-    cases = [several(n, m) for n, m in ((5, 33), (40, 64), (300, 12))]
-    ours, host = CudaKernels([[launched(graph)] for graph in cases]), list(map(Kernels, cases))
+def assert_as_on_the_host(cases, plans):
+    """The kernels of each graph's plans give what those of the CPU do."""
+    ours, host = CudaKernels(plans), list(map(Kernels, cases))
     build(*host)
     for graph, each, theirs in zip(cases, ours.graphs, host, strict=True):
         given = inputs(graph)
@@ -47,6 +47,11 @@ def test_numbers():
         ours.run(each, memory)
         for operand, expected in zip(graph.results, theirs(given), strict=True):
             assert_near(memory[operand.value], expected)
+
+
+def test_numbers():
+    cases = [several(n, m) for n, m in ((5, 33), (40, 64), (300, 12))]
+    assert_as_on_the_host(cases, [[launched(graph)] for graph in cases])
 
 
 def test_sizes_of_the_launch():
@@ -86,14 +91,7 @@ def test_a_small_concatenation_is_launched_with_what_is_made_beside_it():
         (step,) = together(groups, BACKEND)
         assert len(step) == 2
         plans.append([plan_together(step, {operand.value for operand in graph.results}, BACKEND)])
-    ours, host = CudaKernels(plans), list(map(Kernels, cases))
-    build(*host)
-    for graph, each, theirs in zip(cases, ours.graphs, host, strict=True):
-        given = inputs(graph)
-        memory = dict(zip(graph.params, given, strict=True))
-        ours.run(each, memory)
-        for operand, expected in zip(graph.results, theirs(given), strict=True):
-            assert_near(memory[operand.value], expected)
+    assert_as_on_the_host(cases, plans)
 
 
 def test_a_large_concatenation_reads_what_kernels_made():

@@ -77,7 +77,7 @@ def refused_on_a_gpu(is_recurrent):
 
 
 needs_lstms_in_bfloat16 = pytest.mark.skipif(
-    DEVICE.type == "cpu" and not (bfloat16_in_onednn and bfloat16_in_onednn()),
+    DEVICE.type == "cpu" and not bfloat16_in_onednn(),
     reason="oneDNN has no bfloat16 on this processor: eager raises under autocast, and rounds at each step without",
 )
 MODULES = {
