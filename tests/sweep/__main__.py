@@ -3,6 +3,7 @@
     python -m tests.sweep --suite opinfo --out opinfo.csv
     python -m tests.sweep --suite zoo --out zoo.csv --only 'bert|gpt2' --jobs 2
     python -m tests.sweep --suite moduleinfo --out batches.csv --varying 0
+    python -m tests.sweep --suite opinfo --out third.csv --slice 2/5       # of five machines' work, the third's
 
 The exit status is 1 if any case is a ``mismatch`` or an ``error``. A refusal is no failure: it names its operators.
 """
@@ -33,6 +34,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--suite", choices=sorted(SUITES), required=True)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="the CSV file; rows appear as cases end")
     parser.add_argument("--only", metavar="REGEX", default="", help="cases whose name has a match")
+    parser.add_argument("--slice", type=_slice, metavar="I/N", default=(0, 1), help="every Nth case, from the Ith on")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default %(default)s)")
     parser.add_argument("--samples", type=int, default=4, help="samples per case at most (default %(default)s)")
     parser.add_argument("--seconds-per-case", type=float, default=120.0, help="then it is an error")
@@ -47,6 +49,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _slice(text: str) -> tuple[int, int]:
+    """``"2/5"``: of five equal parts, counted from 0, the one of number 2."""
+    first, _, parts = text.partition("/")
+    if not (first.isdigit() and parts.isdigit() and int(first) < int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no slice: 0/5 to 4/5 are the five of a fifth each")
+    return int(first), int(parts)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the cases that were asked for; returns the exit status."""
     options = parse(arguments)
@@ -54,7 +64,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.varying is not None and "varying" not in inspect.signature(suite.run_case).parameters:
         print(f"suite {options.suite} has samples of one size only: --varying is for the others", file=sys.stderr)
         return 2
-    names = [name for name in suite.names() if re.search(options.only, name)]
+    first, parts = options.slice
+    names = [name for name in suite.names() if re.search(options.only, name)][first::parts]
     if options.list:
         print("\n".join(names))
         return 0
@@ -67,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
         seed=options.seed,
         seconds_per_case=options.seconds_per_case,
         varying=options.varying,
-        threads=max(1, (os.cpu_count() or 1) // options.jobs),
+        threads=int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // options.jobs)),
     )
     counts: Counter[str] = Counter()
     outcomes: list[Outcome] = []
@@ -88,6 +99,9 @@ def main(arguments: list[str] | None = None) -> int:
             progress.update()
 
         run_cases(names, settings, report, jobs=options.jobs)
+    for outcome in outcomes:
+        if outcome.status.startswith("refused"):
+            print(f"{outcome.case}: {outcome.status}")
     if hasattr(suite, "table"):
         print(suite.table(outcomes))
     print(f"{options.suite}: " + ", ".join(f"{n} {kind}" for kind, n in counts.most_common()))

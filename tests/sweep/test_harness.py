@@ -206,6 +206,8 @@ def test_only_selects_and_an_empty_selection_is_reported(tmp_path, capsys):
     arguments = ["--suite", "zoo", "--out", str(tmp_path / "out.csv")]
     assert program.main([*arguments, "--only", "^bert", "--list"]) == 0
     assert capsys.readouterr().out.split() == ["bert", "bert-sdpa"]
+    assert program.main([*arguments, "--only", "^bert", "--list", "--slice", "1/2"]) == 0
+    assert capsys.readouterr().out.split() == ["bert-sdpa"]
     assert program.main([*arguments, "--only", "nothing"]) == 2
     assert program.main(["--suite", "special", *arguments[2:], "--varying", "0"]) == 2
 
