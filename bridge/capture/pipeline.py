@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from bridge.base.devices import HOST, current_device, working_for
+from bridge.base.devices import current_device, working_for
 from bridge.base.errors import Unsupported, UnsupportedModule, is_refused_by_eager
 from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
@@ -104,7 +104,7 @@ def _capture(
     module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim], first: PythonState
 ) -> Captured:
     """:func:`capture` in the branches of now; ``first``: the module's state as it is."""
-    if not dims and current_device() == HOST and (captured := _capture_looped(module, args, kwargs, first)) is not None:
+    if not dims and (captured := _capture_looped(module, args, kwargs, first)) is not None:
         return captured
     traced = _traced_and_settled(module, args, kwargs, dims, first)
     captured = traced.captured

@@ -43,3 +43,10 @@ def test_loops_are_recorded(name):
     module, _ = checked(name, (4, 7, 8), cuda_graphs=True, calls=8)
     graphs = stats(module).graphs
     assert graphs.replays and not graphs.refused, graphs
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_products_in_tf32(name, monkeypatch):
+    """Results and gradients are as near to float64 as eager's in TF32: steps round alike, whatever leaves the loop."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    checked(name, (16, 20, 128), dtype=torch.float32)

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from bridge.base.collector import collection_paused
+from bridge.base.devices import HOST, current_device
 from bridge.base.log import channel
 from bridge.base.torch_internals import pytree
 from bridge.capture.eager_run import nothing_saved, owned_state
@@ -57,7 +58,7 @@ def looped_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], first: P
     """The call, if its code has loops and they make it worth it; ``first`` is put back."""
     if not _has_loops(type(each) for each in module.modules()):
         return None
-    for computes in (False, True):
+    for computes in (False, True) if current_device() == HOST else (True,):
         run = _RecordedRun(computes)
         try:
             with capturing(module, fakes=False), eagers_branches(), collection_paused():

@@ -58,17 +58,18 @@ class Value(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The layout of a value, and whether autograd follows it."""
+    """The layout of a value and the device it lies on, and whether autograd follows it."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
     requires_grad: bool
 
     @property
     def layout(self) -> tuple:
         """All but whether autograd follows it, which may begin with a loop's first step."""
-        return self[:3]
+        return self[:4]
 
 
 class Made(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from bridge.base.devices import HOST, TYPES
+from bridge.base.devices import TYPES
 from bridge.base.interrupts import raise_deferred
 from bridge.base.torch_internals import TorchDispatchMode, aten, schema
 from bridge.capture.autograd_uses import use_of_autograd
@@ -201,7 +201,7 @@ class CallRecorder(TorchFunctionMode):
             self.fail(f"a call of {name}")
         if use_of_autograd(func, name) is not None or torch.is_grad_enabled() != self._grad:
             self.fail("a use of autograd")
-        if torch.is_autocast_enabled(HOST.type):
+        if any(map(torch.is_autocast_enabled, TYPES)):
             self.fail("autocast")
         return name == "__setitem__"
 
@@ -235,7 +235,7 @@ class CallRecorder(TorchFunctionMode):
         ):
             self.fail("a tensor that is not a plain one")
         number = len(self.calls.forms)
-        form = Form(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
+        form = Form(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
         self.calls.forms.append(form)
         self.calls.made.append(made)
         self._layout_of.append(self._layouts.setdefault(form.layout, len(self._layouts)))

@@ -264,8 +264,8 @@ class _Run:
     def _numbers(self, loop: Loop, index: int, reverse: bool) -> torch.Tensor:
         """The numbers of a row in all steps."""
         numbers, row = loop.numbers[index], self.calls.rows[loop.start + index]
-        dtype = self.calls.forms[row.makes[0]].dtype
-        return torch.tensor(numbers[::-1] if reverse else numbers, dtype=dtype)
+        form = self.calls.forms[row.makes[0]]
+        return torch.tensor(numbers[::-1] if reverse else numbers, dtype=form.dtype, device=form.device)
 
     def _finish(self, loop: Loop, number: int, first: dict, made: dict[Made, torch.Tensor]) -> None:
         def after(carry: Carry) -> torch.Tensor:

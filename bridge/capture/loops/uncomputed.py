@@ -6,7 +6,8 @@ function, its constants, and the layouts of what it reads: so the second call of
 are memory as it comes, connected to what autograd would reach from them.
 
 Only floating-point numbers are left out. One that became an integer could be an index out of range: the recording ends,
-and another computes everything.
+and another computes everything. So does each run on a GPU, where a number out of a kernel's range ends the process's
+context.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bridge.base.devices import HOST
 from bridge.base.torch_autograd import connected
 from bridge.base.torch_internals import empty_strided, storage_id
 from bridge.capture.loops.calls import Form
@@ -88,7 +90,7 @@ def _answer(given: Sequence[torch.Tensor], result: Any) -> _Answer | None:
     results = result if is_tuple else (result,)
     if connected is None or not given or not all(type(each) is torch.Tensor for each in results):
         return None
-    if not all(each.dtype.is_floating_point for each in results):
+    if not all(each.dtype.is_floating_point and each.device == HOST for each in results):
         return None
     if not all(each.dtype.is_floating_point or each.dtype == torch.bool for each in given):
         return None

@@ -15,9 +15,6 @@ from autodiff.scan import is_scan, scan_call, scan_of
 from bridge import add_tvm_dispatch, lower, stats
 from bridge.capture import LOOP_MARKS
 from bridge.capture.loops import attempt
-from tests.device import DEVICE
-
-pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="loops are recorded on processors")
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,6 @@ from bridge.capture import LOOP_MARKS
 from bridge.capture.loops import attempt, uncomputed
 from bridge.lowering import reuse
 from tests.bridge.compare import check_module
-from tests.device import DEVICE
-
-pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="loops are recorded on processors")
 
 
 @pytest.fixture(autouse=True)
@@ -369,6 +366,7 @@ def test_all_steps_of_the_next_call_are_not_looked_at(monkeypatch):
     assert all(map(marks_of, held)) and not observed
 
 
+@pytest.mark.cpu("a GPU's runs compute everything")
 def test_calls_of_a_kind_are_computed_once_unless_an_index_is_made_of_them():
     def recorder_of(module, x):
         run = attempt._RecordedRun(computes=False)
