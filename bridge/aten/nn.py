@@ -11,6 +11,7 @@ from tvm import relax
 from autodiff.constants import const
 from autodiff.dropout import keep_scale
 from autodiff.ir import Expr, TensorType, Var, dtype, shape
+from bridge.aten.activations import leaky_relu
 from bridge.aten.derivative import with_derivative
 from bridge.aten.dims import numbers_only, same_shape
 from bridge.aten.norm import moments, rstd_of
@@ -22,6 +23,9 @@ from bridge.base.torch_internals import FakeTensorMode, aten
 from bridge.capture import COMPUTED_DRAWS, TensorForm
 
 op = relax.op
+
+_CLOSEST_SLOPES = 1e-5
+"""Where the bounds of ``rrelu`` are 1e-6 apart or less, torch's backward takes their mean for what was drawn."""
 
 
 @converts(aten.native_dropout.default)
@@ -103,18 +107,31 @@ def draw(importer, node, *args, **kwargs):
 
 @converts(*COMPUTED_DRAWS)
 def computed_draw(importer, node, *args, **kwargs):
-    """Made in its place by eager's operator; see :mod:`bridge.aten.draws`."""
-    if node.name not in importer.captured.draw_of:
-        raise UnsupportedUse("a random draw that was not observed in eager")
     tensors = [arg for arg in args if isinstance(arg, Expr)]
     if node.target is aten.bernoulli.Tensor:  # the first is only filled
         tensors = tensors[1:]
+    return importer.cast(_computed(importer, node, tensors), importer.out_dtype(node))
+
+
+def _computed(importer, node, parameters):
+    """A draw with these parameters, made in its place by eager's operator; see :mod:`bridge.aten.draws`."""
+    if node.name not in importer.captured.draw_of:
+        raise UnsupportedUse("a random draw that was not observed in eager")
     index = importer.captured.draw_of[node.name]
     if importer.captured.draws[index].is_placed:
-        made = placed_draw(importer, node, tensors)
-    else:
-        made = importer.draws.make(index, tensors)
-    return importer.cast(made, importer.out_dtype(node))
+        return placed_draw(importer, node, parameters)
+    return importer.draws.make(index, parameters)
+
+
+@converts(aten.rrelu_with_noise_functional.default)
+def rrelu(importer, node, x, slopes, lower=0.125, upper=1 / 3, training=False, generator=None):
+    """Each element by the slope that was drawn for it, which is 1 where the element is positive."""
+    if not training:
+        return leaky_relu(importer, node, x, (lower + upper) / 2), slopes
+    if upper - lower < _CLOSEST_SLOPES:
+        raise UnsupportedUse("an rrelu whose bounds are closer than 1e-5: eager's derivative is that of leaky_relu")
+    drawn = importer.cast(_computed(importer, node, [x]), dtype(x))
+    return importer.emit(op.multiply(x, drawn)), drawn
 
 
 @converts(aten.native_layer_norm.default)

@@ -12,7 +12,7 @@ from bridge.capture.loops.operators import MARKS as LOOP_MARKS
 from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, number_tensor, with_number_inputs
 from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter
 from bridge.capture.own_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
-from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, UPSAMPLES, WHOLE
+from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, SLOPE_DRAWS, UPSAMPLES, WHOLE
 from bridge.capture.passes.recurrent import RECURRENT_LAYERS
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
 from bridge.capture.pipeline import capture
@@ -35,6 +35,7 @@ __all__ = [
     "OWN",
     "RECURRENT_LAYERS",
     "SIZE_OPERATORS",
+    "SLOPE_DRAWS",
     "STOP_GRADIENT",
     "TANGENT",
     "UNKNOWN",

@@ -15,7 +15,7 @@ from bridge.capture.isolated_rng import with_generator
 from bridge.capture.observation import Draw, Operand, Parameter
 from bridge.capture.op_trace import OpTrace
 from bridge.capture.passes.attention_draws import attention_advance, attention_rate, is_attention
-from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, CUDA_ATTENTION
+from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, CUDA_ATTENTION, SLOPE_DRAWS
 
 __all__ = ["UNTOLD", "DrawRecorder", "record_draws"]
 
@@ -91,6 +91,9 @@ class DrawRecorder(TorchDispatchMode):
             advance = attention_advance(func, *args[:2]) if measured is None else measured
             self.draws.append(Draw(*form, advance=advance))
             return
+        if func in SLOPE_DRAWS:
+            self._record_slopes(func, *args[:4])
+            return
         operand = None
         if func is aten.native_dropout.default:  # on a GPU, or called by name: the mask is what was drawn
             if not 0 < args[1] < 1:  # torch.nn.functional.dropout does not get here
@@ -121,6 +124,14 @@ class DrawRecorder(TorchDispatchMode):
         form = str(func), shape, result.stride(), result.dtype, tuple(rest), given, result.device, operand
         self.draws.append(Draw(*form, advance=self._advance()))
 
+    def _record_slopes(self, func, x, slopes, lower, upper) -> None:
+        """What was drawn is what the operator multiplies by, which it writes into its second argument."""
+        if not slopes.is_contiguous():
+            self.complain(str(func), "draws slopes into memory that is not contiguous")
+            return
+        form = tuple(slopes.shape), slopes.stride(), slopes.dtype, (_parameter(x), lower, upper, True), ()
+        self.draws.append(Draw(str(SLOPE_DRAWS[0]), *form, slopes.device, advance=self._advance()))
+
     def _operand(self, tensor: torch.Tensor) -> Operand:
         of, first = self._inputs.get(storage_id(tensor), (None, None))
         offset = tensor.storage_offset() * tensor.element_size()
@@ -142,4 +153,6 @@ def _only_filled(func) -> bool:
 def _draws_nothing(func, args, kwargs) -> bool:
     if func is aten.native_dropout.default:  # train=None is true
         return args[2] is False or args[0].numel() == 0
+    if func in SLOPE_DRAWS:  # training is the fifth argument
+        return not any(args[4:5])
     return is_attention(func) and not attention_rate(func, args, kwargs)

@@ -22,6 +22,7 @@ from bridge.capture.number_index import PositionsAreZero
 from bridge.capture.observation import Draw
 from bridge.capture.passes.attention_draws import attention_rate, is_attention
 from bridge.capture.passes.kinds import kind_key, stand_in
+from bridge.capture.passes.preserved_ops import SLOPE_DRAWS
 from bridge.capture.passes.size_nodes import is_of_sizes
 from bridge.capture.passes.stop_gradient import origin_of
 from bridge.capture.symbolic_formulas import running
@@ -136,6 +137,8 @@ def _is_random(node: fx.Node) -> bool:
     if node.target is aten.native_dropout.default:
         value, rate, train = node.args
         return bool(train) and 0 < rate < 1 and value.meta["val"].numel() > 0
+    if node.target in SLOPE_DRAWS:
+        return any(node.args[4:5])
     return not is_attention(node.target) or attention_rate(node.target, node.args, node.kwargs) > 0
 
 

@@ -9,7 +9,7 @@ import torch
 
 from bridge.base.generators import offset_of, own_at
 from bridge.base.torch_internals import schema
-from bridge.capture import with_generator
+from bridge.capture import SLOPE_DRAWS, with_generator
 from bridge.library.registry import library_function
 
 __all__: list[str] = []
@@ -64,7 +64,11 @@ def _drawn(name, description, generator, given):
     if missing and str(schema(operator).arguments[0].type) == "Tensor" and _fills(operator):
         shape, stride, dtype = described["result"]
         args.insert(0, torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=generator.device))
-    made = with_generator(operator)(*args, **kwargs, generator=generator)
+    if operator in SLOPE_DRAWS:
+        made = torch.empty_like(args[0], memory_format=torch.contiguous_format)
+        operator(args[0], made, *args[1:], generator=generator)
+    else:
+        made = with_generator(operator)(*args, **kwargs, generator=generator)
     if wide := [tensor.dtype for tensor in tensors if tensor.dtype is torch.float64]:  # a check, see above
         made = made.to(wide[0]) if made.is_floating_point() else made
     return made

@@ -20,6 +20,7 @@ from bridge.capture import (
     CUSTOM_GRADIENT,
     LOOP_MARKS,
     RECURRENT_LAYERS,
+    SLOPE_DRAWS,
     STOP_GRADIENT,
     TANGENT,
     WHOLE_FUNCTIONS,
@@ -197,7 +198,9 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
         index = captured.draw_of[node.name]
         count = len([arg for arg in captured.draws[index].args if isinstance(arg, Parameter)])
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)] if count else []
-        parameters = tensors[len(tensors) - count :]  # what is only filled comes before them
+        if node.target in SLOPE_DRAWS:  # what is only filled comes behind the parameter; elsewhere before it
+            tensors = tensors[:1]
+        parameters = tensors[len(tensors) - count :]
         draw = drawn.at(index, parameters)
         if captured.draws[index].is_placed:
             return _placed(node, captured.draws[index], args, kwargs, parameters, draw)
@@ -206,8 +209,16 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
             scale = keep_scale(float(rate), str(x.dtype).removeprefix("torch."))
             return x * (draw.to(x.dtype) * scale).to(x.dtype), draw
         if draw is not None:
-            return draw.to(node.meta["val"].dtype)
+            return _as_drawn(node, args, draw)
     return node.target(*args, **kwargs)
+
+
+def _as_drawn(node: fx.Node, args: tuple, draw: torch.Tensor) -> Any:
+    """What a node gives that draws this."""
+    if node.target in SLOPE_DRAWS:
+        slopes = draw.to(args[0].dtype)
+        return args[0] * slopes, slopes
+    return draw.to(node.meta["val"].dtype)
 
 
 def _placed(
@@ -216,6 +227,6 @@ def _placed(
     """What is drawn inside of the program, from the generator's state at its place."""
     if parameters:
         made = FUNCTIONS["placed_draw"](draw.op, described_draw(draw)[0], draw.advance, state, *parameters)
-        return made.to(node.meta["val"].dtype)
+        return _as_drawn(node, args, made)
     with at_state(default_generator(draw.device), *state.tolist()):
         return node.target(*args, **kwargs)

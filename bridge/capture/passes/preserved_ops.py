@@ -150,6 +150,9 @@ COMPUTED_DRAWS = (
     aten._standard_gamma.default,
 )
 
+#: Slopes that ``rrelu`` draws where its argument is negative: as many numbers as there are such elements.
+SLOPE_DRAWS = (aten.rrelu_with_noise.default, aten.rrelu_with_noise_.default, aten.rrelu_with_noise_functional.default)
+
 #: CUDA's fused kernels, which drop inside.
 CUDA_ATTENTION = (
     aten._scaled_dot_product_flash_attention.default,

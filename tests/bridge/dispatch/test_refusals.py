@@ -126,7 +126,7 @@ class GradientHook(Base):
 
 class UnsupportedDraw(Base):
     def forward(self, x):
-        return nn.functional.rrelu(self.linear(x), training=True)
+        return nn.functional.rrelu(self.linear(x), 0.2, 0.2, training=True)
 
 
 class OwnGenerator(Base):
@@ -178,7 +178,7 @@ REFUSED = [
     (KeepsTensor, "last", ""),
     (CustomFunction, "ClippedGradient", "ClippedGradient.apply"),
     (GradientHook, "hook", ""),
-    (UnsupportedDraw, "rrelu", "nn.functional.rrelu(self.linear(x), training=True)"),
+    (UnsupportedDraw, "rrelu", "nn.functional.rrelu(self.linear(x), 0.2, 0.2, training=True)"),
     (OwnGenerator, "generator", ""),
     (Reseeds, "seed", "torch.manual_seed(42)"),
     (LeavesForNumpy, "", ""),
