@@ -90,16 +90,16 @@ def test_memory_begins_at_one_address_for_all_sizes():
     memory = SlotMemory(torch.cuda.current_device())
     forms = [[((rows, 24), (24, 1), torch.float32), ((rows,), (1,), torch.int64)] for rows in (9, 9000, 5, 8000, 9)]
     first, other = memory(forms[1])
-    address = first.data_ptr()
+    addresses = first.data_ptr(), other.data_ptr()
     del first, other
     for each in forms:
         made = memory(each)
-        assert made[0].data_ptr() == address and made[1].data_ptr() % 16 == 0
+        assert tuple(one.data_ptr() for one in made) == addresses and made[1].data_ptr() % 16 == 0
         assert [(tuple(one.shape), one.stride(), one.dtype) for one in made] == each
         made[0].fill_(1), made[1].fill_(2)
         assert bool((made[0] == 1).all()) and bool((made[1] == 2).all())
         second = memory(each)
-        assert second[0].data_ptr() != address
+        assert second[0].data_ptr() != addresses[0]
         del made, second
     grown = memory.grown
     (large,) = memory([((1 << 22,), (1,), torch.float32)])

@@ -1,12 +1,14 @@
 """Slot memory: results whose sizes vary → the same address at each call, whatever the size, while nobody holds them.
 
 A slot is a private pool of torch's allocator with room for the largest so far. What is allocated in it while it is
-empty begins where the room begins. There are as many slots as results are alive together: a second forward before a
+empty begins where the room begins. Where several results lie in one slot, each has room for its own largest, so that
+none moves when another one is longer. There are as many slots as results are alive together: a second forward before a
 backward gets the second one.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 
@@ -17,12 +19,12 @@ from bridge.base.torch_cuda import empty_strided, reinterpreted
 from bridge.compile.cuda.pool_memory import PoolMemory
 from bridge.compile.graphs.recorder import Form, nbytes
 
-__all__ = ["SlotMemory", "pieces_of"]
+__all__ = ["SlotMemory", "places_of", "rooms_of"]
 
 _MOST_SLOTS = 4
 """Results of so many calls that are alive together; those of further ones lie anywhere."""
 _GROWTH = 1.5
-"""Of a slot's room, at least, where a size does not fit: there are few addresses until the largest size was there."""
+"""Of a room, where a size does not fit: there are few addresses until the largest size was there."""
 _SMALL, _LARGE = 1 << 20, 10 << 20
 """Bytes: for one of more than the first and less than the second, torch's allocator sets twice the second aside."""
 _ALIGNMENT = 512
@@ -33,12 +35,12 @@ class _Slot:
     """One pool; ``held``: what is in it.
 
     Attributes:
-        room: bytes.
+        rooms: bytes for each of the results that lie in it.
     """
 
     def __init__(self) -> None:
         self.memory: PoolMemory | None = None
-        self.room = 0
+        self.rooms: tuple[int, ...] = ()
         self.held: StorageWeakRef | None = None
 
     @property
@@ -63,39 +65,28 @@ class SlotMemory:
         self.grown = 0
 
     def __call__(self, forms: Sequence[Form]) -> list[torch.Tensor]:
-        if len(forms) == 1:
-            return [self._placed(forms[0])]
-        places, size = pieces_of(forms)
-        block = self._placed(((size,), (1,), torch.uint8))
-        typed: dict[torch.dtype, torch.Tensor] = {}
-        made = []
-        for (shape, strides, dtype), place in zip(forms, places, strict=True):
-            base = typed.get(dtype)
-            if base is None:
-                base = typed[dtype] = block.view(dtype)
-            made.append(reinterpreted(base, shape, strides, place // dtype.itemsize))
-        return made
+        if not self._lock.acquire(blocking=False):  # torch lets one thread at a time use a pool
+            return _anywhere(forms)
+        try:
+            slot = self._free()
+            if slot is None:
+                return _anywhere(forms)
+            rooms = rooms_of(forms, slot.rooms)
+            if rooms != slot.rooms:
+                self._grow(slot, rooms)
+            if len(forms) == 1:  # with memory of no more than its own size: a caller may keep it, or save it
+                made = slot.memory(forms)
+            else:
+                (block,) = slot.memory([((sum(rooms),), (1,), torch.uint8)])
+                made = _pieces(block, forms, places_of(rooms))
+            slot.held = StorageWeakRef(made[0].untyped_storage())
+            return made
+        finally:
+            self._lock.release()
 
     @property
     def held_bytes(self) -> int:
         return sum(slot.memory.held_bytes for slot in tuple(self._slots) if slot.memory is not None)
-
-    def _placed(self, form: Form) -> torch.Tensor:
-        """A tensor at the beginning of a free slot."""
-        if not self._lock.acquire(blocking=False):  # torch lets one thread at a time use a pool
-            return empty_strided(*form)
-        try:
-            slot = self._free()
-            if slot is None:
-                return empty_strided(*form)
-            size = nbytes(form)
-            if size > slot.room:
-                self._grow(slot, size)
-            (made,) = slot.memory([form])
-            slot.held = StorageWeakRef(made.untyped_storage())
-            return made
-        finally:
-            self._lock.release()
 
     def _free(self) -> _Slot | None:
         for slot in self._slots:
@@ -106,20 +97,49 @@ class SlotMemory:
         self._slots.append(slot := _Slot())
         return slot
 
-    def _grow(self, slot: _Slot, size: int) -> None:
-        """A new pool with room for this size; the old one's memory goes back to the device."""
-        self.grown += slot.room > 0
-        slot.room = max(size, int(_GROWTH * slot.room))
-        if slot.room > _SMALL:
-            slot.room = max(slot.room, _LARGE)
+    def _grow(self, slot: _Slot, rooms: tuple[int, ...]) -> None:
+        """A new pool with room for these; the old one's memory goes back to the device."""
+        self.grown += bool(slot.rooms)
+        slot.rooms, size = rooms, sum(rooms)
+        if size > _SMALL:
+            size = max(size, _LARGE)
         slot.memory = PoolMemory(self._index)
-        slot.memory([((slot.room,), (1,), torch.uint8)])
+        slot.memory([((size,), (1,), torch.uint8)])
 
 
-def pieces_of(forms: Sequence[Form]) -> tuple[list[int], int]:
-    """Where in one block tensors of these forms lie, aligned, and how many bytes it has."""
-    places, size = [], 0
-    for form in forms:
-        places.append(size)
-        size += -(-nbytes(form) // _ALIGNMENT) * _ALIGNMENT
-    return places, max(size, _ALIGNMENT)
+def rooms_of(forms: Sequence[Form], before: Sequence[int] = ()) -> tuple[int, ...]:
+    """Bytes for each of several results that lie in one block: as before where all fit.
+
+    Where one does not, all that are near their end get more: of one program, they grow together. ``before`` of another
+    number of results is nobody's.
+    """
+    sizes = [max(-(-nbytes(form) // _ALIGNMENT), 1) * _ALIGNMENT for form in forms]
+    if len(before) != len(sizes):
+        return tuple(sizes)
+    if all(map(int.__le__, sizes, before)):
+        return tuple(before)
+    return tuple(
+        room if _GROWTH * size <= room else max(size, -(-int(_GROWTH * room) // _ALIGNMENT) * _ALIGNMENT)
+        for size, room in zip(sizes, before, strict=True)
+    )
+
+
+def places_of(rooms: Sequence[int]) -> list[int]:
+    """Where in a block each of these begins."""
+    return [0, *itertools.accumulate(rooms[:-1])]
+
+
+def _pieces(block: torch.Tensor, forms: Sequence[Form], places: Sequence[int]) -> list[torch.Tensor]:
+    """Tensors of these forms in a block of bytes."""
+    typed: dict[torch.dtype, torch.Tensor] = {}
+    made = []
+    for (shape, strides, dtype), place in zip(forms, places, strict=True):
+        base = typed.get(dtype)
+        if base is None:
+            base = typed[dtype] = block.view(dtype)
+        made.append(reinterpreted(base, shape, strides, place // dtype.itemsize))
+    return made
+
+
+def _anywhere(forms: Sequence[Form]) -> list[torch.Tensor]:
+    return [empty_strided(*form) for form in forms]

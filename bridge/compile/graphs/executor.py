@@ -23,10 +23,8 @@ from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.forms import InputForms
 from bridge.compile.runtime.program import Program
 
-__all__ = ["MAX_COPIED_BYTES", "MAX_HELD_BYTES", "GraphedExecutor"]
+__all__ = ["MAX_HELD_BYTES", "GraphedExecutor"]
 
-#: Bytes that each replay may copy between buffers and tensors whose addresses never return, under ``"auto"``.
-MAX_COPIED_BYTES = 32 << 20
 #: Bytes of results, of one run, whose memory is held for a program under ``"auto"``.
 MAX_HELD_BYTES = 1 << 30
 _BYTES_OF_A_GRAPH, _BYTES_OF_A_LAUNCH = 100_000, 2_600
@@ -188,9 +186,8 @@ class GraphedExecutor:
         if not recordings.is_due(inputs, fresh):
             self._control.count("addresses that are new")
             return None
-        copied = recordings.copied_bytes
-        if self._control.mode == "auto" and copied > MAX_COPIED_BYTES:
-            self._refuse(f"{copied} bytes lie elsewhere at each call")
+        if self._control.mode == "auto" and not self._shared.verdicts.copies_pay(recordings.copied_bytes):
+            self._refuse("tensors lie elsewhere at each call, and to copy them takes as long as the launches do")
         elif recordings.made >= MAX_MADE:
             self._refuse("addresses keep changing")
         elif self._left > _MOST_LEFT:

@@ -155,7 +155,8 @@ class StreamRecordings:
         """Where memory of results is taken from: what is copied out of a buffer may lie anywhere."""
         groups: dict[int, tuple[Callable[[Sequence[Form]], list[torch.Tensor]], list[Form], list[int]]] = {}
         for place, (form, memory) in enumerate(zip(self._results.forms, self._memories, strict=True)):
-            is_buffered = place + self._inputs in self._buffers
+            # those of several sizes lie in one block, in which each has its own place
+            is_buffered = place + self._inputs in self._buffers and not self._varies
             make = self._anywhere if is_buffered else memory
             _, forms, places = groups.setdefault(0 if is_buffered else id(memory), (make, [], []))
             forms.append(form)

@@ -15,21 +15,34 @@ RUNS = 3
 _SHARE = 0.5
 """Of the device's time that the host's is at least, where a graph pays: a replay takes the host a few microseconds."""
 
+_COPIED_PER_SECOND = 1e12
+"""Bytes, on a large GPU; an H200 copies twice as many."""
+_SHARE_OF_COPIES = 0.5
+"""Of the host's time for the launches of a run, that the device's for copies is at most, where a graph pays."""
+
 
 class Verdicts:
     """What is known of one program, for all of its sizes. Threads may share it: a verdict that is lost is found again.
 
     Work is any number that grows with sizes.
+
+    Attributes:
+        host: seconds that a run takes the host without a graph, whatever the size, as measured last.
     """
 
     def __init__(self) -> None:
         self._pays, self._fails = -1.0, float("inf")
+        self.host = float("inf")
 
     def of(self, work: float) -> bool | None:
         """Whether a graph pays; ``None`` if that has to be measured."""
         if work <= self._pays:
             return True
         return False if work >= self._fails else None
+
+    def copies_pay(self, copied: int) -> bool:
+        """Whether a graph still pays if each replay copies so many bytes."""
+        return copied / _COPIED_PER_SECOND < _SHARE_OF_COPIES * self.host
 
     def learn(self, work: float, margin: float) -> None:
         """What was measured; where it contradicts what is known, sizes in between are measured again.
@@ -75,5 +88,6 @@ class LaunchCost:
         host, device = map(min, zip(*known, strict=True))
         margin = host / (_SHARE * device) if device > 0 else float("inf")
         works = [work for _, work in self._timed]
+        verdicts.host = host
         verdicts.learn(min(works) if margin >= 1 else max(works), margin)
         self._timed.clear()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bridge.base.torch_internals import empty_strided
-from bridge.compile.cuda.slot_memory import pieces_of
+from bridge.compile.cuda.slot_memory import places_of, rooms_of
 from bridge.compile.runtime.executor import Executor
 
 __all__ = ["HostMemory", "HostRecorder", "HostSlots", "alias", "memories"]
@@ -56,22 +56,24 @@ class HostMemory:
 
 
 class HostSlots:
-    """Slots with room for the largest so far: tensors that are taken together begin where a free one begins."""
+    """Slots with room for the largest so far of each: tensors that are taken together begin where they ever did."""
 
     def __init__(self) -> None:
-        self._slots: list[torch.Tensor] = []
+        self._slots: list[tuple[torch.Tensor, tuple[int, ...]]] = []
         self.grown = 0
 
     def __call__(self, forms):
-        places, size = pieces_of(forms)
-        free = next((place for place, slot in enumerate(self._slots) if _is_free(slot)), None)
-        if free is not None and len(self._slots[free]) < size:
-            del self._slots[free]
-            free, self.grown = None, self.grown + 1
+        free = next((place for place, (slot, _) in enumerate(self._slots) if _is_free(slot)), None)
+        before = () if free is None else self._slots[free][1]
+        rooms = rooms_of(forms, before)
         if free is None:
-            self._slots.append(_block(2 * size))
-            free = -1
-        bases = [self._slots[free][place:] for place in places]
+            free = len(self._slots)
+            self._slots.append((_block(sum(rooms)), rooms))
+        elif rooms != before:
+            self.grown += 1
+            self._slots[free] = _block(sum(rooms)), rooms
+        slot = self._slots[free][0]
+        bases = [slot[place:] for place in places_of(rooms)]
         return [
             torch.empty(0, dtype=dtype).set_(base.untyped_storage(), base.storage_offset() // dtype.itemsize, *form)
             for base, (*form, dtype) in zip(bases, forms, strict=True)
@@ -79,7 +81,7 @@ class HostSlots:
 
     @property
     def held_bytes(self):
-        return sum(map(len, self._slots))
+        return sum(len(slot) for slot, _ in self._slots)
 
 
 def _block(size):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bridge.compile.cuda.slot_memory import pieces_of
+from bridge.compile.cuda.slot_memory import places_of, rooms_of
 from bridge.compile.graphs import control as control_module
 from bridge.compile.graphs.control import RecordedGraphs
 from bridge.compile.graphs.ports import MAX_ADDRESSES, Ports
@@ -46,11 +46,29 @@ def test_known_addresses_of_other_sizes_are_no_sign_that_they_move():
     assert not ports.meet(given, forgiven=True) and not ports.buffered
 
 
+def bytes_of(sizes):
+    return [((each,), (1,), torch.uint8) for each in sizes]
+
+
 @pytest.mark.parametrize("sizes", [[3, 5, 1000], [1], [512, 513, 0, 7]])
 def test_pieces_of_a_block_lie_apart_and_aligned(sizes):
-    places, size = pieces_of([((each,), (1,), torch.uint8) for each in sizes])
+    rooms = rooms_of(bytes_of(sizes))
+    places, size = places_of(rooms), sum(rooms)
     ends = [place + each for place, each in zip(places, sizes, strict=True)]
     assert all(place % 512 == 0 for place in places) and all(map(int.__le__, ends, [*places[1:], size]))
+
+
+def test_rooms_of_pieces_grow_together_and_seldom():
+    """A short size leaves all where they are; a long one moves them; what does not vary is not given more and more."""
+    rooms = rooms_of(bytes_of([1000, 100_000, 700]))
+    assert rooms_of(bytes_of([900, 3, 700]), rooms) == rooms
+    seen = {rooms}
+    for size in range(1000, 40_000, 100):
+        rooms = rooms_of(bytes_of([size, 100 * size, 700]), rooms)
+        assert rooms[0] >= size and rooms[1] >= 100 * size and 700 <= rooms[2] <= 2048
+        seen.add(rooms)
+    assert len(seen) < 12 and sum(rooms) < 2 * 101 * 40_000
+    assert rooms_of(bytes_of([5, 5]), rooms) == (512, 512)
 
 
 def test_all_sizes_begin_where_the_largest_did():
@@ -61,10 +79,20 @@ def test_all_sizes_begin_where_the_largest_did():
     assert second.data_ptr() != address and not memory.grown
     del large, second
     for rows in (3, 50, 7):
-        made = memory([((rows,), (1,), torch.float32), ((rows, 2), (2, 1), torch.int64)][: 1 + rows % 2])
-        assert made[0].data_ptr() == address
+        (made,) = memory([((rows,), (1,), torch.float32)])
+        assert made.data_ptr() == address
         del made
     assert not memory.grown
+
+
+def test_no_piece_moves_with_the_size_of_another():
+    memory, seen = HostSlots(), set()
+    for rows in (50, 3, 50, 7, 49):
+        forms = [((rows,), (1,), torch.float32), ((rows, 200), (200, 1), torch.int64), ((rows,), (1,), torch.bool)]
+        made = memory(forms)
+        seen.add(tuple(each.data_ptr() for each in made))
+        del made
+    assert len(seen) == 1 and not memory.grown
 
 
 class _Member:
