@@ -26,6 +26,8 @@ __all__ = ["CallSequence", "differences"]
 _OF_AUTOGRAD = "detach.default"
 """What autograd calls to save a result of a Function under hooks of saved tensors, which the eager run has: a view."""
 
+_ATTENTION = "scaled_dot_product_attention"
+
 
 @dataclass(frozen=True)
 class Call:
@@ -89,6 +91,11 @@ class CallSequence:
             self._calls_on.setdefault(storage._cdata, (StorageWeakRef(storage), []))[1].append(index)
         for tensor in written:
             self.written.update(self._calls_on[storage_id(tensor)][1])
+
+    @property
+    def attention(self) -> list[tuple]:
+        """The plain constants that fused attention was given, call by call: among them ``None`` for no mask."""
+        return [call.constants for call in self.calls if call.name == _ATTENTION]
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -71,7 +71,7 @@ def real_run(
     The run takes the branches that tracing takes. If forward asked whether it is traced, another run takes those of
     eager, and what follows from it is a problem if it computes or draws others: :data:`OTHER_BRANCH`. If eager reads
     numbers there, they may choose the kernel of fused attention in another call, whose dropout would be another: that
-    is a problem, too (:func:`goes_another_way`).
+    is a problem, too (:func:`goes_another_way`). Attention of equal results, but by other arguments, is noted.
 
     Autograd's graphs are made, as in eager, and hold no numbers where nothing runs backward. So the run takes no more
     memory than a forward under ``no_grad``.
@@ -109,10 +109,12 @@ def real_run(
     # half types do not tell other masks from rounding
     if run.draws != eagers.draws or not _all_close([*run.results, *inputs], [*eagers.results, *untraced]):
         return run, [OTHER_BRANCH]
+    reads = sizes.read or not same_numbers(chosen.readings, readings)
     drops = next((draw.op for draw in run.draws if is_fused_attention(draw)), None)
-    if drops is not None and (sizes.read or not same_numbers(chosen.readings, readings)):
+    if drops is not None and reads:
         where = next((each.where for each in chosen.readings if each not in readings), "forward")
         return run, [Unsupported(drops, where, _CHOSEN, "spell attention out, or dispatch the layers that attend")]
+    run.attends_otherwise = not reads and run.calls.attention != eagers.calls.attention
     return run, []
 
 

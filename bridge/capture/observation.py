@@ -139,6 +139,8 @@ class Observation:
         differentiates: whether forward runs a backward itself.
         reads_validation: whether forward depends on whether ``torch.distributions`` check their arguments.
         asks: whether forward asks if it is traced.
+        attends_otherwise: whether eager, where forward is told that it is not traced, reads no numbers for it and gives
+            fused attention other arguments: no mask, say, where tracing makes one of ones.
         objects: the objects in its result that a compiled call makes anew (:mod:`bridge.base.objects`).
     """
 
@@ -152,4 +154,5 @@ class Observation:
     differentiates: bool = False
     reads_validation: bool = False
     asks: bool = False
+    attends_otherwise: bool = False
     objects: list[Any] = field(default_factory=list)

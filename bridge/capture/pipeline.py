@@ -88,7 +88,8 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequen
     settle_attention_order(device)
     with working_for(device):
         captured = _capture(module, args, kwargs, dims, first)
-        if not goes_another_way(captured.problems):
+        attends_otherwise = captured.observation.attends_otherwise and not captured.problems
+        if not goes_another_way(captured.problems) and not attends_otherwise:
             return captured
         left = PythonState(module)
         first.restore()
@@ -131,6 +132,7 @@ def _capture(
     observation, differences = compare(captured.observation, real)
     observation.unsupported += [*differing, *differences]
     observation.reads_validation |= real.reads_validation
+    observation.attends_otherwise = real.attends_otherwise
     return replace(captured, observation=observation, fake_observation=captured.observation)
 
 

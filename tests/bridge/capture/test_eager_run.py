@@ -229,6 +229,23 @@ def test_a_number_that_eager_alone_reads_decides_about_the_branch():
     assert torch._subclasses.FakeTensor is FakeTensor
 
 
+class Attends(nn.Module):
+    """Makes a mask of ones where it is traced, as transformers does."""
+
+    def forward(self, x, kept=None):
+        needless = not torch.compiler.is_exporting() and (kept is None or kept.all())
+        mask = None if needless else x.new_ones(1, 1, 5, 5, dtype=torch.bool)
+        return nn.functional.scaled_dot_product_attention(x, x, x, mask)
+
+
+def test_attention_is_traced_with_eagers_arguments():
+    """With a mask, a GPU takes another kernel. Where numbers decide about it, one entry serves all of them."""
+    x = torch.randn(1, 2, 5, 8).requires_grad_()
+    captured = capture(Attends(), (x,), {})
+    assert captured.as_eager and not any("ones" in str(node.target) for node in captured.graph.nodes)
+    assert not capture(Attends(), (x, torch.ones(5, dtype=torch.bool)), {}).as_eager
+
+
 def test_a_branch_of_eagers_that_numbers_decide_is_refused():
     module = Normalized(lambda y: y.sin() if torch.compiler.is_compiling() else y[y > 0])
     with pytest.raises(UnsupportedModule, match="another branch"):
