@@ -179,7 +179,7 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
     if node.target in _ATTENTION:  # traced where nothing goes backward
         args = (*args[:4], True, *args[5:])
     if node.target is aten.copy.default:  # torch has no derivative of its functional form
-        return args[1].to(args[0].dtype).expand(args[0].shape)
+        return args[1].to(args[0].device, args[0].dtype).expand(args[0].shape)
     if node.target is aten.as_strided_scatter.default:  # torch's derivative passes on what was written over
         written = args[0].clone(memory_format=torch.preserve_format)
         if written.stride() == args[0].stride():

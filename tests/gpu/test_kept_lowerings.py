@@ -15,6 +15,7 @@ from tests.bridge.compare import as_call
 from tests.device import DEVICE, generators, moved
 from tests.gpu.cases import CASES, LAYERS
 from tests.gpu.marks import ON_A_GPU
+from tests.gpu.precision import float32_products
 
 pytestmark = ON_A_GPU
 
@@ -80,6 +81,6 @@ def test_a_setting_is_part_of_the_key(monkeypatch):
     capture = reuse.capture
     monkeypatch.setattr(reuse, "capture", lambda *args: captured.append(1) or capture(*args))
     two_steps(CASES["MLP"], "float32")
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", not torch.backends.cuda.matmul.allow_tf32)
-    two_steps(CASES["MLP"], "float32")
+    with float32_products("highest" if torch.get_float32_matmul_precision() == "high" else "high"):
+        two_steps(CASES["MLP"], "float32")
     assert len(captured) == 2

@@ -11,6 +11,7 @@ from bridge import stats
 from bridge.compile import Loop
 from tests.bridge.compare import check_module
 from tests.gpu.marks import ON_A_GPU
+from tests.gpu.precision import float32_products
 
 pytestmark = ON_A_GPU
 
@@ -46,7 +47,7 @@ def test_loops_are_recorded(name):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_products_in_tf32(name, monkeypatch):
+def test_products_in_tf32(name):
     """Results and gradients are as near to float64 as eager's in TF32: steps round alike, whatever leaves the loop."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
-    checked(name, (16, 20, 128), dtype=torch.float32)
+    with float32_products("high"):
+        checked(name, (16, 20, 128), dtype=torch.float32)
