@@ -1,4 +1,4 @@
-"""Precision of float32 products, for a while: pytest's monkeypatch deletes such a setting where it should restore it."""
+"""Precision of float32 products, for a while: monkeypatch deletes such a setting where it should restore it."""
 
 from __future__ import annotations
 
