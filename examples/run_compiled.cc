@@ -4,6 +4,8 @@
 //   P=$(python -c "import tvm, tvm_ffi; print(tvm.__path__[0], tvm_ffi.__path__[0])"); set -- $P
 //   g++ -std=c++17 run_compiled.cc -o run -I$2/include -L$1/lib -L$2/lib -ltvm_runtime -ltvm_ffi -Wl,-rpath,$1/lib:$2/lib
 //   ./run path/forward.so < arguments.bin
+//
+// Of a module on a GPU: g++ ... -Wl,--no-as-needed -ltvm_runtime_cuda, and ./run path/forward.so cuda
 #include <tvm/ffi/extra/module.h>
 #include <tvm/ffi/tvm_ffi.h>
 
@@ -11,15 +13,24 @@
 #include <vector>
 using namespace tvm::ffi;
 
-int main(int, char** argv) {
+int main(int argc, char** argv) {
+  int device = argc > 2 ? kDLCUDA : kDLCPU;
   Module vm = Module::LoadFromFile(argv[1])->GetFunction("vm_load_executable").value()().cast<Module>();
-  vm->GetFunction("vm_initialization").value()(int(kDLCPU), 0, 2);
+  vm->GetFunction("vm_initialization").value()(device, 0, 2, int(kDLCPU), 0, 2);  // 2: memory comes from a pool
+  Function write = Function::GetGlobalRequired("runtime.TVMTensorCopyFromBytes");
+  Function read = Function::GetGlobalRequired("runtime.TVMTensorCopyToBytes");
   auto inputs = vm->GetFunction("inputs").value()().cast<Array<Tensor>>();
-  for (Tensor x : inputs)
-    if (fread(x.data_ptr(), 1, GetDataSize(x), stdin) != GetDataSize(x)) return 1;
+  for (Tensor x : inputs) {
+    std::vector<char> bytes(GetDataSize(x));
+    if (fread(bytes.data(), 1, bytes.size(), stdin) != bytes.size()) return 1;
+    write(x, static_cast<void*>(bytes.data()), bytes.size());
+  }
   std::vector<AnyView> arguments(inputs.begin(), inputs.end());
   Any results;
   vm->GetFunction("main").value().CallPacked(arguments.data(), arguments.size(), &results);
-  for (Tensor y : results.cast<Array<Tensor>>())
-    for (int64_t i = 0; i < y.numel(); i++) printf("%.9g\n", static_cast<float*>(y.data_ptr())[i]);
+  for (Tensor y : results.cast<Array<Tensor>>()) {
+    std::vector<float> numbers(y.numel());
+    read(y, static_cast<void*>(numbers.data()), GetDataSize(y));
+    for (float number : numbers) printf("%.9g\n", number);
+  }
 }

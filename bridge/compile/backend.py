@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import tvm_ffi
+from tvm import relax
+from tvm.ir import IRModule
 from tvm.tirx import PrimFunc
 
 from bridge.compile.loop_ir.product import ProductPlan
@@ -143,6 +145,10 @@ class Backend(ABC):
         ``None`` where one of them is not there any more, or where this backend keeps none.
         """
         return None
+
+    @abstractmethod
+    def executable(self, module: IRModule) -> relax.VMExecutable:
+        """A Relax module → code of TVM's default pipeline for this target, which TVM's runtime runs without torch."""
 
     @abstractmethod
     def prepare(self, tensors: Sequence[torch.Tensor]) -> None:

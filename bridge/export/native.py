@@ -2,8 +2,9 @@
 
 The forward's Relax function with the parameters bound, library calls spelled out in Relax's own operators
 (:mod:`bridge.export.relax_only`), compiled by TVM's default pipeline: portable rather than quick, and eager's numbers
-to rounding. ``main`` takes the argument tensors in order and returns the array of the forward's results; ``inputs``
-makes such argument tensors, to be filled (``examples/run_compiled.cc``).
+to rounding. It runs on the device that the module was compiled for. ``main`` takes the argument tensors in order and
+returns the array of the forward's results; ``inputs`` makes such argument tensors, to be filled
+(``examples/run_compiled.cc``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from autodiff.ir import Function, IRModule, Var, build_function, dtype, shape
 from autodiff.typed import normalizer
 from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported, UnsupportedModule
+from bridge.compile import Backend
 from bridge.dispatch import Entry
 from bridge.export.relax_only import NoRelaxForm, without_library_calls
 from bridge.lowering import LoweredCall
@@ -52,13 +54,13 @@ def save_native(module: nn.Module, entries: Sequence[Entry], path: Path) -> dict
         except NoRelaxForm as error:
             problems.append(Unsupported(str(error), where, "is torch's kernel: no native form"))
             continue
-        _build(function, entry.guard.tensors(module), path, captured.module_name)
+        _build(function, entry.guard.tensors(module), path, captured.module_name, entry.backend)
         inputs = function.params[len(captured.module_tensors) :]
         return {"entry": number, "inputs": [[str(each.name), list(shape(each)), dtype(each)] for each in inputs]}
     raise UnsupportedModule(type(module).__name__, problems, what="saved in a native form")
 
 
-def _build(function: Function, owned: Sequence[torch.Tensor], path: Path, name: str) -> None:
+def _build(function: Function, owned: Sequence[torch.Tensor], path: Path, name: str, backend: Backend) -> None:
     numbers = {
         param.name: tvm.runtime.from_dlpack(tensor.detach().to(HOST).contiguous())
         for param, tensor in zip(function.params, owned, strict=False)
@@ -67,7 +69,7 @@ def _build(function: Function, owned: Sequence[torch.Tensor], path: Path, name: 
     functions = {name: each.with_attr("global_symbol", name) for name, each in functions.items()}
     bound = relax.transform.BindParams("main", numbers)(IRModule(functions))
     try:
-        tvm.compile(bound, tvm.target.Target("llvm")).export_library(str(path))
+        backend.executable(bound).export_library(str(path))
     except (RuntimeError, FileNotFoundError) as error:
         problem = Unsupported("a native form", name, f"it could not be linked: {error}", "install a C++ compiler")
         raise UnsupportedModule(name, [problem], what="saved in a native form") from error

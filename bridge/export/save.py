@@ -46,7 +46,7 @@ def save_compiled(module: nn.Module, path: str | os.PathLike, *, native: bool = 
         module: one that :func:`add_tvm_dispatch` was called on; all its entries are saved. Backwards are saved for
             gradients of the losses alone, of all outputs, and of what has run backward so far.
         path: a folder, new or saved by this function before.
-        native: also write ``forward.so``, which TVM's runtime runs on the CPU without Python
+        native: also write ``forward.so``, which TVM's runtime runs on the module's device without Python
             (``examples/run_compiled.cc``): the newest entry that neither draws random numbers nor changes buffers,
             with the parameters inside, argument tensors in, results out. Wants a C++ compiler.
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 import tvm
+from tvm import relax
+from tvm.ir import IRModule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 
@@ -115,6 +117,10 @@ class CpuBackend(Backend):
         tile = register_tile(self.target)
         assert tile is not None, self.target
         return f"product_{element_type}", gemm_function(element_type, tile)
+
+    def executable(self, module: IRModule) -> relax.VMExecutable:
+        """For any processor of this architecture."""
+        return tvm.compile(module, Target("llvm"))
 
     def prepare(self, tensors: Sequence[torch.Tensor]) -> None:
         """Begins to build the kernels of matrix products, where there is a processor that would idle meanwhile."""

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 import tvm
+from tvm import relax
+from tvm.ir import IRModule
 from tvm.tirx import PrimFunc
 
 from bridge.base.torch_cuda import SETTINGS
 from bridge.compile.backend import Backend, Built
-from bridge.compile.cuda.build import build_library, kernel_source, target_of
+from bridge.compile.cuda.build import build_executable, build_library, kernel_source, target_of
 from bridge.compile.cuda.executor import CudaExecutor
 from bridge.compile.cuda.kernels import generate
 from bridge.compile.cuda.legalized import scheduled
@@ -84,6 +86,9 @@ class CudaBackend(Backend):
 
     def products(self, threads: int, deterministic: bool) -> CudaProducts:
         return CudaProducts()
+
+    def executable(self, module: IRModule) -> relax.VMExecutable:
+        return build_executable(module, self.arch)
 
     def prepare(self, tensors: Sequence[torch.Tensor]) -> None:
         """Nothing: what NVRTC compiles is known when plans are."""

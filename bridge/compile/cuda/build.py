@@ -17,7 +17,7 @@ from functools import partial
 
 import tvm
 import tvm_ffi
-from tvm import s_tir, tirx
+from tvm import relax, s_tir, tirx
 from tvm.ir import IRModule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
@@ -29,7 +29,7 @@ from bridge.compile.cuda.nvrtc import compiled
 from bridge.compile.cuda.preamble import PREAMBLE
 from bridge.compile.cuda.sass import disassembled
 
-__all__ = ["build_library", "cuda_source", "kernel_source", "target_of"]
+__all__ = ["build_executable", "build_library", "cuda_source", "kernel_source", "target_of"]
 
 _HOST = "llvm"
 _CALLBACK = "tvm_callback_cuda_compile"
@@ -55,6 +55,16 @@ def build_library(functions: Mapping[str, PrimFunc], arch: str) -> tvm.runtime.M
     if len(device.functions):
         library.import_module(_device_module(device, target, partial(_machine_code, arch=arch)))
     return library
+
+
+def build_executable(module: IRModule, arch: str) -> relax.VMExecutable:
+    """A Relax module by TVM's default pipeline and schedules: portable rather than quick.
+
+    Raises:
+        RuntimeError: see :func:`bridge.compile.cuda.nvrtc.compiled`.
+    """
+    with _compiling(partial(compiled, arch=arch)):
+        return tvm.compile(module, target_of(arch))
 
 
 def cuda_source(functions: Mapping[str, PrimFunc], arch: str) -> str:

@@ -1,6 +1,7 @@
 """Stress of the disk cache: processes that are killed while they use it, flipped bytes, a full disk; the bits stay.
 
     python -m tests.bridge.artifact.stress --kills 200
+    python -m tests.bridge.artifact.stress --kills 25 --seed 3 --only looped --checks kills
 
 After each kill every file of the cache is whole; what later processes compute has the bits of a process that found an
 empty cache. Works are those of :mod:`tests.bridge.artifact.works`; processes are forked, and compile nothing before.
@@ -30,6 +31,10 @@ from tests.bridge.artifact.works import WITHOUT_A_DISK, WORKS
 __all__ = ["allowed_on_a_full_disk", "artifacts", "bits_on", "flip", "kill_at_random"]
 
 Work = Callable[[Path], str]
+
+CHECKS = ("kills", "flips", "disk")
+SIZES = (0, 500, 2000, 8000, 32000)
+"""Bytes above which a file does not fit on a disk that is full."""
 
 TURNS = 5
 """Kills between two runs that come to their end, and see what was left."""
@@ -120,12 +125,46 @@ def _assert_whole(path: Path, kind: str) -> None:
         raise AssertionError(f"{kind} {path.name} {error}") from error
 
 
+def flipped(work: Work, count: int, rng: random.Random) -> Counter:
+    """Another bit in every file of a kind, so many times for each kind; the runs by kind.
+
+    Raises:
+        AssertionError: a process computes other bits then.
+    """
+    runs: Counter = Counter()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        expected = bits_on(folder, work)
+        for kind in artifacts(folder):
+            for _ in range(count):
+                for path in artifacts(folder)[kind]:
+                    flip(path, rng)
+                assert bits_on(folder, work) == expected, f"other bits after flipped bytes in {kind}"
+                runs[kind] += 1
+    return runs
+
+
+def on_full_disks(work: Work) -> Counter:
+    """A run for each size above which files do not fit.
+
+    Raises:
+        AssertionError: a process computes other bits there.
+    """
+    allowed, runs = allowed_on_a_full_disk(work), Counter()
+    for size in SIZES:
+        with tempfile.TemporaryDirectory() as scratch:
+            assert bits_on(Path(scratch), work, size) in allowed, f"other bits on a disk for files of {size} bytes"
+        runs[size] += 1
+    return runs
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=200, help="of each work (default %(default)s)")
     parser.add_argument("--flips", type=int, default=3, help="runs for each kind of file (default %(default)s)")
     parser.add_argument("--only", choices=list(WORKS), help="one of the works (default: all)")
+    parser.add_argument("--checks", nargs="+", choices=CHECKS, default=CHECKS, help="(default: all)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng = random.Random(options.seed)
@@ -133,22 +172,12 @@ def main() -> None:
     for name, work in WORKS.items():
         if options.only not in (None, name):
             continue
-        print(f"{name}: {dict(kill_at_random(work, options.kills, rng))}", flush=True)
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch)
-            expected, runs = bits_on(folder, work), Counter()
-            for kind in artifacts(folder):
-                for _ in range(options.flips):
-                    for path in artifacts(folder)[kind]:
-                        flip(path, rng)
-                    assert bits_on(folder, work) == expected, f"other bits after flipped bytes in {kind}"
-                    runs[kind] += 1
-            print(f"{name}: the same bits after flipped bytes, runs by kind {dict(runs)}", flush=True)
-        allowed = allowed_on_a_full_disk(work)
-        for size in (0, 500, 2000, 8000, 32000):
-            with tempfile.TemporaryDirectory() as scratch:
-                assert bits_on(Path(scratch), work, size) in allowed, f"other bits on a disk for files of {size} bytes"
-        print(f"{name}: the same bits where files above 0, 500, 2000, 8000, 32000 bytes do not fit", flush=True)
+        if "kills" in options.checks:
+            print(f"{name}, killed: the same bits, {dict(kill_at_random(work, options.kills, rng))}", flush=True)
+        if "flips" in options.checks:
+            print(f"{name}, flipped bits: the same bits, runs {dict(flipped(work, options.flips, rng))}", flush=True)
+        if "disk" in options.checks:
+            print(f"{name}, full disks by bytes: the same bits, runs {dict(on_full_disks(work))}", flush=True)
 
 
 if __name__ == "__main__":

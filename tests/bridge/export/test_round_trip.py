@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-import tvm
-import tvm_ffi
 from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
 from bridge import add_tvm_dispatch, load_compiled, save_compiled, stats
 from bridge.compile import CallLibrary, Loop
+from tests.bridge.export.in_cpp import COMPILER, printed_by_the_example
 from tests.bridge.export.trained_elsewhere import batch_of, trained
 from tests.bridge.models import masked_lm
-
-EXAMPLE = Path(__file__).parents[3] / "examples" / "run_compiled.cc"
-COMPILER = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
 
 
 def bert():
@@ -66,29 +62,40 @@ class Mixed(nn.Module):
         return Loss(torch.linalg.svdvals(Halved.apply(h)).sum() + (spectrum * spectrum.conj()).real.mean())
 
 
+MAKERS = {"bert": bert, "resnet": resnet, "mixed": Mixed}
+
+
+def saved_as(kind: str, folder: Path, device: torch.device | str = "cpu") -> nn.Module:
+    """A module that trained a little on a device, and was saved to a folder then."""
+    torch.manual_seed(0)
+    batch = batch_of(kind, 0, device)
+    module = add_tvm_dispatch(MAKERS[kind]().to(device), batch)
+    module(**batch).loss.backward()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter -= 0.1 * parameter.grad
+    module.zero_grad()
+    save_compiled(module, folder)
+    return module
+
+
+def trained_by_another_process(folders: Iterable[str]) -> dict[str, Any]:
+    """What :func:`trained` tells of saved modules in a process without their source, by folder."""
+    command = [sys.executable, "-m", "tests.bridge.export.trained_elsewhere", *folders]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Modules that trained a little, and the folders that they were saved to then."""
-    made = {}
-    for kind, make in {"bert": bert, "resnet": resnet, "mixed": Mixed}.items():
-        torch.manual_seed(0)
-        module = add_tvm_dispatch(make(), batch_of(kind, 0))
-        module(**batch_of(kind, 0)).loss.backward()
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter -= 0.1 * parameter.grad
-        module.zero_grad()
-        folder = tmp_path_factory.mktemp("saved") / kind
-        save_compiled(module, folder)
-        made[str(folder)] = module
-    return made
+    """Modules by the folders that they were saved to."""
+    folders = {kind: tmp_path_factory.mktemp("saved") / kind for kind in MAKERS}
+    return {str(folder): saved_as(kind, folder) for kind, folder in folders.items()}
 
 
 def test_training_goes_on_in_a_process_without_the_source(saved):
-    command = [sys.executable, "-m", "tests.bridge.export.trained_elsewhere", *saved]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    elsewhere = json.loads(ran.stdout.splitlines()[-1])
+    elsewhere = trained_by_another_process(saved)
     for folder, module in saved.items():
         assert elsewhere[folder] == trained(module, Path(folder).name)
         assert not stats(module).misses
@@ -117,18 +124,7 @@ def test_the_forward_in_cpp(tmp_path):
     batch["attention_mask"][0, 4:] = 0
     with torch.no_grad():
         add_tvm_dispatch(module, batch)
-    save_compiled(module, tmp_path / "bert", native=True)
-    binary = tmp_path / "run"
-    roots = [Path(package.__file__).parent for package in (tvm, tvm_ffi)]
-    libraries = [str(root / "lib") for root in roots]
-    command = [COMPILER, "-std=c++17", str(EXAMPLE), "-o", str(binary), f"-I{roots[1] / 'include'}"]
-    command += [f"-L{path}" for path in libraries] + ["-ltvm_runtime", "-ltvm_ffi", f"-Wl,-rpath,{':'.join(libraries)}"]
-    subprocess.run(command, check=True, capture_output=True)
-    given = b"".join(tensor.numpy().tobytes() for tensor in batch.values())
-    ran = subprocess.run(
-        [str(binary), str(tmp_path / "bert" / "forward.so")], input=given, capture_output=True, check=True
-    )
-    printed = torch.tensor([float(line) for line in ran.stdout.split()])
-    with torch.no_grad():
         wanted = module(**batch).logits
+    save_compiled(module, tmp_path / "bert", native=True)
+    printed = printed_by_the_example(tmp_path / "bert" / "forward.so", batch.values())
     torch.testing.assert_close(printed.reshape(wanted.shape), wanted, rtol=1e-4, atol=1e-5)

@@ -21,8 +21,12 @@ __all__ = ["STEPS", "batch_of", "trained"]
 STEPS = 20
 
 
-def batch_of(kind: str, seed: int) -> dict[str, Any]:
+def batch_of(kind: str, seed: int, device: torch.device | str = "cpu") -> dict[str, Any]:
     """A batch of the saved modules' shapes."""
+    return {name: tensor.to(device) for name, tensor in _batch(kind, seed).items()}
+
+
+def _batch(kind: str, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     if kind == "bert":
         ids = torch.randint(0, 61, (3, 7), generator=generator)
@@ -36,22 +40,25 @@ def batch_of(kind: str, seed: int) -> dict[str, Any]:
 def trained(module: nn.Module, kind: str) -> dict[str, Any]:
     """The losses of training, and a digest of the state after it."""
     torch.manual_seed(1)
+    device = next(module.parameters()).device
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     losses = []
     for step in range(STEPS):
-        loss = module(**batch_of(kind, step)).loss
+        loss = module(**batch_of(kind, step, device)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     state = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
-        state.update(name.encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return {"losses": losses, "state": state.hexdigest(), "generator": int(torch.randint(1 << 30, ()))}
+        state.update(name.encode() + tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    drawn = int(torch.randint(1 << 30, (), device=device))
+    return {"losses": losses, "state": state.hexdigest(), "generator": drawn}
 
 
 def main(folders: list[str]) -> None:
     sys.modules["transformers"] = None  # as if it were not installed
+    torch.backends.cudnn.deterministic = True
     from bridge import load_compiled
 
     print(json.dumps({folder: trained(load_compiled(folder), Path(folder).name) for folder in folders}))
