@@ -10,7 +10,7 @@ from bridge.capture.fake_run import FakeRun, fake_run, forget_real_tensors
 from bridge.capture.isolated_rng import IsolatedRNG, with_generator
 from bridge.capture.loops.operators import MARKS as LOOP_MARKS
 from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, number_tensor, with_number_inputs
-from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter
+from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter, StepMasks
 from bridge.capture.own_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
 from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, SLOPE_DRAWS, UPSAMPLES, WHOLE
 from bridge.capture.passes.recurrent import RECURRENT_LAYERS
@@ -61,6 +61,7 @@ __all__ = [
     "Reading",
     "Recomputed",
     "SizeTrace",
+    "StepMasks",
     "TensorForm",
     "capture",
     "capturing",

@@ -76,14 +76,15 @@ class DrawRecorder(TorchDispatchMode):
                 reason = "runs autograd inside forward: its result is a constant"
                 self.complain("torch.autograd.grad or backward", reason)
         if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs or {}):
-            self._record(func, args, kwargs or {}, result)
+            self.record(func, args, kwargs or {}, result)
         return result
 
     @staticmethod
     def _states() -> list[torch.Tensor]:
         return [default_generator(device).get_state() for device in {HOST, current_device()}]
 
-    def _record(self, func, args, kwargs, result) -> None:
+    def record(self, func, args, kwargs, result) -> None:
+        """Appends the draw of an operator that has run."""
         if func in CUDA_ATTENTION:
             out, rate = result[0], attention_rate(func, args, kwargs)
             form = str(func), tuple(out.shape), (), out.dtype, (rate,), (), out.device

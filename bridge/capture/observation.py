@@ -11,7 +11,7 @@ from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported
 from bridge.capture.call_log import CallSequence
 
-__all__ = ["Draw", "Observation", "Operand", "Output", "Parameter", "is_fused_attention"]
+__all__ = ["Draw", "Observation", "Operand", "Output", "Parameter", "StepMasks", "is_fused_attention"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,19 @@ class Operand:
     of: int | None = field(compare=False, default=None)
 
 
+@dataclass(frozen=True)
+class StepMasks:
+    """Dropout masks of a loop's steps that are one draw: eager draws them one after the other, the first step's first.
+
+    Attributes:
+        counts: elements of each mask that a step draws, in order.
+        dtype: of the tensors that eager fills.
+    """
+
+    counts: tuple[int, ...]
+    dtype: torch.dtype
+
+
 def is_fused_attention(draw: Draw) -> bool:
     """Whether a draw is made inside of an attention kernel."""
     return "_scaled_dot_product_" in draw.op
@@ -62,6 +75,7 @@ class Draw:
         operand: what a fused dropout (``aten.native_dropout``) reads; the tensor that it fills is the mask.
         advance: how far a placed draw moves its generator's offset, as the eager run measured it; of a fake run, by a
             rule, or ``None`` where there is none.
+        steps: what it is made of, if its rows are what the steps of a loop draw.
     """
 
     op: str
@@ -73,6 +87,7 @@ class Draw:
     device: torch.device = HOST
     operand: Operand | None = None
     advance: int | None = field(compare=False, default=None)
+    steps: StepMasks | None = field(compare=False, default=None)
 
     @property
     def is_placed(self) -> bool:

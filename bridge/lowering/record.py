@@ -14,13 +14,14 @@ from dataclasses import asdict, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 import tvm
 
 from autodiff.ir import Function
 from bridge.artifact import key_of
 from bridge.aten import Imported
 from bridge.base.devices import working_for
-from bridge.capture import Captured, Draw, Observation, Parameter
+from bridge.capture import Captured, Draw, Observation, Parameter, StepMasks
 from bridge.compile import bytes_of, canonical_text, form_of, tensor_of
 from bridge.lowering.graph_record import NotRecordedError, graph_of, record_of
 from bridge.lowering.lowered import LoweredCall
@@ -83,15 +84,17 @@ def _draw(draw: Draw) -> list[Any]:
         raise NotRecordedError("a draw with computed parameters")
     operand = draw.operand
     memory = None if operand is None else [list(operand.stride), operand.offset, operand.of]
-    return [list(draw.stride), memory, draw.advance]
+    steps = None if draw.steps is None else [list(draw.steps.counts), str(draw.steps.dtype).removeprefix("torch.")]
+    return [list(draw.stride), memory, draw.advance, steps]
 
 
 def _as_drawn(draw: Draw, told: Sequence[Any]) -> Draw:
-    stride, memory, advance = told
+    stride, memory, advance, steps = told
     operand = draw.operand
     if memory is not None:
         operand = replace(operand, stride=tuple(memory[0]), offset=memory[1], of=memory[2])
-    return replace(draw, stride=tuple(stride), operand=operand, advance=advance)
+    made_of = None if steps is None else StepMasks(tuple(steps[0]), getattr(torch, steps[1]))
+    return replace(draw, stride=tuple(stride), operand=operand, advance=advance, steps=made_of)
 
 
 def _plan(told: Mapping[str, Any] | None) -> Plan | None:

@@ -20,7 +20,7 @@ from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.generators import default_generator, generator_device
 from bridge.base.guard_failure import RUN, GuardFailure
 from bridge.base.torch_internals import no_torch_function, schema
-from bridge.capture import Draw, with_generator
+from bridge.capture import Draw, StepMasks, with_generator
 from bridge.rng import cpu as mt19937
 from bridge.rng.fused import NATIVE_DROPOUT, FusedDropout
 from bridge.rng.states import GeneratorStates
@@ -157,7 +157,21 @@ def _bernoullis(run: list[tuple[Draw, bool]]) -> list[_Maker]:
         if kernels is not None:
             make = mt19937.MaskRun(kernels, masks).draw
             return [partial(_compiled, make) if set(dtypes) == {torch.bool} else partial(_converted, make, dtypes)]
-    return [partial(_by_torch, mask, dtype) for mask, dtype in zip(masks, dtypes, strict=True)]
+    return [
+        partial(_by_torch, mask, dtype) if draw.steps is None else partial(_steps_by_torch, mask, draw.steps)
+        for mask, dtype, (draw, _) in zip(masks, dtypes, run, strict=True)
+    ]
+
+
+def _steps_by_torch(
+    mask: mt19937.Mask, steps: StepMasks, generator: torch.Generator | None, inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The masks of all steps, drawn one after the other: by other rules than torch's serial one, it is not one draw."""
+    whole = mask.empty()
+    for row in whole:
+        for part in row.split(steps.counts):
+            part.copy_(mt19937.draw_by_torch(mt19937.Mask(part.shape, (1,), mask.probability, steps.dtype), generator))
+    return [whole]
 
 
 def _by_torch(

@@ -25,6 +25,7 @@ from bridge.base.devices import HOST, current_device
 from bridge.base.log import channel
 from bridge.base.torch_internals import pytree
 from bridge.capture.eager_run import nothing_saved, owned_state
+from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.loops.alive import evenly_alive
 from bridge.capture.loops.find import find_loops
 from bridge.capture.loops.recorder import CallRecorder, NotRecordedError, OperatorWatch
@@ -98,7 +99,7 @@ class _RecordedRun:
         named = {spec.name: tensor for spec, tensor in zip(tensors, owned, strict=True)}
         self._recorder = recorder = CallRecorder(arguments, named, self._computes)
         watch = OperatorWatch(recorder)
-        with nothing_saved():
+        with IsolatedRNG(), nothing_saved():
             given = module, state, parameters, [*owned, *arguments], args, kwargs, nullcontext()
             run = observe(*given, functions=OwnFunctions(), traced=False, recorders=(recorder, watch))
         self._ended = True
@@ -107,6 +108,7 @@ class _RecordedRun:
             return None
         calls = recorder.finish(run.results, run.out_spec)
         replay = Replay(calls, evenly_alive(calls, find_loops(calls)))
+        run.draws.extend(replay.draws)
         if 2 * replay.length > len(calls.rows):
             raise NotRecordedError(f"{replay.length} of {len(calls.rows)} calls are in no loop")
         run.results.clear()

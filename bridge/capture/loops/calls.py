@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bridge.capture.observation import Draw
+
 __all__ = [
     "CREATING",
     "HERE",
@@ -131,6 +133,7 @@ class Calls:
         rows: in order.
         kinds: by their numbers.
         forms, made: of each value.
+        drawn: what rows draw, by their numbers.
         inputs: what each of the first values is: the number of an argument, or the name of a tensor of the module.
         results: the leaves of what forward returned, values for tensors; ``spec``: their structure.
     """
@@ -139,6 +142,7 @@ class Calls:
     kinds: list[Kind] = field(default_factory=list)
     forms: list[Form] = field(default_factory=list)
     made: list[Made] = field(default_factory=list)
+    drawn: dict[int, Draw] = field(default_factory=dict)
     inputs: list[int | str] = field(default_factory=list)
     results: list[Any] = field(default_factory=list)
     spec: Any = None

@@ -226,6 +226,8 @@ class _Finder:
         rows = self.calls.rows
         loop = Loop(start, period, steps)
         for index in range(period):
+            if not self._draws_alike(range(start + index, loop.stop, period)):
+                return None
             group = rows[start + index : loop.stop : period]
             if len({repr(each.number) for each in group}) > 1:
                 loop.numbers[index] = tuple(each.number for each in group)
@@ -252,6 +254,12 @@ class _Finder:
                     return None
             loop.roles.append(roles)
         return loop if all(self._is_followed_alike(loop, index) for index in range(period)) else None
+
+    def _draws_alike(self, numbers: Sequence[int]) -> bool:
+        """Whether rows draw nothing, or masks of one form for dropout."""
+        found = {self.calls.drawn.get(number) for number in numbers if self.calls.drawn}
+        drops = self.calls.kinds[self.calls.rows[numbers[0]].kind].name == "dropout"
+        return not found - {None} or (len(found) == 1 and drops)
 
     def _written(self, group: Sequence[Call], loop: Loop) -> Written | None:
         """What rows write, each into what the one before has made, which nothing else reads."""

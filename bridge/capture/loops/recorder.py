@@ -2,8 +2,9 @@
 
 Recorded are calls of torch functions whose results are tensors, and writes into parts of tensors that forward makes
 for that. Whatever else could have a part in what forward computes ends the recording: a number taken out of a tensor,
-another write, a draw, another grad mode, a tensor of unknown origin, an argument that cannot be compared. Numbers that
-say only what a tensor is like (its shape) are constants of the call, as they are wherever sizes do not vary.
+another write, a draw beside dropout's and its like, another grad mode, a tensor of unknown origin, an argument that
+cannot be compared. Numbers that say only what a tensor is like (its shape) are constants of the call, as they are
+wherever sizes do not vary.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from bridge.base.devices import TYPES
+from bridge.base.devices import HOST, TYPES
 from bridge.base.interrupts import raise_deferred
 from bridge.base.torch_internals import TorchDispatchMode, aten, schema
 from bridge.capture.autograd_uses import use_of_autograd
+from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.loops.calls import (
     HERE,
     NUMBER,
@@ -35,6 +38,7 @@ from bridge.capture.loops.calls import (
 )
 from bridge.capture.loops.uncomputed import Uncomputed
 from bridge.capture.loops.writes import Writes
+from bridge.capture.observation import Draw
 from bridge.state import constant_key
 
 __all__ = ["CallRecorder", "NotRecordedError", "OperatorWatch"]
@@ -67,6 +71,9 @@ _VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT"))
 _NEVER = frozenset({"as_strided", "requires_grad_", "backward", "untyped_storage", "set_", "apply_", "map_"})
 """Names of functions that depend on more than the layouts and elements of their arguments, or change something."""
 
+_DRAWING = frozenset({F.dropout, torch.dropout, torch.rand, torch.randn, torch.rand_like, torch.randn_like})
+"""Functions that draw once, or nothing where their arguments say so."""
+
 _BETWEEN_INTERRUPTS = 64
 """Calls after which the user's interrupt is looked for."""
 
@@ -91,7 +98,7 @@ class CallRecorder(TorchFunctionMode):
         super().__init__()
         self.calls = Calls()
         self.reason: str | None = None
-        self.is_inside = False
+        self.is_inside = self._may_draw = False
         self.uncomputed = None if computes else Uncomputed()
         self._grad = torch.is_grad_enabled()
         self._kinds: dict[tuple, int] = {}
@@ -100,6 +107,8 @@ class CallRecorder(TorchFunctionMode):
         self._known: dict[int, tuple[weakref.ref, int]] = {}
         self._writes = Writes()
         self._elements = 0
+        self._drawn: list[Draw] = []
+        self._draws = DrawRecorder(self._drawn, lambda op, reason: self.fail(f"{op} {reason}"))
         for source, tensor in (*enumerate(arguments), *owned.items()):
             self._new(tensor, Made(-1, len(self.calls.inputs)))
             self.calls.inputs.append(source)
@@ -141,22 +150,38 @@ class CallRecorder(TorchFunctionMode):
             told, number = numbered(func.__name__, told, named, [forms[value] for value in reads])
         constants = part[1:2] + part[3:] if part is not None else (_key(told), _key(named))
         asked = func, constants, tuple([(self._layout_of[value], forms[value].requires_grad) for value in reads])
-        result = None if self.uncomputed is None or part is not None else self.uncomputed.answer(asked, given)
+        computes = self.uncomputed is None or part is not None or func in _DRAWING
+        result = None if computes else self.uncomputed.answer(asked, given)
         if result is None:
-            versions, self.is_inside = [tensor._version for tensor in given], True
+            versions, self.is_inside, self._may_draw = [tensor._version for tensor in given], True, func in _DRAWING
             result = func(*args, **kwargs)
-            self.is_inside = False
+            self.is_inside = self._may_draw = False
             if versions != [tensor._version for tensor in given]:
                 self.fail(f"{func} writes")
-            if self.uncomputed is not None and part is None:
+            if not computes:
                 self.uncomputed.learn(asked, given, result)
         makes = self._made(func, result)
         if makes:
             if self.uncomputed is not None and (why := self.uncomputed.made(reads, makes, forms)):
                 self.fail(why)
             self._writes.read(reads)
+            if self._drawn:
+                self._note_draw(makes)
             self._add(Kind(func, told, named), constants, Call(-1, reads, makes, part, None, number))
         return iter(result) if iterates else result
+
+    def draw(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs an operator that draws, inside of the call that is being made."""
+        if not self._may_draw:
+            self.fail(f"{func} draws")
+        result = func(*args, **kwargs)
+        self._draws.record(func, args, kwargs, result)
+        return result
+
+    def _note_draw(self, makes: tuple[int, ...]) -> None:
+        if len(self._drawn) > 1 or self._drawn[0].device != HOST:
+            self.fail("draws of another kind than a mask of the host's")
+        self.calls.drawn[len(self.calls.rows)] = self._drawn.pop()
 
     def _write(self, func: Any, told: tuple, args: tuple, named: dict[str, Any], reads: tuple[int, ...]) -> None:
         """``whole[index] = part``, of a tensor that forward has made for it: from now on it is another value."""
@@ -301,6 +326,8 @@ class OperatorWatch(TorchDispatchMode):
         self._fine: set[Any] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch.Tag.nondeterministic_seeded in func.tags and func.namespace == "aten":
+            return self.recorder.draw(func, args, kwargs or {})
         if func not in self._fine:
             if (why := _problem(func)) is not None:
                 self.recorder.fail(why)
@@ -319,8 +346,8 @@ def _problem(func: Any) -> str | None:
     known = schema(func)
     if func.namespace != "aten":
         return f"{func} is not torch's own"
-    if torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.dynamic_output_shape in func.tags:
-        return f"{func} draws, or its result has a shape that numbers decide"
+    if torch.Tag.dynamic_output_shape in func.tags:
+        return f"the result of {func} has a shape that numbers decide"
     if func.overloadpacket in _READS or "batch_norm" in known.name or "instance_norm" in known.name:
         return f"{func} reads or writes more than the graph says"
     return None

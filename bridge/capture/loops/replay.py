@@ -16,6 +16,7 @@ from torch import nn
 from bridge.base.torch_internals import pytree
 from bridge.capture.loops.calls import CREATING, Call, Calls, Made, Part, Value, filled, values_in
 from bridge.capture.loops.find import Carry, Constant, Local, Loop, Parts, Role, Written
+from bridge.capture.loops.masks import all_steps, draws_of, dropped, dropping
 from bridge.capture.loops.operators import FIRST, LAST, PART, STEPS
 
 __all__ = ["Replay"]
@@ -28,10 +29,12 @@ class Replay:
 
     Attributes:
         calls, loops: what was recorded, and what was found in it.
+        draws: what it draws, in order.
     """
 
     def __init__(self, calls: Calls, loops: Sequence[Loop]):
         self.calls, self.loops = calls, loops
+        self.draws = draws_of(calls, loops)
         self._ys = [self._leaving(number) for number in range(len(loops))]
 
     @property
@@ -225,6 +228,7 @@ class _Run:
             index: PART(self._numbers(loop, index, reverse), number, place)
             for place, index in enumerate(loop.numbers, start=len(parts))
         }
+        masks = self._masks(loop, number, len(parts) + len(numbers), reverse)
         sources = _sources(loop, self.calls)
 
         def source(role: Role) -> torch.Tensor:
@@ -255,11 +259,23 @@ class _Run:
             if index in loop.written:
                 made[Made(index, 0)] = read[0]
                 continue
+            if index in masks:
+                made[Made(index, 0)] = dropped(read[0], masks[index], self.calls.drawn[loop.start + index])
+                continue
             numbered = index in numbers
             result = self._with_numbers(row, read, numbers[index]) if numbered else self._again(row, read)
             made.update((Made(index, leaf), each) for leaf, each in enumerate(_tensors(result)))
         self.reverse.append(reverse)
         self._finish(loop, number, first, made)
+
+    def _masks(self, loop: Loop, number: int, place: int, reverse: bool) -> dict[int, torch.Tensor]:
+        """The masks that a step draws, by the rows that drop with them; drawn for all steps at once."""
+        draw = all_steps(loop, self.calls)
+        if draw is None:
+            return {}
+        whole = torch.empty(draw.shape, dtype=torch.bool, device=draw.device).bernoulli_(*draw.args)
+        step = PART(whole.flip(0) if reverse else whole, number, place)
+        return dict(zip(dropping(loop, self.calls), step.split(draw.steps.counts), strict=True))
 
     def _numbers(self, loop: Loop, index: int, reverse: bool) -> torch.Tensor:
         """The numbers of a row in all steps."""

@@ -14,6 +14,7 @@ from bridge.capture import LOOP_MARKS
 from bridge.capture.loops import attempt, uncomputed
 from bridge.lowering import reuse
 from tests.bridge.compare import check_module
+from tests.device import DEVICE
 
 
 @pytest.fixture(autouse=True)
@@ -186,6 +187,25 @@ class Indices(nn.Module):
         return state
 
 
+class Drops(nn.Module):
+    """Two masks for each step, of one before all steps that is the same in each; one more draw before, one after."""
+
+    def __init__(self, backwards=False):
+        super().__init__()
+        self.cell, self.above, self.drop = nn.GRUCell(3, 4), nn.RNNCell(4, 4), nn.Dropout(0.3)
+        self.backwards = backwards
+
+    def forward(self, x):
+        low = high = x.new_zeros(x.shape[0], 4)
+        every, states = F.dropout(torch.ones_like(low), 0.2, self.training), []
+        x = x + 0.1 * torch.randn_like(x)
+        for step in reversed(range(x.shape[1])) if self.backwards else range(x.shape[1]):
+            low = self.cell(self.drop(x[:, step]), low * every)
+            high = self.above(self.drop(low.t()).t(), high)
+            states.append(high)
+        return self.drop(torch.stack(states, 1)), low
+
+
 MODULES = {
     "lstm": Lstm,
     "layer norm lstm, last part first": lambda: Lstm(norm=True, backwards=True),
@@ -202,6 +222,8 @@ FORMS = {
     "both ways": BothWays,
     "indices": Indices,
 }
+DROPS = {"dropout": Drops, "dropout, last part first": lambda: Drops(backwards=True)}
+ON_THE_HOST = pytest.mark.cpu("a GPU's masks are drawn step by step")
 
 
 def marks_of(lowered):
@@ -222,9 +244,18 @@ def test_loops_of_other_forms_are_eagers(name):
     check_module(FORMS[name], lambda: torch.randn(2, 8, 3, requires_grad=True), calls=1)
 
 
-@pytest.mark.parametrize("name", [*MODULES, *FORMS])
+@pytest.mark.parametrize("name", DROPS)
+@pytest.mark.parametrize("width", [2, 70])
+def test_masks_of_all_steps_are_eagers(name, width):
+    """Those of few elements are drawn by torch, the others by compiled code."""
+    module = check_module(DROPS[name], lambda: torch.randn(width, 8, 3, requires_grad=True))
+    draws = stats(module).entries[0].lowered.captured.draws
+    assert len(draws) == (4 if DEVICE.type == "cpu" else 19)
+
+
+@pytest.mark.parametrize("name", [*MODULES, *FORMS, pytest.param("dropout", marks=ON_THE_HOST)])
 def test_one_step_is_traced_whatever_the_length(name):
-    module, sizes, bodies = {**MODULES, **FORMS}[name](), [], []
+    module, sizes, bodies = {**MODULES, **FORMS, **DROPS}[name](), [], []
     for steps in (9, 14):
         lowered = lower(module, torch.randn(2, steps, 3))
         assert {node.target for node in lowered["captured"].ir.nodes} >= set(LOOP_MARKS[2:3])
@@ -324,11 +355,27 @@ class NoGradLater(nn.Module):
         return h
 
 
-class Drops(nn.Module):
+class DropsBySteps(nn.Module):
+    def forward(self, x):
+        h = x[0]
+        for step, part in enumerate(x):
+            h = torch.tanh(F.dropout(h, 0.1 * (1 + step % 2), self.training) + part)
+        return h
+
+
+class DropsInPlace(nn.Module):
     def forward(self, x):
         h = x[0]
         for part in x:
-            h = torch.tanh(F.dropout(h, 0.3, self.training) + part)
+            h = torch.tanh(F.dropout(h + part, 0.3, self.training, inplace=True))
+        return h
+
+
+class Noisy(nn.Module):
+    def forward(self, x):
+        h = x[0]
+        for part in x:
+            h = torch.tanh(h + part * torch.rand_like(part))
         return h
 
 
@@ -346,7 +393,8 @@ class KeepsElsewhere(nn.Module):
     "kind",
     [
         *(Reads, ReadsBack, WritesOfAView, WritesTwice, SavedThenWritten),
-        *(OwnWeights, OtherPowers, SkipsOne, NoGradLater, Drops, KeepsElsewhere),
+        *(OwnWeights, OtherPowers, SkipsOne, NoGradLater, KeepsElsewhere),
+        *(DropsBySteps, DropsInPlace, Noisy),
     ],
 )
 def test_what_is_not_proven_is_captured_as_it_is(kind):

@@ -1,0 +1,63 @@
+"""Masks of dropout in recorded loops: what eager draws, call by call -> one draw of all steps for each loop.
+
+The first step's masks come first, as eager draws them: a row of the draw holds the masks of one step, one behind the
+other. A step multiplies by them as eager's dropout does on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from bridge.base.torch_internals import is_dense
+from bridge.capture.loops.calls import Calls
+from bridge.capture.loops.find import Loop
+from bridge.capture.loops.recorder import NotRecordedError
+from bridge.capture.observation import Draw, StepMasks
+
+__all__ = ["all_steps", "draws_of", "dropped", "dropping"]
+
+_MASK = "aten.bernoulli_.float"
+
+
+def dropping(loop: Loop, calls: Calls) -> list[int]:
+    """The rows of a step that draw a mask."""
+    return [index for index in range(loop.period) if loop.start + index in calls.drawn]
+
+
+def all_steps(loop: Loop, calls: Calls) -> Draw | None:
+    """What all steps of a loop draw; ``None`` if that is nothing. ``NotRecordedError`` if it is not one draw."""
+    drawn = [calls.drawn[loop.start + index] for index in dropping(loop, calls)]
+    if not drawn:
+        return None
+    first = drawn[0]
+    if any(each.op != _MASK or not is_dense(_like(each)) for each in drawn):
+        raise NotRecordedError("a draw in a loop that is no mask")
+    if any((each.args, each.kwargs, each.dtype) != (first.args, first.kwargs, first.dtype) for each in drawn):
+        raise NotRecordedError("dropout of several rates or types in a step")
+    counts = tuple(math.prod(each.shape) for each in drawn)
+    shape = loop.steps, sum(counts)
+    return replace(first, shape=shape, stride=(shape[1], 1), dtype=torch.bool, steps=StepMasks(counts, first.dtype))
+
+
+def draws_of(calls: Calls, loops: Sequence[Loop]) -> list[Draw]:
+    """What a replayed forward draws, in order."""
+    found: list[tuple[int, Draw | None]] = [(loop.start, all_steps(loop, calls)) for loop in loops]
+    inside = [range(loop.start, loop.stop) for loop in loops]
+    found += [(row, draw) for row, draw in calls.drawn.items() if not any(row in rows for rows in inside)]
+    return [draw for _, draw in sorted(found, key=lambda each: each[0]) if draw is not None]
+
+
+def dropped(x: torch.Tensor, mask: torch.Tensor, draw: Draw) -> torch.Tensor:
+    """Eager's dropout of a tensor; ``mask``: its elements in the order in which ``draw`` fills memory."""
+    order = sorted(range(len(draw.shape)), key=lambda dim: (draw.stride[dim], draw.shape[dim] > 1), reverse=True)
+    mask = mask.reshape([draw.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
+    (keep,) = draw.args
+    return x * (mask.to(draw.dtype) / keep)
+
+
+def _like(draw: Draw) -> torch.Tensor:
+    return torch.empty_strided(draw.shape, draw.stride, device="meta")
