@@ -23,7 +23,18 @@ from autodiff.ir import (
     results,
     used_vars,
 )
-from autodiff.scan import Saved, Scan, Step, body_text, gradient_of, is_scan, reverse_scan, scan_call, scan_of
+from autodiff.scan import (
+    Saved,
+    Scan,
+    Step,
+    body_text,
+    gradient_of,
+    hoist,
+    is_scan,
+    reverse_scan,
+    scan_call,
+    scan_of,
+)
 
 from .cut import partition
 from .strategy import Strategy
@@ -147,4 +158,4 @@ def _with_gradient(
     gradient = None if saving is None else reverse_scan(saving, step, sums_later)
     if gradient is None:
         raise ValueError("a literal in the body of a loop cannot be written down")
-    return dataclasses.replace(saving, gradient=gradient_of(gradient, wanted, differentiated))
+    return dataclasses.replace(saving, gradient=gradient_of(hoist(gradient), wanted, differentiated))
