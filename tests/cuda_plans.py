@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from bridge.compile.cuda.backend import CudaBackend
 from bridge.compile.cuda.kernels import generate
+from bridge.compile.cuda.limits import LIMITS, ORDER
 from bridge.compile.loop_ir.graph import Graph, Reduction, Value
 from bridge.compile.schedule.column_plan import plan_columns
 from bridge.compile.schedule.fuse import fuse
@@ -16,17 +18,20 @@ from bridge.compile.schedule.plan_rows import plan_rows
 from bridge.compile.schedule.planned import Planned
 from tests.opencl import OpenClKernels
 
-__all__ = ["BACKEND", "CudaKernels", "array", "assert_near", "planned"]
+__all__ = ["BACKEND", "FOR_LITTLE", "CudaKernels", "array", "assert_near", "planned"]
 
-BACKEND = CudaBackend(arch="sm_90")
+FOR_LITTLE = CudaBackend(arch="sm_90")
+
+#: Takes every tensor for a large one, so that small tests see the vectors and rows of those.
+BACKEND = CudaBackend(replace(ORDER, small_rows=0), replace(LIMITS, single_elements=0), arch="sm_90")
 
 #: Of the largest number of a result, what two orders of summation may differ by.
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 
 
-def planned(graph: Graph) -> list[Planned]:
+def planned(graph: Graph, backend: CudaBackend = BACKEND) -> list[Planned]:
     """The plans of a graph's kernels, in order, as the compiler makes them for a GPU."""
-    groups = fuse(graph, BACKEND)
+    groups = fuse(graph, backend)
     stored = {operand.value for operand in graph.results}
     for group in groups:
         stored |= {operand.value for _, operand in group.reads()}
@@ -34,7 +39,7 @@ def planned(graph: Graph) -> list[Planned]:
     for group in groups:
         node = group.nodes[0]
         alone = isinstance(node, Reduction) and not group.fusable
-        plans.append(plan_columns(node, BACKEND) if alone else plan_rows(group, stored, BACKEND))
+        plans.append(plan_columns(node, backend) if alone else plan_rows(group, stored, backend))
     return plans
 
 

@@ -49,6 +49,7 @@ LIMITS = Limits(
     section_elements=0,
     free_reads=4,
     access_bytes=0,
+    single_elements=0,
     together=1,
     small_casts=0,
 )

@@ -63,6 +63,7 @@ ORDER = ReductionOrder(
     chunk_rows=8,
     most_chunks=264,
     split=8192,
+    small_rows=2**18,
 )
 
 LIMITS = Limits(
@@ -90,6 +91,7 @@ LIMITS = Limits(
     section_elements=2**18,
     free_reads=4,
     access_bytes=ACCESS_BYTES,
+    single_elements=2**17,
     together=8,
     small_casts=8,
 )
@@ -101,6 +103,8 @@ ALTERNATIVES = (
     Alternative(OF_ORDER, "chunk_rows", (4, 8, 32, 64)),
     Alternative(OF_ORDER, "chunk_elements", (2048, 32_768)),
     Alternative(OF_ORDER, "most_chunks", (132, 264, 1024)),
+    Alternative(OF_ORDER, "small_rows", (0, 2**16, 2**20)),
+    Alternative(OF_LIMITS, "single_elements", (0, 2**15, 2**19)),
     Alternative(OF_LIMITS, "shared_elements", (512, 65_536)),
     Alternative(OF_LIMITS, "short_row", (64, 128, 512)),
     Alternative(OF_LIMITS, "together", (1, 16)),
@@ -117,15 +121,18 @@ def row_lanes(length: Number) -> int:
     return math.gcd(length, VECTOR) if isinstance(length, int) else 1
 
 
-def row_threads(length: Number) -> int:
-    """Threads that walk a row, a power of two; of a length that is the launch's, those of one block."""
+def row_threads(length: Number, small: bool = False) -> int:
+    """Threads that walk a row, a power of two; of a length that is the launch's, those of one block.
+
+    ``small``: there are so few elements in all rows (:attr:`ReductionOrder.small_rows`) that each vector is a thread's.
+    """
     if not isinstance(length, int):
         return BLOCK_THREADS
     vectors = max(1, length // row_lanes(length))
-    wanted = min(vectors, max(WARP, -(-vectors // _VECTORS_PER_THREAD)))
+    wanted = min(vectors, max(WARP, -(-vectors // (1 if small else _VECTORS_PER_THREAD))))
     return min(_MOST_THREADS, 1 << (wanted - 1).bit_length())
 
 
-def row_groups(length: Number) -> int:
+def row_groups(length: Number, small: bool = False) -> int:
     """Groups of threads in a block, each on a row of its own."""
-    return max(1, BLOCK_THREADS // row_threads(length))
+    return max(1, BLOCK_THREADS // row_threads(length, small))

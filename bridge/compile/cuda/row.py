@@ -48,9 +48,9 @@ class RowForm:
     def of(cls, plan: RowPlan) -> RowForm:
         last, length = plan.columns[-1], plan.length
         lanes = math.gcd(last, row_lanes(length)) if isinstance(last, int) else 1
-        threads = row_threads(length)
+        threads = row_threads(length, plan.small)
         turns = -(-length // (threads * lanes)) if isinstance(length, int) else None
-        return cls(threads, row_groups(length), lanes, turns)
+        return cls(threads, row_groups(length, plan.small), lanes, turns)
 
     @property
     def kept(self) -> int | None:

@@ -42,6 +42,8 @@ class Limits:
         free_reads: operands smaller than the result by this factor cost nothing to read again.
         access_bytes: that a thread of a kernel which combines nothing reads of a tensor at once: of half types up to
             twice the order's lanes; 0: always the order's.
+        single_elements: of a kernel that combines nothing, up to which each element is a thread's own: vectors would
+            leave threads idle, each of which takes as long as all. 0: none.
         together: point-wise groups at most that are one launch; 1: each is launched by itself.
         small_casts: a tensor smaller by this factor than what is computed with it is cast where it is read; 0: none.
     """
@@ -70,6 +72,7 @@ class Limits:
     section_elements: int
     free_reads: int
     access_bytes: int
+    single_elements: int
     together: int
     small_casts: int
 

@@ -10,7 +10,7 @@ It follows from the extents alone, never from the kernel that the reduction ends
 
 An extent that is known when a program is bound has the order of the number that it then is: how many accumulators and
 chunks is found at the launch. Bits may differ between a static and a dynamic entry only in a sum of two stages, which
-is cut where the size tells: see :meth:`ReductionOrder.stages`.
+is cut where the size tells (see :meth:`ReductionOrder.stages`), and in small rows (:attr:`ReductionOrder.small_rows`).
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class ReductionOrder:
         most_chunks: of a column; they are combined serially.
         split: elements that the first of two stages reduces at most; a row of twice as many, with few results, is
             reduced in two, so that it can run in parallel.
+        small_rows: elements of all rows together up to which a row is walked by as many threads as it can be; 0: none.
+            Sizes that vary count as large.
     """
 
     lanes: int
@@ -49,6 +51,7 @@ class ReductionOrder:
     chunk_rows: int
     most_chunks: int
     split: int
+    small_rows: int = 0
 
     def __post_init__(self) -> None:
         for number in (self.lanes, *self.interleaved):

@@ -41,6 +41,7 @@ class _Planner:
         self.index = {node.out: index for index, node in enumerate(group.nodes)}
         self.outputs = tuple(out for out in self.index if out in stored)
         self.scratch: tuple[Value, ...] = ()
+        self.reduces = any(isinstance(node, Reduction) for node in group.nodes)
         self.lanes = self._lanes()
 
     def plan(self) -> Planned[RowPlan]:
@@ -74,16 +75,19 @@ class _Planner:
             len(self.arguments.numbers),
             self.lanes,
             self._accumulators(),
+            self._small(),
         )
         ops = tuple(node.op for node in group.nodes)
         return Planned(plan, tuple(self.inputs), self.outputs, self.scratch, tuple(self.arguments.numbers), ops)
 
     def _lanes(self) -> int:
-        """Of a vector: where nothing is combined, as many as make a whole access of each large tensor."""
-        lanes, limits = self.order.lanes, self.limits
-        if any(isinstance(node, Reduction) for node in self.group.nodes):
+        """Of a vector: where nothing is combined, as many as make a whole access of each large tensor, or one."""
+        lanes, limits, elements = self.order.lanes, self.limits, self.group.elements
+        if self.reduces:
             return lanes
-        values, elements = (*self.inputs, *self.outputs), sample_of(self.group.elements)
+        if not isinstance(elements, Extent) and elements <= limits.single_elements:
+            return 1
+        values, elements = (*self.inputs, *self.outputs), sample_of(elements)
         widest = max(
             (itemsize(each.dtype) for each in values if sample_of(each.numel) * limits.free_reads > elements), default=4
         )
@@ -200,8 +204,11 @@ class _Planner:
         return Index(there) if operand.value.source == "index" else Read(self.inputs[operand.value], there)
 
     def _accumulators(self) -> tuple[int, ...]:
-        reduces = any(isinstance(node, Reduction) for node in self.group.nodes)
-        return self.order.possible_accumulators(self.space.column_count) if reduces else (1,)
+        return self.order.possible_accumulators(self.space.column_count) if self.reduces else (1,)
+
+    def _small(self) -> bool:
+        elements = self.space.row_count * self.space.column_count
+        return self.reduces and not isinstance(elements, Extent) and elements <= self.order.small_rows
 
     def _worthwhile(self) -> bool | Argument:
         """Whether the group is worth starting threads for, by its scalar operations, roughly."""

@@ -150,6 +150,8 @@ class RowPlan:
         lanes: of a vector.
         accumulators: in how many vectors a reduction is accumulated, in turn: the first number that divides the vectors
             of the row. 1 where there is none.
+        small: whether something is reduced and all rows together have few elements, see
+            :attr:`~bridge.compile.schedule.order.ReductionOrder.small_rows`.
     """
 
     inputs: tuple[str, ...]
@@ -165,6 +167,7 @@ class RowPlan:
     arguments: int
     lanes: int
     accumulators: tuple[int, ...]
+    small: bool = False
 
     @property
     def column_reductions(self) -> list[int]:

@@ -9,16 +9,19 @@ from autodiff.extents import ExtentScope
 from bridge.compile.cuda import rows
 from bridge.compile.cuda.build import cuda_source
 from bridge.compile.cuda.nvrtc import compiled
+from bridge.compile.cuda.row import RowForm
+from bridge.compile.schedule.row_plan import RowPlan
 from tests.bridge.compile.cuda_graphs import GRAPHS, layer_norm_backward, softmax, strided
 from tests.bridge.compile.planned_graphs import Builder, Kernels, build, inputs
-from tests.cuda_plans import BACKEND, CudaKernels, assert_near, planned
+from tests.cuda_plans import BACKEND, FOR_LITTLE, CudaKernels, assert_near, planned
 from tests.nvrtc import ARCHES, needs_nvrtc
 
 
 @pytest.fixture(scope="module")
 def cases():
     graphs = {name: make() for name, make in GRAPHS.items()}
-    plans = {name: planned(graph) for name, graph in graphs.items()}
+    backends = {"large": BACKEND, "little": FOR_LITTLE}
+    plans = {(name, size): planned(graph, backends[size]) for name, graph in graphs.items() for size in backends}
     host = {name: Kernels(graph) for name, graph in graphs.items()}
     ours = CudaKernels(list(plans.values()))
     build(*host.values())
@@ -26,14 +29,27 @@ def cases():
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_numbers_are_the_cpus(name, cases):
+@pytest.mark.parametrize("size", ["large", "little"])
+def test_numbers_are_the_cpus(name, size, cases):
     ours, plans, host = cases
     graph = host[name].graph
     given = inputs(graph)
     memory = dict(zip(graph.params, given, strict=True))
-    ours.run(plans[name], memory)
+    ours.run(plans[name, size], memory)
     for operand, theirs in zip(graph.results, host[name](given), strict=True):
         assert_near(memory[operand.value], theirs)
+
+
+def test_of_little_each_element_and_each_vector_of_a_row_has_a_thread(cases):
+    _, plans, _ = cases
+
+    def found(size):
+        made = [each.plan for (_, of), all_ in plans.items() if of == size for each in all_]
+        lanes = {plan.lanes for plan in made if isinstance(plan, RowPlan)}
+        (softmax_of_rows,) = plans["softmax 3 x 768", size]
+        return lanes, RowForm.of(softmax_of_rows.plan).threads
+
+    assert (found("large"), found("little")) == (({4}, 32), ({1, 4}, 256))
 
 
 @needs_nvrtc

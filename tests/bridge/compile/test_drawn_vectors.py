@@ -16,10 +16,10 @@ from bridge.compile.schedule.plan_rows import plan_rows
 from bridge.compile.translate import translate
 from tests import philox
 from tests.bridge.compile_helpers import function
+from tests.cuda_plans import BACKEND, FOR_LITTLE
 from tests.nvrtc import ARCHES, needs_nvrtc
 from tests.opencl import OpenClKernels
 
-GPU = backend_for({"kind": "cuda", "arch": "sm_90"})
 RATE, SEED, OFFSET = 0.1, -(2**62) + 5, 2**34 - 8
 
 FUNCTIONS = {
@@ -39,19 +39,22 @@ def made(name, shape):
     return function([(shape, "float32"), (shape, "bool")], lambda e, *args: [e(FUNCTIONS[name](e, *args))])
 
 
-def kernel(name, shape, drawn=None):
+def kernel(name, shape, drawn=None, gpu=BACKEND):
     """Plan and code of the one kernel."""
-    graph = translate(made(name, shape), GPU, {1: drawn} if drawn else None)
-    graph = optimize(choose_layouts(graph, GPU, GPU.products(1, True)), GPU)
-    (group,), stored = fuse(graph, GPU), {operand.value for operand in graph.results}
-    planned = plan_rows(group, stored, GPU)
+    graph = translate(made(name, shape), gpu, {1: drawn} if drawn else None)
+    graph = optimize(choose_layouts(graph, gpu, gpu.products(1, True)), gpu)
+    (group,), stored = fuse(graph, gpu), {operand.value for operand in graph.results}
+    planned = plan_rows(group, stored, gpu)
     return planned, generate(planned.plan, plain=True)
 
 
 @pytest.mark.parametrize("place, name", list(enumerate(FUNCTIONS)))
-def test_bits_are_those_of_stored_masks(place, name):
+@pytest.mark.parametrize("gpu", [BACKEND, FOR_LITTLE], ids=["large", "little"])
+def test_bits_are_those_of_stored_masks(place, name, gpu):
     cases = SHAPES if name == "elements" else SHAPES[place::3]
-    made_of = [kernel(name, shape, drawn) for shape, width in cases for drawn in (DrawnMask(RATE, width, 256), None)]
+    made_of = [
+        kernel(name, shape, drawn, gpu) for shape, width in cases for drawn in (DrawnMask(RATE, width, 256), None)
+    ]
     kernels = OpenClKernels([function for _, function in made_of])
     for index, (shape, width) in enumerate(cases):
         x = torch.randn(shape).numpy().ravel()
