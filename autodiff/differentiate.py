@@ -27,6 +27,7 @@ from autodiff.ir import (
 )
 from autodiff.names import unique_names
 from autodiff.own_gradients import put_gradients
+from autodiff.picked_rows import pick_rows
 from autodiff.reverse import accumulate
 from autodiff.rewrite import NameSupply
 from autodiff.seed import seed_vjp
@@ -77,6 +78,7 @@ def differentiate(body: Body, outputs: Sequence[int], require_grads: Sequence[in
     _remove_stops(body)
     body.prune()
     put_gradients(body)
+    pick_rows(body)
 
 
 def _check_required(body: Body, require_grads: Sequence[int]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from autodiff.ir import results
 from bridge import lower
 
 
@@ -39,3 +40,38 @@ def test_several_are_added_up():
     text, lowered = operators(Gather(), 3, 6)
     assert "scatter" in text
     lowered.check()
+
+
+class Rows(torch.nn.Module):
+    """Log-softmax along an axis, of which one number is read by others, or all."""
+
+    def __init__(self, all_are_read: bool):
+        super().__init__()
+        self.all_are_read = all_are_read
+
+    def forward(self, x, index):
+        y = F.log_softmax(x, 1)
+        loss = F.nll_loss(y, index, ignore_index=1)
+        return (loss, y) if self.all_are_read else loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("all_are_read", [False, True])
+def test_a_loss_keeps_two_numbers_of_a_row(all_are_read, dtype):
+    """Unless its user wants them, its forward writes no rows; its backward sums none."""
+    x = torch.randn(2, 7, 3, 2, requires_grad=True, dtype=dtype)
+    lowered = lower(Rows(all_are_read), (x, torch.randint(0, 7, (2, 3, 2))))
+    lowered.check()
+    if all_are_read:
+        return
+    kept = [shape_of(var) for var in captures(lowered)]
+    assert kept.count([2, 1, 3, 2]) == 2 and [2, 7, 3, 2] not in kept
+    assert "R.nn.log_softmax" not in str(lowered.forward) and "R.sum" not in str(lowered.backward)
+
+
+def captures(lowered):
+    return results(lowered.forward)[lowered.num_results :]
+
+
+def shape_of(var):
+    return list(map(int, var.ty.shape.values))

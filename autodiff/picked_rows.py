@@ -1,0 +1,144 @@
+"""Picked rows: a log-softmax of which one number of each row is read -> that number, without the others.
+
+It is a cross-entropy: its forward needs a maximum and a sum of each row, which the backward reads again, where the rows
+themselves (a number for each word of a vocabulary) would be written and read. And the sum over a row that is zero but
+for one number, in the log-softmax's gradient, is that number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from tvm.relax import op
+
+from autodiff.body import Binding, Body, on_functions
+from autodiff.constants import const, size, splat
+from autodiff.extents import Dim, from_tir, same, same_shape
+from autodiff.ir import Call, Expr, dtype, op_name, shape
+from autodiff.normalization import cast, statistics_dtype
+from autodiff.rewrite import BodyScope, Scope, rewrite
+
+__all__ = ["pick_rows"]
+
+
+@on_functions
+def pick_rows(body: Body) -> None:
+    """``gather_elements(log_softmax(x), i)`` of one index a row becomes ``(x[i] - max) - log(sum(exp(x - max)))``.
+
+    For what is differentiated already: the maximum has no gradient of its own. Safe: the same operations on the same
+    numbers, in the type that statistics are computed in; ``sum(where(i == arange, v, 0))`` is ``v`` bit for bit (only
+    ``-0.0`` now stays ``-0.0``).
+    """
+    picks = dict(_picks(body))
+    if not picks:
+        return
+    scope = BodyScope(body)
+    spelled: dict[Binding, _Spelled] = {}
+    sources = set(picks.values())
+    for binding in body.bindings:
+        if binding in sources:
+            parts = spelled[binding] = _Spelled.of(binding.value, scope)
+            body.assign(binding, parts.of_elements(parts.wide, scope))
+        elif binding in picks:
+            body.assign(binding, spelled[picks[binding]].picked(binding.value.args[1], scope))
+        scope.bindings.append(binding)
+        body.counts.rewrites += binding in sources or binding in picks
+    body.finish(scope.bindings, {})
+    rewrite(body, {"relax.sum": [_sum_of_one]})
+    body.prune()
+
+
+def _picks(body: Body) -> Iterator[tuple[Binding, Binding]]:
+    """Gathers of one number of each row of a log-softmax, and the log-softmax."""
+    for binding in body.bindings:
+        if binding.op != "relax.gather_elements":
+            continue
+        source, axis = body.binding(binding.value.args[0]), int(binding.value.attrs.axis)
+        if source is None or source.op != "relax.nn.log_softmax":
+            continue
+        rank = len(shape(source.var))
+        if axis % rank == int(source.value.attrs.axis) % rank and _is_one_of(shape(binding.var), source, axis % rank):
+            yield binding, source
+
+
+def _is_one_of(extents: Sequence[Dim], source: Binding, axis: int) -> bool:
+    """Whether the extents are those of one number of each row."""
+    rows = [1 if place == axis else extent for place, extent in enumerate(shape(source.var))]
+    return same_shape(extents, rows)
+
+
+class _Spelled(NamedTuple):
+    """A log-softmax in parts: its operand in two types, the maximum and the logarithm of the sum of each row."""
+
+    x: Expr
+    wide: Expr
+    axis: int
+    largest: Expr
+    logarithm: Expr
+
+    @classmethod
+    def of(cls, call: Call, scope: Scope) -> _Spelled:
+        """The parts, bound."""
+        x, axis = call.args[0], int(call.attrs.axis)
+        wide = cast(x, statistics_dtype(dtype(x)), scope, "log_softmax_wide")
+        largest = scope.emit(op.max(wide, [axis], keepdims=True), "log_softmax_max")
+        powers = scope.emit(op.exp(scope.emit(op.subtract(wide, largest), "log_softmax_shifted")), "log_softmax_exp")
+        total = scope.emit(op.sum(powers, [axis], keepdims=True), "log_softmax_sum")
+        return cls(x, wide, axis, largest, scope.emit(op.log(total), "log_softmax_log"))
+
+    def of_elements(self, wide: Expr, scope: Scope) -> Expr:
+        """The log-softmax of elements of the rows."""
+        shifted = scope.emit(op.subtract(wide, self.largest), "log_softmax_shifted")
+        value = op.subtract(shifted, self.logarithm)
+        return value if dtype(self.x) == dtype(wide) else op.astype(scope.emit(value), dtype(self.x))
+
+    def picked(self, indices: Expr, scope: Scope) -> Expr:
+        """That of one element of each row."""
+        x = scope.emit(op.gather_elements(self.x, indices, self.axis), "log_softmax_picked")
+        return self.of_elements(cast(x, dtype(self.wide), scope, "log_softmax_picked_wide"), scope)
+
+
+def _sum_of_one(call: Call, scope: Scope) -> Expr | None:
+    """``sum(where(i == arange(n), v, 0))`` along the axis of the ``arange``, where ``i`` and ``v`` have one element."""
+    axes = call.attrs.axis
+    rank = len(shape(call.args[0]))
+    if axes is None or len(axes) != 1:
+        return None
+    axis, chosen, cast_to = int(axes[0]) % rank, scope.definition(call.args[0]), None
+    if op_name(chosen) == "relax.astype":
+        chosen, cast_to = scope.definition(chosen.args[0]), dtype(call)
+    if op_name(chosen) != "relax.where" or splat(chosen.args[2], scope) != 0:
+        return None
+    condition, value, _ = chosen.args
+    hit = scope.definition(condition)
+    if op_name(hit) != "relax.equal":
+        return None
+    index, places = hit.args
+    rows = [1 if place == axis else extent for place, extent in enumerate(shape(call.args[0]))]
+    if dtype(index) not in ("int32", "int64") or not _counts(places, axis, rank, scope):
+        return None
+    if not (same_shape(shape(index), rows) and same_shape(shape(value), rows)):
+        return None
+    behind = size(shape(call.args[0])[axis], index)
+    reached = scope.emit(op.greater_equal(index, const(0, index)), "reached")
+    inside = scope.emit(op.logical_and(reached, scope.emit(op.less(index, behind), "not_behind")), "inside")
+    found = scope.emit(op.where(inside, value, const(0, value)), "only")
+    if cast_to is not None:
+        found = scope.emit(op.astype(found, cast_to), "only_wide")
+    return found if same_shape(shape(call), rows) else op.reshape(found, shape(call))
+
+
+def _counts(places: Expr, axis: int, rank: int, scope: Scope) -> bool:
+    """Whether an operand counts ``0, 1, …`` along an axis, and has one element along the others."""
+    extents = shape(places)
+    others = [extent for place, extent in enumerate(extents, rank - len(extents)) if place != axis]
+    if not all(same(extent, 1) for extent in others):
+        return False
+    made = scope.definition(places)
+    if op_name(made) == "relax.reshape":
+        made = scope.definition(made.args[0])
+    if op_name(made) != "relax.arange":
+        return False
+    start, _, step = made.args
+    return same(from_tir(start), 0) and same(from_tir(step), 1)
