@@ -232,6 +232,13 @@ _CREATED = {
     aten.ones.default: lambda args: 1,
     aten.ones_like.default: lambda args: 1,
     aten.new_zeros.default: lambda args: 0,
+    aten.new_ones.default: lambda args: 1,
+    aten.empty.memory_format: lambda args: 0,  # eager's memory is uninitialized, as in bridge.aten.creation
+    aten.empty_permuted.default: lambda args: 0,
+    aten.empty_strided.default: lambda args: 0,
+    aten.empty_like.default: lambda args: 0,
+    aten.new_empty.default: lambda args: 0,
+    aten.new_empty_strided.default: lambda args: 0,
     aten.new_full.default: lambda args: args[2],
 }
 
@@ -242,6 +249,18 @@ def created(importer, node, *args, **kwargs):
     if isinstance(number, Expr | Complex):
         raise UnsupportedUse("a complex tensor full of a computed number")
     return _broadcast(importer, node, constant(importer, number, importer.out_dtype(node)))
+
+
+@_complex(
+    aten.normal.float_float,
+    aten.normal_functional.default,
+    aten.rand.default,
+    aten.rand_like.default,
+    aten.randn.default,
+    aten.randn_like.default,
+)
+def draw(importer, node, *args, **kwargs):
+    return separated(importer, importer.draw(node))
 
 
 @_complex(aten.copy.default)

@@ -18,13 +18,15 @@ import torch
 from autodiff.extents import Dim, Extent, same, sample_of
 from autodiff.ir import Expr, ShapeExpr, StringImm, TensorType, TupleType, Var
 from autodiff.library import call as library_call
+from bridge.aten.complex_value import part_type
 from bridge.aten.dims import has_extents
+from bridge.aten.element_types import relax_dtype
 from bridge.aten.registry import UnsupportedUse
 from bridge.base.devices import HOST
 from bridge.base.torch_internals import is_dense
 from bridge.capture import Draw, Parameter
 
-__all__ = ["ChainedDraws", "check_parameters", "described_draw", "drawn_type"]
+__all__ = ["ChainedDraws", "check_parameters", "described_draw", "drawn_type", "given_type"]
 
 _DTYPES = "float32 float64 int64 bool float16 bfloat16 int32 uint8 int8 int16".split()
 
@@ -104,6 +106,13 @@ def drawn_type(draw: Draw) -> TensorType:
     if element_type not in _DTYPES:
         raise UnsupportedUse(f"random numbers of type {draw.dtype}")
     return TensorType(draw.shape, element_type)
+
+
+def given_type(draw: Draw) -> TensorType:
+    """The type in which the program takes what torch drew before it."""
+    if draw.dtype.is_complex:
+        return TensorType((*draw.shape, 2), relax_dtype(part_type(draw.dtype)))
+    return TensorType(draw.shape, relax_dtype(draw.dtype))
 
 
 def _is_plain(parameter: Parameter) -> bool:

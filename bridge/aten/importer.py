@@ -34,7 +34,7 @@ from bridge.aten.complex_arithmetic import COMPLEX
 from bridge.aten.complex_parts import convert_complex, is_complex
 from bridge.aten.complex_value import Complex, joined, joined_form, separated
 from bridge.aten.dims import dims, has_extents, same_shape
-from bridge.aten.draws import ChainedDraws
+from bridge.aten.draws import ChainedDraws, given_type
 from bridge.aten.element_types import ELEMENT_TYPES, relax_dtype
 from bridge.aten.entering_types import unknown_types
 from bridge.aten.imported import Imported
@@ -226,7 +226,7 @@ class Importer:
         return joined(self, value) if isinstance(value, Complex) else value
 
     def draw(self, node: fx.Node) -> Expr:
-        """The input that carries what eager draws at ``node``."""
+        """The input that carries what eager draws at ``node``; the parts of complex numbers in a last dimension."""
         if node.name not in self.captured.draw_of:
             raise UnsupportedUse("a random draw that was not observed in eager")
         index = self.captured.draw_of[node.name]
@@ -235,7 +235,7 @@ class Importer:
             raise UnsupportedUse(f"eager draws a tensor of shape {draw.shape}, the graph {tuple(self.out(node).shape)}")
         if self.draws.is_chained(index):
             return self.cast(self.draws.make(index, ()), self.out_dtype(node))
-        self.draw_params[index] = Var(f"draw_{index}", TensorType(draw.shape, relax_dtype(draw.dtype)))
+        self.draw_params[index] = Var(f"draw_{index}", given_type(draw))
         return self.cast(self.draw_params[index], self.out_dtype(node))
 
     def convert(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:

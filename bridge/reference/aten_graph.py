@@ -44,6 +44,12 @@ _ATTENTION = (
     aten._scaled_dot_product_cudnn_attention.default,
 )
 """Whose fifth argument says whether they compute what their backward reads."""
+_SCATTERS = {
+    aten.slice_scatter.default: aten.slice.Tensor,
+    aten.select_scatter.default: aten.select.int,
+    aten.diagonal_scatter.default: aten.diagonal.default,
+}
+"""Writes into a part of a tensor, and what shows that part."""
 _OURS = "tvm_dispatch"
 _TORCH_HAS = (STOP_GRADIENT, CUSTOM_GRADIENT, TANGENT, WITH_GRADIENT, RECURRENT_LAYERS, *WHOLE_FUNCTIONS, *LOOP_MARKS)
 """Operators of ours that torch's are run for."""
@@ -185,6 +191,10 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
         if written.stride() == args[0].stride():
             written.as_strided(*args[2:]).copy_(args[1])
             return written
+    if node.target in _SCATTERS and args[0].is_complex():  # torch has no derivative of their functional form
+        written = args[0].clone()
+        _SCATTERS[node.target](written, *args[2:], **kwargs).copy_(args[1])
+        return written
     if node.target is _BATCH_NORM and args[3] is None:
         return (*aten.native_batch_norm.default(*args[:3], None, None, *args[5:]), None, None)
     if node.target in WHOLE_FUNCTIONS:  # ours has no second derivative, torch's is its own, or an error
@@ -218,7 +228,8 @@ def _as_drawn(node: fx.Node, args: tuple, draw: torch.Tensor) -> Any:
     if node.target in SLOPE_DRAWS:
         slopes = draw.to(args[0].dtype)
         return args[0] * slopes, slopes
-    return draw.to(node.meta["val"].dtype)
+    wanted = node.meta["val"].dtype
+    return as_complex(draw) if wanted.is_complex and not draw.is_complex() else draw.to(wanted)
 
 
 def _placed(

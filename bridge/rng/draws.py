@@ -15,6 +15,7 @@ from itertools import groupby
 
 import torch
 
+from bridge.base.complex_views import as_parts
 from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.generators import default_generator, generator_device
@@ -207,9 +208,9 @@ def _value(
     if generator is not None:
         operator, kwargs["generator"] = with_generator(operator), generator
     if not takes_tensor:
-        return [operator(*draw.args, **kwargs)]
+        return [as_parts(operator(*draw.args, **kwargs))]
     filled = torch.empty_strided(draw.shape, draw.stride, dtype=draw.dtype, device=draw.device)
-    return [operator(filled, *draw.args, **kwargs)]
+    return [as_parts(operator(filled, *draw.args, **kwargs))]
 
 
 def _replay(draw: Draw, module_name: str) -> _Maker:

@@ -17,6 +17,10 @@ def gram(x):
     return x @ x.mT + torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
 
 
+def resynthesized(x, window):
+    return torch.istft(torch.stft(x, 4, 1, window=window, return_complex=True), 4, 1, window=window.flip(0), length=3)
+
+
 OPERATORS = {
     "eigenvalues": lambda x: torch.linalg.eigvalsh(gram(x)),
     "eigenvectors": lambda x: torch.linalg.eigh(gram(x))[1].abs(),
@@ -37,6 +41,7 @@ OPERATORS |= {
     "covariances": lambda x: torch.cov(x, fweights=torch.arange(1, 5, device=x.device), aweights=x[0].detach().abs()),
     "correlations": torch.corrcoef,
     "combinations": lambda x: torch.combinations(x[0], 3) * torch.combinations(x[1], 2, True)[:4, :1],
+    "a signal": lambda x: resynthesized(x, x[0].sin() + 2),
     "a random basis": lambda x: torch.svd_lowrank(x, 2)[1],
     "a user's operator": lambda x: torch.ops.bridge_tests.cubed(x) + torch.ops.bridge_tests.cubed(x.mean()),
 }
