@@ -46,7 +46,8 @@ from bridge.dispatch import backward_nodes
 SMALL = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 512}
 PEERS = ("eager", "compile", "whole", "launched", "one node", "layers")
 WHOLE = ("whole", "launched", "one node")
-WARM_UP = 5
+WARM_UP = 20
+"""Steps; CUDA graphs are recorded meanwhile: FSDP's parameters lie elsewhere for a while."""
 
 
 def make_model(

@@ -113,6 +113,8 @@ class Peer:
             for _ in range(3):
                 self.step()
         torch.cuda.current_stream().wait_stream(side)
+        # what cuBLAS works in is to lie in this graph's own memory: reduce-overhead gives back what an earlier one had
+        torch._C._cuda_clearCublasWorkspaces()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.step()

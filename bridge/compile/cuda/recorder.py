@@ -41,8 +41,8 @@ __all__ = ["STREAMS", "CudaRecorder", "Streams"]
 _RECORDING = free_in_children(threading.RLock())
 """Held while a stream is captured."""
 
-BRANCHES = 1
-"""Streams that a recording uses; each has memory of its own that products work in."""
+BRANCHES = 3
+"""Streams that a recording uses at most; each has memory of its own that products work in."""
 
 _GROWTH = 1.5
 """Of a block that a stream's recordings share, where a larger one takes its place: earlier recordings keep theirs, and

@@ -186,8 +186,10 @@ class ModuleGuard:
         Raises:
             GuardFailure: names the first thing that differs.
         """
-        tensors = self._match(self._tree(root))
+        tree = self._tree(root)
+        tensors = self._match(tree)
         self._tensors.learn(tensors, inference)
+        self._types = list(map(type, tree.modules))  # fully_shard gave a module a class of its own
         return tensors
 
     def _match(self, tree: Tree, but: Condition | None = None) -> list[torch.Tensor]:

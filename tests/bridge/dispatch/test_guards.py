@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, stats
+from bridge.dispatch.guards import Guard
 from tests.bridge.compare import Call, as_call, assert_same, run
 from tests.bridge.models import MLP
 from tests.device import DEVICE
@@ -242,6 +243,26 @@ def test_one_tensor_where_the_sample_had_two():
     add_tvm_dispatch(module, (rows(), rows()))
     x = rows()
     assert_same(run(module, Call((x, x))), run(Product(), Call((x, x))), rtol=1e-5, atol=1e-5)
+
+
+def test_a_sharded_module_is_looked_at_closely_once(monkeypatch):
+    """fully_shard gives a module a class of its own and notes beside its attributes, and swaps parameters."""
+    module, x = MLP(), rows()
+    add_tvm_dispatch(module, x)
+    module.__class__ = type(f"FSDP{MLP.__name__}", (MLP,), {"_orig_cls_mro_index": 1})
+    module.__dict__["__composable_api_state"] = {}
+    close, match = [], Guard.match
+    monkeypatch.setattr(Guard, "match", lambda *args, **kwargs: close.append(1) or match(*args, **kwargs))
+    linear = next(each for each in module.modules() if isinstance(each, nn.Linear))
+    for _ in range(4):
+        whole = linear._parameters["weight"]
+        linear._parameters["weight"] = None
+        linear._parameters["weight"] = nn.Parameter(whole.detach().clone())
+        module(x)
+    assert stats(module).hits == 4 and len(close) == 1
+    module.other = 3
+    module(x)
+    assert_reason(module, "other")
 
 
 def test_each_reason_is_counted():
