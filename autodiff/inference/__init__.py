@@ -4,6 +4,7 @@ Partial evaluation by binding times (N. D. Jones, C. K. Gomard, P. Sestoft, 1993
 alone is *static* and computed once; the *dynamic* rest is what a call computes.
 
     fold_scales      affine maps of channels (BatchNorm) go into the weights of the convolution before them
+    spell_attention  attention of float32 on a GPU becomes products and a softmax
     merge_products   products of one input with several weights become one
     split_static     one function -> constants(frozen) and call(rest, constants)
 
@@ -13,9 +14,10 @@ differentiated.
 
 from autodiff.inference.fold_scales import fold_scales
 from autodiff.inference.merge_products import merge_products
+from autodiff.inference.spell_attention import spell_attention
 from autodiff.inference.split_static import Frozen, split_static
 
-__all__ = ["PASSES", "Frozen", "fold_scales", "merge_products", "split_static"]
+__all__ = ["PASSES", "Frozen", "fold_scales", "merge_products", "spell_attention", "split_static"]
 
 PASSES = (fold_scales, merge_products)
-"""Body and number of frozen parameters; each edits the body. ``split_static`` comes last."""
+"""On every device. Body and number of frozen parameters; each edits the body. ``split_static`` comes last."""

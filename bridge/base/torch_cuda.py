@@ -21,6 +21,7 @@ __all__ = [
     "empty_strided",
     "gpu_features",
     "memory_of_pool",
+    "products_are_tf32",
     "read_settings",
     "reinterpreted",
     "settle_attention_order",
@@ -99,6 +100,11 @@ _reads = list(SETTINGS.values())
 def read_settings() -> tuple[Any, ...]:
     """The value of each of ``SETTINGS``."""
     return tuple([read() for read in _reads])
+
+
+def products_are_tf32() -> bool:
+    """Whether products of float32 on a GPU may be rounded to TF32 now."""
+    return str(_precision("cuda", "matmul")) == "tf32"
 
 
 def gpu_features(device: torch.device) -> tuple[Any, ...]:

@@ -12,9 +12,9 @@ from tvm import relax
 from tvm.relax import op
 
 from autodiff import Body
+from autodiff.attention import attended
 from autodiff.body import Binding
-from autodiff.constants import const
-from autodiff.ir import Call, Expr, Function, TupleGetItem, dtype, library_name, shape
+from autodiff.ir import Call, Expr, Function, TupleGetItem, library_name, shape
 from autodiff.rewrite import BodyScope, Scope
 from autodiff.scan import unroll
 from bridge.export.relax_index import gathered, indexed
@@ -135,29 +135,11 @@ def _attention(args: Sequence[Expr], scope: Scope) -> Expr:
 
 
 def _attended(tensors: Sequence[Expr], causal: Expr, scale: Expr, scope: Scope) -> Expr:
-    """``softmax(q @ k^T * scale + mask) @ v``, in float32 for half types."""
     q, k, v, has_mask, *mask = tensors
     if shape(q)[:-2] != shape(k)[:-2]:
         raise NoRelaxForm("attention of heads in groups")
-    result, wide = dtype(q), "float64" if dtype(q) == "float64" else "float32"
-    q, k, v = (scope.emit(op.astype(each, wide), "wide") if dtype(each) != wide else each for each in (q, k, v))
-    turned = scope.emit(op.permute_dims(k, [0, 1, 3, 2]), "turned")
-    scores = scope.emit(op.matmul(q, turned), "scores")
-    scores = scope.emit(op.multiply(scores, const(float(_number(scale)), wide)), "scores")
-    never = const(float("-inf"), wide)
-    if _number(causal):
-        rows, columns = (
-            scope.emit(op.reshape(scope.emit(op.arange(0, count, 1, "int64"), "places"), extents), "places")
-            for count, extents in ((shape(q)[-2], [-1, 1]), (shape(k)[-2], [1, -1]))
-        )
-        scores = scope.emit(op.where(scope.emit(op.greater_equal(rows, columns), "seen"), scores, never), "scores")
-    if _number(has_mask) and dtype(mask[0]) == "bool":
-        scores = scope.emit(op.where(mask[0], scores, never), "scores")
-    elif _number(has_mask):
-        bias = mask[0] if dtype(mask[0]) == wide else scope.emit(op.astype(mask[0], wide), "mask")
-        scores = scope.emit(op.add(scores, bias), "scores")
-    attended = op.matmul(scope.emit(op.nn.softmax(scores, axis=-1), "weights"), v)
-    return attended if result == wide else op.astype(scope.emit(attended, "attended"), result)
+    masks = mask[0] if _number(has_mask) else None
+    return attended(q, k, v, masks, scope, scale=float(_number(scale)), causal=bool(_number(causal)))
 
 
 _RULES: dict[str, Rule] = {

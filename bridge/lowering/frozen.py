@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import autodiff
@@ -11,6 +11,7 @@ from autodiff import inference
 from autodiff.ir import Function
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.interrupts import raise_deferred
+from bridge.base.torch_cuda import products_are_tf32
 from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.stage import Stage, stage_named
 
@@ -70,7 +71,7 @@ def freeze_call(lowered: LoweredCall) -> FrozenCall:
     body = autodiff.Body.of(last.function)
     split = None
     try:
-        for apply in inference.PASSES:
+        for apply in _passes(lowered):
             started, edits = time.perf_counter(), body.edits
             apply(body, frozen)
             function = last.function if body.edits == edits else body.function()
@@ -87,6 +88,13 @@ def freeze_call(lowered: LoweredCall) -> FrozenCall:
     stages.append(Stage("constants", made_by, split.constants, time.perf_counter() - started, last.size))
     stages.append(Stage("call", made_by, split.call, 0.0, last.size))
     return FrozenCall(tuple(stages), split)
+
+
+def _passes(lowered: LoweredCall) -> Iterator[Callable[[autodiff.Body, int], None]]:
+    """What is done with a frozen forward on the device of a call, in order."""
+    if lowered.captured.device.type == "cuda" and not products_are_tf32():
+        yield inference.spell_attention
+    yield from inference.PASSES
 
 
 def _refuse(lowered: LoweredCall) -> None:

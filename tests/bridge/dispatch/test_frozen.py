@@ -50,6 +50,19 @@ class Masked(nn.Module):
         return scores.softmax(-1) @ self.v(x)
 
 
+class Fused(nn.Module):
+    """A fused attention whose first query sees no key."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        mask = torch.ones(x.shape[1], x.shape[1], device=x.device).tril(-1).bool()
+        return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+
+
 class Branches(nn.Module):
     """Products of one input: some with a bias, one without, one weight twice; a result that is a parameter's."""
 
@@ -93,6 +106,7 @@ MODULES = {
         lambda: torch.randn(5, 6),
     ),
     "masked": (Masked, lambda: torch.randn(2, 5, 8)),
+    "fused attention": (Fused, lambda: torch.randn(2, 5, 8)),
     "branches": (Branches, lambda: torch.randn(2, 3, 6)),
     "scaled": (Scaled, lambda: torch.randn(5, 6)),
     "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(6, 4)), lambda: torch.randn(5, 6)),
@@ -100,7 +114,7 @@ MODULES = {
 }
 
 
-IN_FLOAT32 = ("convolution, BatchNorm", "scaled", "BertLayer")
+IN_FLOAT32 = ("convolution, BatchNorm", "fused attention", "scaled", "BertLayer")
 
 
 def frozen(module: nn.Module, x: torch.Tensor, **options) -> nn.Module:

@@ -34,7 +34,7 @@ def decoded(x, index):
     return x
 
 
-MASK = torch.tensor([[True, False, True, True, True]] * 4 + [[True] * 5])
+MASK = torch.tensor([[True, False, True, True, True]] * 3 + [[False] * 5, [True] * 5])
 CASES = {
     "embedding": (nn.Embedding(9, 4), (torch.randint(0, 9, (2, 3)),)),
     "index_select": (Function(lambda x, i: torch.index_select(x, 1, i)), (images(5), torch.tensor([1, 0]))),
