@@ -206,7 +206,7 @@ def test_records_know_every_field():
         "argument_shapes argument_strides lines device as_eager",
         Imported: "function output_of num_outputs dropout_draws input_draws leaves_state checks",
         LoweredCall: "captured imported wanted differentiable stages partitioned seconds sample content",
-        Draw: "op shape stride dtype args kwargs device operand advance",
+        Draw: "op shape stride dtype args kwargs device operand advance steps",
         Operand: "dtype stride offset of",
         Output: "value is_tensor alias_of is_same_object shape stride offset dtype is_conjugate requires_grad reaches",
         Observation: "outputs out_spec draws unsupported calls trace results differentiates reads_validation asks "
