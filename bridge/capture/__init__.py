@@ -8,7 +8,9 @@ from bridge.capture.dynamic_shapes import DynamicDim, dynamic_dims
 from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.fake_run import FakeRun, fake_run, forget_real_tensors
 from bridge.capture.isolated_rng import IsolatedRNG, with_generator
+from bridge.capture.loops.attempt import Looped, recorded
 from bridge.capture.loops.operators import MARKS as LOOP_MARKS
+from bridge.capture.module_calls import forward_here
 from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, number_tensor, with_number_inputs
 from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter, StepMasks
 from bridge.capture.own_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
@@ -50,6 +52,7 @@ __all__ = [
     "DynamicDim",
     "FakeRun",
     "IsolatedRNG",
+    "Looped",
     "NotArithmeticError",
     "NumberPlace",
     "Observation",
@@ -72,6 +75,7 @@ __all__ = [
     "eagers_branches",
     "fake_run",
     "forget_real_tensors",
+    "forward_here",
     "given",
     "is_capturing",
     "is_implied",
@@ -82,6 +86,7 @@ __all__ = [
     "numbers_read",
     "one_capture_at_a_time",
     "raise_if_eager_raises",
+    "recorded",
     "same_numbers",
     "shown",
     "sized_run",

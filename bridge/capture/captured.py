@@ -51,6 +51,7 @@ class Captured:
         lines: of the guards that capturing gave ``extents``, where the question was asked.
         device: of all tensors.
         as_eager: whether it takes eager's branches where forward asks if it is traced, and those would be others.
+        loops: whether its graph has one step in the place of a recorded loop's (:mod:`bridge.capture.loops`).
     """
 
     module_name: str
@@ -77,6 +78,7 @@ class Captured:
     lines: Mapping[Guard, str] = field(default_factory=dict)
     device: torch.device = HOST
     as_eager: bool = False
+    loops: bool = False
 
     @property
     def problems(self) -> list[Unsupported]:

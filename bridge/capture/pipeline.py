@@ -37,12 +37,11 @@ from bridge.capture.exported import (
     requiring_grad,
     results_and_mutations,
 )
-from bridge.capture.fake_run import FakeRun, fake_run, forget_real_tensors
+from bridge.capture.fake_run import fake_run, forget_real_tensors
 from bridge.capture.free_tensors import free_tensors
-from bridge.capture.loops.attempt import looped_call
+from bridge.capture.loops.attempt import Looped, looped_call
 from bridge.capture.module_calls import forward_here
 from bridge.capture.number_index import computes_with_numbers
-from bridge.capture.observation import Draw
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.passes.autocast import GradModesInRegions, spell_out_casts, without_casts
 from bridge.capture.passes.copies import spell_out_copies
@@ -50,7 +49,7 @@ from bridge.capture.passes.decompose import decompose
 from bridge.capture.passes.link_functions import link_functions
 from bridge.capture.passes.stop_gradient import prepare
 from bridge.capture.preconditions import check_call, device_of_call
-from bridge.capture.random_nodes import draws_by_origin, match_draws
+from bridge.capture.random_nodes import eager_draws, match_draws
 from bridge.capture.readings import Reading, ReadsDifferError, given, numbers_read
 from bridge.capture.recomputed import recomputed
 from bridge.capture.symbolic_capture import as_in_eager_at_sample, with_extents
@@ -65,10 +64,17 @@ log = channel("dispatch")
 
 
 @generators_put_back()
-def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim] = ()) -> Captured:
+def capture(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    dims: Sequence[DynamicDim] = (),
+    looped: Looped | None = None,
+) -> Captured:
     """Captures the call ``module(*args, **kwargs)`` in the module's current mode.
 
     ``dims``: dimensions of arguments whose sizes become extents (:func:`bridge.capture.dynamic_shapes.dynamic_dims`).
+    ``looped``: the call with its loops, if it was recorded already.
 
     Python attributes that its forward sets are left set: callers that need the
     module as it was take a :class:`bridge.state.snapshot.PythonState`.
@@ -87,7 +93,7 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequen
     device = device_of_call(module, args, kwargs)
     settle_attention_order(device)
     with working_for(device):
-        captured = _capture(module, args, kwargs, dims, first)
+        captured = _capture(module, args, kwargs, dims, first, looped)
         attends_otherwise = captured.observation.attends_otherwise and not captured.problems
         if not goes_another_way(captured.problems) and not attends_otherwise:
             return captured
@@ -102,11 +108,18 @@ def capture(module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequen
 
 
 def _capture(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim], first: PythonState
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    dims: Sequence[DynamicDim],
+    first: PythonState,
+    looped: Looped | None = None,
 ) -> Captured:
     """:func:`capture` in the branches of now; ``first``: the module's state as it is."""
-    if not dims and (captured := _capture_looped(module, args, kwargs, first)) is not None:
-        return captured
+    if not dims and (looped := looped or looped_call(module, args, kwargs, first)) is not None:
+        captured = _capture_looped(module, args, kwargs, first, looped)
+        if captured is not None:
+            return captured
     traced = _traced_and_settled(module, args, kwargs, dims, first)
     captured = traced.captured
     forget_real_tensors([fake for fake in traced.fakes if isinstance(fake, FakeTensor)])
@@ -136,11 +149,10 @@ def _capture(
     return replace(captured, observation=observation, fake_observation=captured.observation)
 
 
-def _capture_looped(module: nn.Module, args: tuple, kwargs: dict[str, Any], first: PythonState) -> Captured | None:
+def _capture_looped(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], first: PythonState, looped: Looped
+) -> Captured | None:
     """The captured call with one step of each loop in its graph; ``None`` where it has to be traced as it is."""
-    looped = looped_call(module, args, kwargs, first)
-    if looped is None:
-        return None
     try:
         with capturing(module), forward_here(module, looped.replay.of(module)):
             traced = _trace(module, args, kwargs, (), ())
@@ -158,7 +170,7 @@ def _capture_looped(module: nn.Module, args: tuple, kwargs: dict[str, Any], firs
         log.debug("%s is traced without its loops: %s", type(module).__name__, problems)
         return None
     observation.reads_validation |= real.reads_validation
-    return replace(captured, observation=observation, fake_observation=captured.observation)
+    return replace(captured, observation=observation, fake_observation=captured.observation, loops=True)
 
 
 class _Traced(NamedTuple):
@@ -306,7 +318,7 @@ def _trace(
     unsupported += grad_modes.problems
     raise_deferred()
     with autocast_to(None):  # its casts are in the graph by now
-        by_origin = _eager_draws(exported, run, forward, unsupported)
+        by_origin = eager_draws(exported, run, forward, unsupported)
         functional = decompose(exported)
     raise_deferred()
     draw_of, unmatched = match_draws(functional.graph, by_origin, forward)
@@ -380,21 +392,3 @@ def _elsewhere(tensors: Sequence[ModuleTensor], real_tensors: Sequence[torch.Ten
         for tensor, real in zip(tensors, real_tensors, strict=True)
         if real.device != current_device()
     ]
-
-
-def _eager_draws(
-    exported: torch.export.ExportedProgram, run: FakeRun, forward: str, unsupported: list[Unsupported]
-) -> dict[str, list[int]]:
-    """Which eager draws each training-IR node makes, checked against what the fake run observed."""
-    eager = run.observation
-    if not eager.draws and not eager.unsupported:
-        return {}
-    draws, by_origin = draws_by_origin(exported, run.mode)
-    if draws != eager.draws and not eager.unsupported:
-        reason = f"eager draws {_draw_list(eager.draws)}; the exported graph {_draw_list(draws)}"
-        unsupported.append(Unsupported("random draws", forward, reason))
-    return by_origin
-
-
-def _draw_list(draws: list[Draw]) -> str:
-    return "[" + ", ".join(f"{draw.op}{list(draw.shape)}{draw.args}" for draw in draws) + "]"

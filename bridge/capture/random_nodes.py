@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from bridge.base.errors import Unsupported, user_line
 from bridge.base.torch_internals import FakeTensor, FakeTensorMode, OpOverload, aten
 from bridge.capture.draw_recorder import record_draws
+from bridge.capture.fake_run import FakeRun
 from bridge.capture.number_index import PositionsAreZero
 from bridge.capture.observation import Draw
 from bridge.capture.passes.attention_draws import attention_rate, is_attention
@@ -27,7 +28,7 @@ from bridge.capture.passes.size_nodes import is_of_sizes
 from bridge.capture.passes.stop_gradient import origin_of
 from bridge.capture.symbolic_formulas import running
 
-__all__ = ["draws_by_origin", "match_draws"]
+__all__ = ["draws_by_origin", "eager_draws", "match_draws"]
 
 
 def draws_by_origin(exported: ExportedProgram, mode: FakeTensorMode) -> tuple[list[Draw], dict[str, list[int]]]:
@@ -96,6 +97,24 @@ def _draws_of_a_run(exported: ExportedProgram, mode: FakeTensorMode) -> tuple[li
     with running(mode), PositionsAreZero():
         Counting(exported.graph_module).run(*fakes)
     return draws, by_origin
+
+
+def eager_draws(
+    exported: ExportedProgram, run: FakeRun, forward: str, unsupported: list[Unsupported]
+) -> dict[str, list[int]]:
+    """Which eager draws each training-IR node makes, checked against what the fake run observed."""
+    eager = run.observation
+    if not eager.draws and not eager.unsupported:
+        return {}
+    draws, by_origin = draws_by_origin(exported, run.mode)
+    if draws != eager.draws and not eager.unsupported:
+        reason = f"eager draws {_draw_list(eager.draws)}; the exported graph {_draw_list(draws)}"
+        unsupported.append(Unsupported("random draws", forward, reason))
+    return by_origin
+
+
+def _draw_list(draws: list[Draw]) -> str:
+    return "[" + ", ".join(f"{draw.op}{list(draw.shape)}{draw.args}" for draw in draws) + "]"
 
 
 def match_draws(

@@ -27,7 +27,7 @@ from bridge.lowering.record import KeptLowering, parts_of_lowering
 from bridge.lowering.sources import code_digest
 from bridge.state import ModuleTensor
 
-__all__ = ["call_on_disk", "is_on_disk", "keep_lowering", "kept_lowering"]
+__all__ = ["call_on_disk", "has_loops_on_disk", "is_on_disk", "keep_lowering", "kept_lowering"]
 
 _CALL, _LOWERING = "call", "lowering"
 
@@ -50,6 +50,15 @@ def is_on_disk(call: str | None) -> bool:
     return call is not None and current_store().get(_CALL, call) is not None
 
 
+def has_loops_on_disk(call: str | None) -> bool:
+    """Whether a call of this key was lowered with one step in the place of a recorded loop's."""
+    return call is not None and current_store().get(_CALL, _of_loops(call)) is not None
+
+
+def _of_loops(call: str) -> str:
+    return of_this_package(_CALL, call, "loops")
+
+
 def keep_lowering(call: str, observed: tuple, module: nn.Module, lowered: LoweredCall) -> None:
     """Puts a lowered call into the disk cache, if it can be written down; then its programs are known by it, too.
 
@@ -67,6 +76,8 @@ def keep_lowering(call: str, observed: tuple, module: nn.Module, lowered: Lowere
     name = f"{type(module).__module__}.{type(module).__qualname__}"
     current_store().put(_LOWERING, key, {**parts, "found_by": call.encode()}, name)
     current_store().put(_CALL, call, {}, name)
+    if lowered.captured.loops:
+        current_store().put(_CALL, _of_loops(call), {}, name)
 
 
 def kept_lowering(

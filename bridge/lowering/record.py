@@ -52,6 +52,7 @@ def parts_of_lowering(lowered: LoweredCall) -> dict[str, bytes]:
     call = {
         "content": key_of(text),
         "as_eager": captured.as_eager,
+        "loops": captured.loops,
         "placeholders": captured.placeholders,
         "results": [None if node is None else places[node.name] for node in captured.results],
         "mutated": [[index, places[node.name]] for index, node in captured.mutated],
@@ -180,6 +181,7 @@ class KeptLowering(LoweredCall):
             literals={name: tensor.to(given["device"]) for name, tensor in literals.items()},
             lines={},
             as_eager=call["as_eager"],
+            loops=call["loops"],
             _record=parts["graph"],
             _call=call,
         )

@@ -36,10 +36,10 @@ from bridge.base.torch_cuda import settle_attention_order
 from bridge.base.torch_internals import pytree, storage_id
 from bridge.base.torch_shapes import fixed
 from bridge.capture import (
-    LOOP_MARKS,
     Captured,
     DynamicDim,
     FakeRun,
+    Looped,
     Observation,
     Output,
     Reading,
@@ -51,13 +51,15 @@ from bridge.capture import (
     eagers_branches,
     fake_run,
     forget_real_tensors,
+    forward_here,
     given,
     is_implied,
     numbers_read,
     raise_if_eager_raises,
+    recorded,
     sized_run,
 )
-from bridge.lowering.kept import call_on_disk, is_on_disk, keep_lowering, kept_lowering
+from bridge.lowering.kept import call_on_disk, has_loops_on_disk, is_on_disk, keep_lowering, kept_lowering
 from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.pipeline import lower_captured
 from bridge.state import ModuleTensor, PythonState, constant_key, generators_put_back, module_tensors
@@ -115,9 +117,12 @@ def _lower_once(
     call_key = _call_key(module, args, kwargs, grad, partition, dims)
     known = _LOWERED.get(call_key) if call_key is not None else None
     on_disk = None if dims else call_on_disk(call_key)
+    looped = None
     if known or is_on_disk(on_disk):
+        if not dims and (has_loops_on_disk(on_disk) or any(each.captured.loops for each in (known or {}).values())):
+            looped = recorded(module, args, kwargs)
         reads = any(lowered.captured.readings for lowered in known.values()) if known else False
-        seen = _observe(module, args, kwargs, reads, dims)
+        seen = _observe(module, args, kwargs, reads, dims, looped)
         key = seen.key
         found = known.get(key) if known else None
         if found is not None:
@@ -132,7 +137,7 @@ def _lower_once(
             return found
         if seen.before is not None:
             seen.before.restore()
-    captured = capture(module, args, kwargs, dims)
+    captured = capture(module, args, kwargs, dims, looped)
     seconds = time.perf_counter() - started
     try:
         lowered = lower_captured(captured, grad=grad, partition=partition, capture_seconds=seconds)
@@ -144,10 +149,8 @@ def _lower_once(
         observation_key = _observe_all_sizes(module, args, kwargs, dims, captured) if call_key is not None else None
     else:
         observation_key = _observation_key(captured.fake_observation, captured.readings)
-        if _has_recorded_loops(captured):
-            observation_key = (
-                None  # of one step; to observe all steps of the next call would take longer than to capture it
-            )
+        if captured.loops:
+            observation_key = _with_loops(observation_key, captured.observation)
         elif captured.as_eager:
             observation_key = _key_of_both(module, args, kwargs, captured)
         elif observation_key is not None and captured.fake_observation.asks:
@@ -161,9 +164,12 @@ def _lower_once(
     return lowered
 
 
-def _has_recorded_loops(captured: Captured) -> bool:
-    """Whether one step was traced in place of a loop's."""
-    return any(node.target in LOOP_MARKS for node in captured.graph.nodes)
+def _with_loops(key: tuple | None, observation: Observation) -> tuple | None:
+    """The observation key of a call with one step in the place of a loop's; ``observation``: of its eager run.
+
+    The marks of the steps are operators of the trace: calls of equal traces have the same loops.
+    """
+    return None if key is None else (*key, "loops", observation.reads_validation)
 
 
 def _remember(call_key: tuple, observation_key: tuple, lowered: LoweredCall) -> None:
@@ -228,16 +234,26 @@ class _Seen(NamedTuple):
 
 
 @generators_put_back()
-def _observe(module: nn.Module, args: tuple, kwargs: dict[str, Any], reads: bool, dims: Sequence[DynamicDim]) -> _Seen:
+def _observe(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    reads: bool,
+    dims: Sequence[DynamicDim],
+    looped: Looped | None = None,
+) -> _Seen:
     """What a fake run shows of a call.
 
     The module is left as it was. Where forward sets attributes at its first call and leaves them alone from then on, it
     is the second call that is observed, as it is the second one that is captured: the module is left with them.
 
     ``reads``: calls like this one read numbers, which takes an eager run before. ``dims``: what is to be observed for
-    all sizes; the key ends with what was concluded about them.
+    all sizes; the key ends with what was concluded about them. ``looped``: the call with its loops, of which one step
+    is observed.
     """
     first = before = PythonState(module)
+    if looped is not None:
+        return _observe_looped(module, args, kwargs, first, looped)
     for _ in range(2):
         try:
             observed = _observed(module, args, kwargs, reads, dims, before)
@@ -262,6 +278,21 @@ def _observe(module: nn.Module, args: tuple, kwargs: dict[str, Any], reads: bool
         first.restore()
         return _Seen()
     return _Seen((*key, *about_sizes), tensors, run, eagers, None if before is first else first)
+
+
+def _observe_looped(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], first: PythonState, looped: Looped
+) -> _Seen:
+    """What a fake run shows of a recorded call, with one step of each loop."""
+    tensors, real_tensors = module_tensors(module)
+    try:
+        with capturing(module), forward_here(module, looped.replay.of(module)):
+            run = fake_run(module, tensors, real_tensors, args, kwargs)
+    except Exception:  # noqa: BLE001 - the capture that follows meets it again
+        return _Seen()
+    finally:
+        first.restore()
+    return _Seen(_with_loops(_observation_key(run.observation, ()), looped.observation), tensors, run)
 
 
 def _observed(

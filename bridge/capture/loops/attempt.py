@@ -37,9 +37,9 @@ from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.own_leaves import own_leaves
 from bridge.capture.thread_isolation import capturing
 from bridge.capture.tracing import eagers_branches
-from bridge.state import PythonState, functions_of, module_tensors, with_helpers
+from bridge.state import PythonState, functions_of, generators_put_back, module_tensors, with_helpers
 
-__all__ = ["LEAST_OPERATORS", "Looped", "looped_call"]
+__all__ = ["LEAST_OPERATORS", "Looped", "looped_call", "recorded"]
 
 log = channel("dispatch")
 
@@ -72,6 +72,12 @@ def looped_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], first: P
         finally:
             first.restore()
     return None
+
+
+@generators_put_back()
+def recorded(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Looped | None:
+    """:func:`looped_call` of a module as it is."""
+    return looped_call(module, args, kwargs, PythonState(module))
 
 
 class _RecordedRun:

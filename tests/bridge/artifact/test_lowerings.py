@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from dataclasses import fields
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from bridge.artifact import current_store
 from bridge.aten import Imported
 from bridge.base.devices import working_for
 from bridge.capture import Captured, Draw, Observation, Operand, Output
+from bridge.capture.loops import attempt
 from bridge.lowering import LoweredCall, reuse
 from bridge.lowering.canonical_key import NotCanonicalError, canonical
 from bridge.lowering.graph_record import NotRecordedError, graph_of, record_of
@@ -107,12 +109,26 @@ class Asking(nn.Module):
         return hidden if torch.compiler.is_compiling() else nn.functional.dropout(hidden, 0.3, self.training).sin()
 
 
-def asked():
+class Looping(nn.Module):
+    """Steps that drop, with numbers of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(12, 12, dtype=torch.float64)
+
+    def forward(self, x):
+        state = x[0]
+        for step, part in enumerate(x):
+            state = torch.tanh(self.linear(nn.functional.dropout(state, 0.3, self.training)) + part * (0.1 * step))
+        return state
+
+
+def asked(make=Asking):
     """How often it was captured, and whether a step is eager's, masks included."""
     capture, captured = reuse.capture, []
     reuse.capture = lambda *args: captured.append(1) or capture(*args)
     torch.manual_seed(0)
-    module, x = Asking(), torch.randn(10, 12, dtype=torch.float64)
+    module, x = make(), torch.randn(10, 12, dtype=torch.float64)
     found = []
     for dispatched in (False, True):
         if dispatched:
@@ -124,12 +140,23 @@ def asked():
         found.append([result.detach(), torch.rand(2), *(each.grad.clone() for each in module.parameters())])
     reuse.capture = capture
     same = all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(*found, strict=True))
-    return {"captured": len(captured), "same": same, "hits": bridge.stats(module).hits}
+    (entry,) = bridge.stats(module).entries
+    loops = entry.lowered.captured.loops
+    return {"captured": len(captured), "same": same, "hits": bridge.stats(module).hits, "loops": loops}
 
 
 def test_a_call_that_takes_eagers_branches_is_found_by_a_later_process(used_cache):
     assert [*in_children(1, asked), *in_children(1, asked)] == [
-        {"captured": captured, "same": True, "hits": 1} for captured in (1, 0)
+        {"captured": captured, "same": True, "hits": 1, "loops": False} for captured in (1, 0)
+    ]
+
+
+def test_loops_are_found_by_a_later_process(used_cache, monkeypatch):
+    """By one step of each."""
+    monkeypatch.setattr(attempt, "LEAST_OPERATORS", 1)
+    looped = partial(asked, Looping)
+    assert [*in_children(1, looped), *in_children(1, looped)] == [
+        {"captured": captured, "same": True, "hits": 1, "loops": True} for captured in (1, 0)
     ]
 
 
@@ -203,7 +230,7 @@ def test_records_know_every_field():
     known = {
         Captured: "module_name graph placeholders module_tensors arguments argument_leaves argument_is_tensor in_spec "
         "results mutated observation fake_observation draw_of literals counters readings read recomputed extents "
-        "argument_shapes argument_strides lines device as_eager",
+        "argument_shapes argument_strides lines device as_eager loops",
         Imported: "function output_of num_outputs dropout_draws input_draws leaves_state checks",
         LoweredCall: "captured imported wanted differentiable stages partitioned seconds sample content",
         Draw: "op shape stride dtype args kwargs device operand advance steps",

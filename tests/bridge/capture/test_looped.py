@@ -405,13 +405,22 @@ def test_what_is_not_proven_is_captured_as_it_is(kind):
     assert not marks_of(stats(module).entries[0].lowered)
 
 
-def test_all_steps_of_the_next_call_are_not_looked_at(monkeypatch):
-    """Neither in this process nor in a later one: a capture takes less time."""
-    observed, held = [], []
-    monkeypatch.setattr(reuse, "_observe", lambda *given: observed.append(given))
-    for _ in range(2):
-        held.append(reuse.lower_once(Lstm(), (torch.randn(2, 11, 3),), {}, grad=True, partition="min_cut"))
-    assert all(map(marks_of, held)) and not observed
+def test_equal_modules_share_what_was_lowered(monkeypatch):
+    """Found by one step of each loop; the second module is recorded once, whether it is found or not."""
+    seen, recordings = [], []
+    observe, run = reuse._observation_key, attempt._RecordedRun.of
+    monkeypatch.setattr(reuse, "_observation_key", lambda *given: seen.append(len(given[0].trace)) or observe(*given))
+    monkeypatch.setattr(attempt._RecordedRun, "of", lambda *given: recordings.append(1) or run(*given))
+
+    def lowered(module, steps=11):
+        return reuse.lower_once(module, (torch.randn(2, steps, 3),), {}, grad=True, partition="min_cut")
+
+    first, again, other = lowered(Numbers()), lowered(Numbers()), Numbers()
+    assert again is first and marks_of(first) and len(recordings) == 2
+    other.rates[2] = 0.7
+    assert lowered(other) is not first and len(recordings) == 3
+    longer = lowered(Numbers(), 15)
+    assert longer is not first and len({*seen}) == 1
 
 
 @pytest.mark.cpu("a GPU's runs compute everything")
