@@ -18,8 +18,8 @@ from bridge.base.torch_internals import aten
 __all__ = ["FORMULA", "KERNELS", "SUMS", "Dropout", "Kernel"]
 
 
-_UNUSED = 16
-"""Bytes behind each row of keys, of a kernel's widest access."""
+_ACCESS = 16
+"""Bytes of a kernel's widest access, and those that are left unused behind each row of keys."""
 
 
 class Dropout(NamedTuple):
@@ -83,26 +83,53 @@ def _efficient_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scal
 
 
 def _cudnn(q, k, v, mask, is_causal, scale, dropout=None):
+    q = _rows_outside(q)  # out lies as q does
     return aten._scaled_dot_product_cudnn_attention(q, k, v, mask, True, _rate(dropout), is_causal, False, scale=scale)
 
 
 def _cudnn_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, dropout=None):
-    # torch keeps cuDNN's plans by the layout of q, k and v, each for an out and a grad_out that lie as in the call that
-    # made it, and reads others as if they lay so. Here all lie as (batch, row, head, column), but for keys: those lie
-    # as in no call of eager's, whose plans may be for another layout of grad_out.
-    grad_out, q, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad_out, q, v))
-    k = _apart(k)
+    # torch keeps cuDNN's plans by the bytes of the rate and by the layout of q, k and v, each for an out and a grad_out
+    # that lie as in the call that made it, and reads others as if they lay so. Here these two lie as (batch, row, head,
+    # column), and the plan is none of eager's, which may be for another layout of theirs: the rate is -0.0, or keys lie
+    # as in no call of eager's.
+    grad_out, q, v = map(_rows_outside, (grad_out, q, v))
+    k = _rows_outside(k) if dropout is None else _apart(k)
     unread = q.new_empty((), dtype=torch.int64)
     state = [unread, unread] if dropout is None else _state_at(q.device, dropout).view(torch.int64).unbind()
-    rest = [*state, mask, None, None, q.shape[2], k.shape[2], _rate(dropout), is_causal]
+    rest = [*state, mask, None, None, q.shape[2], k.shape[2], _rate(dropout) or -0.0, is_causal]
+    grad_out = grad_out.transpose(1, 2).contiguous().transpose(1, 2)
     return aten._scaled_dot_product_cudnn_attention_backward(grad_out, q, k, v, out, logsumexp, *rest, scale=scale)
+
+
+def _rows_outside(x: Tensor) -> Tensor:
+    """``x`` of (batch, head, row, column) with its rows outside of the heads in memory, so that its gradient's are."""
+    steps = [x.stride(axis) for axis in (0, 2, 1, 3) if x.shape[axis] > 1]
+    if all(step > 0 for step in steps) and steps == sorted(steps, reverse=True) and _is_aligned(x):
+        return x
+    batch, heads, rows, columns = x.shape
+    return _copied(x, x.new_empty(batch, rows, heads, columns).transpose(1, 2))
 
 
 def _apart(x: Tensor) -> Tensor:
     """A copy that lies as (batch, row, head, column), with 16 unused bytes behind each row."""
     batch, heads, rows, columns = x.shape
-    memory = x.new_empty(batch, rows, heads * columns + _UNUSED // x.element_size())
-    return memory[:, :, : heads * columns].unflatten(2, (heads, columns)).transpose(1, 2).copy_(x)
+    memory = x.new_empty(batch, rows, heads * columns + _ACCESS // x.element_size())
+    return _copied(x, memory[:, :, : heads * columns].unflatten(2, (heads, columns)).transpose(1, 2))
+
+
+def _copied(source: Tensor, target: Tensor) -> Tensor:
+    """``target`` with the source's numbers, which are moved by 16 bytes where both lie at multiples of those."""
+    wide = _is_aligned(source) and _is_aligned(target)
+    there, here = (each.view(torch.complex128) if wide else each for each in (target, source))
+    there.copy_(here)
+    return target
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether what neighbours in a row are neighbours in memory, and rows are made of whole accesses."""
+    unit = _ACCESS // x.element_size()
+    numbers = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
+    return x.stride(-1) == 1 and not x.data_ptr() % _ACCESS and not any(number % unit for number in numbers)
 
 
 def _scores(q, k, mask, is_causal, scale):

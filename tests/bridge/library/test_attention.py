@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -146,21 +147,45 @@ def test_the_formula_of_grouped_heads(causal):
     torch.testing.assert_close(found, torch.autograd.grad(expected, [q, k, v], grad))
 
 
+def lying(x, order):
+    """The same numbers, with memory in another order of the dimensions."""
+    back = [order.index(axis) for axis in range(x.ndim)]
+    return x.permute(order).contiguous().permute(back)
+
+
+@pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_cudnns_backward_is_given_a_layout_of_its_own(batch, monkeypatch):
-    """Its plans are found by the layouts of q, k and v: none that eager has made is taken."""
+def test_cudnns_backward_is_given_plans_of_its_own(batch, drops, monkeypatch):
+    """They are found by the rate and by the layouts of q, k and v: none that eager has made is taken. What lies with
+    rows outside of heads is not copied."""
     given = []
 
     def backward(grad_out, q, k, v, out, logsumexp, *rest, **scale):
-        given.append((grad_out, q, k, v, out))
+        given.append((grad_out, q, k, v, rest[7]))
         return q, k, v
 
     monkeypatch.setattr(
         attention_kernels, "aten", SimpleNamespace(_scaled_dot_product_cudnn_attention_backward=backward)
     )
+    monkeypatch.setattr(attention_kernels, "_state_at", lambda device, dropout: dropout.state)
     q, k, v, grad_out = (torch.randn(batch, 3, 5, 8).to(torch.bfloat16) for _ in range(4))
-    KERNELS["cudnn"].backward(grad_out, q, k, v, None, q.transpose(1, 2).contiguous().transpose(1, 2), None, False, 0.3)
-    side_by_side = (120, 8, 24, 1)
-    ((seen_grad, seen_q, seen_k, seen_v, _),) = given
-    assert {each.stride() for each in (seen_grad, seen_q, seen_v)} == {side_by_side}
-    assert seen_k.stride() == (160, 8, 32, 1) and torch.equal(seen_k, k)
+    side_by_side = torch.randn(batch, 5, 3, 16).to(torch.bfloat16)[..., 8:].transpose(1, 2).copy_(v)
+    dropout = attention_kernels.Dropout(0.1, torch.zeros(2, dtype=torch.uint64)) if drops else None
+    out = lying(q, (0, 2, 1, 3))
+    KERNELS["cudnn"].backward(grad_out, q, k, side_by_side, None, out, None, False, 0.3, dropout)
+    ((seen_grad, seen_q, seen_k, seen_v, rate),) = given
+    assert all(map(torch.equal, (seen_grad, seen_q, seen_k, seen_v), (grad_out, q, k, v)))
+    assert seen_grad.stride() == seen_q.stride() == (120, 8, 24, 1) and seen_v is side_by_side
+    if drops:
+        assert rate == 0.1 and seen_k.stride() == (160, 8, 32, 1)
+    else:
+        assert rate == 0 and math.copysign(1, rate) == -1
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (3, 0, 1, 2)])
+@pytest.mark.parametrize("columns", [8, 5])
+def test_copies_of_any_layout(columns, order):
+    x = lying(torch.randn(2, 3, 5, columns).to(torch.bfloat16), order)
+    for first in range(3):
+        for copy in (attention_kernels._apart(x[:, first:]), attention_kernels._rows_outside(x[:, first:])):
+            assert torch.equal(copy, x[:, first:])
