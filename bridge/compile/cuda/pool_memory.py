@@ -33,6 +33,7 @@ class PoolMemory:
     def __init__(self, index: int):
         self.index = index
         self._pool: Any = None
+        self._inside: Any = None
         _MEMORIES.add(self)
         self._lock = threading.Lock()
         self._has_pools = torch.cuda.get_allocator_backend() == "native"
@@ -42,7 +43,8 @@ class PoolMemory:
             try:
                 if self._pool is None:
                     self._pool = torch.cuda.MemPool()
-                with memory_of_pool(self.index, self._pool.id):
+                    self._inside = memory_of_pool(self.index, self._pool.id)
+                with self._inside:
                     return [empty_strided(*form) for form in forms]
             except torch.OutOfMemoryError:  # the allocator gives nothing back that it keeps while a pool is in use
                 pass
