@@ -61,10 +61,13 @@ def arange(importer, node, *bounds, **layout):
     return importer.emit(relax.op.add(importer.emit(scaled), importer.constant(start, element_type)))
 
 
+_WINDOWS = ("bartlett", "blackman", "hamming", "hann", "kaiser")
+
+
 @converts(
     *(getattr(aten, name).default for name in ("tril_indices", "triu_indices", "fft_fftfreq", "fft_rfftfreq")),
-    *(getattr(aten, f"{name}_window").default for name in ("bartlett", "blackman", "hamming", "kaiser")),
-    *(getattr(aten, f"{name}_window").periodic for name in ("bartlett", "blackman", "hamming", "kaiser")),
+    *(getattr(aten, f"{name}_window").default for name in _WINDOWS),
+    *(getattr(aten, f"{name}_window").periodic for name in _WINDOWS),
     aten.hamming_window.periodic_alpha,
     aten.hamming_window.periodic_alpha_beta,
     aten.kaiser_window.beta,

@@ -155,7 +155,7 @@ def select_scatter(importer, node, x, source, dim, index):
 
 @converts(aten.flip.default)
 def flip(importer, node, x, dims):
-    for dim in dims:
+    for dim in dims if shape(x) else ():
         x = importer.emit(op.flip(x, dim % len(shape(x))))
     return x
 

@@ -203,7 +203,8 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
         cell, x, states, weights, biases, layers, both_ways, batch_first = args
         layered = getattr(aten, cell).input
         first = states if cell == "lstm" else states[0]
-        return layered(x, first, weights, biases, layers, 0.0, False, both_ways, batch_first)
+        # without dropout, training only tells cuDNN to keep what a backward reads
+        return layered(x, first, weights, biases, layers, 0.0, True, both_ways, batch_first)
     if node.name in captured.draw_of:
         index = captured.draw_of[node.name]
         count = len([arg for arg in captured.draws[index].args if isinstance(arg, Parameter)])

@@ -14,6 +14,7 @@ from tests.fuzz.calls import calls_of
 from tests.fuzz.check import check
 from tests.fuzz.compare import without_unused
 from tests.fuzz.generate import generate
+from tests.fuzz.parts import PartByPart
 from tests.fuzz.play import play
 from tests.fuzz.program import Program, make_module
 from tests.fuzz.reordered import Reordered
@@ -175,6 +176,15 @@ def test_sums_that_overflow_in_some_order_only_are_not_compared():
             found.append([bool(total.isfinite()) for total in (numbers.sum(), (numbers * 0 + largest).sum())])
     first, second = zip(*found, strict=True)
     assert len(set(first)) == 2 and set(second) == {False}
+
+
+def test_complex_numbers_meet_real_ones_part_by_part():
+    z, one = torch.tensor([complex(float("inf"), 2.0)]), torch.ones(1)
+    found = [one + z, one - z, z * one, z / one, z.clone().mul_(2)]
+    assert all(each.imag.isnan() for each in found)
+    with PartByPart():
+        found = [one + z, one - z, z * one, z / one, z.clone().mul_(2)]
+    assert [each.imag.item() for each in found] == [2, -2, 2, 2, 4]
 
 
 def test_shrinking_drops_what_does_not_matter():

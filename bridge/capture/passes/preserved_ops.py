@@ -176,6 +176,8 @@ PRESERVED = (
     *WHOLE,
     *COMPUTED_DRAWS,
     *CUDA_ATTENTION,
+    aten.hann_window.default,  # some torch decomposes it; as other windows, it is a constant
+    aten.hann_window.periodic,
     aten.linalg_householder_product.default,
     aten.ormqr.default,
     *(overload for packet in UPSAMPLES for overload in (packet.default, packet.vec)),

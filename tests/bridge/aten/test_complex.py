@@ -155,6 +155,7 @@ FUNCTIONS = {
     "views": lambda a, b: torch.view_as_real(a * b).sum(-1),
     "linear algebra": lambda a, b: torch.linalg.solve(a[:3] + 4 * torch.eye(3), b[:3]),
     "waves": lambda a, b: torch.fft.ifft2(torch.fft.fft2(a) * b),
+    "a number": lambda a, b: a.sum().flip(0) * b.sum().real.flip(0),
     "types": lambda a, b: a.to(torch.complex64).to(torch.complex128) + b.real.to(torch.complex128),
 }
 

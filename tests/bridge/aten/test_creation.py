@@ -13,6 +13,7 @@ TABLES = (
     "torch.hamming_window(5, False, 0.5)",
     "torch.blackman_window(5)",
     "torch.bartlett_window(5, periodic=False)",
+    "torch.hann_window(5, device=x.device)",
     "torch.kaiser_window(5, True, 3.0)",
     "torch.fft.fftfreq(5, 0.5)",
     "torch.fft.rfftfreq(8)",

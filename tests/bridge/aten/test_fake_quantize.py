@@ -9,6 +9,7 @@ from torch.ao.quantization import default_fake_quant, default_fused_act_fake_qua
 
 from bridge import add_tvm_dispatch, stats
 from tests.bridge.compare import Call, Function, assert_same, run
+from tests.device import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -55,13 +56,13 @@ def test_bits_and_gradients_are_eagers(form):
 @pytest.mark.parametrize("make", [default_fake_quant, default_fused_act_fake_quant, default_weight_fake_quant])
 def test_observers_move_as_in_eager(make):
     torch.manual_seed(0)
-    module, x = make().train(), torch.randn(6, 5, requires_grad=True)
+    module, x = make().train().to(DEVICE), torch.randn(6, 5, requires_grad=True)
     module(x)  # from here on its buffers have their shapes
     compare(nn.Sequential(module), Call((x,)))
 
 
 def test_an_observer_that_is_switched_off_is_another_branch():
-    module, x = default_fake_quant().train(), torch.randn(6, 5)
+    module, x = default_fake_quant().train().to(DEVICE), torch.randn(6, 5)
     module(x)
     model = add_tvm_dispatch(nn.Sequential(module), x)
     module.disable_observer()

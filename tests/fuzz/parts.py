@@ -1,0 +1,68 @@
+"""Eager with real factors of complex numbers applied part by part.
+
+torch makes a real factor complex, and multiplies by ``alpha`` of a sum even where it is 1: where one part is infinite,
+``inf * 0`` makes nan of the other (``docs/limits.md``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["PartByPart"]
+
+aten = torch.ops.aten
+
+SUMS = {
+    aten.add.Tensor: 1,
+    aten.add.Scalar: 1,
+    aten.add_.Tensor: 1,
+    aten.sub.Tensor: -1,
+    aten.sub.Scalar: -1,
+    aten.sub_.Tensor: -1,
+}
+"""Sums and differences, and the sign of the second operand."""
+PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar, aten.mul_.Tensor)
+QUOTIENTS = (aten.div.Tensor, aten.div.Scalar, aten.div_.Tensor)
+
+
+class PartByPart(TorchDispatchMode):
+    """What a real number does to a complex one, it does to each of its parts."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = _made(func, args, kwargs or {})  # of what is there before the operator writes into it
+        result = func(*args, **(kwargs or {}))
+        if (
+            made is None
+            or not isinstance(result, Tensor)
+            or not result.is_complex()
+            or result.is_conj()
+            or result.is_neg()
+        ):
+            return result
+        return result.copy_(torch.complex(*(part.to(result.real).expand(result.shape) for part in made)))
+
+
+def _made(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    if func in SUMS and not isinstance(alpha := kwargs.get("alpha", 1), complex):
+        (a, b), (c, d) = map(_parts, args[:2])
+        factor = SUMS[func] * alpha
+        return a + factor * c, b + factor * d
+    if func not in (*PRODUCTS, *QUOTIENTS) or all(map(_is_complex, args[:2])):
+        return None
+    if func in QUOTIENTS:
+        return None if _is_complex(args[1]) else tuple(part / args[1] for part in _parts(args[0]))
+    whole, factor = args[:2] if _is_complex(args[0]) else reversed(args[:2])
+    return tuple(part * factor for part in _parts(whole))
+
+
+def _is_complex(value: Any) -> bool:
+    return value.is_complex() if isinstance(value, Tensor) else isinstance(value, complex)
+
+
+def _parts(value: Any) -> tuple[Tensor, Tensor]:
+    value = value if isinstance(value, Tensor) else torch.tensor(value)
+    return (value.real, value.imag) if value.is_complex() else (value, torch.zeros_like(value))
