@@ -35,13 +35,7 @@ class PartByPart(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = _made(func, args, kwargs or {})  # of what is there before the operator writes into it
         result = func(*args, **(kwargs or {}))
-        if (
-            made is None
-            or not isinstance(result, Tensor)
-            or not result.is_complex()
-            or result.is_conj()
-            or result.is_neg()
-        ):
+        if made is None or not _is_complex(result) or result.is_conj() or result.is_neg():
             return result
         return result.copy_(torch.complex(*(part.to(result.real).expand(result.shape) for part in made)))
 
