@@ -215,9 +215,11 @@ def _judge(again: Again, call: Call, got: Played, want: Played) -> None:
 def _judge_kinds(again: Again, call: Call, got: Played, want: Played) -> None:
     """What is finite, infinite or nan is eager's, element by element, wherever eager agrees with itself: under
     rounding noise, on other strides and where complex numbers meet real ones part by part (``parts.py``); finite
-    elements differ by no more than eager's own do. With huge arguments also where sums are taken in another order and
-    products are rounded before they are added (``reordered.py``): which partial sum overflows, and with it whether two of
-    them cancel to ``inf - inf``, is the kernel's choice.
+    elements differ by no more than eager's own do.
+
+    With huge arguments also where sums are taken in another order and products are rounded before they are added
+    (``reordered.py``): which partial sum overflows, and with it whether two of them cancel to ``inf - inf``, is the
+    kernel's choice.
 
     Left open: a gradient that is exactly zero here (what an output does not depend on) where eager multiplies zeros by
     nan; what is not finite where a huge argument overflows inside a kernel.
