@@ -1,8 +1,9 @@
 """Hoisting: a function with scans -> the same with what depends on no carry computed before them.
 
 What depends on constants alone is computed once. What depends on xs, up to matrix products and what batching knows
-around them (:mod:`autodiff.scan.batch`), is computed for all steps at once. Safe: the same values; only the sums of a
-product of all steps' rows may be rounded otherwise than those of each step's.
+around them (:mod:`autodiff.scan.batch`), is computed for all steps at once; a bias that is added to a product for the
+steps alone stays in them, where it costs no pass over memory. Safe: the same values; only the sums of a product of all
+steps' rows may be rounded otherwise than those of each step's.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from autodiff.ir import (
     bindings,
     build_function,
     dtype,
+    op_name,
     results,
     shape,
 )
@@ -32,6 +34,9 @@ from autodiff.scan.operator import Scan, body_text, is_scan, scan_call, scan_of
 from autodiff.scan.prove import operands, with_operands
 
 __all__ = ["hoist"]
+
+_CHEAP = frozenset({"relax.add", "relax.subtract", "relax.multiply"})
+"""What a step computes beside the rest of its arithmetic for nothing."""
 
 
 @on_functions
@@ -100,7 +105,19 @@ class _Hoist:
         for var in reversed(self.values):
             if var in pays:
                 pays |= possible.intersection(operands(self.values[var]))
-        return fixed, pays
+        return fixed, pays - self._last_in_steps(pays)
+
+    def _last_in_steps(self, batch: set[Var]) -> set[Var]:
+        """Of what can be computed for all steps at once: cheap arithmetic of one such value of its shape and constants,
+        which the steps alone read."""
+        read = {each for var in batch for each in operands(self.values[var])} | {*self.results}
+        found: set[Var] = set()
+        for var in batch - read:
+            value = self.values[var]
+            sources = [each for each in operands(value) if each in batch or each in self.xs]
+            if op_name(value) in _CHEAP and len(sources) == 1 and shape(sources[0]) == shape(var):
+                found.add(var)
+        return found
 
     def _kind(self, var: Var, fixed: set[Var], possible: set[Var]) -> str:
         if var in self.constants or var in fixed:

@@ -92,6 +92,15 @@ def inputs_products(scope, h, x, w):
     return [h]
 
 
+def inputs_products_and_bias(scope, h, x, w):
+    """The same with a bias, the first row of the weight."""
+    bias = part(scope, w, 0)
+    for index in range(STEPS):
+        product = scope.emit(op.matmul(part(scope, x, index), w))
+        h = cell(scope, h, scope.emit(op.add(product, bias)), w)
+    return [h]
+
+
 def two_loops(scope, h, x, w):
     first, last = h, h
     ys = []
@@ -107,7 +116,7 @@ LOOPS = {
     each.__name__: (each, scans)
     for each, scans in (
         *((forward, 1), (backward, 1), (parts_before, 1), (looks_back, 1), (of_middle_axis, 1)),
-        *((other_steps_first, 1), (inputs_products, 1), (two_loops, 2)),
+        *((other_steps_first, 1), (inputs_products, 1), (inputs_products_and_bias, 1), (two_loops, 2)),
     )
 }
 
@@ -145,6 +154,16 @@ def test_what_depends_on_no_carry_is_computed_before_the_loop():
     assert [[int(n) for n in value.ty.shape] for value in products] == [[STEPS * 2, 3]]
     (scan,) = scans_of(rolled)
     assert [op_name(value) for _, value in bindings(scan.function)].count("relax.matmul") == 1
+
+
+def test_a_bias_is_added_in_the_steps():
+    args = draw(2, 3), draw(STEPS, 2, 3, seed=1), draw(3, 3, seed=2)
+    func = function(inputs_products_and_bias, *args)
+    rolled = hoist(roll_up(func))
+    outside = [op_name(value) for _, value in bindings(rolled)]
+    assert outside.count("relax.matmul") == 1 and "relax.add" not in outside
+    wanted = interpret(func, args).results
+    assert_close(interpret(rolled, args).results, wanted, rtol=1e-13, atol=1e-13)
 
 
 def test_a_body_is_the_same_whatever_the_length():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autodiff.ir import bindings
+from autodiff.ir import bindings, op_name, results
 from autodiff.scan import is_scan, scan_of
 from bridge import UnsupportedModule, add_tvm_dispatch, explain, lower, stats
 from bridge.compile import Loop
@@ -276,6 +276,9 @@ def test_rows_of_sums_leave_the_loop_for_a_gpu(sums_later, monkeypatch):
     assert lowered.check().ok
     (scan,) = [scan_of(value)[0] for _, value in bindings(lowered.expected_backward) if is_scan(value)]
     assert (scan.carries == 2) is sums_later  # the gradients of state and cell; totals otherwise
+    values = dict(bindings(scan.function))
+    (product,) = [values[each] for each in results(scan.function) if op_name(values.get(each)) == "relax.matmul"]
+    assert product.args[1] in list(scan.function.params)  # the weight itself, which no step transposes
 
 
 def test_a_loop_is_told_as_one():
