@@ -23,10 +23,13 @@ from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.forms import InputForms
 from bridge.compile.runtime.program import Program
 
-__all__ = ["MAX_HELD_BYTES", "GraphedExecutor"]
+__all__ = ["MAX_HELD_BYTES", "MAX_PARAMETER_BYTES", "GraphedExecutor"]
 
 #: Bytes of results, of one run, whose memory is held for a program under ``"auto"``.
 MAX_HELD_BYTES = 1 << 30
+#: Bytes of parameters that are held a second time, where their addresses never return, for a program under ``"auto"``:
+#: who moves them (FSDP gathers them for each call) does so to save memory.
+MAX_PARAMETER_BYTES = 1 << 20
 _BYTES_OF_A_GRAPH, _BYTES_OF_A_LAUNCH = 100_000, 2_600
 """As seen on an H200."""
 
@@ -188,6 +191,8 @@ class GraphedExecutor:
             return None
         if self._control.mode == "auto" and not self._shared.verdicts.copies_pay(recordings.copied_bytes):
             self._refuse("tensors lie elsewhere at each call, and to copy them takes as long as the launches do")
+        elif self._control.mode == "auto" and recordings.parameter_bytes(inputs) > MAX_PARAMETER_BYTES:
+            self._refuse("parameters lie elsewhere at each call, and a copy of them would be held")
         elif recordings.made >= MAX_MADE:
             self._refuse("addresses keep changing")
         elif self._left > _MOST_LEFT:

@@ -14,13 +14,15 @@ from operator import itemgetter
 
 import torch
 
-__all__ = ["MAX_ADDRESSES", "Key", "Ports"]
+__all__ = ["MAX_ADDRESSES", "MAX_LARGE_ADDRESSES", "Key", "Ports"]
 
 Key = tuple[int, ...]
 """The addresses of the direct ports."""
 
 #: New addresses of a direct port among the latest calls; with one more it is buffered.
 MAX_ADDRESSES = 3
+#: Likewise, of a large tensor, whose copy takes time and memory: there may be a recording for each address.
+MAX_LARGE_ADDRESSES = 8
 _LATEST = 64
 """Calls. Parameters that move now and then, as when a checkpoint is loaded, stay direct."""
 _STEADY = 16
@@ -84,7 +86,8 @@ class Ports:
             known[address] = self._calls
             if len(known) > _MOST_KNOWN:
                 del known[next(iter(known))]
-            if self._new(place) > MAX_ADDRESSES:
+            most = MAX_ADDRESSES if tensors[place].nbytes <= _SMALL else MAX_LARGE_ADDRESSES
+            if self._new(place) > most:
                 moved.append(place)
         self._buffer(moved)
         if not (forgiven and are_known):

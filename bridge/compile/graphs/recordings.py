@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.graphs.ports import Key, Ports
@@ -72,6 +73,11 @@ class StreamRecordings:
     def copied_bytes(self) -> int:
         """That each replay copies."""
         return sum(nbytes(self._forms[place]) for place in self._ports.buffered)
+
+    def parameter_bytes(self, inputs: Sequence[torch.Tensor]) -> int:
+        """Bytes of buffers for parameters."""
+        places = (place for place in self._ports.buffered if place < self._inputs)
+        return sum(inputs[place].nbytes for place in places if isinstance(inputs[place], nn.Parameter))
 
     def fresh(self) -> list[torch.Tensor]:
         """Memory for the results of a call."""

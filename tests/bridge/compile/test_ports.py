@@ -8,7 +8,7 @@ import torch
 from bridge.compile.cuda.slot_memory import places_of, rooms_of
 from bridge.compile.graphs import control as control_module
 from bridge.compile.graphs.control import RecordedGraphs
-from bridge.compile.graphs.ports import MAX_ADDRESSES, Ports
+from bridge.compile.graphs.ports import MAX_ADDRESSES, MAX_LARGE_ADDRESSES, Ports
 from tests.bridge.compile.host_recorder import HostSlots
 
 
@@ -24,6 +24,15 @@ def test_what_never_returns_is_copied():
         ports.meet([given[0], kept[-1], given[2]])
     assert ports.buffered == (1,) and ports.direct == (0, 2) and ports.version == 1
     assert ports.key(given) == (given[0].data_ptr(), given[2].data_ptr())
+
+
+def test_large_tensors_may_have_more_addresses():
+    """Parameters that FSDP gathers: the allocator takes a few places in turns."""
+    ports, small, large = Ports(2), torch.empty(4), [torch.empty(1 << 19) for _ in range(MAX_LARGE_ADDRESSES + 1)]
+    for count, each in enumerate(large):
+        assert not ports.buffered, count
+        ports.meet([small, each])
+    assert ports.buffered == (1,)
 
 
 def test_what_moves_now_and_then_is_not():

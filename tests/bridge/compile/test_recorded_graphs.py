@@ -190,6 +190,18 @@ def test_automatic_copies_what_takes_less_than_the_launches(compiled, seconds, p
     assert bool(graphed.control.replays) is pays is not ("lie elsewhere" in graphed.control.refused.get("test", ""))
 
 
+@pytest.mark.parametrize("mode", ["auto", True])
+def test_automatic_holds_no_copies_of_parameters_that_move(compiled, monkeypatch, mode):
+    """As those of FSDP may, which are gathered for each call."""
+    monkeypatch.setattr(module, "MAX_PARAMETER_BYTES", 500)
+    graphed, kept = Graphed(compiled, mode), []
+    for _ in range(20):
+        kept.append(torch.nn.Parameter(torch.randn(16, 8), requires_grad=False))
+        graphed.check(w=kept[-1])
+    assert ("parameters lie elsewhere" in graphed.control.refused.get("test", "")) is (mode == "auto")
+    assert bool(graphed.control.replays) is (mode is True)
+
+
 def test_what_one_size_has_shown_holds_for_others():
     verdicts = Verdicts()
     assert verdicts.of(10) is None
