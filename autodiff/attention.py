@@ -11,9 +11,7 @@ from autodiff.rewrite import Scope
 __all__ = ["attended"]
 
 
-def attended(
-    q: Expr, k: Expr, v: Expr, mask: Expr | None, scope: Scope, *, scale: float, causal: bool = False
-) -> Expr:
+def attended(q: Expr, k: Expr, v: Expr, mask: Expr | None, scope: Scope, *, scale: float, causal: bool = False) -> Expr:
     """The formula as torch defines it (A. Vaswani et al., "Attention Is All You Need", 2017, 3.2.1).
 
     Half types are computed in float32. A query that may see no key at all gets zeros, as from torch's kernels.

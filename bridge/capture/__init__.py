@@ -18,7 +18,7 @@ from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, SLOPE_DRAWS, UPS
 from bridge.capture.passes.recurrent import RECURRENT_LAYERS
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
 from bridge.capture.pipeline import capture
-from bridge.capture.preconditions import check_call, device_of_call
+from bridge.capture.preconditions import check_call, device_of_call, uninitialized
 from bridge.capture.readings import Reading, given, numbers_read, same_numbers
 from bridge.capture.recomputed import LITERAL, SIZE_OPERATORS, Operation, Place, Recomputed, shown
 from bridge.capture.sample import normalize_sample
@@ -90,6 +90,7 @@ __all__ = [
     "same_numbers",
     "shown",
     "sized_run",
+    "uninitialized",
     "where_is",
     "with_generator",
     "with_number_inputs",

@@ -13,7 +13,7 @@ from bridge.base.pytrees import leaf_names
 from bridge.base.torch_internals import pytree
 from bridge.state import derived_attribute, hooks_of, tensor_problem
 
-__all__ = ["CACHES", "NO_CACHE", "check_call", "device_of_call"]
+__all__ = ["CACHES", "NO_CACHE", "check_call", "device_of_call", "uninitialized"]
 
 #: Where transformers' caches of keys and values live, and what to do about one.
 CACHES = "transformers.cache_utils"
@@ -72,15 +72,16 @@ def _refuse_scripted(module: nn.Module, name: str) -> None:
         raise UnsupportedModule(name, found[:1])
 
 
+def uninitialized(module: nn.Module) -> list[str]:
+    """Paths of parameters and buffers of lazy modules that have no shape yet: the first call gives it to them."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return [path for path, tensor in tensors if isinstance(tensor, nn.parameter.UninitializedTensorMixin)]
+
+
 def _refuse_uninitialized(module: nn.Module, name: str) -> None:
-    lazy = [
-        path
-        for path, tensor in (*module.named_parameters(), *module.named_buffers())
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin)
-    ]
-    if lazy:
+    if lazy := uninitialized(module):
         reason = "a parameter of a lazy module that has no shape yet"
-        hint = "call the module once on a sample, then dispatch it"
+        hint = "call the module once on a sample, then dispatch it; or dispatch it without a sample"
         raise UnsupportedModule(name, [Unsupported(f"uninitialized '{path}'", path, reason, hint) for path in lazy])
 
 

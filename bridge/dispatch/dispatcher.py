@@ -26,7 +26,7 @@ from bridge.base.guard_failure import INTERPRETER, RUN
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.log import channel
 from bridge.base.torch_internals import MODULE_CALL, has_global_hooks, is_exporting
-from bridge.capture import DynamicDim, is_capturing, is_traced_here, same_numbers
+from bridge.capture import DynamicDim, is_capturing, is_traced_here, same_numbers, uninitialized
 from bridge.compile import Backend, RecordedGraphs
 from bridge.dispatch.advice import advice
 from bridge.dispatch.budget import CompileBudget
@@ -136,7 +136,10 @@ class Dispatcher:
             found = self._match(module, args, kwargs, failed)
             if not isinstance(found, GuardFailure):
                 return self._hit(module, *found, failed)
-            if (self.on_miss == "compile" or self.learns) and self._may_compile(type(module).__name__, found):
+            learns = self.on_miss == "compile" or self.learns
+            if learns and not self.entries.all and uninitialized(module):
+                found = GuardFailure(found.stage, "lazy parameters", "this call gives them their shapes")
+            elif learns and self._may_compile(type(module).__name__, found):
                 added = self._compile(module, args, kwargs, found)
                 if added is not None:
                     compiled = True

@@ -174,6 +174,19 @@ def test_without_a_sample_the_first_call_is_learned(on_miss):
         assert stats(module).hits == (2 if on_miss == "eager" else 3)
 
 
+def test_a_first_call_that_gives_lazy_parameters_their_shapes_is_eagers():
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Dropout(0.3)))
+    eager, module = made
+    add_tvm_dispatch(module)
+    for _ in range(3):
+        assert_same(run(module, Call((X,))), run(eager, Call((X,))), **CLOSE)
+    assert stats(module).hits == 2
+    assert dict(stats(module).misses) == {"lazy parameters: this call gives them their shapes": 1}
+
+
 def test_a_first_call_that_is_unsupported_runs_eager_and_says_so(caplog):
     class Sorted(nn.Module):
         def forward(self, x):
