@@ -7,6 +7,7 @@ Given a :class:`Body` instead, a pass edits it: several passes in a row build no
 
 from autodiff import gradients
 from autodiff.body import Body, RewriteCounts
+from autodiff.channels_last import channels_behind
 from autodiff.clean import clean
 from autodiff.cse import common_subexpression_elimination
 from autodiff.dce import dead_code_elimination
@@ -28,6 +29,7 @@ __all__ = [
     "NoGradient",
     "RewriteCounts",
     "UndifferentiableOp",
+    "channels_behind",
     "clean",
     "common_subexpression_elimination",
     "dead_code_elimination",

@@ -30,6 +30,9 @@ everything else is a tensor. A result has the type of what it is the gradient of
                                                  transposed:int, groups:int -> y, without a bias
 ``convolution_backward_input``                   grad, weight, (shape of x), then as ``convolution`` -> dx
 ``convolution_backward_weight``                  grad, x, (shape of weight), then as ``convolution`` -> dweight
+``convolution_last``,                            as those of planes, but for the result: its channels, or of dweight
+``convolution_last_backward_input``,             those inside, are its last axis
+``convolution_last_backward_weight``
 ``max_pool``                                     x, (kernel), (stride), (padding), (dilation), ceil_mode:int
                                                  -> tuple (y, positions), positions int64 within a channel
 ``max_pool_backward``                            grad, positions, (shape of x), then as ``max_pool`` -> dx

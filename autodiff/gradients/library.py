@@ -10,10 +10,13 @@ from tvm.relax import op
 
 from autodiff.gradients.registry import Emit, checks, library_gradient
 from autodiff.gradients.tools import const, zeros_like
-from autodiff.ir import Call, Expr, ShapeExpr, StringImm, TupleGetItem, TupleType, Var, shape
+from autodiff.ir import Call, Expr, ShapeExpr, StringImm, TensorType, TupleGetItem, TupleType, Var, dtype, shape
 from autodiff.library import call as library_call
 
 __all__ = []
+
+_TO_FRONT, _TO_BACK = (0, 3, 1, 2), (0, 2, 3, 1)
+"""Channels from behind to the second place, and back."""
 
 
 @library_gradient("library.embedding")
@@ -81,6 +84,20 @@ def convolution(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     dx = library_call("convolution_backward_input", [g, weight, ShapeExpr(shape(x)), *geometry], x.ty)
     dweight = library_call("convolution_backward_weight", [g, x, ShapeExpr(shape(weight)), *geometry], weight.ty)
     return [dx, dweight] + [None] * len(geometry)
+
+
+@library_gradient("library.convolution_last")
+def convolution_last(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+    """those of a convolution, each with its channels behind and seen in their place"""
+    x, weight, *geometry = call.args
+    g = emit(op.permute_dims(g, list(_TO_FRONT)))
+    grads: list[Expr] = []
+    for name, args, of in (("input", [g, weight], x), ("weight", [g, x], weight)):
+        behind = TensorType([shape(of)[axis] for axis in _TO_BACK], dtype(of))
+        args = [*args, ShapeExpr(shape(of)), *geometry]
+        grad = emit(library_call(f"convolution_last_backward_{name}", args, behind))
+        grads.append(op.permute_dims(grad, list(_TO_FRONT)))
+    return grads + [None] * len(geometry)
 
 
 def _max_pool(name: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from tvm import relax
 
 from autodiff.ir import dtype, shape
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import aten
+from bridge.capture import TensorForm
 
 op = relax.op
 
@@ -16,6 +18,13 @@ def _per_axis(value, rank: int) -> list[int]:
     return values * rank if len(values) == 1 else values
 
 
+def _is_channels_last(form) -> bool:
+    """Whether eager's result has the strides of torch's channels_last and of nothing else."""
+    if not isinstance(form, torch.Tensor) or form.ndim != 4 or not all(type(size) is int for size in form.shape):
+        return False
+    return form.is_contiguous(memory_format=torch.channels_last) and not form.is_contiguous()
+
+
 @converts(aten.convolution.default)
 def convolution(importer, node, x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
     if "float" not in dtype(x):
@@ -23,7 +32,12 @@ def convolution(importer, node, x, weight, bias, stride, padding, dilation, tran
     rank = len(shape(weight)) - 2
     geometry = [_per_axis(value, rank) for value in (stride, padding, dilation, output_padding)]
     args = [x, weight, *geometry, bool(transposed), groups]
-    y = importer.library("convolution", args, importer.out(node))
+    out = importer.out(node)
+    if _is_channels_last(out) and not transposed:
+        behind = TensorForm([out.shape[axis] for axis in (0, 2, 3, 1)], out.dtype)
+        y = importer.emit(op.permute_dims(importer.library("convolution_last", args, behind), [0, 3, 1, 2]))
+    else:
+        y = importer.library("convolution", args, out)
     if bias is None:
         return y
     return importer.emit(op.add(y, importer.reshape(bias, (shape(bias)[0], *[1] * rank))))

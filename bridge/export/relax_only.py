@@ -101,6 +101,10 @@ def _convolution(args: Sequence[Expr], scope: Scope) -> Expr:
     return getattr(op.nn, f"conv{rank}d{'_transpose' if _number(transposed) else ''}")(x, weight, **given)
 
 
+def _convolution_last(args: Sequence[Expr], scope: Scope) -> Expr:
+    return op.permute_dims(scope.emit(_convolution(args, scope)), [0, 2, 3, 1])
+
+
 def _max_pool(args: Sequence[Expr], scope: Scope) -> Expr:
     x, *geometry, ceil_mode = args
     kernel, stride, padding, dilation = map(_numbers, geometry)
@@ -147,6 +151,7 @@ _RULES: dict[str, Rule] = {
     "attention": _attention,
     "avg_pool": _avg_pool,
     "convolution": _convolution,
+    "convolution_last": _convolution_last,
     "embedding": _embedding,
     "index": _index,
     "index_select": _index_select,

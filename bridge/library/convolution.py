@@ -1,6 +1,8 @@
-"""Convolutions and their VJPs."""
+"""Convolutions and their VJPs; those named ``last`` give torch's channels_last, with channels behind in the shape."""
 
 from __future__ import annotations
+
+from torch import Tensor
 
 from bridge.base.torch_internals import aten
 from bridge.library.registry import library_function
@@ -31,3 +33,28 @@ def convolution_backward_weight(grad, x, extents, *geometry):
     """VJP with respect to the weight, whose shape is ``extents``."""
     weight = grad.new_empty(1).expand(extents)  # only its shape is read
     return _convolution_backward(grad, x, weight, geometry, [False, True, False])[1]
+
+
+@library_function("convolution_last", aten.convolution)
+def convolution_last(x, weight, *geometry):
+    return convolution(x, _channels_last(weight), *geometry).permute(0, 2, 3, 1)
+
+
+@library_function("convolution_last_backward_input", aten.convolution_backward)
+def convolution_last_backward_input(grad, weight, extents, *geometry):
+    """VJP with respect to ``x``, whose shape is ``extents``: its channels are behind."""
+    return convolution_backward_input(grad, _channels_last(weight), extents, *geometry).permute(0, 2, 3, 1)
+
+
+@library_function("convolution_last_backward_weight", aten.convolution_backward)
+def convolution_last_backward_weight(grad, x, extents, *geometry):
+    """VJP with respect to the weight, whose shape is ``extents``: its inner channels are behind."""
+    weight = _channels_last(grad.new_empty(extents))  # only its shape and its layout are read
+    return _convolution_backward(grad, x, weight, geometry, [False, True, False])[1].permute(0, 2, 3, 1)
+
+
+def _channels_last(weight: Tensor) -> Tensor:
+    """A weight in the layout that makes torch take it for the convolution: also one of a pixel, which is in both."""
+    outer, inner, height, width = weight.shape
+    weight = weight.permute(0, 2, 3, 1).contiguous()
+    return weight.as_strided((outer, inner, height, width), (inner * height * width, 1, inner * width, inner))

@@ -121,6 +121,13 @@ for _transposed in (0, 1):
         (draw(2, 4, 7, 6), draw(4, 3, 3, 2, seed=1) if _transposed else draw(6, 2, 3, 2, seed=1)),
         *_geometry,
     )
+_geometry = ([2, 2], [1, 0], [1, 2], [0, 0], 0, 2)
+_library(
+    "convolution_last",
+    lambda x, w, g=_geometry: torch.ops.aten.convolution(x, w, None, *g[:3], False, g[3], g[5]).permute(0, 2, 3, 1),
+    (draw(2, 4, 7, 6), draw(6, 2, 3, 2, seed=1)),
+    *_geometry,
+)
 _image = (draw(2, 3, 7, 6),)
 _library("max_pool", lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True), _image, [3, 3], [2, 2], [1, 1], [1, 1], 0)
 _library("adaptive_max_pool", lambda x: F.adaptive_max_pool2d(x, (3, 2), return_indices=True), _image, [3, 2])

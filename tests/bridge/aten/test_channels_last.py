@@ -1,0 +1,82 @@
+"""Convolutions in channels_last: eager's numbers, and everything between two of them walks memory as it lies."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from bridge import add_tvm_dispatch, lower, stats
+from bridge.library import convolution
+
+
+class Net(nn.Module):
+    """A residual block, with a grouped and a depthwise convolution, and what follows it."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, 2, 1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.grouped, self.depthwise = nn.Conv2d(8, 8, 1, groups=2), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.scale = nn.Parameter(torch.randn(8, 1, 1))
+        self.then = then
+
+    def forward(self, x):
+        y = self.norm(self.first(x)).relu()
+        return self.then(self.depthwise(self.grouped(y) * self.scale) + y)
+
+
+THEN = {
+    "returned": lambda y: y,
+    "mean": lambda y: y.mean((2, 3)),
+    "largest of channels": lambda y: y.amax(1, keepdim=True) - y.softmax(1),
+    "a pool": lambda y: nn.functional.max_pool2d(y, 2),
+    "a map beside": lambda y: y * torch.arange(20.0, dtype=torch.float64).view(4, 5),
+    "sum of rows": lambda y: y.sum(2) + y.sum(-1, keepdim=True).sum(2),
+}
+
+
+@pytest.mark.parametrize("then", THEN)
+def test_numbers_are_eagers(then):
+    torch.manual_seed(0)
+    eager = Net(THEN[then]).double().to(memory_format=torch.channels_last)
+    module = copy.deepcopy(eager)
+    x = torch.randn(2, 3, 8, 10, dtype=torch.float64).contiguous(memory_format=torch.channels_last).requires_grad_()
+    add_tvm_dispatch(module, x)
+    results = []
+    for each in (eager, module):
+        y = each(x)
+        leaves = [x, *each.parameters()]
+        results.append([y, *torch.autograd.grad(y.square().sum(), leaves), *each.buffers()])
+    assert stats(module).hits == 1 and results[0][0].stride() == results[1][0].stride()
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_memory_is_walked_as_it_lies(monkeypatch):
+    """No kernel of the block sees channels in the second place; each convolution is told channels_last."""
+    seen = []
+    plain = convolution.convolution
+
+    def watched(x, weight, *geometry):
+        seen.append([each.is_contiguous(memory_format=torch.channels_last) for each in (x, weight)])
+        return plain(x, weight, *geometry)
+
+    monkeypatch.setattr(convolution, "convolution", watched)
+    module = Net(THEN["mean"]).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 8, 10).contiguous(memory_format=torch.channels_last)
+    lowered = lower(module, x)
+    planes = "R.Tensor((2, 8, 4, 5)"
+    for function in (lowered.forward, lowered.backward):
+        lines = [line for line in str(function).splitlines() if planes in line.split("=")[0]]
+        assert all("permute_dims" in line for line in lines)
+    add_tvm_dispatch(module, x)
+    seen.clear()
+    module(x)
+    assert seen[1:] == [[True, True]] * 2 and seen[0][1]
+
+
+def test_other_convolutions_stay():
+    assert "convolution_last" not in str(lower(Net(THEN["mean"]), torch.randn(2, 3, 8, 10)).forward)
