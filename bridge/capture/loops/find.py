@@ -94,6 +94,7 @@ class Loop:
         taken: what these take.
         written: what rows write; they have the role of the part's new value.
         numbers: of rows that have another number in some step, those of all steps.
+        dead: rows that are not called; they read nothing.
     """
 
     start: int
@@ -103,6 +104,7 @@ class Loop:
     taken: dict[int, Parts] = field(default_factory=dict)
     written: dict[int, Written] = field(default_factory=dict)
     numbers: dict[int, tuple[int | float, ...]] = field(default_factory=dict)
+    dead: frozenset[int] = frozenset()
 
     @property
     def stop(self) -> int:

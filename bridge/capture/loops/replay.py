@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from bridge.base.torch_internals import pytree
+from bridge.capture.loops.alive import alive_rows
 from bridge.capture.loops.calls import CREATING, Call, Calls, Made, Part, Value, filled, values_in
 from bridge.capture.loops.find import Carry, Constant, Local, Loop, Parts, Role, Written
 from bridge.capture.loops.masks import all_steps, draws_of, dropped, dropping
@@ -35,6 +36,7 @@ class Replay:
     def __init__(self, calls: Calls, loops: Sequence[Loop]):
         self.calls, self.loops = calls, loops
         self.draws = draws_of(calls, loops)
+        self._called = [alive or row in calls.drawn for row, alive in enumerate(alive_rows(calls))]
         self._ys = [self._leaving(number) for number in range(len(loops))]
 
     @property
@@ -84,7 +86,11 @@ class Replay:
 
     def _straight(self) -> list[Call]:
         inside = {row for loop in self.loops for row in range(loop.start, loop.stop)}
-        return [row for number, row in enumerate(self.calls.rows) if number not in inside]
+        return [row for number, row in enumerate(self.calls.rows) if number not in inside and self.is_called(number)]
+
+    def is_called(self, row: int) -> bool:
+        """Whether the results need a row, or it draws."""
+        return self._called[row]
 
     def ys(self, number: int) -> list[Made]:
         """The results of a step that leave the loop for all steps."""
@@ -118,7 +124,8 @@ class _Run:
                 self.loop(begins[row])
                 row = begins[row].stop
             else:
-                self.call(self.calls.rows[row])
+                if self.replay.is_called(row):
+                    self.call(self.calls.rows[row])
                 row += 1
         leaves = [self.tensor(leaf.number) if type(leaf) is Value else leaf for leaf in self.calls.results]
         return pytree.tree_unflatten(leaves, self.calls.spec)
@@ -252,6 +259,8 @@ class _Run:
 
         for index, roles in enumerate(loop.roles):
             row = self.calls.rows[loop.start + index]
+            if index in loop.dead:
+                continue
             if roles is None:
                 made[Made(index, 0)] = parts[loop.taken[index]]
                 continue
