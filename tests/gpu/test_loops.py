@@ -12,7 +12,6 @@ from bridge.compile import Loop
 from tests.bridge.compare import check_module
 from tests.gpu.marks import ON_A_GPU
 from tests.gpu.precision import float32_products
-from tests.gpu.precision import float32_products
 
 pytestmark = ON_A_GPU
 
