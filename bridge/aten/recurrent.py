@@ -1,8 +1,9 @@
-"""Recurrent layers → library functions, one call for each direction of each layer; directions and layers put together.
+"""Recurrent layers → library functions or loops, one for each direction of each layer; these are put together.
 
-A call of a whole ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` is taken apart here, not step by step: unrolled, twenty steps
-would be hundreds of operators that compile for half a minute and run no faster. Dropout between layers has been taken
-out before (:mod:`bridge.capture.passes.recurrent`).
+A call of a whole ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` is taken apart here. On a GPU it becomes loops, of one product
+and one launch a step (:mod:`bridge.aten.recurrent_loops`); on the processor, and where sizes vary, library functions: oneDNN's
+LSTM, and cells step by step. Dropout between layers has been taken out before
+(:mod:`bridge.capture.passes.recurrent`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tvm import relax
 from autodiff.extents import Dim
 from autodiff.ir import Expr, dtype, shape
 from bridge.aten.dims import has_extents, numbers_only
+from bridge.aten.recurrent_loops import looped_layer
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import aten
@@ -39,9 +41,10 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
     directions = 2 if both_ways else 1
     count = len(weights) // (layers * directions)
     projected = count % 2 == 1
+    known = not any(has_extents(shape(tensor)) for tensor in (x, *states))
+    looped = known and current_device() != HOST
     fused = cell == "lstm" and dtype(x) == "float32" and not projected and torch.backends.mkldnn.enabled
-    fused = fused and current_device() == HOST
-    fused = fused and not has_extents(shape(x))  # oneDNN alone knows the bytes of its workspace, of given sizes
+    fused = fused and known and not looped  # oneDNN alone knows the bytes of its workspace, of given sizes
     finals: list[list[Expr]] = [[] for _ in states]
     x = importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x
     for layer in range(layers):
@@ -51,7 +54,10 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
             first = [_row(importer, state, index) for state in states]
             own = weights[index * count : (index + 1) * count]
             options = {"cell": cell, "reverse": direction == 1, "biases": bool(biases), "fused": fused}
-            y, *last = _layer(importer, options, [x, *own, *first], len(states))
+            if looped:
+                y, *last = looped_layer(importer, cell, direction == 1, x, own, bool(biases), first)
+            else:
+                y, *last = _layer(importer, options, [x, *own, *first], len(states))
             made.append(y)
             for group, state in zip(finals, last, strict=True):
                 group.append(importer.reshape(state, (1, *shape(state))))

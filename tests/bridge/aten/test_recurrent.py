@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, lower, stats
+from bridge.compile import Loop
 from tests.bridge.compare import Call, assert_same, check_module, run
 
 LAYERS = {
@@ -49,6 +50,17 @@ def leaf(*extents):
 def test_layers(name):
     module = check_module(LAYERS[name], lambda: leaf(4, 3, 3), calls=2)
     assert all(a is b for a, b in zip(module._flat_weights, module.parameters(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("name", ["lstm_projected_no_bias", "gru_both_ways"])
+@pytest.mark.cpu("another device stands in for the GPU")
+def test_layers_are_loops_on_a_gpu(name, monkeypatch):
+    monkeypatch.setattr("bridge.aten.recurrent.HOST", torch.device("meta"))
+    module = check_module(LAYERS[name], lambda: leaf(4, 3, 3), calls=1)
+    (entry,) = stats(module).entries
+    loops = [step.length for part in (entry.forward, entry.backward) for step in part.steps if isinstance(step, Loop)]
+    assert loops == [3 if module.batch_first else 4] * (2 * len(module._all_weights))
 
 
 @pytest.mark.parametrize("result", [0, 1, 2])
