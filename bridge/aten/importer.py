@@ -74,7 +74,6 @@ class Importer:
         self._normalize = normalizer()
         self._names: dict[str, int] = {}
         self._hint = "v"
-        self._loops = 0
 
     def emit(self, value: Expr) -> Expr:
         """Binds ``value`` to a new variable named after the node that is converted."""
@@ -90,11 +89,6 @@ class Importer:
         var = Var(name, value.ty)
         self.bindings.append((var, value))
         return var
-
-    def new_loop(self) -> int:
-        """A number for the marks of a loop that no captured loop has."""
-        self._loops += 1
-        return -self._loops
 
     def item(self, value: Expr, index: int) -> Expr:
         """Field ``index`` of a tuple-typed variable."""

@@ -1,8 +1,8 @@
 """Recurrent layers → library functions or loops, one for each direction of each layer; these are put together.
 
 A call of a whole ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` is taken apart here. On a GPU it becomes loops, of one product
-and one launch a step (:mod:`bridge.aten.recurrent_loops`); on the processor, and where sizes vary, library functions: oneDNN's
-LSTM, and cells step by step. Dropout between layers has been taken out before
+and one launch a step (:mod:`bridge.aten.recurrent_loops`); on the processor, and where sizes vary, library functions:
+oneDNN's LSTM, and cells step by step. Dropout between layers has been taken out before
 (:mod:`bridge.capture.passes.recurrent`).
 """
 

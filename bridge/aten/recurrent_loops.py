@@ -33,8 +33,8 @@ def looped_layer(
         weights: of the input, of the hidden state, a bias for each with ``biases``, and a projection if there is one.
     """
     steps, *of_step = shape(x)
-    loop = importer.new_loop()
     emit = importer.emit
+    loop = -1 - len(importer.bindings)  # captured loops count from 0
 
     def mark(kind: str, value: Expr, *numbers: int, extents: Sequence[int]) -> Expr:
         form = TensorForm(tuple(extents), getattr(torch, dtype(x)))
