@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -121,6 +122,7 @@ def run(module: nn.Module, call: Call, *, seed: int = 0, process: Callable[[Any]
     for tensor in (*module.parameters(), *leaves):
         tensor.grad = None
     torch.manual_seed(seed)
+    np.random.seed(seed)
     result = call(module)
     generator = generators()
     if process is not None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -94,6 +95,7 @@ def _trained(case: Case, module: nn.Module, call: Call, seed: int, verdict: Verd
 def _losses(case: Case, module: nn.Module, kwargs: dict[str, Any], seed: int) -> list[torch.Tensor]:
     """Of each step of SGD, under one seed; the last element is the generator's state afterwards."""
     torch.manual_seed(seed + 1)
+    np.random.seed(seed + 1)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)
     losses = []
     for _ in range(STEPS):

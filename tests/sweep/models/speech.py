@@ -41,9 +41,13 @@ def _whisper(**options: Any) -> nn.Module:
     return hf.WhisperForConditionalGeneration(hf.WhisperConfig(**{**shared, **sizes, **SPECIAL}))
 
 
+_MASKS = {"apply_spec_augment": True, "mask_time_prob": 0.2, "mask_time_length": 3, "mask_feature_prob": 0.1}
+_MASKS |= {"mask_feature_length": 2}
+
 MODELS = {
     "wav2vec2-ctc": Case(lambda: _wav2vec2(layerdrop=0.0), _waves),
     "wav2vec2-ctc-layerdrop": Case(lambda: _wav2vec2(layerdrop=0.3), _waves),
+    "wav2vec2-ctc-masks": Case(lambda: _wav2vec2(layerdrop=0.0, **_MASKS), _waves),  # NumPy draws them in forward
     "whisper": Case(_whisper, _spectra),
     "whisper-layerdrop": Case(lambda: _whisper(encoder_layerdrop=0.3, decoder_layerdrop=0.3), _spectra),
 }
