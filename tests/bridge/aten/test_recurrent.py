@@ -8,6 +8,7 @@ from torch import nn
 
 from bridge import add_tvm_dispatch, lower, stats
 from bridge.compile import Loop
+from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compare import Call, assert_same, check_module, run
 
 LAYERS = {
@@ -52,11 +53,20 @@ def test_layers(name):
     assert all(a is b for a, b in zip(module._flat_weights, module.parameters(), strict=True))
 
 
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """To recurrent layers; lowerings of the processor are not found, nor kept for it."""
+    clear_lowered()
+    monkeypatch.setattr("bridge.aten.recurrent.HOST", torch.device("meta"))
+    yield
+    clear_lowered()
+
+
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("name", ["lstm_projected_no_bias", "gru_both_ways"])
 @pytest.mark.cpu("another device stands in for the GPU")
-def test_layers_are_loops_on_a_gpu(name, monkeypatch):
-    monkeypatch.setattr("bridge.aten.recurrent.HOST", torch.device("meta"))
+@pytest.mark.usefixtures("on_a_gpu")
+def test_layers_are_loops_on_a_gpu(name):
     module = check_module(LAYERS[name], lambda: leaf(4, 3, 3), calls=1)
     (entry,) = stats(module).entries
     loops = [step.length for part in (entry.forward, entry.backward) for step in part.steps if isinstance(step, Loop)]
