@@ -7,7 +7,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 
 from autodiff.extents import Dim, Extent, divides, maximum, minimum, same, sample_of
 from autodiff.ir import itemsize
-from bridge.compile.codegen.pointwise import EXPENSIVE, compute_type
+from bridge.compile.codegen.pointwise import EXPENSIVE, MASKS, compute_type
 from bridge.compile.loop_ir.access import Argument, Number
 from bridge.compile.loop_ir.graph import Concat, Node, Operand, Pointwise, Reduction, Scalar, Value
 from bridge.compile.schedule.access import Arguments, access
@@ -91,7 +91,8 @@ class _Planner:
         widest = max(
             (itemsize(each.dtype) for each in values if sample_of(each.numel) * limits.free_reads > elements), default=4
         )
-        return max(lanes, min(2 * lanes, limits.access_bytes // widest))
+        accesses = 2 if any(getattr(node, "op", None) in MASKS for node in self.group.nodes) else 1
+        return max(lanes, min(2 * lanes, accesses * limits.access_bytes // widest))
 
     def _at(self, values: Iterable[Value]) -> tuple[int, ...]:
         return tuple(map(self.index.__getitem__, values))
