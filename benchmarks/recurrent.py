@@ -11,7 +11,7 @@ not run is left out, and named.
 
 Peers: ``layer`` is ``nn.LSTM`` or ``nn.GRU``; ``unrolled`` is ours with the steps one after the other; ``compile`` and
 ``reduce-overhead`` are modes of ``torch.compile``, which takes minutes for a hundred steps. On a GPU ours is recorded
-as CUDA graphs, ``launched`` is ours without them.
+as CUDA graphs, ``launched`` is ours without them, ``graphed`` is eager recorded by ``make_graphed_callables``.
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ PEERS: dict[str, Callable[[nn.Module, Tensor], nn.Module]] = {
     "eager": lambda module, x: module,
     "compile": compiled(None),
     "reduce-overhead": compiled("reduce-overhead"),
+    "graphed": lambda module, x: torch.cuda.make_graphed_callables(module, (x,)),
 }
 """By name, what makes a peer of a module; beside them there is ``layer``."""
 

@@ -145,6 +145,7 @@ FORMS: dict[str, tuple[Column, ...]] = {
         number("torch's layer ms", "layer_ms", ".1f"),
         number("torch.compile ms", "compile_ms", ".1f"),
         number("reduce-overhead ms", "reduce-overhead_ms", ".1f"),
+        number("eager in a graph ms", "graphed_ms", ".1f"),
         number("unrolled ms", "unrolled_ms", ".1f"),
         number("launched ms", "launched_ms", ".1f"),
         number("ours ms", "ours_ms", ".1f"),
