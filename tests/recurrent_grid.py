@@ -1,4 +1,4 @@
-"""``python -m tests.recurrent_grid``: recurrent networks of many lengths beside eager, float64, every gradient at 1e-10.
+"""``python -m tests.recurrent_grid``: recurrent networks of many lengths beside eager, every gradient at 1e-10.
 
 Cells by hand (recorded, and as steps in the traced graph) and torch's layers, on the device of :mod:`tests.device`.
 The suite has a part of it (tests/bridge/lowering/test_loops.py, tests/bridge/aten/test_recurrent.py).

@@ -46,8 +46,15 @@ NUMBERED = frozenset(
 )
 """Functions of a tensor and a number that do the same with a tensor of that number, if both are of 32 or 64 bits."""
 
+COMPARING = frozenset(form.format(name) for name in ("lt", "le", "gt", "ge", "eq", "ne") for form in ("{}", "__{}__"))
+"""Functions that compare a tensor with a number as with a tensor of that number, of its type."""
+
 _WHOLE = 2**53
 """Integers from which on not all are numbers of 64 bits."""
+
+_NUMBERS_OF_SUMS = {torch.float32: (int, float), torch.float64: (int, float)}
+_NUMBERS: dict[torch.dtype, tuple[type, ...]] = {**_NUMBERS_OF_SUMS, torch.int64: (int,)}
+"""Types of Python's numbers that are numbers of an element type, up to rounding."""
 
 CREATING = frozenset({"full", "new_full", "full_like", "tensor", "scalar_tensor"})
 """Functions whose result has one number everywhere."""
@@ -202,9 +209,11 @@ def numbered(name: str, args: tuple, kwargs: dict[str, Any], reads: Sequence[For
 
     The arguments themselves and ``None`` for a call that has none.
     """
-    if name in NUMBERED:
-        fits = len(args) == 2 and not kwargs and len(reads) == 1 and reads[0].dtype in (torch.float32, torch.float64)
-        places = [place for place, arg in enumerate(args) if type(arg) in (int, float)] if fits else []
+    if name in NUMBERED or name in COMPARING:
+        kinds: tuple[type, ...] = ()
+        if len(args) == 2 and not kwargs and len(reads) == 1:
+            kinds = _NUMBERS.get(reads[0].dtype, ()) if name in COMPARING else _NUMBERS_OF_SUMS.get(reads[0].dtype, ())
+        places = [place for place, arg in enumerate(args) if type(arg) in kinds]
     elif name in CREATING:
         places = [place for place, arg in enumerate(args) if type(arg) in (int, float)]
     else:

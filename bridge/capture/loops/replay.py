@@ -15,7 +15,7 @@ from torch import nn
 
 from bridge.base.torch_internals import pytree
 from bridge.capture.loops.alive import alive_rows
-from bridge.capture.loops.calls import CREATING, Call, Calls, Made, Part, Value, filled, values_in
+from bridge.capture.loops.calls import COMPARING, CREATING, Call, Calls, Made, Part, Value, filled, values_in
 from bridge.capture.loops.find import Carry, Constant, Local, Loop, Parts, Role, Written
 from bridge.capture.loops.masks import all_steps, draws_of, dropped, dropping
 from bridge.capture.loops.operators import FIRST, LAST, PART, STEPS
@@ -289,7 +289,8 @@ class _Run:
     def _numbers(self, loop: Loop, index: int, reverse: bool) -> torch.Tensor:
         """The numbers of a row in all steps."""
         numbers, row = loop.numbers[index], self.calls.rows[loop.start + index]
-        form = self.calls.forms[row.makes[0]]
+        compared = self.calls.kinds[row.kind].name in COMPARING
+        form = self.calls.forms[row.reads[0] if compared else row.makes[0]]
         return torch.tensor(numbers[::-1] if reverse else numbers, dtype=form.dtype, device=form.device)
 
     def _finish(self, loop: Loop, number: int, first: dict, made: dict[Made, torch.Tensor]) -> None:

@@ -129,6 +129,23 @@ class Numbers(nn.Module):
         return state
 
 
+class Lengths(nn.Module):
+    """Sequences of several lengths: a state stays from its sequence's end on, what is made after it is zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(3, 4)
+
+    def forward(self, x):
+        lengths = x[:, 0].argmax(-1) + 4
+        state, states = x.new_zeros(x.shape[0], 4), []
+        for step in range(x.shape[1]):
+            made, goes_on = self.cell(x[:, step], state), (step < lengths).unsqueeze(-1)
+            state = torch.where(goes_on, made, state)
+            states.append(made * goes_on)
+        return torch.stack(states, 1), state
+
+
 class Stacked(nn.Module):
     """Layers of one size, their states in a list: in each step all of them, or one after the other."""
 
@@ -217,6 +234,7 @@ FORMS = {
     "buffers": Buffers,
     "buffers, last part first": lambda: Buffers(backwards=True),
     "numbers": Numbers,
+    "lengths": Lengths,
     "stacked": Stacked,
     "stacked, layer by layer": lambda: Stacked(layer_by_layer=True),
     "both ways": BothWays,
