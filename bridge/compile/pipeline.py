@@ -46,6 +46,7 @@ from bridge.compile.passes.choose_layouts import choose_layouts
 from bridge.compile.passes.dead_code import eliminate_dead_code
 from bridge.compile.passes.join_products import join_products
 from bridge.compile.passes.permutations import recompute_permutations
+from bridge.compile.passes.positions import count_where_read
 from bridge.compile.passes.row_values import recompute_row_values
 from bridge.compile.passes.sections import recompute_sections
 from bridge.compile.passes.slices import recompute_slices
@@ -70,6 +71,7 @@ PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
     recompute_permutations,
     recompute_slices,
     cast_where_read,
+    count_where_read,
     make_walkable,
     recompute_sections,
     recompute_row_values,

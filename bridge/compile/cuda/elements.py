@@ -13,6 +13,7 @@ from tvm.tirx import Bind, Expr, IfThenElse, Stmt, Var
 
 from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.tir import sequence
+from bridge.compile.cuda.emitter import CudaEmitter
 from bridge.compile.cuda.launch import launch, portions
 from bridge.compile.cuda.limits import BLOCK_THREADS
 from bridge.compile.cuda.scope import ThreadScope
@@ -61,12 +62,14 @@ def _work(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> tup
     else:
         lanes = math.gcd(last, plan.lanes) if isinstance(last, int) else 1
         known = isinstance(plan.length, int)
-        turns = number(plan.length // lanes) if known else tirx.truncdiv(number(plan.length), number(lanes))
+        several = plan.lanes // lanes if known and not any(plan.concats) else 1
+        taken = lanes * several
+        turns = number(-(-plan.length // taken)) if known else tirx.truncdiv(number(plan.length), number(lanes))
         count = number(walk.rows) * turns
 
     def row_of(index: Expr) -> Stmt:
         row, at = tirx.truncdiv(index, turns), tirx.truncmod(index, turns)
-        return _vector(plan, buffers, number, row, at * number(lanes), lanes)
+        return _vector(plan, buffers, number, row, at * number(taken), lanes, several)
 
     def body(block: Expr, thread: Expr) -> Stmt:
         first = block * number(BLOCK_THREADS)
@@ -84,13 +87,34 @@ def _work(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> tup
 
 
 def _vector(
-    plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, row: Expr, position: Expr, lanes: int
+    plan: RowPlan,
+    buffers: KernelBuffers,
+    number: LaunchArguments,
+    row: Expr,
+    position: Expr,
+    lanes: int,
+    count: int = 1,
 ) -> Stmt:
+    """A vector of a row; ``count`` neighbours, as far as there are any: what they share of the row is read once."""
     scope = ThreadScope(plan, buffers, number, tirx.EQ(position, number(0)))
     scope.start(row)
     position = scope.head.name_index(position, "position")
     scope.leads = tirx.EQ(position, number(0))
     scope.per_row_values(0)
     stmts = scope.taken()
-    steps = column_steps(scope, 0, lanes, position, number(0), {})
-    return sequence([*stmts, *scope.taken(), *steps])
+    steps = [_step(scope, position, lanes, place) for place in range(count)]
+    stmts += scope.taken()
+    if count == 1 or plan.length % (lanes * count) == 0:
+        return sequence([*stmts, *(stmt for step in steps for stmt in step)])
+    left = number(plan.length) - position
+    some = [IfThenElse(number(lanes * place) < left, sequence(step), None) for place, step in enumerate(steps)]
+    every = sequence([stmt for place in range(count) for stmt in _step(scope, position, lanes, place)])
+    # all of them in straight lines, where no load waits for the one before
+    return sequence([*stmts, IfThenElse(number(lanes * (count - 1)) < left, every, sequence(some))])
+
+
+def _step(scope: ThreadScope, position: Expr, lanes: int, place: int) -> list[Stmt]:
+    """The vector that lies so many behind the first."""
+    e, number = CudaEmitter(), scope.number
+    at = position if place == 0 else e.name_index(position + number(lanes * place), "position")
+    return [*e.stmts, *column_steps(scope, 0, lanes, at, number(0), {})]

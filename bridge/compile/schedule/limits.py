@@ -45,7 +45,8 @@ class Limits:
         single_elements: of a kernel that combines nothing, up to which each element is a thread's own: vectors would
             leave threads idle, each of which takes as long as all. 0: none.
         together: point-wise groups at most that are one launch; 1: each is launched by itself.
-        small_casts: a tensor smaller by this factor than what is computed with it is cast where it is read; 0: none.
+        small_casts: a tensor smaller by this factor than what is computed with it is cast, or counted, where it is
+            read; 0: none.
     """
 
     nodes: int

@@ -65,3 +65,21 @@ def test_nan_and_infinity_in_reductions():
         largest[1:].tolist() == [-inf, inf] and least[1:].tolist() == [-inf, 1.0] and total[1:].tolist() == [-inf, inf]
     )
     torch.testing.assert_close(columns, x.amax(0), equal_nan=True)
+
+
+@pytest.mark.parametrize("columns", [300, 30, 7, 96])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_any_length_beside_their_places(dtype, columns):
+    """Threads take several vectors of rows that no whole access divides; a constant that counts is not read."""
+    x = torch.arange(50 * columns).view(50, columns).remainder(251).to(dtype)
+    chosen = torch.arange(50, dtype=torch.int32).remainder(columns).view(50, 1)
+
+    def body(emit, p, index):
+        hit = emit(R.equal(index, emit(R.arange(0, columns, 1, "int32"))))
+        return [emit(R.where(hit, p, emit(R.negative(p))))]
+
+    (y,) = run([x, chosen], body)
+    assert torch.equal(y, torch.where(chosen == torch.arange(columns), x, -x))
+    graph = translate(function([((50, columns), "float32"), ((50, 1), "int32")], body), BACKEND)
+    graph = optimize(choose_layouts(graph, BACKEND, BACKEND.products(1, True)), BACKEND)
+    assert not any(operand.value in graph.constants for node in graph.nodes for operand in node.operands)
