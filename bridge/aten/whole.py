@@ -17,7 +17,7 @@ from autodiff.ir import Expr, shape
 from bridge.aten.complex_value import Complex, joined_form
 from bridge.aten.dims import numbers_only
 from bridge.aten.registry import UnsupportedUse, converts
-from bridge.base.torch_internals import aten, pytree
+from bridge.base.torch_internals import OpOverload, aten, pytree
 from bridge.capture import WHOLE, WHOLE_FUNCTIONS
 
 __all__ = ["describe", "whole"]
@@ -51,7 +51,8 @@ def whole(importer, node, *args, **kwargs):
     name = str(node.target)
     if node.target in WHOLE_FUNCTIONS:
         computed = WHOLE_FUNCTIONS[node.target]
-        name, (args, kwargs) = str(computed.operator), computed.call(args)
+        if isinstance(computed.operator, OpOverload):  # else it is ours alone
+            name, (args, kwargs) = str(computed.operator), computed.call(args)
     text, tensors = describe(args, kwargs)
     tensors = [importer.whole_of(tensor) for tensor in tensors]
     forms = fx.node.map_aggregate(node.meta["val"], joined_form)

@@ -154,4 +154,4 @@ def _leaves(value: Any) -> list[Any]:
         return [leaf for item in value for leaf in _leaves(item)]
     if isinstance(value, dict):
         return [leaf for item in value.values() for leaf in _leaves(item)]
-    return []
+    return pytree.tree_leaves(value)

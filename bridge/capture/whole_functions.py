@@ -25,7 +25,7 @@ class WholeFunction:
     """What an operator of ours computes.
 
     Attributes:
-        operator: torch's.
+        operator: torch's; or a function of torch's operators, which the program then calls by the name of ours.
         keywords: names of its last arguments where it takes them by keyword; ours takes all by position.
     """
 

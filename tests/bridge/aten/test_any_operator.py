@@ -42,6 +42,7 @@ OPERATORS |= {
     "correlations": torch.corrcoef,
     "combinations": lambda x: torch.combinations(x[0], 3) * torch.combinations(x[1], 2, True)[:4, :1],
     "a signal": lambda x: resynthesized(x, x[0].sin() + 2),
+    "least squares": lambda x: torch.linalg.lstsq(x[:, :2], x[:, 2:]).solution + torch.linalg.lstsq(x, x.sum(1))[0][:2],
     "a random basis": lambda x: torch.svd_lowrank(x, 2)[1],
     "a user's operator": lambda x: torch.ops.bridge_tests.cubed(x) + torch.ops.bridge_tests.cubed(x.mean()),
 }
@@ -147,6 +148,7 @@ REFUSED = {
     "a draw that no tag tells": (lambda x: torch.ops.bridge_tests.noisy(x.detach()) * x, "has no tag that says so"),
     "sparse tensors": (lambda x: x.to_sparse().to_dense(), "_to_sparse.default: makes a tensor of layout"),
     "a draw": (lambda x: torch.nn.functional.rrelu(x, 0.2, 0.2, training=True), "closer than"),
+    "residuals": (lambda x: torch.linalg.lstsq(x, x).residuals, "the shape of what comes out depends on the numbers"),
     "memory": (lambda x: x + torch.ops.aten._lazy_clone(x), "about memory"),
     "an effect": (
         lambda x: x + torch.ops.aten._functional_assert_async.msg(x[0, 0] < 9, "", x[0, 0]),
