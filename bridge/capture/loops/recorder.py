@@ -31,6 +31,7 @@ from bridge.capture.loops.calls import (
     Form,
     Kind,
     Made,
+    Part,
     Value,
     numbered,
     part_of,
@@ -137,7 +138,8 @@ class CallRecorder(TorchFunctionMode):
         named = {name: self._told(arg, given) for name, arg in kwargs.items()}
         reads = tuple([self._number(tensor) for tensor in given])
         if writes:
-            return self._write(func, told, args, named, reads)
+            write = self._copy if func.__name__ == "copy_" else self._write
+            return write(func, told, args, named, reads)
         return self._make(func, args, kwargs, told, named, given, reads, iterates)
 
     def _make(self, func, args, kwargs, told, named, given, reads, iterates) -> Any:
@@ -164,7 +166,10 @@ class CallRecorder(TorchFunctionMode):
         if makes:
             if self.uncomputed is not None and (why := self.uncomputed.made(reads, makes, forms)):
                 self.fail(why)
-            self._writes.read(reads)
+            if part is None:
+                self._writes.read(reads)
+            else:
+                self._writes.take_part(*reads, *given)
             if self._drawn:
                 self._note_draw(makes)
             self._add(Kind(func, told, named), constants, Call(-1, reads, makes, part, None, number))
@@ -185,24 +190,44 @@ class CallRecorder(TorchFunctionMode):
 
     def _write(self, func: Any, told: tuple, args: tuple, named: dict[str, Any], reads: tuple[int, ...]) -> None:
         """``whole[index] = part``, of a tensor that forward has made for it: from now on it is another value."""
-        forms, whole = self.calls.forms, args[0]
-        into = part_written(told, named, reads[0], forms[reads[0]]) if told[0] is HERE and len(reads) == 2 else None
-        if into is None or told[2] is not HERE or not self._writes.fits(into, forms[reads[0]], forms[reads[1]]):
+        form = self.calls.forms[reads[0]]
+        into = part_written(told, named, reads[0], form) if told[0] is HERE and len(reads) == 2 else None
+        if into is None or told[2] is not HERE:
             self.fail("a write that is no part of a tensor")
-        made = self.calls.made[reads[0]].row
+        self._put(func, args, args[0], into, reads[1])
+
+    def _copy(self, func: Any, told: tuple, args: tuple, named: dict, reads: tuple[int, ...]) -> torch.Tensor:
+        """``whole[index].copy_(part)``: the same; the view is the tensor of no value from now on."""
+        last = self.calls.rows[-1] if self.calls.rows else None
+        whole = self._writes.whole_of_part()
+        if last is None or last.part is None or last.makes != reads[:1] or whole is None:
+            self.fail("a write that is no part of a tensor")
+        if told != (HERE, HERE) or named or self._number(whole) != last.part.of:
+            self.fail("a write that is no part of a tensor")
+        self.calls.rows.pop()
+        self._put(func, args, whole, last.part, reads[1], args[0])
+        del self._known[id(args[0])]
+        return args[0]
+
+    def _put(
+        self, func: Any, args: tuple, whole: torch.Tensor, into: Part, value: int, through: torch.Tensor | None = None
+    ) -> None:
+        """Makes the call, by which a part of the tensor is that value, and adds its row."""
+        forms, made = self.calls.forms, self.calls.made[into.of].row
         maker = "" if made < 0 else self.calls.kinds[self.calls.rows[made].kind].name
-        if not self._writes.is_unread(reads[0], whole, maker):
+        if not self._writes.fits(into, forms[into.of], forms[value]):
+            self.fail("a write that is no part of a tensor")
+        if not self._writes.is_unread(into.of, whole, maker, through):
             self.fail("a write into what is used elsewhere")
         self.is_inside = True
         func(*args)
         self.is_inside = False
-        makes = (self._new(whole, Made(len(self.calls.rows), 0)),)
+        reads, makes = (into.of, value), (self._new(whole, Made(len(self.calls.rows), 0)),)
         self._writes.wrote(*makes)
-        self._writes.read(reads[1:])
+        self._writes.read([value])
         if self.uncomputed is not None:
             self.uncomputed.made(reads, makes, forms)
-        constants = into[1:2] + into[3:]
-        self._add(Kind(func, told, named), constants, Call(-1, reads, makes, None, into))
+        self._add(Kind(func, (), {}), into[1:2] + into[3:], Call(-1, reads, makes, None, into))
 
     def fail(self, reason: str) -> None:
         """Ends the recording."""
@@ -222,13 +247,13 @@ class CallRecorder(TorchFunctionMode):
         name = getattr(func, "__name__", None)
         if name is None or (name in ("__get__", "__set__", "__delete__") and func not in _VIEWS):
             self.fail(f"an attribute of a tensor: {func}")
-        if name in _NEVER or (name.endswith("_") and not name.endswith("__")):
+        if name in _NEVER or (name.endswith("_") and not name.endswith("__") and name != "copy_"):
             self.fail(f"a call of {name}")
         if use_of_autograd(func, name) is not None or torch.is_grad_enabled() != self._grad:
             self.fail("a use of autograd")
         if any(map(torch.is_autocast_enabled, TYPES)):
             self.fail("autocast")
-        return name == "__setitem__"
+        return name in ("__setitem__", "copy_")
 
     def _told(self, arg: Any, given: list[torch.Tensor]) -> Any:
         """An argument as its kind has it; the tensors in it are appended to ``given``."""

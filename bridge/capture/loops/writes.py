@@ -2,7 +2,7 @@
 
 ``out[step] = h`` is ``out = out with h there`` if nothing else can tell: the memory belongs to no other tensor that
 Python still has, a call has made it for nothing else, and no call has read this value of it, so that autograd has saved
-none.
+none. ``out[step].copy_(h)`` is the same, where the view is taken for it alone.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Writes:
         self._read: set[int] = set()
         self._wrote: set[int] = set()
         self._sharing: dict[int, list[weakref.ref]] = {}
+        self._part: tuple[int, weakref.ref] | None = None
 
     def note(self, tensor: torch.Tensor, reference: weakref.ref) -> None:
         """A tensor has a value from now on."""
@@ -39,7 +40,20 @@ class Writes:
 
     def read(self, values: Iterable[int]) -> None:
         """A call has read these."""
+        if self._part is not None:
+            self._read.add(self._part[0])
+            self._part = None
         self._read.update(values)
+
+    def take_part(self, value: int, whole: torch.Tensor) -> None:
+        """The last call has taken a part of a value: it has read it, unless the part is written at once."""
+        self.read(())
+        self._part = value, weakref.ref(whole)
+
+    def whole_of_part(self) -> torch.Tensor | None:
+        """Whose part the last call has taken; it was not read by that."""
+        part, self._part = self._part, None
+        return None if part is None else part[1]()
 
     def wrote(self, value: int) -> None:
         """A write has made this."""
@@ -51,9 +65,11 @@ class Writes:
         shape[into.dim : into.dim + 1] = [] if into.squeezed else [into.extent]
         return part.shape == tuple(shape) and part.dtype == whole.dtype
 
-    def is_unread(self, value: int, tensor: torch.Tensor, maker: str) -> bool:
-        """Whether nothing but the tensor itself can tell that it is written; ``maker``: the name of the function that
-        has made its value."""
+    def is_unread(self, value: int, tensor: torch.Tensor, maker: str, through: torch.Tensor | None = None) -> bool:
+        """Whether nothing but the tensor itself, and the view that is written through, can tell that it is written;
+        ``maker``: the name of the function that has made its value."""
+        self.read(())
         if value in self._read or not (maker in _EMPTY or value in self._wrote):
             return False
-        return not any(each() is not None and each() is not tensor for each in self._sharing[storage_id(tensor)])
+        sharing = [each() for each in self._sharing[storage_id(tensor)]]
+        return all(each is None or each is tensor or each is through for each in sharing)

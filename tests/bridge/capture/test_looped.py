@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -99,16 +101,19 @@ class Halves(nn.Module):
 class Buffers(nn.Module):
     """States are written into tensors that were made before, in time's order and against it; one has a place more."""
 
-    def __init__(self, backwards=False):
+    def __init__(self, backwards=False, copies=False):
         super().__init__()
-        self.cell, self.backwards = nn.GRUCell(3, 4), backwards
+        self.cell, self.backwards, self.copies = nn.GRUCell(3, 4), backwards, copies
 
     def forward(self, x):
         length, state = x.shape[1], x.new_zeros(x.shape[0], 4)
         states, squares = torch.empty(x.shape[0], length, 4, dtype=x.dtype), x.new_ones(length + 2, x.shape[0], 1)
         for step in reversed(range(length)) if self.backwards else range(length):
             state = self.cell(x[:, step], state)
-            states[:, step, :] = state
+            if self.copies:
+                states.select(1, step).copy_(state)
+            else:
+                states[:, step, :] = state
             squares[length - step : length - step + 1] = state.square().sum(-1, keepdim=True)[None]
         return states, squares
 
@@ -233,6 +238,7 @@ MODULES = {
 FORMS = {
     "buffers": Buffers,
     "buffers, last part first": lambda: Buffers(backwards=True),
+    "buffers, copied into": lambda: Buffers(copies=True),
     "numbers": Numbers,
     "lengths": Lengths,
     "stacked": Stacked,
@@ -325,6 +331,28 @@ class WritesTwice(nn.Module):
         return out
 
 
+class CopiesOfAView(nn.Module):
+    """Views that are written through, and read: before, after, or as one that is kept."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def forward(self, x):
+        out, h, kept = torch.zeros_like(x), x[0], []
+        for step in range(len(x)):
+            h = torch.tanh(h + x[step])
+            view = out[step]
+            if self.way == "before":
+                h = h + view
+            view.copy_(h)
+            if self.way == "after":
+                h = h + view
+            if self.way == "kept":
+                kept.append(view)
+        return out, sum(kept)
+
+
 class SavedThenWritten(nn.Module):
     """Autograd has saved a value of what is written on."""
 
@@ -414,6 +442,7 @@ class KeepsElsewhere(nn.Module):
         *(OwnWeights, OtherPowers, SkipsOne, NoGradLater),
         pytest.param(KeepsElsewhere, marks=pytest.mark.cpu("numpy has no tensors of a GPU")),
         *(DropsBySteps, DropsInPlace, Noisy),
+        *(partial(CopiesOfAView, way) for way in ("before", "after", "kept")),
     ],
 )
 def test_what_is_not_proven_is_captured_as_it_is(kind):
