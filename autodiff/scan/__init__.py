@@ -11,6 +11,7 @@ from autodiff.scan.operator import Scan, body_text, is_scan, scan_call, scan_of
 from autodiff.scan.period import Run, periodic
 from autodiff.scan.reverse import Saved, Step, reverse_scan
 from autodiff.scan.roll import roll_up
+from autodiff.scan.turned import turned_inside
 from autodiff.scan.unroll import unroll
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "roll_up",
     "scan_call",
     "scan_of",
+    "turned_inside",
     "unroll",
 ]

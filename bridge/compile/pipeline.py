@@ -30,6 +30,7 @@ from tvm_ffi import structural_equal, structural_hash
 
 from autodiff.extents import ExtentScope
 from autodiff.ir import Function, bindings
+from autodiff.scan import turned_inside
 from bridge.artifact import current_store, of_this_package
 from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
@@ -203,7 +204,7 @@ class _Graphs:
         drawn: Mapping[int, DrawnMask] | None = None,
     ):
         self._func, self._backend = func, options.backend
-        neutral = translate(func, self._backend, drawn)
+        neutral = translate(turned_inside(func) if policy.turns else func, self._backend, drawn)
         if policy.joins:
             neutral = join_products(neutral, options.grad_outs)
         graph = optimize(choose_layouts(neutral, self._backend, policy, options.grad_outs), self._backend)

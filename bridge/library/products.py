@@ -20,6 +20,26 @@ def _mm(outs: Tensors, args: Tensors) -> None:
     torch.mm(args[0], args[1], out=outs[0])
 
 
+_ZEROS: dict[tuple[torch.device, int], torch.Tensor] = {}
+"""By their number, a power of two. None goes: recorded graphs read them at their addresses."""
+
+
+@out_kernel("mm_lt")
+def _mm_lt(outs: Tensors, args: Tensors) -> None:
+    """A product of float32 matrices by cuBLASLt, which torch calls for a product with a bias: here it is zero.
+
+    Where a stream is captured by somebody before this has run, torch's own: zeros made there would not last.
+    """
+    count, device = args[1].shape[1], args[0].device
+    key = device, 1 << (count - 1).bit_length()
+    if key not in _ZEROS:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            torch.mm(args[0], args[1], out=outs[0])
+            return
+        _ZEROS[key] = torch.zeros(key[1], device=device)
+    torch.addmm(_ZEROS[key][:count], args[0], args[1], out=outs[0])
+
+
 @out_kernel("mm_wide")
 def _mm_wide(outs: Tensors, args: Tensors) -> None:
     """A product of matrices of a half type with a float32 result, on a GPU."""

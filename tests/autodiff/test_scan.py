@@ -9,7 +9,7 @@ from tvm import relax
 from tvm.relax import op
 
 from autodiff.ir import bindings, op_name
-from autodiff.scan import hoist, is_scan, roll_up, scan_of, unroll
+from autodiff.scan import hoist, is_scan, roll_up, scan_of, turned_inside, unroll
 from bridge.reference import interpret
 from tests.autodiff.evaluate import function
 from tests.autodiff.gradcheck import draw
@@ -164,6 +164,22 @@ def test_a_bias_is_added_in_the_steps():
     assert outside.count("relax.matmul") == 1 and "relax.add" not in outside
     wanted = interpret(func, args).results
     assert_close(interpret(rolled, args).results, wanted, rtol=1e-13, atol=1e-13)
+
+
+def test_transposed_constants_are_turned_inside():
+    def build(scope, h, x, w):
+        turned = scope.emit(op.permute_dims(w))
+        for index in range(STEPS):
+            h = cell(scope, h, part(scope, x, index), turned)
+        return [h]
+
+    args = draw(2, 3), draw(STEPS, 2, 3, seed=1), draw(3, 3, seed=2)
+    rolled = roll_up(function(build, *args))
+    turned = turned_inside(rolled)
+    (call,) = [value for _, value in bindings(turned) if is_scan(value)]
+    assert scan_of(call)[1][-1] == turned.params[-1] and turned_inside(turned) is turned
+    wanted = interpret(rolled, args).results
+    assert_close(interpret(turned, args).results, wanted, rtol=1e-13, atol=1e-13)
 
 
 def test_a_body_is_the_same_whatever_the_length():

@@ -104,6 +104,7 @@ class CpuProducts:
     keeps_order = False
     joins = False
     widened = frozenset()
+    turns = False
 
     def choose(self, product: ProductShape) -> str:
         """The fastest way for the product's class, measured when the class is first met."""

@@ -11,7 +11,7 @@ from tvm import relax
 from tvm.ir import IRModule
 from tvm.tirx import PrimFunc
 
-from bridge.base.torch_cuda import SETTINGS
+from bridge.base.torch_cuda import SETTINGS, products_are_tf32
 from bridge.compile.backend import Backend, Built
 from bridge.compile.cuda.build import build_executable, build_library, kernel_source, target_of
 from bridge.compile.cuda.executor import CudaExecutor
@@ -85,7 +85,7 @@ class CudaBackend(Backend):
         return tuple(f"{name}: {read()}" for name, read in SETTINGS.items())
 
     def products(self, threads: int, deterministic: bool) -> CudaProducts:
-        return CudaProducts()
+        return CudaProducts(products_are_tf32())
 
     def executable(self, module: IRModule) -> relax.VMExecutable:
         return build_executable(module, self.arch)

@@ -5,28 +5,50 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autodiff.extents import Extent
 from bridge.compile.schedule.products import ProductShape
 
 __all__ = ["CudaProducts"]
+
+_FEW = 32, 64
+"""Rows of a product that cuBLASLt has the better kernels for, of a batch of a recurrent cell."""
 
 
 @dataclass(frozen=True)
 class CudaProducts:
     """cuBLAS by torch, a :class:`~bridge.compile.schedule.products.ProductPolicy`.
 
-    The way follows from the shape alone; what cuBLAS does with it follows from torch's settings, which are part of the
-    compile options. cuBLAS reads and writes transposed matrices as fast, whereas a kernel that transposes reads memory
-    in steps.
+    The way follows from the shape, and from torch's settings, which are part of the compile options: in TF32, products
+    of few rows and a transposed weight are cuBLASLt's, which eager's linear layers call, too. cuBLAS reads and writes
+    transposed matrices as fast, whereas a kernel that transposes reads memory in steps.
+
+    Attributes:
+        tf32: whether products of float32 may be rounded to it.
     """
+
+    tf32: bool = False
 
     keeps_order = True
     joins = True
+
+    @property
+    def turns(self) -> bool:
+        return self.tf32
+
     widened = frozenset({"bfloat16"})
     """Not float16, where GradScaler looks for what does not fit into a gradient of that type."""
 
     def choose(self, product: ProductShape) -> str:
         """torch's kernel for matrices, or for batches of them."""
+        if self._is_by_lt(product):
+            return "mm_lt"
         return "mm" if product.batch == 1 else "bmm"
+
+    def _is_by_lt(self, product: ProductShape) -> bool:
+        if not self.tf32 or product.element_type != "float32" or isinstance(product.m, Extent):
+            return False
+        units = product.a.unit, product.b.unit
+        return product.batch == 1 and _FEW[0] <= product.m <= _FEW[1] and product.n > 1 and units == ("row", "column")
 
     def made(self) -> tuple[tuple, ...]:
         return ()

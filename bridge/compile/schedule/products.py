@@ -74,11 +74,13 @@ class ProductPolicy(Protocol):
             stored in the order that readers want; otherwise they are in the logical order.
         joins: whether small products of gradients had better be joined: see :mod:`bridge.compile.passes.join_products`.
         widened: element types of which a library's product can have a float32 result.
+        turns: whether a product of every step is as good of a transposed weight as of a copy that is made of it first.
     """
 
     keeps_order: bool
     joins: bool
     widened: frozenset[str]
+    turns: bool
 
     def choose(self, product: ProductShape) -> str:
         """The way to compute a product: the name of a library kernel, or :data:`GENERATED` and a blocking."""

@@ -18,6 +18,7 @@ from bridge.compile import Built, CallLibrary, CompileOptions, Launch, Loop, Vie
 from bridge.compile.cuda.backend import CudaBackend
 from bridge.compile.cuda.build import build_library, cuda_source
 from bridge.compile.cuda.nvrtc import compiled
+from bridge.library import OUT_KERNELS
 from tests.bridge.models import bert_layer
 from tests.nvrtc import ARCHES, needs_nvrtc
 
@@ -108,6 +109,22 @@ def test_a_programs_products_are_torchs_and_launches_have_shapes(name, collected
         assert not any(step.name.startswith("product_") for step in program.steps)
         assert all(program.launches(step) for step in program.steps if isinstance(step, Launch))
         assert program.backend.device == torch.device("cuda", 0) != backend_for(None).device
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_products_of_few_rows_in_tf32_are_cublas_lts(tf32, monkeypatch):
+    monkeypatch.setattr("bridge.compile.cuda.backend.products_are_tf32", lambda: tf32)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        width = 8 if tf32 else 4  # programs of one function would be shared
+        lowered = lower(LSTM(width).train(), rows(32, 5, width))
+    program = compile_function(lowered.forward, name="tf32", options=CompileOptions.current(Collecting(arch=ARCHES[0])))
+    (loop,) = [step for step in program.steps if isinstance(step, Loop)]
+    products = [step.name for step in loop.steps if isinstance(step, CallLibrary)]
+    assert products == ["mm_lt" if tf32 else "mm"]
+    a, b, out = torch.randn(32, 5), torch.randn(7, 5).t(), torch.empty(32, 7)
+    OUT_KERNELS[products[0]]([out], [a, b])
+    torch.testing.assert_close(out, a @ b)
 
 
 @pytest.mark.parametrize(("cell", "launches"), [(LSTM, 1), (LayerNormLSTM, 2)])
