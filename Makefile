@@ -11,9 +11,10 @@ ARGS ?=
 train: $(STAMP)
 	$(BIN)/python -m benchmarks.train_bert $(ARGS)
 
-# Two workers with one OpenMP thread each: threads that wait for one another across workers cost minutes.
+# Two workers with one OpenMP thread each: threads that wait for one another across workers cost minutes. So does
+# compiling the sources anew in every process that a test starts, where the environment says that no bytecode is kept.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 $(ARGS)
 
 # On a machine with a GPU: the tests that need one, those that run on any device, and how many ran. PYTHON is one whose
 # torch sees the GPU.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 import logging
 import os
 from collections import deque
@@ -15,7 +16,7 @@ import torch
 from bridge.compile import Built
 from bridge.compile.schedule.products import GENERATED
 from tests.device import DEVICE, factories_on, moved
-from tests.frames import quick_getmodule
+from tests.frames import quick_checkcache, quick_getmodule
 
 KEPT_KERNELS = 600
 """Of the last that were built; three or so are one library, of two megabytes."""
@@ -68,6 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     patch = pytest.MonkeyPatch()
     patch.setattr(inspect, "getmodule", quick_getmodule)
+    patch.setattr(linecache, "checkcache", quick_checkcache)
     patch.setattr(logging.getLogger("torch.__trace"), "propagate", True)
     config.add_cleanup(patch.undo)
 

@@ -2,7 +2,7 @@
 
 Two calls are of one kind if they call the same operator with the same constants on tensors of the same layout. One
 program with a call of each kind is decomposed; what that gives for a kind replaces every call of it. Of twelve equal
-layers or a hundred time steps one is decomposed.
+layers or a hundred time steps one is decomposed, and none where this process has decomposed such a one before.
 
 This is exact for graphs without writes: there an operator computes the same whatever else is in the graph, views need
 no functionalization, and a decomposition sees of its arguments nothing but layout and ``requires_grad``. A graph with
@@ -34,6 +34,7 @@ from torch.export.graph_signature import (
 from bridge.base.torch_internals import FakeTensor, FakeTensorMode, OpOverload, aten, pytree, schema
 from bridge.base.torch_shapes import environment, expression, fixed, is_decided
 from bridge.capture.loops.operators import MARKS
+from bridge.capture.passes.formulas import Formula, known_formula, remember_formula
 from bridge.capture.passes.size_nodes import NoSizeNodeError, SizeNodes, is_of_sizes
 from bridge.state import constant_key
 
@@ -60,15 +61,6 @@ class _Kind:
     sources: tuple[fx.Node, ...]
 
 
-@dataclass(frozen=True)
-class _Formula:
-    """What a kind of call decomposes to: its inputs, the calls, and a result per tensor that the operator returns."""
-
-    inputs: tuple[fx.Node, ...]
-    calls: tuple[fx.Node, ...]
-    results: tuple[fx.Node, ...]
-
-
 def functional_by_kind(
     exported: ExportedProgram, decompose: Callable[[ExportedProgram], ExportedProgram]
 ) -> Functional | None:
@@ -80,12 +72,28 @@ def functional_by_kind(
     kind_of = _kinds(exported)
     if kind_of is None:
         return None
-    kinds = list(dict.fromkeys(kind_of.values()))
     try:
-        formulas = _formulas(kinds, decompose(_program(kinds, exported)))
+        formulas = _formulas(list(dict.fromkeys(kind_of.values())), exported, decompose)
         return None if formulas is None else _put_together(exported, kind_of, formulas)
     except NoSizeNodeError:
         return None
+
+
+def _formulas(
+    kinds: Sequence[_Kind], exported: ExportedProgram, decompose: Callable[[ExportedProgram], ExportedProgram]
+) -> dict[_Kind, Formula] | None:
+    """What each kind decomposes to, as this process knows or finds now; ``None`` as for :func:`_decomposed`."""
+    keys = {kind: kind_key(kind.node) for kind in kinds}
+    known = {kind: known_formula(kind.node, key) for kind, key in keys.items()}
+    missing = [kind for kind, formula in known.items() if formula is None]
+    if not missing:
+        return known
+    found = _decomposed(missing, decompose(_program(missing, exported)))
+    if found is None:
+        return None
+    for kind, formula in found.items():
+        remember_formula(kind.node, keys[kind], formula)
+    return known | found
 
 
 def _kinds(exported: ExportedProgram) -> dict[fx.Node, _Kind] | None:
@@ -240,7 +248,7 @@ def _requires_grad(source: fx.Node) -> bool:
     return source.op == "placeholder" and source.meta["val"].requires_grad
 
 
-def _formulas(kinds: Sequence[_Kind], program: ExportedProgram) -> dict[_Kind, _Formula] | None:
+def _decomposed(kinds: Sequence[_Kind], program: ExportedProgram) -> dict[_Kind, Formula] | None:
     """What each kind became; ``None`` if something was written, made outside of the calls or given another layout."""
     signature, nodes = program.graph_signature, {node.name: node for node in program.graph.nodes}
     if any(spec.kind != InputKind.USER_INPUT for spec in signature.input_specs):
@@ -267,12 +275,12 @@ def _formulas(kinds: Sequence[_Kind], program: ExportedProgram) -> dict[_Kind, _
         made = tuple(next(results) for _ in given)
         if any(_form(node.meta["val"]) != _form(value) for node, value in zip(made, given, strict=True)):
             return None
-        found[kind] = _Formula(own, tuple(calls[str(index)]), made)
+        found[kind] = Formula(own, tuple(calls[str(index)]), made)
     return found
 
 
 def _put_together(
-    exported: ExportedProgram, kind_of: dict[fx.Node, _Kind], formulas: dict[_Kind, _Formula]
+    exported: ExportedProgram, kind_of: dict[fx.Node, _Kind], formulas: dict[_Kind, Formula]
 ) -> Functional:
     graph = fx.Graph()
     sizes = SizeNodes(graph)
@@ -310,7 +318,7 @@ def _put_together(
 
 
 def _call(
-    graph: fx.Graph, node: fx.Node, formula: _Formula, new: dict[fx.Node, Any], sizes: SizeNodes
+    graph: fx.Graph, node: fx.Node, formula: Formula, new: dict[fx.Node, Any], sizes: SizeNodes
 ) -> tuple[fx.Node, ...]:
     """The calls that a kind decomposes to, in the place of ``node``; what they are from and where is that node's."""
     handed_on = {key: node.meta[key] for key in _HANDED_ON if key in node.meta}

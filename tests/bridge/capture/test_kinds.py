@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from bridge.capture import capture
 from bridge.capture.passes import decompose, kinds
+from bridge.capture.passes.formulas import clear_formulas
 
 
 def layers(count: int) -> nn.Module:
@@ -72,8 +73,15 @@ def rows(graph: fx.Graph) -> list:
     return [described(node)[: 2 if node.op == "output" else 4] for node in graph.nodes]
 
 
+@pytest.fixture
+def nothing_known():
+    """No formulas of earlier captures."""
+    clear_formulas()
+
+
 @pytest.mark.parametrize("name", MERGED)
-def test_the_graph_is_torchs_own(name, monkeypatch):
+def test_the_graph_is_torchs_own(name, monkeypatch, nothing_known):
+    """Of a first capture, and of a second one that knows all formulas."""
     module, shape = MERGED[name]
     args = (torch.randn(shape),) * (2 if isinstance(module, nn.Bilinear) else 1)
     compared = []
@@ -85,22 +93,25 @@ def test_the_graph_is_torchs_own(name, monkeypatch):
         return by_kind
 
     monkeypatch.setattr(decompose, "functional_by_kind", both)
-    capture(module, args, {})
-    ((by_kind, whole),) = compared
-    assert rows(by_kind.graph) == rows(whole.graph)
-    assert by_kind.graph_signature.input_specs == whole.graph_signature.input_specs
-    results = [
-        [
-            list(graph.nodes).index(next(n for n in graph.nodes if n.name == spec.arg.name))
-            for spec in signature.output_specs
+    for _ in range(2):
+        capture(module, args, {})
+    assert len(compared) == 2
+    for by_kind, whole in compared:
+        assert rows(by_kind.graph) == rows(whole.graph)
+        assert by_kind.graph_signature.input_specs == whole.graph_signature.input_specs
+        results = [
+            [
+                list(graph.nodes).index(next(n for n in graph.nodes if n.name == spec.arg.name))
+                for spec in signature.output_specs
+            ]
+            for graph, signature in ((by_kind.graph, by_kind.graph_signature), (whole.graph, whole.graph_signature))
         ]
-        for graph, signature in ((by_kind.graph, by_kind.graph_signature), (whole.graph, whole.graph_signature))
-    ]
-    assert results[0] == results[1]
+        assert results[0] == results[1]
 
 
 @pytest.mark.parametrize(("make", "shape"), [(layers, (3, 5, 8)), (Steps, (3, 2, 8))])
 def test_as_many_calls_are_decomposed_for_many_as_for_few(make, shape, monkeypatch):
+    """And none for a module of the same layers."""
     calls = []
 
     def counted(exported):
@@ -110,8 +121,11 @@ def test_as_many_calls_are_decomposed_for_many_as_for_few(make, shape, monkeypat
     original = decompose._decomposed
     monkeypatch.setattr(decompose, "_decomposed", counted)
     for count in (2, 8):
+        clear_formulas()
         capture(make(count), (torch.randn(shape),), {})
     assert len(calls) == 2 and calls[0] == calls[1]
+    capture(make(4), (torch.randn(shape),), {})
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize(
@@ -129,3 +143,16 @@ def test_a_graph_with_writes_is_decomposed_as_a_whole(module, monkeypatch):
     x = torch.randn(4, 4)
     capture(nn.Sequential(nn.Linear(4, 4), module), (x,), {})
     assert found == [None]
+
+
+def test_formulas_depend_on_torchs_settings(monkeypatch, nothing_known):
+    """A mean of integers has the default type."""
+    module, found = Calls(lambda self, x: (x > 0).mean(dtype=torch.get_default_dtype()) + torch.rand_like(x)), []
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            captured = capture(module, (torch.randn(4, 4, dtype=torch.float32),), {})
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found.append([node.meta["val"].dtype for node in captured.graph.nodes if node.op == "call_function"])
+    assert found[0] == found[2] != found[1]

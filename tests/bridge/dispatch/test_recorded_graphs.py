@@ -12,21 +12,9 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, explain, remove_tvm_dispatch, stats
-from bridge.compile.cpu.backend import CpuBackend
-from tests.bridge.compile.host_recorder import HostRecorder
 from tests.bridge.dispatch.recorded_loops import LOOPS, Pair, plain
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _recorder_on_the_host():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuBackend, "recorder", lambda self, program: HostRecorder(program), raising=False)
-        yield
-
-
-@pytest.fixture(scope="module")
-def pair():
-    return Pair()
+pytestmark = pytest.mark.usefixtures("recorder_on_the_host")
 
 
 @pytest.mark.parametrize("work", LOOPS, ids=lambda work: work.__name__)

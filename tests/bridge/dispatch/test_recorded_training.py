@@ -11,25 +11,13 @@ import pytest
 import torch
 
 from bridge import stats
-from bridge.compile.cpu.backend import CpuBackend
-from tests.bridge.compile.host_recorder import HostRecorder
 from tests.bridge.dispatch.long_run import LongRun
-from tests.bridge.dispatch.recorded_loops import Pair, plain
+from tests.bridge.dispatch.recorded_loops import plain
 from tests.device import DEVICE
 
+pytestmark = pytest.mark.usefixtures("recorder_on_the_host")
+
 STEPS = int(os.environ.get("LONG_RUN", 400 if DEVICE.type == "cuda" else 80))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _recorder_on_the_host():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuBackend, "recorder", lambda self, program: HostRecorder(program), raising=False)
-        yield
-
-
-@pytest.fixture(scope="module")
-def pair():
-    return Pair()
 
 
 OPTIMIZERS = {
