@@ -58,6 +58,7 @@ RARE = ("Dropout", "Embedding", "ParameterList")
 EXPRESSIONS = (
     "{h} * 0.5 + {p}",
     "torch.where({p} > 0, {h}, {q} * 0.5)",
+    "torch.where({p} < 0.2 * {t}, {h}, {q} * 0.5)",
     "{h} - {h}.mean(-1, keepdim=True)",
     "torch.cat([{h}[:, 2:], {q}[:, :2]], -1)",
     "F.softmax({h}, -1) * {p}",

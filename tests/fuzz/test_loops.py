@@ -5,10 +5,9 @@ import ast
 import pytest
 
 from bridge.compile import clear_cache
-from tests.device import DEVICE
 from tests.fuzz.loops import check_loop, generate_loop
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(DEVICE.type != "cpu", reason="loops are recorded on processors")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("seeds", [(5, 13), (16, 27)])
