@@ -15,11 +15,12 @@ from collections.abc import Sequence
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from bridge.base.lru import LeastRecentlyUsed
 from bridge.base.torch_cuda import empty_strided, reinterpreted
 from bridge.compile.cuda.pool_memory import PoolMemory
 from bridge.compile.graphs.recorder import Form, nbytes
 
-__all__ = ["SlotMemory", "places_of", "rooms_of"]
+__all__ = ["SlotMemory", "bytes_of", "places_of", "rooms_of"]
 
 _MOST_SLOTS = 4
 """Results of so many calls that are alive together; those of further ones lie anywhere."""
@@ -27,6 +28,8 @@ _GROWTH = 1.5
 """Of a room, where a size does not fit: there are few addresses until the largest size was there."""
 _SMALL, _LARGE = 1 << 20, 10 << 20
 """Bytes: for one of more than the first and less than the second, torch's allocator sets twice the second aside."""
+_MOST_KNOWN = 256
+"""Lists of forms whose bytes are remembered."""
 _ALIGNMENT = 512
 """Bytes, of torch's allocator."""
 
@@ -35,12 +38,15 @@ class _Slot:
     """One pool; ``held``: what is in it.
 
     Attributes:
-        rooms: bytes for each of the results that lie in it.
+        rooms: bytes for each of the results that lie in it; ``places``: where each room begins.
+        block: all of it.
     """
 
     def __init__(self) -> None:
         self.memory: PoolMemory | None = None
         self.rooms: tuple[int, ...] = ()
+        self.places: list[int] = []
+        self.block: list[Form] = []
         self.held: StorageWeakRef | None = None
 
     @property
@@ -61,6 +67,7 @@ class SlotMemory:
     def __init__(self, index: int):
         self._index = index
         self._slots: list[_Slot] = []
+        self._known: LeastRecentlyUsed[int, tuple[Sequence[Form], list[int]]] = LeastRecentlyUsed(_MOST_KNOWN)
         self._lock = threading.Lock()
         self.grown = 0
 
@@ -71,14 +78,14 @@ class SlotMemory:
             slot = self._free()
             if slot is None:
                 return _anywhere(forms)
-            rooms = rooms_of(forms, slot.rooms)
-            if rooms != slot.rooms:
+            rooms = rooms_of(self._bytes_of(forms), slot.rooms)
+            if rooms is not slot.rooms:
                 self._grow(slot, rooms)
             if len(forms) == 1:  # with memory of no more than its own size: a caller may keep it, or save it
                 made = slot.memory(forms)
             else:
-                (block,) = slot.memory([((sum(rooms),), (1,), torch.uint8)])
-                made = _pieces(block, forms, places_of(rooms))
+                (block,) = slot.memory(slot.block)
+                made = _pieces(block, forms, slot.places)
             slot.held = StorageWeakRef(made[0].untyped_storage())
             return made
         finally:
@@ -87,6 +94,11 @@ class SlotMemory:
     @property
     def held_bytes(self) -> int:
         return sum(slot.memory.held_bytes for slot in tuple(self._slots) if slot.memory is not None)
+
+    def _bytes_of(self, forms: Sequence[Form]) -> list[int]:
+        """Remembered: whoever asks has one list of forms for each size."""
+        known = self._known.get(id(forms))
+        return (known or self._known.put(id(forms), (forms, bytes_of(forms))))[1]
 
     def _free(self) -> _Slot | None:
         for slot in self._slots:
@@ -100,24 +112,29 @@ class SlotMemory:
     def _grow(self, slot: _Slot, rooms: tuple[int, ...]) -> None:
         """A new pool with room for these; the old one's memory goes back to the device."""
         self.grown += bool(slot.rooms)
-        slot.rooms, size = rooms, sum(rooms)
+        size = sum(rooms)
+        slot.rooms, slot.places, slot.block = rooms, places_of(rooms), [((size,), (1,), torch.uint8)]
         if size > _SMALL:
             size = max(size, _LARGE)
         slot.memory = PoolMemory(self._index)
         slot.memory([((size,), (1,), torch.uint8)])
 
 
-def rooms_of(forms: Sequence[Form], before: Sequence[int] = ()) -> tuple[int, ...]:
-    """Bytes for each of several results that lie in one block: as before where all fit.
+def bytes_of(forms: Sequence[Form]) -> list[int]:
+    """Of each tensor, aligned."""
+    return [max(-(-nbytes(form) // _ALIGNMENT), 1) * _ALIGNMENT for form in forms]
+
+
+def rooms_of(sizes: Sequence[int], before: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Bytes for each of several results that lie in one block: ``before`` where all fit.
 
     Where one does not, all that are near their end get more: of one program, they grow together. ``before`` of another
     number of results is nobody's.
     """
-    sizes = [max(-(-nbytes(form) // _ALIGNMENT), 1) * _ALIGNMENT for form in forms]
     if len(before) != len(sizes):
         return tuple(sizes)
     if all(map(int.__le__, sizes, before)):
-        return tuple(before)
+        return before
     return tuple(
         room if _GROWTH * size <= room else max(size, -(-int(_GROWTH * room) // _ALIGNMENT) * _ALIGNMENT)
         for size, room in zip(sizes, before, strict=True)

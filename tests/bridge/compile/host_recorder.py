@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bridge.base.torch_internals import empty_strided
-from bridge.compile.cuda.slot_memory import places_of, rooms_of
+from bridge.compile.cuda.slot_memory import bytes_of, places_of, rooms_of
 from bridge.compile.runtime.executor import Executor
 
 __all__ = ["HostMemory", "HostRecorder", "HostSlots", "alias", "memories"]
@@ -65,7 +65,7 @@ class HostSlots:
     def __call__(self, forms):
         free = next((place for place, (slot, _) in enumerate(self._slots) if _is_free(slot)), None)
         before = () if free is None else self._slots[free][1]
-        rooms = rooms_of(forms, before)
+        rooms = rooms_of(bytes_of(forms), before)
         if free is None:
             free = len(self._slots)
             self._slots.append((_block(sum(rooms)), rooms))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bridge.compile.cuda.slot_memory import places_of, rooms_of
+from bridge.compile.cuda.slot_memory import bytes_of, places_of, rooms_of
 from bridge.compile.graphs import control as control_module
 from bridge.compile.graphs.control import RecordedGraphs
 from bridge.compile.graphs.ports import MAX_ADDRESSES, MAX_LARGE_ADDRESSES, Ports
@@ -55,29 +55,29 @@ def test_known_addresses_of_other_sizes_are_no_sign_that_they_move():
     assert not ports.meet(given, forgiven=True) and not ports.buffered
 
 
-def bytes_of(sizes):
-    return [((each,), (1,), torch.uint8) for each in sizes]
+def rooms(sizes, before=()):
+    return rooms_of(bytes_of([((each,), (1,), torch.uint8) for each in sizes]), before)
 
 
 @pytest.mark.parametrize("sizes", [[3, 5, 1000], [1], [512, 513, 0, 7]])
 def test_pieces_of_a_block_lie_apart_and_aligned(sizes):
-    rooms = rooms_of(bytes_of(sizes))
-    places, size = places_of(rooms), sum(rooms)
+    made = rooms(sizes)
+    places, size = places_of(made), sum(made)
     ends = [place + each for place, each in zip(places, sizes, strict=True)]
     assert all(place % 512 == 0 for place in places) and all(map(int.__le__, ends, [*places[1:], size]))
 
 
 def test_rooms_of_pieces_grow_together_and_seldom():
     """A short size leaves all where they are; a long one moves them; what does not vary is not given more and more."""
-    rooms = rooms_of(bytes_of([1000, 100_000, 700]))
-    assert rooms_of(bytes_of([900, 3, 700]), rooms) == rooms
-    seen = {rooms}
+    made = rooms([1000, 100_000, 700])
+    assert rooms([900, 3, 700], made) == made
+    seen = {made}
     for size in range(1000, 40_000, 100):
-        rooms = rooms_of(bytes_of([size, 100 * size, 700]), rooms)
-        assert rooms[0] >= size and rooms[1] >= 100 * size and 700 <= rooms[2] <= 2048
-        seen.add(rooms)
-    assert len(seen) < 12 and sum(rooms) < 2 * 101 * 40_000
-    assert rooms_of(bytes_of([5, 5]), rooms) == (512, 512)
+        made = rooms([size, 100 * size, 700], made)
+        assert made[0] >= size and made[1] >= 100 * size and 700 <= made[2] <= 2048
+        seen.add(made)
+    assert len(seen) < 12 and sum(made) < 2 * 101 * 40_000
+    assert rooms([5, 5], made) == (512, 512)
 
 
 def test_all_sizes_begin_where_the_largest_did():
