@@ -14,7 +14,7 @@ from bridge.compile import gpu_of
 from bridge.compile.cuda.driver_graphs import captured, new_stream
 from bridge.compile.cuda.pool_memory import PoolMemory
 from bridge.rng.states import GeneratorStates
-from tests.bridge.dispatch.recorded_loops import LOOPS, Pair
+from tests.bridge.dispatch.recorded_loops import LOOPS, Pair, plain
 from tests.device import DEVICE
 
 pytestmark = [
@@ -38,6 +38,15 @@ def test_steps_are_replays_and_eagers(set_to_none):
         pair.step(seed, work)
     assert not stats(pair.ours).misses and not pair.graphs.refused, pair.graphs
     assert pair.graphs.replays > 15, pair.graphs
+
+
+def test_a_backward_in_the_callers_thread():
+    """torch has a thread of its own for a GPU's, unless told otherwise."""
+    pair = Pair()
+    for seed in range(24):
+        with torch.autograd.set_multithreading_enabled(seed % 3 == 0):
+            pair.step(seed, plain)
+    assert pair.graphs.replays > 20 and not pair.graphs.refused, pair.graphs
 
 
 def test_mixed_steps():
