@@ -8,6 +8,7 @@ import torch
 from bridge import add_tvm_dispatch, stats
 from bridge.compile.cuda import recorder
 from bridge.compile.cuda.side_streams import SideStreams
+from tests.bridge.dispatch.recorded_loops import Pair, plain
 from tests.device import DEVICE, moved
 from tests.gpu.cases import LAYERS
 from tests.gpu.marks import ON_A_GPU
@@ -49,3 +50,18 @@ def test_bits_are_a_chains(name, dtype, monkeypatch):
         found.append(steps(name, dtype))
         assert bool(made) is (streams > 1), "no recording had branches"
     assert all(map(torch.equal, *found))
+
+
+def test_what_cublas_works_in_stays_a_recordings():
+    """torch.compile's reduce-overhead gives all of it back, and a graph of eager's ends the process where it lay in
+    memory that nobody holds any more."""
+    pair = Pair()
+    for seed in range(12):
+        pair.step(seed, plain)
+    replays = pair.graphs.replays
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.full((1 << 22,), float("nan"), device=DEVICE) for _ in range(8)]
+    for seed in range(12):
+        pair.step(seed, plain)
+    assert pair.graphs.replays == replays + 24 and all(bool(each.isnan().all()) for each in others)
