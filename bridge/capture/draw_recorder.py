@@ -10,15 +10,17 @@ import torch
 from bridge.base.devices import HOST, current_device
 from bridge.base.generators import default_generator
 from bridge.base.torch_internals import TorchDispatchMode, aten, current_graph_task_id, schema, storage_id
-from bridge.capture.generator_watch import unwatched
 from bridge.capture.isolated_rng import with_generator
 from bridge.capture.observation import Draw, Operand, Parameter
 from bridge.capture.op_trace import OpTrace
 from bridge.capture.passes.attention_draws import attention_advance, attention_rate, is_attention
 from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, CUDA_ATTENTION, SLOPE_DRAWS
+from bridge.capture.unwatched import unwatched
 
 __all__ = ["UNTOLD", "DrawRecorder", "record_draws"]
 
+
+_DEVICE = torch.ops.prim.device.default
 
 UNTOLD = "draws random numbers, and has no tag that says so"
 _TORCHS = ("aten", "prims", "tvm_dispatch")
@@ -59,16 +61,19 @@ class DrawRecorder(TorchDispatchMode):
         self.in_backward = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _DEVICE:  # two of three calls: torch asks fake tensors for it all the time
+            with unwatched():
+                return func(*args)
         if self.trace is None:
             before = None if func.namespace in _TORCHS or not self._real else self._states()
             result = func(*args, **(kwargs or {}))
             if before is not None and not all(map(torch.equal, before, self._states())):
                 self.complain(str(func), UNTOLD)
         else:
-            arguments = self.trace.arguments(func, args, kwargs or {})
             with unwatched():
+                arguments = self.trace.arguments(func, args, kwargs or {})
                 result = func(*args, **(kwargs or {}))
-            self.trace.add(func, arguments, result)
+                self.trace.add(func, arguments, result)
         if current_graph_task_id() != -1:
             self.differentiates = True
             if not torch.is_grad_enabled() and not self.in_backward:

@@ -17,7 +17,7 @@ from bridge.capture.inplace_rules import InPlaceRules
 from bridge.capture.tracing import note_change_of_generator
 from bridge.state import moved_generators
 
-__all__ = ["generator_watch", "unwatched"]
+__all__ = ["generator_watch"]
 
 # Without setstate: Dynamo puts the generator back whenever it looks at a frame. A state that moves is seen anyway.
 _PYTHONS_DRAWS = ("random", "getrandbits", "seed")
@@ -31,7 +31,7 @@ def generator_watch(rules: InPlaceRules) -> Iterator[None]:
     Replayed draws would not follow it.
 
     Nothing of this passes torch's dispatcher, so this listens to the interpreter's calls of C functions: those of
-    the user's Python code, not those that torch makes to run an operator on fake tensors (see :func:`unwatched`).
+    the user's Python code, not those that a function of torch's makes on tensors (see :mod:`bridge.capture.unwatched`).
     """
 
     def listen(frame: FrameType, event: str, called: Any) -> None:
@@ -67,14 +67,3 @@ def _is_sympys(frame: FrameType | None) -> bool:
             return True
         frame = frame and frame.f_back
     return False
-
-
-@contextmanager
-def unwatched() -> Iterator[None]:
-    """While an operator runs on fake tensors: a listener would be called for each of its thousands of Python calls."""
-    listener = sys.getprofile()
-    sys.setprofile(None)
-    try:
-        yield
-    finally:
-        sys.setprofile(listener)

@@ -2,10 +2,12 @@
 
 import copy
 import pathlib
+import random
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from bridge import CompilationError, UnsupportedModule, add_tvm_dispatch, stats
 from bridge.aten.registry import CONVERSIONS
@@ -155,6 +157,21 @@ class Reseeds(Base):
         return self.dropout(y)
 
 
+_PRIVATE = random.Random(0)
+
+
+def noisy(x):
+    """A function that modes and subclasses of torch may override, as torch's own; it is the user's code still."""
+    if has_torch_function((x,)):
+        return handle_torch_function(noisy, (x,), x)
+    return x + _PRIVATE.random()
+
+
+class DrawsInOverridable(Base):
+    def forward(self, x):
+        return noisy(self.linear(x))
+
+
 class LeavesForNumpy(Base):
     def forward(self, x):
         y = self.dropout(self.linear(x))
@@ -209,6 +226,11 @@ def test_refused_by_name_and_line(kind, name, source):
             f"no operation stands at {source!r} in:\n{text}"
         )
         assert source in text and FILE in text
+
+
+def test_a_draw_inside_of_a_function_that_modes_override():
+    with pytest.raises(UnsupportedModule, match=r"(?s)random.*return x \+ _PRIVATE.random\(\)"):
+        add_tvm_dispatch(DrawsInOverridable(), torch.randn(6, 6))
 
 
 @pytest.mark.parametrize(
