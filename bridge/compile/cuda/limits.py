@@ -2,7 +2,8 @@
 
 The order of a row: it is walked by :func:`row_threads` threads. Thread ``t`` takes the vectors ``t, t + threads, …`` of
 :func:`row_lanes` elements; each lane has an accumulator of its own, and these are combined by halves. So are then the
-threads of each warp, then the warps. A column: each chunk's rows are dealt to :func:`row_groups` groups in turn, whose
+threads of each warp, then the warps. Where all rows are few elements (:attr:`ReductionOrder.small_rows`), vectors are of
+one element. A column: each chunk's rows are dealt to :func:`row_groups` groups in turn, whose
 sums are combined by halves; so are the chunks, dealt to :data:`FINISH_STRANDS` strands. It follows from the extents.
 """
 
@@ -63,7 +64,7 @@ ORDER = ReductionOrder(
     chunk_rows=8,
     most_chunks=264,
     split=8192,
-    small_rows=2**18,
+    small_rows=2**17,
 )
 
 LIMITS = Limits(
@@ -103,7 +104,7 @@ ALTERNATIVES = (
     Alternative(OF_ORDER, "chunk_rows", (4, 8, 32, 64)),
     Alternative(OF_ORDER, "chunk_elements", (2048, 32_768)),
     Alternative(OF_ORDER, "most_chunks", (132, 264, 1024)),
-    Alternative(OF_ORDER, "small_rows", (0, 2**16, 2**20)),
+    Alternative(OF_ORDER, "small_rows", (0, 2**15, 2**19)),
     Alternative(OF_LIMITS, "single_elements", (0, 2**15, 2**19)),
     Alternative(OF_LIMITS, "shared_elements", (512, 65_536)),
     Alternative(OF_LIMITS, "short_row", (64, 128, 512)),
@@ -116,19 +117,19 @@ ALTERNATIVES = (
 """What tuning tries; the shape of a block is made into the code of kernels and stays."""
 
 
-def row_lanes(length: Number) -> int:
-    """Elements of a vector of a row: rows of a length that it does not divide begin anywhere in memory."""
-    return math.gcd(length, VECTOR) if isinstance(length, int) else 1
+def row_lanes(length: Number, small: bool = False) -> int:
+    """Elements of a vector of a row: rows of a length that it does not divide begin anywhere in memory.
+
+    ``small``: there are few elements in all rows, of which each is a thread's.
+    """
+    return math.gcd(length, VECTOR) if isinstance(length, int) and not small else 1
 
 
 def row_threads(length: Number, small: bool = False) -> int:
-    """Threads that walk a row, a power of two; of a length that is the launch's, those of one block.
-
-    ``small``: there are so few elements in all rows (:attr:`ReductionOrder.small_rows`) that each vector is a thread's.
-    """
+    """Threads that walk a row, a power of two; of a length that is the launch's, those of one block."""
     if not isinstance(length, int):
         return BLOCK_THREADS
-    vectors = max(1, length // row_lanes(length))
+    vectors = max(1, length // row_lanes(length, small))
     wanted = min(vectors, max(WARP, -(-vectors // (1 if small else _VECTORS_PER_THREAD))))
     return min(_MOST_THREADS, 1 << (wanted - 1).bit_length())
 

@@ -47,7 +47,7 @@ class RowForm:
     @classmethod
     def of(cls, plan: RowPlan) -> RowForm:
         last, length = plan.columns[-1], plan.length
-        lanes = math.gcd(last, row_lanes(length)) if isinstance(last, int) else 1
+        lanes = math.gcd(last, row_lanes(length, plan.small)) if isinstance(last, int) else 1
         threads = row_threads(length, plan.small)
         turns = -(-length // (threads * lanes)) if isinstance(length, int) else None
         return cls(threads, row_groups(length, plan.small), lanes, turns)

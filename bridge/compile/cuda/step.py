@@ -128,7 +128,9 @@ class Step:
             proven = is_at_multiples(access, self._width(buffer))
             return self.e.bind(self.e.loaded(self._load_vector(buffer, index, proven), dtype))
         element = BufferLoad(buffer, [index + self.lane * number(step) if self.lanes > 1 else index])
-        return self.e.bind(self.e.loaded(self.e.bind(element), dtype))
+        # Elements, like vectors, are all asked for before anything is computed: a quotient's branches would part them.
+        e = self.before if self.lanes == 1 else self.e
+        return e.bind(e.loaded(e.bind(element), dtype))
 
     def first(self, access: Access) -> Expr:
         """Index of the first lane's element."""

@@ -32,12 +32,12 @@ extern "C" __global__ void __launch_bounds__(256) k0_kernel(float* __restrict__ 
       alignas(64) float v1_ptr_1[1];
       v1_ptr_1[0] = in0_ptr[(base3_1 + position2_1)];
       alignas(64) float v2_ptr_1[1];
-      v2_ptr_1[0] = (v1_ptr_1[0] * 0x1p+1f/*2.000000e+00*/);
-      alignas(64) float v3_ptr[1];
-      v3_ptr[0] = in1_ptr[(base3_1 + position2_1)];
-      alignas(64) float v4_ptr[1];
-      v4_ptr[0] = (v2_ptr_1[0] + v3_ptr[0]);
-      out0_ptr[((row1_1 * 4096) + position2_1)] = v4_ptr[0];
+      v2_ptr_1[0] = in1_ptr[(base3_1 + position2_1)];
+      alignas(64) float v1_ptr_2[1];
+      v1_ptr_2[0] = (v1_ptr_1[0] * 0x1p+1f/*2.000000e+00*/);
+      alignas(64) float v2_ptr_2[1];
+      v2_ptr_2[0] = (v1_ptr_2[0] + v2_ptr_1[0]);
+      out0_ptr[((row1_1 * 4096) + position2_1)] = v2_ptr_2[0];
     }
   }
 }
