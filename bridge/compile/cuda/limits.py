@@ -47,6 +47,7 @@ BLOCK_THREADS = 256
 """Threads of a block that is not one long row."""
 
 _MOST_THREADS = 1024
+_MOST_GROUPS = 32  # whose sums one thread combines
 _VECTORS_PER_THREAD = 8  # in registers: 32 numbers of each value that is kept
 
 FINISH_STRANDS = 16
@@ -134,6 +135,13 @@ def row_threads(length: Number, small: bool = False) -> int:
     return min(_MOST_THREADS, 1 << (wanted - 1).bit_length())
 
 
-def row_groups(length: Number, small: bool = False) -> int:
-    """Groups of threads in a block, each on a row of its own."""
-    return max(1, BLOCK_THREADS // row_threads(length, small))
+def row_groups(length: Number, small: bool = False, columns: bool = False) -> int:
+    """Groups of threads in a block, each on a row of its own; more of them where ``columns`` of short rows are reduced:
+    there are no more blocks than chunks, and each has to wait for enough rows at once."""
+    threads = row_threads(length, small)
+    groups = max(1, BLOCK_THREADS // threads)
+    if not columns or not isinstance(length, int):
+        return groups
+    turns = -(-length // (threads * row_lanes(length)))
+    most = min(_MOST_GROUPS, _MOST_THREADS // threads)
+    return max(groups, min(most, groups * max(1, _MOST_THREADS // BLOCK_THREADS // turns)))  # a power of two

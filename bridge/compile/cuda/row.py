@@ -50,7 +50,7 @@ class RowForm:
         lanes = math.gcd(last, row_lanes(length, plan.small)) if isinstance(last, int) else 1
         threads = row_threads(length, plan.small)
         turns = -(-length // (threads * lanes)) if isinstance(length, int) else None
-        return cls(threads, row_groups(length, plan.small), lanes, turns)
+        return cls(threads, row_groups(length, plan.small, bool(plan.column_reductions)), lanes, turns)
 
     @property
     def kept(self) -> int | None:
