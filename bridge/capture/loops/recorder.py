@@ -9,6 +9,7 @@ wherever sizes do not vary.
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -83,6 +84,10 @@ _SMALL, _EACH = 1 << 24, 1 << 18
 long as a forward, for calls of which there are too few to matter."""
 
 
+_DRAWN, _EACH_DRAWN = 1 << 20, 1 << 17
+"""Elements that all draws may have together: draws are always made, and in layers they are larger than in steps."""
+
+
 class CallRecorder(TorchFunctionMode):
     """Records calls; raises :class:`NotRecordedError` where it cannot, and notes that in ``reason``.
 
@@ -107,7 +112,7 @@ class CallRecorder(TorchFunctionMode):
         self._layout_of: list[int] = []
         self._known: dict[int, tuple[weakref.ref, int]] = {}
         self._writes = Writes()
-        self._elements = 0
+        self._elements = self._elements_drawn = 0
         self._drawn: list[Draw] = []
         self._draws = DrawRecorder(self._drawn, lambda op, reason: self.fail(f"{op} {reason}"))
         for source, tensor in (*enumerate(arguments), *owned.items()):
@@ -186,7 +191,10 @@ class CallRecorder(TorchFunctionMode):
     def _note_draw(self, makes: tuple[int, ...]) -> None:
         if len(self._drawn) > 1 or self._drawn[0].device != HOST:
             self.fail("draws of another kind than a mask of the host's")
-        self.calls.drawn[len(self.calls.rows)] = self._drawn.pop()
+        self.calls.drawn[len(self.calls.rows)] = draw = self._drawn.pop()
+        self._elements_drawn += math.prod(draw.shape)
+        if self._elements_drawn > _DRAWN + _EACH_DRAWN * len(self.calls.drawn):
+            self.fail("large draws")
 
     def _write(self, func: Any, told: tuple, args: tuple, named: dict[str, Any], reads: tuple[int, ...]) -> None:
         """``whole[index] = part``, of a tensor that forward has made for it: from now on it is another value."""
