@@ -23,6 +23,9 @@ from bridge.capture import WHOLE, WHOLE_FUNCTIONS
 __all__ = ["describe", "whole"]
 
 
+_BY_REFLECTIONS = (aten.linalg_householder_product.default, aten.ormqr.default)
+
+
 def describe(args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Any]]:
     """``(args, kwargs)`` as JSON in which ``{"$tensor": i}`` stands for the i-th of the returned tensors; for a complex
     one, which the library takes with its parts side by side, ``{"$complex": i}``."""
@@ -48,6 +51,8 @@ def describe(args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Any]]:
 @converts(*WHOLE, *WHOLE_FUNCTIONS)
 def whole(importer, node, *args, **kwargs):
     numbers_only(f"{node.target}", args, list(kwargs.values()))
+    if node.target in _BY_REFLECTIONS and not node.args[1].meta["val"].numel():
+        raise UnsupportedUse("no reflections: eager has no gradient then, not even zeros")
     name = str(node.target)
     if node.target in WHOLE_FUNCTIONS:
         computed = WHOLE_FUNCTIONS[node.target]
