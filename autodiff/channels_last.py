@@ -1,8 +1,8 @@
 """Channels behind: what follows a convolution in channels_last -> the same on tensors whose channels are the last axis.
 
-A convolution gives its result in the order of memory that eager's has, and shows it with channels in the second place
-(a ``permute_dims``). This pass moves that behind point-wise operators and reductions, which then walk memory as it
-lies; between two convolutions nothing is left of it.
+A convolution (a pool) gives its result in the order of memory that eager's has, and shows it with channels in the
+second place (a ``permute_dims``). This pass moves that behind point-wise operators and reductions, which then walk
+memory as it lies; between two convolutions nothing is left of it.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from tvm.relax import op
 
 from autodiff.body import Binding, Body, on_functions
 from autodiff.extents import same_shape
-from autodiff.ir import Call, Constant, Expr, TensorType, Var, library_name, shape
+from autodiff.ir import Call, Constant, Expr, TensorType, TupleGetItem, Var, library_name, shape
 from autodiff.ops import traits
 from autodiff.rewrite import BodyScope
 
 __all__ = ["channels_behind"]
 
-_SOURCE = "library.convolution_last"
+_SOURCES = ("library.convolution_last", "library.max_pool_last")
 _REDUCTIONS = {f"relax.{name}": getattr(op, name) for name in ("sum", "mean", "max", "min", "prod")}
 
 
 @on_functions
 def channels_behind(body: Body) -> None:
     """``f(permute_dims(x))`` becomes ``permute_dims(f(x))`` for point-wise operators and reductions, where ``x`` comes
-    from a convolution in channels_last.
+    from a convolution or a pool in channels_last.
 
     Safe: the same operator is applied to the same elements; a reduction adds them in another order.
     """
-    if not any(library_name(each.value) == _SOURCE for each in body.bindings):
+    if not any(library_name(each.value) in _SOURCES for each in body.bindings):
         return
     pass_ = _Pass(body)
     for binding in body.bindings:
@@ -61,7 +61,9 @@ class _Pass:
 
     def _is_source(self, value: Expr) -> bool:
         found = self.body.binding(value)
-        return found is not None and found.value is not None and library_name(found.value) == _SOURCE
+        if found is not None and isinstance(found.value, TupleGetItem):
+            found = self.body.binding(found.value.tuple_value)
+        return found is not None and found.value is not None and library_name(found.value) in _SOURCES
 
     def _pointwise(self, binding: Binding, call: Call) -> None:
         extents = shape(binding.var)

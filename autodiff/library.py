@@ -36,6 +36,7 @@ everything else is a tensor. A result has the type of what it is the gradient of
 ``max_pool``                                     x, (kernel), (stride), (padding), (dilation), ceil_mode:int
                                                  -> tuple (y, positions), positions int64 within a channel
 ``max_pool_backward``                            grad, positions, (shape of x), then as ``max_pool`` -> dx
+``max_pool_last``, ``max_pool_last_backward``    as those of planes, but for the results: channels are their last axis
 ``adaptive_max_pool``                            x, (output size) -> tuple (y, positions)
 ``adaptive_max_pool_backward``                   grad, positions, (shape of x), (output size) -> dx
 ``avg_pool``                                     x, (kernel), (stride), (padding), ceil_mode:int,

@@ -100,6 +100,16 @@ def convolution_last(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None
     return grads + [None] * len(geometry)
 
 
+@library_gradient("library.max_pool_last")
+def max_pool_last(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+    """dx = zeros with g added at the positions of the maxima, all with channels behind and seen in their place"""
+    x, *geometry = call.args
+    grad, positions = (emit(op.permute_dims(emit(TupleGetItem(*each)), list(_TO_FRONT))) for each in ((g, 0), (y, 1)))
+    behind = TensorType([shape(x)[axis] for axis in _TO_BACK], dtype(x))
+    dx = emit(library_call("max_pool_last_backward", [grad, positions, ShapeExpr(shape(x)), *geometry], behind))
+    return [op.permute_dims(dx, list(_TO_FRONT))] + [None] * len(geometry)
+
+
 def _max_pool(name: str) -> None:
     @library_gradient(f"library.{name}")
     def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:

@@ -25,6 +25,11 @@ def _is_channels_last(form) -> bool:
     return form.is_contiguous(memory_format=torch.channels_last) and not form.is_contiguous()
 
 
+def _channels_behind(form) -> TensorForm:
+    """A form with its channels as the last axis."""
+    return TensorForm(tuple(form.shape[axis] for axis in (0, 2, 3, 1)), form.dtype)
+
+
 @converts(aten.convolution.default)
 def convolution(importer, node, x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
     if "float" not in dtype(x):
@@ -34,8 +39,9 @@ def convolution(importer, node, x, weight, bias, stride, padding, dilation, tran
     args = [x, weight, *geometry, bool(transposed), groups]
     out = importer.out(node)
     if _is_channels_last(out) and not transposed:
-        behind = TensorForm([out.shape[axis] for axis in (0, 2, 3, 1)], out.dtype)
-        y = importer.emit(op.permute_dims(importer.library("convolution_last", args, behind), [0, 3, 1, 2]))
+        y = importer.emit(
+            op.permute_dims(importer.library("convolution_last", args, _channels_behind(out)), [0, 3, 1, 2])
+        )
     else:
         y = importer.library("convolution", args, out)
     if bias is None:
@@ -49,7 +55,12 @@ def max_pool(importer, node, x, kernel, stride=(), padding=0, dilation=1, ceil_m
     kernel = _per_axis(kernel, rank)
     geometry = [kernel, _per_axis(stride, rank) if stride else kernel]
     geometry += [_per_axis(padding, rank), _per_axis(dilation, rank)]
-    pair = importer.library("max_pool", [x, *geometry, bool(ceil_mode)], node.meta["val"])
+    args, results = [x, *geometry, bool(ceil_mode)], node.meta["val"]
+    if _is_channels_last(results[0]):
+        pair = importer.library("max_pool_last", args, tuple(map(_channels_behind, results)))
+        items = (importer.item(pair, 0), importer.item(pair, 1))
+        return tuple(importer.emit(op.permute_dims(item, [0, 3, 1, 2])) for item in items)
+    pair = importer.library("max_pool", args, results)
     return importer.item(pair, 0), importer.item(pair, 1)
 
 

@@ -112,6 +112,10 @@ def _max_pool(args: Sequence[Expr], scope: Scope) -> Expr:
     return pool(x, kernel, stride, padding * 2, dilation, ceil_mode=bool(_number(ceil_mode)))
 
 
+def _max_pool_last(args: Sequence[Expr], scope: Scope) -> Expr:
+    return op.permute_dims(scope.emit(_max_pool(args, scope)), [0, 2, 3, 1])
+
+
 def _avg_pool(args: Sequence[Expr], scope: Scope) -> Expr:
     x, kernel, stride, padding, ceil_mode, include_pad, divisor = args
     if _number(ceil_mode) or _number(divisor):
@@ -156,5 +160,6 @@ _RULES: dict[str, Rule] = {
     "index": _index,
     "index_select": _index_select,
     "max_pool": _max_pool,
+    "max_pool_last": _max_pool_last,
     "scaled_dot_product_flash_attention": _flash_attention,
 }

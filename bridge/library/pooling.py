@@ -22,6 +22,21 @@ def max_pool_backward(grad, positions, extents, kernel_size, stride, padding, di
     return pool(grad, x, kernel_size, stride, padding, dilation, bool(ceil_mode), positions)
 
 
+@library_function("max_pool_last", aten.max_pool2d_with_indices)
+def max_pool_last(x, *geometry):
+    """That of planes, with channels behind in the results' shapes."""
+    return tuple(each.permute(0, 2, 3, 1) for each in max_pool(x, *geometry))
+
+
+@library_function("max_pool_last_backward", aten.max_pool2d_with_indices_backward)
+def max_pool_last_backward(grad, positions, extents, kernel_size, stride, padding, dilation, ceil_mode):
+    """VJP with respect to ``x``, whose shape is ``extents``: its channels are behind."""
+    batch, channels, height, width = extents
+    x = grad.new_empty(batch, height, width, channels).permute(0, 3, 1, 2)  # only its shape and its layout are read
+    given = (grad, x, kernel_size, stride, padding, dilation, bool(ceil_mode), positions)
+    return aten.max_pool2d_with_indices_backward(*given).permute(0, 2, 3, 1)
+
+
 @library_function("adaptive_max_pool", aten.adaptive_max_pool2d, aten.adaptive_max_pool3d)
 def adaptive_max_pool(x, output_size):
     return (aten.adaptive_max_pool2d if len(output_size) == 2 else aten.adaptive_max_pool3d)(x, output_size)

@@ -130,6 +130,16 @@ _library(
 )
 _image = (draw(2, 3, 7, 6),)
 _library("max_pool", lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True), _image, [3, 3], [2, 2], [1, 1], [1, 1], 0)
+_library(
+    "max_pool_last",
+    lambda x: tuple(each.permute(0, 2, 3, 1) for each in F.max_pool2d(x, 3, 2, 1, return_indices=True)),
+    _image,
+    [3, 3],
+    [2, 2],
+    [1, 1],
+    [1, 1],
+    0,
+)
 _library("adaptive_max_pool", lambda x: F.adaptive_max_pool2d(x, (3, 2), return_indices=True), _image, [3, 2])
 _average = ([3, 3], [2, 2], [1, 1], 0, 0, 0)
 _library("avg_pool", lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False), _image, *_average)

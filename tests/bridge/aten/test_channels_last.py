@@ -32,7 +32,8 @@ THEN = {
     "returned": lambda y: y,
     "mean": lambda y: y.mean((2, 3)),
     "largest of channels": lambda y: y.amax(1, keepdim=True) - y.softmax(1),
-    "a pool": lambda y: nn.functional.max_pool2d(y, 2),
+    "a pool": lambda y: nn.functional.max_pool2d(y * y, 2, 1).sin(),
+    "a pool's places": lambda y: nn.functional.max_pool2d(y, 2, 2, ceil_mode=True, return_indices=True)[0] - 1,
     "a map beside": lambda y: y * torch.arange(20.0, dtype=torch.float64).view(4, 5),
     "sum of rows": lambda y: y.sum(2) + y.sum(-1, keepdim=True).sum(2),
 }
