@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autodiff.ir import Expr, shape
+from autodiff.ir import Expr
 from bridge.aten.complex_value import Complex, joined_form
 from bridge.aten.dims import numbers_only
 from bridge.aten.registry import UnsupportedUse, converts
@@ -23,7 +23,7 @@ from bridge.capture import WHOLE, WHOLE_FUNCTIONS
 __all__ = ["describe", "whole"]
 
 
-_BY_REFLECTIONS = (aten.linalg_householder_product.default, aten.ormqr.default)
+_REFLECTIONS = (aten.linalg_householder_product.default, aten.ormqr.default)
 
 
 def describe(args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Any]]:
@@ -51,8 +51,8 @@ def describe(args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Any]]:
 @converts(*WHOLE, *WHOLE_FUNCTIONS)
 def whole(importer, node, *args, **kwargs):
     numbers_only(f"{node.target}", args, list(kwargs.values()))
-    if node.target in _BY_REFLECTIONS and not node.args[1].meta["val"].numel():
-        raise UnsupportedUse("no reflections: eager has no gradient then, not even zeros")
+    if node.target in _REFLECTIONS and any(0 in arg.meta["val"].shape for arg in node.all_input_nodes):
+        raise UnsupportedUse("Householder reflections of nothing: eager has no gradient there, not even zeros")
     name = str(node.target)
     if node.target in WHOLE_FUNCTIONS:
         computed = WHOLE_FUNCTIONS[node.target]
@@ -65,10 +65,3 @@ def whole(importer, node, *args, **kwargs):
     if not isinstance(forms, tuple | list):
         return made
     return tuple(importer.item(made, index) for index in range(len(forms)))
-
-
-@converts(aten.linalg_householder_product.default, aten.ormqr.default)
-def householder_product(importer, node, factors, scales, *rest):
-    if any(0 in shape(arg) for arg in (factors, scales, *rest) if isinstance(arg, Expr)):
-        raise UnsupportedUse("Householder reflections of nothing: eager has no gradient there, not even zeros")
-    return whole(importer, node, factors, scales, *rest)

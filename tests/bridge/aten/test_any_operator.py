@@ -149,7 +149,10 @@ REFUSED = {
     "sparse tensors": (lambda x: x.to_sparse().to_dense(), "_to_sparse.default: makes a tensor of layout"),
     "a draw": (lambda x: torch.nn.functional.rrelu(x, 0.2, 0.2, training=True), "closer than"),
     "residuals": (lambda x: torch.linalg.lstsq(x, x).residuals, "the shape of what comes out depends on the numbers"),
-    "no reflections": (lambda x: torch.linalg.householder_product(x, x[0, :0]), "eager has no gradient then"),
+    "no reflections": (
+        lambda x: torch.linalg.householder_product(x * 1j, x[0, :0] + 0j),
+        "eager has no gradient there",
+    ),
     "memory": (lambda x: x + torch.ops.aten._lazy_clone(x), "about memory"),
     "an effect": (
         lambda x: x + torch.ops.aten._functional_assert_async.msg(x[0, 0] < 9, "", x[0, 0]),
