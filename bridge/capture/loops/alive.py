@@ -61,6 +61,6 @@ def _without_dead(loop: Loop, alive: Sequence[bool]) -> Loop:
     roles = [each if alive[row] else [] for row, each in enumerate(loop.roles)]
     dead = frozenset(row for row, is_alive in enumerate(alive) if not is_alive)
     left = replace(loop, roles=roles, taken=of_alive[0], written=of_alive[1], numbers=numbers, dead=dead)
-    if not left.carries:
+    if any(alive) and not left.carries:
         raise NotRecordedError("what the results need of a step does not depend on the step before")
     return left

@@ -283,6 +283,8 @@ class _Run:
         if draw is None:
             return {}
         whole = torch.empty(draw.shape, dtype=torch.bool, device=draw.device).bernoulli_(*draw.args)
+        if len(loop.dead) == loop.period:
+            return {}
         step = PART(whole.flip(0) if reverse else whole, number, place)
         return dict(zip(dropping(loop, self.calls), step.split(draw.steps.counts), strict=True))
 

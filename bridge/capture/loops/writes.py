@@ -63,7 +63,7 @@ class Writes:
         """Whether a tensor of a form is copied into the part as it is."""
         shape = [*whole.shape]
         shape[into.dim : into.dim + 1] = [] if into.squeezed else [into.extent]
-        return part.shape == tuple(shape) and part.dtype == whole.dtype
+        return part.shape == tuple(shape) and (part.dtype, part.device) == (whole.dtype, whole.device)
 
     def is_unread(self, value: int, tensor: torch.Tensor, maker: str, through: torch.Tensor | None = None) -> bool:
         """Whether nothing but the tensor itself, and the view that is written through, can tell that it is written;

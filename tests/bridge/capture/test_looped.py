@@ -228,6 +228,23 @@ class Drops(nn.Module):
         return self.drop(torch.stack(states, 1)), low
 
 
+class OneOfTwo(nn.Module):
+    """What one loop makes is not returned; what it drops is drawn."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused, self.used, self.drop = nn.RNNCell(3, 4), nn.RNNCell(3, 4), nn.Dropout(0.3)
+
+    def forward(self, x):
+        results = []
+        for cell in (self.unused, self.used):
+            state = x.new_zeros(x.shape[0], 4)
+            for part in x.unbind(1):
+                state = cell(self.drop(part), state)
+            results.append(state)
+        return self.drop(results[1])
+
+
 MODULES = {
     "lstm": Lstm,
     "layer norm lstm, last part first": lambda: Lstm(norm=True, backwards=True),
@@ -275,6 +292,13 @@ def test_masks_of_all_steps_are_eagers(name, width):
     module = check_module(DROPS[name], lambda: torch.randn(width, 8, 3, requires_grad=True))
     draws = stats(module).entries[0].lowered.captured.draws
     assert len(draws) == (4 if DEVICE.type == "cpu" else 19)
+
+
+@ON_THE_HOST
+def test_a_loop_that_the_results_do_not_need_draws():
+    module = check_module(OneOfTwo, lambda: torch.randn(2, 8, 3, requires_grad=True), calls=1)
+    captured = stats(module).entries[0].lowered.captured
+    assert len(captured.draws) == 3 and sum(node.target is LOOP_MARKS[0] for node in captured.graph.nodes) == 1
 
 
 @pytest.mark.parametrize("name", [*MODULES, *FORMS, pytest.param("dropout", marks=ON_THE_HOST)])
