@@ -53,7 +53,9 @@ class _LoopAction:
         self._loop, layout, carries = loop, loop.layout, loop.carries
         slots = [param.slot for param in layout.params]
         self._carried = slots[:carries]
-        self._parts = list(enumerate(slots[carries : carries + loop.xs]))
+        read = {slot for step in loop.steps for slot in step.reads} | {view.reads[0] for view in layout.views}
+        read.update(layout.results)
+        self._parts = [(x, slot) for x, slot in enumerate(slots[carries : carries + loop.xs]) if slot in read]
         self._fixed = [*slots[carries + loop.xs :], *loop.constants]
         lasting = set(slots[carries:])
         fresh = {register.slot: register for register in layout.fresh}
