@@ -39,6 +39,11 @@ THEN = {
 }
 
 
+@pytest.mark.composes(
+    "`channels_last`",
+    "convolutions, pools and all between them keep that order of memory; dimensions that vary do not",
+    section="Autograd, memory, threads",
+)
 @pytest.mark.parametrize("then", THEN)
 def test_numbers_are_eagers(then):
     torch.manual_seed(0)
