@@ -16,7 +16,7 @@ __all__ = ["MODELS", "Varying"]
 
 VOCABULARY = 53
 LONGEST = 40
-WIDTH = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
+WIDTH = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 40}
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 BATCH = Dim.DYNAMIC
 LENGTH = Dim("length", max=LONGEST)
@@ -60,11 +60,11 @@ TEXT = {0: BATCH, 1: LENGTH}
 
 def bert() -> nn.Module:
     sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": LONGEST}
-    return hf.BertForMaskedLM(hf.BertConfig(**WIDTH, **sizes))
+    return hf.BertForMaskedLM(hf.BertConfig(**{**WIDTH, "num_hidden_layers": 2}, **sizes))
 
 
 def gpt2() -> nn.Module:
-    sizes = {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": LONGEST}
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 24, "n_layer": 1, "n_head": 4, "n_positions": LONGEST}
     return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **SPECIAL, use_cache=False))
 
 
@@ -74,8 +74,9 @@ def llama() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    sizes = {"vocab_size": VOCABULARY, "d_model": 24, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 3}
-    config = hf.T5Config(**sizes, dropout_rate=0.1, decoder_start_token_id=0, use_cache=False)
+    sizes = {"vocab_size": VOCABULARY, "d_model": 24, "d_kv": 8, "d_ff": 40, "num_heads": 3}
+    layers = {"num_layers": 1, "num_decoder_layers": 2}  # of two, the second has its positions from the first
+    config = hf.T5Config(**sizes, **layers, dropout_rate=0.1, decoder_start_token_id=0, use_cache=False)
     return hf.T5ForConditionalGeneration(config)
 
 
