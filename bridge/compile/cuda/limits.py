@@ -2,9 +2,10 @@
 
 The order of a row: it is walked by :func:`row_threads` threads. Thread ``t`` takes the vectors ``t, t + threads, …`` of
 :func:`row_lanes` elements; each lane has an accumulator of its own, and these are combined by halves. So are then the
-threads of each warp, then the warps. Where all rows are few elements (:attr:`ReductionOrder.small_rows`), a vector is
-one element. A column: each chunk's rows are dealt to :func:`row_groups` groups in turn, whose sums are combined by
-halves; so are the chunks, dealt to :data:`FINISH_STRANDS` strands. It follows from the extents.
+threads of each warp, then the warps. Where all rows are few elements (:attr:`ReductionOrder.small_rows`), each vector
+has a thread, and in short rows a vector is one element. A column: each chunk's rows are dealt to :func:`row_groups`
+groups in turn, whose sums are combined by halves; so are the chunks, dealt to :data:`FINISH_STRANDS` strands. It follows
+from the extents.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ BLOCK_THREADS = 256
 """Threads of a block that is not one long row."""
 
 _MOST_THREADS = 1024
+_SHORT = 512  # elements of a row: as many threads as leave each enough registers
 _MOST_GROUPS = 32  # whose sums one thread combines
 _VECTORS_PER_THREAD = 8  # in registers: 32 numbers of each value that is kept
 
@@ -121,9 +123,11 @@ ALTERNATIVES = (
 def row_lanes(length: Number, small: bool = False) -> int:
     """Elements of a vector of a row: rows of a length that it does not divide begin anywhere in memory.
 
-    ``small``: there are few elements in all rows, of which each is a thread's.
+    ``small``: there are few elements in all rows; of a short row each is a thread's.
     """
-    return math.gcd(length, VECTOR) if isinstance(length, int) and not small else 1
+    if not isinstance(length, int) or (small and length <= _SHORT):
+        return 1
+    return math.gcd(length, VECTOR)
 
 
 def row_threads(length: Number, small: bool = False) -> int:

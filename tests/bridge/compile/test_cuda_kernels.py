@@ -40,16 +40,17 @@ def test_numbers_are_the_cpus(name, size, cases):
         assert_near(memory[operand.value], theirs)
 
 
-def test_of_little_each_element_has_a_thread(cases):
+def test_of_little_each_element_or_vector_has_a_thread(cases):
     _, plans, _ = cases
 
     def found(size):
         made = [each.plan for (_, of), all_ in plans.items() if of == size for each in all_]
         lanes = {plan.lanes for plan in made if isinstance(plan, RowPlan)}
-        (softmax_of_rows,) = plans["softmax 3 x 768", size]
-        return lanes, RowForm.of(softmax_of_rows.plan).threads
+        rows = [RowForm.of(plans[name, size][0].plan) for name in ("softmax 3 x 768", "layer_norm_backward 700 x 16")]
+        return lanes, [(form.threads, form.lanes) for form in rows]
 
-    assert (found("large"), found("little")) == (({4}, 32), ({1, 4}, 1024))
+    assert found("large") == ({4}, [(32, 4), (4, 4)])
+    assert found("little") == ({1, 4}, [(256, 4), (16, 1)])
 
 
 @needs_nvrtc
