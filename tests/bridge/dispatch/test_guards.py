@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, stats
+from bridge.base.tensor_properties import tensor_checks
 from bridge.dispatch.guards import Guard
 from tests.bridge.compare import Call, as_call, assert_same, run
 from tests.bridge.models import MLP
@@ -263,6 +264,24 @@ def test_a_sharded_module_is_looked_at_closely_once(monkeypatch):
     module.other = 3
     module(x)
     assert_reason(module, "other")
+
+
+class Twice(nn.Module):
+    def forward(self, x, y):
+        return (x * 2).sum() + y.sum()
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_tensor_that_is_given_twice_is_looked_at_closely_once(monkeypatch, sampled):
+    """As language models are: the input's words are the labels."""
+    module, x = Twice(), rows()
+    add_tvm_dispatch(module, (x, x if sampled else rows()))
+    close, match = [], Guard.match
+    monkeypatch.setattr(Guard, "match", lambda *args, **kwargs: close.append(1) or match(*args, **kwargs))
+    for _ in range(4):
+        assert module(x, x).item() == Twice()(x, x).item()
+    assert stats(module).hits == 4 and not close
+    assert not tensor_checks([x, x])([x, rows(5)]) and not tensor_checks([x, x])([x[:3]] * 2)
 
 
 def test_each_reason_is_counted():
