@@ -4,8 +4,8 @@ The order of a row: it is walked by :func:`row_threads` threads. Thread ``t`` ta
 :func:`row_lanes` elements; each lane has an accumulator of its own, and these are combined by halves. So are then the
 threads of each warp, then the warps. Where all rows are few elements (:attr:`ReductionOrder.small_rows`), each vector
 has a thread, and in short rows a vector is one element. A column: each chunk's rows are dealt to :func:`row_groups`
-groups in turn, whose sums are combined by halves; so are the chunks, dealt to :data:`FINISH_STRANDS` strands. It follows
-from the extents.
+groups in turn, whose sums are combined by halves; so are the chunks, dealt to :data:`FINISH_STRANDS` strands. It
+follows from the extents.
 """
 
 from __future__ import annotations
