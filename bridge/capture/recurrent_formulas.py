@@ -108,7 +108,14 @@ def _stand_in(
         x = made[0] if len(made) == 1 else torch.cat(made, 2)
         if draws and dropout and train and layer < layers - 1:
             x = torch.dropout(x, dropout, True)
-    finals = [_reaching(reached, f"state {index}", *state.shape[::2], [state]) for index, state in enumerate(states)]
+    # the cells of one step, as eager's steps on the host make them, know nothing of the projection behind them
+    cells_alone = x.shape[0] == 1 and count % 2 and current_device() == HOST
+    projections = list(weights[count - 1 :: count][-directions:]) if cells_alone else []
+    finals = []
+    for index, state in enumerate(states):
+        unreached = projections if index else []
+        sources = [each for each in reached if not any(each is other for other in unreached)]
+        finals.append(_reaching(sources, f"state {index}", *state.shape[::2], [state]))
     return x.transpose(0, 1) if batch_first else x, *(f.reshape(s.shape) for f, s in zip(finals, states, strict=True))
 
 

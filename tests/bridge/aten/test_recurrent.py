@@ -73,6 +73,14 @@ def test_layers_are_loops_on_a_gpu(name):
     assert loops == [3 if module.batch_first else 4] * (2 * len(module._all_weights))
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("result", [0, 1, 2])
+def test_one_step_of_a_projected_lstm(result):
+    """Its cells do not depend on the projection, which has no gradient from them."""
+    make = lambda: WithStates(nn.LSTM(3, 5, proj_size=2, num_layers=2, bidirectional=True), result)  # noqa: E731
+    check_module(make, lambda: (leaf(1, 2, 3), leaf(4, 2, 2), leaf(4, 2, 5)), calls=1)
+
+
 @pytest.mark.parametrize("result", [0, 1, 2])
 def test_lstm_with_given_states(result):
     make = lambda: WithStates(nn.LSTM(3, 4, bidirectional=True), result)  # noqa: E731
