@@ -65,7 +65,7 @@ def _build(function: Function, owned: Sequence[torch.Tensor], path: Path, name: 
         param.name: tvm.runtime.from_dlpack(tensor.detach().to(HOST).contiguous())
         for param, tensor in zip(function.params, owned, strict=False)
     }
-    functions = {"main": function, "inputs": _zeros_like(function.params[len(owned) :])}
+    functions = {"main": function, "inputs": _new(function.params[len(owned) :])}
     functions = {name: each.with_attr("global_symbol", name) for name, each in functions.items()}
     bound = relax.transform.BindParams("main", numbers)(IRModule(functions))
     try:
@@ -75,7 +75,12 @@ def _build(function: Function, owned: Sequence[torch.Tensor], path: Path, name: 
         raise UnsupportedModule(name, [problem], what="saved in a native form") from error
 
 
-def _zeros_like(params: Sequence[Var]) -> Function:
-    zeros = [normalizer()(relax.op.zeros(shape(param), dtype(param))) for param in params]
-    made = [Var(f"{param.name}_input", param.ty) for param in params]
-    return build_function([], zip(made, zeros, strict=True), made)
+def _new(params: Sequence[Var]) -> Function:
+    """A function that allocates tensors such as these parameters take.
+
+    No constants: TVM would fold what fills them, and give two inputs of one form, and every call, the same memory.
+    """
+    allocate = relax.op.builtin.alloc_tensor
+    made = [normalizer()(allocate(relax.ShapeExpr(shape(each)), dtype(each), 0)) for each in params]
+    tensors = [Var(f"{param.name}_input", param.ty) for param in params]
+    return build_function([], zip(tensors, made, strict=True), tensors)
