@@ -5,7 +5,7 @@ from __future__ import annotations
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from autodiff import deduplicate_views, join_pads, join_products, mask_dropout, unique_names
+from autodiff import channels_behind, deduplicate_views, join_pads, join_products, mask_dropout, unique_names
 from tests.autodiff.golden import golden
 
 __all__ = []
@@ -162,3 +162,51 @@ class MaskDropout:
             mask_1_dropout = R.multiply(x, mask_1_scaled)
             R.output(mask_0_dropout, mask_1_dropout)
         return (mask_0_dropout, mask_1_dropout)
+
+
+@golden(channels_behind)
+@I.ir_module
+class ChannelsBehind:
+    """Point-wise operators and a mean on the convolution's own order; what is returned is seen in the other one."""
+
+    @R.function(private=True)
+    def before(x: R.Tensor((2, 3, 4, 5), "float32"), w: R.Tensor((6, 3, 1, 1), "float32")):
+        with R.dataflow():
+            c = R.call_pure_packed(
+                "library.convolution_last",
+                x,
+                w,
+                R.shape([1, 1]),
+                R.shape([0, 0]),
+                R.shape([1, 1]),
+                R.shape([0, 0]),
+                0,
+                1,
+                ty_args=(R.Tensor((2, 4, 5, 6), "float32"),),
+            )
+            y = R.permute_dims(c, axes=[0, 3, 1, 2])
+            z = R.nn.relu(y)
+            m = R.mean(z, axis=[2, 3])
+            R.output(z, m)
+        return (z, m)
+
+    @R.function(private=True)
+    def expected(x: R.Tensor((2, 3, 4, 5), "float32"), w: R.Tensor((6, 3, 1, 1), "float32")):
+        with R.dataflow():
+            c = R.call_pure_packed(
+                "library.convolution_last",
+                x,
+                w,
+                R.shape([1, 1]),
+                R.shape([0, 0]),
+                R.shape([1, 1]),
+                R.shape([0, 0]),
+                0,
+                1,
+                ty_args=(R.Tensor((2, 4, 5, 6), "float32"),),
+            )
+            z_last = R.nn.relu(c)
+            z = R.permute_dims(z_last, axes=[0, 3, 1, 2])
+            m = R.mean(z_last, axis=[1, 2])
+            R.output(z, m)
+        return (z, m)
