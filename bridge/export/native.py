@@ -27,7 +27,7 @@ from bridge.dispatch import Entry
 from bridge.export.relax_only import NoRelaxForm, without_library_calls
 from bridge.lowering import LoweredCall
 
-__all__ = ["save_native"]
+__all__ = ["native_module", "save_native"]
 
 
 def save_native(module: nn.Module, entries: Sequence[Entry], path: Path) -> dict[str, Any]:
@@ -61,18 +61,22 @@ def save_native(module: nn.Module, entries: Sequence[Entry], path: Path) -> dict
 
 
 def _build(function: Function, owned: Sequence[torch.Tensor], path: Path, name: str, backend: Backend) -> None:
+    try:
+        backend.executable(native_module(function, owned)).export_library(str(path))
+    except (RuntimeError, FileNotFoundError) as error:
+        problem = Unsupported("a native form", name, f"it could not be linked: {error}", "install a C++ compiler")
+        raise UnsupportedModule(name, [problem], what="saved in a native form") from error
+
+
+def native_module(function: Function, owned: Sequence[torch.Tensor]) -> IRModule:
+    """A forward, without library calls, and the module's tensors → ``main`` and ``inputs``."""
     numbers = {
         param.name: tvm.runtime.from_dlpack(tensor.detach().to(HOST).contiguous())
         for param, tensor in zip(function.params, owned, strict=False)
     }
     functions = {"main": function, "inputs": _new(function.params[len(owned) :])}
     functions = {name: each.with_attr("global_symbol", name) for name, each in functions.items()}
-    bound = relax.transform.BindParams("main", numbers)(IRModule(functions))
-    try:
-        backend.executable(bound).export_library(str(path))
-    except (RuntimeError, FileNotFoundError) as error:
-        problem = Unsupported("a native form", name, f"it could not be linked: {error}", "install a C++ compiler")
-        raise UnsupportedModule(name, [problem], what="saved in a native form") from error
+    return relax.transform.BindParams("main", numbers)(IRModule(functions))
 
 
 def _new(params: Sequence[Var]) -> Function:

@@ -9,7 +9,10 @@ import torch
 import tvm
 from torch import nn
 
-from bridge import UnsupportedModule, add_tvm_dispatch, save_compiled
+from bridge import UnsupportedModule, add_tvm_dispatch, lower, save_compiled
+from bridge.compile import backend_for
+from bridge.compile.cuda.backend import CudaBackend
+from bridge.export.native import native_module
 from tests.bridge.compare import Function
 from tests.bridge.export.test_round_trip import Halved
 
@@ -39,6 +42,15 @@ def test_a_loop_and_an_own_function(tmp_path):
     machine = tvm.relax.VirtualMachine(tvm.runtime.load_module(str(tmp_path / "cell" / "forward.so")), tvm.cpu())
     (found,) = map(torch.from_dlpack, machine["main"](tvm.runtime.from_dlpack(x)))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", [backend_for(None), CudaBackend(arch="sm_90")], ids=["cpu", "cuda"])
+def test_inputs_of_one_form_have_memory_of_their_own(backend):
+    with torch.no_grad():
+        lowered = lower(Function(torch.sub), (torch.ones(2, 3), torch.ones(2, 3)))
+    text = backend.executable(native_module(lowered["forward"].function, [])).as_text()
+    (inputs,) = (part for part in text.split("\n@") if part.startswith(("inputs:", "@inputs:")))
+    assert inputs.count("vm.builtin.alloc_tensor ") == 2 and "ret" in inputs
 
 
 @pytest.mark.parametrize(
