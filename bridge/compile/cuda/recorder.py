@@ -42,8 +42,8 @@ _RECORDING = free_in_children(threading.RLock())
 """Held while a stream is captured."""
 
 BRANCHES = 1
-"""Streams that a recording uses at most; each has memory of its own that products work in. With 3, small steps take 0.85
-to 0.96 of the GPU time; off while a crash of a T5's test in a whole run is not explained."""
+"""Streams that a recording uses at most; each has memory of its own that products work in. With 3, small steps take
+0.85 to 0.96 of the GPU time; off while a crash of a T5's test in a whole run is not explained."""
 
 _GROWTH = 1.5
 """Of a block that a stream's recordings share, where a larger one takes its place: earlier recordings keep theirs, and
