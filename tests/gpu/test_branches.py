@@ -16,7 +16,7 @@ from tests.gpu.marks import ON_A_GPU
 pytestmark = ON_A_GPU
 
 
-def steps(name, dtype, count=12):
+def steps(name, dtype, count=16):
     """Results and gradients of several steps."""
     make, sample = LAYERS[name]
     torch.manual_seed(0)

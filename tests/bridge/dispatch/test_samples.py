@@ -10,6 +10,7 @@ from torch import nn
 from bridge import UnsupportedModule, add_tvm_dispatch, examine, lower, stats
 from bridge.capture import normalize_sample
 from tests.bridge.compare import Call, assert_same, run
+from tests.device import DEVICE
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 Batch = collections.namedtuple("Batch", "x mask")
@@ -178,7 +179,7 @@ def test_a_first_call_that_gives_lazy_parameters_their_shapes_is_eagers():
     made = []
     for _ in range(2):
         torch.manual_seed(0)
-        made.append(nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Dropout(0.3)))
+        made.append(nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Dropout(0.3)).to(DEVICE))
     eager, module = made
     add_tvm_dispatch(module)
     for _ in range(3):
