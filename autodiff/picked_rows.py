@@ -15,7 +15,7 @@ from tvm.relax import op
 from autodiff.body import Binding, Body, on_functions
 from autodiff.constants import const, size, splat
 from autodiff.extents import Dim, from_tir, same, same_shape
-from autodiff.ir import Call, Expr, dtype, op_name, shape
+from autodiff.ir import Call, Expr, dtype, itemsize, op_name, shape
 from autodiff.normalization import cast, statistics_dtype
 from autodiff.rewrite import BodyScope, Scope, rewrite
 
@@ -94,8 +94,11 @@ class _Spelled(NamedTuple):
         return value if dtype(self.x) == dtype(wide) else op.astype(scope.emit(value), dtype(self.x))
 
     def picked(self, indices: Expr, scope: Scope) -> Expr:
-        """That of one element of each row."""
-        x = scope.emit(op.gather_elements(self.x, indices, self.axis), "log_softmax_picked")
+        """That of one element of each row; of rows that were widened, it is read as narrow as they are written."""
+        made = scope.definition(self.x)
+        is_widened = op_name(made) == "relax.astype" and itemsize(dtype(made.args[0])) < itemsize(dtype(self.x))
+        rows = made.args[0] if is_widened else self.x
+        x = scope.emit(op.gather_elements(rows, indices, self.axis), "log_softmax_picked")
         return self.of_elements(cast(x, dtype(self.wide), scope, "log_softmax_picked_wide"), scope)
 
 

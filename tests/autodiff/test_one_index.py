@@ -69,6 +69,19 @@ def test_a_loss_keeps_two_numbers_of_a_row(all_are_read, dtype):
     assert "R.nn.log_softmax" not in str(lowered.forward) and "R.sum" not in str(lowered.backward)
 
 
+def test_of_widened_rows_one_number_is_read_narrow():
+    """As under autocast: a bfloat16 product, whose cross-entropy is computed in float32."""
+
+    class Widened(torch.nn.Module):
+        def forward(self, x, index):
+            return F.cross_entropy((x * 2).float(), index)
+
+    lowered = lower(Widened(), (torch.randn(5, 7, requires_grad=True, dtype=torch.bfloat16), torch.randint(0, 7, (5,))))
+    lowered.check()
+    (gather,) = [line for line in str(lowered.forward).splitlines() if "R.gather_elements(" in line]
+    assert 'R.Tensor((5, 1), dtype="bfloat16")' in gather
+
+
 def captures(lowered):
     return results(lowered.forward)[lowered.num_results :]
 
