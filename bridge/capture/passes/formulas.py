@@ -19,7 +19,7 @@ from bridge.base.torch_cuda import read_settings
 from bridge.base.torch_internals import FakeTensor, FakeTensorMode, pytree
 from bridge.state import constant_key
 
-__all__ = ["Formula", "clear_formulas", "known_formula", "remember_formula"]
+__all__ = ["Formula", "clear_formulas", "decomposition_settings", "known_formula", "remember_formula"]
 
 _MOST = 4096
 """Formulas that are kept; a large model has a few hundred."""
@@ -63,21 +63,21 @@ def clear_formulas() -> None:
     _KNOWN.clear()
 
 
-def known_formula(node: fx.Node, kind: tuple) -> Formula | None:
+def known_formula(node: fx.Node, key: tuple) -> Formula | None:
     """What a call of this kind was decomposed to before, with fake tensors like the node's; ``None`` if none was.
 
     Args:
         node: the call.
-        kind: of :func:`bridge.capture.passes.kinds.kind_key`.
+        key: its :func:`bridge.capture.passes.kinds.kind_key`, and :func:`decomposition_settings`.
     """
-    found = _KNOWN.get((kind, _settings())) if _is_kept(node) else None
+    found = _KNOWN.get(key) if _is_kept(node) else None
     if found is None:
         return None
     mode = _leaves(node.meta["val"])[0].fake_mode
     return _copied(found, lambda value: _mapped(value, _Layout, lambda layout: layout.made(mode)))
 
 
-def remember_formula(node: fx.Node, kind: tuple, formula: Formula) -> None:
+def remember_formula(node: fx.Node, key: tuple, formula: Formula) -> None:
     """Keeps what a call was decomposed to, if it can be kept."""
     if not _is_kept(node):
         return
@@ -86,10 +86,10 @@ def remember_formula(node: fx.Node, kind: tuple, formula: Formula) -> None:
     if any(not _is_plain(value) or value.requires_grad for value in made):
         return
     if all(nodes.issuperset(call.all_input_nodes) for call in formula.calls):
-        _KNOWN.put((kind, _settings()), _copied(formula, lambda value: _mapped(value, FakeTensor, _layout)))
+        _KNOWN.put(key, _copied(formula, lambda value: _mapped(value, FakeTensor, _layout)))
 
 
-def _settings() -> tuple[Any, ...]:
+def decomposition_settings() -> tuple[Any, ...]:
     """What a decomposition may ask of torch beside its arguments."""
     return (
         torch.get_default_dtype(),

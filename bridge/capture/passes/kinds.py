@@ -34,7 +34,7 @@ from torch.export.graph_signature import (
 from bridge.base.torch_internals import FakeTensor, FakeTensorMode, OpOverload, aten, pytree, schema
 from bridge.base.torch_shapes import environment, expression, fixed, is_decided
 from bridge.capture.loops.operators import MARKS
-from bridge.capture.passes.formulas import Formula, known_formula, remember_formula
+from bridge.capture.passes.formulas import Formula, decomposition_settings, known_formula, remember_formula
 from bridge.capture.passes.size_nodes import NoSizeNodeError, SizeNodes, is_of_sizes
 from bridge.state import constant_key
 
@@ -83,7 +83,8 @@ def _formulas(
     kinds: Sequence[_Kind], exported: ExportedProgram, decompose: Callable[[ExportedProgram], ExportedProgram]
 ) -> dict[_Kind, Formula] | None:
     """What each kind decomposes to, as this process knows or finds now; ``None`` as for :func:`_decomposed`."""
-    keys = {kind: kind_key(kind.node) for kind in kinds}
+    settings = decomposition_settings()
+    keys = {kind: (kind_key(kind.node), settings) for kind in kinds}
     known = {kind: known_formula(kind.node, key) for kind, key in keys.items()}
     missing = [kind for kind, formula in known.items() if formula is None]
     if not missing:
