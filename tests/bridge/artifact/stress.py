@@ -2,6 +2,7 @@
 
     python -m tests.bridge.artifact.stress --kills 200
     python -m tests.bridge.artifact.stress --kills 25 --seed 3 --only looped --checks kills
+    python -m tests.bridge.artifact.stress --seconds 60 --only gpu --checks kills     # as many as that time allows
 
 After each kill every file of the cache is whole; what later processes compute has the bits of a process that found an
 empty cache. Works are those of :mod:`tests.bridge.artifact.works`; processes are forked, and compile nothing before.
@@ -10,6 +11,7 @@ empty cache. Works are those of :mod:`tests.bridge.artifact.works`; processes ar
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import resource
@@ -22,11 +24,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from bridge.artifact import DamagedError, read_artifact
 from bridge.compile.cpu import products
 from bridge.compile.schedule.products import GENERATED
 from tests.bridge.artifact.count_builds import forget_all, in_children
-from tests.bridge.artifact.works import WITHOUT_A_DISK, WORKS
+from tests.bridge.artifact.works import GPU, WITHOUT_A_DISK, WORKS
 
 __all__ = ["allowed_on_a_full_disk", "artifacts", "bits_on", "flip", "kill_at_random"]
 
@@ -75,8 +79,10 @@ def flip(path: Path, rng: random.Random) -> None:
     path.write_bytes(content)
 
 
-def kill_at_random(work: Work, count: int, rng: random.Random) -> Counter:
+def kill_at_random(work: Work, count: int, rng: random.Random, seconds: float = math.inf) -> Counter:
     """Kills so many processes at work; how often that left something unfinished, or a claim.
+
+    ``seconds``: after which no further one is killed; those since the last look at the bits are looked at, too.
 
     Raises:
         AssertionError: a file is not whole, or another process computes other bits.
@@ -89,9 +95,11 @@ def kill_at_random(work: Work, count: int, rng: random.Random) -> Counter:
         expected = bits_on(folder, work)
         whole_run = time.monotonic() - began
         folder = Path(scratch) / "killed"
-        while found["killed"] < count:
+        while found["killed"] < count and time.monotonic() - began < seconds:
             folder.mkdir()
             for _ in range(min(TURNS, count)):
+                if time.monotonic() - began > seconds:
+                    break
                 found["killed"] += _is_killed(rng.uniform(0, whole_run), folder, work)
                 for kind, paths in artifacts(folder).items():
                     for path in paths:
@@ -162,6 +170,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=200, help="of each work (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="for the kills of each work (default: any)")
     parser.add_argument("--flips", type=int, default=3, help="runs for each kind of file (default %(default)s)")
     parser.add_argument("--only", choices=list(WORKS), help="one of the works (default: all)")
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=CHECKS, help="(default: all)")
@@ -170,10 +179,11 @@ def main() -> None:
     rng = random.Random(options.seed)
     products.measured = lambda policy, product, ways: {GENERATED if GENERATED in ways else ways[0]: 1.0}
     for name, work in WORKS.items():
-        if options.only not in (None, name):
+        if options.only not in (None, name) or (name == GPU and not torch.cuda.device_count()):
             continue
         if "kills" in options.checks:
-            print(f"{name}, killed: the same bits, {dict(kill_at_random(work, options.kills, rng))}", flush=True)
+            found = kill_at_random(work, options.kills, rng, options.seconds)
+            print(f"{name}, killed: the same bits, {dict(found)}", flush=True)
         if "flips" in options.checks:
             print(f"{name}, flipped bits: the same bits, runs {dict(flipped(work, options.flips, rng))}", flush=True)
         if "disk" in options.checks:

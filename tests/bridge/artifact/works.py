@@ -17,7 +17,7 @@ from bridge.tune.search import Knob
 from bridge.tune.tuning import Means, tune_call
 from tests.bridge.artifact.count_builds import Block, digest
 
-__all__ = ["WITHOUT_A_DISK", "WORKS", "looped", "plain", "tuned"]
+__all__ = ["GPU", "WITHOUT_A_DISK", "WORKS", "looped", "on_gpu", "plain", "tuned"]
 
 
 class Cell(nn.Module):
@@ -42,7 +42,9 @@ def step(module: nn.Module, x: torch.Tensor) -> str:
     y.square().sum().backward()
     if not bridge.stats(module).hits:
         raise RuntimeError(f"not dispatched: {bridge.stats(module)}")
-    return digest([y, x.grad, *(each.grad for each in module.parameters()), *module.buffers(), torch.rand(3)])
+    draws = torch.rand(3, device=x.device)
+    left = [y, x.grad, *(each.grad for each in module.parameters()), *module.buffers(), draws]
+    return digest(each.cpu() for each in left)
 
 
 def plain(folder: Path) -> str:
@@ -91,6 +93,14 @@ def raced(one, other) -> list[tuple[float, float]]:
     return [tuple(seconds_of(each.entry.forward.backend.choices) for each in (one, other))] * 7
 
 
-WORKS: dict[str, Callable[[Path], str]] = {"plain": plain, "looped": looped, "tuned": tuned}
+def on_gpu(folder: Path) -> str:
+    """As :func:`plain` on a GPU, whose lowering and cubins are kept."""
+    torch.manual_seed(0)
+    module, x = Block().cuda(), torch.randn(48, 64).cuda()
+    return step(bridge.add_tvm_dispatch(module, x.clone().requires_grad_()), x)
+
+
+GPU = "gpu"
+WORKS: dict[str, Callable[[Path], str]] = {"plain": plain, "looped": looped, "tuned": tuned, GPU: on_gpu}
 WITHOUT_A_DISK = {tuned: untuned}
 """What a work computes where nothing can be kept, if that is another one."""
