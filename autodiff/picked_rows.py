@@ -41,7 +41,7 @@ def pick_rows(body: Body) -> None:
             parts = spelled[binding] = _Spelled.of(binding.value, scope)
             body.assign(binding, parts.of_elements(parts.wide, scope))
         elif binding in picks:
-            body.assign(binding, spelled[picks[binding]].picked(binding.value.args[1], scope))
+            body.assign(binding, _picked(binding, spelled[picks[binding]], scope))
         scope.bindings.append(binding)
         body.counts.rewrites += binding in sources or binding in picks
     body.finish(scope.bindings, {})
@@ -50,16 +50,36 @@ def pick_rows(body: Body) -> None:
 
 
 def _picks(body: Body) -> Iterator[tuple[Binding, Binding]]:
-    """Gathers of one number of each row of a log-softmax, and the log-softmax."""
+    """Gathers of one number of each row of a log-softmax, or of its casts, and the log-softmax."""
     for binding in body.bindings:
         if binding.op != "relax.gather_elements":
             continue
         source, axis = body.binding(binding.value.args[0]), int(binding.value.attrs.axis)
+        while source is not None and source.op == "relax.astype":  # autocast on a GPU casts the rows
+            source = body.binding(source.value.args[0])
         if source is None or source.op != "relax.nn.log_softmax":
             continue
         rank = len(shape(source.var))
         if axis % rank == int(source.value.attrs.axis) % rank and _is_one_of(shape(binding.var), source, axis % rank):
             yield binding, source
+
+
+def _picked(gather: Binding, rows: _Spelled, scope: Scope) -> Expr:
+    """What a gather gives: the one element, in the types that the log-softmax was cast to."""
+    x, indices = gather.value.args
+    element = rows.picked(indices, scope)
+    for wanted in _uncast(x, scope)[0]:
+        element = op.astype(scope.emit(element, "log_softmax_picked_one"), wanted)
+    return element
+
+
+def _uncast(value: Expr, scope: Scope) -> tuple[list[str], Expr]:
+    """The types of a chain of casts, the first one's first, and what they cast."""
+    types: list[str] = []
+    while op_name(made := scope.definition(value)) == "relax.astype":
+        types.insert(0, dtype(value))
+        value = made.args[0]
+    return types, value
 
 
 def _is_one_of(extents: Sequence[Dim], source: Binding, axis: int) -> bool:
@@ -95,11 +115,19 @@ class _Spelled(NamedTuple):
 
     def picked(self, indices: Expr, scope: Scope) -> Expr:
         """That of one element of each row; of rows that were widened, it is read as narrow as they are written."""
-        made = scope.definition(self.x)
-        is_widened = op_name(made) == "relax.astype" and itemsize(dtype(made.args[0])) < itemsize(dtype(self.x))
-        rows = made.args[0] if is_widened else self.x
-        x = scope.emit(op.gather_elements(rows, indices, self.axis), "log_softmax_picked")
+        x = scope.emit(op.gather_elements(_narrow(self.x, scope), indices, self.axis), "log_softmax_picked")
         return self.of_elements(cast(x, dtype(self.wide), scope, "log_softmax_picked_wide"), scope)
+
+
+def _narrow(x: Expr, scope: Scope) -> Expr:
+    """What was widened to ``x``, reshaped as that was; ``x`` itself if nothing was."""
+    made = scope.definition(x)
+    if op_name(made) == "relax.reshape":
+        wide = made.args[0]
+        source = _narrow(wide, scope)
+        return x if source.same_as(wide) else scope.emit(op.reshape(source, shape(x)), "log_softmax_narrow")
+    is_widened = op_name(made) == "relax.astype" and itemsize(dtype(made.args[0])) < itemsize(dtype(x))
+    return made.args[0] if is_widened else x
 
 
 def _sum_of_one(call: Call, scope: Scope) -> Expr | None:
@@ -108,9 +136,9 @@ def _sum_of_one(call: Call, scope: Scope) -> Expr | None:
     rank = len(shape(call.args[0]))
     if axes is None or len(axes) != 1:
         return None
-    axis, chosen, cast_to = int(axes[0]) % rank, scope.definition(call.args[0]), None
-    if op_name(chosen) == "relax.astype":
-        chosen, cast_to = scope.definition(chosen.args[0]), dtype(call)
+    axis = int(axes[0]) % rank
+    casts, uncast = _uncast(call.args[0], scope)
+    chosen = scope.definition(uncast)
     if op_name(chosen) != "relax.where" or splat(chosen.args[2], scope) != 0:
         return None
     condition, value, _ = chosen.args
@@ -127,8 +155,8 @@ def _sum_of_one(call: Call, scope: Scope) -> Expr | None:
     reached = scope.emit(op.greater_equal(index, const(0, index)), "reached")
     inside = scope.emit(op.logical_and(reached, scope.emit(op.less(index, behind), "not_behind")), "inside")
     found = scope.emit(op.where(inside, value, const(0, value)), "only")
-    if cast_to is not None:
-        found = scope.emit(op.astype(found, cast_to), "only_wide")
+    for wanted in casts:
+        found = cast(found, wanted, scope, "only_cast")
     return found if same_shape(shape(call), rows) else op.reshape(found, shape(call))
 
 

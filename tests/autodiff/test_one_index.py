@@ -43,24 +43,29 @@ def test_several_are_added_up():
 
 
 class Rows(torch.nn.Module):
-    """Log-softmax along an axis, of which one number is read by others, or all."""
+    """Log-softmax along an axis, of which one number is read by others, or all; cast between, as autocast on a GPU
+    does."""
 
-    def __init__(self, all_are_read: bool):
+    def __init__(self, all_are_read: bool, cast: torch.dtype | None = None):
         super().__init__()
-        self.all_are_read = all_are_read
+        self.all_are_read, self.cast = all_are_read, cast
 
     def forward(self, x, index):
         y = F.log_softmax(x, 1)
-        loss = F.nll_loss(y, index, ignore_index=1)
+        loss = F.nll_loss(y if self.cast is None else y.to(self.cast), index, ignore_index=1)
         return (loss, y) if self.all_are_read else loss
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "cast"),
+    [(torch.float64, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)],
+    ids=["float64", "bfloat16", "bfloat16 to float32"],
+)
 @pytest.mark.parametrize("all_are_read", [False, True])
-def test_a_loss_keeps_two_numbers_of_a_row(all_are_read, dtype):
+def test_a_loss_keeps_two_numbers_of_a_row(all_are_read, dtype, cast):
     """Unless its user wants them, its forward writes no rows; its backward sums none."""
     x = torch.randn(2, 7, 3, 2, requires_grad=True, dtype=dtype)
-    lowered = lower(Rows(all_are_read), (x, torch.randint(0, 7, (2, 3, 2))))
+    lowered = lower(Rows(all_are_read, cast), (x, torch.randint(0, 7, (2, 3, 2))))
     lowered.check()
     if all_are_read:
         return
@@ -74,9 +79,10 @@ def test_of_widened_rows_one_number_is_read_narrow():
 
     class Widened(torch.nn.Module):
         def forward(self, x, index):
-            return F.cross_entropy((x * 2).float(), index)
+            return F.cross_entropy((x * 2).float().view(5, 7), index)
 
-    lowered = lower(Widened(), (torch.randn(5, 7, requires_grad=True, dtype=torch.bfloat16), torch.randint(0, 7, (5,))))
+    x = torch.randn(5, 1, 7, requires_grad=True, dtype=torch.bfloat16)
+    lowered = lower(Widened(), (x, torch.randint(0, 7, (5,))))
     lowered.check()
     (gather,) = [line for line in str(lowered.forward).splitlines() if "R.gather_elements(" in line]
     assert 'R.Tensor((5, 1), dtype="bfloat16")' in gather
