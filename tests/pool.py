@@ -6,9 +6,12 @@ import multiprocessing
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from typing import Any
+
+from tests.device import DEVICE
 
 __all__ = ["run_pool"]
 
@@ -23,8 +26,10 @@ it."""
 class _Worker:
     """A process that serves cases; it is replaced after a crash, a case that took too long, or its last result."""
 
-    def __init__(self, serve: Serve, failed: Callable, ends: Callable[[Any], bool], seconds: float):
-        self.serve, self.failed, self.ends, self.seconds = serve, failed, ends, seconds
+    def __init__(
+        self, context: BaseContext, serve: Serve, failed: Callable, ends: Callable[[Any], bool], seconds: float
+    ):
+        self.context, self.serve, self.failed, self.ends, self.seconds = context, serve, failed, ends, seconds
         self.process = None
 
     def run(self, case: Any) -> Any:
@@ -48,9 +53,8 @@ class _Worker:
         return self.failed(case, reason, time.perf_counter() - start)
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, remote = context.Pipe()
-        self.process = context.Process(target=self.serve, args=(remote,), daemon=True)
+        self.connection, remote = self.context.Pipe()
+        self.process = self.context.Process(target=self.serve, args=(remote,), daemon=True)
         self.process.start()
         remote.close()
         if not self.connection.poll(START_SECONDS):
@@ -75,6 +79,7 @@ def run_pool(
     ends: Callable[[Any], bool] = lambda result: False,
     jobs: int = 1,
     seconds: float = 120.0,
+    imports: Sequence[str] = (),
 ) -> None:
     """Runs every case in one of ``jobs`` processes; ``report`` is called with each result, one at a time.
 
@@ -82,6 +87,8 @@ def run_pool(
         failed: a case, why it has no result, seconds that it took → the result of one whose process died.
         ends: whether the process that made this result can make no other.
         seconds: for each case.
+        imports: modules that one process imports, of which all others are forks: seconds for each on a busy machine.
+            Without them, and on a GPU, which a fork cannot use, each starts by itself.
 
     Raises:
         TimeoutError: a process could not be started; the remaining cases are not run.
@@ -89,11 +96,14 @@ def run_pool(
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
     for case in cases:
         waiting.put(case)
+    context = multiprocessing.get_context("forkserver" if imports and DEVICE.type == "cpu" else "spawn")
+    if context.get_start_method() == "forkserver":
+        context.set_forkserver_preload([*imports])
     lock = threading.Lock()
     failures: list[TimeoutError] = []
 
     def work() -> None:
-        worker = _Worker(serve, failed, ends, seconds)
+        worker = _Worker(context, serve, failed, ends, seconds)
         try:
             while not failures:
                 result = worker.run(waiting.get_nowait())

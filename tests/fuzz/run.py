@@ -53,6 +53,7 @@ def run_seeds(
         ends=lambda result: result[1].lost,
         jobs=jobs,
         seconds=seconds,
+        imports=["tests.fuzz.check"],
     )
 
 

@@ -58,4 +58,12 @@ def run_cases(
     Raises:
         TimeoutError: a worker could not be started; the remaining cases are not run.
     """
-    run_pool(names, partial(serve, settings), report, failed=_failed, jobs=jobs, seconds=settings.seconds_per_case)
+    run_pool(
+        names,
+        partial(serve, settings),
+        report,
+        failed=_failed,
+        jobs=jobs,
+        seconds=settings.seconds_per_case,
+        imports=[SUITES[settings.suite]],
+    )

@@ -24,7 +24,7 @@ from tests.sweep.models import MODELS, Case
 __all__ = ["MODELS", "names", "run_case", "table"]
 
 RTOL = 1e-9
-STEPS = 5
+STEPS = 20
 
 
 def names() -> list[str]:

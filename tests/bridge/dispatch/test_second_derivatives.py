@@ -141,6 +141,22 @@ def test_an_inner_step_of_gradient_descent(functional):
 
 
 @pytest.mark.composes("`create_graph=True`: gradient penalties, PINNs, MAML, Hessian-vector products")
+def test_training_with_products_with_the_hessian():
+    """Hutchinson's estimate of the trace of the Hessian by the parameters as a penalty."""
+
+    def step(network):
+        weights = [*network.parameters()]
+        loss = network(numbers(7, 6)).sin().square().mean()
+        slope = torch.autograd.grad(loss, weights, create_graph=True)
+        signs = [torch.randn_like(weight).sign() for weight in weights]
+        product = torch.autograd.grad(slope, weights, signs, create_graph=True)
+        return loss + 0.1 * sum((sign * each).sum() for sign, each in zip(signs, product, strict=True))
+
+    found = stats(trained_alike(MLP(dropout=0.2), numbers(7, 6), step))
+    assert found.hits == STEPS and found.eager_backwards.total() == 2 * STEPS
+
+
+@pytest.mark.composes("`create_graph=True`: gradient penalties, PINNs, MAML, Hessian-vector products")
 def test_products_with_a_hessian_and_derivatives_of_any_order():
     dispatched, eager = pair(MLP(), rows())
     x, v = rows(), rows(5).detach()
