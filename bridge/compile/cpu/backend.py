@@ -24,6 +24,7 @@ from bridge.compile.cpu.limits import ALTERNATIVES, LIMITS, ORDER
 from bridge.compile.cpu.loops import generate
 from bridge.compile.cpu.product_ways import Multiply
 from bridge.compile.cpu.products import CpuProducts, generated_types
+from bridge.compile.cpu.step_driver import step_driver
 from bridge.compile.loop_ir.product import ProductPlan
 from bridge.compile.runtime.build import build_kernels
 from bridge.compile.runtime.executor import Executor
@@ -154,7 +155,7 @@ class CpuBackend(Backend):
     def executor(self, program: Program) -> Executor:
         # A new thread's OpenMP setting becomes torch's when torch is first asked in it.
         parts = (program.name, program.steps, program.layout, program.constants, program.code)
-        return Executor(*parts, device=self.device, prepare=torch.get_num_threads)
+        return Executor(*parts, device=self.device, prepare=torch.get_num_threads, drive=step_driver())
 
     def launches(self, function: PrimFunc, scalars: Sequence[int]) -> tuple[str, ...]:
         return ()

@@ -29,7 +29,7 @@ from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.emit import stack_buffer
 from bridge.compile.loop_ir.access import Argument
 
-__all__ = ["CONNECT", "connect_function", "if_worth", "launcher"]
+__all__ = ["CONNECT", "connect_function", "if_worth", "launcher", "module_of"]
 
 _LOG = channel("compile")
 
@@ -120,14 +120,19 @@ def _launcher_module() -> tvm.runtime.Module | None:
     if not all(hasattr(symbols, name) for name in _OPENMP):
         _LOG.info("torch's process has no OpenMP run time with GOMP_parallel: kernels run on TVM's own threads")
         return None
+    return module_of(_LAUNCHER, "threads")
+
+
+def module_of(functions: str, name: str) -> tvm.runtime.Module | None:
+    """LLVM's text of functions, built; ``None`` where no file can be written."""
     # An empty module's text starts with the data layout and the target that the loader wants.
-    head = tvm.get_global_func("codegen.LLVMModuleCreate")("llvm", "threads").inspect_source("ll")
+    head = tvm.get_global_func("codegen.LLVMModuleCreate")("llvm", name).inspect_source("ll")
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "threads.ll"
+        path = Path(folder) / f"{name}.ll"
         try:
-            path.write_text(head + _LAUNCHER)
+            path.write_text(head + functions)
         except OSError as error:  # a full disk
-            _LOG.warning("kernels run on TVM's own threads: %s", error)
+            _LOG.warning("%s: TVM's own way, or Python's: %s", name, error)
             return None
         return tvm.runtime.load_module(str(path))
 

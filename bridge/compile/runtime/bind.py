@@ -11,6 +11,7 @@ import torch
 from bridge.base.devices import HOST
 from bridge.compile.runtime.instructions import CallLibrary, Launch, View
 from bridge.compile.runtime.loop import loop_action
+from bridge.compile.runtime.loop_frame import Drive, LoopFrames, is_framed
 from bridge.compile.runtime.loop_step import Instruction, Loop
 from bridge.library import FUNCTIONS, OUT_KERNELS, invoke
 
@@ -24,9 +25,11 @@ Arrays = dict[tuple[int, ...], tuple[torch.Tensor, ctypes.c_void_p]]
 """Integers as int64 in memory, and where that is."""
 
 
-def bind(instruction: Instruction, functions: Mapping[str, Callable], arrays: Arrays) -> Action:
+def bind(
+    instruction: Instruction, functions: Mapping[str, Callable], arrays: Arrays, drive: Drive | None = None
+) -> Action:
     """The action of an instruction; ``functions`` are the program's kernels by name, ``arrays`` what its launches pass,
-    one for all that pass the same.
+    one for all that pass the same; ``drive`` runs the steps of loops.
 
     ``KeyError`` for a kernel that is in neither ``functions`` nor :mod:`bridge.library`.
     """
@@ -36,12 +39,23 @@ def bind(instruction: Instruction, functions: Mapping[str, Callable], arrays: Ar
         case CallLibrary():
             return _library(instruction)
         case Loop():
-            actions = [bind(step, functions, arrays) for step in instruction.steps]
-            return loop_action(instruction, actions, [bind(view, {}, {}) for view in instruction.layout.views])
+            actions = [bind(step, functions, arrays, drive) for step in instruction.steps]
+            views = [bind(view, {}, {}) for view in instruction.layout.views]
+            return loop_action(instruction, actions, views, _frames(instruction, functions, arrays, drive))
         case Launch(offsets=None):
             return _launch(instruction, functions[instruction.name], arrays)
         case Launch():
             return _launch_at_addresses(instruction, functions[instruction.name], arrays)
+
+
+def _frames(loop: Loop, functions: Mapping[str, Callable], arrays: Arrays, drive: Drive | None) -> LoopFrames | None:
+    """What runs a loop's launches by a driver; ``None`` if there is none, or they are not all."""
+    launches = [step for step in loop.steps if isinstance(step, Launch)]
+    found = [(launch, functions[launch.name]) for launch in launches]
+    if drive is None or not is_framed(found) or any(not isinstance(step, (Launch, View)) for step in loop.steps):
+        return None
+    integers = [_array(launch.scalars, arrays)[1].value if launch.scalars else None for launch in launches]
+    return LoopFrames([(*each, number) for each, number in zip(found, integers, strict=True)], drive)
 
 
 def last_uses(instructions: Sequence[Instruction], kept: Collection[int]) -> list[tuple[int, ...]]:

@@ -21,6 +21,7 @@ from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.bind import Arrays, bind, last_uses
 from bridge.compile.runtime.forms import InputForms
 from bridge.compile.runtime.layout import Layout
+from bridge.compile.runtime.loop_frame import Drive
 from bridge.compile.runtime.loop_step import Instruction
 from bridge.compile.runtime.pool import ARENAS, ArenaPool, Block
 
@@ -39,6 +40,7 @@ class Executor:
         prepare: called before each run, in the thread that runs.
         empty: shape, strides, element type → memory of a result.
         pool: of blocks on the device; the host's unless given.
+        drive: runs the steps of loops.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Executor:
         prepare: Callable[[], object],
         empty: Callable[..., torch.Tensor] = empty_strided,
         pool: ArenaPool | None = None,
+        drive: Drive | None = None,
     ):
         self.name = name
         self._prepare = prepare
@@ -63,7 +66,7 @@ class Executor:
         functions = {kernel: built.function for kernel, built in code.items()}
         kept = {*layout.filled, *(slot for slot, _ in constants), *layout.results}
         arrays: Arrays = {}
-        actions = [bind(step, functions, arrays) for step in steps]
+        actions = [bind(step, functions, arrays, drive) for step in steps]
         self.actions = tuple(zip(actions, last_uses(steps, kept), strict=True))
         self._static_views = [bind(view, {}, {}) for view in layout.views]
         self._forms = InputForms(name, layout.params, device)

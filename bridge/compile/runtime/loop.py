@@ -4,6 +4,9 @@ A part of a tensor with the steps in front is a view, and a kernel of the body w
 that it is. A carry that is such a part is read from there in the next step; another one is written by turns into two
 places, so that no step writes what it reads.
 
+Where the backend has a driver and the body is kernels alone, Python runs the first step and the driver the others: then
+what is put into a slot is an address, see :mod:`bridge.compile.runtime.loop_frame`.
+
 Kernels on a GPU read vectors of 16 bytes. Where parts do not all begin at a multiple of that, they are those of a copy
 with gaps between them: one copy for all steps.
 """
@@ -11,7 +14,7 @@ with gaps between them: one copy for all steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 
 import torch
@@ -21,12 +24,16 @@ from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.arena import ALIGNMENT
 from bridge.compile.runtime.instructions import View
 from bridge.compile.runtime.layout import Layout, Register
-from bridge.compile.runtime.loop_step import Loop
+from bridge.compile.runtime.loop_frame import Addresses, LoopFrames
+from bridge.compile.runtime.loop_step import Instruction, Loop
 from bridge.library import ALIGNMENT as ACCESS
 
 __all__ = ["loop_action", "scratch_bytes"]
 
 Action = Callable[[list], None]
+
+_FEWEST_DRIVEN = 4
+"""Steps from which on a loop is worth a frame."""
 
 
 def scratch_bytes(layout: Layout, carries: int) -> int:
@@ -38,9 +45,12 @@ def _aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-def loop_action(loop: Loop, actions: Sequence[Action], views: Sequence[Action]) -> Action:
-    """What runs a loop; ``actions`` are those of its steps, ``views`` make the views that stay the same."""
-    return _LoopAction(loop, actions, views)
+def loop_action(
+    loop: Loop, actions: Sequence[Action], views: Sequence[Action], frames: LoopFrames | None = None
+) -> Action:
+    """What runs a loop; ``actions`` are those of its steps, ``views`` make the views that stay the same, ``frames`` run
+    its launches where they are all that it does."""
+    return _LoopAction(loop, actions, views, frames)
 
 
 class _LoopAction:
@@ -49,7 +59,9 @@ class _LoopAction:
     Where a result is a view of all of a tensor that a kernel writes, in its order, that tensor is the y's part.
     """
 
-    def __init__(self, loop: Loop, actions: Sequence[Action], views: Sequence[Action]):
+    def __init__(
+        self, loop: Loop, actions: Sequence[Action], views: Sequence[Action], frames: LoopFrames | None = None
+    ):
         self._loop, layout, carries = loop, loop.layout, loop.carries
         slots = [param.slot for param in layout.params]
         self._carried = slots[:carries]
@@ -81,12 +93,17 @@ class _LoopAction:
         self._unplaced = [
             register for register in layout.fresh if register.slot not in taken
         ]  # of which results are views
-        self._first, self._actions = self._in_order(actions, views)
+        self._following = dict((self._carried[carry], slot) for carry, slot in (*self._turns, *self._kept))
+        self._first, self._actions, each = self._in_order(actions, views)
+        self._views = {step.writes[0]: step for step, _ in each if isinstance(step, View)}
+        self._each_view = [action for step, action in each if isinstance(step, View)]
+        self._frames = None if self._copied or self._moved or loop.length < _FEWEST_DRIVEN else frames
 
     def _in_order(
         self, actions: Sequence[Action], views: Sequence[Action]
-    ) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
-        """What is done before the first step, and at each; views that nobody looks at are not made."""
+    ) -> tuple[tuple[Action, ...], tuple[Action, ...], list[tuple[Instruction, Action]]]:
+        """What is done before the first step, and at each, then with the instructions; views that nobody looks at are
+        not made."""
         steps = self._loop.steps
         looked_at = {slot for step in steps for slot in step.reads}
         looked_at.update(slot for _, slot in (*self._copied, *self._kept, *self._turns, *self._moved))
@@ -98,11 +115,11 @@ class _LoopAction:
                 fixed.add(step.writes[0])
                 first.append(action)
             else:
-                each.append(action)
-        return tuple(first), tuple(each)
+                each.append((step, action))
+        return tuple(first), tuple(action for _, action in each), each
 
     def __call__(self, registers: list) -> None:
-        loop, layout, actions = self._loop, self._loop.layout, self._actions
+        loop, layout = self._loop, self._loop.layout
         *outs, scratch = [registers[slot] for slot in loop.writes]
         given = [registers[slot] for slot in loop.reads]
         carries, xs = loop.carries, loop.xs
@@ -118,14 +135,41 @@ class _LoopAction:
             body[register.slot] = torch.empty(register.shape, dtype=register.torch_dtype, device=scratch.device)
         places = self._places(scratch)
         stacks = [_apart(out) for out in outs[carries:]]
-        taken = {slot: self._steps_of(_filled_apart(given[carries + x])) for x, slot in self._parts}
-        taken |= {each.slot: self._steps_of(_shaped(stacks[y], each.shape)) for y, each in self._written}
+        wholes = {slot: _filled_apart(given[carries + x]) for x, slot in self._parts}
+        wholes |= {each.slot: _shaped(stacks[y], each.shape) for y, each in self._written}
+        if self._frames is None:
+            self._run_steps(body, wholes, places, stacks)
+        else:
+            self._drive_steps(self._frames, body, wholes, {slot: places[carry] for carry, slot in self._turns})
+        for out, slot in zip(outs, self._carried, strict=False):
+            out.copy_(body[slot])
+        for out, stack in zip(outs[carries:], stacks, strict=True):
+            if stack is not out:
+                out.copy_(stack)
+
+    def _run_steps(
+        self,
+        body: list,
+        wholes: Mapping[int, torch.Tensor],
+        places: Sequence[Sequence[torch.Tensor]],
+        stacks: Sequence[torch.Tensor],
+    ) -> None:
+        """All steps, one action after the other.
+
+        Args:
+            body: registers, all that is not a step's own filled.
+            wholes: by slot, the tensors of which each step reads or writes a part.
+            places: two of each carry.
+            stacks: the ys.
+        """
+        actions = self._actions
+        taken = {slot: self._steps_of(whole) for slot, whole in wholes.items()}
         taken |= {slot: cycle(places[carry]) for carry, slot in self._turns}
         copied = [(slot, iter(self._steps_of(stacks[y]))) for y, slot in self._copied]
         moved = [(carry, slot, cycle(places[carry])) for carry, slot in self._moved]
         lying = [(self._carried[carry], slot) for carry, slot in (*self._turns, *self._kept)]
         slots = tuple(taken)
-        for _, *row in zip(range(loop.length), *taken.values(), strict=False):
+        for _, *row in zip(range(self._loop.length), *taken.values(), strict=False):
             for slot, tensor in zip(slots, row, strict=True):
                 body[slot] = tensor
             for act in actions:
@@ -137,11 +181,68 @@ class _LoopAction:
                 following.append((self._carried[carry], next(targets).copy_(body[slot])))
             for carried, tensor in following:
                 body[carried] = tensor
-        for out, slot in zip(outs, self._carried, strict=False):
-            out.copy_(body[slot])
-        for out, stack in zip(outs[carries:], stacks, strict=True):
-            if stack is not out:
-                out.copy_(stack)
+
+    def _drive_steps(
+        self,
+        frames: LoopFrames,
+        body: list,
+        wholes: Mapping[int, torch.Tensor],
+        turns: Mapping[int, Sequence[torch.Tensor]],
+    ) -> None:
+        """The first step by its actions, the others by a driver; ``turns``: the places of carries, by slot."""
+        order = range(self._loop.length)[:: -1 if self._loop.reverse else 1]
+        for step in (0, -1):
+            for slot, whole in wholes.items():
+                body[slot] = whole[order[step]]
+            for slot, pair in turns.items():
+                body[slot] = pair[(len(order) - 1) % 2 if step else 0]
+            if step == 0:
+                for act in self._actions:
+                    act(body)
+                frames.run(len(order) - 1, body, self._addresses(frames.slots, body, wholes, turns))
+            else:
+                for make_view in self._each_view:
+                    make_view(body)
+        last = [(carry, body[slot]) for carry, slot in self._following.items()]
+        for carry, tensor in last:
+            body[carry] = tensor
+
+    def _addresses(
+        self,
+        slots: Sequence[int],
+        body: Sequence,
+        wholes: Mapping[int, torch.Tensor],
+        turns: Mapping[int, Sequence[torch.Tensor]],
+    ) -> dict[int, Addresses]:
+        """Where these lie, step by step."""
+        found: dict[int, Addresses] = {}
+
+        def address(slot: int) -> Addresses:
+            if slot not in found:
+                found[slot] = make(slot)
+            return found[slot]
+
+        def make(slot: int) -> Addresses:
+            if slot in wholes:
+                whole = wholes[slot]
+                step = whole.stride(0) * whole.element_size()
+                begin = whole.data_ptr()
+                if self._loop.reverse:
+                    begin, step = begin + (len(whole) - 1) * step, -step
+                return Addresses(begin, begin + step, begin + 2 * step, 2 * step)
+            if slot in turns:
+                here, there = (place.data_ptr() for place in turns[slot])
+                return Addresses(here, there, here, 0)
+            if slot in self._following:
+                before = address(self._following[slot])
+                return Addresses(body[slot].data_ptr(), before.first, before.second, before.added)
+            if slot in self._views:
+                view = self._views[slot]
+                return address(view.reads[0]).behind(view.offset * body[slot].element_size())
+            here = body[slot].data_ptr()
+            return Addresses(here, here, here, 0)
+
+        return {slot: address(slot) for slot in slots}
 
     def _steps_of(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
         """The parts of a tensor with the steps in front, in the order of the steps."""
