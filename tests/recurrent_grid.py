@@ -21,6 +21,7 @@ from bridge import UnsupportedModule, stats
 from bridge.capture.loops import attempt
 from tests.bridge.compare import check_module
 from tests.device import DEVICE, factories_on
+from tests.odd_cells import AttentiveRNN, ConvLSTM, MambaBlock, NeuralODE, ZoneoutLSTM
 
 __all__ = ["NETWORKS", "main"]
 
@@ -55,6 +56,11 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "GRU by hand": lambda: GRU(WIDTH),
     "selective scan": lambda: SelectiveScan(WIDTH),
     "dropout in the step": lambda: Dropping(WIDTH),
+    "zoneout by a mask": lambda: ZoneoutLSTM(WIDTH),
+    "attention over past states": lambda: AttentiveRNN(WIDTH),
+    "ODE by Runge-Kutta": lambda: NeuralODE(WIDTH),
+    "conv-LSTM": lambda: ConvLSTM(WIDTH),
+    "Mamba block": lambda: MambaBlock(WIDTH),
     **{f"nn.{kind.__name__}": partial(_layer, kind) for kind in (nn.LSTM, nn.GRU, nn.RNN)},
     **{
         f"nn.{kind.__name__}, two layers, both ways": partial(_layer, kind, num_layers=2, bidirectional=True)

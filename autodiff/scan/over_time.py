@@ -72,7 +72,8 @@ class Sums:
         if name in ("relax.reshape", "relax.add") or (name == "relax.permute_dims" and len(shape(value)) == 2):
             if name == "relax.add" and len({tuple(shape(arg)) for arg in (value, *call.args)}) > 1:
                 return None
-            parts = [self.factors(arg, any_sum) for arg in call.args if name == "relax.add" or arg is call.args[0]]
+            args = call.args[:] if name == "relax.add" else call.args[:1]
+            parts = [self.factors(arg, any_sum) for arg in args]
             return None if None in parts else [each for part in parts for each in part]
         return None
 

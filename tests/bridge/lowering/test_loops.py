@@ -108,6 +108,21 @@ class StateSpace(nn.Module):
         return torch.stack(ys, 1)
 
 
+class Peephole(nn.Module):
+    """Channels in the middle have a factor each: its gradient is a sum over the axes around them."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.linspace(-0.5, 0.5, 3).view(3, 1))
+
+    def forward(self, x):
+        h, hs = x[:, 0], []
+        for part in x.unbind(1):
+            h = torch.tanh(part + self.factor * h)
+            hs.append(h)
+        return torch.stack(hs, 1)
+
+
 class Solver(nn.Module):
     """Steps of a differential equation, in two depths."""
 
@@ -195,6 +210,7 @@ MODULES = {
     "both ways": (BothWays, sequences(2, 7, 3), 3),
     "dropout": (Dropped, sequences(7, 2, 3), 1),
     "state space": (StateSpace, sequences(2, 7, 3), 1),
+    "peephole": (Peephole, sequences(2, 7, 3, 2), 1),
     "solver": (Solver, sequences(2, 4), 1),
     "two back": (TwoBack, sequences(2, 4), 1),
     "truncated": (Truncated, sequences(7, 2, 3), 1),
