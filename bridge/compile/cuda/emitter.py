@@ -82,6 +82,8 @@ class CudaEmitter(Emitter):
         return self.cast(value, dtype)
 
     def rounded(self, value: Expr, dtype: str) -> Expr:
+        if dtype == "bfloat16":
+            return tirx.call_pure_extern("float32", "bridge_round_bfloat16", value)
         return self.loaded(self.stored(value, dtype), dtype)
 
     def larger(self, a: Expr, b: Expr) -> Expr:

@@ -43,6 +43,16 @@ BRIDGE unsigned short bridge_to_bfloat16(float x) {
   return (unsigned short)(x != x ? 0x7fffu : up >> 16);
 #endif
 }
+// rounded to bfloat16: its bits are the upper ones of a float's
+BRIDGE float bridge_round_bfloat16(float x) {
+#if __CUDA_ARCH__ >= 800
+  unsigned int y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(x), "f"(0.0f));
+  return __int_as_float((int)y);
+#else
+  return bridge_from_bfloat16(bridge_to_bfloat16(x));
+#endif
+}
 BRIDGE unsigned long long bridge_mul_wide(unsigned int a, unsigned int b) {
   unsigned long long y;
   asm("mul.wide.u32 %0, %1, %2;" : "=l"(y) : "r"(a), "r"(b));
