@@ -130,6 +130,10 @@ class Emitter:
         """The smaller floating point number; nan if either is nan."""
         return self.select(tirx.Or(a < b, different(a, a)), a, b)
 
+    def reciprocal(self, x: Expr) -> Expr:
+        """``1 / x`` of numbers that are 1 or larger, and of nan."""
+        return self.const(1.0, element_type(x)) / x
+
     def wide_product(self, a: Expr, b: Expr) -> Expr:
         """All 64 bits of the product of two uint32."""
         return tirx.Mul(self.cast(a, "uint64"), self.cast(b, "uint64"))

@@ -172,7 +172,7 @@ def erf(e: Emitter, x: Expr) -> Expr:
 def sigmoid(e: Emitter, x: Expr) -> Expr:
     """``1 / (1 + exp(-x))``."""
     one = e.const(1.0, element_type(x))
-    return e.bind(one / (one + exp(e, e.const(-1.0, element_type(x)) * x)))
+    return e.bind(e.reciprocal(one + exp(e, e.const(-1.0, element_type(x)) * x)))
 
 
 def log1p(e: Emitter, x: Expr) -> Expr:

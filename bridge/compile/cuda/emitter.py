@@ -96,6 +96,12 @@ class CudaEmitter(Emitter):
         """One instruction, the same bits in either order."""
         return tirx.call_pure_extern(element_type(a), name, a, b)
 
+    def reciprocal(self, x: Expr) -> Expr:
+        """Correctly rounded but for denormal results, by Newton's method."""
+        if element_type(x) != "float32":
+            return super().reciprocal(x)
+        return tirx.call_pure_extern("float32", "bridge_reciprocal", x)
+
     def wide_product(self, a: Expr, b: Expr) -> Expr:
         """By name: of a product of 64 bits, the compiler adds the upper halves, which are zero."""
         return tirx.call_pure_extern("uint64", "bridge_mul_wide", a, b)

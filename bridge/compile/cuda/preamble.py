@@ -53,6 +53,12 @@ BRIDGE float bridge_round_bfloat16(float x) {
   return bridge_from_bfloat16(bridge_to_bfloat16(x));
 #endif
 }
+// 1 / x of x >= 1, or nan: without the branch that a quotient takes for numbers which this has not
+BRIDGE float bridge_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return x < __int_as_float(0x7f800000) ? __fmaf_rn(y, __fmaf_rn(-x, y, 1.0f), y) : y;
+}
 BRIDGE unsigned long long bridge_mul_wide(unsigned int a, unsigned int b) {
   unsigned long long y;
   asm("mul.wide.u32 %0, %1, %2;" : "=l"(y) : "r"(a), "r"(b));
