@@ -32,7 +32,9 @@ def _traced(function, operator, input, q, dim=None, keepdim=False, *, interpolat
     is_tensor = isinstance(q, torch.Tensor)
     if input.device != HOST or others or not (is_tensor or 0 <= q <= 1):  # of a level that is none, torch's error
         return function(input, q, dim, keepdim, interpolation=interpolation, **others)
-    return operator(input, q if is_tensor else input.new_full((), q), dim, keepdim, interpolation)
+    levels = q if is_tensor else input.new_full((), q)
+    levels = levels if interpolation == "linear" else levels.detach()  # which of two numbers it is has no derivative
+    return operator(input, levels, dim, keepdim, interpolation)
 
 
 for _name in ("quantile", "nanquantile"):
