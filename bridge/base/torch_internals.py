@@ -330,17 +330,6 @@ FOR_SLICES = "torch._export.non_strict_utils"
 _TRACERS = "_decomp _export _functorch _higher_order_ops _ops _prims _refs _subclasses _tensor_str export fx utils._"
 TRACER_MODULES = tuple(f"torch.{name}" for name in _TRACERS.split())
 """Where the functions of torch's tracers, and of its printing, are from."""
-EXPORT_CONTEXTS = ("_compiling_state_context", "_override_builtin_ops", "_ignore_backend_decomps")
-"""Contexts that torch.export traces in, by name: its flags; ``max``, ``min`` and ``math.pow``; oneDNN switched off."""
-
-
-@functools.cache
-def export_tracer() -> ModuleType:
-    """The module of torch.export that traces, with :data:`EXPORT_CONTEXTS` in it; it imports Dynamo."""
-    for name in EXPORT_CONTEXTS:
-        find(f"torch.export._trace.{name}")
-    return importlib.import_module("torch.export._trace")
-
 
 # Inductor and AOTAutograd: imported at first use
 

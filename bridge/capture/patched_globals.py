@@ -18,14 +18,8 @@ from torch.hub import tqdm
 from bridge.base.devices import HOST
 from bridge.base.fake_type import fake_type_hidden
 from bridge.base.replaced import replaced
-from bridge.base.torch_internals import (
-    EXPORT_CONTEXTS,
-    SymbolicPatcher,
-    compiling_flags,
-    export_tracer,
-    mkldnn_switch,
-    symbolic_trace,
-)
+from bridge.base.torch_export import EXPORT_CONTEXTS, loaded_export_tracer
+from bridge.base.torch_internals import SymbolicPatcher, compiling_flags, mkldnn_switch, symbolic_trace
 from bridge.capture.tracing import HERE, is_capturing, takes_eagers_branches
 
 __all__ = ["here_only", "patched_globals"]
@@ -34,7 +28,6 @@ __all__ = ["here_only", "patched_globals"]
 @contextmanager
 def patched_globals() -> Iterator[None]:
     """While active, what torch.export and torch.fx do to the process while they trace is seen by this thread only."""
-    export = export_tracer()
     with ExitStack() as stack:
         tracer = symbolic_trace.Tracer
         stack.enter_context(replaced(tracer, trace=here_only(_with_own_globals(tracer.trace), tracer.trace)))
@@ -50,12 +43,13 @@ def patched_globals() -> Iterator[None]:
             stack.enter_context(replaced(module, has_torch_function=asked))
         owner, name = mkldnn_switch
         stack.enter_context(replaced(owner, **{name: here_only(lambda: False, getattr(owner, name))}))
-        ours = (_compiling_here, _builtins_here, lambda _: nullcontext())
-        theirs = {name: getattr(export, name) for name in EXPORT_CONTEXTS}
         if takes_eagers_branches():
             stack.enter_context(fake_type_hidden(lambda: is_capturing() and takes_eagers_branches()))
-        contexts = map(_unless_capturing, theirs.values(), ours)
-        stack.enter_context(replaced(export, **dict(zip(theirs, contexts, strict=True))))
+        if (export := loaded_export_tracer()) is not None:
+            ours = (_compiling_here, _builtins_here, lambda _: nullcontext())
+            theirs = {name: getattr(export, name) for name in EXPORT_CONTEXTS}
+            contexts = map(_unless_capturing, theirs.values(), ours)
+            stack.enter_context(replaced(export, **dict(zip(theirs, contexts, strict=True))))
         yield
 
 

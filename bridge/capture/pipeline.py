@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
+from bridge.base.collector import collection_paused
 from bridge.base.devices import current_device, working_for
 from bridge.base.errors import Unsupported, UnsupportedModule, is_refused_by_eager
 from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
 from bridge.base.modes import ambient_autocast, autocast_to
 from bridge.base.torch_cuda import settle_attention_order
+from bridge.base.torch_export import export_tracer
 from bridge.base.torch_internals import FakeTensor, pytree
 from bridge.capture.captured import Captured
 from bridge.capture.counters import counters_of
@@ -92,6 +94,8 @@ def capture(
     first = PythonState(module)
     device = device_of_call(module, args, kwargs)
     settle_attention_order(device)
+    with collection_paused():
+        export_tracer()  # before what it does to the process is replaced
     with working_for(device):
         captured = _capture(module, args, kwargs, dims, first, looped)
         attends_otherwise = captured.observation.attends_otherwise and not captured.problems

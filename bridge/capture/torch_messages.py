@@ -16,7 +16,7 @@ from typing import Any
 from torch.fx import graph_module
 
 from bridge.base.log import channel
-from bridge.base.torch_internals import export_tracer
+from bridge.base.torch_export import loaded_export_tracer
 from bridge.capture.tracing import is_capturing
 
 __all__ = ["messages_logged"]
@@ -33,7 +33,8 @@ def messages_logged() -> Iterator[None]:
     loggers = [logger for name, logger in [*logging.root.manager.loggerDict.items()] if name.split(".")[0] == "torch"]
     handlers = {handler for logger in loggers for handler in getattr(logger, "handlers", ())}
     filtered = [handler for handler in handlers if _is_shown not in handler.filters]  # captures may be nested
-    printing = [vars(module) for module in (export_tracer(), graph_module) if "print" not in vars(module)]
+    modules = [module for module in (loaded_export_tracer(), graph_module) if module is not None]
+    printing = [vars(module) for module in modules if "print" not in vars(module)]
     for handler in filtered:
         handler.addFilter(_is_shown)
     for names in printing:

@@ -13,7 +13,7 @@ from bridge.base.collector import collection_paused, only_new_objects_collected
 from bridge.base.errors import is_user_file
 from bridge.base.interrupts import held
 from bridge.base.locks import free_in_children
-from bridge.base.torch_internals import compile_lock, export_tracer, len_dispatch_stack, len_function_stack
+from bridge.base.torch_internals import compile_lock, len_dispatch_stack, len_function_stack
 
 __all__ = [
     "HERE",
@@ -117,11 +117,10 @@ _capturing = free_in_children(threading.RLock())
 @contextmanager
 def one_capture_at_a_time() -> Iterator[None]:
     """The lock of those who trace, which a thread may take again: one module is captured, or one of Dynamo's graphs."""
-    # Here, since these import the whole of Dynamo, as torch.export does. Before anything is replaced in nn.Module:
-    # they remember what they find there.
+    # Here, since this imports Dynamo, which remembers what it finds in nn.Module, where a capture replaces it.
     with collection_paused():
-        export_tracer()
-    with held(_capturing), held(compile_lock()):
+        dynamos = compile_lock()
+    with held(_capturing), held(dynamos):
         if getattr(_thread, "holds", False):  # to ask for frozen objects is to count them all
             yield
             return

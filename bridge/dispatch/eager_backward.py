@@ -20,7 +20,7 @@ from bridge.dispatch.computed_masks import ComputedMasks
 from bridge.dispatch.guards import Sizes
 from bridge.dispatch.observed import Observed, observed_for
 from bridge.lowering import LoweredCall
-from bridge.reference import needed_nodes, outputs_at
+from bridge.reference import outputs_at
 from bridge.rng import FusedDropout
 
 __all__ = ["EagerBackward"]
@@ -41,15 +41,9 @@ class EagerBackward:
     def __init__(self, lowered: LoweredCall, masks: ComputedMasks):
         self._lowered, self._captured, self._masks = lowered, lowered.captured, masks.forward
         captured, imported = lowered.captured, lowered.imported
-        node_of = {place: node for node, place in zip(captured.results, imported.output_of, strict=True)}
-        nodes = needed_nodes(captured, [node_of[output] for output in lowered.differentiable])
-        found = {captured.placeholders[node.name] for node in nodes if node.name in captured.placeholders}
-        drawn = {captured.draw_of[node.name] for node in nodes if node.name in captured.draw_of}
         self._given = len(captured.module_tensors) + len(captured.arguments)
         self._draws = (*imported.input_draws, *imported.dropout_draws)
-        found.update(place for place, index in enumerate(self._draws, self._given) if index in drawn)
-        found.update(lowered.wanted)
-        self.needed = tuple(sorted(found))
+        self.needed = lowered.gradient_inputs
         self.saved = tuple(lowered.plan.saved_primals)
         self.held = tuple(place for place in self.needed if place not in self.saved)
 

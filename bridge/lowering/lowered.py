@@ -27,6 +27,7 @@ from bridge.lowering.diff import Diff, diff
 from bridge.lowering.origin import Origin, origins
 from bridge.lowering.script import script
 from bridge.lowering.stage import Stage, stage_named
+from bridge.reference import needed_nodes
 from partition import Partitioned, Plan, rebuild_backward
 
 __all__ = ["LoweredCall", "Sample"]
@@ -114,6 +115,19 @@ class LoweredCall:
     def capture_names(self) -> tuple[str, ...]:
         """Of what the forward hands to the backward."""
         return tuple(str(getattr(each, "name", "a constant")) for each in results(self.forward)[self.num_results :])
+
+    @cached_property
+    def gradient_inputs(self) -> tuple[int, ...]:
+        """Places of the primals that eager's gradients are computed from, those that get one among them."""
+        captured, imported = self.captured, self.imported
+        node_of = {place: node for node, place in zip(captured.results, imported.output_of, strict=True)}
+        nodes = needed_nodes(captured, [node_of[output] for output in self.differentiable])
+        found = {captured.placeholders[node.name] for node in nodes if node.name in captured.placeholders}
+        drawn = {captured.draw_of[node.name] for node in nodes if node.name in captured.draw_of}
+        given = len(captured.module_tensors) + len(captured.arguments)
+        draws = (*imported.input_draws, *imported.dropout_draws)
+        found.update(place for place, index in enumerate(draws, given) if index in drawn)
+        return tuple(sorted({*found, *self.wanted}))
 
     @property
     def forward_source(self) -> Function | KeptFunction:

@@ -63,6 +63,7 @@ def parts_of_lowering(lowered: LoweredCall) -> dict[str, bytes]:
         "imported": {each.name: getattr(imported, each.name) for each in fields(Imported) if each.name != "function"},
         "wanted": lowered.wanted,
         "differentiable": lowered.differentiable,
+        "gradient_inputs": lowered.gradient_inputs if lowered.differentiable else (),
         "num_primals": lowered.num_primals,
         "num_results": lowered.num_results,
         "parameter_names": lowered.parameter_names,
@@ -197,7 +198,7 @@ class KeptLowering(LoweredCall):
         self._plan, self.content, self.sample, self.seconds = _plan(call["plan"]), call["content"], None, 0.0
         for name in ("num_primals", "num_results"):
             self.__dict__[name] = call[name]
-        for name in ("parameter_names", "capture_names"):
+        for name in ("parameter_names", "capture_names", "gradient_inputs"):
             self.__dict__[name] = tuple(call[name])
 
     @staticmethod
