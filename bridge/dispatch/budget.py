@@ -17,7 +17,7 @@ __all__ = ["MAX_COMPILED", "MAX_WASTED", "CompileBudget"]
 
 #: Compilations for one cause that may come to nothing: as many as there is room for entries.
 MAX_WASTED = 8
-#: Compilations for one cause in all: sizes that come back but are too many to be kept.
+#: Compilations for one cause in all: sizes that come back but are too many to be kept. Loops count when they leave.
 MAX_COMPILED = 32
 
 
@@ -46,7 +46,7 @@ class CompileBudget:
     def note_compiled(self, cause: str, entry: Entry) -> None:
         """An entry was compiled for a call that missed."""
         entry.cause = cause
-        self._compiled[cause] += 1
+        self._compiled[cause] += not entry.has_loops
 
     def note_wasted(self, cause: str) -> None:
         """A call could not be compiled after all."""
@@ -54,8 +54,9 @@ class CompileBudget:
 
     def note_left(self, entry: Entry) -> None:
         """An entry is dropped for a newer one."""
-        if entry.cause is not None and _is_unused(entry):
-            self._wasted[entry.cause] += 1
+        if entry.cause is not None:
+            self._wasted[entry.cause] += _is_unused(entry)
+            self._compiled[entry.cause] += entry.has_loops
 
     def clear(self) -> None:
         """Every cause may be compiled for again."""

@@ -47,6 +47,8 @@ log, guards_log = channel("dispatch"), channel("guards")
 
 #: Entries that ``on_miss="compile"`` keeps; the least recently used one leaves.
 MAX_ENTRIES = 8
+#: Likewise, where the newest one has loops: each length has an entry, which compiles no kernels.
+MAX_LOOPED_ENTRIES = 64
 #: Unsupported calls that ``on_miss="compile"`` remembers, in order not to try them again.
 MAX_UNSUPPORTED = 64
 #: Misses one after the other, for the same cause, before any hit, after which the user is told that no call ever fits.
@@ -272,7 +274,8 @@ class Dispatcher:
     def _let_one_leave(self, name: str, failure: GuardFailure) -> None:
         """Drops the least recently used entry if there are too many; warns once for each thing that keeps differing."""
         entries = self.entries.all
-        if len(entries) <= MAX_ENTRIES:
+        most = MAX_LOOPED_ENTRIES if entries[-1].has_loops else MAX_ENTRIES
+        if len(entries) <= most:
             return
         oldest = min(entries[:-1], key=lambda entry: entry.last_used)
         self.entries.drop(oldest)
@@ -283,7 +286,7 @@ class Dispatcher:
                 "%s has %d entries, the most there are; the least recently used one leaves for each new one. What "
                 "keeps differing: %s. Pad or bucket the calls, or leave the rare ones to eager with on_miss='eager'.",
                 name,
-                MAX_ENTRIES,
+                most,
                 failure.reason,
             )
 
@@ -312,7 +315,8 @@ class Dispatcher:
         for served in replaced:
             if self._is_alike(served, backend) and set(dims) <= served.dims and served.tuned == entry.tuned:
                 return served
-        entry.worth = measure_worth(entry, module, args, kwargs)
+        if not (entry.has_loops and any(known.has_loops for known in self.entries.all)):  # another length is no smaller
+            entry.worth = measure_worth(entry, module, args, kwargs)
         if entry.worth is not None and entry.worth.is_slower and TOO_SMALL not in self._warned:
             self._warned.add(TOO_SMALL)
             log.warning("%s: %s. %s", type(module).__name__, entry.worth, TOO_SMALL)

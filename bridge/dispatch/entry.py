@@ -100,6 +100,11 @@ class Entry:
         self.compile_seconds = time.perf_counter() - started + lowered.seconds
 
     @property
+    def has_loops(self) -> bool:
+        """Whether it was recorded as loops over its sizes, which makes it quick to compile and of these sizes alone."""
+        return self.lowered.captured.loops
+
+    @property
     def forward(self) -> Program:
         """The forward program."""
         return self.programs.forward

@@ -80,6 +80,8 @@ class Generalization:
                 break
         else:
             return None
+        if known.has_loops:  # traced for all sizes, it would be unrolled
+            return None
         dims = self._fixed.left(module.training, dims)
         if not dims:
             return None

@@ -1,6 +1,6 @@
 """``on_miss="compile"``: the second size of a dimension is compiled for all; what differs otherwise gets an entry.
 
-Where a size cannot vary, each gets an entry of its own, at most eight.
+Where a size cannot vary, each gets an entry of its own: at most eight, of recorded loops 64.
 """
 
 import copy
@@ -135,6 +135,37 @@ def test_the_least_recently_used_entry_leaves(caplog):
     (record,) = warnings_of(caplog)
     message = record.getMessage()
     assert f"{MAX_ENTRIES} entries" in message and "shape of args[0]" in message and "(20, 6)" in message, message
+
+
+class Steps(Scale):
+    """A loop over the rows."""
+
+    def forward(self, x):
+        state, states = x[0], []
+        for row in x:
+            state = torch.tanh(row + self.weight * state)
+            states.append(state)
+        return torch.stack(states)
+
+
+def test_lengths_of_a_recorded_loop_are_entries_of_their_own_without_a_try_of_all_sizes(monkeypatch):
+    monkeypatch.setattr("bridge.capture.loops.attempt.LEAST_OPERATORS", 1)
+    monkeypatch.setattr("bridge.dispatch.dispatcher.MAX_ENTRIES", 1)
+    compiled = []
+
+    def counted(*args, dims=(), **options):
+        compiled.append(tuple(dims))
+        return compile_entry(*args, dims=dims, **options)
+
+    for module in ("dispatcher", "generalize"):
+        monkeypatch.setattr(f"bridge.dispatch.{module}.compile_entry", counted)
+    module = Steps()
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module)
+    for length in (6, 7, 9, 6, 7):
+        check(module, eager, rows(length))
+    assert compiled == [(), (), ()] and lengths_of(module) == [6, 7, 9] and stats(module).hits == 5
+    assert all(entry.has_loops for entry in stats(module).entries)
 
 
 def test_the_warning_comes_once_for_each_thing_that_differs(caplog):
