@@ -20,13 +20,14 @@ from bridge.base.torch_internals import is_tracked_by_functorch, storage_id
 from bridge.base.torch_shapes import hint
 from bridge.state import constant_key
 
-__all__ = ["CallSequence", "differences"]
+__all__ = ["ATTENTION", "CallSequence", "differences"]
 
 
 _OF_AUTOGRAD = "detach.default"
 """What autograd calls to save a result of a Function under hooks of saved tensors, which the eager run has: a view."""
 
-_ATTENTION = "scaled_dot_product_attention"
+ATTENTION = "scaled_dot_product_attention"
+"""The name of fused attention."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class CallSequence:
     @property
     def attention(self) -> list[tuple]:
         """The plain constants that fused attention was given, call by call: among them ``None`` for no mask."""
-        return [call.constants for call in self.calls if call.name == _ATTENTION]
+        return [call.constants for call in self.calls if call.name == ATTENTION]
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from bridge.base.objects import packed
 from bridge.base.torch_internals import pytree, tracers_hooks_removed
 from bridge.capture.data_attribute import DataIsDetached
 from bridge.capture.dynamic_shapes import DynamicDim
+from bridge.capture.first_attention import watched
 from bridge.capture.inplace_rules import CHANGES_ARGUMENT
 from bridge.capture.module_calls import forward_here
 from bridge.capture.number_index import SymbolicNumberIndices
@@ -65,6 +66,7 @@ def export(
         with (
             lstm_as_in_eager(),
             tracers_hooks_removed(),
+            watched(),
             DataIsDetached(),
             WholeFunctions(),
             functions.traced(),

@@ -27,7 +27,15 @@ from bridge.lowering.record import KeptLowering, parts_of_lowering
 from bridge.lowering.sources import code_digest
 from bridge.state import ModuleTensor
 
-__all__ = ["call_on_disk", "has_loops_on_disk", "is_on_disk", "keep_lowering", "kept_lowering"]
+__all__ = [
+    "call_on_disk",
+    "has_loops_on_disk",
+    "is_as_eager_on_disk",
+    "is_on_disk",
+    "keep_lowering",
+    "kept_lowering",
+    "marks_on_disk",
+]
 
 _CALL, _LOWERING = "call", "lowering"
 
@@ -55,6 +63,20 @@ def has_loops_on_disk(call: str | None) -> bool:
     return call is not None and current_store().get(_CALL, _of_loops(call)) is not None
 
 
+def is_as_eager_on_disk(call: str | None) -> bool:
+    """Whether a call of this key was lowered in eager's branches, where forward asks if it is traced."""
+    return call is not None and current_store().get(_CALL, _of_eager(call)) is not None
+
+
+def marks_on_disk(call: str) -> tuple[str, ...]:
+    """Keys of all that may say something of a call on the disk: that it was lowered, and how."""
+    return call, _of_loops(call), _of_eager(call)
+
+
+def _of_eager(call: str) -> str:
+    return of_this_package(_CALL, call, "as eager")
+
+
 def _of_loops(call: str) -> str:
     return of_this_package(_CALL, call, "loops")
 
@@ -78,6 +100,8 @@ def keep_lowering(call: str, observed: tuple, module: nn.Module, lowered: Lowere
     current_store().put(_CALL, call, {}, name)
     if lowered.captured.loops:
         current_store().put(_CALL, _of_loops(call), {}, name)
+    elif lowered.captured.as_eager:
+        current_store().put(_CALL, _of_eager(call), {}, name)
 
 
 def kept_lowering(

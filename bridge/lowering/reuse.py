@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -59,7 +60,14 @@ from bridge.capture import (
     recorded,
     sized_run,
 )
-from bridge.lowering.kept import call_on_disk, has_loops_on_disk, is_on_disk, keep_lowering, kept_lowering
+from bridge.lowering.kept import (
+    call_on_disk,
+    has_loops_on_disk,
+    is_as_eager_on_disk,
+    is_on_disk,
+    keep_lowering,
+    kept_lowering,
+)
 from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.pipeline import lower_captured
 from bridge.state import ModuleTensor, PythonState, constant_key, generators_put_back, module_tensors
@@ -118,11 +126,12 @@ def _lower_once(
     known = _LOWERED.get(call_key) if call_key is not None else None
     on_disk = None if dims else call_on_disk(call_key)
     looped = None
-    if known or is_on_disk(on_disk):
-        if not dims and (has_loops_on_disk(on_disk) or any(each.captured.loops for each in (known or {}).values())):
+    for as_eager in _branches(known, on_disk):
+        alike = [lowered.captured for lowered in (known or {}).values() if _by_eagers(lowered.captured) == as_eager]
+        if not (dims or as_eager) and (has_loops_on_disk(on_disk) or any(each.loops for each in alike)):
             looped = recorded(module, args, kwargs)
-        reads = any(lowered.captured.readings for lowered in known.values()) if known else False
-        seen = _observe(module, args, kwargs, reads, dims, looped)
+        reads = any(each.readings for each in alike)
+        seen = _observe(module, args, kwargs, reads, dims, looped, as_eager)
         key = seen.key
         found = known.get(key) if known else None
         if found is not None:
@@ -152,7 +161,7 @@ def _lower_once(
         if captured.loops:
             observation_key = _with_loops(observation_key, captured.observation)
         elif captured.as_eager:
-            observation_key = _key_of_both(module, args, kwargs, captured)
+            observation_key = None if captured.readings else _as_eager_key(captured.fake_observation)
         elif observation_key is not None and captured.fake_observation.asks:
             eagers = _eagers_run(module, args, kwargs)
             observation_key = (*observation_key, None if eagers is None else _observation_key(eagers.observation, ()))
@@ -162,6 +171,19 @@ def _lower_once(
         if on_disk is not None and not captured.readings and not captured.problems:
             keep_lowering(on_disk, observation_key, module, lowered)
     return lowered
+
+
+def _branches(known: Mapping[Any, LoweredCall] | None, on_disk: str | None) -> list[bool]:
+    """Whether calls that look like this one were lowered in eager's branches, or as they are traced, or both."""
+    found = {_by_eagers(lowered.captured) for lowered in known.values()} if known else set()
+    if is_on_disk(on_disk):
+        found.add(is_as_eager_on_disk(on_disk))
+    return sorted(found, reverse=True)
+
+
+def _by_eagers(captured: Captured) -> bool:
+    """Whether a call is known by what it does in eager's branches alone."""
+    return captured.as_eager and not captured.loops
 
 
 def _with_loops(key: tuple | None, observation: Observation) -> tuple | None:
@@ -241,6 +263,7 @@ def _observe(
     reads: bool,
     dims: Sequence[DynamicDim],
     looped: Looped | None = None,
+    as_eager: bool = False,
 ) -> _Seen:
     """What a fake run shows of a call.
 
@@ -249,14 +272,15 @@ def _observe(
 
     ``reads``: calls like this one read numbers, which takes an eager run before. ``dims``: what is to be observed for
     all sizes; the key ends with what was concluded about them. ``looped``: the call with its loops, of which one step
-    is observed.
+    is observed. ``as_eager``: in eager's branches, if forward asks whether it is traced, and in no others.
     """
     first = before = PythonState(module)
     if looped is not None:
         return _observe_looped(module, args, kwargs, first, looped)
     for _ in range(2):
         try:
-            observed = _observed(module, args, kwargs, reads, dims, before)
+            with eagers_branches() if as_eager else nullcontext():
+                observed = _observed(module, args, kwargs, reads, dims, before)
         except Exception:  # noqa: BLE001 - the capture that follows meets it again, and says what it is
             first.restore()
             return _Seen()
@@ -268,8 +292,8 @@ def _observe(
         first.restore()
         return _Seen()
     observation, readings, tensors, run, about_sizes = observed
-    key = _observation_key(observation, readings)
-    eagers = None
+    key = _as_eager_key(observation) if as_eager else _observation_key(observation, readings)
+    eagers = run if as_eager else None
     if key is not None and observation.asks:
         eagers = None if dims else _eagers_run(module, args, kwargs)
         eagers_key = None if eagers is None else _observation_key(eagers.observation, ())
@@ -336,18 +360,6 @@ def _eagers_run(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> FakeR
     return run
 
 
-def _key_of_both(module: nn.Module, args: tuple, kwargs: dict[str, Any], captured: Captured) -> tuple | None:
-    """The observation key of a call that was captured in eager's branches: what it does in either; ``None`` where
-    numbers decide."""
-    if captured.readings:
-        return None
-    seen = _observe(module, args, kwargs, False, ())
-    if seen.before is not None:
-        seen.before.restore()
-    known = seen.eagers is not None and _observation_key(seen.eagers.observation, ()) is not None
-    return seen.key if known else None
-
-
 def _observe_all_sizes(
     module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim], captured: Captured
 ) -> tuple | None:
@@ -355,7 +367,7 @@ def _observe_all_sizes(
     observed to do might be something else for sizes that the captured call serves."""
     if captured.readings:
         return None
-    key = _observe(module, args, kwargs, False, dims).key
+    key = _observe(module, args, kwargs, False, dims, as_eager=captured.as_eager).key
     return key if key is not None and is_implied(key[-1], captured) else None
 
 
@@ -366,6 +378,12 @@ def _observation_key(observation: Observation, readings: Sequence[Reading]) -> t
         return None
     reads = tuple(reading.key for reading in readings), observation.reads_validation
     return observation.trace, tuple(outputs), observation.out_spec, reads
+
+
+def _as_eager_key(observation: Observation) -> tuple | None:
+    """The same of a call in eager's branches: what it does there is what was lowered, whatever is traced elsewhere."""
+    key = _observation_key(observation, ())
+    return None if key is None else (*key, "as eager")
 
 
 def _output_key(output: Output) -> tuple | None:

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 import bridge
+from bridge import cache
 from bridge.artifact import current_store
 from bridge.aten import Imported
 from bridge.base.devices import working_for
@@ -148,18 +149,17 @@ def asked(make=Asking):
     return {"captured": len(captured), "same": same, "hits": bridge.stats(module).hits, "loops": loops}
 
 
-def test_a_call_that_takes_eagers_branches_is_found_by_a_later_process(used_cache):
-    assert [*in_children(1, asked), *in_children(1, asked)] == [
-        {"captured": captured, "same": True, "hits": 1, "loops": False} for captured in (1, 0)
-    ]
-
-
-def test_loops_are_found_by_a_later_process(used_cache, monkeypatch):
-    """By one step of each."""
+@pytest.mark.parametrize("make", [Asking, Looping], ids=["eager's branches", "loops"])
+def test_what_is_known_by_another_way_is_found_in_a_pack(used_cache, monkeypatch, tmp_path, make):
+    """By what it does in eager's branches, or by one step of each loop, in a later process on another machine."""
     monkeypatch.setattr(attempt, "LEAST_OPERATORS", 1)
-    looped = partial(asked, Looping)
-    assert [*in_children(1, looped), *in_children(1, looped)] == [
-        {"captured": captured, "same": True, "hits": 1, "loops": True} for captured in (1, 0)
+    found = in_children(1, partial(asked, make))
+    assert cache.main(["pack", make.__name__, str(tmp_path / "file")]) == 0
+    monkeypatch.setenv("BRIDGE_CACHE_DIR", str(tmp_path / "other"))
+    assert cache.main(["unpack", str(tmp_path / "file")]) == 0
+    found += in_children(1, partial(asked, make))
+    assert found == [
+        {"captured": captured, "same": True, "hits": 1, "loops": make is Looping} for captured in (1, 0)
     ]
 
 

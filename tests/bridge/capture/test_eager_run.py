@@ -13,6 +13,7 @@ from benchmarks.peak import peak_of
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.capture import capture
 from bridge.capture.eager_run import as_in_eager
+from bridge.capture.exported import NotExportedError, export
 from bridge.capture.observation import Draw, Observation, Output
 
 
@@ -244,6 +245,37 @@ def test_attention_is_traced_with_eagers_arguments():
     captured = capture(Attends(), (x,), {})
     assert captured.as_eager and not any("ones" in str(node.target) for node in captured.graph.nodes)
     assert not capture(Attends(), (x, torch.ones(5, dtype=torch.bool)), {}).as_eager
+
+
+class AttendsAlike(nn.Module):
+    """Asks, and gives attention the same whatever the answer is."""
+
+    def forward(self, x):
+        scale = 0.5 if torch.compiler.is_exporting() else 1 / 2
+        return nn.functional.scaled_dot_product_attention(x, x, x, scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("module", "traces"),
+    [(Attends(), ["attention", "end"]), (AttendsAlike(), ["attention", "attention", "end"])],
+    ids=["another", "the same"],
+)
+def test_a_trace_that_attends_otherwise_ends_there(module, traces, monkeypatch):
+    """In eager's branches, of which there is a second one only where they turn out to be the same."""
+    ends = []
+
+    def noted(*args):
+        try:
+            exported = export(*args)
+        except NotExportedError:
+            ends.append("attention")
+            raise
+        ends.append("end")
+        return exported
+
+    monkeypatch.setattr("bridge.capture.traced.export", noted)
+    captured = capture(module, (torch.randn(1, 2, 5, 8),), {})
+    assert ends == traces and captured.as_eager == isinstance(module, Attends)
 
 
 def test_a_branch_of_eagers_that_numbers_decide_is_refused():

@@ -222,15 +222,15 @@ def test_eager_is_tried_in_the_state_before_the_capture():
 
 
 def test_what_fails_in_the_fake_run_is_tried_in_eager_too(monkeypatch):
-    from bridge.capture import pipeline
+    from bridge.capture import traced
 
     def fails(*args):
         raise RuntimeError("only on fake tensors")
 
-    monkeypatch.setattr(pipeline, "fake_run", fails)
+    monkeypatch.setattr(traced, "fake_run", fails)
     with pytest.raises(UnsupportedModule, match="only on fake tensors"):
         add_tvm_dispatch(Calls(torch.tanh), torch.randn(5, 4))
-    monkeypatch.setattr(pipeline, "export", fails)
+    monkeypatch.setattr(traced, "export", fails)
     with pytest.raises(RuntimeError, match="view size is not compatible"):
         add_tvm_dispatch(Calls(loss), (torch.randn(2, 4, 4), ROWS[:, 1:]))
 

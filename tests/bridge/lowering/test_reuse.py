@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bridge import UnsupportedModule, add_tvm_dispatch, remove_tvm_dispatch, stats
+from bridge.capture import fake_run
 from bridge.capture.op_trace import OpTrace
 from bridge.state.values import constant_key
 from tests.bridge.compare import as_call, assert_same, run
@@ -334,3 +335,13 @@ def test_what_eager_alone_does_tells_layers_apart(captures):
     assert captures == layers[:2]
     for layer in layers:
         check_parity(layer, x)
+
+
+def test_what_eager_does_is_observed_once(captures, monkeypatch):
+    """Of a call that is lowered in eager's branches, what is traced in the other ones need not be known."""
+    runs = []
+    monkeypatch.setattr(reuse, "fake_run", lambda *args: runs.append(args[0]) or fake_run(*args))
+    layers = [Asking(3.0), Asking(3.0)]
+    for layer in layers:
+        add_tvm_dispatch(layer, sample())
+    assert captures == layers[:1] and runs == layers[1:]

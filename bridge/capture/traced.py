@@ -1,0 +1,281 @@
+"""Trace: torch.export and a fake run of a call → what was captured; with the numbers that forward reads, if it does.
+
+Where it cannot be had, the sample is tried in eager: what eager refuses is eager's error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from bridge.base.devices import current_device
+from bridge.base.errors import Unsupported, UnsupportedModule, is_refused_by_eager
+from bridge.base.interrupts import raise_deferred
+from bridge.base.log import channel
+from bridge.base.modes import ambient_autocast, autocast_to
+from bridge.base.torch_internals import pytree
+from bridge.capture.captured import Captured
+from bridge.capture.counters import counters_of
+from bridge.capture.dynamic_shapes import DynamicDim
+from bridge.capture.eager_error import raise_if_eager_raises
+from bridge.capture.explain_error import explain_error, is_unknown, shape_by_numbers
+from bridge.capture.exported import (
+    NotExportedError,
+    argument_values,
+    constants,
+    export,
+    placeholders,
+    requiring_grad,
+    results_and_mutations,
+)
+from bridge.capture.fake_run import fake_run
+from bridge.capture.first_attention import (
+    TraceEndedError,
+    is_attempt,
+)
+from bridge.capture.free_tensors import free_tensors
+from bridge.capture.number_index import computes_with_numbers
+from bridge.capture.own_functions import OwnFunctions
+from bridge.capture.passes.autocast import GradModesInRegions, spell_out_casts, without_casts
+from bridge.capture.passes.copies import spell_out_copies
+from bridge.capture.passes.decompose import decompose
+from bridge.capture.passes.link_functions import link_functions
+from bridge.capture.passes.stop_gradient import prepare
+from bridge.capture.random_nodes import eager_draws, match_draws
+from bridge.capture.readings import Reading, ReadsDifferError, given, numbers_read
+from bridge.capture.recomputed import recomputed
+from bridge.capture.symbolic_capture import with_extents
+from bridge.capture.symbolic_sizes import SymbolicSizes
+from bridge.capture.thread_isolation import capturing
+from bridge.state import ModuleTensor, PythonState, module_tensors
+
+__all__ = ["Traced", "trace", "traced_and_settled"]
+
+log = channel("dispatch")
+
+
+class Traced(NamedTuple):
+    """A captured call, the tensors that its ``module_tensors`` describe, the fake ones that entered its graph, the
+    sizes that vary, and the user's own Functions."""
+
+    captured: Captured
+    real_tensors: list[torch.Tensor]
+    fakes: list[Any]
+    sizes: SymbolicSizes | None
+    functions: OwnFunctions
+
+
+def traced_and_settled(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim], first: PythonState
+) -> Traced:
+    """The traced call; where forward sets Python attributes, traced once more from the state that it left.
+
+    An attribute that the second run leaves alone (a window size that is clipped once) is a constant from then on; one
+    that is only counted up is noted and put back; anything else that changes at every call is refused.
+    """
+    name = type(module).__name__
+    before = first
+    traced = _trace_or_refuse(module, args, kwargs, dims, first, before)
+    before.restore_caches()
+    counters, call = None, (args, kwargs)
+    if (changed := before.changes()) and not traced.captured.problems:
+        counters = counters_of(module, *call, changed, traced.captured.readings, traced.sizes)
+        if counters is None:
+            before = PythonState(module)
+            traced = _trace_or_refuse(module, args, kwargs, dims, first, before)
+            before.restore_caches()
+            changed = before.changes()
+            counters = counters_of(module, *call, changed, traced.captured.readings, traced.sizes) if changed else None
+    if counters is not None:
+        for each in counters:
+            module.get_submodule(each.path).__dict__[each.name] = first.value_of(each.path, each.name)
+        return traced._replace(captured=replace(traced.captured, counters=tuple(counters)))
+    reason = "Python state that forward changes at every call; a compiled call runs no Python"
+    hint = "keep it in a buffer, or change it outside of forward"
+    traced.captured.problems.extend(Unsupported(what, f"{name}.forward", reason, hint) for what in changed)
+    return traced
+
+
+def _trace_or_refuse(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    dims: Sequence[DynamicDim],
+    first: PythonState,
+    before: PythonState,
+) -> Traced:
+    """The traced call. If it cannot be had, ``first`` is put back and the sample is tried in eager.
+
+    If forward reads numbers there, the call is traced once more with the numbers that it reads in the state ``before``
+    (:mod:`bridge.capture.readings`). So it is where torch traced it for all of them: only positions are compiled so.
+
+    Raises:
+        Exception: eager's own, where eager refuses the sample too.
+        UnsupportedModule: in short words; the chain of torch's exceptions is its ``cause``, and in the log.
+    """
+    traced = _trace_or_cause(module, args, kwargs, dims)
+    is_traced = isinstance(traced, Traced)
+    if is_traced and not computes_with_numbers(traced.captured.graph):
+        return traced
+    # outside of the except clause, or each of these would show all of torch's exceptions above its own words
+    first.restore()
+    if isinstance(traced, UnsupportedModule | TraceEndedError):
+        raise traced.with_traceback(None)  # of the trace that it ended
+    if is_attempt():
+        raise TraceEndedError
+    try:
+        with capturing(module, fakes=False):
+            derivatives = raise_if_eager_raises(module, args, kwargs)
+        before.restore()
+        with capturing(module, fakes=False):
+            readings = numbers_read(module, args, kwargs)
+    finally:
+        first.restore()
+    if readings:
+        before.restore()
+        again = _trace_or_cause(module, args, kwargs, dims, readings)
+        if isinstance(again, Traced):
+            return again
+        first.restore()
+        if isinstance(again, UnsupportedModule | TraceEndedError):
+            raise again.with_traceback(None)
+        traced = traced if is_traced or isinstance(again, ReadsDifferError) else again
+    if is_traced:  # with the operator that is refused
+        return traced
+    name = type(module).__name__
+    log.debug("%s cannot be captured", name, exc_info=traced)
+    explained = explain_error(traced)
+    raise UnsupportedModule(name, derivatives or [explained] if is_unknown(explained) else [explained], cause=traced)
+
+
+def _trace_or_cause(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    dims: Sequence[DynamicDim],
+    readings: Sequence[Reading] = (),
+) -> Traced | BaseException:
+    """The traced call, or why torch could not trace it. Refusals of this package's and eager's errors are raised."""
+    try:
+        with capturing(module):
+            return trace(module, args, kwargs, dims, readings)
+    except Exception as error:  # tracing and the fake run run the user's code, whatever that raises on fake tensors
+        if isinstance(error, UnsupportedModule) or is_refused_by_eager(error):
+            raise
+        return error.__cause__ if isinstance(error, NotExportedError) else error
+
+
+def trace(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    dims: Sequence[DynamicDim],
+    readings: Sequence[Reading],
+) -> Traced:
+    """Exports the call, observes it on fake tensors and brings the two together.
+
+    ``readings``: what forward reads. Where it reads nothing, or tracing needs nothing of it, none.
+    """
+    forward = f"{type(module).__name__}.forward"
+    functions = OwnFunctions(type(module).__name__)
+    with given(module, readings, returned=True):
+        exported = export(module, args, kwargs, dims, functions)
+    sizes = SymbolicSizes(dims, argument_values(exported)) if dims else None
+    raise_deferred()
+    tensors, real_tensors = module_tensors(module, constants(exported))
+    unsupported = _elsewhere(tensors, real_tensors)
+    unsupported += free_tensors(exported, {name for tensor in tensors for name in tensor.names})
+    needing_grad = requiring_grad(exported, tensors, pytree.tree_leaves((args, kwargs)))
+
+    def needs_grad(node: fx.Node) -> bool:
+        return node.name in needing_grad
+
+    unsupported += functions.problems
+    if functions.uses:
+        unsupported += link_functions(exported.graph_module, functions.uses, without_casts)
+    spell_out_copies(exported.graph_module.graph)
+    unsupported += spell_out_casts(exported.graph_module, ambient_autocast(), needs_grad)
+    unsupported += prepare(exported.graph_module, needs_grad)
+    with GradModesInRegions() as grad_modes, given(module, readings):
+        run = fake_run(module, tensors, real_tensors, args, kwargs, sizes, functions)
+    unsupported += grad_modes.problems
+    raise_deferred()
+    with autocast_to(None):  # its casts are in the graph by now
+        by_origin = eager_draws(exported, run, forward, unsupported)
+        functional = decompose(exported)
+    raise_deferred()
+    draw_of, unmatched = match_draws(functional.graph, by_origin, forward)
+    observation = run.observation
+    observation.unsupported += unsupported
+    if not observation.unsupported:  # a draw that is refused already has no match either
+        observation.unsupported += unmatched
+    bound, literals = placeholders(functional, tensors, run.argument_is_tensor)
+    results, mutated = results_and_mutations(functional, tensors, bound, forward, observation.unsupported)
+    results, read = results[: len(results) - len(readings)], results[len(results) - len(readings) :]
+    conditions, read = recomputed(functional.graph, read, readings, tensors, bound, literals)
+    observation.unsupported += _uncounted(read, readings, dims)
+    if len(results) != len(observation.outputs):
+        reason = f"the exported graph returns {len(results)} values, eager {len(observation.outputs)}"
+        raise UnsupportedModule(type(module).__name__, [Unsupported("torch.export", forward, reason)])
+    for index, (node, output) in enumerate(zip(results, observation.outputs, strict=True)):
+        if (node is not None) != output.is_tensor:
+            reason = "is a tensor in eager and none in the exported graph, or the reverse"
+            observation.unsupported.append(Unsupported(f"result {index}", forward, reason))
+        elif node is not None and node.meta["val"].device != current_device():
+            reason = f"is on device {node.meta['val'].device}, the module on {current_device()}"
+            observation.unsupported.append(
+                Unsupported(f"result {index}", forward, reason, "move it outside of forward")
+            )
+    captured = Captured(
+        module_name=type(module).__name__,
+        graph=functional.graph,
+        placeholders=bound,
+        module_tensors=tuple(tensors),
+        arguments=run.arguments,
+        argument_leaves=run.argument_leaves,
+        argument_is_tensor=run.argument_is_tensor,
+        in_spec=run.in_spec,
+        results=tuple(results),
+        mutated=tuple(mutated),
+        observation=observation,
+        fake_observation=observation,
+        draw_of=draw_of,
+        literals=literals,
+        readings=tuple(readings),
+        read=read,
+        recomputed=conditions,
+        device=current_device(),
+    )
+    fakes = [node.meta["val"] for node in captured.graph.nodes if node.op == "placeholder"]
+    if sizes is not None:
+        captured = with_extents(captured, sizes, args, kwargs)
+    return Traced(captured, real_tensors, [*fakes, *run.arguments], sizes, functions)
+
+
+def _uncounted(
+    read: Sequence[fx.Node | None], readings: Sequence[Reading], dims: Sequence[DynamicDim]
+) -> list[Unsupported]:
+    """Sizes that a call cannot count before anything else is done: of these each call would have others."""
+    reason = (
+        "the shape of what comes out depends on the numbers in a tensor, and sizes vary"
+        if dims
+        else "the shape of what comes out depends on numbers that forward computes of parameters or draws"
+    )
+    return [
+        shape_by_numbers(reading.where, reason)
+        for node, reading in zip(read, readings, strict=True)
+        if reading.is_size and (dims or node is not None)
+    ]
+
+
+def _elsewhere(tensors: Sequence[ModuleTensor], real_tensors: Sequence[torch.Tensor]) -> list[Unsupported]:
+    """What the module owns on another device than that of the call: attributes, which are no parameters."""
+    return [
+        Unsupported(f"a tensor on {real.device}", tensor.names[0], f"the module is on {current_device()}", "move it")
+        for tensor, real in zip(tensors, real_tensors, strict=True)
+        if real.device != current_device()
+    ]
