@@ -32,7 +32,7 @@ def test_it_runs_one_with_its_options(capsys):
 def test_starts_with_and_without_a_cache(tmp_path, monkeypatch, capsys):
     path, started = tmp_path / "cold_start.json", []
 
-    def start(name, quick, folder, threads, off):
+    def start(name, quick, folder, threads, off, device):
         found = folder.exists() and not off
         folder.mkdir(exist_ok=True)
         (folder / "file").write_text("artifact")

@@ -1,5 +1,8 @@
 """Stress of the disk cache: processes that are killed while they use it, flipped bytes, a full disk; the bits stay.
 
+Killed are processes at work, at any moment of it (``kills``), and processes that do nothing but write what the work
+keeps, again and again (``writes``): nearly each of these dies in the middle of a file.
+
     python -m tests.bridge.artifact.stress --kills 200
     python -m tests.bridge.artifact.stress --kills 25 --seed 3 --only looped --checks kills
     python -m tests.bridge.artifact.stress --seconds 60 --only gpu --checks kills     # as many as that time allows
@@ -20,28 +23,31 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from bridge.artifact import DamagedError, read_artifact
+from bridge.artifact import DamagedError, current_store, read_artifact
 from bridge.compile.cpu import products
 from bridge.compile.schedule.products import GENERATED
 from tests.bridge.artifact.count_builds import forget_all, in_children
 from tests.bridge.artifact.works import GPU, WITHOUT_A_DISK, WORKS
 
-__all__ = ["allowed_on_a_full_disk", "artifacts", "bits_on", "flip", "kill_at_random"]
+__all__ = ["allowed_on_a_full_disk", "artifacts", "bits_on", "flip", "kill_at_random", "kill_writers"]
 
 Work = Callable[[Path], str]
 
-CHECKS = ("kills", "flips", "disk")
+CHECKS = ("kills", "writes", "flips", "disk")
 SIZES = (0, 500, 2000, 8000, 32000)
 """Bytes above which a file does not fit on a disk that is full."""
 
-TURNS = 5
-"""Kills between two runs that come to their end, and see what was left."""
+TURNS, WRITERS = 5, 25
+"""Kills of workers, and of writers, between two runs that come to their end, and see what was left."""
+
+LONGEST_WRITE = 0.05
+"""Seconds after which a writer is killed at the latest."""
 
 
 def bits_on(folder: Path, work: Work, largest_file: int = resource.RLIM_INFINITY) -> str:
@@ -112,6 +118,47 @@ def kill_at_random(work: Work, count: int, rng: random.Random, seconds: float = 
     return found
 
 
+def kill_writers(work: Work, count: int, rng: random.Random, seconds: float = math.inf) -> Counter:
+    """Kills so many processes that write what a work keeps; how many in the middle of a file, and files seen whole.
+
+    Arguments and errors as of :func:`kill_at_random`.
+    """
+    found: Counter = Counter()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "first"
+        folder.mkdir()
+        began = time.monotonic()
+        expected = bits_on(folder, work)
+        kept = [
+            (kind, path.name, *read_artifact(path.read_bytes(), kind, path.name))
+            for kind, paths in artifacts(folder).items()
+            for path in paths
+        ]
+        folder = Path(scratch) / "killed"
+        while found["killed"] < count and time.monotonic() - began < seconds:
+            folder.mkdir()
+            for _ in range(min(WRITERS, count - found["killed"])):
+                rng.shuffle(kept)
+                found["killed"] += _is_killed(rng.uniform(0, LONGEST_WRITE), folder, partial(_write, kept))
+                for kind, paths in artifacts(folder).items():
+                    for path in paths:
+                        _assert_whole(path, kind)
+                        found[f"{kind} whole"] += 1
+            found["in the middle of a file"] += len([*(folder / "cache" / "unfinished").glob("*")])
+            bits = bits_on(folder, work)
+            assert bits == expected, f"other bits after {dict(found)}"
+            found["looks at the bits"] += 1
+            shutil.rmtree(folder)
+    return found
+
+
+def _write(kept: Sequence[tuple[str, str, Mapping, Mapping]], folder: Path) -> str:
+    """Puts artifacts into the cache until somebody ends that."""
+    while True:
+        for kind, key, header, parts in kept:
+            current_store().put(kind, key, parts, header["note"])
+
+
 def _is_killed(seconds: float, folder: Path, work: Work) -> bool:
     """Whether a process was still at work after so many seconds, and was killed then."""
     forget_all()
@@ -169,7 +216,9 @@ def on_full_disks(work: Work) -> Counter:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=200, help="of each work (default %(default)s)")
+    parser.add_argument(
+        "--kills", type=int, default=200, help="of each work, at work and writing (default %(default)s)"
+    )
     parser.add_argument("--seconds", type=float, default=math.inf, help="for the kills of each work (default: any)")
     parser.add_argument("--flips", type=int, default=3, help="runs for each kind of file (default %(default)s)")
     parser.add_argument("--only", choices=list(WORKS), help="one of the works (default: all)")
@@ -184,6 +233,9 @@ def main() -> None:
         if "kills" in options.checks:
             found = kill_at_random(work, options.kills, rng, options.seconds)
             print(f"{name}, killed: the same bits, {dict(found)}", flush=True)
+        if "writes" in options.checks:
+            found = kill_writers(work, options.kills, rng, options.seconds)
+            print(f"{name}, killed while writing: the same bits, {dict(found)}", flush=True)
         if "flips" in options.checks:
             print(f"{name}, flipped bits: the same bits, runs {dict(flipped(work, options.flips, rng))}", flush=True)
         if "disk" in options.checks:
