@@ -10,15 +10,18 @@ wants a driver; everything before that does not.
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
 import tvm
 import tvm_ffi
 from tvm import relax, s_tir, tirx
-from tvm.ir import IRModule
+from tvm.ir import GlobalVar, IRModule
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 from tvm.tirx.build import split_host_device_mods
@@ -34,6 +37,13 @@ __all__ = ["build_executable", "build_library", "cuda_source", "kernel_source", 
 _HOST = "llvm"
 _CALLBACK = "tvm_callback_cuda_compile"
 _LINE = "\n// ---- kernels\n"
+_KERNEL = re.compile(
+    r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(.*?(?=extern "C"|\Z)', re.DOTALL
+)
+
+_KERNELS_OF_PART = 3
+"""Of one call of NVRTC, at least: each reads the head of the source anew, which takes it as long as a small kernel."""
+_MOST_PARTS = 8
 
 FORMS = ("tvmscript", "cuda", "ptx", "sass")
 
@@ -51,9 +61,12 @@ def build_library(functions: Mapping[str, PrimFunc], arch: str) -> tvm.runtime.M
     """
     target = target_of(arch)
     host, device = _lowered(functions, target)
-    library = _host_module(host)
-    if len(device.functions):
-        library.import_module(_device_module(device, target, partial(_machine_code, arch=arch)))
+    parts = _parts(device, target) if len(device.functions) else []
+    with ThreadPoolExecutor(max(1, len(parts)), "bridge-nvrtc") as threads:
+        made = [threads.submit(_device_module, part, target, partial(_machine_code, arch=arch)) for part in parts]
+        library = _host_module(host)
+        for kernels in made:
+            library.import_module(kernels.result())
     return library
 
 
@@ -71,16 +84,19 @@ def cuda_source(functions: Mapping[str, PrimFunc], arch: str) -> str:
     """All that NVRTC is given for functions: the preamble, then their kernels."""
     target = target_of(arch)
     _, device = _lowered(functions, target)
-    if not len(device.functions):
-        return ""
+    return _with_preamble(_source(device, target)) if len(device.functions) else ""
+
+
+def _source(kernels: IRModule, target: Target) -> str:
+    """TVM's CUDA source of kernels."""
     found: list[str] = []
 
     def keep(source: str) -> bytes:
         found.append(source)
         return b"\0"
 
-    module = _device_module(device, target, keep)
-    return _with_preamble(found[0] if found else str(module.inspect_source()))
+    module = _device_module(kernels, target, keep)
+    return found[0] if found else str(module.inspect_source())
 
 
 def _machine_code(source: str, arch: str) -> bytes:
@@ -125,6 +141,29 @@ def _device_module(kernels: IRModule, target: Target, compile_source: Callable[[
     if tvm.get_global_func("ffi.Module.create.cuda", allow_missing=True) is not None and not ran:
         raise RuntimeError(f"kernels for {target} were compiled by another {_CALLBACK} than this package's")
     return module
+
+
+def _parts(kernels: IRModule, target: Target) -> list[IRModule]:
+    """Kernels in modules that are compiled at the same time: each call of NVRTC works on one processor.
+
+    They have about equally long sources: the longest come first, each goes where there is the least so far.
+    """
+    count = min(_MOST_PARTS, _processors(), len(kernels.functions) // _KERNELS_OF_PART)
+    if count < 2:
+        return [kernels]
+    lengths = {match[1]: len(match[0]) for match in _KERNEL.finditer(_source(kernels, target))}
+    parts: list[dict[GlobalVar, PrimFunc]] = [{} for _ in range(count)]
+    sizes = [0] * count
+    for name, function in sorted(kernels.functions.items(), key=lambda item: -lengths.get(item[0].name_hint, 0)):
+        least = sizes.index(min(sizes))
+        sizes[least] += lengths.get(name.name_hint, 0)
+        parts[least][name] = function
+    return [IRModule(part) for part in parts]
+
+
+def _processors() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 _BUILDING = threading.local()

@@ -131,7 +131,10 @@ def row_lanes(length: Number, small: bool = False) -> int:
 
 
 def row_threads(length: Number, small: bool = False) -> int:
-    """Threads that walk a row, a power of two; of a length that is the launch's, those of one block."""
+    """Threads that walk a row, a power of two; of a length that is the launch's, those of one block.
+
+    Where such a length is short at a launch, a warp does (:meth:`bridge.compile.cuda.row.RowForm.short`).
+    """
     if not isinstance(length, int):
         return BLOCK_THREADS
     vectors = max(1, length // row_lanes(length, small))

@@ -14,17 +14,23 @@ from bridge.compile.codegen.rounding import rounded
 from bridge.compile.codegen.tir import sequence
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer
 from bridge.compile.cuda.launch import portions
-from bridge.compile.cuda.limits import row_groups, row_lanes, row_threads
+from bridge.compile.cuda.limits import BLOCK_THREADS, WARP, row_groups, row_lanes, row_threads
 from bridge.compile.cuda.scope import ThreadScope
 from bridge.compile.cuda.steps import column_steps
 from bridge.compile.cuda.tree import Team
 from bridge.compile.schedule.reduction import combine, identity
 from bridge.compile.schedule.row_plan import RowPass, RowPlan
 
-__all__ = ["RowForm", "emit_row"]
+__all__ = ["SHORT_ROW", "RowForm", "emit_row"]
 
 _UNROLLED = 16
 """Turns of a loop over a row at most that is unrolled, so that what a thread keeps is in registers."""
+
+_SHORT_TURNS = 8
+
+SHORT_ROW = WARP * _SHORT_TURNS
+"""Elements at most of a row whose length is the launch's, that a warp walks: each turn is code of its own, which NVRTC
+takes its time for."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,11 @@ class RowForm:
         threads = row_threads(length, plan.small)
         turns = -(-length // (threads * lanes)) if isinstance(length, int) else None
         return cls(threads, row_groups(length, plan.small, bool(plan.column_reductions)), lanes, turns)
+
+    @classmethod
+    def short(cls) -> RowForm:
+        """Of rows whose length is the launch's, and no more than :data:`SHORT_ROW`."""
+        return cls(WARP, BLOCK_THREADS // WARP, 1, _SHORT_TURNS)
 
     @property
     def kept(self) -> int | None:
@@ -84,7 +95,7 @@ class RowForm:
                 inside = IfThenElse(thread * number(self.lanes) < behind, inside, None)
             return [*e.stmts, inside]
 
-        if self.turns is not None:
+        if self.turns is not None or self.tile is not None:
             return self.in_turns(number, vector)
         turn = Var("turn", plan.index_type)
         inside = sequence(vector(turn, turn * number(self.lanes)))

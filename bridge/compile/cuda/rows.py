@@ -3,12 +3,15 @@
 Rows alone: a group of threads for each. Where rows are reduced as well, or a row's buffers lie in scratch memory: a
 block for each task, whose groups take the task's rows in turn; what a task has of a column reduction is combined by a
 second launch, see :mod:`bridge.compile.cuda.finish`.
+
+Of rows whose length is the launch's there are two forms, of which the launch takes one: short rows are walked by warps,
+which keep in registers what a later pass reads.
 """
 
 from __future__ import annotations
 
 from tvm import tirx
-from tvm.tirx import BufferStore, Expr, For, ForKind, Stmt, Var
+from tvm.tirx import BufferStore, Expr, For, ForKind, IfThenElse, Stmt, Var
 
 from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.emit import compute_type
@@ -16,7 +19,7 @@ from bridge.compile.codegen.tir import sequence
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer
 from bridge.compile.cuda.finish import finish_columns
 from bridge.compile.cuda.launch import SharedMemory, launch, portions
-from bridge.compile.cuda.row import RowForm, emit_row
+from bridge.compile.cuda.row import SHORT_ROW, RowForm, emit_row
 from bridge.compile.cuda.scope import Kept, ThreadScope
 from bridge.compile.cuda.task_parts import TaskParts
 from bridge.compile.cuda.tree import Team
@@ -32,37 +35,53 @@ _REGISTERS = 64
 
 def rows(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: bool) -> list[Stmt]:
     """The launches of a plan with reductions; ``plain``: see :class:`~bridge.compile.cuda.tree.Team`."""
-    return _Rows(plan, buffers, number, plain).launches()
+    first = _Rows(plan, buffers, number, plain, RowForm.of(plan)).launch()
+    if not isinstance(plan.length, int):
+        short = _Rows(plan, buffers, number, plain, RowForm.short()).launch()
+        first = IfThenElse(number(plan.length) < number(SHORT_ROW + 1), short, first)
+    if any(node in buffers.outputs for node in plan.column_reductions):
+        return [first, finish_columns(plan, buffers, number)]
+    return [first]
 
 
-def _tiles(plan: RowPlan, form: RowForm) -> int:
+def _tiles(plan: RowPlan, form: RowForm, number: LaunchArguments) -> Expr | None:
     """How many blocks share a task's rows, each with the columns of one turn: nothing else of a row is combined.
 
-    A column's sum is the same one, for its elements are the same threads'.
+    A column's sum is the same one, for its elements are the same threads'. ``None``: one block.
     """
     apart = plan.column_reductions and plan.buffer_row is None and not any(plan.cached)
     alone = all(not node.per_row and node.reduces != "row" for node in plan.nodes)
-    return form.turns if apart and alone and form.turns is not None else 1
+    if not (apart and alone) or form.turns == 1:
+        return None
+    wide = form.threads * form.lanes
+    return portions(number(plan.length), wide) if form.turns is None else number(form.turns)
 
 
 class _Rows:
-    def __init__(self, plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: bool) -> None:
+    """The rows' launch, in one form.
+
+    Attributes:
+        in_memory: whether what is kept between passes lies in scratch memory, which each task has of its own.
+    """
+
+    def __init__(
+        self, plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: bool, form: RowForm
+    ) -> None:
         self.plain = plain
         self.plan, self.buffers, self.number = plan, buffers, number
-        self.form = form = RowForm.of(plan)
-        self.tiles = _tiles(plan, form)
+        self.form = form
+        self.tiles = _tiles(plan, form, number)
+        self.in_memory = plan.buffer_row is not None and (isinstance(plan.length, int) or form.kept is None)
         self.shared = SharedMemory(form.threads * form.groups)
 
-    def launches(self) -> list[Stmt]:
+    def launch(self) -> Stmt:
         plan, number, form, walk = self.plan, self.number, self.form, self.plan.walk
-        if plan.column_reductions or plan.buffer_row is not None:
-            blocks, body = number(1 if walk.tasks is None else walk.tasks) * number(self.tiles), self._task
+        if plan.column_reductions or self.in_memory:
+            blocks, body = number(1 if walk.tasks is None else walk.tasks), self._task
+            blocks = blocks if self.tiles is None else blocks * self.tiles
         else:
             blocks, body = portions(number(walk.rows), form.groups), self._row
-        launches = [launch(blocks, form.threads, form.groups, body, self.shared)]
-        if any(node in self.buffers.outputs for node in plan.column_reductions):
-            launches.append(finish_columns(plan, self.buffers, number))
-        return launches
+        return launch(blocks, form.threads, form.groups, body, self.shared)
 
     def _team(self, group: Expr, thread: Expr) -> tuple[Team, ThreadScope]:
         team = Team(self.form.threads, group, thread, self.number, self.shared, self.plain)
@@ -87,9 +106,9 @@ class _Rows:
 
     def _task(self, block: Var, group: Var, thread: Var) -> Stmt:
         number, walk, names, task = self.number, self.plan.walk, CudaEmitter(), block
-        if self.tiles > 1:
-            task = names.name_index(tirx.truncdiv(block, number(self.tiles)), "task")
-            self.form = self.form.of_tile(names.name_index(tirx.truncmod(block, number(self.tiles)), "tile"))
+        if self.tiles is not None:
+            task = names.name_index(tirx.truncdiv(block, self.tiles), "task")
+            self.form = self.form.of_tile(names.name_index(tirx.truncmod(block, self.tiles), "tile"))
         form = self.form
         team, scope = self._team(group, thread)
         begin, count = number(0), number(walk.rows)
@@ -114,7 +133,7 @@ class _Rows:
         plan, number, kept = self.plan, self.number, self.form.kept
         allocations: list[Stmt] = []
         for node in plan.cached:
-            if plan.buffer_row is not None:
+            if self.in_memory:
                 scope.cached[node] = Kept(self.buffers.cached[node], task * number(plan.buffer_row))
                 continue
             buffer, allocation = local_buffer(kept, compute_type(plan.nodes[node].dtype), "kept")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from tvm import sym, tirx
 from tvm.ir.expr import TensorLoad
-from tvm.tirx import AttrStmt, Bind, Cast, Expr, For, IntImm, PrimFunc, Stmt
+from tvm.tirx import AttrStmt, Bind, Cast, Expr, For, IfThenElse, IntImm, PrimFunc, Stmt
 
 __all__ = ["launch_shapes"]
 
@@ -28,7 +28,7 @@ def launch_shapes(function: PrimFunc, scalars: Sequence[int]) -> tuple[str, ...]
         if isinstance(stmt, Bind) and (read := _read(stmt.value)) is not None:
             analyzer.bind(stmt.var, tirx.const(scalars[int(read.indices[0])], str(stmt.var.ty)))
     found = []
-    for launch in _launches(function.body):
+    for launch in _launches(function.body, analyzer):
         extents = dict(filter(None, map(_extent, _statements(launch))))
         sizes = {tag: analyzer.simplify(extent) for tag, extent in extents.items()}
         if not all(isinstance(size, IntImm) for size in sizes.values()):
@@ -57,13 +57,18 @@ def _extent(stmt: Stmt) -> tuple[str, Expr] | None:
     return None
 
 
-def _launches(stmt: Stmt) -> Iterator[Stmt]:
-    """The outermost statements that are bound to blocks or threads, in order."""
+def _launches(stmt: Stmt, analyzer: sym.Analyzer) -> Iterator[Stmt]:
+    """The outermost statements that are bound to blocks or threads, in order; of two forms the one that is taken."""
     if _extent(stmt) is not None:
         yield stmt
-    else:
-        for inner in _inner(stmt):
-            yield from _launches(inner)
+        return
+    condition = analyzer.simplify(stmt.condition) if isinstance(stmt, IfThenElse) else None
+    left_out = None
+    if isinstance(condition, IntImm):
+        left_out = stmt.else_case if int(condition) else stmt.then_case
+    for inner in _inner(stmt):
+        if inner is not left_out:
+            yield from _launches(inner, analyzer)
 
 
 def _statements(stmt: Stmt) -> Iterator[Stmt]:

@@ -18,6 +18,7 @@ from bridge.compile.cuda.emitter import CudaEmitter, local_buffer
 from bridge.compile.cuda.launch import SharedMemory, synchronize
 from bridge.compile.cuda.limits import ACCESS_BYTES
 from bridge.compile.cuda.row import RowForm
+from bridge.compile.loop_ir.access import Number
 from bridge.compile.schedule.reduction import combine
 
 __all__ = ["TaskParts"]
@@ -30,7 +31,7 @@ class TaskParts:
     """Storing of a block's parts.
 
     Args:
-        form: of the rows, whose length is a number.
+        form: of the rows, with a bound for how many turns there are.
         group, thread: which one of the block this is.
         task: which part it is.
         length: elements of a row.
@@ -44,13 +45,14 @@ class TaskParts:
         group: Expr,
         thread: Expr,
         task: Expr,
-        length: int,
+        length: Number,
     ) -> None:
         self.form, self.number, self.shared = form, number, shared
         self.group, self.thread = group, thread
         self.task, self.length = task, length
-        turns = range(form.turns)
-        self.turns = [(number(turn), turn) for turn in turns] if form.tile is None else [(form.tile, 0)]
+        self.turns = [(form.tile, 0)]
+        if form.tile is None:
+            self.turns = [(number(turn), turn) for turn in range(form.turns)]
 
     def stored(self, kept: Buffer, memory: Buffer, op: str) -> list[Stmt]:
         """What each thread has in ``kept``, combined, in ``memory``."""
@@ -109,7 +111,7 @@ class TaskParts:
     def _inside(self, turn: Expr, stmts: list[Stmt]) -> Stmt:
         """Statements for a turn's columns, as far as there are any."""
         form, number = self.form, self.number
-        if form.turns * form.threads * form.lanes == self.length:
+        if form.turns is not None and form.turns * form.threads * form.lanes == self.length:
             return sequence(stmts)
         position = (turn * number(form.threads) + self.thread) * number(form.lanes)
         return IfThenElse(position < number(self.length), sequence(stmts), None)
@@ -132,7 +134,8 @@ class TaskParts:
     def _places(self, turn: Expr, width: int) -> Iterator[Expr]:
         """Where the vector of a turn lies in the task's part."""
         number, form = self.number, self.form
-        vector = self.task * number(self.length // form.lanes) + turn * number(form.threads) + self.thread
+        vectors = self.length // form.lanes if isinstance(self.length, int) else self.length  # whose lanes are one
+        vector = self.task * number(vectors) + turn * number(form.threads) + self.thread
         return self._pieces(vector, width)
 
     def _pieces(self, vector: Expr, width: int) -> Iterator[Expr]:

@@ -9,7 +9,7 @@ from autodiff.extents import ExtentScope
 from bridge.compile.cuda import rows
 from bridge.compile.cuda.build import cuda_source
 from bridge.compile.cuda.nvrtc import compiled
-from bridge.compile.cuda.row import RowForm
+from bridge.compile.cuda.row import SHORT_ROW, RowForm
 from bridge.compile.schedule.row_plan import RowPlan
 from tests.bridge.compile.cuda_graphs import GRAPHS, layer_norm_backward, softmax, strided
 from tests.bridge.compile.planned_graphs import Builder, Kernels, build, inputs
@@ -103,7 +103,7 @@ def test_blocks_share_the_columns_of_a_task(monkeypatch):
     found = []
     for alone in (True, False):
         if not alone:
-            monkeypatch.setattr(rows, "_tiles", lambda plan, form: 1)
+            monkeypatch.setattr(rows, "_tiles", lambda plan, form, number: None)
         plans = [planned(graph) for graph in graphs]
         ours = CudaKernels(plans)
         for graph, each in zip(graphs, plans, strict=True):
@@ -130,6 +130,8 @@ def test_blocks_share_the_columns_of_a_task(monkeypatch):
         (layer_norm_backward, {"rows": 900, "columns": 70}, [(2, 5), (70, 300), (800, 64)]),
         (lambda n: softmax(n, 64), {"n": 9}, [(2,), (300,)]),
         (lambda a, b: strided(a, b, 64), {"a": 3, "b": 9}, [(2, 4), (3, 7)]),
+        (columns_alone, {"n": 9, "m": 70}, [(16, 3000), (40, 33)]),
+        (lambda m: softmax(9, m), {"m": 70}, [(3,), (189,), (SHORT_ROW,), (SHORT_ROW + 1,)]),
     ],
 )
 def test_sizes_of_the_launch(make, samples, sizes):
