@@ -181,7 +181,11 @@ def _is_zero(importer: Any, x: Complex) -> Expr:
 
 @_complex(aten.abs.default)
 def absolute(importer, node, x):
-    """At 0 the gradient is 0, as torch's. Both parts are scaled by the larger one: no square is too large or small."""
+    """``|x|``; its gradient is that of ``a u + b v`` with ``u, v = a / |x|, b / |x|`` as numbers, and 0 at 0.
+
+    Both parts are scaled by the larger one, so no square is too large or small; nor is the gradient, which that scale
+    is no factor of. Where a part is infinite it is that of the square root, nan.
+    """
     zero = _is_zero(importer, x)
     a = importer.emit(op.where(zero, importer.constant(1, dtype(x.real)), x.real))
     larger = importer.emit(op.maximum(importer.emit(op.abs(a)), importer.emit(op.abs(x.imaginary))))
@@ -190,7 +194,12 @@ def absolute(importer, node, x):
     scale = stop_gradient(importer, node, larger)
     c, d = (importer.emit(op.divide(part, scale)) for part in (a, x.imaginary))
     total = _add(importer, _multiply(importer, c, c), _multiply(importer, d, d))
-    found = _multiply(importer, scale, importer.emit(op.sqrt(total)))
+    root = _multiply(importer, scale, importer.emit(op.sqrt(total)))
+    size = stop_gradient(importer, node, root)
+    u, v = (stop_gradient(importer, node, importer.emit(op.divide(part, size))) for part in (a, x.imaginary))
+    turned = _add(importer, _multiply(importer, a, u), _multiply(importer, x.imaginary, v))
+    moved = _subtract(importer, turned, stop_gradient(importer, node, turned))
+    found = importer.emit(op.where(infinite, root, _add(importer, size, moved)))
     return importer.emit(op.where(zero, importer.constant(0, dtype(x.real)), found))
 
 

@@ -192,6 +192,19 @@ def test_extremes_of_sizes_and_quotients():
         torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
 
 
+def test_gradients_of_huge_sizes():
+    """Of which a factor of the gradient is none: it is eager's, and 0 where the size itself is too large."""
+    given = torch.tensor([1e38, -2e38, 3.4e38, 1e-38, 0.0])
+    module = Function(lambda x: torch.complex(x, x * 0.5).abs())
+    add_tvm_dispatch(module, torch.ones_like(given).requires_grad_())
+    found = []
+    for function in (module, module.function):
+        x = given.clone().requires_grad_()
+        found.append(torch.autograd.grad(function(x), x, torch.full_like(x, -3.0))[0])
+    torch.testing.assert_close(*found)
+    assert stats(module).hits == 1
+
+
 @pytest.mark.parametrize("function", [torch.conj, torch.Tensor.mH.__get__, lambda a: (a * 1j).conj()])
 def test_conjugate_views(function):
     x = torch.randn(3, 4, dtype=torch.complex64)
