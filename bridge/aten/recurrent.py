@@ -23,7 +23,7 @@ from bridge.aten.recurrent_loops import looped_layer
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import aten
-from bridge.capture import RECURRENT_LAYERS, TensorForm
+from bridge.capture import PACKED_LAYERS, RECURRENT_LAYERS, TensorForm
 
 __all__ = ["recurrent_layer", "whole_layers"]
 
@@ -64,6 +64,31 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
         x = made[0] if len(made) == 1 else importer.emit(op.concat(made, 2))
     x = importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x
     return x, *(group[0] if len(group) == 1 else importer.emit(op.concat(group, 0)) for group in finals)
+
+
+@converts(PACKED_LAYERS)
+def packed(importer, node, cell, x, lengths, states, weights, biases, layers, both_ways):
+    """Layers over sequences of several lengths: loops whose steps leave alone what has ended."""
+    numbers_only("a packed sequence", shape(x))
+    steps, batch, _ = shape(x)
+    directions = 2 if both_ways else 1
+    count = len(weights) // (layers * directions)
+    positions = importer.reshape(importer.emit(op.arange(0, steps, 1, dtype(lengths))), (steps, 1, 1))
+    active = importer.emit(op.greater(importer.reshape(lengths, (1, batch, 1)), positions))
+    finals: list[list[Expr]] = [[] for _ in states]
+    for layer in range(layers):
+        made = []
+        for direction in range(directions):
+            index = layer * directions + direction
+            first = [_row(importer, state, index) for state in states]
+            own = weights[index * count : (index + 1) * count]
+            y, *last = looped_layer(importer, cell, direction == 1, x, own, bool(biases), first, active)
+            made.append(y)
+            for group, state in zip(finals, last, strict=True):
+                group.append(importer.reshape(state, (1, *shape(state))))
+        x = made[0] if len(made) == 1 else importer.emit(op.concat(made, 2))
+    last = [group[0] if len(group) == 1 else importer.emit(op.concat(group, 0)) for group in finals]
+    return x, *last, *[None] * (2 - len(last))
 
 
 @converts(aten.mkldnn_rnn_layer.default)

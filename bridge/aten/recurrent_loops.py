@@ -23,7 +23,14 @@ States = Sequence[Expr]
 
 
 def looped_layer(
-    importer: Any, cell: str, reverse: bool, x: Expr, weights: Sequence[Expr], biases: bool, states: States
+    importer: Any,
+    cell: str,
+    reverse: bool,
+    x: Expr,
+    weights: Sequence[Expr],
+    biases: bool,
+    states: States,
+    active: Expr | None = None,
 ) -> list[Expr]:
     """Outputs [steps, batch, hidden] and the last states [batch, hidden].
 
@@ -31,13 +38,15 @@ def looped_layer(
         cell: the name of torch's operator, as in ``"gru"``.
         x: [steps, batch, inputs].
         weights: of the input, of the hidden state, a bias for each with ``biases``, and a projection if there is one.
+        active: [steps, batch, 1], which sequences a step belongs to; ``None``: all. The others keep their states, have
+            outputs of zero, and no part in the step: what is in their states meets no weight.
     """
     steps, *of_step = shape(x)
     emit = importer.emit
     loop = -1 - len(importer.bindings)  # captured loops count from 0
 
     def mark(kind: str, value: Expr, *numbers: int, extents: Sequence[int]) -> Expr:
-        form = TensorForm(tuple(extents), getattr(torch, dtype(x)))
+        form = TensorForm(tuple(extents), getattr(torch, dtype(value)))
         return importer.library(f"loop_{kind}", [value, loop, *numbers], form)
 
     before = [
@@ -51,11 +60,25 @@ def looped_layer(
         product = emit(op.matmul(value, emit(op.permute_dims(weight))))
         return emit(op.add(product, bias[place])) if biases else product
 
-    after = _CELLS[cell](importer, gates(part, of_input, 0), gates(before[0], of_hidden, 1), before)
+    used, here = before, None
+    if active is not None:
+        here = mark("part", active, 1, extents=shape(active)[1:])
+        used = [_where(importer, here, each, None) for each in before]
+    after = _CELLS[cell](importer, gates(part, of_input, 0), gates(used[0], of_hidden, 1), used)
     if projection:
         after[0] = emit(op.matmul(after[0], emit(op.permute_dims(projection[0]))))
+    y = after[0]
+    if here is not None:
+        y = _where(importer, here, y, None)
+        after = [_where(importer, here, *each) for each in zip(after, before, strict=True)]
     last = [mark("last", state, place, extents=shape(state)) for place, state in enumerate(after)]
-    return [mark("steps", after[0], 0, steps, extents=(steps, *shape(after[0]))), *last]
+    return [mark("steps", y, 0, steps, extents=(steps, *shape(y))), *last]
+
+
+def _where(importer: Any, condition: Expr, value: Expr, other: Expr | None) -> Expr:
+    """``value`` or ``other``, zeros by default."""
+    other = importer.emit(op.zeros(shape(value), dtype(value))) if other is None else other
+    return importer.emit(op.where(condition, value, other))
 
 
 def _lstm(importer: Any, of_input: Expr, of_hidden: Expr, before: States) -> list[Expr]:

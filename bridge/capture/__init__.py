@@ -22,6 +22,7 @@ from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, n
 from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter, StepMasks
 from bridge.capture.own_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
 from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, SLOPE_DRAWS, UPSAMPLES, WHOLE
+from bridge.capture.passes.packed_layers import PACKED_LAYERS, packed_layers
 from bridge.capture.passes.recurrent import RECURRENT_LAYERS
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
 from bridge.capture.pipeline import capture
@@ -42,6 +43,7 @@ __all__ = [
     "LOOP_MARKS",
     "ONCE",
     "OWN",
+    "PACKED_LAYERS",
     "RECURRENT_LAYERS",
     "SIZE_OPERATORS",
     "SLOPE_DRAWS",
@@ -51,6 +53,7 @@ __all__ = [
     "UPSAMPLES",
     "WHOLE",
     "WHOLE_FUNCTIONS",
+    "packed_layers",
     "WITH_GRADIENT",
     "Captured",
     "Copies",

@@ -25,8 +25,14 @@ def _set(x: torch.Tensor) -> torch.Tensor:
     return (x if x.dtype is torch.bool else x != 0).sum()
 
 
-#: What is counted, by name: elements that are not zero; elements in all.
+def _longest(lengths: torch.Tensor) -> torch.Tensor:
+    falls = (lengths[1:] <= lengths[:-1]).all() & (lengths[-1] > 0)
+    return torch.where(falls, lengths[0], -1)
+
+
+#: What is counted, by name: elements that are not zero; elements in all; the first of lengths that do not rise.
 COUNTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"set": _set, "total": torch.Tensor.sum}
+COUNTS["longest"] = _longest
 
 
 class CountedSizes(TorchFunctionMode):

@@ -17,7 +17,8 @@ _BY_NUMBERS = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "D
 
 _PACKED = (
     "a packed sequence",
-    "its shapes are the numbers in the lengths",
+    "its shapes are the numbers in the lengths; pack_padded_sequence, recurrent layers in float32 or float64, without "
+    "dropout between them, without projections, and pad_packed_sequence alone keep it padded",
     "run the recurrent layer on the padded batch and mask what it gives, or dispatch the other layers",
 )
 

@@ -37,6 +37,7 @@ from bridge.base.torch_internals import (
 from bridge.capture.copied_call import copied_call
 from bridge.capture.counted_sizes import COUNTS, CountedSizes
 from bridge.capture.module_calls import forward_here
+from bridge.capture.packed import PackedSequences
 from bridge.capture.patched_globals import here_only
 from bridge.capture.plain_assert import plain_assert
 from bridge.capture.split_at_numbers import SplitAtNumbers
@@ -150,8 +151,9 @@ def reading(module: nn.Module, reader: NumberReader, *, returned: bool = False) 
         reader.restart()
         outer, _thread.reader = getattr(_thread, "reader", None), reader
         try:
-            with CountedSizes(_counted):
+            with CountedSizes(_counted), PackedSequences(_counted) as packed:
                 result = forward(*args, **kwargs)
+            packed.refuse(result)
         finally:
             _thread.reader = outer
         reader.finish()

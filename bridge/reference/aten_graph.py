@@ -19,6 +19,7 @@ from bridge.base.torch_internals import OpOverload, aten
 from bridge.capture import (
     CUSTOM_GRADIENT,
     LOOP_MARKS,
+    PACKED_LAYERS,
     RECURRENT_LAYERS,
     SLOPE_DRAWS,
     STOP_GRADIENT,
@@ -28,6 +29,7 @@ from bridge.capture import (
     Captured,
     Draw,
     Parameter,
+    packed_layers,
 )
 from bridge.library import FUNCTIONS
 from bridge.reference.aten_loops import marked_loops
@@ -51,7 +53,8 @@ _SCATTERS = {
 }
 """Writes into a part of a tensor, and what shows that part."""
 _OURS = "tvm_dispatch"
-_TORCH_HAS = (STOP_GRADIENT, CUSTOM_GRADIENT, TANGENT, WITH_GRADIENT, RECURRENT_LAYERS, *WHOLE_FUNCTIONS, *LOOP_MARKS)
+_LAYERS = (RECURRENT_LAYERS, PACKED_LAYERS)
+_TORCH_HAS = (STOP_GRADIENT, CUSTOM_GRADIENT, TANGENT, WITH_GRADIENT, *_LAYERS, *WHOLE_FUNCTIONS, *LOOP_MARKS)
 """Operators of ours that torch's are run for."""
 _RUNNING = 3, 4
 """Places of the running statistics among its arguments, and of the new ones among its results."""
@@ -199,6 +202,8 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
         return (*aten.native_batch_norm.default(*args[:3], None, None, *args[5:]), None, None)
     if node.target in WHOLE_FUNCTIONS:  # ours has no second derivative, torch's is its own, or an error
         return WHOLE_FUNCTIONS[node.target](*args)
+    if node.target is PACKED_LAYERS:
+        return packed_layers(*args)
     if node.target is RECURRENT_LAYERS:  # an operator without a kernel: torch's of that name
         cell, x, states, weights, biases, layers, both_ways, batch_first = args
         layered = getattr(aten, cell).input

@@ -1,0 +1,142 @@
+"""Packed sequences for tracing: ``pack_padded_sequence``, recurrent layers, ``pad_packed_sequence`` → padded rows.
+
+A packed batch has as many rows as its lengths say in all. Here it stays padded, with the steps in front and zeros
+behind the end of each sequence, so that lengths are data; that of the longest one is a number that forward reads. A
+layer keeps a sequence's state behind its end (:mod:`bridge.capture.passes.packed_layers`). Recurrent layers and
+``pad_packed_sequence`` alone may look at such rows: anything else would see other ones than in eager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from bridge.base.modes import ambient_autocast
+from bridge.base.torch_internals import no_torch_function, pytree
+from bridge.capture.passes.packed_layers import PACKED_LAYERS
+
+__all__ = ["PackedSequences", "PackedUseError"]
+
+_CELLS = {torch.lstm: "lstm", torch.gru: "gru", torch.rnn_tanh: "rnn_tanh", torch.rnn_relu: "rnn_relu"}
+_WIDE = ({torch.float32}, {torch.float64})
+_ASKED = {each.__get__ for each in (torch.Tensor.dtype, torch.Tensor.device, torch.Tensor.requires_grad)}
+_ASKED.add(torch.Tensor.dim)
+"""What may be asked of packed rows, beside their last extent."""
+
+
+class PackedUseError(NotImplementedError):
+    """What is done with a packed sequence depends on its rows, or draws for them."""
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A packed batch: the rows in their padded form, [steps * batch, ...], and its lengths; ``sizes``: batch_sizes."""
+
+    rows: torch.Tensor
+    lengths: torch.Tensor
+    sizes: torch.Tensor
+    active: torch.Tensor
+
+    @property
+    def padded(self) -> torch.Tensor:
+        """[steps, batch, ...]"""
+        return self.rows.unflatten(0, self.active.shape)
+
+    def where(self, x: torch.Tensor, padding: float) -> torch.Tensor:
+        """[steps, batch, ...] with another number behind the ends."""
+        active = self.active.reshape(*self.active.shape, *[1] * (x.dim() - 2))
+        return torch.where(active, x, x.new_full((), padding))
+
+
+class PackedSequences(TorchFunctionMode):
+    """While active, packed sequences that are made stay padded.
+
+    Args:
+        count: which number (of :data:`bridge.capture.counted_sizes.COUNTS`) of which tensor → that number.
+    """
+
+    def __init__(self, count: Callable[[str, torch.Tensor], int]):
+        super().__init__()
+        self._count = count
+        self._packed: dict[int, _Packed] = {}  # by the id of their rows
+        self._sizes: dict[int, _Packed] = {}  # by that of their batch sizes
+        self._batch: dict[int, tuple[torch.Tensor, int]] = {}  # first sizes, tensors and numbers
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func == torch._pack_padded_sequence:
+            return self._pack(*args, **kwargs)
+        if not self._packed:
+            return func(*args, **kwargs)
+        if func in _CELLS and id(args[0]) in self._packed:
+            return self._layers(_CELLS[func], *args, **kwargs)
+        if func == torch._pad_packed_sequence and id(args[0]) in self._packed:
+            return self._pad(*args, **kwargs)
+        if func is torch.zeros:  # the first states of a layer: as many as the first step has rows
+            args = pytree.tree_map(lambda leaf: self._batch.get(id(leaf), (None, leaf))[1], args)
+        elif not (func in _ASKED or (func == torch.Tensor.size and args[1:] == (-1,))):
+            self.refuse((args, kwargs))
+        made = func(*args, **kwargs)
+        if func == torch.Tensor.__getitem__ and id(args[0]) in self._sizes and type(args[1]) is int and not args[1]:
+            self._batch[id(made)] = made, self._sizes[id(args[0])].lengths.shape[0]
+        return made
+
+    def refuse(self, values: Any) -> None:
+        """Raises :class:`PackedUseError` if there are packed rows among the values."""
+        if any(id(leaf) in self._packed for leaf in pytree.tree_leaves(values)):
+            raise PackedUseError("the rows of a packed sequence are used")
+
+    def _note(self, packed: _Packed) -> torch.Tensor:
+        self._packed[id(packed.rows)] = packed
+        return packed.rows
+
+    def _pack(self, input: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, ...]:
+        with no_torch_function():
+            self.refuse(input)
+            steps = self._count("longest", lengths)
+            padded = (input.transpose(0, 1) if batch_first else input)[:steps]
+            if steps < 0 or padded.shape[:2] != (steps, *lengths.shape):
+                return torch._pack_padded_sequence(input, lengths, batch_first)  # eager's error
+            sizes = (lengths > torch.arange(steps).unsqueeze(1)).sum(1)
+            own = lengths.to(input.device)
+            active = own > torch.arange(steps, device=input.device).unsqueeze(1)
+            packed = _Packed(padded.flatten(0, 1), own, sizes, active)
+            packed = replace(packed, rows=packed.where(padded, 0).flatten(0, 1))
+            self._sizes[id(sizes)] = packed
+            return self._note(packed), sizes
+
+    def _layers(self, cell: str, rows, sizes, first, weights, biases, layers, rate, train, both_ways) -> tuple:
+        packed, directions = self._packed[id(rows)], 2 if both_ways else 1
+        self._require_same(packed, sizes)
+        states = list(first) if cell == "lstm" else [first]
+        tensors = [rows, *states, *weights]
+        if ambient_autocast() is not None or {each.dtype for each in tensors} not in _WIDE:
+            raise PackedUseError("a packed sequence in a half type")
+        if layers > 1 and rate and train:
+            raise PackedUseError("dropout between layers over a packed sequence, which is drawn for its rows")
+        if len(weights) // (layers * directions) % 2:
+            raise PackedUseError("a projection over a packed sequence")
+        with no_torch_function():
+            options = list(weights), bool(biases), layers, bool(both_ways)
+            y, *last = PACKED_LAYERS(cell, packed.padded, packed.lengths, states, *options)
+            return self._note(replace(packed, rows=y.flatten(0, 1))), *last[: len(states)]
+
+    def _pad(
+        self, rows: torch.Tensor, sizes: torch.Tensor, batch_first: bool, padding: float, total: int
+    ) -> tuple[torch.Tensor, ...]:
+        packed = self._packed[id(rows)]
+        self._require_same(packed, sizes)
+        with no_torch_function():
+            y = packed.where(packed.padded, padding)
+            if total > y.shape[0]:
+                y = torch.cat([y, y.new_full((total - y.shape[0], *y.shape[1:]), padding)])
+            lengths = (sizes.unsqueeze(1) > torch.arange(y.shape[1])).sum(0)
+            return y.transpose(0, 1) if batch_first else y, lengths
+
+    def _require_same(self, packed: _Packed, sizes: torch.Tensor) -> None:
+        if sizes is not packed.sizes:
+            raise PackedUseError("rows of a packed sequence with other batch sizes")
