@@ -44,9 +44,12 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
     known = not any(has_extents(shape(tensor)) for tensor in (x, *states))
     looped = known and current_device() != HOST
     fused = cell == "lstm" and dtype(x) == "float32" and not projected and torch.backends.mkldnn.enabled
-    fused = fused and known and not looped  # oneDNN alone knows the bytes of its workspace, of given sizes
     finals: list[list[Expr]] = [[] for _ in states]
     x = importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x
+    if has_extents(shape(x)[:1]) and (fused or current_device() != HOST):
+        kind = "oneDNN's kernel" if current_device() == HOST else "a loop"
+        raise UnsupportedUse(f"a length that varies: {kind} is of one length, and quicker than steps one by one")
+    fused = fused and known and not looped  # oneDNN alone knows the bytes of its workspace, of given sizes
     for layer in range(layers):
         made = []
         for direction in range(directions):

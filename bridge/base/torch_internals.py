@@ -148,6 +148,7 @@ has_storage: Callable[[torch.Tensor], bool] = find("torch._C._has_storage")
 no_torch_function: Callable[[], AbstractContextManager] = find("torch._C.DisableTorchFunction")
 """While active, no torch-function mode sees the calls that this thread makes."""
 neg_view: Callable[[torch.Tensor], torch.Tensor] = find("torch._neg_view")
+pack_padded, pad_packed = find("torch._pack_padded_sequence"), find("torch._pad_packed_sequence")
 empty_strided: Callable[..., torch.Tensor] = find(
     "torch._C._dynamo.guards._empty_strided_cpu", lambda *form: torch.empty_strided(*form[:2], dtype=form[2])
 )

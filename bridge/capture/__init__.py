@@ -21,8 +21,8 @@ from bridge.capture.module_calls import forward_here
 from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, number_tensor, with_number_inputs
 from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter, StepMasks
 from bridge.capture.own_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
-from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, SLOPE_DRAWS, UPSAMPLES, WHOLE
 from bridge.capture.passes.packed_layers import PACKED_LAYERS, packed_layers
+from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, SLOPE_DRAWS, UPSAMPLES, WHOLE
 from bridge.capture.passes.recurrent import RECURRENT_LAYERS
 from bridge.capture.passes.stop_gradient import STOP_GRADIENT, where_is
 from bridge.capture.pipeline import capture
@@ -53,7 +53,6 @@ __all__ = [
     "UPSAMPLES",
     "WHOLE",
     "WHOLE_FUNCTIONS",
-    "packed_layers",
     "WITH_GRADIENT",
     "Captured",
     "Copies",
@@ -95,6 +94,7 @@ __all__ = [
     "number_tensor",
     "numbers_read",
     "one_capture_at_a_time",
+    "packed_layers",
     "raise_if_eager_raises",
     "recorded",
     "same_numbers",

@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from bridge.base.modes import ambient_autocast
-from bridge.base.torch_internals import no_torch_function, pytree
+from bridge.base.torch_internals import no_torch_function, pack_padded, pad_packed, pytree
 from bridge.capture.passes.packed_layers import PACKED_LAYERS
 
 __all__ = ["PackedSequences", "PackedUseError"]
@@ -68,13 +68,13 @@ class PackedSequences(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func == torch._pack_padded_sequence:
+        if func == pack_padded:
             return self._pack(*args, **kwargs)
         if not self._packed:
             return func(*args, **kwargs)
         if func in _CELLS and id(args[0]) in self._packed:
             return self._layers(_CELLS[func], *args, **kwargs)
-        if func == torch._pad_packed_sequence and id(args[0]) in self._packed:
+        if func == pad_packed and id(args[0]) in self._packed:
             return self._pad(*args, **kwargs)
         if func is torch.zeros:  # the first states of a layer: as many as the first step has rows
             args = pytree.tree_map(lambda leaf: self._batch.get(id(leaf), (None, leaf))[1], args)
@@ -100,7 +100,7 @@ class PackedSequences(TorchFunctionMode):
             steps = self._count("longest", lengths)
             padded = (input.transpose(0, 1) if batch_first else input)[:steps]
             if steps < 0 or padded.shape[:2] != (steps, *lengths.shape):
-                return torch._pack_padded_sequence(input, lengths, batch_first)  # eager's error
+                return pack_padded(input, lengths, batch_first)  # eager's error
             sizes = (lengths > torch.arange(steps).unsqueeze(1)).sum(1)
             own = lengths.to(input.device)
             active = own > torch.arange(steps, device=input.device).unsqueeze(1)

@@ -24,7 +24,7 @@ from bridge.capture.passes.recurrent import LAYERED
 __all__ = ["OfCudnnAloneError", "RecurrentStandIns", "lstm_as_in_eager", "recurrent_formulas"]
 
 _library = torch.library.Library("tvm_dispatch", "FRAGMENT")
-_library.define("recurrent_layer(str cell, int steps, int size, Tensor[] tensors) -> Tensor")
+_library.define("recurrent_layer(str cell, SymInt steps, SymInt size, Tensor[] tensors) -> Tensor")
 
 
 def _outputs(cell: str, steps: int, size: int, tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch import nn
 
 from bridge.base.guard_failure import GuardFailure
 from bridge.capture import DynamicDim, Reading
-from bridge.compile import Backend, Program, RecordedGraphs
+from bridge.compile import Backend, Loop, Program, RecordedGraphs
 from bridge.dispatch.autograd import apply
 from bridge.dispatch.autograd_nodes import apply_in_nodes
 from bridge.dispatch.bound import BoundCalls
@@ -101,8 +101,8 @@ class Entry:
 
     @property
     def has_loops(self) -> bool:
-        """Whether it was recorded as loops over its sizes, which makes it quick to compile and of these sizes alone."""
-        return self.lowered.captured.loops
+        """Whether its programs have loops: of one length, of which another one compiles no kernels."""
+        return any(isinstance(step, Loop) for step in self.forward.steps)
 
     @property
     def forward(self) -> Program:

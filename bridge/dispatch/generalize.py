@@ -80,7 +80,7 @@ class Generalization:
                 break
         else:
             return None
-        if known.has_loops:  # traced for all sizes, it would be unrolled
+        if known.lowered.captured.loops:  # traced for all sizes, it would be unrolled
             return None
         dims = self._fixed.left(module.training, dims)
         if not dims:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
-from bridge import add_tvm_dispatch, lower, stats
+from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
 from bridge.compile import Loop
 from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compare import Call, assert_same, check_module, run
@@ -71,6 +73,24 @@ def test_layers_are_loops_on_a_gpu(name):
     (entry,) = stats(module).entries
     loops = [step.length for part in (entry.forward, entry.backward) for step in part.steps if isinstance(step, Loop)]
     assert loops == [3 if module.batch_first else 4] * (2 * len(module._all_weights))
+
+
+@pytest.mark.cpu("on a GPU each length has loops of its own")
+@pytest.mark.parametrize("name", ["gru_deep", "lstm_projected"])
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_one_entry_serves_all_lengths(name):
+    module = LAYERS[name]().double()
+    eager = copy.deepcopy(module)
+    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    add_tvm_dispatch(module, leaf(4, 3, 3).double().detach().requires_grad_(), dynamic_shapes=(sizes,), on_miss="error")
+    for steps, batch in ((4, 3), (2, 2), (9, 5)):
+        call = Call((leaf(steps, batch, 3).double().detach().requires_grad_(),))
+        assert_same(run(module, call), run(eager, call), rtol=1e-10, atol=1e-12)
+
+
+def test_a_length_that_varies_is_refused_where_steps_one_by_one_would_be_slower():
+    with pytest.raises(UnsupportedModule, match="a length that varies"):
+        add_tvm_dispatch(nn.LSTM(3, 4), leaf(4, 3, 3), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")

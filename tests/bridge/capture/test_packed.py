@@ -1,4 +1,4 @@
-"""Packed sequences around ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN``: lengths are data, numbers and gradients are eager's."""
+"""Packed sequences around ``nn.LSTM``, ``nn.GRU``, ``nn.RNN``: lengths are data, numbers and gradients are eager's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from bridge import UnsupportedModule, add_tvm_dispatch, examine, stats
 from tests.bridge.compare import Call, assert_same, run
-from tests.device import DEVICE
 
 BATCH, STEPS, WIDTH, SIZE = 4, 6, 3, 5
 
@@ -59,7 +58,11 @@ CASES = {
 }
 
 
-@pytest.mark.composes("`pack_padded_sequence`, recurrent layers, `pad_packed_sequence`")
+@pytest.mark.composes(
+    "`pack_padded_sequence`, recurrent layers, `pad_packed_sequence`",
+    "works: lengths are data; that of the longest sequence is read before the call",
+    section="Guards",
+)
 @pytest.mark.parametrize(("make", "lengths", "options"), CASES.values(), ids=CASES)
 def test_lengths_are_data(make, lengths, options):
     module = make()
