@@ -147,7 +147,7 @@ def test_steps_are_not_unrolled(name):
     """Neither in the program nor while tracing: unrolled, 200 steps would take minutes to add."""
     lowered = [lower(LAYERS[name](), leaf(3, steps, 3)) for steps in (4, 200)]
     few, many = (len(each.forward.body.blocks[0].bindings) for each in lowered)
-    assert few == many
+    assert many <= few
     few, many = (len(each.captured.fake_observation.trace) for each in lowered)
     assert few == many
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from bridge import add_tvm_dispatch, explain, stats
+from bridge.dynamo import tvm_dispatch
 from tests.bridge.compare import Function
 from tests.bridge.dispatch.test_autograd import pair, rows
 from tests.bridge.models import MLP, TwoOutputs
@@ -368,7 +369,7 @@ def test_an_operator_without_a_second_derivative_is_eagers_error():
 def test_the_backend_of_torch_compile():
     dispatched = MLP().double()
     eager = copy.deepcopy(dispatched)
-    compiled = torch.compile(dispatched, backend="tvm_dispatch")
+    compiled = torch.compile(dispatched, backend=tvm_dispatch)
     x, found = rows(), []
     for module in (compiled, eager):
         (slope,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
