@@ -31,6 +31,7 @@ from bridge.compile.codegen.tir import LOOPS_ATTR
 from bridge.compile.cuda.nvrtc import compiled
 from bridge.compile.cuda.preamble import PREAMBLE
 from bridge.compile.cuda.sass import disassembled
+from bridge.compile.runtime.background import others_may_build
 
 __all__ = ["build_executable", "build_library", "cuda_source", "kernel_source", "target_of"]
 
@@ -65,8 +66,10 @@ def build_library(functions: Mapping[str, PrimFunc], arch: str) -> tvm.runtime.M
     with ThreadPoolExecutor(max(1, len(parts)), "bridge-nvrtc") as threads:
         made = [threads.submit(_device_module, part, target, partial(_machine_code, arch=arch)) for part in parts]
         library = _host_module(host)
-        for kernels in made:
-            library.import_module(kernels.result())
+        with others_may_build():
+            compiled_parts = [part.result() for part in made]
+    for kernels in compiled_parts:
+        library.import_module(kernels)
     return library
 
 

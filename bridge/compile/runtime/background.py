@@ -1,7 +1,8 @@
 """Background builds: a function runs in a thread of its own while Python goes on; its result is waited for when needed.
 
 LLVM works without the interpreter's lock, so on two processors its work costs no time of the compiler's own passes. One
-build runs at a time: LLVM's options belong to the process. A fork waits for all of them, a child has none.
+build runs at a time: LLVM's options belong to the process; while it waits for another compiler, the next one may begin.
+A fork waits for all of them, a child has none.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from bridge.base.interrupts import raise_deferred
 
-__all__ = ["Build", "settle"]
+__all__ = ["Build", "others_may_build", "settle"]
 
 Result = TypeVar("Result")
 
@@ -23,6 +25,7 @@ _POLL = 0.1
 
 _ONE_AT_A_TIME = threading.Lock()
 _RUNNING: set[threading.Thread] = set()
+_THIS_THREAD = threading.local()
 
 
 class Build(Generic[Result]):
@@ -60,6 +63,7 @@ class Build(Generic[Result]):
     def _run(self) -> None:
         try:
             with _ONE_AT_A_TIME:
+                _THIS_THREAD.builds = True
                 started = time.perf_counter()
                 self._result = self._work()
                 self.seconds = time.perf_counter() - started
@@ -67,7 +71,21 @@ class Build(Generic[Result]):
             self._error = error
         finally:
             self._work = None
+            _THIS_THREAD.builds = False
             _RUNNING.discard(self._thread)
+
+
+@contextmanager
+def others_may_build() -> Iterator[None]:
+    """While a build waits for what is not LLVM's."""
+    if not getattr(_THIS_THREAD, "builds", False):  # somebody compiles without one
+        yield
+        return
+    _ONE_AT_A_TIME.release()
+    try:
+        yield
+    finally:
+        _ONE_AT_A_TIME.acquire()
 
 
 def settle() -> None:

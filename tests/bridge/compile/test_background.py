@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from bridge.compile.runtime.background import Build, settle
+from bridge.compile.runtime.background import Build, others_may_build, settle
 
 
 def test_a_build_goes_on_beside_its_maker():
@@ -37,6 +37,17 @@ def test_one_at_a_time():
     builds = [Build(work) for _ in range(20)]
     settle()
     assert most == [1] * 20 and not any(build.has_failed for build in builds)
+
+
+def test_another_one_begins_while_one_waits():
+    began = threading.Event()
+
+    def work():
+        with others_may_build():
+            return began.wait(60)
+
+    first, second = Build(work), Build(began.set)
+    assert first.result() and second.result() is None
 
 
 def test_without_threads_it_is_done_at_once(monkeypatch):
