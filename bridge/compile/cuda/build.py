@@ -1,4 +1,4 @@
-"""Modules for CUDA: PrimFuncs → one module, host code by LLVM, all kernels in one call of NVRTC.
+"""Modules for CUDA: PrimFuncs → one module, host code by LLVM, kernels by calls of NVRTC on several processors.
 
 A PrimFunc is a host function that launches one kernel or several, one after another: its loops are bound to blocks and
 threads, and what it computes outside of them (the launch's integers) reaches the kernels by value. It is called with
@@ -22,6 +22,7 @@ import tvm
 import tvm_ffi
 from tvm import relax, s_tir, tirx
 from tvm.ir import GlobalVar, IRModule
+from tvm.runtime import Module
 from tvm.target import Target
 from tvm.tirx import PrimFunc
 from tvm.tirx.build import split_host_device_mods
@@ -54,7 +55,7 @@ def target_of(arch: str) -> Target:
     return Target({"kind": "cuda", "arch": arch}, host=_HOST)
 
 
-def build_library(functions: Mapping[str, PrimFunc], arch: str) -> tvm.runtime.Module:
+def build_library(functions: Mapping[str, PrimFunc], arch: str) -> Module:
     """One module of functions; its kernels load where a driver is, on the device of the tensors they are called with.
 
     Raises:
@@ -63,14 +64,23 @@ def build_library(functions: Mapping[str, PrimFunc], arch: str) -> tvm.runtime.M
     target = target_of(arch)
     host, device = _lowered(functions, target)
     parts = _parts(device, target) if len(device.functions) else []
+    code = partial(_machine_code, arch=arch)
     with ThreadPoolExecutor(max(1, len(parts)), "bridge-nvrtc") as threads:
-        made = [threads.submit(_device_module, part, target, partial(_machine_code, arch=arch)) for part in parts]
+        compiling = [_begun(threads, partial(_device_module, part, target, code)) for part in parts]
         library = _host_module(host)
         with others_may_build():
-            compiled_parts = [part.result() for part in made]
-    for kernels in compiled_parts:
-        library.import_module(kernels)
+            modules = [finish() for finish in compiling]
+    for module in modules:
+        library.import_module(module)
     return library
+
+
+def _begun(threads: ThreadPoolExecutor, work: Callable[[], Module]) -> Callable[[], Module]:
+    """What waits for the result of work; does it then, where no thread can be had."""
+    try:
+        return threads.submit(work).result
+    except RuntimeError:
+        return work
 
 
 def build_executable(module: IRModule, arch: str) -> relax.VMExecutable:
@@ -129,11 +139,11 @@ def _lowered(functions: Mapping[str, PrimFunc], target: Target) -> tuple[IRModul
     return host, device
 
 
-def _host_module(module: IRModule) -> tvm.runtime.Module:
+def _host_module(module: IRModule) -> Module:
     return tvm.get_global_func("target.build.llvm")(module, Target(_HOST))
 
 
-def _device_module(kernels: IRModule, target: Target, compile_source: Callable[[str], bytes]) -> tvm.runtime.Module:
+def _device_module(kernels: IRModule, target: Target, compile_source: Callable[[str], bytes]) -> Module:
     """TVM's module of kernels, with machine code by ``compile_source`` where TVM's CUDA run time is loaded.
 
     Raises:

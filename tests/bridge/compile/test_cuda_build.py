@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 
 import pytest
@@ -75,6 +76,26 @@ def test_all_kernels_are_compiled_in_one_call(arch, monkeypatch):
         assert kernel.encode() + b"\0" in cubin
     nvrtc.clear_compiled()
     assert nvrtc.compiled(source, arch) == cubin and len(calls) == 2
+
+
+def kernels_of(module) -> list[set[str]]:
+    return [set(re.findall(r"void (?:__launch_bounds__\(\d+\) )?(\w+)\(", part.inspect_source())) for part in module]
+
+
+@without_gpu
+@pytest.mark.parametrize("has_threads", [True, False])
+def test_kernels_are_compiled_in_parts(has_threads, monkeypatch):
+    """Of about equal size, one a processor; each kernel is in one. Where no thread can be had, one after another."""
+
+    def none_left(*work):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(build, "_processors", lambda: 3)
+    if not has_threads:
+        monkeypatch.setattr(build.ThreadPoolExecutor, "submit", none_left)
+    library = build_library({f"k{index}": launches(float(index)) for index in range(6)}, "sm_90")
+    parts = kernels_of(library.imports)
+    assert sorted(map(len, parts)) == [4, 4, 4] and len(set().union(*parts)) == 12
 
 
 def test_arithmetic_is_ieees():
