@@ -14,6 +14,7 @@ from autodiff.dce import dead_code_elimination
 from autodiff.differentiate import differentiate
 from autodiff.dropout import mask_dropout
 from autodiff.errors import NoGradient, UndifferentiableOp
+from autodiff.heads_behind import heads_behind
 from autodiff.instantiate import instantiate
 from autodiff.names import unique_names
 from autodiff.own_gradients import drop_gradients
@@ -36,6 +37,7 @@ __all__ = [
     "deduplicate_views",
     "differentiate",
     "drop_gradients",
+    "heads_behind",
     "instantiate",
     "join_pads",
     "join_products",

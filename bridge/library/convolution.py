@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from bridge.base.torch_internals import aten
@@ -24,7 +25,10 @@ def _convolution_backward(grad, x, weight, geometry, wanted):
 @library_function("convolution_backward_input", aten.convolution_backward)
 def convolution_backward_input(grad, weight, extents, *geometry):
     """VJP with respect to ``x``, whose shape is ``extents``."""
-    x = grad.new_empty(1).expand(extents)  # only its shape is read
+    return _backward_input(grad, weight, grad.new_empty(1).expand(extents), geometry)  # only its shape is read
+
+
+def _backward_input(grad, weight, x, geometry):
     return _convolution_backward(grad, x, weight, geometry, [True, False, False])[0]
 
 
@@ -43,7 +47,9 @@ def convolution_last(x, weight, *geometry):
 @library_function("convolution_last_backward_input", aten.convolution_backward)
 def convolution_last_backward_input(grad, weight, extents, *geometry):
     """VJP with respect to ``x``, whose shape is ``extents``: its channels are behind."""
-    return convolution_backward_input(grad, _channels_last(weight), extents, *geometry).permute(0, 2, 3, 1)
+    # its numbers are not read, but grad is copied into its layout
+    x = torch.empty(extents, dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last)
+    return _backward_input(grad, _channels_last(weight), x, geometry).permute(0, 2, 3, 1)
 
 
 @library_function("convolution_last_backward_weight", aten.convolution_backward)

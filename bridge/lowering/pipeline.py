@@ -72,7 +72,8 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
         given = wanted, partition, captured.device != HOST
         lowered.run("rolled", "roll_up, hoist, differentiable_scans", body, rolled, *given, if_changed=True)
     lowered.run("spelled", "autodiff.spell_out", body, autodiff.spell_out)
-    lowered.run("forward", "autodiff.channels_behind, clean, unique_names", body, cleaned_and_named, not differentiable)
+    made_by = "autodiff.channels_behind, heads_behind, clean, unique_names"
+    lowered.run("forward", made_by, body, cleaned_and_named, not differentiable)
     if not differentiable:
         return lowered
     lowered.wanted = tuple(wanted)
@@ -113,7 +114,8 @@ def of_the_device(captured: Captured, strategy: Any) -> dict[str, Any]:
 
 def cleaned_and_named(function: Function | autodiff.Body, merge_casts: bool) -> Function | autodiff.Body:
     """The stage ``forward``; casts are merged where no gradient could tell."""
-    return autodiff.unique_names(autodiff.clean(autodiff.channels_behind(function), merge_casts=merge_casts))
+    turned = autodiff.heads_behind(autodiff.channels_behind(function))
+    return autodiff.unique_names(autodiff.clean(turned, merge_casts=merge_casts))
 
 
 def rolled(body: autodiff.Body, required: Sequence[int], partition: Any, sums_later: bool = False) -> None:

@@ -24,12 +24,15 @@ class Producers:
     def __init__(self, limits: Limits) -> None:
         self._free_reads = limits.free_reads
         self._nodes: dict[Value, Pointwise] = {}
+        self._amounts: dict[Value, int] = {}  # of elements that casts of broadcast tensors cast
         self._of_kernels: set[Value] = set()
 
     def add(self, node: Node) -> None:
         """A node that later ones may read."""
         if isinstance(node, Pointwise) and not isinstance(node, Concat):
             self._nodes[node.out] = node
+            if node.op == "astype" and isinstance(node.operands[0], Operand):
+                self._amounts[node.out] = self._amount(node.operands[0].value)
         if isinstance(node, Pointwise | Reduction):
             self._of_kernels.update(node.outs)
 
@@ -49,10 +52,14 @@ class Producers:
         return None if any(read.value.source == "index" for read in reads) else node
 
     def _is_cheap(self, node: Pointwise) -> bool:
-        reads = [sample_of(read.value.numel) for read in node.operands if isinstance(read, Operand)]
+        reads = [self._amount(read.value) for read in node.operands if isinstance(read, Operand)]
         made = sample_of(node.out.numel)
         large = [count for count in reads if self._free_reads * count > made]
         return node.op not in EXPENSIVE and len(large) <= 1
+
+    def _amount(self, value: Value) -> int:
+        """How many elements of memory a value is read from."""
+        return min(sample_of(value.numel), self._amounts.get(value, sample_of(value.numel)))
 
 
 def box_of_arithmetic(node: Pointwise, read: Operand) -> list[Operand | Scalar] | None:

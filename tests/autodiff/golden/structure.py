@@ -5,7 +5,15 @@ from __future__ import annotations
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from autodiff import channels_behind, deduplicate_views, join_pads, join_products, mask_dropout, unique_names
+from autodiff import (
+    channels_behind,
+    deduplicate_views,
+    heads_behind,
+    join_pads,
+    join_products,
+    mask_dropout,
+    unique_names,
+)
 from tests.autodiff.golden import golden
 
 __all__ = []
@@ -210,3 +218,72 @@ class ChannelsBehind:
             m = R.mean(z_last, axis=[1, 2])
             R.output(z, m)
         return (z, m)
+
+
+@golden(heads_behind)
+@I.ir_module
+class HeadsBehind:
+    """A rotation of queries where rows lie outside of heads; keys are what nobody computed, values another order."""
+
+    @R.function(private=True)
+    def before(
+        x: R.Tensor((2, 5, 3, 4), "float32"),
+        k: R.Tensor((2, 3, 5, 4), "float32"),
+        c: R.Tensor((1, 1, 5, 4), "float32"),
+    ):
+        with R.dataflow():
+            q = R.permute_dims(x, axes=[0, 2, 1, 3])
+            a = R.strided_slice(q, axes=[3], begin=[2], end=[4])
+            b = R.strided_slice(q, axes=[3], begin=[0], end=[2])
+            n = R.negative(a)
+            t = R.concat((n, b), axis=3)
+            z = R.multiply(t, c)
+            v = R.negative(k)
+            o = R.call_pure_packed(
+                "library.attention",
+                R.str("flash"),
+                z,
+                k,
+                v,
+                0,
+                0,
+                R.prim_value(0.5),
+                ty_args=(
+                    R.Tuple(R.Tensor((2, 5, 3, 4), "float32"), R.Tensor((2, 3, 5), "float32")),
+                ),
+            )
+            y = o[0]
+            R.output(y)
+        return (y,)
+
+    @R.function(private=True)
+    def expected(
+        x: R.Tensor((2, 5, 3, 4), "float32"),
+        k: R.Tensor((2, 3, 5, 4), "float32"),
+        c: R.Tensor((1, 1, 5, 4), "float32"),
+    ):
+        with R.dataflow():
+            a_rows = R.strided_slice(x, axes=[3], begin=[2], end=[4])
+            b_rows = R.strided_slice(x, axes=[3], begin=[0], end=[2])
+            n_rows = R.negative(a_rows)
+            t_rows = R.concat((n_rows, b_rows), axis=3)
+            lv = R.reshape(c, R.shape([1, 5, 1, 4]))
+            z_rows = R.multiply(t_rows, lv)
+            z = R.permute_dims(z_rows, axes=[0, 2, 1, 3])
+            v = R.negative(k)
+            o = R.call_pure_packed(
+                "library.attention",
+                R.str("flash"),
+                z,
+                k,
+                v,
+                0,
+                0,
+                R.prim_value(0.5),
+                ty_args=(
+                    R.Tuple(R.Tensor((2, 5, 3, 4), "float32"), R.Tensor((2, 3, 5), "float32")),
+                ),
+            )
+            y = o[0]
+            R.output(y)
+        return (y,)
