@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -101,6 +102,7 @@ def made(name: str, module: nn.Module, batch: tuple[Tensor, ...]) -> Peer | None
         answer = call(*batch)
         finish(wanted.device)
         seconds = time.perf_counter() - started
+        print(f"{name}: first answer after {seconds:.1f} s", file=sys.stderr, flush=True)
         torch.testing.assert_close(answer, wanted, rtol=1e-3, atol=1e-3)
         started = time.perf_counter()
         for _ in range(WARM_UP):

@@ -25,6 +25,7 @@ class CompileOptions:
         deterministic: whether torch's deterministic algorithms are asked for: a backend then measures nothing.
         sums_in_place: whether the order of additions may depend on what else is computed, see
             :mod:`bridge.compile.passes.accumulate`.
+        constants: how many of the function's last parameters are the same at each call.
         grad_outs: how many of the function's last parameters are gradients of outputs: what depends on them is in no
             other function, and the way of its products may depend on who reads them.
     """
@@ -34,6 +35,7 @@ class CompileOptions:
     versions: tuple[tuple[str, str], ...]
     sums_in_place: bool = False
     grad_outs: int = 0
+    constants: int = 0
     deterministic: bool = False
     settings: tuple[str, ...] = ()
 
@@ -49,4 +51,4 @@ class CompileOptions:
         """Everything a program depends on beside its function, as plain data: backend, threads, versions of torch, TVM
         and our own sources, torch's settings."""
         made_for = self.backend.key, self.threads, self.versions, self.settings
-        return *made_for, self.sums_in_place, self.grad_outs, self.deterministic
+        return *made_for, self.sums_in_place, self.grad_outs, self.constants, self.deterministic

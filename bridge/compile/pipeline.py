@@ -207,11 +207,12 @@ class _Graphs:
         neutral = translate(turned_inside(func) if policy.turns else func, self._backend, drawn)
         if policy.joins:
             neutral = join_products(neutral, options.grad_outs)
-        graph = optimize(choose_layouts(neutral, self._backend, policy, options.grad_outs), self._backend)
+        placed = choose_layouts(neutral, self._backend, policy, options.grad_outs, options.constants)
+        graph = optimize(placed, self._backend)
         if options.sums_in_place:
             graph = accumulate(graph)
         self._graph = widen_gradients(graph, self._backend, policy.widened, options.grad_outs)
-        inside = replace(options, grad_outs=0)
+        inside = replace(options, grad_outs=0, constants=0)
         scans = [node.scan for node in self._graph.nodes if isinstance(node, LoopCall)]
         self._bodies = {scan.body: _Graphs(scan.function, inside, policy) for scan in scans}
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from autodiff.ir import Function
+from autodiff.ir import Function, results
 from bridge.base.complex_views import as_parts
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.compile import Backend, CompileOptions, EntryGraphs, Program, RecordedGraphs, with_constants
@@ -68,9 +69,10 @@ class FrozenPrograms:
         self.device, self.device_type = backend.device, backend.device.type
         self.masks = ComputedMasks(lowered, backend)  # none: a frozen call draws nothing
         self._is_symbolic = lowered.captured.extents is not None
+        same = replace(options, constants=len(results(self.frozen.constants)))
         compiling = [
-            Compiling(function, name, direction, options, {})
-            for function, direction in ((self.frozen.constants, "constants"), (self.frozen.call, "forward"))
+            Compiling(self.frozen.constants, name, "constants", options, {}),
+            Compiling(self.frozen.call, name, "forward", same, {}),
         ]
         if graphs is not None:
             compiling[1].graphed = partial(EntryGraphs(graphs).forward, outputs=lowered.num_results)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from bridge.base.mkl import multiply_packed
 from bridge.base.torch_internals import linear_pointwise
 from bridge.library.registry import out_kernel
 
@@ -62,3 +63,13 @@ def _mm_swapped(outs: Tensors, args: Tensors) -> None:
 def _linear(outs: Tensors, args: Tensors) -> None:
     """A product of matrices by oneDNN's linear layer, whose weight is the transpose of the second."""
     outs[0].copy_(linear_pointwise(args[0], args[1].t(), None, "none", [], ""))
+
+
+@out_kernel("packed")
+def _packed(outs: Tensors, args: Tensors, rows: int) -> None:
+    """A product of float32 matrices whose second one is a constant that MKL has laid out, for so many rows of the
+    first; torch's own where it lies as it was given."""
+    if args[1].ndim == 1:
+        multiply_packed(args[0], args[1], outs[0])
+    else:
+        torch.mm(args[0], args[1], out=outs[0])

@@ -13,10 +13,11 @@ from functools import partial
 
 import torch
 
+from bridge.base.mkl import can_pack, packed
 from bridge.base.torch_internals import bfloat16_in_onednn, linear_pointwise
 from bridge.compile.loop_ir.product import Geometry, ProductPlan
 from bridge.compile.loop_ir.views import View
-from bridge.compile.schedule.products import GENERATED, LayoutClass, ProductShape
+from bridge.compile.schedule.products import GENERATED, PACKED, LayoutClass, ProductShape
 from bridge.library import OUT_KERNELS
 
 __all__ = ["Multiply", "Trial", "library_ways"]
@@ -41,6 +42,8 @@ def library_ways(product: ProductShape) -> list[str]:
     has_type = product.element_type == "float32" or (product.element_type == "bfloat16" and bfloat16_in_onednn())
     if linear_pointwise is not None and has_type:
         ways.append("linear")
+    if product.b.constant and product.element_type == "float32" and can_pack():
+        ways.append(PACKED)
     return ways
 
 
@@ -78,6 +81,8 @@ class Trial:
         """A function that computes ``c`` by a library's kernel, with the copies that it needs."""
         kernel, tensors = OUT_KERNELS[way], [self.a, self.b, self.c]
         a, b, c = tensors if way == "bmm" else [tensor[0] for tensor in tensors]
+        if way == PACKED:
+            return partial(kernel, [c], [a, packed(b, len(a))], len(a))
         if not any(self.copied):
             return partial(kernel, [c], [a, b])
         sources = [a, b]

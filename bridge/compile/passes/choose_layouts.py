@@ -23,13 +23,16 @@ from bridge.compile.schedule.products import ProductPolicy
 __all__ = ["choose_layouts"]
 
 
-def choose_layouts(graph: Graph, rules: Rules, products: ProductPolicy, grad_outs: int = 0) -> Graph:
+def choose_layouts(
+    graph: Graph, rules: Rules, products: ProductPolicy, grad_outs: int = 0, constants: int = 0
+) -> Graph:
     """The graph without neutral nodes, by a backend's rules and its choices for matrix products.
 
-    Results are values of their own, or parameters themselves. ``grad_outs``: see
+    Results are values of their own, or parameters themselves. ``grad_outs``, ``constants``: see
     :class:`~bridge.compile.options.CompileOptions`.
     """
-    walk = _Walk(rules, ProductChoice(products, _readers(graph.nodes)))
+    same = frozenset(graph.params[len(graph.params) - constants :])
+    walk = _Walk(rules, ProductChoice(products, _readers(graph.nodes), same))
     walk.gradients.update(graph.params[len(graph.params) - grad_outs :])
     for node in graph.nodes:
         walk.add(node)

@@ -8,7 +8,8 @@ result in the order in which all its readers permute it. The policy is a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from autodiff.extents import Dim, same, sample_of
 from bridge.compile.loop_ir import views
@@ -17,7 +18,7 @@ from bridge.compile.loop_ir.neutral import MatMul, Neutral, Shaped
 from bridge.compile.loop_ir.product import Geometry, ProductPlan
 from bridge.compile.loop_ir.views import View
 from bridge.compile.passes.placed import Placed
-from bridge.compile.schedule.products import LayoutClass, ProductPolicy, ProductShape, is_generated
+from bridge.compile.schedule.products import PACKED, LayoutClass, ProductPolicy, ProductShape, is_generated
 
 __all__ = ["ProductChoice", "order_of_readers"]
 
@@ -31,11 +32,18 @@ class ProductChoice:
     Attributes:
         policy: the backend's.
         readers: of each value of the neutral graph, the nodes that read it.
+        constants: values that are the same at each call.
     """
 
-    def __init__(self, policy: ProductPolicy, readers: Mapping[Value, Sequence[Node | Neutral]]) -> None:
+    def __init__(
+        self,
+        policy: ProductPolicy,
+        readers: Mapping[Value, Sequence[Node | Neutral]],
+        constants: Collection[Value] = (),
+    ) -> None:
         self.policy = policy
         self.readers = readers
+        self.constants = constants
 
     def choose(self, placed: Placed, node: MatMul, a: Given, b: Given, *, is_gradient: bool = False) -> Operand:
         """Adds what computes a product of placed operands; where its result lies.
@@ -46,7 +54,7 @@ class ProductChoice:
         (a, usual_a), (b, usual_b) = (_matrices(placed, *each) for each in ((a, (1, -1)), (b, (-1, 1))))
         extents = node.out.shape
         batch = views.broadcast(a.shape[:-2], b.shape[:-2])
-        way = self._way(a.dtype, usual_a, usual_b, batch)
+        way = self._way(a.dtype, usual_a, usual_b, batch, b.value in self.constants and _is_whole(b))
         order = order_of_readers(self.readers.get(node.out, ())) if len(batch) + 2 == len(extents) else None
         rows = _rows(a.view, b.view)
         if rows is not None and (order is None or not is_generated(way)):
@@ -69,8 +77,10 @@ class ProductChoice:
         turned = _library(placed, way, first, second, batch, True)
         return _turned(placed.reshape(turned, (*batch, b.shape[-1], a.shape[-2])))
 
-    def _way(self, element_type: str, a: View, b: View, batch: Sequence[Dim]) -> str:
+    def _way(self, element_type: str, a: View, b: View, batch: Sequence[Dim], constant: bool = False) -> str:
         product = product_shape(element_type, a, b, batch)
+        if constant and product.batch == 1 and all(isinstance(extent, int) for extent in a.shape):
+            product = replace(product, b=replace(product.b, constant=True))
         way = self.policy.choose(product) if product.multiplications else "mm"
         if is_generated(way) and _rows(a, b) is None and _geometry(a, b, batch, None) is None:
             return "mm"  # more batch extents than the kernel has loops for
@@ -159,6 +169,14 @@ def product_shape(element_type: str, a: View, b: View, batch: Sequence[Dim]) -> 
     return ProductShape(element_type, number, m, n, k, *layouts)
 
 
+def _is_whole(operand: Operand) -> bool:
+    """Whether an operand is a dense matrix, or the transpose of one."""
+    shape = operand.shape
+    if len(shape) != 2 or math.prod(shape) != math.prod(operand.value.shape):
+        return False
+    return operand.view in (views.dense(shape), views.permute(views.dense(shape[::-1]), (1, 0)))
+
+
 def _rows(a: View, b: View) -> View | None:
     """All rows of ``a`` as one dimension, where every one meets the same ``b`` and that needs no copy."""
     rows = (math.prod(a.shape[:-1]), a.shape[-1])
@@ -205,5 +223,5 @@ def _library(
     else:
         a, b = (_batches(placed, operand, batch, keeps_order) for operand in (a, b))
         name, out = "bmm", placed.fresh((count, m, n), a.dtype)
-    placed.nodes.append(LibraryCall(name, (a, b), (out,)))
+    placed.nodes.append(LibraryCall(name, (a, b), (out,), (count * m,) if name == PACKED else ()))
     return whole(out)

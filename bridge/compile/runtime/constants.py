@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from bridge.compile.runtime.instructions import View
+from bridge.base.mkl import can_pack, packed
+from bridge.compile.runtime.instructions import CallLibrary, View
 from bridge.compile.runtime.loop_step import Instruction
 from bridge.compile.runtime.program import Program
+from bridge.compile.schedule.products import PACKED
 from bridge.library import dense
 
 __all__ = ["with_constants"]
@@ -20,6 +22,8 @@ def with_constants(program: Program, tensors: Sequence[torch.Tensor]) -> Program
 
     Views of them are made once. Nothing is copied but tensors that are not dense (or, on a GPU, aligned): who changes
     one changes what the program computes.
+
+    A factor that only products of the way "packed" read is laid out for them, in memory of its own.
 
     Raises:
         ValueError: a tensor has another shape or element type than its parameter.
@@ -41,9 +45,42 @@ def with_constants(program: Program, tensors: Sequence[torch.Tensor]) -> Program
             known.add(step.writes[0])
         else:
             steps.append(step)
+    found = dict((*program.constants, *constants))
+    laid_out = _packed_factors(steps, found, views)
     return replace(
         program,
         steps=tuple(steps),
-        layout=replace(layout, params=layout.params[:first], views=tuple(views)),
-        constants=(*program.constants, *constants),
+        layout=replace(
+            layout,
+            params=layout.params[:first],
+            views=tuple(view for view in views if view.writes[0] not in laid_out),
+        ),
+        constants=(*(each for each in found.items() if each[0] not in laid_out), *laid_out.items()),
     )
+
+
+def _packed_factors(
+    steps: Sequence[Instruction], constants: Mapping[int, torch.Tensor], views: Sequence[View]
+) -> dict[int, torch.Tensor]:
+    """By slot, what takes the place of constants, and of views of them, that products read packed."""
+    if not can_pack():
+        return {}
+    view_of = {view.writes[0]: view for view in views}
+    others = {slot for step in steps for slot in _others(step)} | {view.reads[0] for view in views}
+    found: dict[int, torch.Tensor] = {}
+    for step in steps:
+        if not (isinstance(step, CallLibrary) and step.name == PACKED) or step.reads[1] in others:
+            continue
+        slot, view = step.reads[1], view_of.get(step.reads[1])
+        if slot in found:
+            continue
+        base = constants.get(slot if view is None else view.reads[0])
+        if base is not None:
+            factor = base if view is None else base.as_strided(view.shape, view.strides, view.offset)
+            found[slot] = packed(factor, step.attrs[0])
+    return found
+
+
+def _others(step: Instruction) -> Sequence[int]:
+    """Slots that an instruction reads in any other way than a packed factor."""
+    return step.reads[:1] if isinstance(step, CallLibrary) and step.name == PACKED else step.reads

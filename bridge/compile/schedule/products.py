@@ -8,10 +8,13 @@ from typing import Protocol
 
 from autodiff.extents import Dim
 
-__all__ = ["GENERATED", "LayoutClass", "ProductPolicy", "ProductShape", "is_generated", "product_of_plain"]
+__all__ = ["GENERATED", "PACKED", "LayoutClass", "ProductPolicy", "ProductShape", "is_generated", "product_of_plain"]
 
 GENERATED = "generated"
 """First word of the ways that are generated code; every other way is a kernel of :data:`bridge.library.OUT_KERNELS`."""
+
+PACKED = "packed"
+"""The way of a library's product whose second factor is a constant, laid out once for its kernels."""
 
 
 def is_generated(way: str) -> bool:
@@ -27,13 +30,15 @@ class LayoutClass:
         unit: the dimension whose neighbours are neighbours in memory: ``"row"`` (along a row), ``"column"``, or
             ``"none"``.
         copied: whether a library's kernel needs a dense copy of it first.
+        constant: whether it is a dense matrix, or the transpose of one, that is the same at each call.
     """
 
     unit: str = "row"
     copied: bool = False
+    constant: bool = False
 
     def __str__(self) -> str:
-        return f"copied {self.unit}" if self.copied else self.unit
+        return " ".join([*["copied"] * self.copied, *["constant"] * self.constant, self.unit])
 
 
 @dataclass(frozen=True)

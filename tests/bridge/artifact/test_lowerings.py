@@ -158,9 +158,7 @@ def test_what_is_known_by_another_way_is_found_in_a_pack(used_cache, monkeypatch
     monkeypatch.setenv("BRIDGE_CACHE_DIR", str(tmp_path / "other"))
     assert cache.main(["unpack", str(tmp_path / "file")]) == 0
     found += in_children(1, partial(asked, make))
-    assert found == [
-        {"captured": captured, "same": True, "hits": 1, "loops": make is Looping} for captured in (1, 0)
-    ]
+    assert found == [{"captured": captured, "same": True, "hits": 1, "loops": make is Looping} for captured in (1, 0)]
 
 
 def test_what_is_pruned_costs_a_compilation(used_cache):
