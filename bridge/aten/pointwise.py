@@ -252,7 +252,9 @@ def where(importer, node, condition, x, y):
 
 @converts(aten._to_copy.default)
 def to_copy(importer, node, x, *, dtype=None, device=None, **layout):
-    if device is not None and torch.device(device).type != current_device().type:
+    kind = importer.out(node).dtype
+    is_number = kind.is_floating_point or kind.is_complex  # integers on the host are computed where all else is
+    if device is not None and torch.device(device).type != current_device().type and is_number:
         raise UnsupportedUse(f"a copy to device {device}")
     return importer.cast(x, importer.out_dtype(node))
 

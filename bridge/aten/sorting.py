@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from autodiff.ir import shape
 from bridge.aten.dims import numbers_only
-from bridge.aten.registry import converts
+from bridge.aten.registry import UnsupportedUse, converts
+from bridge.base.devices import current_device
 from bridge.base.torch_internals import aten, schema
+
+
+def _require_device(node):
+    """The host's kernels and a GPU's may bring equal numbers in other orders."""
+    if node.args[0].meta["val"].device != current_device():
+        hint = "sort it on the GPU, or with stable=True"
+        raise UnsupportedUse("an order of equal numbers, on the host beside a GPU's tensors", hint)
 
 
 def _pair(importer, node, name, args):
@@ -22,6 +30,7 @@ def _of_scalar(importer, node, x):
 def sort(importer, node, x, dim=-1, descending=False):
     if not shape(x):
         return _of_scalar(importer, node, x)
+    _require_device(node)
     return _pair(importer, node, "sort", [x, dim % len(shape(x)), bool(descending), False])
 
 
@@ -29,6 +38,8 @@ def sort(importer, node, x, dim=-1, descending=False):
 def sort_stable(importer, node, x, *, stable=False, dim=-1, descending=False):
     if not shape(x):
         return _of_scalar(importer, node, x)
+    if not stable:
+        _require_device(node)
     return _pair(importer, node, "sort", [x, dim % len(shape(x)), bool(descending), bool(stable)])
 
 
@@ -37,6 +48,7 @@ def topk(importer, node, x, k, dim=-1, largest=True, sorted=True):
     if not shape(x):
         return _of_scalar(importer, node, x)
     numbers_only("top-k", k)
+    _require_device(node)
     return _pair(importer, node, "topk", [x, dim % len(shape(x)), k, bool(largest), bool(sorted)])
 
 
@@ -44,6 +56,7 @@ def topk(importer, node, x, k, dim=-1, largest=True, sorted=True):
 def along(importer, node, x, dim=-1, keepdim=False):
     if not shape(x):
         return _of_scalar(importer, node, x)
+    _require_device(node)
     name = schema(node.target).name.removeprefix("aten::") + "_dim"
     dim %= len(shape(x))
     kept = [fake if keepdim else fake.unsqueeze(dim) for fake in node.meta["val"]]
@@ -57,6 +70,7 @@ def kthvalue(importer, node, x, k, dim=-1, keepdim=False):
         return _of_scalar(importer, node, x)
     dim %= len(shape(x))
     numbers_only("the k-th value", k)
+    _require_device(node)
     kept = [fake if keepdim else fake.unsqueeze(dim) for fake in node.meta["val"]]
     pair = importer.library("kthvalue", [x, dim, k], kept)
     return tuple(importer.reshape(importer.item(pair, i), fake.shape) for i, fake in enumerate(node.meta["val"]))

@@ -17,6 +17,7 @@ from autodiff.ir import Expr
 from bridge.aten.complex_value import Complex, joined_form
 from bridge.aten.dims import numbers_only
 from bridge.aten.registry import UnsupportedUse, converts
+from bridge.base.devices import current_device
 from bridge.base.torch_internals import OpOverload, aten, pytree
 from bridge.capture import WHOLE, WHOLE_FUNCTIONS
 
@@ -48,11 +49,17 @@ def describe(args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Any]]:
     return text, tensors
 
 
+def _tensors(node: fx.Node) -> list[fx.Node]:
+    return [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]
+
+
 @converts(*WHOLE, *WHOLE_FUNCTIONS)
 def whole(importer, node, *args, **kwargs):
     numbers_only(f"{node.target}", args, list(kwargs.values()))
     if node.target in _REFLECTIONS and any(0 in arg.meta["val"].shape for arg in node.all_input_nodes):
         raise UnsupportedUse("Householder reflections of nothing: eager has no gradient there, not even zeros")
+    if any(each.meta["val"].device != current_device() for each in _tensors(node)):
+        raise UnsupportedUse(f"{node.target} on the host beside a GPU's tensors")
     name = str(node.target)
     if node.target in WHOLE_FUNCTIONS:
         computed = WHOLE_FUNCTIONS[node.target]

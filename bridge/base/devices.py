@@ -12,7 +12,7 @@ from contextvars import ContextVar
 
 import torch
 
-__all__ = ["HOST", "TYPES", "current_device", "device_named", "devices_of", "name_of", "working_for"]
+__all__ = ["HOST", "TYPES", "current_device", "device_named", "devices_of", "may_be_on_host", "name_of", "working_for"]
 
 HOST = torch.device("cpu")
 
@@ -40,6 +40,12 @@ def working_for(device: torch.device) -> Iterator[None]:
 def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
     """The devices of tensors, in order, each once."""
     return list(dict.fromkeys(tensor.device for tensor in tensors))
+
+
+def may_be_on_host(tensor: torch.Tensor) -> bool:
+    """Whether an argument beside a GPU's tensors may lie on the host: integers of one dimension or more."""
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return not is_number and tensor.dim() > 0
 
 
 _WORKED_FOR = "current"

@@ -8,13 +8,16 @@ layer keeps a sequence's state behind its end (:mod:`bridge.capture.passes.packe
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.overrides import TorchFunctionMode
 
+from bridge.base.devices import HOST, current_device
 from bridge.base.modes import ambient_autocast
 from bridge.base.torch_internals import no_torch_function, pack_padded, pad_packed, pytree
 from bridge.capture.passes.packed_layers import PACKED_LAYERS
@@ -70,6 +73,8 @@ class PackedSequences(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == pack_padded:
             return self._pack(*args, **kwargs)
+        if func is torch.sort and current_device() != HOST and sys._getframe(1).f_code is pack_padded_sequence.__code__:
+            kwargs = {**kwargs, "stable": True}  # any order of equal lengths will do, and this is one on any device
         if not self._packed:
             return func(*args, **kwargs)
         if func in _CELLS and id(args[0]) in self._packed:
@@ -101,7 +106,7 @@ class PackedSequences(TorchFunctionMode):
             padded = (input.transpose(0, 1) if batch_first else input)[:steps]
             if steps < 0 or padded.shape[:2] != (steps, *lengths.shape):
                 return pack_padded(input, lengths, batch_first)  # eager's error
-            sizes = (lengths > torch.arange(steps).unsqueeze(1)).sum(1)
+            sizes = (lengths > torch.arange(steps, device=lengths.device).unsqueeze(1)).sum(1)
             own = lengths.to(input.device)
             active = own > torch.arange(steps, device=input.device).unsqueeze(1)
             packed = _Packed(padded.flatten(0, 1), own, sizes, active)
@@ -134,7 +139,7 @@ class PackedSequences(TorchFunctionMode):
             y = packed.where(packed.padded, padding)
             if total > y.shape[0]:
                 y = torch.cat([y, y.new_full((total - y.shape[0], *y.shape[1:]), padding)])
-            lengths = (sizes.unsqueeze(1) > torch.arange(y.shape[1])).sum(0)
+            lengths = (sizes.unsqueeze(1) > torch.arange(y.shape[1], device=sizes.device)).sum(0)
             return y.transpose(0, 1) if batch_first else y, lengths
 
     def _require_same(self, packed: _Packed, sizes: torch.Tensor) -> None:

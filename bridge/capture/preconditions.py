@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.devices import HOST, devices_of
+from bridge.base.devices import HOST, devices_of, may_be_on_host
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.pytrees import leaf_names
 from bridge.base.torch_internals import pytree
@@ -48,11 +48,17 @@ def check_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
 def device_of_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.device:
     """The device of everything that a call works on; the host's where there is no tensor.
 
+    Integers on the host, lengths for instance, are taken to the device of the others.
+
     Raises:
         UnsupportedModule: there are several.
     """
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    devices = devices_of([*module.parameters(), *module.buffers(), *leaves])
+    owned = [*module.parameters(), *module.buffers()]
+    devices = devices_of([*owned, *leaves])
+    if len(devices) > 1:
+        hosted = [leaf for leaf in leaves if leaf.device == HOST and may_be_on_host(leaf)]
+        devices = devices_of([*owned, *(leaf for leaf in leaves if not any(leaf is each for each in hosted))])
     if len(devices) > 1:
         name, reason = type(module).__name__, "compiled code runs on one device"
         where = " and ".join(map(str, devices))

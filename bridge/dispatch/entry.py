@@ -27,6 +27,7 @@ from bridge.dispatch.complex_places import complex_places
 from bridge.dispatch.frozen import FrozenPrograms
 from bridge.dispatch.guards import Guard, argument_sizes
 from bridge.dispatch.held import taken
+from bridge.dispatch.host_inputs import host_inputs
 from bridge.dispatch.programs import Programs
 from bridge.lowering import LoweredCall
 
@@ -95,6 +96,7 @@ class Entry:
             self.bound.bind_sample()
         self._wanted = taken(lowered.wanted)
         self._complex = complex_places(lowered)
+        self._hosted = host_inputs(lowered.captured)
         self._is_differentiable = bool(lowered.differentiable)
         self._apply = apply if len(self.programs.nodes) == 1 else apply_in_nodes
         self.compile_seconds = time.perf_counter() - started + lowered.seconds
@@ -178,6 +180,8 @@ class Entry:
         call.inputs = call.primals = inputs
         if self._complex is not None:
             call.primals = inputs = self._complex.opened(inputs)
+        if self._hosted is not None:
+            call.primals = inputs = self._hosted.moved(inputs)
         call.module, call.undo = module, None
         try:
             for act in run.before:

@@ -114,12 +114,14 @@ def _refuse(entry: Entry, module: nn.Module) -> None:
     where = f"{name}.forward"
     modes = guard.modes.expected
     anew = "call remove_tvm_dispatch, and add the dispatch to the module as it is now"
+    is_elsewhere = any(each.device != captured.device for each in captured.arguments)
     problems = [
         (f"an entry for the module as it was ({stale})", stale is not None, anew),
         ("sizes that vary", captured.extents is not None, "add the dispatch for the sizes that are to be saved"),
         (f"numbers that are inputs ({guard.numbers})", bool(guard.numbers), _HINT),
         (f"attributes that a call sets ({captured.counters or guard.derived})", guard.sets_attributes, _HINT),
         ("deterministic algorithms", modes["deterministic algorithms"], "switch them off before the dispatch is added"),
+        ("arguments on the host beside a GPU's", is_elsewhere, _HINT),
         ("a default device", guard.has_default_device, "add the dispatch without it"),
     ]
     found = [Unsupported(what, where, "cannot be saved", hint) for what, holds, hint in problems if holds]

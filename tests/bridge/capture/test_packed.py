@@ -28,7 +28,7 @@ class Packed(nn.Module):
         rows = pack_padded_sequence(x, lengths.cpu(), first, self.is_sorted)
         y, last = self.layer(rows, (states if len(states) == 2 else states[0]) if states else None)
         y, again = pad_packed_sequence(y, first, self.padding, self.total)
-        return y, last, again
+        return y, last, again.to(y.device)
 
 
 def sample(lengths, first=True, states=0, directions=1):
@@ -73,6 +73,19 @@ def test_lengths_are_data(make, lengths, options):
         ours, theirs = run(module, call), run(eager, call)
         assert_same(ours, theirs, rtol=1e-10, atol=1e-12)
     assert stats(module).hits == len(lengths)
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_lengths_on_the_host_beside_a_gpus_tensors(is_sorted):
+    """As loaders give them, for ``pack_padded_sequence`` wants them there."""
+    module = Packed(nn.LSTM, is_sorted, batch_first=True)
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, on_miss="compile")
+    for lengths in ([6, 4, 4, 1], [6, 6, 3, 3]):
+        call = sample(lengths)
+        call = Call((call.args[0], call.args[1].cpu()))
+        assert_same(run(module, call), run(eager, call), rtol=1e-10, atol=1e-12)
+    assert stats(module).hits == 2 and len(stats(module).entries) == 1
 
 
 def test_another_longest_sequence_is_another_entry_and_wrong_lengths_are_eagers_error():
