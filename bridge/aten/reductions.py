@@ -9,7 +9,7 @@ from tvm import relax
 from autodiff.ir import dtype, is_float, shape
 from bridge.aten.derivative import times, where, with_derivative, with_slope
 from bridge.aten.dims import broadcast_shape
-from bridge.aten.registry import UnsupportedUse, converts, rounds_once
+from bridge.aten.registry import converts, rounds_once
 from bridge.aten.whole import whole
 from bridge.base.torch_internals import aten, schema
 
@@ -206,8 +206,6 @@ def cumsum(importer, node, x, dim, *, dtype=None):
 @rounds_once
 def vector_norm(importer, node, x, ord=2, dim=None, keepdim=False, *, dtype=None):
     """Where the norm is zero its gradient is zero, as torch has it."""
-    if ord == 0:
-        raise UnsupportedUse("a norm of order 0: eager has no gradient there, not even zeros", "write (x != 0).sum()")
     if abs(ord) == float("inf") or ord < 1:
         return whole(importer, node, x, ord, dim, keepdim, dtype=dtype)
     (x,) = importer.operands(node, x)

@@ -25,6 +25,12 @@ __all__ = ["describe", "whole"]
 
 
 _REFLECTIONS = (aten.linalg_householder_product.default, aten.ormqr.default)
+_NORMS = {
+    aten.linalg_vector_norm.default: lambda ord=2, *_: ord,
+    aten.norm.Scalar: lambda p=2: p,
+    aten.dist.default: lambda other, p=2: p,
+}
+"""Operators whose order may be 0, and how their arguments after the first say it."""
 
 
 def describe(args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Any]]:
@@ -53,11 +59,18 @@ def _tensors(node: fx.Node) -> list[fx.Node]:
     return [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]
 
 
+def _refuse_without_gradient(node: fx.Node) -> None:
+    """Where torch's formula gives no gradient at all, which a program cannot return."""
+    if node.target in _REFLECTIONS and any(0 in each.meta["val"].shape for each in node.all_input_nodes):
+        raise UnsupportedUse("Householder reflections of nothing: eager has no gradient there, not even zeros")
+    if node.target in _NORMS and _NORMS[node.target](*node.args[1:]) == 0:
+        raise UnsupportedUse("a norm of order 0: eager has no gradient there, not even zeros", "write (x != 0).sum()")
+
+
 @converts(*WHOLE, *WHOLE_FUNCTIONS)
 def whole(importer, node, *args, **kwargs):
     numbers_only(f"{node.target}", args, list(kwargs.values()))
-    if node.target in _REFLECTIONS and any(0 in arg.meta["val"].shape for arg in node.all_input_nodes):
-        raise UnsupportedUse("Householder reflections of nothing: eager has no gradient there, not even zeros")
+    _refuse_without_gradient(node)
     if any(each.meta["val"].device != current_device() for each in _tensors(node)):
         raise UnsupportedUse(f"{node.target} on the host beside a GPU's tensors")
     name = str(node.target)
