@@ -1,7 +1,8 @@
 """Recurrent layers → one step of a loop between marks: one direction of one layer over a sequence, on a GPU.
 
 The input's part of all gates, the weights' gradients and the kernels of a step are then those of any loop, see
-:mod:`autodiff.scan`. Gates lie in torch's order, and the arithmetic is eager's up to the order of sums.
+:mod:`autodiff.scan`. Gates lie in torch's order, and the arithmetic is eager's up to the order of sums. In half types
+products and outputs are rounded, and all that is between them, and an LSTM's cell, is in float32.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def looped_layer(
         form = TensorForm(tuple(extents), getattr(torch, dtype(value)))
         return importer.library(f"loop_{kind}", [value, loop, *numbers], form)
 
+    rounded, exact = dtype(x), "float32" if dtype(x) in ("float16", "bfloat16") else dtype(x)
+    states = [states[0], *(importer.cast(state, exact) for state in states[1:])]
     before = [
         mark("first", state, place, steps, int(reverse), extents=shape(state)) for place, state in enumerate(states)
     ]
@@ -57,14 +60,16 @@ def looped_layer(
     bias, projection = (rest[:2] if biases else []), rest[2 if biases else 0 :]
 
     def gates(value: Expr, weight: Expr, place: int) -> Expr:
-        product = emit(op.matmul(value, emit(op.permute_dims(weight))))
-        return emit(op.add(product, bias[place])) if biases else product
+        product = importer.cast(emit(op.matmul(value, emit(op.permute_dims(weight)))), exact)
+        return emit(op.add(product, importer.cast(bias[place], exact))) if biases else product
 
     used, here = before, None
     if active is not None:
         here = mark("part", active, 1, extents=shape(active)[1:])
         used = [_where(importer, here, each, None) for each in before]
-    after = _CELLS[cell](importer, gates(part, of_input, 0), gates(used[0], of_hidden, 1), used)
+    wide = [importer.cast(state, exact) for state in used]
+    after = _CELLS[cell](importer, gates(part, of_input, 0), gates(used[0], of_hidden, 1), wide)
+    after[0] = importer.cast(after[0], rounded)
     if projection:
         after[0] = emit(op.matmul(after[0], emit(op.permute_dims(projection[0]))))
     y = after[0]
@@ -72,6 +77,7 @@ def looped_layer(
         y = _where(importer, here, y, None)
         after = [_where(importer, here, *each) for each in zip(after, before, strict=True)]
     last = [mark("last", state, place, extents=shape(state)) for place, state in enumerate(after)]
+    last = [importer.cast(state, rounded) for state in last]
     return [mark("steps", y, 0, steps, extents=(steps, *shape(y))), *last]
 
 

@@ -2,8 +2,9 @@
 
 What ``torch.export`` and the runs on fake tensors need of a recurrent layer is what comes out: shapes, element types,
 what it draws, which inputs autograd reaches. torch's formulas find that step by step, which takes seconds for a few
-dozen steps. The stand-in here gives it for float32 and float64; in half types, and under autocast, the formulas stay,
-since :mod:`bridge.capture.passes.composites` writes down what they do.
+dozen steps. The stand-in here gives it for float32 and float64; on the host, in half types and under autocast, the
+formulas stay, since :mod:`bridge.capture.passes.composites` writes down what they do. On a GPU autocast is a cast of
+all that a layer takes, as cuDNN's is.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from bridge.base.devices import HOST, current_device
 from bridge.base.modes import ambient_autocast
-from bridge.base.torch_internals import aten, replaced_formula, schema
+from bridge.base.torch_internals import aten, pytree, replaced_formula, schema
 from bridge.capture.passes.recurrent import LAYERED
+from bridge.capture.whole_functions import HANDLERS
 
 __all__ = ["OfCudnnAloneError", "RecurrentStandIns", "lstm_as_in_eager", "recurrent_formulas"]
 
@@ -37,7 +39,7 @@ _library.impl("recurrent_layer", _outputs, "Meta")
 
 
 class OfCudnnAloneError(NotImplementedError):
-    """A recurrent layer on a GPU whose roundings, or whose dropout, are known to cuDNN's kernel alone."""
+    """A recurrent layer on a GPU whose dropout is known to cuDNN's kernel alone."""
 
 
 @contextmanager
@@ -60,6 +62,27 @@ class RecurrentStandIns(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _cast_for_cudnn(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with the casts of autocast on a GPU spelled out: to float16, whatever else is cast to."""
+
+    def layers(*args: Any) -> Any:
+        if ambient_autocast() is None or current_device() == HOST or isinstance(args[3], list | tuple):
+            return func(*args)
+        args = pytree.tree_map(_to_half, args)
+        with torch.autocast(current_device().type, enabled=False):
+            return func(*args)
+
+    return layers
+
+
+def _to_half(leaf: Any) -> Any:
+    is_cast = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64
+    return leaf.to(torch.float16) if is_cast else leaf
+
+
+for _function in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu):
+    HANDLERS[_function] = _cast_for_cudnn(_function)
+
 _CELLS = {torch.lstm: "aten::lstm", torch.gru: "aten::gru", torch.rnn_tanh: "aten::rnn_tanh"}
 _CELLS[torch.rnn_relu] = "aten::rnn_relu"
 
@@ -75,18 +98,16 @@ def _stands_in(x: Any, states: Any, weights: Any, biases: bool, layers: int, dro
     """Whether these are the arguments of a whole sequence of one length, in one of the wide types.
 
     Raises:
-        OfCudnnAloneError: on a GPU, for the half types and autocast, and for dropout between layers.
+        OfCudnnAloneError: on a GPU, for dropout between layers.
     """
-    if current_device() != HOST and isinstance(weights, list | tuple) and x.numel():
-        if ambient_autocast() is not None or x.element_size() < 4:
-            raise OfCudnnAloneError("in a half type")
-        if layers > 1 and dropout and train:
-            raise OfCudnnAloneError("with dropout between its layers")
+    is_on_gpu = current_device() != HOST
+    if is_on_gpu and isinstance(weights, list | tuple) and x.numel() and layers > 1 and dropout and train:
+        raise OfCudnnAloneError("with dropout between its layers")
     if not isinstance(weights, list | tuple) or ambient_autocast() is not None or x.dim() != 3 or not x.numel():
         return False
     tensors = [x, *(states if isinstance(states, list | tuple) else [states]), *weights]
     dtypes = {tensor.dtype for tensor in tensors}
-    return len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64}
+    return len(dtypes) == 1 and (is_on_gpu or dtypes <= {torch.float32, torch.float64})
 
 
 def _stand_in(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.lstm import LayerNormLSTM
 from benchmarks.recurrent_cells import GRU, LSTM, SelectiveScan
-from bridge import stats
+from bridge import add_tvm_dispatch, stats
 from bridge.compile import Loop
 from tests.bridge.compare import check_module
+from tests.bridge.parity.test_precision import assert_close_enough, step
 from tests.gpu.marks import ON_A_GPU
 from tests.gpu.precision import float32_products
 
@@ -51,3 +56,37 @@ def test_products_in_tf32(name):
     """Results and gradients are as near to float64 as eager's in TF32: steps round alike, whatever leaves the loop."""
     with float32_products("high"):
         checked(name, (16, 20, 128), dtype=torch.float32)
+
+
+LAYERS = {kind.__name__: kind for kind in (nn.LSTM, nn.GRU, nn.RNN)}
+
+
+@pytest.mark.parametrize("kind", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_layers_in_half_types(kind, dtype):
+    make = lambda: kind(8, 8, 2, batch_first=True, bidirectional=True)  # noqa: E731
+    module = check_module(make, lambda: torch.randn(3, 20, 8, requires_grad=True), dtype=dtype)
+    assert stats(module).entries[0].has_loops
+
+
+@pytest.mark.parametrize("kind", LAYERS.values(), ids=LAYERS)
+@pytest.mark.parametrize("setting", [torch.float16, torch.bfloat16], ids=str)
+def test_layers_under_autocast(kind, setting):
+    """cuDNN's are cast to float16, whatever else is cast to."""
+
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.head = kind(8, 8, 2, batch_first=True, bidirectional=True), nn.Linear(16, 4)
+
+        def forward(self, x):
+            return self.head(self.layers(x)[0])
+
+    torch.manual_seed(0)
+    eager, x = Layers(), torch.randn(3, 20, 8, requires_grad=True)
+    ours, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
+    with torch.autocast("cuda", setting):
+        add_tvm_dispatch(ours, x)
+    found = [step(each, x, torch.autocast("cuda", setting)) for each in (ours, eager)]
+    assert_close_enough(*found, step(exact, x.double(), nullcontext()))
+    assert stats(ours).hits == 1 and stats(ours).entries[0].has_loops

@@ -2,8 +2,8 @@
 
 It would unroll ``aten.lstm`` and its like over the steps, and lose the dropout between the layers. So a call of several
 layers with dropout becomes calls of one layer each, with the dropout spelled out, and each of them an operator of ours
-that draws nothing. In other types than float32 and float64 a call becomes what it does in eager: an LSTM in bfloat16
-oneDNN's kernel, the others plain operators for each step, which round as eager's do.
+that draws nothing. In half types on the host a call becomes what it does in eager: an LSTM in bfloat16 oneDNN's
+kernel, the others plain operators for each step, which round as eager's do.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import FakeTensor, aten, schema
 from bridge.capture.passes.composites import expand
 
@@ -48,7 +49,7 @@ def keep_layers_whole(graph: fx.Graph) -> None:
         if node.op != "call_function" or node.target not in LAYERED or len(node.args) != 9:
             continue
         *_, layers, rate, train, _, _ = node.args
-        is_half = bool(_half_values(node))
+        is_half = bool(_half_values(node)) and current_device() == HOST
         for part in _split(graph, node, is_half) if layers > 1 and rate and train else [node]:
             if not is_half:
                 _keep_whole(graph, part)

@@ -248,9 +248,7 @@ class HeadsBehind:
                 0,
                 0,
                 R.prim_value(0.5),
-                ty_args=(
-                    R.Tuple(R.Tensor((2, 5, 3, 4), "float32"), R.Tensor((2, 3, 5), "float32")),
-                ),
+                ty_args=(R.Tuple(R.Tensor((2, 5, 3, 4), "float32"), R.Tensor((2, 3, 5), "float32")),),
             )
             y = o[0]
             R.output(y)
@@ -280,9 +278,7 @@ class HeadsBehind:
                 0,
                 0,
                 R.prim_value(0.5),
-                ty_args=(
-                    R.Tuple(R.Tensor((2, 5, 3, 4), "float32"), R.Tensor((2, 3, 5), "float32")),
-                ),
+                ty_args=(R.Tuple(R.Tensor((2, 5, 3, 4), "float32"), R.Tensor((2, 3, 5), "float32")),),
             )
             y = o[0]
             R.output(y)

@@ -59,7 +59,8 @@ def test_layers(name):
 def on_a_gpu(monkeypatch):
     """To recurrent layers; lowerings of the processor are not found, nor kept for it."""
     clear_lowered()
-    monkeypatch.setattr("bridge.aten.recurrent.HOST", torch.device("meta"))
+    for module in ("aten.recurrent", "capture.passes.recurrent", "capture.recurrent_formulas"):
+        monkeypatch.setattr(f"bridge.{module}.HOST", torch.device("meta"))
     yield
     clear_lowered()
 
@@ -73,6 +74,16 @@ def test_layers_are_loops_on_a_gpu(name):
     (entry,) = stats(module).entries
     loops = [step.length for part in (entry.forward, entry.backward) for step in part.steps if isinstance(step, Loop)]
     assert loops == [3 if module.batch_first else 4] * (2 * len(module._all_weights))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["lstm_three", "gru_both_ways", "rnn_relu"])
+@pytest.mark.cpu("another device stands in for the GPU")
+@pytest.mark.usefixtures("on_a_gpu")
+def test_loops_of_half_types_are_as_close_as_eager(name, dtype):
+    module = check_module(LAYERS[name], lambda: leaf(4, 3, 3), calls=1, dtype=dtype)
+    (entry,) = stats(module).entries
+    assert entry.has_loops
 
 
 @pytest.mark.cpu("on a GPU each length has loops of its own")

@@ -70,9 +70,9 @@ class LearnedBias(nn.Module):
 
 
 def refused_on_a_gpu(is_recurrent):
-    """Where numbers are cuDNN's own."""
+    """Where draws are cuDNN's own."""
     if is_recurrent and DEVICE.type == "cuda":
-        return pytest.raises(UnsupportedModule, match="a recurrent layer in a half type: on a GPU")
+        return pytest.raises(UnsupportedModule, match="a recurrent layer with dropout between its layers: on a GPU")
     return nullcontext()
 
 
@@ -122,7 +122,7 @@ def test_attention_with_a_computed_mask_of_truth_values():
     check_module(Similar, lambda: torch.randn(3, 7, 4, requires_grad=True))
 
 
-@pytest.mark.cpu("oneDNN's kernel; cuDNN's is refused")
+@pytest.mark.cpu("oneDNN's kernel")
 @needs_lstms_in_bfloat16
 @pytest.mark.parametrize("bias", [True, False])
 def test_an_lstm_in_bfloat16_is_eagers_kernel(bias):
