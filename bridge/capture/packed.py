@@ -25,6 +25,7 @@ from bridge.capture.passes.packed_layers import PACKED_LAYERS
 __all__ = ["PackedSequences", "PackedUseError"]
 
 _CELLS = {torch.lstm: "lstm", torch.gru: "gru", torch.rnn_tanh: "rnn_tanh", torch.rnn_relu: "rnn_relu"}
+_ZEROS = torch.zeros
 _WIDE = ({torch.float32}, {torch.float64})
 _ASKED = {each.__get__ for each in (torch.Tensor.dtype, torch.Tensor.device, torch.Tensor.requires_grad)}
 _ASKED.add(torch.Tensor.dim)
@@ -81,7 +82,7 @@ class PackedSequences(TorchFunctionMode):
             return self._layers(_CELLS[func], *args, **kwargs)
         if func == pad_packed and id(args[0]) in self._packed:
             return self._pad(*args, **kwargs)
-        if func is torch.zeros:  # the first states of a layer: as many as the first step has rows
+        if func is _ZEROS:  # the first states of a layer: as many as the first step has rows
             args = pytree.tree_map(lambda leaf: self._batch.get(id(leaf), (None, leaf))[1], args)
         elif not (func in _ASKED or (func == torch.Tensor.size and args[1:] == (-1,))):
             self.refuse((args, kwargs))

@@ -112,7 +112,7 @@ class Used(nn.Module):
         self.layer, self.use = nn.LSTM(WIDTH, SIZE, **options).double(), use
 
     def forward(self, x, lengths):
-        rows, _ = self.layer(pack_padded_sequence(x, lengths, True, False))
+        rows, _ = self.layer(pack_padded_sequence(x, lengths.cpu(), True, False))
         return self.use(rows)
 
 
