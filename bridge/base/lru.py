@@ -70,6 +70,10 @@ class LeastRecentlyUsed(Generic[Key, Value]):
         with _LOCK:
             return [(key, self._held[key].value) for key in sorted(self._held, key=self._used)]
 
+    def values(self) -> list[Value]:
+        """Values in any order."""
+        return [held.value for held in tuple(self._held.values())]
+
     def __len__(self) -> int:
         return len(self._held)
 

@@ -61,12 +61,27 @@ _MEMORIES: weakref.WeakSet[PoolMemory] = weakref.WeakSet()
 """All there are: what they hold together is bounded."""
 
 
-def spare_bytes(index: int) -> int:
-    """Bytes of results that may be set aside on a device, all others' counted."""
-    free, total = torch.cuda.mem_get_info(index)
-    free += torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
-    held = sum(memory.held_bytes for memory in tuple(_MEMORIES) if memory.index == index)
-    return min(free // 2, int(_SHARE * total) - held)
+_SPARE: dict[int, int] = {}
+"""By device, what was spare when the driver was asked last, less what was wanted since."""
+_CERTAIN = 4
+"""Times what is wanted, that is surely still spare where it was when the driver was asked: that takes it milliseconds,
+and each new size of a program wants some."""
+
+
+def spare_bytes(index: int, wanted: int) -> int:
+    """Bytes of results that may be set aside on a device.
+
+    Args:
+        wanted: by who asks; from now on it is not spare.
+    """
+    spare = _SPARE.get(index, 0)
+    if spare < _CERTAIN * wanted:
+        free, total = torch.cuda.mem_get_info(index)
+        free += torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+        held = sum(memory.held_bytes for memory in tuple(_MEMORIES) if memory.index == index)
+        spare = min(free // 2, int(_SHARE * total) - held)
+    _SPARE[index] = spare - wanted
+    return spare
 
 
 def set_aside(pool: Any) -> int:

@@ -209,8 +209,8 @@ class CudaRecorder:
             return "a kernel reads an input that lies on the host"
         return None
 
-    def spare_bytes(self) -> int:
-        return spare_bytes(self._index)
+    def spare_bytes(self, wanted: int) -> int:
+        return spare_bytes(self._index, wanted)
 
     def elsewhere(self) -> AbstractContextManager | None:
         return None if current_device() == self._index else torch.cuda.device(self._index)
@@ -233,6 +233,8 @@ class CudaRecorder:
     @cached_property
     def _branched(self) -> tuple[Layout, tuple[Place, ...] | None]:
         """Where intermediates lie and steps are recorded; ``None``: one after the other."""
+        if BRANCHES < 2:
+            return self._program.layout, None
         layout, steps = apart(self._program.layout), self._program.steps
         joins = {index for index, step in enumerate(steps) if is_between(step)}
         places = None if layout is None else branches(self._program, BRANCHES, joins)

@@ -79,7 +79,7 @@ class GraphedExecutor:
             control.refuse(program.name, self._refused)
 
     def __len__(self) -> int:
-        return sum(len(recordings) for _, recordings in self._streams.items())
+        return sum(map(len, self._streams.values()))
 
     @property
     def graph_bytes(self) -> int:
@@ -89,7 +89,7 @@ class GraphedExecutor:
     @property
     def held_bytes(self) -> int:
         """Bytes of buffers; memory of results is counted by those who own it."""
-        return sum(recordings.buffer_bytes for _, recordings in self._streams.items())
+        return sum(recordings.buffer_bytes for recordings in self._streams.values())
 
     def drop(self) -> None:
         """Lets go of all recordings, for those of others."""
@@ -142,11 +142,14 @@ class GraphedExecutor:
         pays = (has_run or shared.is_warm) if forced else self._pays()
         if pays is False and not forced:
             self._refuse("the device has more to do than the host: a graph does not pay")
-        elif pays and not forced and self._results.nbytes > min(MAX_HELD_BYTES, self._recorder.spare_bytes()):
+        elif pays and not forced and not self._may_hold(self._results.nbytes):
             self._refuse(f"memory of results would be held: {self._results.nbytes} bytes")
         self._is_warm = bool(pays)
         self._shared.is_warm |= self._is_warm
         return results
+
+    def _may_hold(self, nbytes: int) -> bool:
+        return nbytes <= MAX_HELD_BYTES and nbytes <= self._recorder.spare_bytes(nbytes)
 
     def _pays(self) -> bool | None:
         """Whether a graph does, by what other sizes have shown or by the runs so far; ``None``: it is too early."""

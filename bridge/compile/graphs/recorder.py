@@ -62,8 +62,12 @@ class Recorder(Protocol):
     def refusal(self) -> str | None:
         """Why the program cannot be recorded, naming the step; ``None`` if nothing is known against it."""
 
-    def spare_bytes(self) -> int:
-        """Bytes of results that recordings may set aside on the device, all others' counted."""
+    def spare_bytes(self, wanted: int) -> int:
+        """Bytes of results that recordings may set aside on the device, all others' counted.
+
+        Args:
+            wanted: by who asks; it is not spare for those who ask next.
+        """
 
     def elsewhere(self) -> AbstractContextManager | None:
         """What makes the program's device the current one; ``None`` if it is."""

@@ -126,7 +126,7 @@ class HostRecorder:
     def elsewhere(self):
         return None
 
-    def spare_bytes(self):
+    def spare_bytes(self, wanted):
         return self.spare
 
     def is_capturing(self):
