@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -20,7 +21,7 @@ from bridge.base.errors import UnsupportedModule
 from bridge.base.log import channel
 from bridge.base.torch_cuda import settle_attention_order
 from bridge.base.torch_export import export_tracer
-from bridge.base.torch_internals import FakeTensor
+from bridge.base.torch_internals import FakeTensor, pytree
 from bridge.capture.captured import Captured
 from bridge.capture.dynamic_shapes import DynamicDim, refuse_numbers
 from bridge.capture.eager_run import as_in_eager, goes_another_way, real_run
@@ -43,6 +44,10 @@ from bridge.state import PythonState, generators_put_back
 __all__ = ["capture"]
 
 log = channel("dispatch")
+
+#: Of modules by class, of calls by types of arguments: what the traced forward, which asked before whether it is
+#: traced, gives its first attention; ``None``: eager's branches are not to be captured in its place.
+_FIRST_ATTENTION: WeakKeyDictionary[type[nn.Module], dict[tuple, tuple | None]] = WeakKeyDictionary()
 
 
 @generators_put_back()
@@ -101,15 +106,26 @@ def _unless_ended(
     first: PythonState,
     looped: Looped | None,
 ) -> Captured:
-    """The captured call; in eager's branches, if the first attention tells early that they are others."""
-    try:
-        with ended_at_attention():
-            return _capture(module, args, kwargs, dims, first, looped)
-    except FirstAttentionError as error:
-        traced = error.arguments
+    """The captured call; in eager's branches, if the first attention tells early that they are others.
+
+    What an earlier call of such a module told is taken for granted: either capture is right.
+    """
+    known = _FIRST_ATTENTION.setdefault(type(module), {})
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    such = spec, *map(type, leaves), *dict.fromkeys(type(each).__qualname__ for each in module.modules())
+    if such not in known:
+        try:
+            with ended_at_attention():
+                return _capture(module, args, kwargs, dims, first, looped)
+        except FirstAttentionError as error:
+            known[such] = error.arguments
     # outside of the except clause: what is raised here has nothing to do with that error
-    captured = _attending_as_eager(module, args, kwargs, dims, first, traced)
-    return _capture(module, args, kwargs, dims, first, looped) if captured is None else captured
+    if (traced := known[such]) is not None:
+        captured = _attending_as_eager(module, args, kwargs, dims, first, traced)
+        if captured is not None:
+            return captured
+        known[such] = None
+    return _capture(module, args, kwargs, dims, first, looped)
 
 
 def _attending_as_eager(
