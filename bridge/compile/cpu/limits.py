@@ -52,6 +52,7 @@ LIMITS = Limits(
     single_elements=0,
     together=1,
     small_casts=0,
+    read_again=0,
 )
 
 ALTERNATIVES = (

@@ -98,6 +98,7 @@ LIMITS = Limits(
     single_elements=2**17,
     together=8,
     small_casts=8,
+    read_again=8,
 )
 
 ALTERNATIVES = (
@@ -113,6 +114,7 @@ ALTERNATIVES = (
     Alternative(OF_LIMITS, "short_row", (64, 128, 512)),
     Alternative(OF_LIMITS, "together", (1, 16)),
     Alternative(OF_LIMITS, "small_casts", (0, 2, 32)),
+    Alternative(OF_LIMITS, "read_again", (0, 2, 16)),
     Alternative(OF_LIMITS, "terms", (8, 32)),
     Alternative(OF_LIMITS, "joined_sections", (1, 16)),
     Alternative(OF_LIMITS, "section_operators", (1, 12)),

@@ -39,6 +39,7 @@ from bridge.compile.schedule.column_plan import plan_columns
 from bridge.compile.schedule.fuse import Group, fuse
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.plan_rows import plan_rows
+from bridge.compile.schedule.read_again import read_again
 from bridge.compile.schedule.together import plan_together, together
 
 __all__ = ["assemble"]
@@ -60,6 +61,7 @@ def assemble(
     """
     clock = _Clock(timings)
     groups = fuse(graph, backend)
+    read_again(groups, [operand.value for operand in graph.results], backend)
     clock.stop("fuse")
     stored = _stored(graph, groups)
     groups = [group for group in groups if any(value in stored for value in group.made)]

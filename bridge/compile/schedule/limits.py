@@ -47,6 +47,8 @@ class Limits:
         together: point-wise groups at most that are one launch; 1: each is launched by itself.
         small_casts: a tensor smaller by this factor than what is computed with it is cast, or counted, where it is
             read; 0: none.
+        read_again: cheap operators at most by which a large value is computed in each kernel that reads it, instead of
+            being stored by one; 0: none.
     """
 
     nodes: int
@@ -76,6 +78,7 @@ class Limits:
     single_elements: int
     together: int
     small_casts: int
+    read_again: int
 
 
 class Rules(Protocol):
