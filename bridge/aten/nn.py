@@ -184,7 +184,8 @@ def embedding_bag(importer, node, weight, indices, offsets, scale_grad_by_freq=F
     numbers_only("bags of computed weights", [form.shape for form in node.meta["val"]])
     mode = FakeTensorMode()
     fakes = target(*fx.node.map_arg(node.args, lambda arg: _fake(arg.meta["val"], mode)), **node.kwargs)
-    with_gradient = SimpleNamespace(target=target, meta={**node.meta, "val": fakes})
+    meta = {**node.meta, "val": fakes}
+    with_gradient = SimpleNamespace(target=target, args=node.args, kwargs=node.kwargs, meta=meta)
     return whole(importer, with_gradient, weight, *args)
 
 

@@ -231,7 +231,12 @@ def euclidean_norm(importer, x, dims, keepdims):
 
 
 def _of_one(x, dims):
-    """Whether a norm along ``dims`` is one of single elements: torch takes their size, whose square may overflow."""
+    """Whether a norm along ``dims`` is one of single elements: torch takes their size, whose square may overflow.
+
+    Not of a number (a tensor without axes) whose axis 0 is named.
+    """
+    if not shape(x) and dims is not None and list(dims):
+        return False
     return math.prod(shape(x)[axis] for axis in axes_of(x, dims)) == 1
 
 

@@ -56,12 +56,14 @@ def describe(args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Any]]:
 
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
-    return [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]
+    """The tensors that a node takes, or what stands for a node and has its arguments."""
+    leaves = pytree.tree_leaves((node.args, node.kwargs))
+    return [each for each in leaves if isinstance(each, fx.Node) and isinstance(each.meta.get("val"), torch.Tensor)]
 
 
 def _refuse_without_gradient(node: fx.Node) -> None:
     """Where torch's formula gives no gradient at all, which a program cannot return."""
-    if node.target in _REFLECTIONS and any(0 in each.meta["val"].shape for each in node.all_input_nodes):
+    if node.target in _REFLECTIONS and any(0 in each.meta["val"].shape for each in _tensors(node)):
         raise UnsupportedUse("Householder reflections of nothing: eager has no gradient there, not even zeros")
     if node.target in _NORMS and _NORMS[node.target](*node.args[1:]) == 0:
         raise UnsupportedUse("a norm of order 0: eager has no gradient there, not even zeros", "write (x != 0).sum()")

@@ -223,6 +223,7 @@ def test_a_norm_of_single_elements_is_their_size_even_where_the_square_overflows
         *(lambda x, order=order: torch.linalg.vector_norm(x, order, -1, keepdim=True) for order in (1, 2, 3)),
         lambda x: torch.nn.functional.cosine_similarity(x, x * 0.5, -1),
         lambda x: torch.stack([row.norm() for row in x[:, 0]]),
+        lambda x: torch.stack([row.norm(dim=0) for row in x[:, 0]]),  # an axis of a number: torch squares it
     ]
     inputs = tuple(column.clone().requires_grad_() for _ in functions)
     check_module(lambda: Functions(functions), lambda: inputs, calls=1)
