@@ -8,6 +8,7 @@ import torch
 
 from bridge.base.mkl import multiply_packed
 from bridge.base.torch_internals import linear_pointwise
+from bridge.library.padded_products import product
 from bridge.library.registry import out_kernel
 
 __all__: list[str] = []
@@ -18,7 +19,7 @@ Tensors = Sequence[torch.Tensor]
 @out_kernel("mm")
 def _mm(outs: Tensors, args: Tensors) -> None:
     """A product of matrices."""
-    torch.mm(args[0], args[1], out=outs[0])
+    product(args[0], args[1], outs[0])
 
 
 _ZEROS: dict[tuple[torch.device, int], torch.Tensor] = {}
@@ -44,7 +45,7 @@ def _mm_lt(outs: Tensors, args: Tensors) -> None:
 @out_kernel("mm_wide")
 def _mm_wide(outs: Tensors, args: Tensors) -> None:
     """A product of matrices of a half type with a float32 result, on a GPU."""
-    torch.mm(args[0], args[1], out_dtype=outs[0].dtype, out=outs[0])
+    product(args[0], args[1], outs[0])
 
 
 @out_kernel("bmm")
