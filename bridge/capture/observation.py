@@ -50,10 +50,12 @@ class StepMasks:
     Attributes:
         counts: elements of each mask that a step draws, in order.
         dtype: of the tensors that eager fills.
+        dropouts: on a GPU, each of them in order: what it reads decides which element gets which number.
     """
 
     counts: tuple[int, ...]
     dtype: torch.dtype
+    dropouts: tuple[Draw, ...] = ()
 
 
 def is_fused_attention(draw: Draw) -> bool:

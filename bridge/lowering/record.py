@@ -84,6 +84,8 @@ def _draw(draw: Draw) -> list[Any]:
     """How it lies in memory on real tensors; the rest is the fake run's."""
     if any(isinstance(arg, Parameter) for arg in draw.args):
         raise NotRecordedError("a draw with computed parameters")
+    if draw.steps is not None and draw.steps.dropouts:
+        raise NotRecordedError("dropouts of a GPU in a loop")
     operand = draw.operand
     memory = None if operand is None else [list(operand.stride), operand.offset, operand.of]
     steps = None if draw.steps is None else [list(draw.steps.counts), str(draw.steps.dtype).removeprefix("torch.")]

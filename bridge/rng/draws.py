@@ -23,7 +23,7 @@ from bridge.base.guard_failure import RUN, GuardFailure
 from bridge.base.torch_internals import no_torch_function, schema
 from bridge.capture import Draw, StepMasks, with_generator
 from bridge.rng import cpu as mt19937
-from bridge.rng.fused import NATIVE_DROPOUT, FusedDropout
+from bridge.rng.fused import NATIVE_DROPOUT, FusedDropout, FusedSteps
 from bridge.rng.states import GeneratorStates
 from bridge.rng.undo import undo_draws
 
@@ -216,6 +216,8 @@ def _value(
 def _replay(draw: Draw, module_name: str) -> _Maker:
     if draw.op == NATIVE_DROPOUT:
         return FusedDropout(draw).draw
+    if draw.steps is not None:
+        return FusedSteps(draw).draw
     _, name, overload = draw.op.split(".")
     operator = getattr(getattr(torch.ops.aten, name), overload)
     first = schema(operator).arguments[0]

@@ -14,7 +14,7 @@ from bridge.base.devices import HOST
 from bridge.capture import Draw
 from bridge.compile import gpu_of
 
-__all__ = ["NATIVE_DROPOUT", "FusedDropout"]
+__all__ = ["NATIVE_DROPOUT", "FusedDropout", "FusedSteps"]
 
 NATIVE_DROPOUT = "aten.native_dropout.default"
 
@@ -63,3 +63,20 @@ class FusedDropout:
             raise RuntimeError(f"a dropout's tensor lies at {address}, which is no address of {operand.dtype}")
         memory = torch.empty(first + self._span, dtype=operand.dtype, device=draw.device)
         return memory.as_strided(draw.shape, operand.stride, first)
+
+
+class FusedSteps:
+    """The masks of a loop's steps, which are one draw: a row for each step.
+
+    Args:
+        draw: whose steps have dropouts.
+    """
+
+    def __init__(self, draw: Draw):
+        self._shape = draw.shape
+        self._dropouts = [FusedDropout(each) for each in draw.steps.dropouts]
+
+    def draw(self, generator: torch.Generator | None, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As :meth:`FusedDropout.draw`, one after the other."""
+        masks = [mask.reshape(-1) for each in self._dropouts for mask in each.draw(generator, inputs)]
+        return [torch.cat(masks).reshape(self._shape)] if masks else []

@@ -17,6 +17,7 @@ from tests.bridge.compare import check_module
 from tests.bridge.parity.test_precision import assert_close_enough, step
 from tests.gpu.marks import ON_A_GPU
 from tests.gpu.precision import float32_products
+from tests.recurrent_grid import Dropping
 
 pytestmark = ON_A_GPU
 
@@ -56,6 +57,16 @@ def test_products_in_tf32(name):
     """Results and gradients are as near to float64 as eager's in TF32: steps round alike, whatever leaves the loop."""
     with float32_products("high"):
         checked(name, (16, 20, 128), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [8, 5])
+def test_dropout_in_the_step(monkeypatch, dtype, width):
+    """Eager's masks, wherever what is dropped lies: its address decides which element gets which number."""
+    monkeypatch.setattr("bridge.capture.loops.attempt.LEAST_OPERATORS", 1)
+    module = check_module(lambda: Dropping(width), lambda: torch.randn(3, 9, width, requires_grad=True), dtype=dtype)
+    (entry,) = stats(module).entries
+    assert entry.lowered.captured.loops and len(entry.lowered.captured.draws) == 1
 
 
 LAYERS = {kind.__name__: kind for kind in (nn.LSTM, nn.GRU, nn.RNN)}

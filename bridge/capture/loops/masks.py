@@ -1,7 +1,8 @@
 """Masks of dropout in recorded loops: what eager draws, call by call -> one draw of all steps for each loop.
 
 The first step's masks come first, as eager draws them: a row of the draw holds the masks of one step, one behind the
-other. A step multiplies by them as eager's dropout does on the host.
+other. A step multiplies by them as eager's dropout does on the host. On a GPU eager's fused dropouts are told one by
+one: where each tensor lies decides which element gets which number.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from bridge.capture.observation import Draw, StepMasks
 __all__ = ["all_steps", "draws_of", "dropped", "dropping"]
 
 _MASK = "aten.bernoulli_.float"
+_FUSED = "aten.native_dropout.default"
 
 
 def dropping(loop: Loop, calls: Calls) -> list[int]:
@@ -34,6 +36,8 @@ def all_steps(loop: Loop, calls: Calls) -> Draw | None:
     if not drawn:
         return None
     first = drawn[0]
+    if first.op == _FUSED:
+        return _fused_steps(loop, calls, drawn)
     if any(each.op != _MASK or not is_dense(_like(each)) for each in drawn):
         raise NotRecordedError("a draw in a loop that is no mask")
     if any((each.args, each.kwargs, each.dtype) != (first.args, first.kwargs, first.dtype) for each in drawn):
@@ -41,6 +45,21 @@ def all_steps(loop: Loop, calls: Calls) -> Draw | None:
     counts = tuple(math.prod(each.shape) for each in drawn)
     shape = loop.steps, sum(counts)
     return replace(first, shape=shape, stride=(shape[1], 1), dtype=torch.bool, steps=StepMasks(counts, first.dtype))
+
+
+def _fused_steps(loop: Loop, calls: Calls, drawn: Sequence[Draw]) -> Draw:
+    """Likewise, of a GPU's dropouts; ``drawn``: those of the first step."""
+    first = drawn[0]
+    if len({(each.op, each.args, each.operand and each.operand.dtype, each.device) for each in drawn}) > 1:
+        raise NotRecordedError("dropout of several rates or types in a step")
+    if first.operand.dtype not in (torch.float32, torch.float64):
+        raise NotRecordedError("dropout of a half type in a step, which eager rounds once")
+    places = dropping(loop, calls)
+    rows = [start + place for start in range(loop.start, loop.stop, loop.period) for place in places]
+    counts = tuple(math.prod(each.shape) for each in drawn)
+    shape, masks = (loop.steps, sum(counts)), tuple(calls.drawn[row] for row in rows)
+    steps = StepMasks(counts, first.operand.dtype, masks)
+    return Draw(_MASK, shape, (shape[1], 1), torch.bool, (1 - first.args[0],), device=first.device, steps=steps)
 
 
 def draws_of(calls: Calls, loops: Sequence[Loop]) -> list[Draw]:
@@ -52,7 +71,10 @@ def draws_of(calls: Calls, loops: Sequence[Loop]) -> list[Draw]:
 
 
 def dropped(x: torch.Tensor, mask: torch.Tensor, draw: Draw) -> torch.Tensor:
-    """Eager's dropout of a tensor; ``mask``: its elements in the order in which ``draw`` fills memory."""
+    """Eager's dropout of a tensor; ``mask``: its elements in the order in which ``draw`` fills memory, on a GPU in
+    that of its shape."""
+    if draw.op == _FUSED:
+        return x * (mask.reshape(draw.shape).to(draw.operand.dtype) / (1 - draw.args[0]))
     order = sorted(range(len(draw.shape)), key=lambda dim: (draw.stride[dim], draw.shape[dim] > 1), reverse=True)
     mask = mask.reshape([draw.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
     (keep,) = draw.args

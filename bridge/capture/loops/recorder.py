@@ -114,7 +114,8 @@ class CallRecorder(TorchFunctionMode):
         self._writes = Writes()
         self._elements = self._elements_drawn = 0
         self._drawn: list[Draw] = []
-        self._draws = DrawRecorder(self._drawn, lambda op, reason: self.fail(f"{op} {reason}"))
+        inputs = [*owned.values(), *arguments]
+        self._draws = DrawRecorder(self._drawn, lambda op, reason: self.fail(f"{op} {reason}"), inputs=inputs)
         for source, tensor in (*enumerate(arguments), *owned.items()):
             self._new(tensor, Made(-1, len(self.calls.inputs)))
             self.calls.inputs.append(source)
@@ -189,8 +190,8 @@ class CallRecorder(TorchFunctionMode):
         return result
 
     def _note_draw(self, makes: tuple[int, ...]) -> None:
-        if len(self._drawn) > 1 or self._drawn[0].device != HOST:
-            self.fail("draws of another kind than a mask of the host's")
+        if len(self._drawn) > 1 or (self._drawn[0].device != HOST and self._drawn[0].operand is None):
+            self.fail("draws of another kind than masks")
         self.calls.drawn[len(self.calls.rows)] = draw = self._drawn.pop()
         self._elements_drawn += math.prod(draw.shape)
         if self._elements_drawn > _DRAWN + _EACH_DRAWN * len(self.calls.drawn):
