@@ -23,6 +23,7 @@ from bridge.dispatch.guards import Guard, active_modes
 from bridge.dispatch.number_inputs import as_called, lower_with_numbers
 from bridge.dispatch.tuned import kept_tuned, strategy_of
 from bridge.lowering import lower_once
+from bridge.rng import begin_check
 from bridge.state import PythonState
 
 __all__ = ["backend_of_call", "compile_entry", "require_capturable"]
@@ -121,6 +122,8 @@ def _compile_entry(
     before = PythonState(module)
     how, tuned = {"grad": torch.is_grad_enabled(), "partition": partition}, None
     backend.prepare([*module.parameters()])
+    if backend.device.type == "cuda" and any(map(_drops, module.modules())):
+        begin_check(backend.device)
     try:
         if numbers is None:
             places, lowered = (), lower_once(module, args, kwargs, **how, dims=dims)
@@ -152,6 +155,10 @@ def _compile_entry(
     except BaseException:
         before.restore()
         raise
+
+
+def _drops(module: nn.Module) -> bool:
+    return isinstance(module, nn.Dropout) and module.training and module.p > 0
 
 
 def require_capturable(module_name: str) -> None:

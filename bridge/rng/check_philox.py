@@ -13,9 +13,9 @@ from tvm import relax
 
 from bridge.base.generators import default_generator, on_side_states
 from bridge.base.log import channel
-from bridge.compile import CompileOptions, DrawnMask, Gpu, backend_for, compile_function, gpu_of
+from bridge.compile import CompileOptions, DrawnMask, Gpu, Program, backend_for, compile_function, gpu_of
 
-__all__ = ["checked_gpu"]
+__all__ = ["begin_check", "checked_gpu"]
 
 log = channel("philox")
 
@@ -31,6 +31,16 @@ _CASES = (
     (torch.float16, 4, 4),
 )
 """Type, elements that a thread loads at once, first element of the tensor in its memory."""
+
+
+_BEGUN: dict[torch.device, Program | None] = {}
+"""The check's programs; ``None`` behind the check."""
+
+
+def begin_check(device: torch.device) -> None:
+    """Begins to compile what :func:`checked_gpu` runs, in the background, if nobody has: it will be asked soon."""
+    if device not in _BEGUN:
+        _BEGUN[device] = _program(device)
 
 
 @functools.cache
@@ -60,7 +70,10 @@ def _draws_alike(device: torch.device, gpu: Gpu) -> bool:
             masks.append(torch.native_dropout(dropped, _RATE, True)[1])
             if generator.get_offset() != offset + gpu.advance(count):
                 return False
-    made = _computed(device, counts, [gpu.launched(count) for count in counts], states)
+    program = _BEGUN.get(device) or _program(device)
+    _BEGUN[device] = None
+    given = torch.tensor(states, dtype=torch.int64, device=device)
+    made = [mask.logical_not() for mask in program(list(given.unbind()))]
     return all(map(torch.equal, made, masks))
 
 
@@ -76,18 +89,19 @@ def _count(gpu: Gpu, width: int, place: int) -> int:
     return rounds + (width if width < 8 else 0)
 
 
-def _computed(
-    device: torch.device, counts: list[int], threads: list[int], states: list[tuple[int, int]]
-) -> list[torch.Tensor]:
+def _program(device: torch.device) -> Program:
+    """States → masks of all cases, as kernels compute them."""
+    gpu = gpu_of(device)
+    counts = [_count(gpu, width, place) for place, (_, width, _) in enumerate(_CASES)]
     params = [relax.Var(f"mask_{place}", relax.TensorType((count,), "bool")) for place, count in enumerate(counts)]
     builder = relax.BlockBuilder()
     with builder.function("masks", params):
         with builder.dataflow():
             results = [builder.emit_output(relax.op.logical_not(param)) for param in params]
         builder.emit_func_output(relax.Tuple(results))
-    widths = [width for _, width, _ in _CASES]
-    drawn = {place: DrawnMask(_RATE, *each) for place, each in enumerate(zip(widths, threads, strict=True))}
+    drawn = {
+        place: DrawnMask(_RATE, width, gpu.launched(count))
+        for place, ((_, width, _), count) in enumerate(zip(_CASES, counts, strict=True))
+    }
     options = CompileOptions.current(backend_for(device))
-    program = compile_function(builder.get()["masks"], name="masks", options=options, drawn=drawn)
-    given = torch.tensor(states, dtype=torch.int64, device=device)
-    return [mask.logical_not() for mask in program(list(given.unbind()))]
+    return compile_function(builder.get()["masks"], name="masks", options=options, drawn=drawn)

@@ -50,13 +50,23 @@ def eager(monkeypatch):
     monkeypatch.setattr(check_philox, "_side", lambda device: None)
     monkeypatch.setattr(check_philox, "gpu_of", lambda device: GPU)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "this GPU")
+    monkeypatch.setattr(check_philox, "_BEGUN", {})
     check_philox.checked_gpu.cache_clear()
     yield wrong
     check_philox.checked_gpu.cache_clear()
 
 
-def test_eagers_rule_is_recognized(eager):
-    assert check_philox.checked_gpu(HOST) == GPU
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_eagers_rule_is_recognized(eager, is_begun, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        check_philox, "_program", lambda device, make=check_philox._program: made.append(device) or make(device)
+    )
+    for _ in range(2 * is_begun):
+        check_philox.begin_check(HOST)
+    assert check_philox.checked_gpu(HOST) == GPU and made == [HOST]
+    check_philox.begin_check(HOST)
+    assert made == [HOST]
 
 
 @pytest.mark.parametrize("wrong", [{"width": 2}, {"width": 16}, {"threads": 256}, {"advance": 4}], ids=str)
