@@ -5,7 +5,7 @@
     masked      dropout becomes a product with a mask input          autodiff.mask_dropout
     rolled      steps of a loop become a scan, where there are any   autodiff.scan, partition.scans
     spelled     LayerNorm & co. become what TVM can differentiate    autodiff.spell_out
-    forward     channels behind, simplified, named uniquely           autodiff.clean
+    forward     channels, heads behind; simplified, named uniquely    autodiff.clean
     joint       grad_outs in, gradients out                          autodiff.differentiate
     cleaned     ZappLike, ZeroZapp, OneZapp, CSE, DCE                autodiff.clean
     split       a forward with captures and a backward, the Plan     partition

@@ -92,20 +92,28 @@ def _cudnn_backward(grad_out, q, k, v, mask, out, logsumexp, is_causal, scale, d
     # that lie as in the call that made it, and reads others as if they lay so. Here these two lie as (batch, row, head,
     # column), and the plan is none of eager's, which may be for another layout of theirs: the rate is -0.0, or keys lie
     # as in no call of eager's.
-    grad_out, q, v = map(_rows_outside, (grad_out, q, v))
+    q, v = map(_rows_outside, (q, v))
     k = _rows_outside(k) if dropout is None else _apart(k)
     unread = q.new_empty((), dtype=torch.int64)
     state = [unread, unread] if dropout is None else _state_at(q.device, dropout).view(torch.int64).unbind()
     rest = [*state, mask, None, None, q.shape[2], k.shape[2], _rate(dropout) or -0.0, is_causal]
-    grad_out = grad_out.transpose(1, 2).contiguous().transpose(1, 2)
-    return aten._scaled_dot_product_cudnn_attention_backward(grad_out, q, k, v, out, logsumexp, *rest, scale=scale)
+    given = [_dense_rows(grad_out), q, k, v, out, logsumexp]
+    return aten._scaled_dot_product_cudnn_attention_backward(*given, *rest, scale=scale)
 
 
 def _rows_outside(x: Tensor) -> Tensor:
     """``x`` of (batch, head, row, column) with its rows outside of the heads in memory, so that its gradient's are."""
     steps = [x.stride(axis) for axis in (0, 2, 1, 3) if x.shape[axis] > 1]
-    if all(step > 0 for step in steps) and steps == sorted(steps, reverse=True) and _is_aligned(x):
-        return x
+    is_so = all(step > 0 for step in steps) and steps == sorted(steps, reverse=True) and _is_aligned(x)
+    return x if is_so else _with_rows_outside(x)
+
+
+def _dense_rows(x: Tensor) -> Tensor:
+    """The same, and dense."""
+    return x if x.transpose(1, 2).is_contiguous() and _is_aligned(x) else _with_rows_outside(x)
+
+
+def _with_rows_outside(x: Tensor) -> Tensor:
     batch, heads, rows, columns = x.shape
     return _copied(x, x.new_empty(batch, rows, heads, columns).transpose(1, 2))
 

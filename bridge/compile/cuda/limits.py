@@ -151,6 +151,6 @@ def row_groups(length: Number, small: bool = False, columns: bool = False) -> in
     groups = max(1, BLOCK_THREADS // threads)
     if not columns or not isinstance(length, int):
         return groups
-    turns = -(-length // (threads * row_lanes(length)))
+    turns = -(-length // (threads * row_lanes(length, small)))
     most = min(_MOST_GROUPS, _MOST_THREADS // threads)
     return max(groups, min(most, groups * max(1, _MOST_THREADS // BLOCK_THREADS // turns)))  # a power of two
