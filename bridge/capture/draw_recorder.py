@@ -9,7 +9,7 @@ import torch
 
 from bridge.base.devices import HOST, current_device
 from bridge.base.generators import default_generator
-from bridge.base.torch_internals import TorchDispatchMode, aten, current_graph_task_id, schema, storage_id
+from bridge.base.torch_internals import FakeTensor, TorchDispatchMode, aten, current_graph_task_id, schema, storage_id
 from bridge.capture.isolated_rng import with_generator
 from bridge.capture.observation import Draw, Operand, Parameter
 from bridge.capture.op_trace import OpTrace
@@ -62,6 +62,9 @@ class DrawRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is _DEVICE:  # two of three calls: torch asks fake tensors for it all the time
+            (tensor,) = args
+            if type(tensor) is FakeTensor and not tensor.fake_mode.in_kernel_invocation:
+                return tensor.fake_device
             with unwatched():
                 return func(*args)
         if self.trace is None:

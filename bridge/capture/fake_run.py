@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bridge.base.torch_internals import FakeTensorMode, clear_fake_memo, pytree
+from bridge.base.torch_internals import FakeTensorMode, clear_fake_memo, pytree, storage_id
 from bridge.capture.observation import Observation
 from bridge.capture.observe import observe
 from bridge.capture.own_functions import OwnFunctions
@@ -29,6 +29,7 @@ class FakeRun:
     Attributes:
         observation: see :mod:`bridge.capture.observation`.
         mode: the fake mode of all tensors.
+        tensors: the module's (fake), and ``made``: what each was like before the run.
         arguments: the argument leaves that are tensors (fake), in pytree order.
         argument_leaves: all leaves of the arguments, tensors replaced by ``None``.
         argument_is_tensor: which of them are tensors.
@@ -37,6 +38,8 @@ class FakeRun:
 
     observation: Observation
     mode: FakeTensorMode
+    tensors: tuple[torch.Tensor, ...]
+    made: tuple[tuple, ...]
     arguments: tuple[torch.Tensor, ...]
     argument_leaves: tuple[Any, ...]
     argument_is_tensor: tuple[bool, ...]
@@ -51,6 +54,7 @@ def fake_run(
     kwargs: dict[str, Any],
     sizes: SymbolicSizes | None = None,
     functions: OwnFunctions | None = None,
+    earlier: FakeRun | None = None,
 ) -> FakeRun:
     """Runs ``module(*args, **kwargs)`` on fake tensors.
 
@@ -58,13 +62,18 @@ def fake_run(
         tensors, real_tensors: what the module owns, see :func:`bridge.state.tensors.module_tensors`.
         sizes: those of the arguments that are symbols; ``None``: all are numbers.
         functions: the user's own, as they were traced; ``None``: none was.
+        earlier: a run of the same module, whose tensors serve again where it has left them as they were.
 
     Raises:
         Exception: whatever the module's forward raises.
     """
-    env = None if sizes is None else sizes.environment
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env, static_shapes=True)
-    fakes = [mode.from_tensor(tensor) for tensor in real_tensors]
+    if earlier is not None and earlier.made == tuple(map(_description, earlier.tensors)):
+        mode, fakes, made = earlier.mode, earlier.tensors, earlier.made
+    else:
+        env = None if sizes is None else sizes.environment
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env, static_shapes=True)
+        fakes = tuple(mode.from_tensor(tensor) for tensor in real_tensors)
+        made = tuple(map(_description, fakes))
     state = {
         name: fake
         for spec, fake in zip(tensors, fakes, strict=True)
@@ -90,11 +99,19 @@ def fake_run(
             functions=functions or OwnFunctions(),
         ),
         mode=mode,
+        tensors=fakes,
+        made=made,
         arguments=arguments,
         argument_leaves=tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
         argument_is_tensor=tuple(isinstance(leaf, torch.Tensor) for leaf in leaves),
         in_spec=in_spec,
     )
+
+
+def _description(fake: torch.Tensor) -> tuple:
+    """All that a run may change of a fake tensor: its version, place in autograd's graph, geometry, attributes."""
+    graph = fake.requires_grad, fake.grad_fn, id(fake.grad), fake._backward_hooks
+    return fake._version, *graph, fake.shape, fake.stride(), fake.storage_offset(), storage_id(fake), tuple(vars(fake))
 
 
 def forget_real_tensors(fakes: Iterable[torch.Tensor]) -> None:

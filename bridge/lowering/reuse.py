@@ -163,7 +163,7 @@ def _lower_once(
         elif captured.as_eager:
             observation_key = None if captured.readings else _as_eager_key(captured.fake_observation)
         elif observation_key is not None and captured.fake_observation.asks:
-            eagers = _eagers_run(module, args, kwargs)
+            eagers = _eagers_run(module, args, kwargs, PythonState(module))
             observation_key = (*observation_key, None if eagers is None else _observation_key(eagers.observation, ()))
     owned = all(tensor.kind != "attribute" for tensor in captured.module_tensors)
     if call_key is not None and observation_key is not None and owned and not captured.counters:
@@ -295,7 +295,7 @@ def _observe(
     key = _as_eager_key(observation) if as_eager else _observation_key(observation, readings)
     eagers = run if as_eager else None
     if key is not None and observation.asks:
-        eagers = None if dims else _eagers_run(module, args, kwargs)
+        eagers = None if dims else _eagers_run(module, args, kwargs, before, run)
         eagers_key = None if eagers is None else _observation_key(eagers.observation, ())
         key = None if dims else (*key, eagers_key)
     if key is None:
@@ -343,15 +343,17 @@ def _observed(
 
 
 @generators_put_back()
-def _eagers_run(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> FakeRun | None:
+def _eagers_run(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], before: PythonState, earlier: FakeRun | None = None
+) -> FakeRun | None:
     """A fake run in eager's branches, of a call that asks whether it is traced; ``None`` where numbers decide.
 
-    What eager does there is no part of what is traced. The module is left as it was.
+    What eager does there is no part of what is traced. The module is left as it was, ``before``. ``earlier``: a run of
+    the same call in the other branches.
     """
-    before = PythonState(module)
     try:
         with capturing(module), eagers_branches():
-            run = fake_run(module, *module_tensors(module), args, kwargs)
+            run = fake_run(module, *module_tensors(module), args, kwargs, earlier=earlier)
     except Exception:  # noqa: BLE001 - it runs the user's code, whatever that raises on fake tensors
         before.restore()
         return None

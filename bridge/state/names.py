@@ -9,6 +9,7 @@ helpers are followed into other files, those of installed packages only within t
 from __future__ import annotations
 
 import dis
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -38,7 +39,10 @@ __all__ = [
 NOT_FORWARD = frozenset({"__init__", "__init_subclass__", "__new__", "__repr__", "extra_repr", "reset_parameters"})
 UNSET = object()
 # Instructions that look for a name among the globals, in functions and in the bodies of classes inside them.
-_LOOK_UPS = {name for name in dis.opmap if name.endswith(("_GLOBAL", "_NAME", "_FROM_DICT_OR_GLOBALS"))}
+_ENDINGS = ("_GLOBAL", "_NAME", "_FROM_DICT_OR_GLOBALS")
+_FLAGS = {"LOAD_GLOBAL": 1 if sys.version_info >= (3, 11) else 0}
+"""Bits of an argument below the name's number."""
+_LOOK_UPS = {code: _FLAGS.get(name, 0) for name, code in dis.opmap.items() if name.endswith(_ENDINGS)}
 
 
 def written_bases(kind: type) -> Iterator[type]:
@@ -156,9 +160,19 @@ def names_of(code: CodeType) -> tuple[str, ...]:
 @cache
 def global_names(code: CodeType) -> tuple[str, ...]:
     """Names that code looks up among the globals, inner functions included: not ``model`` of ``self.model``."""
-    here = [step.argval for step in dis.get_instructions(code) if step.opname in _LOOK_UPS]
+    here = _looked_up(code)
     inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in global_names(constant)]
     return tuple(dict.fromkeys((*here, *inner)))
+
+
+def _looked_up(code: CodeType) -> Iterator[str]:
+    """Names that the code's own instructions look up, one after the other, as ``dis`` reads them, but for its texts."""
+    raw, more = code.co_code, 0
+    for at in range(0, len(raw), 2):
+        operation, argument = raw[at], raw[at + 1] | more
+        more = argument << 8 if operation == dis.EXTENDED_ARG else 0
+        if operation in _LOOK_UPS:
+            yield code.co_names[argument >> _LOOK_UPS[operation]]
 
 
 def cell_value(cell: Any) -> Any:
