@@ -8,6 +8,7 @@ from autodiff.scan.gradient import gradient_of
 from autodiff.scan.hoist import hoist
 from autodiff.scan.marks import from_marks
 from autodiff.scan.operator import Scan, body_text, is_scan, scan_call, scan_of
+from autodiff.scan.parts import carried_in_parts
 from autodiff.scan.period import Run, periodic
 from autodiff.scan.reverse import Saved, Step, reverse_scan
 from autodiff.scan.roll import roll_up
@@ -20,6 +21,7 @@ __all__ = [
     "Scan",
     "Step",
     "body_text",
+    "carried_in_parts",
     "from_marks",
     "gradient_of",
     "hoist",

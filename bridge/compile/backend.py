@@ -18,7 +18,7 @@ from tvm import relax
 from tvm.ir import IRModule
 from tvm.tirx import PrimFunc
 
-from bridge.compile.loop_ir.product import ProductPlan
+from bridge.compile.loop_ir.product import PackPlan, ProductPlan
 from bridge.compile.schedule.choices import NO_CHOICES, Alternative, Choices
 from bridge.compile.schedule.column_plan import ColumnPlan
 from bridge.compile.schedule.limits import Limits
@@ -120,7 +120,7 @@ class Backend(ABC):
         """Choices for matrix products on a number of threads; ``deterministic``: the same in every process."""
 
     @abstractmethod
-    def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan | TogetherPlan) -> PrimFunc:
+    def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan | PackPlan | TogetherPlan) -> PrimFunc:
         """The kernel of a plan. It follows from the plan alone: equal plans share one.
 
         A product's is one for all plans of an element type: it reads

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from weakref import WeakValueDictionary
 
@@ -30,7 +31,7 @@ from tvm_ffi import structural_equal, structural_hash
 
 from autodiff.extents import ExtentScope
 from autodiff.ir import Function, bindings
-from autodiff.scan import turned_inside
+from autodiff.scan import carried_in_parts, turned_inside
 from bridge.artifact import current_store, of_this_package
 from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
@@ -51,6 +52,7 @@ from bridge.compile.passes.positions import count_where_read
 from bridge.compile.passes.row_values import recompute_row_values
 from bridge.compile.passes.sections import recompute_sections
 from bridge.compile.passes.slices import recompute_slices
+from bridge.compile.passes.split_products import split_products
 from bridge.compile.passes.walkable import make_walkable
 from bridge.compile.passes.widen import widen_gradients
 from bridge.compile.runtime.build import clear_kernels
@@ -202,25 +204,37 @@ class _Graphs:
         options: CompileOptions,
         policy: ProductPolicy,
         drawn: Mapping[int, DrawnMask] | None = None,
+        lasting: int = 0,
+        is_step: bool = False,
     ):
+        """``lasting``: see :func:`~bridge.compile.passes.choose_layouts.choose_layouts`; ``is_step``: of a loop."""
         self._func, self._backend = func, options.backend
-        neutral = translate(turned_inside(func) if policy.turns else func, self._backend, drawn)
+        func = carried_in_parts(turned_inside(func) if policy.turns else func, partial(_parts, policy))
+        neutral = translate(func, self._backend, drawn)
+        if is_step:
+            neutral = split_products(neutral, policy.parts)
         if policy.joins:
             neutral = join_products(neutral, options.grad_outs)
-        placed = choose_layouts(neutral, self._backend, policy, options.grad_outs, options.constants)
+        placed = choose_layouts(neutral, self._backend, policy, options.grad_outs, options.constants, lasting)
         graph = optimize(placed, self._backend)
         if options.sums_in_place:
             graph = accumulate(graph)
         self._graph = widen_gradients(graph, self._backend, policy.widened, options.grad_outs)
         inside = replace(options, grad_outs=0, constants=0)
         scans = [node.scan for node in self._graph.nodes if isinstance(node, LoopCall)]
-        self._bodies = {scan.body: _Graphs(scan.function, inside, policy) for scan in scans}
+        self._bodies = {
+            scan.body: _Graphs(scan.function, inside, policy, lasting=scan.constants, is_step=True) for scan in scans
+        }
 
     def program(self, name: str, seconds: float, scope: ExtentScope | None = None) -> Program:
         """``seconds``: that the graphs took."""
         bodies = {text: body.program(f"{name}_step", 0.0) for text, body in self._bodies.items()}
         variables = tuple(str(var.name) for var in (*self._func.params, *(var for var, _ in bindings(self._func))))
         return assemble(self._graph, name, self._backend, {"translate": seconds}, variables, scope, bodies)
+
+
+def _parts(policy: ProductPolicy, element_type: str, rows: int, inner: int, columns: int) -> int:
+    return policy.parts(ProductShape(element_type, 1, rows, columns, inner))
 
 
 def products_of(func: Function, options: CompileOptions) -> tuple[tuple[ProductShape, str], ...]:

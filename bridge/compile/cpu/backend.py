@@ -18,6 +18,7 @@ from bridge.compile.cpu.build import CpuLibraries, kernel_source
 from bridge.compile.cpu.columns import generate_columns
 from bridge.compile.cpu.gemm import gemm_function
 from bridge.compile.cpu.gemm_buffers import register_tile
+from bridge.compile.cpu.gemm_packed import packed_gemm_function, packing_function
 from bridge.compile.cpu.host import fingerprint
 from bridge.compile.cpu.legalized import scheduled
 from bridge.compile.cpu.limits import ALTERNATIVES, LIMITS, ORDER
@@ -25,7 +26,7 @@ from bridge.compile.cpu.loops import generate
 from bridge.compile.cpu.product_ways import Multiply
 from bridge.compile.cpu.products import CpuProducts, generated_types
 from bridge.compile.cpu.step_driver import step_driver
-from bridge.compile.loop_ir.product import ProductPlan
+from bridge.compile.loop_ir.product import Packing, PackPlan, ProductPlan
 from bridge.compile.runtime.build import build_kernels
 from bridge.compile.runtime.executor import Executor
 from bridge.compile.runtime.kernel_store import kept_kernels
@@ -100,7 +101,8 @@ class CpuBackend(Backend):
         return ()
 
     def products(self, threads: int, deterministic: bool) -> CpuProducts:
-        return CpuProducts(self.target, self._multiply, threads, deterministic, chosen=self.choices.products)
+        built = self._multiply, self._multiply_packed
+        return CpuProducts(self.target, *built, threads, deterministic, chosen=self.choices.products)
 
     @property
     def measures_products(self) -> bool:
@@ -119,6 +121,17 @@ class CpuBackend(Backend):
         assert tile is not None, self.target
         return f"product_{element_type}", gemm_function(element_type, tile)
 
+    def _packed(self, element_type: str) -> list[tuple[str, PrimFunc]]:
+        """What packs a matrix, and what multiplies by it then."""
+        tile = register_tile(self.target)
+        assert tile is not None, self.target
+        makers = {"pack": packing_function, "packed_product": packed_gemm_function}
+        return [(f"{name}_{element_type}", make(element_type, tile)) for name, make in makers.items()]
+
+    def _multiply_packed(self, element_type: str) -> tuple[Multiply, Multiply]:
+        pack, multiply = self.build(self._packed(element_type))
+        return pack.function, multiply.function
+
     def executable(self, module: IRModule) -> relax.VMExecutable:
         """For any processor of this architecture."""
         return tvm.compile(module, Target("llvm"))
@@ -129,8 +142,12 @@ class CpuBackend(Backend):
             generated = generated_types(self.target, tensors)
             self.build([self._product(name) for name in generated])
 
-    def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan) -> PrimFunc:
+    def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan | PackPlan) -> PrimFunc:
         match plan:
+            case PackPlan():
+                return self._packed(plan.element_type)[0][1]
+            case ProductPlan(packing=Packing()):
+                return self._packed(plan.element_type)[1][1]
             case ProductPlan():
                 return self._product(plan.element_type)[1]
             case ColumnPlan():

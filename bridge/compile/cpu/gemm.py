@@ -73,21 +73,28 @@ def _task(g: Buffers, scope: Scope, index: Var, tall: Var, wide: Var) -> None:
     panels = scope.name(quotient_up(width, const(g.columns)), "panels")
     scope.add(*g.allocations)
 
+    def panel_of_b(inside: Scope, panel: Var, source: Var, depth: Var) -> None:
+        pack_b(g, inside, panel, source, depth, width, panel * const(DEPTH * g.columns))
+
     def chunk(body: Scope, index: Var) -> None:
         begin = body.name(index * const(DEPTH), "begin")
         depth = body.name(smaller(field["k"] - begin, const(DEPTH)), "depth")
         a_chunk = body.name(a + begin * field["a_column"], "a_chunk")
         b_chunk = body.name(b + begin * field["b_row"], "b_chunk")
         onto = body.name(tirx.Cast(INDEX, tirx.Or(begin > const(0), field["accumulate"] > const(0))), "onto")
-        body.add(loop(panels, lambda inside, panel: pack_b(g, inside, panel, b_chunk, depth, width)))
+        body.add(loop(panels, lambda inside, panel: panel_of_b(inside, panel, b_chunk, depth)))
 
         def strip(inside: Scope, index: Var) -> None:
             first = inside.name(index * const(g.rows), "first")
             count = inside.name(smaller(rows - first, const(g.rows)), "count")
-            pack_a(g, inside, a_chunk + first * field["a_row"], depth, count)
+            pack_a(g, inside, a_chunk + first * field["a_row"], depth, count, const(0))
             target = inside.name(c + first * field["c_row"], "target")
-            rows_of_result = Strip(target, depth, count, width, onto)
-            inside.add(loop(panels, lambda tile, panel: multiply_tile(g, tile, panel, rows_of_result)))
+            rows_of_result = Strip(target, depth, count, width, onto, const(0))
+
+            def tile(innermost: Scope, panel: Var) -> None:
+                multiply_tile(g, innermost, panel, rows_of_result, panel * const(DEPTH * g.columns))
+
+            inside.add(loop(panels, tile))
 
         body.add(loop(quotient_up(rows, const(g.rows)), strip))
 

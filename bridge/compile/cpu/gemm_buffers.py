@@ -104,7 +104,8 @@ class Buffers:
         field: the descriptor's fields, once the kernel has read them.
     """
 
-    def __init__(self, dtype: str, tile: RegisterTile) -> None:
+    def __init__(self, dtype: str, tile: RegisterTile, strips: int = 0) -> None:
+        """``strips``: of ``a`` that are packed at once where ``b`` comes in panels; 0 where it does not."""
         self.dtype = dtype
         self.heights, self.rows = tile.heights, tile.rows
         self.lanes = tile.lanes(dtype)
@@ -115,10 +116,13 @@ class Buffers:
         self.params = [Var(name, pointer) for name in "abc"] + [Var("descriptor", PointerType(PrimType(INDEX)))]
         self.operands = [_flat(p, kind) for p, kind in zip(self.params, (dtype, dtype, dtype, INDEX), strict=True)]
         self.a, self.b, self.c, self.descriptor = self.operands
-        self.b_panels, b_allocation = stack_buffer(DEPTH * tile.panels * self.columns, dtype, "b_panels")
-        self.a_panel, a_allocation = stack_buffer(DEPTH * self.pitch, dtype, "a_panel")
+        self.a_panel, a_allocation = stack_buffer(max(strips, 1) * DEPTH * self.pitch, dtype, "a_panel")
         self.tile, tile_allocation = stack_buffer(self.rows * self.columns, dtype, "tile")
-        self.allocations = (b_allocation, a_allocation, tile_allocation)
+        self.allocations = (a_allocation, tile_allocation)
+        self.b_panels = self.b
+        if not strips:
+            self.b_panels, b_allocation = stack_buffer(DEPTH * tile.panels * self.columns, dtype, "b_panels")
+            self.allocations = (b_allocation, *self.allocations)
 
     def load(self, buffer: Buffer, at: Expr, lanes: int | None = None) -> Expr:
         """A vector."""

@@ -12,18 +12,19 @@ from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, IfThenElse, Stmt, Var
 
 from bridge.compile.codegen.tir import Scope, const, loop
-from bridge.compile.cpu.gemm_buffers import DEPTH, VECTORS, Buffers, smaller
+from bridge.compile.cpu.gemm_buffers import VECTORS, Buffers, smaller
 from bridge.compile.cpu.transpose import transpose
 
 __all__ = ["pack_a", "pack_b"]
 
 
-def pack_b(g: Buffers, scope: Scope, panel: Var, source: Expr, depth: Var, width: Var) -> None:
-    """Columns of one panel: ``depth`` lines from index ``source`` of ``b`` on, of a block ``width`` columns wide."""
+def pack_b(g: Buffers, scope: Scope, panel: Var, source: Expr, depth: Var, width: Var, target: Expr) -> None:
+    """Columns of one panel: ``depth`` lines from index ``source`` of ``b`` on, of a block ``width`` columns wide, are
+    put from index ``target`` on."""
     step, across = g.field["b_row"], g.field["b_column"]
     column = scope.name(panel * const(g.columns), "column")
     source = scope.name(source + column * across, "source")
-    target = scope.name(panel * const(DEPTH * g.columns), "target")
+    target = scope.name(target, "target")
     valid = scope.name(smaller(width - column, const(g.columns)), "valid")
     full = tirx.EQ(valid, const(g.columns))
 
@@ -52,14 +53,15 @@ def pack_b(g: Buffers, scope: Scope, panel: Var, source: Expr, depth: Var, width
     scope.add(IfThenElse(dense, loop(depth, vectors), IfThenElse(along, turned.body, elements(const(0)))))
 
 
-def pack_a(g: Buffers, scope: Scope, source: Expr, depth: Var, count: Var) -> None:
-    """``count`` rows, at most a register tile's, from index ``source`` of ``a`` on, ``depth`` elements each."""
+def pack_a(g: Buffers, scope: Scope, source: Expr, depth: Var, count: Var, target: Expr) -> None:
+    """``count`` rows, at most a register tile's, from index ``source`` of ``a`` on, ``depth`` elements each, are put
+    from index ``target`` on."""
     row, step = g.field["a_row"], g.field["a_column"]
     source = scope.name(source, "source")
     pitch = const(g.pitch)
 
     def elements(begin: Expr) -> Stmt:
-        return _elements(begin, depth, count, (g.a, source, step, row), (g.a_panel, lambda at: at * pitch))
+        return _elements(begin, depth, count, (g.a, source, step, row), (g.a_panel, lambda at: target + at * pitch))
 
     turned = Scope()
     squares = turned.name(tirx.truncdiv(depth, const(g.lanes)), "squares")
@@ -71,7 +73,7 @@ def pack_a(g: Buffers, scope: Scope, source: Expr, depth: Var, count: Var) -> No
             last = count - const(1) - below
             last = tirx.Select(last < const(0), const(0), last)
             begin = source + smaller(below, count - const(1)) * row + index * const(g.lanes)
-            to = index * const(g.lanes * g.pitch) + below
+            to = target + index * const(g.lanes * g.pitch) + below
             body.add(transpose(g.dtype, (g.a, begin), row, last, (g.a_panel, to), g.pitch))
 
     turned.add(loop(squares, square), elements(squares * const(g.lanes)))
@@ -82,7 +84,7 @@ def pack_a(g: Buffers, scope: Scope, source: Expr, depth: Var, count: Var) -> No
         half = 1 << ((g.rows - 1).bit_length() - 1)
         for first in (0, g.rows - half):
             value = g.load(g.a, source + k * step + const(first), half)
-            body.add(g.store(g.a_panel, k * pitch + const(first), value, half))
+            body.add(g.store(g.a_panel, target + k * pitch + const(first), value, half))
 
     along = IfThenElse(tirx.EQ(step, const(1)), turned.body, elements(const(0)))
     scope.add(IfThenElse(full, loop(depth, vectors), along))

@@ -10,7 +10,7 @@ from tvm.tirx import Broadcast, BufferLoad, BufferStore, Expr, IfThenElse, SeqSt
 
 from bridge.compile.codegen.emit import Emitter, stack_buffer
 from bridge.compile.codegen.tir import Scope, const, loop
-from bridge.compile.cpu.gemm_buffers import DEPTH, VECTORS, Buffers, smaller
+from bridge.compile.cpu.gemm_buffers import VECTORS, Buffers, smaller
 
 __all__ = ["Strip", "multiply_tile"]
 
@@ -25,6 +25,7 @@ class Strip:
         count: rows.
         width: columns of the block.
         onto: 1 if the products are added to what ``c`` holds, else 0.
+        packed: index of the strip's packed rows in ``a_panel``.
     """
 
     target: Expr
@@ -32,12 +33,13 @@ class Strip:
     count: Var
     width: Var
     onto: Var
+    packed: Expr
 
 
-def multiply_tile(g: Buffers, scope: Scope, panel: Var, strip: Strip) -> None:
-    """The strip times one panel, by the smallest register tile that holds the rows."""
+def multiply_tile(g: Buffers, scope: Scope, panel: Var, strip: Strip, source: Expr) -> None:
+    """The strip times one panel, from index ``source`` on, by the smallest register tile that holds the rows."""
     column = scope.name(panel * const(g.columns), "column")
-    source = scope.name(panel * const(DEPTH * g.columns), "source")
+    source = scope.name(source, "source")
     valid = scope.name(smaller(strip.width - column, const(g.columns)), "valid")
     target = scope.name(strip.target + column, "target")
     tiles = [_Tile(g, rows, strip, target, valid).multiply(source) for rows in g.heights]
@@ -70,7 +72,9 @@ class _Tile:
             start = source + k * const(g.columns)
             b = [emit.bind(g.load(g.b_panels, start + const(v * g.lanes))) for v in range(VECTORS)]
             for i in range(self.rows):
-                a = Broadcast(emit.bind(BufferLoad(g.a_panel, [k * const(g.pitch) + const(i)])), g.lanes)
+                a = Broadcast(
+                    emit.bind(BufferLoad(g.a_panel, [self.strip.packed + k * const(g.pitch) + const(i)])), g.lanes
+                )
                 for vector in range(VECTORS):
                     total = emit.fma(a, b[vector], g.load(sums, part(i, vector)))
                     emit.stmts.append(g.store(sums, part(i, vector), total))

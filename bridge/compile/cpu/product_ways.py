@@ -15,9 +15,9 @@ import torch
 
 from bridge.base.mkl import can_pack, packed
 from bridge.base.torch_internals import bfloat16_in_onednn, linear_pointwise
-from bridge.compile.loop_ir.product import Geometry, ProductPlan
+from bridge.compile.loop_ir.product import Geometry, Packing, ProductPlan
 from bridge.compile.loop_ir.views import View
-from bridge.compile.schedule.products import GENERATED, PACKED, LayoutClass, ProductShape
+from bridge.compile.schedule.products import PACKED, LayoutClass, ProductShape
 from bridge.library import OUT_KERNELS
 
 __all__ = ["Multiply", "Trial", "library_ways"]
@@ -96,19 +96,29 @@ class Trial:
 
         return with_copies
 
-    def plan(self, way: str, block: tuple[int, int]) -> ProductPlan:
+    def plan(self, way: str, block: tuple[int, int], packing: Packing | None = None) -> ProductPlan:
         """What the kernel is told, for tasks of ``block`` rows and columns."""
         geometry = Geometry.of(*(View(tuple(x.shape), x.stride()) for x in (self.a, self.b, self.c)))
         assert geometry is not None
-        return ProductPlan(way, self.shape.element_type, geometry, block)
+        return ProductPlan(way, self.shape.element_type, geometry, block, packing)
 
-    def generated(self, multiply: Multiply, block: tuple[int, int]) -> Callable[[], None]:
-        """A function that computes ``c`` by the built kernel, in tasks of ``block`` rows and columns."""
-        descriptor = torch.tensor(self.plan(GENERATED, block).descriptor(), dtype=torch.int64)
-        addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (self.a, self.b, self.c, descriptor)]
+    def generated(self, multiply: Multiply, plan: ProductPlan) -> Callable[[], None]:
+        """A function that computes ``c`` by the built kernel."""
+        return self._launch(multiply, plan, self.a, self.b, self.c)
 
-        def run(_alive: object = (self, descriptor)) -> None:
-            multiply(*addresses)
+    def packed(self, pack: Multiply, multiply: Multiply, plan: ProductPlan) -> Callable[[], None]:
+        """The same, of panels that are packed now."""
+        assert plan.packing is not None
+        panels = torch.zeros(plan.packing.elements, dtype=self.b.dtype)
+        self._launch(pack, plan, self.b, panels)()
+        return self._launch(multiply, plan, self.a, panels, self.c)
+
+    def _launch(self, kernel: Multiply, plan: ProductPlan, *tensors: torch.Tensor) -> Callable[[], None]:
+        descriptor = torch.tensor(plan.descriptor(), dtype=torch.int64)
+        addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (*tensors, descriptor)]
+
+        def run(_alive: object = (self, tensors, descriptor)) -> None:
+            kernel(*addresses)
 
         return run
 

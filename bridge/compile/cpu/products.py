@@ -25,11 +25,13 @@ from bridge.base.interrupts import held
 from bridge.base.log import channel
 from bridge.compile.cpu.attainable import attainable_rate
 from bridge.compile.cpu.gemm_buffers import RegisterTile, register_tile
+from bridge.compile.cpu.gemm_packed import MOST_STRIPS, strip_rows
 from bridge.compile.cpu.kept_times import kept_times
 from bridge.compile.cpu.measure import in_a_plain_thread, seconds_of
 from bridge.compile.cpu.product_ways import Multiply, Trial, library_ways
+from bridge.compile.loop_ir.product import Packing
 from bridge.compile.runtime.background import settle
-from bridge.compile.schedule.products import GENERATED, ProductShape, is_generated, product_of_plain
+from bridge.compile.schedule.products import GENERATED, IN_PANELS, ProductShape, is_generated, product_of_plain
 
 __all__ = ["CpuProducts", "Measure", "clear_choices", "generated_types", "measured", "shape_class"]
 
@@ -87,6 +89,7 @@ class CpuProducts:
     Attributes:
         target: what generated code is built for.
         multiply: builds the kernel of an element type, for measuring.
+        packed: builds those that pack a matrix and that multiply by it.
         threads: that products will run on.
         deterministic: nothing is measured, products are torch's.
         measure: takes the place of measuring, for tests.
@@ -95,6 +98,7 @@ class CpuProducts:
 
     target: Target
     multiply: Callable[[str], Multiply]
+    packed: Callable[[str], tuple[Multiply, Multiply]]
     threads: int
     deterministic: bool = False
     measure: Measure | None = None
@@ -104,6 +108,7 @@ class CpuProducts:
     keeps_order = False
     joins = False
     widened = frozenset()
+    packs = True
     turns = False
 
     def choose(self, product: ProductShape) -> str:
@@ -155,7 +160,8 @@ class CpuProducts:
             times = kept_times(str(self.target), self.threads, product, ways, partial(measured, self, product, ways))
         # As good as the best is what is not clearly slower: then the order of preference decides, not the clock.
         limit = min(times.values(), default=0.0) / _WORTH
-        preferred = sorted(times, key=lambda way: (way != usual, not is_generated(way)))
+        # Steps of a loop that are generated code alone need no Python between them.
+        preferred = sorted(times, key=lambda way: (way != IN_PANELS, way != usual, not is_generated(way)))
         best = next((way for way in preferred if times[way] <= limit), usual)
         told = ", ".join(f"{way} {1e3 * seconds:.3f}" for way, seconds in times.items())
         _LOG.info("product %s: %s (milliseconds: %s)", product, best, told)
@@ -171,6 +177,8 @@ class CpuProducts:
         panels = _quotient_up(product.n, width)
         if panels * width * _quotient_up(product.m, low) * low > _WASTE * product.m * product.n:
             return ways
+        if product.b.lasting:
+            return [*ways, IN_PANELS] if product.batch == 1 else ways
         tasks = _tasks(tile)
 
         def cuts_otherwise(way: str) -> bool:
@@ -187,13 +195,24 @@ class CpuProducts:
 
     def runs(self, product: ProductShape, trial: Trial, ways: Sequence[str]) -> dict[str, Callable[[], None]]:
         """A function for each way that computes a product in a trial's memory."""
-        multiply = self.multiply(product.element_type) if any(map(is_generated, ways)) else None
-        return {
-            way: trial.library(way)
-            if multiply is None or not is_generated(way)
-            else trial.generated(multiply, self.block(way, product))
-            for way in ways
-        }
+        found = {way: trial.library(way) for way in ways if not is_generated(way)}
+        for way in filter(is_generated, ways):
+            plan = trial.plan(way, self.block(way, product), self.packing(way, product))
+            if way == IN_PANELS:
+                found[way] = trial.packed(*self.packed(product.element_type), plan)
+            else:
+                found[way] = trial.generated(self.multiply(product.element_type), plan)
+        return found
+
+    def parts(self, product: ProductShape) -> int:
+        return 1
+
+    def packing(self, way: str, product: ProductShape) -> Packing | None:
+        tile = register_tile(self.target)
+        if way != IN_PANELS or tile is None:
+            return None
+        columns = tile.columns(product.element_type)
+        return Packing(strip_rows(tile, product.m), _quotient_up(product.n, columns) * columns * product.k)
 
     def block(self, way: str, product: ProductShape) -> tuple[Dim, Dim]:
         """Rows and columns of one task: tall blocks, because each packs its part of ``b``; enough for every thread.
@@ -203,6 +222,9 @@ class CpuProducts:
         tile = register_tile(self.target)
         assert tile is not None, f"{way} is no way on {self.target}"
         panel, m, n = tile.columns(product.element_type), product.m, product.n
+        if way == IN_PANELS:
+            rows = MOST_STRIPS * strip_rows(tile, m)
+            return rows, _quotient_up(_quotient_up(n, panel), self.threads) * panel
         tallest, widest = _tasks(tile)[way]
         parts = maximum(1, _quotient_up(m, tallest))
         rows = maximum(1, _quotient_up(m, parts * tile.rows)) * tile.rows
@@ -226,6 +248,8 @@ def measured(policy: CpuProducts, product: ProductShape, ways: Sequence[str]) ->
     times = seconds(libraries)
     if not ours:
         return times
+    if IN_PANELS in ours:
+        return seconds(ways)
     limit = attainable_rate(policy.target) * policy.threads * _RELATIVE_RATE[product.element_type]
     if 2 * product.multiplications / times.get(ways[0], math.inf) > _NEAR_THE_LIMIT * limit:
         return times

@@ -13,6 +13,9 @@ __all__ = ["CudaProducts"]
 _FEW = 32, 64
 """Rows of a product that cuBLASLt has the better kernels for, of a batch of a recurrent cell."""
 
+_TILE, _TILES, _INNER = 64, 128, 128
+"""Rows and columns of a tile of a small product; how many tiles fill a GPU; inner elements that one is worth."""
+
 
 @dataclass(frozen=True)
 class CudaProducts:
@@ -30,6 +33,7 @@ class CudaProducts:
 
     keeps_order = True
     joins = True
+    packs = False
 
     @property
     def turns(self) -> bool:
@@ -55,6 +59,19 @@ class CudaProducts:
 
     def adopt(self, choices: Sequence[Sequence]) -> bool:
         return not choices
+
+    def parts(self, product: ProductShape) -> int:
+        """As many as give each multiprocessor a tile of the result, of an inner axis that is worth one."""
+        tiles = -(-product.m // _TILE) * -(-product.n // _TILE)
+        if product.element_type not in ("float32", "float64") or product.m > _FEW[1]:
+            return 1
+        count = 1
+        while 2 * count * tiles <= _TILES and product.k % (2 * count) == 0 and product.k // (2 * count) >= _INNER:
+            count *= 2
+        return count
+
+    def packing(self, way: str, product: ProductShape) -> None:
+        return None
 
     def block(self, way: str, product: ProductShape) -> tuple[int, int]:
         raise NotImplementedError(f"products on CUDA are torch's: no way {way!r} of our own computes {product}")

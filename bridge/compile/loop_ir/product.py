@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from autodiff.extents import Dim, same, sample_of
 from bridge.compile.loop_ir.views import View, alike
 
-__all__ = ["FIELDS", "Geometry", "ProductPlan"]
+__all__ = ["FIELDS", "Geometry", "PackPlan", "Packing", "ProductPlan"]
 
 FIELDS = (
     *("outer", "inner", "m", "n", "k"),
     *("a_outer", "a_inner", "a_row", "a_column"),
     *("b_outer", "b_inner", "b_row", "b_column"),
     *("c_outer", "c_inner", "c_row"),
-    *("block_rows", "block_columns", "accumulate"),
+    *("block_rows", "block_columns", "strip_rows", "accumulate"),
 )
 """The descriptor, int64: ``c[o, i] = a[o, i] @ b[o, i]`` for two batch extents, strides in elements (a result's row is
-dense), the block of one task, whether ``c`` is added to."""
+dense), the block of one task, rows that meet a packed panel at once (0: nothing is packed), whether ``c`` is added
+to."""
 
 Strides = tuple[Dim, ...]
 
@@ -67,6 +68,19 @@ class Geometry:
 
 
 @dataclass(frozen=True)
+class Packing:
+    """How a product reads an operand ``b`` that is packed before.
+
+    Attributes:
+        strip_rows: rows of ``a`` that meet a panel at once.
+        elements: of all panels.
+    """
+
+    strip_rows: int
+    elements: int
+
+
+@dataclass(frozen=True)
 class ProductPlan:
     """How generated code computes a matrix product: all that its kernel is told.
 
@@ -75,12 +89,14 @@ class ProductPlan:
         element_type: of operands and result; the kernel is made for it alone.
         geometry: extents and strides.
         block: rows and columns of the result that one task computes.
+        packing: of a product whose ``b`` is packed before.
     """
 
     way: str
     element_type: str
     geometry: Geometry
     block: tuple[Dim, Dim]
+    packing: Packing | None = None
 
     def __str__(self) -> str:
         rows, width = map(sample_of, self.block)
@@ -94,9 +110,18 @@ class ProductPlan:
     def descriptor(self, accumulate: bool = False) -> tuple[Dim, ...]:
         """Values of :data:`FIELDS`; ``accumulate``: the product is added to what is there."""
         geometry = self.geometry
-        fields = (*geometry.extents, *geometry.a, *geometry.b, *geometry.c[:3], *self.block, int(accumulate))
+        strip_rows = 0 if self.packing is None else self.packing.strip_rows
+        told = (*self.block, strip_rows, int(accumulate))
+        fields = (*geometry.extents, *geometry.a, *geometry.b, *geometry.c[:3], *told)
         assert len(fields) == len(FIELDS)
         return fields
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """How generated code packs an operand: it is told what the product is, in its descriptor."""
+
+    element_type: str
 
 
 def _unit(extents: Sequence[Dim], strides: Sequence[Dim]) -> Strides:

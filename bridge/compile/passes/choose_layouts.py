@@ -24,15 +24,16 @@ __all__ = ["choose_layouts"]
 
 
 def choose_layouts(
-    graph: Graph, rules: Rules, products: ProductPolicy, grad_outs: int = 0, constants: int = 0
+    graph: Graph, rules: Rules, products: ProductPolicy, grad_outs: int = 0, constants: int = 0, lasting: int = 0
 ) -> Graph:
     """The graph without neutral nodes, by a backend's rules and its choices for matrix products.
 
     Results are values of their own, or parameters themselves. ``grad_outs``, ``constants``: see
-    :class:`~bridge.compile.options.CompileOptions`.
+    :class:`~bridge.compile.options.CompileOptions`; ``lasting``: parameters, the last ones, that are the same in every
+    step of the loop whose body the graph is.
     """
-    same = frozenset(graph.params[len(graph.params) - constants :])
-    walk = _Walk(rules, ProductChoice(products, _readers(graph.nodes), same))
+    same, steady = (frozenset(graph.params[len(graph.params) - count :]) for count in (constants, lasting))
+    walk = _Walk(rules, ProductChoice(products, _readers(graph.nodes), same, steady))
     walk.gradients.update(graph.params[len(graph.params) - grad_outs :])
     for node in graph.nodes:
         walk.add(node)

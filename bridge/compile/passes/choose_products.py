@@ -18,7 +18,15 @@ from bridge.compile.loop_ir.neutral import MatMul, Neutral, Shaped
 from bridge.compile.loop_ir.product import Geometry, ProductPlan
 from bridge.compile.loop_ir.views import View
 from bridge.compile.passes.placed import Placed
-from bridge.compile.schedule.products import PACKED, LayoutClass, ProductPolicy, ProductShape, is_generated
+from bridge.compile.schedule.products import (
+    GENERATED,
+    IN_PANELS,
+    PACKED,
+    LayoutClass,
+    ProductPolicy,
+    ProductShape,
+    is_generated,
+)
 
 __all__ = ["ProductChoice", "order_of_readers"]
 
@@ -33,6 +41,7 @@ class ProductChoice:
         policy: the backend's.
         readers: of each value of the neutral graph, the nodes that read it.
         constants: values that are the same at each call.
+        lasting: parameters that are the same in every step of the loop whose body the graph is.
     """
 
     def __init__(
@@ -40,10 +49,12 @@ class ProductChoice:
         policy: ProductPolicy,
         readers: Mapping[Value, Sequence[Node | Neutral]],
         constants: Collection[Value] = (),
+        lasting: Collection[Value] = (),
     ) -> None:
         self.policy = policy
         self.readers = readers
         self.constants = constants
+        self.lasting = lasting if policy.packs else ()
 
     def choose(self, placed: Placed, node: MatMul, a: Given, b: Given, *, is_gradient: bool = False) -> Operand:
         """Adds what computes a product of placed operands; where its result lies.
@@ -54,7 +65,8 @@ class ProductChoice:
         (a, usual_a), (b, usual_b) = (_matrices(placed, *each) for each in ((a, (1, -1)), (b, (-1, 1))))
         extents = node.out.shape
         batch = views.broadcast(a.shape[:-2], b.shape[:-2])
-        way = self._way(a.dtype, usual_a, usual_b, batch, b.value in self.constants and _is_whole(b))
+        constant, lasting = b.value in self.constants and _is_whole(b), b.value in self.lasting
+        way = self._way(a.dtype, usual_a, usual_b, batch, constant, lasting)
         order = order_of_readers(self.readers.get(node.out, ())) if len(batch) + 2 == len(extents) else None
         rows = _rows(a.view, b.view)
         if rows is not None and (order is None or not is_generated(way)):
@@ -77,10 +89,20 @@ class ProductChoice:
         turned = _library(placed, way, first, second, batch, True)
         return _turned(placed.reshape(turned, (*batch, b.shape[-1], a.shape[-2])))
 
-    def _way(self, element_type: str, a: View, b: View, batch: Sequence[Dim], constant: bool = False) -> str:
+    def _way(
+        self,
+        element_type: str,
+        a: View,
+        b: View,
+        batch: Sequence[Dim],
+        constant: bool = False,
+        lasting: bool = False,
+    ) -> str:
         product = product_shape(element_type, a, b, batch)
         if constant and product.batch == 1 and all(isinstance(extent, int) for extent in a.shape):
             product = replace(product, b=replace(product.b, constant=True))
+        if lasting and all(isinstance(extent, int) for extent in (*a.shape, *b.shape, *batch)):
+            product = replace(product, b=replace(product.b, lasting=True))
         way = self.policy.choose(product) if product.multiplications else "mm"
         if is_generated(way) and _rows(a, b) is None and _geometry(a, b, batch, None) is None:
             return "mm"  # more batch extents than the kernel has loops for
@@ -102,14 +124,16 @@ class ProductChoice:
         stored, result = _stored((*batch, a.shape[-2], b.shape[-1]), order)
         if not same(column, 1):  # the product of the transposes writes the transposed result
             a, b, geometry = b, a, geometry.transposed()
+            way = GENERATED if way == IN_PANELS else way
         out = placed.fresh(stored.shape, a.dtype)
         placed.nodes.append(Product((a, b), out, self._plan(way, a.dtype, geometry)))
         return Operand(out, result)
 
     def _plan(self, way: str, element_type: str, geometry: Geometry) -> ProductPlan:
         outer, inner, m, n, k = geometry.extents
-        block = self.policy.block(way, ProductShape(element_type, outer * inner, m, n, k))
-        return ProductPlan(way, element_type, geometry, block)
+        product = ProductShape(element_type, outer * inner, m, n, k)
+        block = self.policy.block(way, product)
+        return ProductPlan(way, element_type, geometry, block, self.policy.packing(way, product))
 
 
 def _matrices(placed: Placed, given: Given, vector: tuple[int, int]) -> Given:

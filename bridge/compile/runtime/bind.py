@@ -50,7 +50,7 @@ def bind(
 
 def _frames(loop: Loop, functions: Mapping[str, Callable], arrays: Arrays, drive: Drive | None) -> LoopFrames | None:
     """What runs a loop's launches by a driver; ``None`` if there is none, or they are not all."""
-    launches = [step for step in loop.steps if isinstance(step, Launch)]
+    launches = [step for step in loop.steps if isinstance(step, Launch) and not step.once]
     found = [(launch, functions[launch.name]) for launch in launches]
     if drive is None or not is_framed(found) or any(not isinstance(step, (Launch, View)) for step in loop.steps):
         return None
@@ -116,17 +116,11 @@ def _launch(launch: Launch, kernel: Callable, arrays: Arrays) -> Action:
 def _launch_at_addresses(launch: Launch, kernel: Callable, arrays: Arrays) -> Action:
     """The geometry of views is in the scalars, so none of them is made at a call."""
     scalars, where = _array(launch.scalars, arrays)
-    (a, b), (c,) = launch.reads, launch.writes
-    a_bytes, b_bytes, c_bytes = launch.offsets
+    behind = list(zip((*launch.reads, *launch.writes), launch.offsets, strict=True))
     address = ctypes.c_void_p
 
     def run(registers: list, _alive: torch.Tensor = scalars) -> None:
-        kernel(
-            address(registers[a].data_ptr() + a_bytes),
-            address(registers[b].data_ptr() + b_bytes),
-            address(registers[c].data_ptr() + c_bytes),
-            where,
-        )
+        kernel(*[address(registers[slot].data_ptr() + count) for slot, count in behind], where)
 
     return run
 

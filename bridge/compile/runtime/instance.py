@@ -127,7 +127,7 @@ class Instances:
                 scalars, offsets = self._pick(step.scalars), self._pick(step.offsets or ())
                 fixed = (step.name, step.inputs, step.outputs, step.ops, step.reads, step.writes)
                 at, contents = step.offsets is not None, step.contents
-                return lambda table: Launch(*fixed, scalars(table), offsets(table) if at else None, contents)
+                return lambda table: Launch(*fixed, scalars(table), offsets(table) if at else None, contents, step.once)
             case CallLibrary():
                 attrs = self._nested(step.attrs)
                 called = (step.name, step.inputs, step.outputs, step.reads, step.writes)

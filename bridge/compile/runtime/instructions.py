@@ -22,6 +22,7 @@ class Launch:
 
     ``writes`` are the slots of the outputs, then of scratch memory. ``scalars``, if there are any, reach the kernel as
     an array of int64, its last argument. With ``offsets`` it takes addresses, that many bytes behind each tensor's own.
+    ``once``: what it makes lasts, so that a loop, all of whose steps read the same, launches it before the first one.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Launch:
     scalars: tuple[Dim, ...] = ()
     offsets: tuple[Dim, ...] | None = None
     contents: Contents = field(default=Contents(), repr=False)
+    once: bool = False
 
     def __str__(self) -> str:
         return f"{', '.join(self.outputs)} = kernel {self.name}({', '.join(self.inputs)})  # {' '.join(self.ops)}"

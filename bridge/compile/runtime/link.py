@@ -27,6 +27,7 @@ from bridge.compile.loop_ir.graph import (
     Value,
     whole,
 )
+from bridge.compile.loop_ir.product import PackPlan
 from bridge.compile.loop_ir.views import alike, dense
 from bridge.compile.runtime.arena import lying_below, plan_arena
 from bridge.compile.runtime.contents import contents
@@ -43,6 +44,9 @@ from bridge.compile.schedule.read_again import read_again
 from bridge.compile.schedule.together import plan_together, together
 
 __all__ = ["assemble"]
+
+_ALWAYS = 1 << 62
+"""The last step of a value that is alive in all."""
 
 
 def assemble(
@@ -71,7 +75,7 @@ def assemble(
     kernels = [_kernel(step, stored, backend, generate, reached) for step in steps]
     _guard_indices(reached)
     clock.stop("generate")
-    linker = _Linker(graph, [_one(step) for step in steps], kernels, name, bodies or {})
+    linker = _Linker(graph, [_one(step) for step in steps], kernels, name, bodies or {}, generate)
     built = backend.build(list(linker.functions.items()))
     program = linker.finish(built, timings, backend, variables, scope)
     clock.stop("plan")
@@ -158,8 +162,11 @@ class _Linker:
         kernels: list[Kernel | LibraryCall | None],
         name: str,
         bodies: Mapping[str, Program],
+        pack: Callable[[PackPlan], PrimFunc],
     ) -> None:
         self.graph = graph
+        self.pack = pack
+        self.packed: dict[tuple, int] = {}
         self.constants = dict(graph.constants)
         self.bodies = bodies
         self.name = name
@@ -292,11 +299,31 @@ class _Linker:
         arguments = tuple(map(self.slot, kernel.inputs))
         result = self.slot(node.out)
         name = f"product_{node.plan.element_type}"
+        if node.plan.packing is not None:
+            name = f"packed_{name}"
+            arguments = arguments[0], self._packed(node, arguments[1], kernel.scalars)
         self.functions[name] = kernel.func
         inside = contents([node], node.outs, self._name)
-        offsets = (*(offset * itemsize(node.plan.element_type) for offset in node.plan.offsets), 0)
+        size = itemsize(node.plan.element_type)
+        a_offset, b_offset = node.plan.offsets
+        offsets = (a_offset * size, 0 if node.plan.packing else b_offset * size, 0)
         names = self._names(arguments), self._names((result,))
         self.steps.append(Launch(name, *names, kernel.ops, arguments, (result,), kernel.scalars, offsets, inside))
+
+    def _packed(self, node: Product, b: int, scalars: tuple[Dim, ...]) -> int:
+        """The slot of a product's packed operand; one for all products that read it alike."""
+        plan, label = node.plan, self.label[b]
+        key = b, plan.geometry.b, plan.geometry.b_offset, plan.geometry.extents[3:]
+        if key not in self.packed:
+            packed = Value(f"{label}_packed", (plan.packing.elements,), plan.element_type)
+            self.packed[key] = slot = self.slot(packed)
+            self.lifetimes[packed] = 0, _ALWAYS
+            name = f"pack_{plan.element_type}"
+            self.functions[name] = self.pack(PackPlan(plan.element_type))
+            offsets = plan.geometry.b_offset * itemsize(plan.element_type), 0
+            names = (label,), (packed.name,)
+            self.steps.append(Launch(name, *names, ("pack",), (b,), (slot,), scalars, offsets, once=True))
+        return self.packed[key]
 
     def _kernel(self, group: Group, kernel: Kernel) -> None:
         fallback = isinstance(group.nodes[0], Fallback)

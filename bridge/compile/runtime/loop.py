@@ -22,7 +22,7 @@ import torch
 from bridge.base.devices import HOST
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.arena import ALIGNMENT
-from bridge.compile.runtime.instructions import View
+from bridge.compile.runtime.instructions import Launch, View
 from bridge.compile.runtime.layout import Layout, Register
 from bridge.compile.runtime.loop_frame import Addresses, LoopFrames
 from bridge.compile.runtime.loop_step import Instruction, Loop
@@ -111,8 +111,9 @@ class _LoopAction:
         for step, action in zip(steps, actions, strict=True):
             if isinstance(step, View) and step.writes[0] not in looked_at:
                 continue
-            if isinstance(step, View) and step.reads[0] in fixed:
-                fixed.add(step.writes[0])
+            lasts = isinstance(step, View) or (isinstance(step, Launch) and step.once)
+            if lasts and fixed.issuperset(step.reads):
+                fixed.update(step.writes)
                 first.append(action)
             else:
                 each.append((step, action))

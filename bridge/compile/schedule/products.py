@@ -7,14 +7,29 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from autodiff.extents import Dim
+from bridge.compile.loop_ir.product import Packing
 
-__all__ = ["GENERATED", "PACKED", "LayoutClass", "ProductPolicy", "ProductShape", "is_generated", "product_of_plain"]
+__all__ = [
+    "GENERATED",
+    "IN_PANELS",
+    "PACKED",
+    "LayoutClass",
+    "ProductPolicy",
+    "ProductShape",
+    "is_generated",
+    "product_of_plain",
+]
 
 GENERATED = "generated"
 """First word of the ways that are generated code; every other way is a kernel of :data:`bridge.library.OUT_KERNELS`."""
 
 PACKED = "packed"
 """The way of a library's product whose second factor is a constant, laid out once for its kernels."""
+
+
+IN_PANELS = f"{GENERATED} in panels"
+"""Generated code that finds ``b`` packed: of products whose ``b`` is the same in every step of a loop. The bits are
+those of the other generated ways."""
 
 
 def is_generated(way: str) -> bool:
@@ -31,14 +46,17 @@ class LayoutClass:
             ``"none"``.
         copied: whether a library's kernel needs a dense copy of it first.
         constant: whether it is a dense matrix, or the transpose of one, that is the same at each call.
+        lasting: whether it is the same in every step of a loop, so that it can be packed before.
     """
 
     unit: str = "row"
     copied: bool = False
     constant: bool = False
+    lasting: bool = False
 
     def __str__(self) -> str:
-        return " ".join([*["copied"] * self.copied, *["constant"] * self.constant, self.unit])
+        words = [*["copied"] * self.copied, *["constant"] * self.constant, *["lasting"] * self.lasting, self.unit]
+        return " ".join(words)
 
 
 @dataclass(frozen=True)
@@ -79,12 +97,14 @@ class ProductPolicy(Protocol):
             stored in the order that readers want; otherwise they are in the logical order.
         joins: whether small products of gradients had better be joined: see :mod:`bridge.compile.passes.join_products`.
         widened: element types of which a library's product can have a float32 result.
+        packs: whether it makes a difference that an operand is the same in every step of a loop.
         turns: whether a product of every step is as good of a transposed weight as of a copy that is made of it first.
     """
 
     keeps_order: bool
     joins: bool
     widened: frozenset[str]
+    packs: bool
     turns: bool
 
     def choose(self, product: ProductShape) -> str:
@@ -101,3 +121,9 @@ class ProductPolicy(Protocol):
 
         Of extents, whose arithmetic must not guard.
         """
+
+    def parts(self, product: ProductShape) -> int:
+        """Of the inner axis, that a product in a step of a loop had better be the sum of."""
+
+    def packing(self, way: str, product: ProductShape) -> Packing | None:
+        """How a way's ``b`` is packed before; ``None`` where it is not."""

@@ -13,9 +13,9 @@ from bridge.compile import host_backend
 from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.loop_ir.graph import LibraryCall, Product
 from bridge.compile.loop_ir.neutral import Neutral
-from bridge.compile.loop_ir.product import FIELDS, ProductPlan
+from bridge.compile.loop_ir.product import FIELDS, Packing, ProductPlan
 from bridge.compile.passes.choose_layouts import choose_layouts
-from bridge.compile.schedule.products import GENERATED, ProductShape
+from bridge.compile.schedule.products import GENERATED, IN_PANELS, ProductShape
 from bridge.compile.translate import translate
 from tests.bridge.compile.graph_text import text
 from tests.bridge.compile_helpers import function
@@ -30,6 +30,7 @@ class Policy:
     keeps_order: bool = False
     joins: bool = False
     widened: frozenset[str] = frozenset()
+    packs: bool = False
 
     def choose(self, product: ProductShape) -> str:
         self.asked.append(product)
@@ -37,6 +38,9 @@ class Policy:
 
     def block(self, way: str, product: ProductShape) -> tuple[int, int]:
         return 4, 32
+
+    def packing(self, way: str, product: ProductShape) -> Packing | None:
+        return Packing(4, product.n * product.k) if way == IN_PANELS else None
 
 
 def chosen(params: list[tuple], body: Callable, policy: Policy, grad_outs: int = 0):

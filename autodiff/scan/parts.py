@@ -1,0 +1,162 @@
+"""Carries in parts: a scan whose step ends in a product, carried on → the scan that carries the products of parts of
+the inner axis, which the next step adds up.
+
+A product of few rows is too small to fill a GPU; as a batch of products of parts it does, and who reads the carry adds
+the parts, where it reads them (see :mod:`bridge.compile.passes.split_products` for products that the step itself
+reads). A backward through time is such a scan. A sum's order changes, by rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from tvm import relax
+from tvm.relax import op
+
+from autodiff.ir import (
+    Call,
+    DataflowVar,
+    Expr,
+    Function,
+    TensorType,
+    Tuple,
+    TupleGetItem,
+    Var,
+    bindings,
+    build_function,
+    dtype,
+    op_name,
+    results,
+    shape,
+    substitute,
+    used_vars,
+    with_outputs,
+)
+from autodiff.scan.operator import body_text, is_scan, scan_call, scan_of
+
+__all__ = ["carried_in_parts"]
+
+Parts = Callable[[str, int, int, int], int]
+"""Element type, rows, inner elements, columns of a product → how many parts it had better be the sum of."""
+
+Bindings = list[tuple[Var, Expr]]
+
+
+def carried_in_parts(func: Function, parts: Parts) -> Function:
+    """The function with such carries in parts; the same object if there are none. Gradients of scans are left out: it
+    is for functions that are differentiated already."""
+    body: Bindings = []
+    split: dict[Var, tuple[Var, Mapping[int, int]]] = {}
+    for var, value in bindings(func):
+        if is_scan(value):
+            counts, call = _in_parts(value, parts, body)
+            if counts:
+                tuples = DataflowVar(var.name, scan_of(call)[0].type)
+                split[var] = tuples, counts
+                body.append((tuples, call))
+                continue
+        if isinstance(value, TupleGetItem) and value.tuple_value in split:
+            tuples, counts = split[value.tuple_value]
+            if value.index in counts:
+                item = _bound(body, TupleGetItem(tuples, value.index), (counts[value.index], *shape(var)), dtype(var))
+                body.append((var, op.sum(item, [0])))
+            else:
+                body.append((var, TupleGetItem(tuples, value.index)))
+            continue
+        if any(each in split for each in used_vars(value)):
+            return func  # somebody takes all results at once
+        body.append((var, value))
+    return with_outputs(func, body, results(func)) if split else func
+
+
+def _in_parts(call: Call, parts: Parts, outside: Bindings) -> tuple[dict[int, int], Call]:
+    """By carry, of how many parts it is, and the call; what the first carries are made by goes ``outside``."""
+    scan, tensors = scan_of(call)
+    function = scan.function
+    body, outputs, params = list(bindings(function)), results(function), list(function.params)
+    counts = _counts(dict(body), outputs, params, scan.carries, parts)
+    if not counts:
+        return {}, call
+    made: Bindings = []
+    sums: dict[Var, Var] = {}
+    for carry, count in counts.items():
+        old = params[carry]
+        params[carry] = Var(old.name, TensorType((count, *shape(old)), dtype(old)))
+        sums[old] = _sum(made, params[carry], count)
+        tensors[carry] = _first(outside, tensors[carry], count)
+    batches = {outputs[carry]: count for carry, count in counts.items()}
+    for var, value in body:
+        value = substitute(value, sums)
+        if var in batches:
+            product = _batch(made, value, batches[var])
+            outputs = [product if each is var or each == var else each for each in outputs]
+        else:
+            made.append((var, value))
+    outputs = [sums.get(each, each) if isinstance(each, Var) else each for each in outputs]
+    text = body_text(build_function(params, made, outputs))
+    if text is None:
+        return {}, call
+    return counts, scan_call(dataclasses.replace(scan, body=text, gradient=None), tensors)
+
+
+def _counts(
+    values: Mapping[Var, Expr], outputs: Sequence[Expr], params: Sequence[Var], carries: int, parts: Parts
+) -> dict[int, int]:
+    """By carry, the parts of the product that it is: one that nobody else reads."""
+    uses = Counter(each for value in values.values() for each in used_vars(value))
+    uses.update(each for each in outputs if isinstance(each, Var))
+    found = {}
+    for carry, result in enumerate(outputs[:carries]):
+        value = values.get(result) if isinstance(result, Var) else None
+        if op_name(value) != "relax.matmul" or uses[result] != 1 or params[carry] in outputs:
+            continue
+        (rows, inner), *others = (shape(each) for each in value.args) if _are_matrices(value) else ((0, 0),)
+        count = parts(dtype(result), rows, inner, others[0][1]) if others else 1
+        if count > 1:
+            found[carry] = count
+    return found
+
+
+def _are_matrices(product: Call) -> bool:
+    extents = [shape(each) for each in product.args]
+    return all(len(each) == 2 and all(isinstance(extent, int) for extent in each) for each in extents)
+
+
+def _bound(body: Bindings, value: Expr, extents: Sequence[int], element_type: str, name: str = "parts") -> Var:
+    var = DataflowVar(name, TensorType(tuple(extents), element_type))
+    body.append((var, value))
+    return var
+
+
+def _sum(body: Bindings, tensor: Var, count: int) -> Var:
+    """The sum of the parts, one after the other."""
+    (_, rows, columns), element_type = shape(tensor), dtype(tensor)
+    total = None
+    for part in range(count):
+        one = op.strided_slice(tensor, [0], [part], [part + 1])
+        one = _bound(body, one, (1, rows, columns), element_type)
+        one = _bound(body, op.reshape(one, (rows, columns)), (rows, columns), element_type)
+        total = one if total is None else _bound(body, op.add(total, one), (rows, columns), element_type)
+    return total
+
+
+def _batch(body: Bindings, product: Call, count: int) -> Var:
+    """The products of parts of the inner axis."""
+    a, b = product.args
+    (rows, inner), columns, element_type = shape(a), shape(b)[1], dtype(a)
+    part = inner // count
+    a = _bound(body, op.reshape(a, (rows, count, part)), (rows, count, part), element_type)
+    a = _bound(body, op.permute_dims(a, [1, 0, 2]), (count, rows, part), element_type)
+    b = _bound(body, op.reshape(b, (count, part, columns)), (count, part, columns), element_type)
+    return _bound(body, op.matmul(a, b), (count, rows, columns), element_type)
+
+
+def _first(body: Bindings, tensor: Expr, count: int) -> Var:
+    """A first carry: it, and zeros."""
+    extents, element_type = shape(tensor), dtype(tensor)
+    zeros = relax.const(0.0, element_type)
+    zeros = _bound(body, op.full((count - 1, *extents), zeros, element_type), (count - 1, *extents), element_type)
+    one = _bound(body, op.expand_dims(tensor, [0]), (1, *extents), element_type)
+    return _bound(body, op.concat(Tuple([one, zeros]), 0), (count, *extents), element_type)

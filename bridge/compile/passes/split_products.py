@@ -1,0 +1,79 @@
+"""Split products: a product of few rows in a step of a loop → a batch of products of parts of its inner axis, added up.
+
+A step's product is too small to fill a GPU, and the next one waits for it. cuBLAS splits the inner axis itself, and
+adds the parts up in a kernel of its own; here who reads the product adds them up. A sum's order changes, by rounding.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from bridge.compile.loop_ir import views
+from bridge.compile.loop_ir.graph import Graph, Node, Operand, Pointwise, Value, whole
+from bridge.compile.loop_ir.neutral import MatMul, Neutral, Result, Shaped
+from bridge.compile.schedule.products import ProductShape
+
+__all__ = ["split_products"]
+
+
+def split_products(graph: Graph, parts: Callable[[ProductShape], int]) -> Graph:
+    """A neutral graph of a step with its products in so many parts as ``parts`` says; the same one if that is one."""
+    readers: defaultdict[Value, list[Node | Neutral]] = defaultdict(list)
+    for node in graph.nodes:
+        for operand in node.operands:
+            if isinstance(operand, Operand):
+                readers[operand.value].append(node)
+    nodes: list[Node | Neutral] = []
+    for node in graph.nodes:
+        count = _count(node, parts) if isinstance(node, MatMul) else 1
+        if count == 1 or not _is_added_up_by_readers(readers[node.out]):
+            nodes.append(node)
+        else:
+            nodes += _split(node, count)
+    return graph if len(nodes) == len(graph.nodes) else replace(graph, nodes=nodes)
+
+
+def _is_added_up_by_readers(readers: Sequence[Node | Neutral]) -> bool:
+    """Whether a kernel that reads the product can make the sum; it stores that where it is a result, too."""
+    return not (any(isinstance(each, MatMul) for each in readers) or all(isinstance(each, Result) for each in readers))
+
+
+def _count(node: MatMul, parts: Callable[[ProductShape], int]) -> int:
+    extents = (*node.a.shape, *node.b.shape)
+    if len(node.a.shape) != 2 or len(node.b.shape) != 2 or not all(isinstance(extent, int) for extent in extents):
+        return 1
+    (m, k), n = node.a.shape, node.b.shape[1]
+    return parts(ProductShape(node.out.dtype, 1, m, n, k))
+
+
+def _split(node: MatMul, count: int) -> list[Node | Neutral]:
+    (m, k), n, dtype = node.a.shape, node.b.shape[1], node.out.dtype
+    nodes: list[Node | Neutral] = []
+
+    def value(extents: tuple[int, ...]) -> Value:
+        return Value(node.out.name, extents, dtype)
+
+    def shaped(function: Callable, arguments: tuple, operand: Operand, extents: tuple[int, ...]) -> Operand:
+        out = value(extents)
+        nodes.append(Shaped(function, arguments, operand, out))
+        return whole(out)
+
+    inner = k // count
+    a = shaped(views.reshape, ((m, count, inner),), node.a, (m, count, inner))
+    a = shaped(views.permute, ((1, 0, 2),), a, (count, m, inner))
+    b = shaped(views.reshape, ((count, inner, n),), node.b, (count, inner, n))
+    products = value((count, m, n))
+    nodes.append(MatMul(a, b, products))
+    total = None
+    for part in range(count):
+        each = shaped(views.slice_view, (0, part, part + 1, 1), whole(products), (1, m, n))
+        each = shaped(views.reshape, ((m, n),), each, (m, n))
+        if total is None:
+            total = each
+            continue
+        out = node.out if part == count - 1 else value((m, n))
+        nodes.append(Pointwise("add", (total, each), out))
+        total = whole(out)
+    return nodes

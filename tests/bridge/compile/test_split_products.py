@@ -1,0 +1,75 @@
+"""Split products: in a step of a loop, sums of products of parts of the inner axis; the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autodiff.scan import parts
+from bridge.compile import clear_cache
+from bridge.compile.cpu.products import CpuProducts
+from bridge.compile.cuda.products import CudaProducts
+from bridge.compile.passes import split_products
+from bridge.compile.schedule.products import ProductShape
+from bridge.lowering.reuse import clear_lowered
+from tests.bridge.compare import check_module
+
+
+class Gru(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(3, 8)
+
+    def forward(self, x):
+        h, hs = x.new_zeros(x.shape[1], 8), []
+        for part in x:
+            h = self.cell(part, h)
+            hs.append(h)
+        return torch.stack(hs)
+
+
+class Plain(nn.Module):
+    """The gradient that a step of the backward hands on is a product."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_x, self.of_h = nn.Linear(3, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h, hs = x.new_zeros(x.shape[1], 8), []
+        for part in x:
+            h = torch.tanh(self.of_x(part) + self.of_h(h))
+            hs.append(h)
+        return torch.stack(hs)
+
+
+@pytest.mark.parametrize(("make", "carried"), [(Gru, 0), (Plain, 1)])
+def test_parts_add_up(make, carried, monkeypatch):
+    made, split = [], split_products._split
+    in_parts, batch = [], parts._batch
+
+    def watched(node, count):
+        made.append(count)
+        return split(node, count)
+
+    def counted(body, product, count):
+        in_parts.append(count)
+        return batch(body, product, count)
+
+    monkeypatch.setattr(split_products, "_split", watched)
+    monkeypatch.setattr(parts, "_batch", counted)
+    monkeypatch.setattr(CpuProducts, "parts", lambda policy, product: 4 if product.k % 4 == 0 else 1)
+    clear_cache(), clear_lowered()
+    check_module(make, lambda: torch.randn(7, 2, 3, requires_grad=True), dtype=torch.float64)
+    clear_cache(), clear_lowered()
+    assert set(made) == {4} and set(in_parts) == ({4} if carried else set())
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"),
+    [((64, 2048, 512), 4), ((64, 512, 2048), 16), ((16, 1024, 256), 2), ((64, 64, 64), 1), ((65, 2048, 512), 1)],
+)
+def test_parts_are_as_many_as_fill_a_gpu(shape, count):
+    assert CudaProducts().parts(ProductShape("float32", 1, *shape)) == count
+    assert CudaProducts().parts(ProductShape("bfloat16", 1, *shape)) == 1
