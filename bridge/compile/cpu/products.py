@@ -114,10 +114,11 @@ class CpuProducts:
     def choose(self, product: ProductShape) -> str:
         """The fastest way for the product's class, measured when the class is first met."""
         usual = "mm" if product.batch == 1 else "bmm"
-        if product.multiplications < _SMALL or not getattr(torch, product.element_type).is_floating_point:
+        if self.deterministic or not getattr(torch, product.element_type).is_floating_point:
             return usual
-        if self.deterministic:
-            return usual
+        if product.multiplications < _SMALL:
+            # A small product in a loop costs less than Python does between two of torch's.
+            return IN_PANELS if product.b.lasting and IN_PANELS in self.ways(product) else usual
         product = shape_class(product, self.threads)
         tuned = dict(self.chosen).get(product)
         if tuned is not None:
