@@ -108,7 +108,7 @@ class CpuProducts:
     keeps_order = False
     joins = False
     widened = frozenset()
-    packs = True
+    packs = False
     turns = False
 
     def choose(self, product: ProductShape) -> str:
