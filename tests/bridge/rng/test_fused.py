@@ -12,11 +12,11 @@ from torch import nn
 
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
 from bridge.base.torch_internals import FakeTensorMode
-from bridge.capture import Draw, Operand
+from bridge.capture import Draw, Operand, StepMasks
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.compile import Gpu
 from bridge.rng.draws import Draws
-from bridge.rng.fused import NATIVE_DROPOUT, FusedDropout
+from bridge.rng.fused import NATIVE_DROPOUT, FusedDropout, FusedSteps
 from tests.bridge.compare import Call, Function, assert_same, run
 
 
@@ -50,6 +50,22 @@ def test_masks_of_any_layout(layout):
     add_tvm_dispatch(ours, x)
     assert_same(run(ours, Call((x,))), run(eager, Call((x,))), rtol=1e-10, atol=1e-12)
     assert stats(ours).hits == 1
+
+
+def test_the_masks_of_a_loops_steps_are_one_draw():
+    layouts = [((3, 5), (5, 1)), ((2, 3), (1, 2))] * 4
+    each = [
+        Draw(NATIVE_DROPOUT, shape, stride, torch.bool, (0.4, True), operand=Operand(torch.float64, stride))
+        for shape, stride in layouts
+    ]
+    steps = StepMasks((15, 6), torch.float64, tuple(each))
+    whole = Draw("aten.bernoulli_.float", (4, 21), (21, 1), torch.bool, (0.6,), steps=steps)
+    found = []
+    for masks in ([FusedDropout(draw) for draw in each], [FusedSteps(whole)]):
+        torch.manual_seed(0)
+        drawn = [mask.reshape(-1) for maker in masks for mask in maker.draw(None, [])]
+        found.append((torch.cat(drawn), torch.get_rng_state()))
+    assert all(map(torch.equal, *found)) and 0 < found[0][0].sum() < 84
 
 
 def test_in_eagers_order_among_other_draws():
