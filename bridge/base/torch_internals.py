@@ -304,6 +304,9 @@ def _function_classes() -> Iterable[type]:
 
 # torch.export and torch.fx
 
+fx_proxy: ModuleType = find("torch.fx.proxy")
+"""Where nodes are made: it takes stack traces by the name ``CapturedTraceback``, if this torch has it."""
+FullTraceback: type | None = find("torch.fx.proxy.CapturedTraceback", None)
 symbolic_trace: ModuleType = find("torch.fx._symbolic_trace")
 SymbolicPatcher: type = find("torch.fx._symbolic_trace._Patcher")
 """Replaces methods of ``nn.Module`` while torch.fx traces; it is looked up in ``symbolic_trace`` under its own name."""

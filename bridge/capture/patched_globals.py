@@ -19,8 +19,16 @@ from bridge.base.devices import HOST
 from bridge.base.fake_type import fake_type_hidden
 from bridge.base.replaced import replaced
 from bridge.base.torch_export import EXPORT_CONTEXTS, loaded_export_tracer
-from bridge.base.torch_internals import SymbolicPatcher, compiling_flags, mkldnn_switch, symbolic_trace
+from bridge.base.torch_internals import (
+    FullTraceback,
+    SymbolicPatcher,
+    compiling_flags,
+    fx_proxy,
+    mkldnn_switch,
+    symbolic_trace,
+)
 from bridge.capture.tracing import HERE, is_capturing, takes_eagers_branches
+from bridge.capture.user_frames import UsersTraceback
 
 __all__ = ["here_only", "patched_globals"]
 
@@ -32,6 +40,8 @@ def patched_globals() -> Iterator[None]:
         tracer = symbolic_trace.Tracer
         stack.enter_context(replaced(tracer, trace=here_only(_with_own_globals(tracer.trace), tracer.trace)))
         stack.enter_context(replaced(symbolic_trace, _Patcher=_Patcher))
+        if FullTraceback is not None:
+            stack.enter_context(replaced(fx_proxy, CapturedTraceback=UsersTraceback))
         if hasattr(tqdm, "monitor_interval"):  # torch.fx makes a bar that it does not show; its thread would stay
             stack.enter_context(replaced(tqdm, monitor_interval=0))
         # cuDNN's weights lie behind one another; swapping fakes in does not move them, and fakes lie nowhere
