@@ -10,6 +10,7 @@ from tvm import relax
 
 from autodiff.ir import Expr, dtype
 from bridge.aten.complex_value import Complex, as_complex, constant, joined, part_type, separated
+from bridge.aten.derivative import times, with_derivative
 from bridge.aten.element_types import relax_dtype
 from bridge.aten.pointwise import stop_gradient
 from bridge.aten.registry import UnsupportedUse, converts
@@ -161,8 +162,16 @@ def complex_of(importer, node, real, imaginary):
 
 @_complex(aten.polar.default)
 def polar(importer, node, size, angle):
+    """With torch's gradient by the angle, ``g`` times the other part: ``g`` times the size could overflow."""
     size, angle = (importer.cast(value, importer.out_dtype(node)) for value in (size, angle))
-    return Complex(*(_multiply(importer, size, importer.emit(turn(angle))) for turn in (op.cos, op.sin)))
+    turns = [importer.emit(turn(angle)) for turn in (op.cos, op.sin)]
+    real, imaginary = (_multiply(importer, size, turn) for turn in turns)
+    slopes = (op.negative(imaginary), real)
+    linear = [
+        _add(importer, times(importer, size, turn), times(importer, angle, slope))
+        for turn, slope in zip(turns, slopes, strict=True)
+    ]
+    return Complex(*(with_derivative(importer, *each) for each in zip((real, imaginary), linear, strict=True)))
 
 
 @_complex(aten.exp.default)
