@@ -37,9 +37,7 @@ class _Frames:
         while frame is not None:
             code = frame.f_code
             if code.co_name == _KEPT_BY_NAME or is_user_file(code.co_filename):
-                found.append(
-                    traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False)
-                )
+                found.append(traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name, lookup_line=False))
             frame = frame.f_back
         found.reverse()
         return found

@@ -209,7 +209,8 @@ class _Graphs:
     ):
         """``lasting``: see :func:`~bridge.compile.passes.choose_layouts.choose_layouts`; ``is_step``: of a loop."""
         self._func, self._backend = func, options.backend
-        func = carried_in_parts(turned_inside(func) if policy.turns else func, partial(_parts, policy))
+        func = turned_inside(func) if policy.turns else func
+        func = carried_in_parts(func, partial(_parts, policy)) if policy.carries_parts else func
         neutral = translate(func, self._backend, drawn)
         if is_step:
             neutral = split_products(neutral, policy.parts)

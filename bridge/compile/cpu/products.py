@@ -109,6 +109,7 @@ class CpuProducts:
     joins = False
     widened = frozenset()
     packs = False
+    carries_parts = False
     turns = False
 
     def choose(self, product: ProductShape) -> str:

@@ -34,6 +34,7 @@ class CudaProducts:
     keeps_order = True
     joins = True
     packs = False
+    carries_parts = False
 
     @property
     def turns(self) -> bool:

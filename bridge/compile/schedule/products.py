@@ -97,6 +97,7 @@ class ProductPolicy(Protocol):
             stored in the order that readers want; otherwise they are in the logical order.
         joins: whether small products of gradients had better be joined: see :mod:`bridge.compile.passes.join_products`.
         widened: element types of which a library's product can have a float32 result.
+        carries_parts: whether a product in parts that a loop carries on is added up in the next step.
         packs: whether it makes a difference that an operand is the same in every step of a loop.
         turns: whether a product of every step is as good of a transposed weight as of a copy that is made of it first.
     """
@@ -105,6 +106,7 @@ class ProductPolicy(Protocol):
     joins: bool
     widened: frozenset[str]
     packs: bool
+    carries_parts: bool
     turns: bool
 
     def choose(self, product: ProductShape) -> str:

@@ -59,6 +59,7 @@ def test_parts_add_up(make, carried, monkeypatch):
 
     monkeypatch.setattr(split_products, "_split", watched)
     monkeypatch.setattr(parts, "_batch", counted)
+    monkeypatch.setattr(CpuProducts, "carries_parts", True)
     monkeypatch.setattr(CpuProducts, "parts", lambda policy, product: 4 if product.k % 4 == 0 else 1)
     clear_cache(), clear_lowered()
     check_module(make, lambda: torch.randn(7, 2, 3, requires_grad=True), dtype=torch.float64)
