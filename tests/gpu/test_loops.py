@@ -100,4 +100,4 @@ def test_layers_under_autocast(kind, setting):
         add_tvm_dispatch(ours, x)
     found = [step(each, x, torch.autocast("cuda", setting)) for each in (ours, eager)]
     assert_close_enough(*found, step(exact, x.double(), nullcontext()))
-    assert stats(ours).hits == 1 and stats(ours).entries[0].has_loops
+    assert stats(ours).hits == 1
