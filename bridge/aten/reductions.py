@@ -235,7 +235,7 @@ def _of_one(x, dims):
 
     Not of a number (a tensor without axes) whose axis 0 is named.
     """
-    if not shape(x) and dims is not None and list(dims):
+    if not shape(x) and (isinstance(dims, int) or dims):
         return False
     return math.prod(shape(x)[axis] for axis in axes_of(x, dims)) == 1
 
