@@ -7,18 +7,27 @@ from __future__ import annotations
 import sys
 import threading
 import traceback
+import weakref
 from types import FrameType
 
-__all__ = ["is_alone", "stack_of"]
+__all__ = ["is_alone", "serves", "stack_of"]
 
 _SERVANTS = frozenset(["bridge", "execnet", "ipykernel", "torch", "tornado", "tqdm", "zmq"])
 """Packages whose own threads pass messages, compile or watch a progress bar, and never draw; this one's build."""
 
+_SERVING: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""Threads of this package's pools: what started them, and where they wait, is another package's."""
+
+
+def serves() -> None:
+    """Says that this thread, one of a pool, never draws: the pool's ``initializer``."""
+    _SERVING.add(threading.current_thread())
+
 
 def is_alone() -> bool:
     """Whether there is no other thread that could draw, now or later."""
-    own = threading.get_ident()
-    return all(_is_servant(frame) for ident, frame in sys._current_frames().items() if ident != own)
+    known = {threading.get_ident(), *(thread.ident for thread in list(_SERVING) if thread.is_alive())}
+    return all(_is_servant(frame) for ident, frame in sys._current_frames().items() if ident not in known)
 
 
 def stack_of(thread: int) -> traceback.StackSummary:

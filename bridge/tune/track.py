@@ -12,6 +12,7 @@ from torch import nn
 
 from bridge.base.errors import CompilationError, UnsupportedModule
 from bridge.base.interrupts import raise_deferred
+from bridge.base.threads import serves
 from bridge.compile import Backend, Choices, same_code, settle
 from bridge.dispatch import Entry, entry_of_call, with_choices
 from bridge.tune.race import Pairs, Race, is_faster
@@ -74,7 +75,7 @@ class CallTrack:
         missing = [choices for choices in candidates if choices not in self._made]
         for choices in missing:  # captures are made one by one
             self._capture_of(choices)
-        with ThreadPoolExecutor(_BUILDERS, thread_name_prefix="bridge-tune") as pool:
+        with ThreadPoolExecutor(_BUILDERS, "bridge-tune", serves) as pool:
             for choices, made in zip(missing, pool.map(self._make, missing), strict=True):
                 self._made[choices] = made
         settle()

@@ -330,3 +330,18 @@ def test_a_graph_is_let_go_during_a_capture(mode, side):
         out.add_(1)
     graphs[0].launcher(torch.cuda.current_stream().cuda_stream)()
     assert torch.equal(out, x * 5 + 1)
+
+
+def test_what_cublas_works_in_stays_a_recordings():
+    """torch.compile's reduce-overhead gives all of it back, and a graph of eager's ends the process where it lay in
+    memory that nobody holds any more."""
+    pair = Pair()
+    for seed in range(12):
+        pair.step(seed, plain)
+    replays = pair.graphs.replays
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.full((1 << 22,), float("nan"), device=DEVICE) for _ in range(8)]
+    for seed in range(12):
+        pair.step(seed, plain)
+    assert pair.graphs.replays == replays + 24 and all(bool(each.isnan().all()) for each in others)

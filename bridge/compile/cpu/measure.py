@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 
 from bridge.base.log import channel
+from bridge.base.threads import serves
 
 __all__ = ["in_a_plain_thread", "seconds_of"]
 
@@ -74,5 +75,5 @@ def in_a_plain_thread(function: Callable[[], Result]) -> Result:
         with torch.no_grad():
             return function()
 
-    with ThreadPoolExecutor(1, thread_name_prefix="bridge-measure") as pool:
+    with ThreadPoolExecutor(1, "bridge-measure", serves) as pool:
         return pool.submit(run).result()

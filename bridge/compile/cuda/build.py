@@ -27,6 +27,7 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 from tvm.tirx.build import split_host_device_mods
 
+from bridge.base.threads import serves
 from bridge.compile.codegen.lowering import lower_loops
 from bridge.compile.codegen.tir import LOOPS_ATTR
 from bridge.compile.cuda.nvrtc import compiled
@@ -65,7 +66,7 @@ def build_library(functions: Mapping[str, PrimFunc], arch: str) -> Module:
     host, device = _lowered(functions, target)
     parts = _parts(device, target) if len(device.functions) else []
     code = partial(_machine_code, arch=arch)
-    with ThreadPoolExecutor(max(1, len(parts)), "bridge-nvrtc") as threads:
+    with ThreadPoolExecutor(max(1, len(parts)), "bridge-nvrtc", serves) as threads:
         compiling = [_begun(threads, partial(_device_module, part, target, code)) for part in parts]
         library = _host_module(host)
         with others_may_build():

@@ -21,7 +21,6 @@ from bridge.base.locks import free_in_children
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided
 from bridge.compile.runtime.executor import Executor
-from bridge.compile.runtime.layout import Layout
 from bridge.compile.runtime.pool import ArenaPool
 from bridge.compile.runtime.program import Program
 
@@ -97,9 +96,9 @@ class CudaExecutor:
             execute = self._by_stream.put(stream, self._bound(pool=POOLS.of(self._device, stream)))
         return execute(inputs, consume=consume, fresh=fresh)
 
-    def bound_to(self, pool: ArenaPool, kind: type[Bound], layout: Layout) -> Bound:
-        """The program bound to blocks of a pool, by an executor of this kind, with intermediates as in a layout."""
-        return self._bound(pool=pool, kind=kind, layout=layout)
+    def bound_to(self, pool: ArenaPool, kind: type[Bound]) -> Bound:
+        """The program bound to blocks of a pool, by an executor of this kind."""
+        return self._bound(pool=pool, kind=kind)
 
     def _captured(self, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
         """In memory of the graph that is captured, which may serve again once the run is over."""
@@ -130,10 +129,8 @@ def _bound(
     *,
     pool: ArenaPool,
     kind: type[BoundExecutor] = BoundExecutor,
-    layout: Layout | None = None,
 ) -> BoundExecutor:
-    layout = program.layout if layout is None else layout
-    return kind(program.name, program.steps, layout, constants, program.code, device=device, pool=pool)
+    return kind(program.name, program.steps, program.layout, constants, program.code, device=device, pool=pool)
 
 
 def _nothing() -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from bridge.compile.cuda.executor import ALIGNMENT, BoundExecutor
-from bridge.compile.cuda.side_streams import SideStreams
 from bridge.compile.graphs.recorder import Form, Replay
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.bind import Action, bind
@@ -165,26 +164,22 @@ class PiecewiseExecutor(BoundExecutor):
         self._brought = {slot: self._state() for slot in self._on_host if slot in read}
         self._pieces: Pieces | None = None
         self._take_between: Callable[[Form], torch.Tensor] | None = None
-        self._beside: SideStreams | None = None
         self._states: dict[int, torch.Tensor] = {}
 
     @contextmanager
-    def recorded_by(
-        self, pieces: Pieces, take: Callable[[Form], torch.Tensor], beside: SideStreams | None = None
-    ) -> Iterator[None]:
+    def recorded_by(self, pieces: Pieces, take: Callable[[Form], torch.Tensor]) -> Iterator[None]:
         """A run meanwhile is recorded as these pieces.
 
         Args:
             take: memory for what calls between graphs return.
-            beside: on several streams.
         """
-        self._pieces, self._take_between, self._beside = pieces, take, beside
+        self._pieces, self._take_between = pieces, take
         if self._brought:
             pieces.parts.insert(0, self._bring)
         try:
             yield
         finally:
-            self._pieces, self._take_between, self._beside, self._states = None, None, None, {}
+            self._pieces, self._take_between, self._states = None, None, {}
 
     @torch.inference_mode(False)  # it serves runs of any mode
     def _state(self) -> torch.Tensor:
@@ -203,9 +198,6 @@ class PiecewiseExecutor(BoundExecutor):
             registers[slot] = memory
 
     def _act(self, registers: list) -> None:
-        if self._beside is not None:
-            self._act_beside(registers, self._beside)
-            return
         for index, (action, last_used) in enumerate(self.actions):
             if index in self._between:
                 self._interrupt(index, registers)
@@ -213,18 +205,6 @@ class PiecewiseExecutor(BoundExecutor):
                 action(registers)
             for slot in last_used:
                 registers[slot] = None
-
-    def _act_beside(self, registers: list, beside: SideStreams) -> None:
-        """The actions on several streams. Nothing is let go before the end: another stream may be reading it."""
-        beside.begin()
-        for index, (action, _) in enumerate(self.actions):
-            if index in self._between:
-                beside.end()
-                self._interrupt(index, registers)
-                beside.begin()
-            else:
-                beside.act(index, action, registers)
-        beside.end()
 
     def _interrupt(self, index: int, registers: list) -> None:
         """A call that is made between two graphs."""

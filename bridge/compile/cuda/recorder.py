@@ -2,8 +2,7 @@
 
 What a graph needs while it runs (arena block, temporaries of torch's kernels) is shared by all graphs that are recorded
 for one stream: they run in the stream's order, one replay after another. Other runs on the stream, of which several
-threads may have one under way, have blocks of their own. Steps that do not fill the GPU are recorded as branches
-(:mod:`bridge.compile.graphs.branches`).
+threads may have one under way, have blocks of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +24,10 @@ from bridge.compile.cuda.driver_graphs import Graph, captured, new_stream
 from bridge.compile.cuda.executor import CudaExecutor
 from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, inside_of_loops, is_between
 from bridge.compile.cuda.pool_memory import PoolMemory, set_aside, spare_bytes
-from bridge.compile.cuda.side_streams import SideStreams
 from bridge.compile.cuda.slot_memory import SlotMemory
-from bridge.compile.graphs.branches import Place, apart, branches
 from bridge.compile.graphs.recorder import Form, Replay, nbytes
 from bridge.compile.runtime.arena import ALIGNMENT as ARENA_ALIGNMENT
 from bridge.compile.runtime.instructions import CallLibrary
-from bridge.compile.runtime.layout import Layout
 from bridge.compile.runtime.pool import Block
 from bridge.compile.runtime.program import Program
 from bridge.library import DRAWS, REDRAWS
@@ -40,10 +36,6 @@ __all__ = ["STREAMS", "CudaRecorder", "Streams"]
 
 _RECORDING = free_in_children(threading.RLock())
 """Held while a stream is captured."""
-
-BRANCHES = 1
-"""Streams that a recording uses at most; each has memory of its own that products work in. With 3, small steps take
-0.85 to 0.96 of the GPU time; off while a crash of a T5's test in a whole run is not explained."""
 
 _GROWTH = 1.5
 """Of a block that a stream's recordings share, where a larger one takes its place: earlier recordings keep theirs, and
@@ -131,18 +123,10 @@ class _Stream:
     """
 
     def __init__(self, device: torch.device):
-        self._device = device
         self.replaying = free_in_children(threading.Lock())
         self.arena, self.scratch = _GraphArena(device), _Scratch(device)
         self.temporaries = torch.cuda.MemPool()
-        self._sides: list[torch.cuda.Stream] = []
-        (self.side,) = self.sides(1)
-
-    def sides(self, count: int) -> Sequence[torch.cuda.Stream]:
-        """``side`` and others, for recordings with branches."""
-        while len(self._sides) < count:
-            self._sides.append(torch.cuda.ExternalStream(new_stream(), self._device))
-        return self._sides[:count]
+        self.side = torch.cuda.ExternalStream(new_stream(), device)
 
 
 class Streams:
@@ -230,38 +214,26 @@ class CudaRecorder:
     def timer(self) -> _Timer:
         return _Timer()
 
-    @cached_property
-    def _branched(self) -> tuple[Layout, tuple[Place, ...] | None]:
-        """Where intermediates lie and steps are recorded; ``None``: one after the other."""
-        if BRANCHES < 2:
-            return self._program.layout, None
-        layout, steps = apart(self._program.layout), self._program.steps
-        joins = {index for index, step in enumerate(steps) if is_between(step)}
-        places = None if layout is None else branches(self._program, BRANCHES, joins)
-        return (self._program.layout, None) if places is None else (layout, places)
-
     def record(
         self,
         inputs: Sequence[torch.Tensor],
         fresh: Sequence[torch.Tensor],
         copies: Sequence[tuple[int, torch.Tensor]],
     ) -> Replay:
-        layout, places = self._branched
         stream = self.stream()
         shared = STREAMS.of(self._device, stream)
         of, execute = self._executors.get(stream, (None, None))
         if of is not shared:
             program: CudaExecutor = self._program.executor
-            execute = program.bound_to(shared.arena, PiecewiseExecutor, layout)
+            execute = program.bound_to(shared.arena, PiecewiseExecutor)
             self._executors[stream] = shared, execute
-        block = shared.arena.reserve(layout.arena_bytes)
+        block = shared.arena.reserve(self._program.arena_bytes)
         shared.scratch.begin()
-        beside = None if places is None else SideStreams(shared.sides(BRANCHES), places)
         pieces = Pieces(partial(self._captured, shared), partial(Graph.launcher, stream=stream))
         # collecting garbage may free memory of the device, which is not allowed during a capture
         with _RECORDING, collection_paused():
             try:
-                with pieces, execute.recorded_by(pieces, shared.scratch.take, beside):
+                with pieces, execute.recorded_by(pieces, shared.scratch.take):
                     results = execute(inputs, fresh=fresh)
                     for place, memory in copies:
                         memory.copy_(results[place])
