@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.base.modes import autocast_depth
 from bridge.base.torch_internals import FakeTensorMode, clear_fake_memo, pytree, storage_id
 from bridge.capture.observation import Observation
 from bridge.capture.observe import observe
@@ -62,12 +63,13 @@ def fake_run(
         tensors, real_tensors: what the module owns, see :func:`bridge.state.tensors.module_tensors`.
         sizes: those of the arguments that are symbols; ``None``: all are numbers.
         functions: the user's own, as they were traced; ``None``: none was.
-        earlier: a run of the same module, whose tensors serve again where it has left them as they were.
+        earlier: a run of the same module, whose tensors serve again where it has left them as they were
+            (:func:`_serves_again`).
 
     Raises:
         Exception: whatever the module's forward raises.
     """
-    if earlier is not None and earlier.made == tuple(map(_description, earlier.tensors)):
+    if earlier is not None and _serves_again(earlier):
         mode, fakes, made = earlier.mode, earlier.tensors, earlier.made
     else:
         env = None if sizes is None else sizes.environment
@@ -106,6 +108,15 @@ def fake_run(
         argument_is_tensor=tuple(isinstance(leaf, torch.Tensor) for leaf in leaves),
         in_spec=in_spec,
     )
+
+
+def _serves_again(earlier: FakeRun) -> bool:
+    """Whether a run on the tensors of ``earlier`` runs the operators that one on new tensors would.
+
+    It has changed none of them, and autocast has kept no casts of them, as it does until its outermost context is left:
+    a second run would not cast again.
+    """
+    return autocast_depth() == 0 and earlier.made == tuple(map(_description, earlier.tensors))
 
 
 def _description(fake: torch.Tensor) -> tuple:

@@ -337,6 +337,19 @@ def test_what_eager_alone_does_tells_layers_apart(captures):
         check_parity(layer, x)
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_layers_that_ask_whether_they_are_traced_are_alike_under_autocast(captures, enabled):
+    class Layer(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * (2.0 if torch.compiler.is_compiling() else 2.0)
+
+    layers, x = [Layer(4, 4), Layer(4, 4)], torch.randn(3, 4)
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        for layer in layers:
+            add_tvm_dispatch(layer, x)
+    assert captures == layers[:1]
+
+
 def test_what_eager_does_is_observed_once(captures, monkeypatch):
     """Of a call that is lowered in eager's branches, what is traced in the other ones need not be known."""
     runs = []
