@@ -33,9 +33,14 @@ function around some of them: inside it, no mode sees what is called."""
 class SymbolicFormulas(TorchFunctionMode):
     """While active, composite operators on symbolic sizes fix none."""
 
+    @property
+    def formulas(self) -> dict[Callable[..., Any], Callable[..., Any]]:
+        """Functions whose sizes torch's C++ reads → formulas."""
+        return _FORMULAS
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        formula = _FORMULAS.get(func)
+        formula = self.formulas.get(func)
         if formula is not None and _has_symbolic_sizes(args):
             return formula(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -43,6 +48,14 @@ class SymbolicFormulas(TorchFunctionMode):
             with python_kernels():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+class _FakeFormulas(SymbolicFormulas):
+    """The same in a fake run, of which the draws and shapes count: it has no node that stands for an attention."""
+
+    @property
+    def formulas(self) -> dict[Callable[..., Any], Callable[..., Any]]:
+        return _FAKE_FORMULAS
 
 
 class _BelowAutograd(TorchDispatchMode):
@@ -60,7 +73,7 @@ def running(mode: FakeTensorMode) -> Iterator[None]:
         if mode.shape_env is None:
             yield
             return
-        with _BelowAutograd(), SymbolicFormulas():
+        with _BelowAutograd(), _FakeFormulas():
             yield
 
 
@@ -86,9 +99,42 @@ def _max_pool1d(
     return pooled.squeeze(-2)
 
 
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Eager's attention; where it drops out on a CPU, the formula that eager takes there, by products in Python."""
+    if not dropout_p or query.device.type != "cpu":
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+    scores = _product(query * (scale or query.shape[-1] ** -0.5), key.mT)
+    if is_causal:
+        attn_mask = torch.ones_like(scores, dtype=torch.bool).tril()
+    if attn_mask is not None:
+        is_bool = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, float("-inf")) if is_bool else scores + attn_mask
+    return _product(F.dropout(scores.softmax(-1), dropout_p).to(value.dtype), value)
+
+
+def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    with python_kernels():
+        return torch.matmul(x, y)
+
+
 def _number(value: Any) -> Any:
     """Of a number, or a list of one or none."""
     return next(iter(value), None) if isinstance(value, list | tuple) else value
 
 
 _FORMULAS: dict[Callable[..., Any], Callable[..., Any]] = dict.fromkeys((F.max_pool1d, torch.max_pool1d), _max_pool1d)
+_ATTENTIONS = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
+_FAKE_FORMULAS = _FORMULAS | (dict.fromkeys(_ATTENTIONS, _attention) if torch.__version__ < "2.13" else {})
+"""Before torch 2.13 the products of an attention read sizes as numbers, too."""
