@@ -28,6 +28,7 @@ __all__ = [
     "FINISH_STRANDS",
     "LIMITS",
     "ORDER",
+    "SHARED_BYTES",
     "VECTOR",
     "WARP",
     "row_groups",
@@ -46,6 +47,9 @@ WARP = 32
 
 BLOCK_THREADS = 256
 """Threads of a block that is not one long row."""
+
+SHARED_BYTES = 49_152
+"""Of a block, all its arrays of every element type together: NVRTC refuses a kernel that declares more."""
 
 _MOST_THREADS = 1024
 _SHORT = 512  # elements of a row: as many threads as leave each enough registers

@@ -16,6 +16,7 @@ from bridge.compile.cuda.emitter import CudaEmitter, local_buffer
 from bridge.compile.cuda.launch import portions
 from bridge.compile.cuda.limits import BLOCK_THREADS, WARP, row_groups, row_lanes, row_threads
 from bridge.compile.cuda.scope import ThreadScope
+from bridge.compile.cuda.shared_bytes import fitting_groups
 from bridge.compile.cuda.steps import column_steps
 from bridge.compile.cuda.tree import Team
 from bridge.compile.schedule.reduction import combine, identity
@@ -56,7 +57,8 @@ class RowForm:
         lanes = math.gcd(last, row_lanes(length, plan.small)) if isinstance(last, int) else 1
         threads = row_threads(length, plan.small)
         turns = -(-length // (threads * lanes)) if isinstance(length, int) else None
-        return cls(threads, row_groups(length, plan.small, bool(plan.column_reductions)), lanes, turns)
+        groups = row_groups(length, plan.small, bool(plan.column_reductions))
+        return cls(threads, fitting_groups(plan, threads, groups, lanes), lanes, turns)
 
     @classmethod
     def short(cls) -> RowForm:

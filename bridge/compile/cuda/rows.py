@@ -21,6 +21,7 @@ from bridge.compile.cuda.finish import finish_columns
 from bridge.compile.cuda.launch import SharedMemory, launch, portions
 from bridge.compile.cuda.row import SHORT_ROW, RowForm, emit_row
 from bridge.compile.cuda.scope import Kept, ThreadScope
+from bridge.compile.cuda.shared_bytes import turns_together
 from bridge.compile.cuda.task_parts import TaskParts
 from bridge.compile.cuda.tree import Team
 from bridge.compile.schedule.reduction import identity
@@ -151,6 +152,7 @@ class _Rows:
     def _partials(self, scope: ThreadScope, team: Team, first: bool, task: Expr) -> list[Stmt]:
         """Fills the parts of column reductions with identities, or stores those that the thread keeps."""
         plan, number, form, stmts = self.plan, self.number, self.form, []
+        together = turns_together(plan, form.threads, form.groups, form.lanes)
         for node, kept in scope.partial.items():
             op, dtype = plan.nodes[node].op, compute_type(plan.nodes[node].dtype)
 
@@ -162,6 +164,6 @@ class _Rows:
             if first:
                 stmts.append(form.loop(plan, number, team.thread, clear))
             elif kept.base is None:
-                parts = TaskParts(form, number, self.shared, team.group, team.thread, task, plan.length)
+                parts = TaskParts(form, number, self.shared, team.group, team.thread, task, plan.length, together)
                 stmts += parts.stored(kept.buffer, self.buffers.partial[node], op)
         return stmts

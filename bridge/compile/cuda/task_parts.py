@@ -23,9 +23,6 @@ from bridge.compile.schedule.reduction import combine
 
 __all__ = ["TaskParts"]
 
-_SHARED_BYTES = 32_768
-"""Of a block, in which its groups put together what they have of a column reduction."""
-
 
 class TaskParts:
     """Storing of a block's parts.
@@ -35,6 +32,8 @@ class TaskParts:
         group, thread: which one of the block this is.
         task: which part it is.
         length: elements of a row.
+        together: turns whose parts shared memory has room for at once
+            (:func:`bridge.compile.cuda.shared_bytes.turns_together`).
     """
 
     def __init__(
@@ -46,10 +45,11 @@ class TaskParts:
         thread: Expr,
         task: Expr,
         length: Number,
+        together: int,
     ) -> None:
         self.form, self.number, self.shared = form, number, shared
         self.group, self.thread = group, thread
-        self.task, self.length = task, length
+        self.task, self.length, self.room = task, length, together
         self.turns = [(form.tile, 0)]
         if form.tile is None:
             self.turns = [(number(turn), turn) for turn in range(form.turns)]
@@ -63,12 +63,9 @@ class TaskParts:
                 self._inside(turn, self._copies(kept, self._kept(index, width), memory, self._places(turn, width)))
                 for turn, index in self.turns
             ]
-        most = max(1, _SHARED_BYTES // (form.threads * form.groups * form.lanes * itemsize(dtype)))
-        stmts: list[Stmt] = []
+        most, stmts = min(self.room, len(self.turns)), []
         for first in range(0, len(self.turns), most):
-            stmts += self._together(
-                kept, memory, op, self.turns[first : first + most], width, min(most, len(self.turns))
-            )
+            stmts += self._together(kept, memory, op, self.turns[first : first + most], width, most)
         return stmts
 
     def _together(

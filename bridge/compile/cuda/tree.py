@@ -64,7 +64,8 @@ class Team:
     Attributes:
         threads: how many, a power of two.
         group, thread: which one of the block this is.
-        shared: a buffer for each combination at a time, an element for each thread.
+        shared: a buffer for each combination at a time, an element for each warp of the block, which has no more of
+            them than a warp has threads; in the plain form for each thread.
         plain: whether to take the plain form.
     """
 
@@ -103,7 +104,7 @@ class Team:
             return totals
         place = self.group * number(warps)
         stores = [
-            BufferStore(self.shared(dtype, index), total, [place + tirx.truncdiv(thread, number(WARP))])
+            BufferStore(self.shared(dtype, index, WARP), total, [place + tirx.truncdiv(thread, number(WARP))])
             for index, ((_, dtype, _), total) in enumerate(zip(parts, totals, strict=True))
         ]
         first_lane = tirx.EQ(tirx.bitwise_and(thread, number(WARP - 1)), number(0))
@@ -111,7 +112,7 @@ class Team:
         found = []
         for index, (op, dtype, _) in enumerate(parts):
             at = place + tirx.bitwise_and(thread, number(warps - 1))
-            found.append(self._butterfly(e, op, e.bind(BufferLoad(self.shared(dtype, index), [at])), warps))
+            found.append(self._butterfly(e, op, e.bind(BufferLoad(self.shared(dtype, index, WARP), [at])), warps))
         return found
 
     def _butterfly(self, e: CudaEmitter, op: str, value: Expr, count: int) -> Expr:

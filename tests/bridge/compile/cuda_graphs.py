@@ -8,7 +8,15 @@ from autodiff.extents import Dim
 from bridge.compile.loop_ir.graph import Graph
 from tests.bridge.compile.planned_graphs import Builder
 
-__all__ = ["GRAPHS", "column_sums", "fused_columns", "layer_norm_backward", "softmax", "strided"]
+__all__ = [
+    "GRAPHS",
+    "column_sums",
+    "fused_columns",
+    "layer_norm_backward",
+    "rows_and_columns",
+    "softmax",
+    "strided",
+]
 
 
 def softmax(rows: Dim, columns: Dim, dtype: str = "float32") -> Graph:
@@ -56,6 +64,19 @@ def fused_columns(batches: int, rows: int, columns: int, dtype: str = "float32")
     return b.graph(sums, y, largest)
 
 
+def rows_and_columns(rows: Dim, columns: Dim, dtype: str = "float32", others: tuple[str, ...] = ()) -> Graph:
+    """Four reductions of rows in one pass and of the same columns, and of columns in other element types."""
+    b = Builder(dtype)
+    x = y = b.param(rows, columns)
+    sums = []
+    for factor in range(4):
+        value = b.op("square", b.op("multiply", x, float(factor)))
+        sums.append(b.reduce("sum", value, 1, rows, columns, columns))
+        y = b.op("divide", y, b.op("add", b.reduce("sum", value, rows, columns, 1, rows, 1), 1.0))
+    cast = [b.op("astype", x, dtype=other) for other in others]
+    return b.graph(y, *sums, *(b.reduce("max", each, 1, rows, columns, columns) for each in cast))
+
+
 def strided(a: Dim, b: Dim, c: Dim, dtype: str = "float32") -> Graph:
     """Permuted operands, windows of a tensor."""
     g = Builder(dtype)
@@ -81,5 +102,6 @@ GRAPHS: dict[str, Callable[[], Graph]] = {
     "softmax bfloat16": lambda: softmax(33, 64, "bfloat16"),
     "softmax float16": lambda: softmax(33, 31, "float16"),
     "softmax float64": lambda: softmax(33, 64, "float64"),
+    "mixed rows_and_columns": lambda: rows_and_columns(70, 128, "float64", ("float32", "int64", "int32")),
     "integers": lambda: column_sums(2, 40, 6, "max", "int64"),
 }

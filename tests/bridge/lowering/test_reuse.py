@@ -340,8 +340,10 @@ def test_what_eager_alone_does_tells_layers_apart(captures):
 @pytest.mark.parametrize("enabled", [False, True])
 def test_layers_that_ask_whether_they_are_traced_are_alike_under_autocast(captures, enabled):
     class Layer(nn.Linear):
+        factor = 2.0
+
         def forward(self, x):
-            return super().forward(x) * (2.0 if torch.compiler.is_compiling() else 2.0)
+            return super().forward(x) * (2.0 if torch.compiler.is_compiling() else self.factor)
 
     layers, x = [Layer(4, 4), Layer(4, 4)], torch.randn(3, 4)
     with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
