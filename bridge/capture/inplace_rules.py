@@ -23,6 +23,7 @@ from bridge.base.threads import is_alone, stack_of
 from bridge.base.torch_internals import applied_function, no_torch_function, pytree, storage_id
 from bridge.capture.autograd_uses import use_of_autograd
 from bridge.capture.call_log import CallSequence
+from bridge.capture.overlap import overlaps_itself
 from bridge.capture.unwatched import unwatched
 
 __all__ = ["CHANGES_ARGUMENT", "InPlaceRules", "InPlaceWatcher"]
@@ -88,14 +89,24 @@ def _runs_users_code(func: Any, name: str, values: Sequence[Any]) -> bool:
 class InPlaceRules:
     """Collects what forward does and a functional graph would get wrong.
 
+    Args:
+        arguments: leaves of the call's arguments, of which the tensors count.
+        parameters: the module's.
+        inputs: all tensors that the graph takes, buffers too.
+
     Attributes:
         unsupported: everything found, in order.
         custom_functions: name of each custom ``autograd.Function`` that was applied -> the user's line.
         shared_by_functions: the memory that such a Function's outputs share with its arguments.
     """
 
-    def __init__(self, arguments: Sequence[Any], parameters: Sequence[torch.Tensor]):
+    def __init__(
+        self, arguments: Sequence[Any], parameters: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()
+    ):
         self.unsupported: list[Unsupported] = []
+        self._inputs: dict[int, list[torch.Tensor]] = {}
+        for each in inputs:
+            self._inputs.setdefault(storage_id(each), []).append(each)
         given = [each for each in arguments if isinstance(each, torch.Tensor)]
         self._argument_storages = {storage_id(each) for each in given}
         self._followed_storages = {storage_id(each) for each in given if each.requires_grad}
@@ -146,6 +157,8 @@ class InPlaceRules:
         storage = storage_id(tensor)
         if storage in self._followed_storages or (storage in self._argument_storages and tensor.requires_grad):
             self.complain(name, CHANGES_ARGUMENT, "work on a clone: x = x.clone() before it")
+        elif any(map(overlaps_itself, self._inputs.get(storage, ()))):
+            self.complain(name, "changes a tensor whose elements lie in one place (an expanded one)", "clone it first")
         elif storage in self._parameter_storages:
             self.complain(name, "changes a parameter inside forward", "move the update out of forward")
         elif storage in self.shared_by_functions:

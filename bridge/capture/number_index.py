@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import TorchDispatchMode, aten, storage_id
 from bridge.capture.observation import Output
+from bridge.capture.overlap import overlaps_itself
 
 __all__ = ["NumberIndices", "PositionsAreZero", "SymbolicNumberIndices", "computes_with_numbers"]
 
@@ -75,7 +76,7 @@ class SymbolicNumberIndices(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.__getitem__:
             return _get(*args)
-        if func is torch.Tensor.__setitem__ and not _overlaps_itself(args[0]):
+        if func is torch.Tensor.__setitem__ and not overlaps_itself(args[0]):
             return _set(*args)
         return func(*args, **(kwargs or {}))
 
@@ -132,13 +133,3 @@ def _axes(item: Any) -> int:
         return 0
     is_mask = isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8)
     return item.dim() if is_mask else 1
-
-
-def _overlaps_itself(x: torch.Tensor) -> bool:
-    """Whether elements of ``x`` may lie in the same place: what is written at one position is written at others."""
-    reach = 0
-    for stride, extent in sorted((stride, extent) for stride, extent in zip(x.stride(), x.shape, strict=True)):
-        if extent > 1 and stride <= reach:
-            return True
-        reach += (extent - 1) * stride
-    return False

@@ -66,7 +66,7 @@ def observe(
         recorders: modes to run under in the place of those that judge writes and note draws and calls.
     """
     argument_leaves, argument_spec = pytree.tree_flatten((args, kwargs))
-    rules = InPlaceRules(argument_leaves, parameters)
+    rules = InPlaceRules(argument_leaves, parameters, inputs)
     observation = Observation(unsupported=rules.unsupported)
     trace = OpTrace(inputs) if traced else None
     draws = DrawRecorder(observation.draws, rules.complain, trace, inputs, advance, real=not traced)

@@ -1,4 +1,4 @@
-"""Overlap: results that are views of one memory → whether they have elements in common."""
+"""Overlap: views of one memory → whether they, or the elements of one of them, lie in the same place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import storage_id
 
-__all__ = ["overlaps", "share_elements"]
+__all__ = ["overlaps", "overlaps_itself", "share_elements"]
 
 _Dim = tuple[int, tuple[int, int]]
 
@@ -48,6 +48,16 @@ def share_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
             found[which] = extent
     dims = [(stride, (of_a, of_b)) for stride, (of_a, of_b) in sorted(extents.items(), reverse=True)]
     return _meet(dims, b.storage_offset() - a.storage_offset())
+
+
+def overlaps_itself(x: torch.Tensor) -> bool:
+    """Whether elements of ``x`` may lie in the same place: what is written at one position is written at others."""
+    reach = 0
+    for stride, extent in sorted((stride, extent) for stride, extent in zip(x.stride(), x.shape, strict=True)):
+        if extent > 1 and stride <= reach:
+            return True
+        reach += (extent - 1) * stride
+    return False
 
 
 def _meet(dims: Sequence[_Dim], distance: int) -> bool:

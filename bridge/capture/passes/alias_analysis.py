@@ -13,7 +13,7 @@ from torch import fx
 
 from bridge.base.torch_internals import OpOverload, schema
 
-__all__ = ["Aliases", "is_detach", "is_view", "written"]
+__all__ = ["Aliases", "aliased", "is_detach", "is_view", "written"]
 
 
 def _schema_arguments(node: fx.Node) -> list[tuple[torch.Argument, fx.Node]]:
@@ -38,7 +38,7 @@ def written(node: fx.Node) -> list[fx.Node]:
     ]
 
 
-def _aliased(node: fx.Node) -> fx.Node | None:
+def aliased(node: fx.Node) -> fx.Node | None:
     """The argument whose memory a node's result may share, if any."""
     if node.op == "call_function" and node.target is operator.getitem:
         return node.args[0]
@@ -51,7 +51,7 @@ def _aliased(node: fx.Node) -> fx.Node | None:
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node's result may share memory with one of its arguments, without a write."""
-    return _aliased(node) is not None and not written(node)
+    return aliased(node) is not None and not written(node)
 
 
 def is_detach(node: fx.Node) -> bool:
@@ -75,7 +75,7 @@ class Aliases:
         self.root: dict[fx.Node, fx.Node] = {}
         self._detached: set[fx.Node] = set()  # seen under a name that autograd does not follow
         for node in self.order:
-            source = _aliased(node)
+            source = aliased(node)
             self.root[node] = node if source is None or cut(node) else self.root[source]
             if is_detach(node) or source in self._detached:
                 self._detached.add(node)

@@ -25,6 +25,7 @@ from bridge.capture.passes.alias_analysis import Aliases, is_detach, is_view, wr
 from bridge.capture.passes.attention import unfuse_learned_masks
 from bridge.capture.passes.recurrent import keep_layers_whole
 from bridge.capture.passes.straight_through import write_straight_through
+from bridge.capture.passes.written_views import write_through_views
 
 __all__ = ["STOP_GRADIENT", "inline", "origin_of", "prepare", "where_is"]
 
@@ -49,6 +50,7 @@ def prepare(graph_module: fx.GraphModule, requires_grad: Callable[[fx.Node], boo
     _word_assertions(graph_module.graph)
     write_straight_through(graph_module.graph, requires_grad, STOP_GRADIENT)
     problems += _stop_gradients(graph_module.graph, requires_grad)
+    problems += write_through_views(graph_module.graph)
     problems += _wrong_in_torch(graph_module.graph, requires_grad)
     for node in graph_module.graph.nodes:
         if node.op == "call_function":
