@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from autodiff.ir import shape
 from bridge.aten.dims import numbers_only
+from bridge.aten.places import lies_elsewhere
 from bridge.aten.registry import UnsupportedUse, converts
-from bridge.base.devices import current_device
 from bridge.base.torch_internals import aten, schema
 
 
 def _require_device(node):
     """The host's kernels and a GPU's may bring equal numbers in other orders."""
-    if node.args[0].meta["val"].device != current_device():
+    if lies_elsewhere(node.args[0]):
         hint = "sort it on the GPU, or with stable=True"
         raise UnsupportedUse("an order of equal numbers, on the host beside a GPU's tensors", hint)
 

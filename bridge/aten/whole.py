@@ -16,10 +16,10 @@ from torch import fx
 from autodiff.ir import Expr
 from bridge.aten.complex_value import Complex, joined_form
 from bridge.aten.dims import numbers_only
+from bridge.aten.places import lies_elsewhere
 from bridge.aten.registry import UnsupportedUse, converts
-from bridge.base.devices import current_device
 from bridge.base.torch_internals import OpOverload, aten, pytree
-from bridge.capture import WHOLE, WHOLE_FUNCTIONS
+from bridge.capture import WHOLE, WHOLE_FUNCTIONS, TensorForm
 
 __all__ = ["describe", "whole"]
 
@@ -57,8 +57,8 @@ def describe(args: tuple, kwargs: dict[str, Any]) -> tuple[str, list[Any]]:
 
 def _tensors(node: fx.Node) -> list[fx.Node]:
     """The tensors that a node takes, or what stands for a node and has its arguments."""
-    leaves = pytree.tree_leaves((node.args, node.kwargs))
-    return [each for each in leaves if isinstance(each, fx.Node) and isinstance(each.meta.get("val"), torch.Tensor)]
+    leaves = [each for each in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(each, fx.Node)]
+    return [each for each in leaves if isinstance(each.meta.get("val"), torch.Tensor | TensorForm)]
 
 
 def _refuse_without_gradient(node: fx.Node) -> None:
@@ -73,7 +73,7 @@ def _refuse_without_gradient(node: fx.Node) -> None:
 def whole(importer, node, *args, **kwargs):
     numbers_only(f"{node.target}", args, list(kwargs.values()))
     _refuse_without_gradient(node)
-    if any(each.meta["val"].device != current_device() for each in _tensors(node)):
+    if any(map(lies_elsewhere, _tensors(node))):
         raise UnsupportedUse(f"{node.target} on the host beside a GPU's tensors")
     name = str(node.target)
     if node.target in WHOLE_FUNCTIONS:

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from bridge.base.devices import HOST
 from bridge.base.torch_internals import FakeTensorMode, TorchDispatchMode, python_kernels
 
 __all__ = ["SymbolicFormulas", "running"]
@@ -110,7 +111,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Eager's attention; where it drops out on a CPU, the formula that eager takes there, by products in Python."""
-    if not dropout_p or query.device.type != "cpu":
+    if not dropout_p or query.device != HOST:
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if enable_gqa:

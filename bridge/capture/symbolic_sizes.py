@@ -90,7 +90,7 @@ class SymbolicSizes:
         if isinstance(value, torch.Tensor):
             shape = tuple(map(self.dim, value.shape))
             stride = tuple(map(self.dim, value.stride())) if value.layout is torch.strided else None
-            return TensorForm(shape, value.dtype, stride, value.requires_grad)
+            return TensorForm(shape, value.dtype, stride, value.requires_grad, value.device)
         if isinstance(value, torch.SymInt):
             return self.dim(value) if is_decided(self._environment, expression(value)) else value
         if isinstance(value, torch.SymBool) and is_decided(self._environment, expression(value)):

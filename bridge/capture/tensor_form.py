@@ -17,12 +17,13 @@ __all__ = ["TensorForm"]
 
 @dataclass(frozen=True, eq=False)
 class TensorForm:
-    """Shape and element type of a tensor; ``stride`` is ``None`` where nothing asks for it."""
+    """Shape and element type of a tensor; ``stride`` and ``device`` are ``None`` where nothing asks for them."""
 
     shape: tuple[Dim, ...]
     dtype: torch.dtype
     stride: tuple[Dim, ...] | None = None
     requires_grad: bool = False
+    device: torch.device | None = None
 
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from bridge.base.devices import HOST
 from bridge.base.torch_internals import aten
 
 __all__ = ["PACKED_LAYERS", "packed_layers"]
@@ -36,7 +37,7 @@ def packed_layers(
     both_ways: bool,
 ) -> tuple[torch.Tensor, ...]:
     """The operator by torch's own: autograd follows it, any number of times."""
-    rows, sizes = aten._pack_padded_sequence(x, lengths.cpu(), False)
+    rows, sizes = aten._pack_padded_sequence(x, lengths.to(HOST), False)
     first = list(states) if cell == "lstm" else states[0]
     y, *last = getattr(aten, cell).data(rows, sizes, first, weights, biases, layers, 0.0, True, both_ways)
     y, _ = aten._pad_packed_sequence(y, sizes, False, 0.0, x.shape[0])
