@@ -56,7 +56,7 @@ def _is_of_gpu():
 
 def _is_on_gpu(argument):
     value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
-    if isinstance(value, TensorForm):  # which does not say where
+    if isinstance(value, TensorForm):  # where sizes vary, a number of the host is taken for one of the device
         return _is_of_gpu()
     return isinstance(value, torch.Tensor) and value.device.type != HOST.type
 

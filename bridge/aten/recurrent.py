@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,35 +38,25 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
     """Output and last states of all layers: ``[layers * directions, batch, hidden]``."""
     if any(dtype(tensor) != dtype(x) for tensor in (*states, *weights)):
         raise UnsupportedUse("a recurrent layer of several element types")
-    directions = 2 if both_ways else 1
-    count = len(weights) // (layers * directions)
-    projected = count % 2 == 1
+    projected = len(weights) // (layers * (2 if both_ways else 1)) % 2 == 1
     known = not any(has_extents(shape(tensor)) for tensor in (x, *states))
     looped = known and current_device() != HOST
     fused = cell == "lstm" and dtype(x) == "float32" and not projected and torch.backends.mkldnn.enabled
-    finals: list[list[Expr]] = [[] for _ in states]
     x = importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x
     if has_extents(shape(x)[:1]) and (fused or current_device() != HOST):
         kind = "oneDNN's kernel" if current_device() == HOST else "a loop"
         raise UnsupportedUse(f"a length that varies: {kind} is of one length, and quicker than steps one by one")
     fused = fused and known and not looped  # oneDNN alone knows the bytes of its workspace, of given sizes
-    for layer in range(layers):
-        made = []
-        for direction in range(directions):
-            index = layer * directions + direction
-            first = [_row(importer, state, index) for state in states]
-            own = weights[index * count : (index + 1) * count]
-            options = {"cell": cell, "reverse": direction == 1, "biases": bool(biases), "fused": fused}
-            if looped:
-                y, *last = looped_layer(importer, cell, direction == 1, x, own, bool(biases), first)
-            else:
-                y, *last = _layer(importer, options, [x, *own, *first], len(states))
-            made.append(y)
-            for group, state in zip(finals, last, strict=True):
-                group.append(importer.reshape(state, (1, *shape(state))))
-        x = made[0] if len(made) == 1 else importer.emit(op.concat(made, 2))
+
+    def layer(x: Expr, own: Sequence[Expr], first: Sequence[Expr], reverse: bool) -> list[Expr]:
+        if looped:
+            return looped_layer(importer, cell, reverse, x, own, bool(biases), first)
+        options = {"cell": cell, "reverse": reverse, "biases": bool(biases), "fused": fused}
+        return _layer(importer, options, [x, *own, *first], len(states))
+
+    x, *last = _through_layers(importer, layer, x, states, weights, layers, both_ways)
     x = importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x
-    return x, *(group[0] if len(group) == 1 else importer.emit(op.concat(group, 0)) for group in finals)
+    return x, *last
 
 
 @converts(PACKED_LAYERS)
@@ -74,24 +64,46 @@ def packed(importer, node, cell, x, lengths, states, weights, biases, layers, bo
     """Layers over sequences of several lengths: loops whose steps leave alone what has ended."""
     numbers_only("a packed sequence", shape(x))
     steps, batch, _ = shape(x)
-    directions = 2 if both_ways else 1
-    count = len(weights) // (layers * directions)
     positions = importer.reshape(importer.emit(op.arange(0, steps, 1, dtype(lengths))), (steps, 1, 1))
     active = importer.emit(op.greater(importer.reshape(lengths, (1, batch, 1)), positions))
+
+    def layer(x: Expr, own: Sequence[Expr], first: Sequence[Expr], reverse: bool) -> list[Expr]:
+        return looped_layer(importer, cell, reverse, x, own, bool(biases), first, active)
+
+    x, *last = _through_layers(importer, layer, x, states, weights, layers, both_ways)
+    return x, *last, *[None] * (2 - len(last))
+
+
+def _through_layers(
+    importer: Any,
+    layer: Callable[[Expr, Sequence[Expr], Sequence[Expr], bool], list[Expr]],
+    x: Expr,
+    states: Sequence[Expr],
+    weights: Sequence[Expr],
+    layers: int,
+    both_ways: bool,
+) -> list[Expr]:
+    """Outputs [steps, batch, hidden] of the last layer, and the last states of all of them.
+
+    Args:
+        layer: inputs, weights, first states and whether it is the reverse direction → the same of one layer in one
+            direction, its last states [batch, hidden].
+        states, weights: of all layers and directions.
+    """
+    directions = 2 if both_ways else 1
+    count = len(weights) // (layers * directions)
     finals: list[list[Expr]] = [[] for _ in states]
-    for layer in range(layers):
+    for start in range(0, layers * directions, directions):
         made = []
         for direction in range(directions):
-            index = layer * directions + direction
+            index = start + direction
             first = [_row(importer, state, index) for state in states]
-            own = weights[index * count : (index + 1) * count]
-            y, *last = looped_layer(importer, cell, direction == 1, x, own, bool(biases), first, active)
+            y, *last = layer(x, weights[index * count : (index + 1) * count], first, direction == 1)
             made.append(y)
             for group, state in zip(finals, last, strict=True):
                 group.append(importer.reshape(state, (1, *shape(state))))
         x = made[0] if len(made) == 1 else importer.emit(op.concat(made, 2))
-    last = [group[0] if len(group) == 1 else importer.emit(op.concat(group, 0)) for group in finals]
-    return x, *last, *[None] * (2 - len(last))
+    return [x, *(group[0] if len(group) == 1 else importer.emit(op.concat(group, 0)) for group in finals)]
 
 
 @converts(aten.mkldnn_rnn_layer.default)

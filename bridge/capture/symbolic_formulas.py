@@ -8,7 +8,7 @@ apart that eager draws for as a whole. Where torch has none, the formula is here
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,31 +17,37 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from bridge.base.devices import HOST
-from bridge.base.torch_internals import FakeTensorMode, TorchDispatchMode, python_kernels
+from bridge.base.torch_internals import FakeTensorMode, TorchDispatchMode, aten, python_kernels
 
 __all__ = ["SymbolicFormulas", "running"]
+
+_READS_SIZES = torch.__version__ < "2.13"
+"""Whether the C++ of products reads sizes as numbers, too."""
 
 _PYTHON_KERNELS = frozenset(
     "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d "
     "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
     "_upsample_bilinear2d_aa _upsample_bicubic2d_aa interpolate lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split()
-    + (["matmul", "__matmul__", "__rmatmul__"] if torch.__version__ < "2.13" else [])  # its C++ reads sizes there
+    + (["matmul", "__matmul__", "__rmatmul__"] if _READS_SIZES else [])
 )
 """Composite operators that torch's Python kernels compute as eager does (no draw, the same views and writes), and the
 function around some of them: inside it, no mode sees what is called."""
 
 
 class SymbolicFormulas(TorchFunctionMode):
-    """While active, composite operators on symbolic sizes fix none."""
+    """While active, composite operators on symbolic sizes fix none.
 
-    @property
-    def formulas(self) -> dict[Callable[..., Any], Callable[..., Any]]:
-        """Functions whose sizes torch's C++ reads → formulas."""
-        return _FORMULAS
+    Args:
+        formulas: of functions that read sizes; ``None``: those that torch.export can trace.
+    """
+
+    def __init__(self, formulas: Mapping[Callable[..., Any], Callable[..., Any]] | None = None):
+        super().__init__()
+        self._formulas = _FORMULAS if formulas is None else formulas
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        formula = self.formulas.get(func)
+        formula = self._formulas.get(func)
         if formula is not None and _has_symbolic_sizes(args):
             return formula(*args, **kwargs)
         name = getattr(func, "__name__", "")
@@ -49,14 +55,6 @@ class SymbolicFormulas(TorchFunctionMode):
             with python_kernels():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
-
-
-class _FakeFormulas(SymbolicFormulas):
-    """The same in a fake run, of which the draws and shapes count: it has no node that stands for an attention."""
-
-    @property
-    def formulas(self) -> dict[Callable[..., Any], Callable[..., Any]]:
-        return _FAKE_FORMULAS
 
 
 class _BelowAutograd(TorchDispatchMode):
@@ -74,7 +72,7 @@ def running(mode: FakeTensorMode) -> Iterator[None]:
         if mode.shape_env is None:
             yield
             return
-        with _BelowAutograd(), _FakeFormulas():
+        with _BelowAutograd(), SymbolicFormulas(_FAKE_FORMULAS):
             yield
 
 
@@ -136,6 +134,6 @@ def _number(value: Any) -> Any:
 
 
 _FORMULAS: dict[Callable[..., Any], Callable[..., Any]] = dict.fromkeys((F.max_pool1d, torch.max_pool1d), _max_pool1d)
-_ATTENTIONS = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
-_FAKE_FORMULAS = _FORMULAS | (dict.fromkeys(_ATTENTIONS, _attention) if torch.__version__ < "2.13" else {})
-"""Before torch 2.13 the products of an attention read sizes as numbers, too."""
+_ATTENTIONS = (F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default)
+_FAKE_FORMULAS = _FORMULAS | (dict.fromkeys(_ATTENTIONS, _attention) if _READS_SIZES else {})
+"""For a fake run, of which the draws and shapes count: it has no node that stands for an attention."""

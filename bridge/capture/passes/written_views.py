@@ -35,12 +35,14 @@ Steps = list[tuple[Any, tuple]]
 def write_through_views(graph: fx.Graph) -> list[Unsupported]:
     """Rewrites a training-IR graph in place; returns what it cannot express."""
     found: dict[fx.Node, fx.Node] = {}
+    seen: set[fx.Node] = set()
     for node in graph.nodes:
         for target in written(node):
             view: fx.Node | None = target
-            while view is not None:
+            while view is not None and view not in seen:
+                seen.add(view)
                 if view.target in (*_EXPANDED, *_EXPANDED_LISTS, aten.unfold.default):
-                    found.setdefault(view, node)
+                    found[view] = node
                 view = _memory_of(view)
     problems = []
     for view, write in found.items():
