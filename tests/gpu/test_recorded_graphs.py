@@ -135,11 +135,13 @@ def test_a_side_stream_still_reads_what_was_let_go():
 
 def test_automatic_follows_what_is_measured():
     small, large = Pair("auto", rows=8, dtype=torch.float32), Pair("auto", rows=1 << 20, dtype=torch.float32)
-    for seed in range(12):
-        for pair in (small, large):
+    for pair, is_decided in ((small, lambda: small.graphs.recordings > 1), (large, lambda: len(large.graphs.refused) == 2)):
+        for seed in range(100):  # beside other processes a verdict may take a while; it is never another one
             pair.ours(pair.batch(seed)).sum().backward()
             torch.cuda.synchronize()
-    assert small.graphs.replays, small.graphs
+            if is_decided():
+                break
+    assert small.graphs.replays and not small.graphs.refused, small.graphs
     assert large.graphs.refused and not large.graphs.replays, large.graphs
 
 

@@ -42,14 +42,23 @@ _GROWTH = 1.5
 all of them together are not much more than the last."""
 
 
+_LEAST_WORKED = 0.9
+"""Of a run's time on the host, that its thread has a processor where nobody disturbs it."""
+_THREAD_TIME_IS_FINE = time.get_clock_info("thread_time").resolution < 1e-6
+
+
 class _Timer:
+    is_disturbed = False
+
     def __init__(self) -> None:
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._begin.record()
-        self._host = -time.perf_counter()
+        self._host, self._worked = -time.perf_counter(), -time.thread_time()
 
     def stop(self) -> None:
+        self._worked += time.thread_time()
         self._host += time.perf_counter()
+        self.is_disturbed = _THREAD_TIME_IS_FINE and self._worked < _LEAST_WORKED * self._host
         self._end.record()
 
     def seconds(self) -> tuple[float, float] | None:

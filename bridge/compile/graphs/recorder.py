@@ -47,7 +47,13 @@ class Memory(Protocol):
 
 
 class Timer(Protocol):
-    """Time of one run, on the host and on the device, taken without waiting for the device."""
+    """Time of one run, on the host and on the device, taken without waiting for the device.
+
+    Attributes:
+        is_disturbed: whether this thread has not had a processor for all of it; known once it has stopped.
+    """
+
+    is_disturbed: bool
 
     def stop(self) -> None:
         """The end of the run."""

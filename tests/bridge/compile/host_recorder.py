@@ -95,11 +95,11 @@ def _is_free(block):
 
 class _Timer:
     def __init__(self, recorder):
-        self._recorder, self._has_stopped = recorder, False
+        self._recorder, self._has_stopped, self.is_disturbed = recorder, False, False
 
     def stop(self):
         self._recorder.stopped += 1
-        self._has_stopped = True
+        self._has_stopped, self.is_disturbed = True, self._recorder.disturbed
 
     def seconds(self):
         if not self._has_stopped:
@@ -118,6 +118,7 @@ class HostRecorder:
         self.refuses: str | None = None
         self.now: Any = 0
         self.seconds: tuple[float, float] | None = (1.0, 1.0)
+        self.disturbed = False
         self.spare = 1 << 40
 
     def refusal(self):
