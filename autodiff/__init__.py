@@ -8,7 +8,7 @@ Given a :class:`Body` instead, a pass edits it: several passes in a row build no
 from autodiff import gradients
 from autodiff.body import Body, RewriteCounts
 from autodiff.channels_last import channels_behind
-from autodiff.clean import clean
+from autodiff.clean import clean, clean_joint
 from autodiff.cse import common_subexpression_elimination
 from autodiff.dce import dead_code_elimination
 from autodiff.differentiate import differentiate
@@ -32,6 +32,7 @@ __all__ = [
     "UndifferentiableOp",
     "channels_behind",
     "clean",
+    "clean_joint",
     "common_subexpression_elimination",
     "dead_code_elimination",
     "deduplicate_views",

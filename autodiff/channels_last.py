@@ -2,7 +2,8 @@
 
 A convolution (a pool) gives its result in the order of memory that eager's has, and shows it with channels in the
 second place (a ``permute_dims``). This pass moves that behind point-wise operators and reductions, which then walk
-memory as it lies; between two convolutions nothing is left of it.
+memory as it lies; between two convolutions nothing is left of it. So it does, once there is a backward, for the
+gradients that convolutions and pools give: two branches of a network have theirs added where they meet.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from autodiff.rewrite import BodyScope
 
 __all__ = ["channels_behind"]
 
-_SOURCES = ("library.convolution_last", "library.max_pool_last")
+_SOURCES = frozenset(
+    f"library.{name}"
+    for name in ("convolution_last", "max_pool_last", "convolution_last_backward_input", "max_pool_last_backward")
+)
 _REDUCTIONS = {f"relax.{name}": getattr(op, name) for name in ("sum", "mean", "max", "min", "prod")}
 
 

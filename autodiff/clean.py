@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from autodiff.body import Body, on_functions
+from autodiff.channels_last import channels_behind
 from autodiff.cse import common_subexpression_elimination
 from autodiff.dce import dead_code_elimination
 from autodiff.dropout import project
@@ -16,7 +17,7 @@ from autodiff.undefined_gradients import undefined_gradients
 from autodiff.views import deduplicate_views
 from autodiff.zapp import one_zapp, zapp_like, zero_zapp
 
-__all__ = ["PASSES", "clean", "project_tuples"]
+__all__ = ["PASSES", "clean", "clean_joint", "project_tuples"]
 
 
 @on_functions
@@ -64,3 +65,11 @@ def clean(body: Body, *, merge_casts: bool = True) -> None:
             since[index] = started
         if body.edits == before:
             return
+
+
+def clean_joint(joint: Function | Body) -> Function | Body:
+    """A joint function, simplified, with gradients of convolutions added in the order of memory that they have.
+
+    Safe: both passes are.
+    """
+    return clean(channels_behind(joint))

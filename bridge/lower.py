@@ -7,7 +7,7 @@
     spelled     LayerNorm & co. become what TVM can differentiate    autodiff.spell_out
     forward     channels, heads behind; simplified, named uniquely    autodiff.clean
     joint       grad_outs in, gradients out                          autodiff.differentiate
-    cleaned     ZappLike, ZeroZapp, OneZapp, CSE, DCE                autodiff.clean
+    cleaned     ZappLike, ZeroZapp, OneZapp, CSE, DCE                autodiff.clean_joint
     split       a forward with captures and a backward, the Plan     partition
 
 :mod:`bridge.lowering.pipeline` runs them in this order and keeps each one's IR. ``print(lowered)`` shows a line each,

@@ -246,6 +246,6 @@ class LoweredCall:
 
     def _rebuilt_backward(self, outputs: tuple[int, ...]) -> Function:
         gradients = self.gradients_for(outputs)
-        joint = autodiff.clean(autodiff.differentiate(self["forward"].function, outputs, gradients))
+        joint = autodiff.clean_joint(autodiff.differentiate(self["forward"].function, outputs, gradients))
         backward = rebuild_backward(joint, self.plan, num_primals=self.num_primals, num_outputs=self.num_results)
         return autodiff.join_products(backward)

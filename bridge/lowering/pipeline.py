@@ -79,7 +79,7 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     lowered.wanted = tuple(wanted)
     lowered.wanted = lowered.gradients_for(differentiable)
     lowered.run("joint", "autodiff.differentiate", body, autodiff.differentiate, differentiable, lowered.wanted)
-    lowered.run("cleaned", "autodiff.clean", body, autodiff.clean)
+    lowered.run("cleaned", "autodiff.clean_joint", body, autodiff.clean_joint)
     size = lowered["cleaned"].size
     started = time.perf_counter()
     sources = origins(captured, imported, [lowered["forward"].function, lowered["cleaned"].function])

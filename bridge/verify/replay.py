@@ -95,7 +95,7 @@ _REBUILD = {
     "spelled": lambda record, before: autodiff.spell_out(before),
     "forward": lambda record, before: cleaned_and_named(before, not record["outputs"]),
     "joint": lambda record, before: autodiff.differentiate(before, record["outputs"], record["wanted"]),
-    "cleaned": lambda record, before: autodiff.clean(before),
+    "cleaned": lambda record, before: autodiff.clean_joint(before),
 }
 
 

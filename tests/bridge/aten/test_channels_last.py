@@ -28,6 +28,14 @@ class Net(nn.Module):
         return self.then(self.depthwise(self.grouped(y) * self.scale) + y)
 
 
+class Branches(Net):
+    """A map that two convolutions and a pool read: their gradients are added."""
+
+    def forward(self, x):
+        y = self.norm(self.first(x)).relu()
+        return self.then(self.depthwise(y) + self.grouped(y) * self.scale + nn.functional.max_pool2d(y, 3, 1, 1))
+
+
 THEN = {
     "returned": lambda y: y,
     "mean": lambda y: y.mean((2, 3)),
@@ -44,10 +52,10 @@ THEN = {
     "convolutions, pools and all between them keep that order of memory; dimensions that vary do not",
     section="Autograd, memory, threads",
 )
-@pytest.mark.parametrize("then", THEN)
-def test_numbers_are_eagers(then):
+@pytest.mark.parametrize(("net", "then"), [*((Net, then) for then in THEN), (Branches, "returned"), (Branches, "mean")])
+def test_numbers_are_eagers(net, then):
     torch.manual_seed(0)
-    eager = Net(THEN[then]).double().to(memory_format=torch.channels_last)
+    eager = net(THEN[then]).double().to(memory_format=torch.channels_last)
     module = copy.deepcopy(eager)
     x = torch.randn(2, 3, 8, 10, dtype=torch.float64).contiguous(memory_format=torch.channels_last).requires_grad_()
     add_tvm_dispatch(module, x)
@@ -61,7 +69,8 @@ def test_numbers_are_eagers(then):
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_memory_is_walked_as_it_lies(monkeypatch):
+@pytest.mark.parametrize("net", [Net, Branches])
+def test_memory_is_walked_as_it_lies(net, monkeypatch):
     """No kernel of the block sees channels in the second place; each convolution is told channels_last."""
     seen = []
     plain = convolution.convolution
@@ -71,7 +80,7 @@ def test_memory_is_walked_as_it_lies(monkeypatch):
         return plain(x, weight, *geometry)
 
     monkeypatch.setattr(convolution, "convolution", watched)
-    module = Net(THEN["mean"]).to(memory_format=torch.channels_last)
+    module = net(THEN["mean"]).to(memory_format=torch.channels_last)
     x = torch.randn(2, 3, 8, 10).contiguous(memory_format=torch.channels_last)
     lowered = lower(module, x)
     planes = "R.Tensor((2, 8, 4, 5)"

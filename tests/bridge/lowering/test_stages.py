@@ -48,7 +48,7 @@ def test_every_stage_is_listed_with_its_pass_and_node_counts(lowered):
 def test_a_stage_prints_its_ir_under_its_provenance(lowered):
     text = str(lowered["cleaned"])
     head, _, body = text.partition("\n")
-    assert head.startswith("# cleaned: autodiff.clean, ") and " ms, " in head
+    assert head.startswith("# cleaned: autodiff.clean_joint, ") and " ms, " in head
     assert "@R.function" in body and "grad_out_0" in body
     assert "torch.ops.aten.gelu.default" in str(lowered["captured"])
     assert "<summary>cleaned" in lowered["cleaned"]._repr_html_()
