@@ -29,7 +29,7 @@ from weakref import WeakValueDictionary
 
 from tvm_ffi import structural_equal, structural_hash
 
-from autodiff.extents import ExtentScope
+from autodiff.extents import Extent, ExtentScope
 from autodiff.ir import Function, bindings
 from autodiff.scan import carried_in_parts, turned_inside
 from bridge.artifact import current_store, of_this_package
@@ -142,8 +142,7 @@ class Compilation:
             func = func.read()
         self._func = func
         self._signature = size_signature(func)
-        masks = tuple(sorted((drawn or {}).items(), key=itemgetter(0)))
-        self._key = (self._options.key, structural_hash(func, map_free_vars=True), self._signature, masks)
+        self._key = (self._options.key, structural_hash(func, map_free_vars=True), self._signature, _in_order(drawn))
         with _LOCK:
             self._program = _PROGRAMS.get(self._key, func)
         if self._program is not None:
@@ -175,10 +174,11 @@ class Compilation:
             keep_program(self._kept_key, self._digest, self._program, self._policy.made())
 
     def _kept(self, digest: str, drawn: Mapping[int, DrawnMask] | None) -> Program | None:
-        """The program of a digest that this process uses or the disk cache has. Masks are GPUs', which keep none."""
-        if drawn:
+        """The program of a digest that this process uses or the disk cache has."""
+        masks = [(place, mask.rate, mask.width, mask.threads) for place, mask in _in_order(drawn)]
+        if any(isinstance(threads, Extent) for *_, threads in masks):  # of sizes that vary, whose programs are not kept
             return None
-        self._digest, self._kept_key = digest, of_this_package(digest, self._options.key)
+        self._digest, self._kept_key = digest, of_this_package(digest, self._options.key, masks)
         with _LOCK:
             found = _KEPT.get(self._kept_key)
         if found is None:
@@ -193,6 +193,10 @@ class Compilation:
             _PROGRAMS.put(self._key, self._func, self._program)
             if self._kept_key is not None:
                 _KEPT[self._kept_key] = self._program
+
+
+def _in_order(drawn: Mapping[int, DrawnMask] | None) -> tuple[tuple[int, DrawnMask], ...]:
+    return tuple(sorted((drawn or {}).items(), key=itemgetter(0)))
 
 
 class _Graphs:

@@ -8,7 +8,8 @@ from torch.utils import _pytree as pytree
 
 import bridge
 from bridge.artifact.complain import forget_complaints
-from bridge.compile import clear_cache
+from bridge.compile import clear_cache, pipeline
+from bridge.compile.cuda import libraries
 from bridge.lowering import reuse
 from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compare import as_call
@@ -63,16 +64,32 @@ def two_steps(case, precision):
     return found + [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
 
 
+def counted(monkeypatch):
+    """What is captured, translated and built from now on."""
+    done = []
+    for owner, attribute, what in (
+        (reuse, "capture", "capture"),
+        (pipeline, "_Graphs", "graphs"),
+        (libraries, "build_library", "library"),
+    ):
+        make = getattr(owner, attribute)
+        monkeypatch.setattr(
+            owner, attribute, lambda *args, make=make, what=what, **rest: done.append(what) or make(*args, **rest)
+        )
+    return done
+
+
 @pytest.mark.parametrize(
     ("name", "precision"),
     [(name, how) for name in KEPT for how in ("float32", "autocast") if (name, how) != ("nn.LSTM", "autocast")],
 )
 def test_a_lowering_that_is_read_computes_the_same_bits(name, precision, monkeypatch):
-    captured = []
-    capture = reuse.capture
-    monkeypatch.setattr(reuse, "capture", lambda *args: captured.append(1) or capture(*args))
-    fresh, kept = two_steps(EVERYTHING[name], precision), two_steps(EVERYTHING[name], precision)
-    assert len(captured) == 1, "the second one is captured too"
+    work = counted(monkeypatch)
+    fresh = two_steps(EVERYTHING[name], precision)
+    first = list(work)
+    kept = two_steps(EVERYTHING[name], precision)
+    assert first.count("capture") == 1 and set(first) == {"capture", "graphs", "library"}
+    assert work == first, "something is made anew"
     assert len(fresh) == len(kept) and all(map(torch.equal, fresh, kept))
 
 

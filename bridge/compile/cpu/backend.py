@@ -161,13 +161,7 @@ class CpuBackend(Backend):
         return build_kernels(functions, self._code_key, CpuLibraries(self.target))
 
     def kept(self, keys: Mapping[str, str]) -> Mapping[str, tuple[Built, Callable[[], PrimFunc]]] | None:
-        found = kept_kernels(keys, CpuLibraries(self.target))
-        if found is None:
-            return None
-        return {
-            name: (Built(lambda code=code: code, kept=lambda key=keys[name]: key), read)
-            for name, (code, read) in found.items()
-        }
+        return kept_kernels(keys, CpuLibraries(self.target))
 
     def executor(self, program: Program) -> Executor:
         # A new thread's OpenMP setting becomes torch's when torch is first asked in it.

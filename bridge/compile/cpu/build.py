@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import tvm
 from tvm import tirx
@@ -17,17 +14,11 @@ from tvm.tirx import PrimFunc
 from bridge.base.log import channel
 from bridge.compile.codegen.lowering import lower_loops
 from bridge.compile.codegen.tir import LOOPS_ATTR
-from bridge.compile.cpu.elf_link import shared_library
-from bridge.compile.cpu.elf_object import CannotLinkError
 from bridge.compile.cpu.host import features, llvm_version
 from bridge.compile.cpu.threads import CONNECT, connect_function, launcher
+from bridge.compile.runtime.library_file import REFUSALS, library_bytes, loaded
 
 __all__ = ["CpuLibraries", "kernel_source"]
-
-try:
-    import resource
-except ImportError:  # not on Windows, where there are no such files either
-    resource = None
 
 _LOG = channel("cache")
 
@@ -64,35 +55,18 @@ class CpuLibraries:
         """LLVM's object code, linked, and loaded as another process will load it; the same machine code."""
         library = self._unconnected(functions, loops)
         try:
-            content = shared_library(_object_code(library))
+            content = library_bytes(library)
             return self.load(content), content
-        except (CannotLinkError, OSError, RuntimeError) as error:
+        except REFUSALS as error:
             _LOG.info("kernels are not kept: %s", error)
             return _connected(library), None
 
     def load(self, content: bytes) -> tvm.runtime.Module:
-        # a file of its own for each: the loader tells libraries apart by name and place; it is not needed once loaded
-        with tempfile.TemporaryDirectory(prefix="bridge") as folder:
-            path = Path(folder) / "kernels.so"
-            path.write_bytes(content)
-            return _connected(tvm.get_global_func("ffi.Module.load_from_file.so")(str(path), "so"))
+        return _connected(loaded(content))
 
     def _unconnected(self, functions: Mapping[str, PrimFunc], loops: bool) -> tvm.runtime.Module:
         more = {} if launcher() is None else {CONNECT: connect_function()}
         return _compiled({**functions, **more}, self.target, loops)
-
-
-def _object_code(library: tvm.runtime.Module) -> bytes:
-    """The object file that LLVM writes, in memory: where a disk is full, LLVM ends the process.
-
-    Raises:
-        OSError: there are no files in memory here, or no large ones are allowed.
-    """
-    if not hasattr(os, "memfd_create") or resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
-        raise OSError("no file in memory can be made here")
-    with os.fdopen(os.memfd_create("kernels.o"), "rb") as file:
-        library.write_to_file(f"/proc/self/fd/{file.fileno()}", "o")
-        return file.read()
 
 
 def _connected(library: tvm.runtime.Module) -> tvm.runtime.Module:

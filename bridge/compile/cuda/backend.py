@@ -6,18 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import tvm
 from tvm import relax
 from tvm.ir import IRModule
 from tvm.tirx import PrimFunc
 
 from bridge.base.torch_cuda import SETTINGS, products_are_tf32
 from bridge.compile.backend import Backend, Built
-from bridge.compile.cuda.build import build_executable, build_library, kernel_source, target_of
+from bridge.compile.cuda.build import build_executable, kernel_source, target_of
 from bridge.compile.cuda.executor import CudaExecutor
 from bridge.compile.cuda.kernels import generate
 from bridge.compile.cuda.legalized import scheduled
-from bridge.compile.cuda.libraries import hold, let_go
+from bridge.compile.cuda.libraries import CudaLibraries, clear_unused, hold
 from bridge.compile.cuda.limits import ALTERNATIVES, LIMITS, ORDER
 from bridge.compile.cuda.nvrtc import version
 from bridge.compile.cuda.products import CudaProducts
@@ -25,6 +24,7 @@ from bridge.compile.cuda.recorder import CudaRecorder
 from bridge.compile.cuda.shapes import launch_shapes
 from bridge.compile.loop_ir.product import ProductPlan
 from bridge.compile.runtime.build import build_kernels
+from bridge.compile.runtime.kernel_store import kept_kernels
 from bridge.compile.runtime.program import Program
 from bridge.compile.schedule.choices import Alternative
 from bridge.compile.schedule.column_plan import ColumnPlan
@@ -103,8 +103,15 @@ class CudaBackend(Backend):
         return scheduled(function, target_of(self.arch))
 
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
-        kernels = build_kernels(functions, self._code_key, _CudaLibraries(self.arch), together=True)
+        kernels = build_kernels(functions, self._code_key, CudaLibraries(self.arch), together=True)
         hold(kernels)
+        return kernels
+
+    def kept(self, keys: Mapping[str, str]) -> Mapping[str, tuple[Built, Callable[[], PrimFunc]]] | None:
+        clear_unused()
+        kernels = kept_kernels(keys, CudaLibraries(self.arch))
+        if kernels is not None:
+            hold(built for built, _ in kernels.values())
         return kernels
 
     def executor(self, program: Program) -> Callable[..., list[torch.Tensor]]:
@@ -118,23 +125,3 @@ class CudaBackend(Backend):
 
     def source(self, function: PrimFunc, name: str, form: str) -> str:
         return kernel_source(function, name, self.arch, form)
-
-
-@dataclass(frozen=True)
-class _CudaLibraries:
-    """See :class:`~bridge.compile.runtime.kernel_store.Libraries`: what NVRTC makes is kept, by the text of its source
-    (:mod:`bridge.compile.cuda.nvrtc`); modules are not."""
-
-    arch: str
-
-    key = None
-
-    def build(self, functions: Mapping[str, PrimFunc], loops: bool) -> tvm.runtime.Module:
-        let_go()
-        return build_library(functions, self.arch)
-
-    def build_bytes(self, functions: Mapping[str, PrimFunc], loops: bool) -> tuple[tvm.runtime.Module, None]:
-        return self.build(functions, loops), None
-
-    def load(self, content: bytes) -> tvm.runtime.Module:
-        raise RuntimeError("modules for CUDA are not kept")

@@ -35,9 +35,11 @@ from bridge.compile.cuda.preamble import PREAMBLE
 from bridge.compile.cuda.sass import disassembled
 from bridge.compile.runtime.background import others_may_build
 
-__all__ = ["build_executable", "build_library", "cuda_source", "kernel_source", "target_of"]
+__all__ = ["HOST_TARGET", "build_executable", "build_library", "cuda_source", "kernel_source", "target_of"]
 
-_HOST = "llvm"
+HOST_TARGET = "llvm"
+"""Any processor of the kind: what launches kernels is no matter of instructions."""
+
 _CALLBACK = "tvm_callback_cuda_compile"
 _LINE = "\n// ---- kernels\n"
 _KERNEL = re.compile(
@@ -53,7 +55,7 @@ FORMS = ("tvmscript", "cuda", "ptx", "sass")
 
 def target_of(arch: str) -> Target:
     """TVM's target of an architecture such as ``"sm_90"``."""
-    return Target({"kind": "cuda", "arch": arch}, host=_HOST)
+    return Target({"kind": "cuda", "arch": arch}, host=HOST_TARGET)
 
 
 def build_library(functions: Mapping[str, PrimFunc], arch: str) -> Module:
@@ -141,7 +143,7 @@ def _lowered(functions: Mapping[str, PrimFunc], target: Target) -> tuple[IRModul
 
 
 def _host_module(module: IRModule) -> Module:
-    return tvm.get_global_func("target.build.llvm")(module, Target(_HOST))
+    return tvm.get_global_func("target.build.llvm")(module, Target(HOST_TARGET))
 
 
 def _device_module(kernels: IRModule, target: Target, compile_source: Callable[[str], bytes]) -> Module:

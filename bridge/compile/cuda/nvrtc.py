@@ -90,6 +90,12 @@ def version() -> str:
     return f"{major.value}.{minor.value}"
 
 
+def made_for() -> tuple[str, ...]:
+    """What machine code depends on beside its source and architecture: NVRTC, its options, the headers that it reads;
+    those of CUDA's, which some sources include, by their place."""
+    return *OPTIONS, *_include_paths(), *_HEADERS.values(), version()
+
+
 def compiled(source: str, arch: str, form: str = "cubin") -> bytes:
     """CUDA C → ``"cubin"`` or ``"ptx"`` for an architecture such as ``"sm_90"``; equal ones share it.
 
@@ -105,11 +111,9 @@ def compiled(source: str, arch: str, form: str = "cubin") -> bytes:
 
 
 def _stored_or_compiled(source: str, arch: str, form: str) -> bytes:
-    """From the disk cache where it is there. Headers of CUDA's, which some sources include, are part of NVRTC's key by
-    their place."""
+    """From the disk cache where it is there."""
     store = current_store()
-    made_for = *OPTIONS, *_include_paths(), *_HEADERS.values(), version()
-    key = key_of("nvrtc", source, arch, form, made_for)
+    key = key_of("nvrtc", source, arch, form, made_for())
 
     def look() -> bytes | None:
         found = store.get("cuda", key)

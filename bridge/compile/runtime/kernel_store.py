@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from tvm.tirx import PrimFunc
 
 from bridge.artifact import Store, current_store, key_of, made_once, of_this_package
 from bridge.base.log import channel
+from bridge.compile.backend import Built
 from bridge.compile.runtime.canonical import canonical_text
 
 __all__ = ["KeptFunctions", "Libraries", "kept_kernels", "stored_or_built"]
@@ -98,7 +100,7 @@ def stored_or_built(
 
 def kept_kernels(
     keys: Mapping[str, str], libraries: Libraries
-) -> Mapping[str, tuple[tvm_ffi.Function, Callable[[], PrimFunc]]] | None:
+) -> Mapping[str, tuple[Built, Callable[[], PrimFunc]]] | None:
     """Kernels by their keys in the disk cache, see :meth:`bridge.compile.backend.Backend.kept`."""
     store = current_store()
     texts: dict[str, bytes] = {}
@@ -114,7 +116,21 @@ def kept_kernels(
         found.update(_of_library(store, group, names, libraries) or {})
     if found.keys() != keys.keys():
         return None
-    return {name: (found[name], partial(_function, text)) for name, text in texts.items()}
+    inside = _Loaded(tuple(found.values()))
+    return {
+        name: (Built(lambda code=found[name]: code, inside, lambda key=keys[name]: key), partial(_function, text))
+        for name, text in texts.items()
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class _Loaded:
+    """Functions of libraries from the disk, in the place of their :class:`~bridge.compile.runtime.background.Build`:
+    the libraries are loaded for as long as this is held."""
+
+    functions: tuple[tvm_ffi.Function, ...]
+    seconds: float = 0.0
+    has_failed: bool = False
 
 
 def _function(text: bytes) -> PrimFunc:

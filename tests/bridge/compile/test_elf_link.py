@@ -13,8 +13,8 @@ from tvm.relax import op
 from bridge.compile import Built, clear_cache
 from bridge.compile.codegen.tir import LOOPS_ATTR
 from bridge.compile.cpu.build import CpuLibraries
-from bridge.compile.cpu.elf_link import shared_library
-from bridge.compile.cpu.elf_object import CannotLinkError, read_object
+from bridge.compile.runtime.elf_link import shared_library
+from bridge.compile.runtime.elf_object import CannotLinkError, read_object
 from tests.bridge.compile.stored_program import bits, programs
 from tests.bridge.compile_helpers import program
 
@@ -87,7 +87,7 @@ def test_what_cannot_be_linked_runs_from_memory(monkeypatch):
         raise CannotLinkError("a relocation")
 
     clear_cache()
-    monkeypatch.setattr("bridge.compile.cpu.build.shared_library", refuse)
+    monkeypatch.setattr("bridge.compile.runtime.library_file.shared_library", refuse)
     made = program([((5, 7), "float32")], lambda emit, x: [emit(x + x)])
     library, content = CpuLibraries(made.backend.target).build_bytes(made.kernels, True)
     assert content is None and library.kind == "llvm"

@@ -9,9 +9,17 @@ x86-64 only; what this linker does not know it refuses, and the object's code ru
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
-from bridge.compile.cpu.elf_object import CannotLinkError, ElfObject, Relocation, Section, Symbol, read_object
+from bridge.compile.runtime.elf_object import (
+    CannotLinkError,
+    ElfObject,
+    Relocation,
+    Section,
+    Symbol,
+    read_object,
+    with_data,
+)
 
 __all__ = ["shared_library"]
 
@@ -32,13 +40,13 @@ _SYMBOL = struct.Struct("<IBBHQQ")
 _HEADERS = 5
 
 
-def shared_library(content: bytes) -> bytes:
-    """A shared library that defines an object file's global symbols.
+def shared_library(content: bytes, data: Mapping[str, bytes] | None = None) -> bytes:
+    """A shared library that defines an object file's global symbols, and further ones for ``data``, which is only read.
 
     Raises:
-        CannotLinkError: see :mod:`bridge.compile.cpu.elf_object`, or a relocation that is not known.
+        CannotLinkError: see :mod:`bridge.compile.runtime.elf_object`, or a relocation that is not known.
     """
-    return _Link(read_object(content)).library()
+    return _Link(with_data(read_object(content), data or {})).library()
 
 
 class _Link:

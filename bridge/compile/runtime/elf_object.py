@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["CannotLinkError", "ElfObject", "Relocation", "Section", "Symbol", "read_object"]
+__all__ = ["CannotLinkError", "ElfObject", "Relocation", "Section", "Symbol", "read_object", "with_data"]
 
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
@@ -19,6 +20,8 @@ _SYMTAB, _RELA, _NOBITS, _REL = 2, 4, 8, 9
 _INITIALIZERS = (14, 15, 16)
 _ALLOC, _TLS = 0x2, 0x400
 _LAST_INDEX = 0xFF00
+_GLOBAL_OBJECT = 0x11
+"""Type and binding of a symbol of data."""
 
 
 class CannotLinkError(Exception):
@@ -93,6 +96,16 @@ def read_object(content: bytes) -> ElfObject:
         return _read(content)
     except (struct.error, IndexError, UnicodeDecodeError, ValueError) as error:
         raise CannotLinkError(f"malformed: {error}") from error
+
+
+def with_data(known: ElfObject, data: Mapping[str, bytes]) -> ElfObject:
+    """The object with more sections that are only read, each with a global symbol of the given name."""
+    sections, symbols = dict(known.sections), list(known.symbols)
+    for name, content in data.items():
+        index = max(sections, default=0) + 1
+        sections[index] = Section(f".rodata.{name}", _ALLOC, 16, len(content), content)
+        symbols.append(Symbol(name, _GLOBAL_OBJECT, index, 0, len(content)))
+    return ElfObject(sections, symbols)
 
 
 def _read(content: bytes) -> ElfObject:
