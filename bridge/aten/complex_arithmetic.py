@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from tvm import relax
 
 from autodiff.ir import Expr, dtype
 from bridge.aten.complex_value import Complex, as_complex, constant, joined, part_type, separated
-from bridge.aten.derivative import times, with_derivative
+from bridge.aten.derivative import times, where, with_derivative
 from bridge.aten.element_types import relax_dtype
 from bridge.aten.pointwise import stop_gradient
 from bridge.aten.registry import UnsupportedUse, converts
@@ -91,19 +92,57 @@ def rsub(importer, node, a, b, alpha=1):
     return Complex(*(_subtract(importer, x, y) for x, y in zip(b.parts, a.parts, strict=True)))
 
 
+def _constants(importer: Any, *values: Expr) -> list[Expr]:
+    return [importer.emit(op.grad.no_grad(value)) for value in values]
+
+
+def _derived(importer: Any, values: Complex, linear: Complex) -> Complex:
+    """The values, with the gradients of what is linear in the operands."""
+    return Complex(*(with_derivative(importer, *each) for each in zip(values.parts, linear.parts, strict=True)))
+
+
+def _quotient(importer: Any, a: Complex, b: Complex) -> Complex:
+    """``a / b`` by Smith's algorithm, as eager divides; linear in ``a``, with no derivative by ``b``.
+
+    With the larger part of the divisor as ``p`` and the smaller as ``q``, ``r = q / p`` and ``1 / (p + q r)`` are
+    finite where ``b`` is infinite in one part; a division by 0 divides each part by it.
+    """
+    c, d = _constants(importer, *b.parts)
+    sizes = [importer.emit(op.abs(part)) for part in (c, d)]
+    real_is_larger = importer.emit(op.greater_equal(*sizes))
+    is_zero = _is_zero(importer, Complex(c, d))
+    one, none = (importer.constant(number, dtype(c)) for number in (1, 0))
+
+    def larger_first(x: Expr, y: Expr) -> tuple[Expr, Expr]:
+        return tuple(importer.emit(op.where(real_is_larger, *pair)) for pair in ((x, y), (y, x)))
+
+    p, q = larger_first(c, d)
+    ratio = importer.emit(op.divide(q, importer.emit(op.where(is_zero, one, p))))
+    below = importer.emit(op.where(is_zero, sizes[0], _add(importer, p, _multiply(importer, q, ratio))))
+    scale = importer.emit(op.divide(one, below))
+    u, v = larger_first(*a.parts)
+
+    def crossed(x: Expr) -> Expr:
+        return importer.emit(op.where(is_zero, none, _multiply(importer, x, ratio)))
+
+    real, imaginary = _add(importer, u, crossed(v)), _subtract(importer, v, crossed(u))
+    imaginary = importer.emit(op.where(real_is_larger, imaginary, importer.emit(op.negative(imaginary))))
+    return Complex(*(_multiply(importer, part, scale) for part in (real, imaginary)))
+
+
 @_complex(aten.div.Tensor, aten.div.Scalar)
 def div(importer, node, a, b):
-    """By a complex number: both are scaled by the larger part of the divisor first, which no result depends on."""
+    """With torch's gradients: ``g / conj(b)``, and ``-g conj((a / b) / b)``."""
     a, b = _operands(importer, node, a, b)
     if not isinstance(b, Complex):
         return Complex(*(importer.emit(op.divide(part, b)) for part in a.parts))
     a = as_complex(importer, a, importer.out_dtype(node))
-    sizes = [importer.emit(op.abs(part)) for part in b.parts]
-    scale = stop_gradient(importer, node, importer.emit(op.maximum(*sizes)))
-    c, d = (importer.emit(op.divide(part, scale)) for part in b.parts)
-    above = multiplied(importer, a, Complex(c, importer.emit(op.negative(d))))
-    below = _multiply(importer, _add(importer, _multiply(importer, c, c), _multiply(importer, d, d)), scale)
-    return Complex(*(importer.emit(op.divide(part, below)) for part in above.parts))
+    found = _quotient(importer, a, b)
+    slope = _quotient(importer, Complex(*_constants(importer, *found.parts)), b)
+    minus_slope = Complex(*_constants(importer, *(importer.emit(op.negative(part)) for part in slope.parts)))
+    by_divisor = multiplied(importer, b, minus_slope)
+    linear = Complex(*(_add(importer, x, y) for x, y in zip(found.parts, by_divisor.parts, strict=True)))
+    return _derived(importer, found, linear)
 
 
 @_complex(aten.reciprocal.default)
@@ -176,7 +215,22 @@ def polar(importer, node, size, angle):
 
 @_complex(aten.exp.default)
 def exp(importer, node, x):
-    return polar(importer, node, importer.emit(op.exp(x.real)), x.imaginary)
+    """With the values of C's ``cexp`` where a part is not finite, and torch's gradient, ``g`` times the conjugate.
+
+    A real number stays one, also where it overflows; ``exp(-inf)`` is 0 in all directions.
+    """
+    angle = x.imaginary
+    none = importer.constant(0, dtype(angle))
+    size = importer.emit(op.exp(x.real))
+    real, imaginary = (_multiply(importer, size, importer.emit(turn(angle))) for turn in (op.cos, op.sin))
+    nowhere = importer.emit(op.logical_not(importer.emit(op.isfinite(angle))))
+    infinite = importer.emit(op.logical_and(importer.emit(op.isinf(x.real)), nowhere))
+    is_real = importer.emit(op.equal(angle, none))
+    vanishes = importer.emit(op.logical_and(infinite, importer.emit(op.less(x.real, none))))
+    real = where(importer, infinite, size, where(importer, is_real, size, real))
+    imaginary = where(importer, vanishes, none, where(importer, is_real, angle, imaginary))
+    found = Complex(*_constants(importer, real, imaginary))
+    return _derived(importer, found, multiplied(importer, x, found))
 
 
 def _broadcast(importer: Any, node: Any, value: Complex) -> Complex:
@@ -193,12 +247,13 @@ def absolute(importer, node, x):
     """``|x|``; its gradient is that of ``a u + b v`` with ``u, v = a / |x|, b / |x|`` as numbers, and 0 at 0.
 
     Both parts are scaled by the larger one, so no square is too large or small; nor is the gradient, which that scale
-    is no factor of. Where a part is infinite it is that of the square root, nan.
+    is no factor of. Where a part is infinite so is the result, whatever the other one is, and the gradient nan.
     """
     zero = _is_zero(importer, x)
     a = importer.emit(op.where(zero, importer.constant(1, dtype(x.real)), x.real))
-    larger = importer.emit(op.maximum(importer.emit(op.abs(a)), importer.emit(op.abs(x.imaginary))))
-    infinite = importer.emit(op.isinf(larger))
+    sizes = [importer.emit(op.abs(part)) for part in (a, x.imaginary)]
+    larger = importer.emit(op.maximum(*sizes))
+    infinite = importer.emit(op.logical_or(*(importer.emit(op.isinf(part)) for part in sizes)))
     larger = importer.emit(op.where(infinite, importer.constant(1, dtype(a)), larger))
     scale = stop_gradient(importer, node, larger)
     c, d = (importer.emit(op.divide(part, scale)) for part in (a, x.imaginary))
@@ -208,7 +263,8 @@ def absolute(importer, node, x):
     u, v = (stop_gradient(importer, node, importer.emit(op.divide(part, size))) for part in (a, x.imaginary))
     turned = _add(importer, _multiply(importer, a, u), _multiply(importer, x.imaginary, v))
     moved = _subtract(importer, turned, stop_gradient(importer, node, turned))
-    found = importer.emit(op.where(infinite, root, _add(importer, size, moved)))
+    infinity = where(importer, infinite, importer.constant(math.inf, dtype(a)), size)
+    found = where(importer, infinite, with_derivative(importer, infinity, root), _add(importer, size, moved))
     return importer.emit(op.where(zero, importer.constant(0, dtype(x.real)), found))
 
 
@@ -225,11 +281,12 @@ def sgn(importer, node, x):
 
 @_complex(aten.angle.default)
 def angle(importer, node, x):
-    """At 0 the gradient is 0, as torch's."""
+    """At 0 it is the angle of its signs, and the gradient is 0, as torch's."""
     zero = _is_zero(importer, x)
     real = importer.emit(op.where(zero, importer.constant(1, dtype(x.real)), x.real))
-    found = importer.library("atan2", [x.imaginary, real], importer.out(node))
-    return importer.emit(op.where(zero, importer.constant(0, dtype(x.real)), found))
+    found, inner = (importer.library("atan2", [x.imaginary, part], importer.out(node)) for part in (x.real, real))
+    slope = importer.emit(op.where(zero, importer.constant(0, dtype(x.real)), inner))
+    return with_derivative(importer, found, slope)
 
 
 @_complex(aten.eq.Tensor, aten.eq.Scalar, aten.ne.Tensor, aten.ne.Scalar)

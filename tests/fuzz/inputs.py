@@ -27,13 +27,16 @@ Change = Callable[[Arguments], Arguments]
 
 
 def special_values(seed: float, *, huge: bool = False) -> Change:
-    """One to three elements of each float tensor become special (or all of them ties), or as large as they can be."""
+    """One to three numbers of each float tensor, or parts of a complex one, become special (or all of them ties), or as
+    large as they can be."""
 
     def change(given: Arguments) -> Arguments:
         rng = random.Random(seed)
         ties = not huge and rng.random() < 0.3
 
         def fill(tensor: Tensor) -> Tensor:
+            if tensor.is_complex():
+                fill(torch.view_as_real(tensor))
             if not tensor.is_floating_point() or not tensor.numel():
                 return tensor
             if ties:

@@ -33,10 +33,15 @@ class Noise(TorchDispatchMode):
     """Multiplies every newly computed float by ``1 + e``, ``|e| <= ULPS * eps``; masks and draws are left alone.
 
     The operands of sums are disturbed in the same way.
+
+    Args:
+        of_values: whether the error is a function of the number and the seed, so that equal ones stay equal: an
+            order of ties that forward relies on (as an index in range) stays eager's.
     """
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, *, of_values: bool = False):
         super().__init__()
+        self.seed, self.of_values = seed, of_values
         self.generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -58,16 +63,24 @@ class Noise(TorchDispatchMode):
     def _disturbed(self, value: Tensor) -> Tensor:
         if value.is_complex() and value.numel() and value.layout == torch.strided and value.device.type != "meta":
             ulps = ULPS * torch.finfo(value.dtype).eps  # of the absolute value: parts cancel
-            draws = (
-                torch.rand((2, *value.shape), generator=self.generator, dtype=torch.float64).to(value.device) * 2 - 1
-            )
+            draws = [self._errors(part) for part in (value.real, value.imag)]
             return torch.empty_like(value).copy_(value * torch.complex(1 + ulps * draws[0], ulps * draws[1]))
         if not value.is_floating_point() or not value.numel() or value.layout != torch.strided:
             return value
         if value.device.type == "meta":  # torch asks for a shape only
             return value
-        error = torch.rand(value.shape, generator=self.generator, dtype=torch.float64).to(value.device) * 2 - 1
-        factor = 1 + ULPS * torch.finfo(value.dtype).eps * error
+        factor = 1 + ULPS * torch.finfo(value.dtype).eps * self._errors(value)
         noisy = torch.empty_like(value)
         noisy.copy_(value.double() * factor)
         return torch.where(value.isfinite() & noisy.isfinite(), noisy, value)
+
+    def _errors(self, value: Tensor) -> Tensor:
+        """Of each number, between -1 and 1."""
+        if not self.of_values:
+            return torch.rand(value.shape, generator=self.generator, dtype=torch.float64).to(value.device) * 2 - 1
+        bits = value.double().contiguous().view(torch.int64) * MULTIPLIER + self.seed
+        return ((bits ^ (bits >> 32)) * MULTIPLIER).double() / 2**63
+
+
+MULTIPLIER = 0x5851F42D4C957F2D
+"""Knuth's, of a linear congruential generator with 64 bits: neighbouring numbers get errors that look independent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -190,6 +191,36 @@ def test_extremes_of_sizes_and_quotients():
     add_tvm_dispatch(module, huge)
     for ours, theirs in zip(module(huge), wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=0)
+
+
+SPECIAL = {
+    "exponential": lambda a, b: a.exp(),
+    "one over": lambda a, b: a.reciprocal(),
+    "quotient": torch.div,
+    "size": lambda a, b: a.abs().detach(),
+    "angle": lambda a, b: a.angle().detach(),
+    "product": torch.mul,
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_parts_that_are_not_finite(name):
+    """Values and gradients are eager's wherever a part is zero of either sign, infinite or nan; all pairs of such."""
+    function = SPECIAL[name]
+    parts = [math.inf, -math.inf, math.nan, 1.0, 0.0, -0.0, -2.0]
+    every = torch.tensor([complex(a, b) for a in parts for b in parts], dtype=torch.complex128)
+    given = [each.flatten() for each in torch.meshgrid(every, every, indexing="ij")]
+    module = add_tvm_dispatch(Function(function), tuple(numbers(*each.shape) for each in given))
+    found = []
+    for each in (module, function):
+        leaves = [parts.clone().requires_grad_() for parts in given]
+        made = each(*leaves)
+        if made.requires_grad:
+            made.backward(torch.full_like(made, 1 + 1j))
+        results = [made.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+        found.append([torch.view_as_real(result) if result.is_complex() else result for result in results])
+    torch.testing.assert_close(*found, rtol=1e-14, atol=1e-15, equal_nan=True)
+    assert stats(module).hits == 1
 
 
 @pytest.mark.parametrize(
