@@ -135,12 +135,10 @@ def test_a_side_stream_still_reads_what_was_let_go():
 
 def test_automatic_follows_what_is_measured():
     small, large = Pair("auto", rows=8, dtype=torch.float32), Pair("auto", rows=1 << 20, dtype=torch.float32)
-    def is_decided(graphs):
-        return graphs.recordings > 1 or len(graphs.refused) > 1
-
     for pair in (small, large):
-        seeds = iter(range(100))  # beside other processes a verdict may take a while; it is never another one
-        while not is_decided(pair.graphs) and (seed := next(seeds, None)) is not None:
+        for seed in range(100):  # beside other processes a verdict may take a while; it is never another one
+            if pair.graphs.recordings > 1 or len(pair.graphs.refused) > 1:
+                break
             pair.ours(pair.batch(seed)).sum().backward()
             torch.cuda.synchronize()
     assert small.graphs.recordings > 1 and not small.graphs.refused, small.graphs
