@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 
 import numpy as np
 from tvm import relax
@@ -108,6 +109,7 @@ def is_float(value: Expr) -> bool:
     return isinstance(value.ty, TensorType) and "float" in dtype(value)
 
 
+@cache
 def itemsize(element_type: str) -> int:
     """Bytes per element as stored; a ``bool`` is stored as one byte."""
     bits = _BITS.get(element_type)

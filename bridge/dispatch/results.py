@@ -100,8 +100,11 @@ def _other_order(observed: Output) -> tuple[int, ...] | None:
 
     The gaps of a slice of something larger are not returned. The order is: draws for a tensor like it follow it.
     """
+    plain = torch.empty(observed.shape, device="meta").stride()
+    if plain == tuple(observed.stride):
+        return None
     eagers = torch.empty_strided(observed.shape, observed.stride, dtype=observed.dtype, device="meta")
-    stride, plain = torch.empty_like(eagers).stride(), torch.empty(observed.shape, device="meta").stride()
+    stride = torch.empty_like(eagers).stride()
     same = all(a == b for a, b, extent in zip(stride, plain, observed.shape, strict=True) if extent != 1)
     if same or 0 in observed.shape:
         return None

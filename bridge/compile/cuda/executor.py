@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
@@ -20,7 +20,7 @@ import torch
 from bridge.base.locks import free_in_children
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided
-from bridge.compile.runtime.executor import Executor
+from bridge.compile.runtime.executor import Actions, Executor, bind_all
 from bridge.compile.runtime.pool import ArenaPool
 from bridge.compile.runtime.program import Program
 
@@ -74,7 +74,8 @@ class CudaExecutor:
         self.name, self.steps = program.name, program.steps
         self._device, self._index = device, device.index
         constants = tuple((slot, tensor.to(device)) for slot, tensor in program.constants)
-        self._bound: Callable[..., BoundExecutor] = partial(_bound, program, constants, device)
+        actions = cache(partial(bind_all, program.steps, program.layout, constants, program.code))
+        self._bound: Callable[..., BoundExecutor] = partial(_bound, program, constants, device, actions)
         self._by_stream: LeastRecentlyUsed[int, BoundExecutor] = LeastRecentlyUsed(_STREAMS)
 
     def __call__(
@@ -112,8 +113,8 @@ class CudaExecutor:
 class BoundExecutor(Executor):
     """A program bound to one pool."""
 
-    def __init__(self, *parts, device: torch.device, pool: ArenaPool):
-        super().__init__(*parts, device=device, prepare=_nothing, empty=empty_strided, pool=pool)
+    def __init__(self, *parts, device: torch.device, pool: ArenaPool, actions: Actions):
+        super().__init__(*parts, device=device, prepare=_nothing, empty=empty_strided, pool=pool, actions=actions)
 
     def _load(self, registers: list, inputs: Sequence[torch.Tensor]) -> None:
         super()._load(registers, inputs)
@@ -126,11 +127,13 @@ def _bound(
     program: Program,
     constants: Sequence[tuple[int, torch.Tensor]],
     device: torch.device,
+    actions: Callable[[], Actions],
     *,
     pool: ArenaPool,
     kind: type[BoundExecutor] = BoundExecutor,
 ) -> BoundExecutor:
-    return kind(program.name, program.steps, program.layout, constants, program.code, device=device, pool=pool)
+    parts = program.name, program.steps, program.layout, constants, program.code
+    return kind(*parts, device=device, pool=pool, actions=actions())
 
 
 def _nothing() -> None:

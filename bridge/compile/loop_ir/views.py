@@ -75,7 +75,7 @@ def dense_strides(shape: Sequence[Dim]) -> tuple[Dim, ...]:
     strides, step = [], 1
     for extent in reversed(shape):
         strides.append(step)
-        step *= 1 if same(extent, 0) else extent
+        step *= (extent or 1) if type(extent) is int else 1 if same(extent, 0) else extent
     return tuple(reversed(strides))
 
 

@@ -18,14 +18,31 @@ from torch.autograd import profiler
 from bridge.base.torch_internals import empty_strided
 from bridge.compile.backend import Built
 from bridge.compile.loop_ir.views import dense_strides
-from bridge.compile.runtime.bind import Arrays, bind, last_uses
+from bridge.compile.runtime.bind import Action, Arrays, bind, last_uses
 from bridge.compile.runtime.forms import InputForms
 from bridge.compile.runtime.layout import Layout
 from bridge.compile.runtime.loop_frame import Drive
 from bridge.compile.runtime.loop_step import Instruction
 from bridge.compile.runtime.pool import ARENAS, ArenaPool, Block
 
-__all__ = ["Executor"]
+__all__ = ["Actions", "Executor", "bind_all"]
+
+Actions = Sequence[tuple[Action, tuple[int, ...]]]
+"""Instructions as functions of the registers, each with the slots that it is the last to use."""
+
+
+def bind_all(
+    steps: Sequence[Instruction],
+    layout: Layout,
+    constants: Sequence[tuple[int, torch.Tensor]],
+    code: Mapping[str, Built],
+    drive: Drive | None = None,
+) -> Actions:
+    """The instructions of a program, bound, for any of its executors; arguments as of :class:`Executor`."""
+    functions = {kernel: built.function for kernel, built in code.items()}
+    kept = {*layout.filled, *(slot for slot, _ in constants), *layout.results}
+    arrays: Arrays = {}
+    return tuple(zip([bind(step, functions, arrays, drive) for step in steps], last_uses(steps, kept), strict=True))
 
 
 class Executor:
@@ -33,7 +50,7 @@ class Executor:
 
     Attributes:
         steps: the instructions.
-        actions: they as functions of the registers, each with the slots that it is the last to use.
+        actions: they, bound.
 
     Args:
         device: of the inputs, but for states of generators.
@@ -41,6 +58,7 @@ class Executor:
         empty: shape, strides, element type → memory of a result.
         pool: of blocks on the device; the host's unless given.
         drive: runs the steps of loops.
+        actions: of another executor of the same program, whose are shared.
     """
 
     def __init__(
@@ -56,6 +74,7 @@ class Executor:
         empty: Callable[..., torch.Tensor] = empty_strided,
         pool: ArenaPool | None = None,
         drive: Drive | None = None,
+        actions: Actions | None = None,
     ):
         self.name = name
         self._prepare = prepare
@@ -63,11 +82,7 @@ class Executor:
         self._layout = layout
         self._constants = constants
         self._code = code  # alive as long as this
-        functions = {kernel: built.function for kernel, built in code.items()}
-        kept = {*layout.filled, *(slot for slot, _ in constants), *layout.results}
-        arrays: Arrays = {}
-        actions = [bind(step, functions, arrays, drive) for step in steps]
-        self.actions = tuple(zip(actions, last_uses(steps, kept), strict=True))
+        self.actions = bind_all(steps, layout, constants, code, drive) if actions is None else actions
         self._static_views = [bind(view, {}, {}) for view in layout.views]
         self._forms = InputForms(name, layout.params, device)
         self._fresh = [

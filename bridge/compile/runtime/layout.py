@@ -10,6 +10,7 @@ import torch
 from autodiff.extents import Dim
 from autodiff.ir import itemsize
 from autodiff.library import GENERATOR_STATE
+from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.instructions import View
 
 __all__ = ["Layout", "Register"]
@@ -77,9 +78,14 @@ class Layout:
 
     def fill(self, registers: list, memory: torch.Tensor) -> None:
         """Puts the tensors of the arena, which is to lie in ``memory``, aligned uint8, into their slots."""
+        typed: dict[str, torch.Tensor] = {}  # all of the memory, by element type: then a slot is one view
         for placed in self.arena:
+            if placed.dtype not in typed:
+                whole = len(memory) - len(memory) % itemsize(placed.dtype)
+                typed[placed.dtype] = memory[:whole].view(placed.torch_dtype)
             if placed.numel == 0:
                 registers[placed.slot] = torch.empty(placed.shape, dtype=placed.torch_dtype, device=memory.device)
             else:
-                raw = memory[placed.offset : placed.offset + placed.nbytes]
-                registers[placed.slot] = raw.view(placed.torch_dtype).view(placed.shape)
+                base = typed[placed.dtype]
+                first = base.storage_offset() + placed.offset // itemsize(placed.dtype)
+                registers[placed.slot] = base.as_strided(placed.shape, dense_strides(placed.shape), first)

@@ -85,7 +85,7 @@ class SizedTensorGuard(TensorGuard):
     """The conditions of one entry on argument tensors with symbolic extents.
 
     What is expected follows from the sizes of the call. The thorough path evaluates it; the quick path knows how the
-    tensors of the latest sizes look, and knows no others.
+    tensors of the latest sizes look, and takes the thorough one for others.
 
     Args:
         sizes: their extents.
@@ -101,10 +101,16 @@ class SizedTensorGuard(TensorGuard):
 
     def _looks_as_known(self, looks: LeastRecentlyUsed[tuple, Checks], tensors: Sequence[torch.Tensor]) -> bool:
         try:
-            alike = looks.get(self.sizes.key(tensors))
+            key = self.sizes.key(tensors)
         except IndexError:  # other dimensions
             return False
-        return alike is not None and alike(tensors)
+        alike = looks.get(key)
+        if alike is not None:
+            return alike(tensors)
+        if self.failure(tensors) is not None:
+            return False
+        looks.put(key, tensor_checks(tensors))
+        return True
 
     def failure(self, tensors: Sequence[Any]) -> GuardFailure | None:
         for tensor, kinds, name in zip(tensors, self._kinds, self._names, strict=True):

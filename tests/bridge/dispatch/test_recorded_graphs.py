@@ -119,9 +119,11 @@ def test_it_is_switched_off_and_on_without_compiling_anew(pair):
 def test_unless_told_otherwise_what_is_launch_bound_is_recorded():
     module, x = nn.Linear(5, 3), torch.randn(4, 5)
     add_tvm_dispatch(module, x)
-    for _ in range(12):
+    for _ in range(100):  # until it is certain
         module(x).sum().backward()
-    assert stats(module).graphs.mode == "auto" and stats(module).graphs.replays > 6, stats(module).graphs
+        if stats(module).graphs.replays > 6:
+            break
+    assert stats(module).graphs.mode == "auto" and stats(module).graphs.recordings == 2, stats(module).graphs
 
 
 def test_removing_the_dispatch_frees_it():
