@@ -243,6 +243,11 @@ _GLOBAL_HOOKS = [
 has_global_hooks: Callable[[], bool] = functools.partial(any, _GLOBAL_HOOKS)
 """Whether hooks are registered on all modules (``register_module_forward_hook`` and its kin)."""
 
+_PARAMETRIZE = find("torch.nn.utils.parametrize")
+find("torch.nn.utils.parametrize._cache_enabled")
+parametrization_caches: Callable[[], int] = functools.partial(getattr, _PARAMETRIZE, "_cache_enabled")
+"""In how many ``parametrize.cached()`` contexts this process is: parametrizations run once there, whoever asks."""
+
 
 _BUFFER_HOOKS: dict[int, Any] = find("torch.nn.modules.module._global_buffer_registration_hooks")
 

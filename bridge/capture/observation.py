@@ -159,6 +159,8 @@ class Observation:
         attends_otherwise: whether eager, where forward is told that it is not traced, reads no numbers for it and gives
             fused attention other arguments: no mask, say, where tracing makes one of ones.
         objects: the objects in its result that a compiled call makes anew (:mod:`bridge.base.objects`).
+        counted: indices of the inputs whose version it has moved on. A batch norm writes its running statistics without
+            that: autograd takes them for unchanged, and so does a backward that has saved them.
     """
 
     outputs: list[Output] = field(default_factory=list)
@@ -173,3 +175,4 @@ class Observation:
     asks: bool = False
     attends_otherwise: bool = False
     objects: list[Any] = field(default_factory=list)
+    counted: frozenset[int] = frozenset()

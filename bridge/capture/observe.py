@@ -71,7 +71,7 @@ def observe(
     trace = OpTrace(inputs) if traced else None
     draws = DrawRecorder(observation.draws, rules.complain, trace, inputs, advance, real=not traced)
     recorders = recorders or (InPlaceWatcher(rules, observation.calls), draws)
-    geometry = [_geometry(tensor) for tensor in inputs]
+    geometry, versions = [_geometry(tensor) for tensor in inputs], [_version(tensor) for tensor in inputs]
     number_indices, asked = NumberIndices(), times_forward_asked()
     stand_ins = (RecurrentStandIns(), WholeFunctions(), number_indices) if traced else ()
     with modes_put_back() as modes, ValidationReads() as validation, ExitStack() as stack:
@@ -80,6 +80,8 @@ def observe(
         for context in (mode, _exporting_flags(), generator_watch(rules), *stand_ins, *recorders):
             stack.enter_context(context)
         result = torch.func.functional_call(module, state, args, kwargs, tie_weights=False)
+    moved = zip(inputs, versions, strict=True)
+    observation.counted = frozenset(index for index, (tensor, then) in enumerate(moved) if _version(tensor) != then)
     if geometry != [_geometry(tensor) for tensor in inputs] and not rules.unsupported:
         reason = "gives a tensor of the module's or the caller's another shape, memory or requires_grad"
         rules.complain("detach_, requires_grad_, set_ or a view in place", reason, "work on a view or a clone of it")
@@ -113,6 +115,11 @@ def _geometry(tensor: torch.Tensor) -> tuple:
     """What an in-place change of a tensor's own description alters; a write of numbers has its own rules."""
     is_leaf_with_grad = tensor.grad_fn is None and tensor.requires_grad
     return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), storage_id(tensor), is_leaf_with_grad
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often autograd has seen the tensor written; 0 for one made in inference mode, of which it keeps no count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _exporting_flags() -> AbstractContextManager:

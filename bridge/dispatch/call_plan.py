@@ -68,7 +68,8 @@ def plan_call(
         found.append(_save(lowered, inputs + draws, values, beside, guard))
     if captured.mutated:
         places = enumerate((index for index, _ in captured.mutated), first_buffer)
-        found.append(steps.WriteBack(tuple((index, result, inputs[index]) for result, index in places)))
+        written = tuple((index, result, inputs[index]) for result, index in places)
+        found.append(steps.WriteBack(written, captured.observation.counted & {index for index, *_ in written}))
     spec = captured.observation.out_spec
     found.append(steps.Results(observed.outputs, imported.output_of, spec, inputs))
     if guard is not None and guard.sets_attributes:

@@ -192,9 +192,12 @@ def _save(step: steps.Save) -> Action:
 
 
 def _write_back(step: steps.WriteBack) -> Action:
+    ways = [(index, result, index in step.counted) for index, result, _ in step.buffers]
+
     def write(call: Call) -> None:
-        for index, result, _ in step.buffers:
-            call.primals[index].detach().copy_(call.values[result])
+        for index, result, counts in ways:
+            tensor = call.primals[index]
+            (tensor.detach() if counts else tensor.data).copy_(call.values[result])
 
     return write
 

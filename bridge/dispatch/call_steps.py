@@ -213,10 +213,13 @@ class WriteBack(CallStep):
 
     Attributes:
         buffers: place among the inputs, place of the new value among the results, name.
+        counted: those places among the inputs where eager's write counts for autograd
+            (:attr:`bridge.capture.Observation.counted`).
     """
 
     kind = "write back"
     buffers: tuple[tuple[int, int, str], ...]
+    counted: frozenset[int]
 
     def text(self) -> str:
         return _list(name for *_, name in self.buffers)

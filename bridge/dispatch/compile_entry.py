@@ -19,7 +19,7 @@ from bridge.capture import DynamicDim, NumberPlace, device_of_call, one_capture_
 from bridge.compile import Backend, Choices, RecordedGraphs, backend_for
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.frozen import FrozenPrograms
-from bridge.dispatch.guards import Guard, active_modes
+from bridge.dispatch.guards import Guard, active_modes, uncounted_statistics
 from bridge.dispatch.number_inputs import as_called, lower_with_numbers
 from bridge.dispatch.tuned import kept_tuned, strategy_of
 from bridge.lowering import lower_once
@@ -144,7 +144,7 @@ def _compile_entry(
             lowered, places = found
             captured = as_called(lowered.captured, args, kwargs, len(places))
         arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        guard = Guard(module, captured, arguments, places, freeze)
+        guard = Guard(module, captured, arguments, places, uncounted_statistics(module, captured) if freeze else None)
         frozen, made_for = guard.frozen, backend if choices is None else backend.choosing(choices)
         programs = None if frozen is None else FrozenPrograms(lowered, made_for, frozen.tensors, graphs)
         entry = Entry(guard, lowered, made_for, programs, graphs)

@@ -92,6 +92,7 @@ def data_of(entry: Entry, module: nn.Module) -> dict[str, Any]:
         "exact_modes": guard.modes.exact,
         "reads_validation": captured.observation.reads_validation,
         "settings": _settings(captured.device),
+        "uncounted": [] if guard.frozen is None else guard.frozen.uncounted,
         "written": [index for index, _ in captured.mutated],
         "wanted": list(entry.lowered.wanted),
         "differentiable": list(entry.lowered.differentiable),

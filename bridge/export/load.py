@@ -95,7 +95,7 @@ def _entry(
         child.training = data["training"][path]
     frozen = "constants" in data
     with modes_of(data, backend.device):
-        guard = Guard(module, call.captured, arguments, (), frozen, data["exact_modes"])
+        guard = Guard(module, call.captured, arguments, (), data["uncounted"] if frozen else None, data["exact_modes"])
         forward = load_program(folder / data["forward"], backend)
         if frozen:
             constants = load_program(folder / data["constants"], backend)

@@ -6,6 +6,7 @@ the quick path and the thorough one are both made of it. The conditions lie in :
 """
 
 from bridge.base.guard_failure import GuardFailure
+from bridge.dispatch.guards.frozen import uncounted_statistics
 from bridge.dispatch.guards.guard import Guard
 from bridge.dispatch.guards.interpreter import active_modes, interpreter_state
 from bridge.dispatch.guards.sizes import ArgumentSizes, Sizes, argument_sizes
@@ -21,4 +22,5 @@ __all__ = [
     "argument_sizes",
     "interpreter_state",
     "signature_of",
+    "uncounted_statistics",
 ]

@@ -7,7 +7,7 @@ arguments' structure, the argument tensors, the module tree, memory shared with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import copy
 from typing import Any
 
@@ -39,7 +39,8 @@ class Guard:
         arguments: the sample's argument tensors (their layouts are what is expected).
         numbers: where the numbers are found that the compiled code takes as inputs, between module tensors and
             arguments: attributes, then arguments.
-        freeze: whether the compiled code has the module's tensors as constants.
+        frozen: where the compiled code has the module's tensors as constants, the places of those that eager writes
+            uncounted (:func:`bridge.dispatch.guards.frozen.uncounted_statistics`); ``None``: it has none.
         exact_modes: whether the grad mode has to be the very one, whatever the code says.
 
     Attributes:
@@ -54,7 +55,7 @@ class Guard:
         captured: Captured,
         arguments: Sequence[torch.Tensor],
         numbers: Sequence[NumberPlace] = (),
-        freeze: bool = False,
+        frozen: Collection[int] | None = None,
         exact_modes: bool = False,
     ):
         self.numbers = tuple(numbers)
@@ -78,9 +79,9 @@ class Guard:
         self._written = [(index, captured.written_name(index)) for index, _ in captured.mutated]
         self._names = [spec.name for spec in captured.module_tensors]
         self.frozen = None
-        if freeze:
+        if frozen is not None:
             kinds = [f"{spec.kind} '{spec.name}'" for spec in captured.module_tensors]
-            self.frozen = FrozenTensors(self._tree.tensors(module), kinds)
+            self.frozen = FrozenTensors(self._tree.tensors(module), kinds, frozen)
         self._names += [place.name or self._arguments.paths[place.leaf] for place in numbers]
         self._names += [self._arguments.paths[i] for i in self._arguments.tensor_leaves]
 

@@ -20,6 +20,7 @@ from bridge.base.torch_internals import (
     has_global_hooks,
     innermost_transform,
     len_dispatch_stack,
+    parametrization_caches,
 )
 from bridge.dispatch.guards.condition import differs
 
@@ -66,6 +67,7 @@ MODES = (
     Mode("torch function mode", function_modes, _default_device),
     Mode("functorch transform", innermost_transform, lambda innermost: innermost is not None),
     Mode("global module hooks", has_global_hooks),
+    Mode("parametrize.cached()", parametrization_caches, bool),
     *(_CUDA_MODES if torch.backends.cuda.is_built() else ()),
 )
 _NAMES = [mode.name for mode in MODES]

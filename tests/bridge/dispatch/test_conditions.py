@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils.parametrize import cached
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -236,6 +237,7 @@ MUTATIONS: dict[str, tuple[Callable[[nn.Module, Callable[..., None]], None], int
         INTERPRETER,
         "global module hooks: compiled for False, called with True",
     ),
+    "parametrize.cached()": (around(cached), INTERPRETER, "parametrize.cached(): compiled for False, called with True"),
     "keyword arguments": (calling(rows, 2), STRUCTURE, "keyword arguments: compiled for ['shift'], called with []"),
     "structure": (given(lambda: [rows()]), STRUCTURE, "structure of"),
     "constants": (calling(rows, 3, shift=1.0), STRUCTURE, "value of argument args[1]: compiled for 2, called with 3"),

@@ -276,6 +276,26 @@ def test_it_is_frozen_anew_if_misses_compile(changing, change):
     assert entry_of(module).forward is forward
 
 
+class Uncounted(nn.BatchNorm1d):
+    """Updates its statistics without counting the batch."""
+
+    def forward(self, x):
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_running_statistics_that_a_batch_norm_writes_uncounted(compiles):
+    torch.manual_seed(0)
+    module, x = lively(nn.Sequential(nn.Linear(6, 4), Uncounted(4))).double(), torch.randn(5, 6, dtype=torch.float64)
+    frozen(module, x)
+    if compiles:
+        add_tvm_dispatch(module.train(), x)
+    module.train()(x)
+    with torch.no_grad():
+        torch.testing.assert_close(module.eval()(x), copy.deepcopy(module)(x), rtol=1e-10, atol=1e-10)
+    assert stats(module).misses["frozen buffer '1.running_mean': changed in place since it was frozen"] == 1
+
+
 def test_what_torch_does_not_count_is_seen_when_added_again(changing):
     module, x = changing
     frozen(module, x)

@@ -240,6 +240,7 @@ STATES = {
     "torch dispatch mode: compiled for False, called with True": _Mode,
     "torch function mode: compiled for False, called with True": torch.overrides.BaseTorchFunctionMode,
     "torch function mode: compiled for False, called with default device meta": lambda: torch.device("meta"),
+    "parametrize.cached(): compiled for False, called with True": parametrize.cached,
 }
 
 

@@ -317,3 +317,19 @@ def test_a_nested_tensor_is_left_to_eager():
     assert list(stats(module).misses) == ["layout of args[0]: a nested tensor"]
     with pytest.raises(UnsupportedModule, match="nested tensor"):
         add_tvm_dispatch(module, nested)
+
+
+def test_a_batch_norm_in_eager_beside_a_compiled_one():
+    """Eager saves its running statistics for the backward, and does not count the writes to them: nor may ours."""
+    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, rows().double().detach())
+    counts = []
+    for each in (module, eager):
+        before = [buffer._version for buffer in each.buffers()]
+        results = [each(rows(count).double().detach()) for count in (9, 7, 8, 7)]
+        sum(result.square().sum() * (k + 1) for k, result in enumerate(results)).backward()
+        counts.append([buffer._version - then for buffer, then in zip(each.buffers(), before, strict=True)])
+    assert counts[0] == counts[1] and stats(module).hits == 2
+    for ours, theirs in zip(module.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-10)
