@@ -214,7 +214,7 @@ class _Graphs:
         """``lasting``: see :func:`~bridge.compile.passes.choose_layouts.choose_layouts`; ``is_step``: of a loop."""
         self._func, self._backend = func, options.backend
         func = turned_inside(func) if policy.turns else func
-        func = carried_in_parts(func, partial(_parts, policy)) if policy.carries_parts else func
+        func = carried_in_parts(func, partial(_parts_of_carry, policy))
         neutral = translate(func, self._backend, drawn)
         if is_step:
             neutral = split_products(neutral, policy.parts)
@@ -238,8 +238,8 @@ class _Graphs:
         return assemble(self._graph, name, self._backend, {"translate": seconds}, variables, scope, bodies)
 
 
-def _parts(policy: ProductPolicy, element_type: str, rows: int, inner: int, columns: int) -> int:
-    return policy.parts(ProductShape(element_type, 1, rows, columns, inner))
+def _parts_of_carry(policy: ProductPolicy, element_type: str, rows: int, inner: int, columns: int) -> int:
+    return policy.parts(ProductShape(element_type, 1, rows, columns, inner), is_carried=True)
 
 
 def products_of(func: Function, options: CompileOptions) -> tuple[tuple[ProductShape, str], ...]:

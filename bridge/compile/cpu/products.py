@@ -109,7 +109,6 @@ class CpuProducts:
     joins = False
     widened = frozenset()
     packs = False
-    carries_parts = False
     turns = False
 
     def choose(self, product: ProductShape) -> str:
@@ -206,7 +205,7 @@ class CpuProducts:
                 found[way] = trial.generated(self.multiply(product.element_type), plan)
         return found
 
-    def parts(self, product: ProductShape) -> int:
+    def parts(self, product: ProductShape, is_carried: bool = False) -> int:
         return 1
 
     def packing(self, way: str, product: ProductShape) -> Packing | None:

@@ -97,7 +97,6 @@ class ProductPolicy(Protocol):
             stored in the order that readers want; otherwise they are in the logical order.
         joins: whether small products of gradients had better be joined: see :mod:`bridge.compile.passes.join_products`.
         widened: element types of which a library's product can have a float32 result.
-        carries_parts: whether a product in parts that a loop carries on is added up in the next step.
         packs: whether it makes a difference that an operand is the same in every step of a loop.
         turns: whether a product of every step is as good of a transposed weight as of a copy that is made of it first.
     """
@@ -106,7 +105,6 @@ class ProductPolicy(Protocol):
     joins: bool
     widened: frozenset[str]
     packs: bool
-    carries_parts: bool
     turns: bool
 
     def choose(self, product: ProductShape) -> str:
@@ -124,8 +122,9 @@ class ProductPolicy(Protocol):
         Of extents, whose arithmetic must not guard.
         """
 
-    def parts(self, product: ProductShape) -> int:
-        """Of the inner axis, that a product in a step of a loop had better be the sum of."""
+    def parts(self, product: ProductShape, is_carried: bool = False) -> int:
+        """Of the inner axis, that a product in a step of a loop had better be the sum of; ``is_carried``: the next step
+        adds them up."""
 
     def packing(self, way: str, product: ProductShape) -> Packing | None:
         """How a way's ``b`` is packed before; ``None`` where it is not."""

@@ -59,8 +59,7 @@ def test_parts_add_up(make, carried, monkeypatch):
 
     monkeypatch.setattr(split_products, "_split", watched)
     monkeypatch.setattr(parts, "_batch", counted)
-    monkeypatch.setattr(CpuProducts, "carries_parts", True)
-    monkeypatch.setattr(CpuProducts, "parts", lambda policy, product: 4 if product.k % 4 == 0 else 1)
+    monkeypatch.setattr(CpuProducts, "parts", lambda policy, product, is_carried=False: 1 if product.k % 4 else 4)
     clear_cache(), clear_lowered()
     check_module(make, lambda: torch.randn(7, 2, 3, requires_grad=True), dtype=torch.float64)
     clear_cache(), clear_lowered()
@@ -74,3 +73,9 @@ def test_parts_add_up(make, carried, monkeypatch):
 def test_parts_are_as_many_as_fill_a_gpu(shape, count):
     assert CudaProducts().parts(ProductShape("float32", 1, *shape)) == count
     assert CudaProducts().parts(ProductShape("bfloat16", 1, *shape)) == 1
+
+
+def test_parts_of_large_products_are_not_carried_on():
+    small, large = (ProductShape("float32", 1, 16, width, 4 * width) for width in (256, 512))
+    assert CudaProducts().parts(small, is_carried=True) == CudaProducts().parts(small) > 1
+    assert CudaProducts().parts(large, is_carried=True) == 1 < CudaProducts().parts(large)
