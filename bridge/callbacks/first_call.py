@@ -13,7 +13,7 @@ from torch import nn
 
 from bridge.base.log import channel
 from bridge.callbacks.choose import Layers
-from bridge.dispatch import DispatchStats, dispatch_at_first_call, remove_tvm_dispatch, stats
+from bridge.dispatch import NO_ENTRY, DispatchStats, dispatch_at_first_call, remove_tvm_dispatch, stats
 
 __all__ = ["DispatchAtFirstCall"]
 
@@ -71,7 +71,7 @@ class DispatchAtFirstCall:
         kind = type(module), call.partition(":")[0]
         if kind not in self._warned:
             self._warned.add(kind)
-            where = "" if call == "no entry" else f" where {call}"
+            where = "" if call.startswith(NO_ENTRY) else f" where {call}"
             words = "%s stays eager%s, as further ones of class %s may: %s"
             log.warning(words, name or "the model", where, type(module).__name__, why)
 

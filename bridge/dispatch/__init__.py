@@ -10,6 +10,7 @@ from bridge.dispatch.entries import Entries
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.frozen import FrozenPrograms
 from bridge.dispatch.guards import SAVED, Guard, GuardFailure, interpreter_state, signature_of
+from bridge.dispatch.no_entry import NO_ENTRY
 from bridge.dispatch.part_stats import PartStats
 from bridge.dispatch.programs import BackwardRun
 from bridge.dispatch.stats import DispatchStats
@@ -25,6 +26,7 @@ from bridge.dispatch.tuned import (
 __all__ = [
     "MAX_BOUND",
     "MAX_ENTRIES",
+    "NO_ENTRY",
     "SAVED",
     "STEPS",
     "Backward",

@@ -34,8 +34,9 @@ from bridge.dispatch.compile_entry import backend_of_call, compile_entry, requir
 from bridge.dispatch.entries import Entries
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.generalize import Generalization
-from bridge.dispatch.guards import GuardFailure
+from bridge.dispatch.guards import GuardFailure, active_modes
 from bridge.dispatch.hooks import call_with_hooks
+from bridge.dispatch.no_entry import no_entry
 from bridge.dispatch.outer_compiler import call_opaque, hide
 from bridge.dispatch.stats import DispatchStats
 from bridge.dispatch.tuned import has_other_choices, installed_tuner
@@ -177,6 +178,8 @@ class Dispatcher:
         """Whether a call that missed may be compiled; says so once for each cause that has used up its budget."""
         if failure.reason in self._unsupported or failure.__cause__ is not None:  # eager raises, too
             return False
+        if active_modes():  # of the code around this call, which says nothing about the next one
+            return False
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # that work would be in the graph
             return False
         if self.budget.allows(failure.field, self.entries.all):
@@ -199,16 +202,16 @@ class Dispatcher:
 
         ``failed``: from the entries that were tried already.
         """
-        closest = failed or GuardFailure(-1, "no entry")
+        closest = failed
         for entry in reversed(self.entries.all):  # among equally close ones, the newest
-            if entry in closest.tried:
+            if closest is not None and entry in closest.tried:
                 continue
             try:
                 return entry, entry.guard.match(module, args, kwargs)
             except GuardFailure as failure:
-                if failure.stage > closest.stage:
+                if closest is None or failure.stage > closest.stage:
                     closest = failure
-        return closest
+        return closest or no_entry(module, args, kwargs)
 
     def _hit(
         self, module: nn.Module, entry: Entry, inputs: list[torch.Tensor], failed: GuardFailure | None = None

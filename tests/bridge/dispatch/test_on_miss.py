@@ -11,6 +11,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bridge import DispatchMiss, add_tvm_dispatch, stats
 from bridge.dispatch.budget import MAX_WASTED
@@ -350,6 +351,30 @@ def test_what_cannot_be_compiled_runs_eager_and_is_not_tried_again(caplog):
     assert len(stats(module).entries) == 1
     module(rows(4))
     assert stats(module).hits == 1
+
+
+class Distinct(Scale):
+    """In evaluation, a result whose size the numbers of a parameter decide."""
+
+    def forward(self, x, power: int = 1):
+        scaled = super().forward(x, power)
+        return scaled if self.training else torch.unique(scaled)
+
+
+class PassThrough(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("around", [PassThrough, nullcontext], ids=["in a dispatch mode", "refused"])
+def test_a_first_call_of_another_kind_says_nothing_about_the_next(around):
+    module = add_tvm_dispatch(Distinct())
+    with around():
+        module.train(around is PassThrough)(rows(3))
+    module.train()(rows(3))
+    ((reason, count),) = stats(module).misses.items()
+    kind = "training, grad mode, torch dispatch mode" if around is PassThrough else "evaluation, grad mode"
+    assert stats(module).hits == count == 1 and reason == f"no entry: {kind}, args[0] a Tensor"
 
 
 def test_a_call_that_eager_refuses_raises_eagers_error():
