@@ -23,6 +23,7 @@ from typing import Any
 from torch import nn
 
 from bridge.base.guard_failure import MODULE, GuardFailure
+from bridge.state.counted_names import CountedNames, dicts_of_class, dicts_of_namespace, steady_names
 from bridge.state.names import (
     NOT_FORWARD,
     UNSET,
@@ -80,6 +81,7 @@ class CodeGuard:
         self._read: list[tuple[Callable[[Any], Any], Any]] = []
         self._values: list[Any] = []
         self._single, self._several = ([], [], []), ([], [], [])  # the same for :meth:`unchanged`, without calls here
+        self._counted_names = CountedNames()
         self._reasons: list[str] = []
         self._places: list[tuple[Any, str]] = []
         self._reached = reached
@@ -105,14 +107,17 @@ class CodeGuard:
             if getattr(kind, name, UNSET) is getattr(kind, name, None)  # a classmethod is bound anew at every look
         ]
         names = list(dict.fromkeys([name for name in ("forward",) if hasattr(kind, name)] + found))
-        reasons = {
-            name: f"{name} of class {kind.__name__}"
-            if name == "forward"
-            else f"attribute '{name}' of class {kind.__name__}"
-            for name in names
-        }
-        if names:
-            self._note(_tuple_of(attrgetter, names), kind, reasons)
+        dicts = dicts_of_class(kind)
+        steady = [] if dicts is None else steady_names(kind, names)
+        for some, decide in ((steady, dicts), ([name for name in names if name not in steady], None)):
+            reasons = {
+                name: f"{name} of class {kind.__name__}"
+                if name == "forward"
+                else f"attribute '{name}' of class {kind.__name__}"
+                for name in some
+            }
+            if some:
+                self._note(_tuple_of(attrgetter, some), kind, reasons, dicts=decide)
 
     def _note_names(self) -> None:
         cells: dict[int, tuple[CellType, str]] = {}
@@ -125,7 +130,8 @@ class CodeGuard:
                 _, reasons = spaces.setdefault(id(space.owner), (space, {}))
                 reasons.update((name, f"global '{space.prefix}{name}'") for name in space.names)
         for space, reasons in spaces.values():
-            self._note(_tuple_of(itemgetter, list(reasons)), space.namespace, reasons, space.owner, space.is_users)
+            given = space.namespace, reasons, space.owner, space.is_users, dicts_of_namespace(space.namespace)
+            self._note(_tuple_of(itemgetter, list(reasons)), *given)
         for cell, reason in cells.values():
             self._note(_cell_tuple, cell, {"cell_contents": reason})
 
@@ -136,16 +142,21 @@ class CodeGuard:
         reasons: dict[str, str],
         owner: Any = None,
         contents: bool = True,
+        dicts: Sequence[dict] | None = None,
     ) -> None:
-        """Remembers what ``read(source)`` gives, the values of these names; ``owner`` is where they can be set."""
+        """Remembers what ``read(source)`` gives, the values of these names; ``owner`` is where they can be set, and
+        ``dicts`` alone decide what they are."""
         values = read(source)
         self._read.append((read, source))
         self._values += values
-        single = getattr(read, "single", None)
-        getters, sources, expected = self._several if single is None else self._single
-        getters.append(single or read)
-        sources.append(source)
-        expected += values
+        if dicts is None:
+            single = getattr(read, "single", None)
+            getters, sources, expected = self._several if single is None else self._single
+            getters.append(single or read)
+            sources.append(source)
+            expected += values
+        else:
+            self._counted_names.add(read, source, values, dicts)
         self._reasons += reasons.values()
         self._places += [(source if owner is None else owner, name) for name in reasons]
         for value, reason in zip(values, reasons.values(), strict=True):
@@ -166,6 +177,8 @@ class CodeGuard:
             if not all(map(is_, chain.from_iterable(map(_call, *self._several[:2])), self._several[2])):
                 return False
         except (KeyError, AttributeError):
+            return False
+        if not self._counted_names.unchanged():
             return False
         if not all(map(is_, map(_CODE, self._functions), self._codes)):
             return False

@@ -8,12 +8,14 @@ to the test once per process; where it is not there, or misses a write, entries 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import gc
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from bridge.base.torch_internals import dict_version
 
-__all__ = ["dict_versions", "same_versions"]
+__all__ = ["dict_behind", "dict_versions", "same_versions"]
 
 
 def dict_versions(dicts: Iterable[dict[str, Any]]) -> list[int] | None:
@@ -27,9 +29,62 @@ def same_versions(dicts: Iterable[dict[str, Any]], then: list[int] | None) -> bo
     return then is not None and dict_versions(dicts) == then
 
 
+def dict_behind(namespace: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The dictionary that a namespace is, or that of a class which ``vars()`` shows; ``None`` where writes to it are
+    not counted."""
+    if _version() is None:
+        return None
+    if type(namespace) is dict:
+        return namespace
+    if type(namespace) is not MappingProxyType or not _classes_are_counted():
+        return None
+    return _behind(namespace)
+
+
+def _behind(namespace: MappingProxyType) -> dict[str, Any] | None:
+    found = gc.get_referents(namespace)
+    return found[0] if len(found) == 1 and type(found[0]) is dict else None
+
+
 @functools.cache
 def _version() -> Callable[[dict[str, Any]], int] | None:
     return dict_version if dict_version is not None and _is_exact(dict_version) else None
+
+
+@functools.cache
+def _classes_are_counted() -> bool:
+    """Whether every kind of write to a class makes a number that was not there before, and reading none."""
+    version = _version()
+
+    class Base:
+        pass
+
+    class Owner(Base):
+        first = second = 1
+
+    held, owner = _behind(vars(Owner)), Owner()
+    if held is None or version is None or _behind(vars(Base)) is held:
+        return False
+    seen = {version(held)}
+
+    def assign(value: Any) -> None:
+        Owner.first = value
+
+    writes: list[Callable[[], Any]] = [functools.partial(assign, value) for value in range(100)]
+    writes += [
+        lambda: setattr(Owner, "third", 3),
+        lambda: delattr(Owner, "third"),
+        lambda: type.__setattr__(Owner, "second", 2),
+        lambda: setattr(Owner, "method", lambda self: 1),
+    ]
+    for write in writes:
+        write()
+        now = version(held)
+        owner.first, Owner.second, vars(Owner)["first"], setattr(owner, "own", 1)
+        if now in seen or now != version(held):
+            return False
+        seen.add(now)
+    return True
 
 
 class _Owner:
