@@ -104,21 +104,30 @@ PROPERTIES = (
 _OTHERS = (type, torch.Tensor.is_inference)
 
 
-def tensor_checks(tensors: Sequence[torch.Tensor]) -> Checks:
+def tensor_checks(tensors: Sequence[torch.Tensor], given_twice: bool = True) -> Checks:
     """A test that as many tensors look exactly like these. It may say no where only torch's modes differ.
 
     The tensors are not kept alive.
+
+    Args:
+        given_twice: whether it knows tensors that are given twice where these are not; made sooner if not.
     """
     if tensors and _dynamo_is_exact():
+        if not given_twice and len(set(map(id, tensors))) == len(tensors):
+            check = _dynamos(tensors)
+            return lambda now: check(*now)
         return _by_dynamo(tensors)
     return _by_property(tensors)
 
 
 def _by_dynamo(tensors: Sequence[torch.Tensor]) -> Checks:
     """Dynamo's guard knows no tensor that is given twice (words that are the labels, too): that is told by property."""
-    check = tensor_guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    one_by_one = _by_property(tensors)
+    check, one_by_one = _dynamos(tensors), _by_property(tensors)
     return lambda now: check(*now) or (len(set(map(id, now))) < len(now) and one_by_one(now))
+
+
+def _dynamos(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    return tensor_guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 def _by_property(tensors: Sequence[torch.Tensor]) -> Checks:

@@ -47,7 +47,7 @@ class InputForms:
         if not all(map(torch.Tensor.is_contiguous, inputs)):
             return [tensor.contiguous() for tensor in inputs]
         if len(self._fitting) < _MAX_FITTING:
-            self._fitting.append(tensor_checks(inputs))
+            self._fitting.append(tensor_checks(inputs, given_twice=False))
         return inputs
 
     def _reject(self, inputs: Sequence[torch.Tensor]) -> None:

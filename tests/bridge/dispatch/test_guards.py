@@ -281,7 +281,10 @@ def test_a_tensor_that_is_given_twice_is_looked_at_closely_once(monkeypatch, sam
     for _ in range(4):
         torch.testing.assert_close(module(x, x), Twice()(x, x))
     assert stats(module).hits == 4 and not close
-    assert not tensor_checks([x, x])([x, rows(5)]) and not tensor_checks([x, x])([x[:3]] * 2)
+    for given_twice in (True, False):
+        check = tensor_checks([x, x] if sampled else [x, rows()], given_twice)
+        assert check([x, x]) == (sampled or given_twice) and check([x, rows()])
+        assert not check([x, rows(5)]) and not check([x[:3]] * 2)
 
 
 def test_each_reason_is_counted():
