@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from tests.device import DEVICE, forked_generators
+from tests.fuzz.functions import FUNCTIONS
 from tests.fuzz.placed import placed
 
 __all__ = ["PREAMBLE", "Arguments", "Program", "run_preamble"]
 
-PREAMBLE = '''\
+IMPORTS = '''\
 import math
 from collections import namedtuple
 
@@ -28,92 +29,9 @@ from torch.utils.checkpoint import checkpoint
 Pair = namedtuple("Pair", "first second")
 
 
-class Doubled(torch.autograd.Function):
-    """A custom function whose backward is not the derivative of its forward."""
+'''
 
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        return grad_out * 3
-
-
-class Squashed(torch.autograd.Function):
-    """Saves its result, and keeps a number."""
-
-    @staticmethod
-    def forward(ctx, x, scale):
-        y = torch.tanh(x * scale)
-        ctx.save_for_backward(y)
-        ctx.scale = scale
-        return y
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        (y,) = ctx.saved_tensors
-        return grad_out * (1 - y * y) * ctx.scale * 0.9, None
-
-
-class Straight(torch.autograd.Function):
-    """A straight-through estimator."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return torch.round(x)
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        return grad_out
-
-
-class Pairwise(torch.autograd.Function):
-    """Two arguments, two results, one of which has no gradient."""
-
-    @staticmethod
-    def forward(ctx, x, y):
-        ctx.save_for_backward(x, y)
-        larger = x > y
-        ctx.mark_non_differentiable(larger)
-        return x * y.sin(), larger
-
-    @staticmethod
-    def backward(ctx, grad_out, _):
-        x, y = ctx.saved_tensors
-        return grad_out * y.sin() + 0.1 * grad_out, grad_out * x * y.cos()
-
-
-class Inner(torch.autograd.Function):
-    """Keeps what it computes on its way, which is a constant to a second derivative."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.slope = x.cos()
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        (x,) = ctx.saved_tensors
-        return grad_out * ctx.slope * (1 + 0.1 * x)
-
-
-class Once(torch.autograd.Function):
-    """Its backward has no derivative."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.square()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_out):
-        (x,) = ctx.saved_tensors
-        return grad_out * x * 2
-
-
+MODULES = '''\
 class Cell(nn.Module):
     """A gate, a normalization, a residual; counts its calls in a buffer."""
 
@@ -207,6 +125,8 @@ class Gate(nn.Module):
 class Keep:
     """An object that is no tensor, number or string."""
 '''
+
+PREAMBLE = IMPORTS + FUNCTIONS + "\n\n" + MODULES
 """What the text of every program starts with."""
 
 

@@ -1,4 +1,4 @@
-"""Vocabulary of some programs alone: complex numbers, and autograd Functions of the user's own."""
+"""Vocabulary of some programs alone: complex numbers, autograd Functions of the user's own, sizes by numbers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from tests.fuzz.pointwise import split_table
 from tests.fuzz.scope import Scope
 
-__all__ = ["COMPLEX", "FUNCTIONS", "is_complex", "themes"]
+__all__ = ["COMPLEX", "COUNTS", "FUNCTIONS", "is_complex", "themes"]
 
-SHARE = {"complex": 0.2, "functions": 0.2}
+SHARE = {"complex": 0.25, "functions": 0.25, "counts": 0.1}
 """Of the programs, those with a theme."""
 
 MAKES_COMPLEX = """
@@ -28,12 +28,21 @@ KEEPS_COMPLEX = """
 (-{z}.abs()).exp() * {z} | ({z} + 9).sqrt() | ({z} * {z}.conj() + 1).log() | {z}.reciprocal() * {z}.abs().square()
 {z}[..., :1] | {z}[0] * {w} | {z}.flip(0) | {z}.expand(2, *{z}.shape) | {z}.cumsum(0) | torch.exp(1j * {z}.real)
 torch.add({z}, {w}, alpha=0.3) | {z}.masked_fill({z}.real > 0, 1j) | {z}.detach() * {z} | {z} * {p} | {z} / (2 + 1j)
+{z} / {w} | torch.reciprocal({z} + 2) | {z}.exp() | ({z} + 3).pow(1.5) | {z}.prod(-1) | {z} @ {x}.to({z}.dtype).mT
+{z}[{x} > 0] if {x}.shape == {z}.shape else {z} | {z} - {w} * 2 | 1 / ({z} + 1.5) | {z}.conj() / {w} | {z} * 0.5
+torch.addcmul({z}, {w}, {w}, value=0.5) | torch.linalg.solve({z} @ {z}.mH + 2 * torch.eye(len({z})), {z}) | 2 - {z}
+{z}.index_select(0, torch.tensor([0, -1 % len({z})])) | {z}.gather(-1, torch.zeros_like({z}.real, dtype=torch.long))
+torch.complex({z}.abs(), {z}.angle()) | torch.polar({z}.abs(), {z}.angle()) | torch.einsum("...i,...j->...ij", {z}, {w})
+{z}.cumprod(-1) | {z}.cosh() | {z}.sigmoid() | torch.nn.functional.pad({z}, (1, 0)) | {z}.diff(dim=-1)
+torch.view_as_complex(torch.view_as_real({z}) * 0.5) | {z}.mean(-1, keepdim=True) - {z} | {z}.unfold(0, 1, 1)
 torch.complex({z}.imag, {z}.real) | {z}.resolve_conj() | torch.roll({z}, 1, 0) | {z}.mH if {z}.dim() == 2 else {z}
 """
 
 READS_COMPLEX = """
 {z}.abs() | {z}.real | {z}.imag | torch.view_as_real({z}.resolve_conj()) | ({z} * {z}.conj()).real | {z}.norm()
 {z}.imag * {z}.real | {z}.abs().square().mean() | torch.fft.irfft({z}) | ({z} + 9).angle() | {z}.conj().imag + 1
+{z}.angle() | {z}.abs().max() | torch.linalg.vector_norm({z}, 1, dim=-1) | ({z} == {w}).sum() * {z}.real
+{z}.var(0) | {z}.std() | ({z} != 0).to(D) * {z}.imag | torch.linalg.matrix_norm({z}) | torch.fft.irfft({z}, n=6)
 torch.linalg.vector_norm({z}) | {z}.sum().real * {z}.abs() | {z}.real.tanh()
 """
 
@@ -47,6 +56,14 @@ WRITES_COMPLEX = r"""
 {z}.zero_()
 {z}.copy_({w})
 {z}.view(-1)[0] += 1j
+{z}.imag.copy_({z}.real)
+{z}.div_(2j)
+torch.view_as_real({z})[..., 1].mul_(0.5)
+{z}.conj().mul_(1j)
+{z}.masked_fill_({z}.real > 0, 0.5 - 1j)
+{z}.index_add_(0, torch.tensor([0]), {w}[:1])
+{z}[{z}.real > 0.3] *= 1j
+{z}.transpose(0, -1)[0] = 1 + 2j
 """
 
 APPLIES = r"""
@@ -60,6 +77,46 @@ APPLIES = r"""
 {v} = Once.apply({x}) + {x}
 with torch.no_grad():\n    {v} = Doubled.apply({x})
 {v} = Straight.apply({x} * 3) * {x}
+{v} = Weighted.apply({x}, {y}, 2)
+{v} = Weighted.apply({y}.detach(), {x}, 2)
+{v} = Reversed.apply({x}, 0.3)
+{v} = Reversed.apply({x}.t(), 2) * {y}
+{v}, other = Parted.apply({x})
+{v}, other = Parted.apply({x})\n{v} = {v} + other
+{v} = Parted.apply({x})[1]
+{v} = Written.apply({x} * 1)
+{v} = {x} * 2\nWritten.apply({v})
+{v} = Masked.apply({x})
+{v} = Masked.apply(Reversed.apply({x} * {y}, 1)).cumsum(-1)
+{v} = checkpoint(lambda t: Squashed.apply(t, 1.1), {x}, use_reentrant=False)
+{v} = torch.stack([Squashed.apply(row, 0.3) for row in {x}])
+{v} = Sized.apply({x}.to(C))
+{v} = Turned.apply(torch.complex({x}, {x}.cos()), 1 - 2j).abs()
+"""
+
+APPLIES_COMPLEX = r"""
+{v} = Sized.apply({z})
+{v} = Turned.apply({z}, 0.5 + 1j)
+{v} = Turned.apply(Turned.apply({z}.conj(), 1j), 2)
+{v} = Reversed.apply({z}, 0.7)
+{v} = Doubled.apply({z})
+{v} = Sized.apply({z} * {w}) * {z}
+"""
+
+COUNTED = r"""
+{v} = {x}[{x} > 0]
+{v} = {x}[{x} > 0].sum() * {y}
+{v} = {x}[{x}.detach() > 0.1] * 2
+{v} = {x}.masked_select({y} > 0).cumsum(0)
+row = torch.where({x}.flatten() > 0)[0]\n{v} = {x}.flatten()[row] * row
+row = ({x} > 0.2).flatten().nonzero()[:, 0]\n{v} = {x}.flatten().detach().index_add(0, row, {x}.flatten()[row])
+{v} = {x}.clone()\n{v}[{x} > 0] = {x}[{x} > 0] * 3
+{v} = {x}.clone()\n{v}[{x} < 0] = 0.5
+{v} = {x}.repeat_interleave(({x}.flatten()[: len({x})] > 0).long() + 1, dim=0)
+{v} = {x}[({x}.sum(-1) > 0)].mean(0)
+{v} = torch.argwhere({x} > 0.5).sum() * {y}
+{v} = {x}.masked_scatter({x} > 0, {x}.flatten() * 2)
+{v} = {x}[torch.isfinite({x})].tanh()
 """
 
 
@@ -97,7 +154,7 @@ def _lines(table: str):
 
 
 def _filled(scope: Scope, template: str) -> str | None:
-    slots = {"x": scope.pick(), "z": scope.pick(is_complex), "w": scope.pick(is_complex)}
+    slots = {"v": scope.fresh("v"), "x": scope.pick(), "z": scope.pick(is_complex), "w": scope.pick(is_complex)}
     if any(f"{{{name}}}" in template and value is None for name, value in slots.items()):
         return None
     if "{p}" in template:
@@ -115,4 +172,6 @@ COMPLEX = (
 )
 """Proposals, their weights, and whether each is an expression."""
 
-FUNCTIONS = ((_lines(APPLIES), 5.0, False),)
+FUNCTIONS = ((_lines(APPLIES), 5.0, False), (_lines(APPLIES_COMPLEX), 1.0, False))
+
+COUNTS = ((_lines(COUNTED), 5.0, False),)
