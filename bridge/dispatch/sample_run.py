@@ -75,6 +75,21 @@ class _Step(nn.Module):
                 torch.autograd.backward(outputs, [torch.ones_like(each) for each in outputs])
 
 
+class _Timed(nn.Module):
+    """A forward and how many seconds it takes, without what puts the copies in place."""
+
+    def __init__(self, inner: nn.Module, wait: Callable[[], Any]):
+        super().__init__()
+        self.inner, self.wait, self.seconds = inner, wait, 0.0
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        self.wait()
+        started = time.perf_counter()
+        self.inner.forward(*args, **kwargs)
+        self.wait()
+        self.seconds = time.perf_counter() - started
+
+
 def inner_calls(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[InnerCall]:
     """The calls of the modules inside, in order; of each, the first from each parent in each grad mode.
 
@@ -130,18 +145,15 @@ def shares_of(module: nn.Module, args: tuple, kwargs: dict[str, Any], paths: Seq
             inside.pop()
 
     runs: list[dict[str, float]] = []
+    whole = _Timed(module, wait)
     with _eager(module, args, kwargs), _watched(module, enter):
-        with copied_call(_Step(module, lambda: False), args, kwargs, _draws_put_back) as (call, _):
+        with copied_call(whole, args, kwargs, _draws_put_back) as (call, _):
             call()
             begun = time.perf_counter()
             while len(runs) < _RUNS and (not runs or time.perf_counter() - begun < _ENOUGH):
                 spent.clear()
-                wait()
-                started = time.perf_counter()
                 call()
-                wait()
-                whole = time.perf_counter() - started
-                runs.append({path: spent[path] / whole for path in paths})
+                runs.append({path: spent[path] / whole.seconds for path in paths})
     return {path: statistics.median(run[path] for run in runs) for path in paths}
 
 

@@ -31,7 +31,7 @@ RACES = 6
 """In how many orders writes to one place are tried."""
 RACE_FACTOR = 2.0
 """How many times what these move is still another order: each place has its own winner."""
-REORDERED_RUNS = 4
+REORDERED_RUNS = 16
 """In how many orders sums at huge arguments are tried."""
 
 
