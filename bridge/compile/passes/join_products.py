@@ -3,7 +3,9 @@
 The query, key and value of an attention read one input ``x``. With the gradient ``g`` of each, their weights' gradients
 are ``gᵀ @ x``, and the input's is the sum of ``g @ w``. All ``g`` are permuted copies (of heads), so they are copied
 side by side: one product makes all weights' gradients, one the input's gradient, one sum over the rows those of the
-biases. Small products leave most of a GPU idle; the sum of products is one with a longer inner axis.
+biases. Small products leave most of a GPU idle; the sum of products is one with a longer inner axis. Where a fused
+kernel of attention makes the ``g``, in the order in which they are multiplied, the copies are further work, which the
+products save several times.
 
 The same numbers are multiplied and added; a sum's order is that of the longer axis, so results differ by rounding. So
 this is for gradients alone, which no other function computes.
@@ -17,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bridge.compile.loop_ir import views
-from bridge.compile.loop_ir.graph import Graph, Node, Operand, Pointwise, Reduction, Value, whole
+from bridge.compile.loop_ir.graph import Graph, LibraryCall, Node, Operand, Pointwise, Reduction, Value, whole
 from bridge.compile.loop_ir.neutral import Join, MatMul, Neutral, Shaped
 
 __all__ = ["join_products"]
@@ -75,12 +77,16 @@ class _Reading:
         if turned is None or turned.arguments != ((1, 0),) or not node.b.is_whole or not _small(node.out.shape):
             return None
         reshaped = self._shaped(turned.operand, views.reshape)
-        if reshaped is None or self._shaped(reshaped.operand, views.permute) is None:
+        if reshaped is None or not self._may_lie_elsewhere(reshaped.operand):
             return None
         rows, heads = reshaped.out, reshaped.operand.value
         if len(rows.shape) != 2 or not all(isinstance(extent, int) for extent in (*rows.shape, *heads.shape)):
             return None
         return _Branch(rows, heads, node, turned) if _axis(rows, heads) is not None else None
+
+    def _may_lie_elsewhere(self, heads: Operand) -> bool:
+        """Whether it is a permuted copy, or what a library returns: neither is made where a product reads it anyway."""
+        return self._shaped(heads, views.permute) is not None or isinstance(self.makers.get(heads.value), LibraryCall)
 
     def _shaped(self, operand: Operand, function) -> Shaped | None:
         """What makes all that an operand reads, if it is that shape operation of all of a value."""

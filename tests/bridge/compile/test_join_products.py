@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 from bridge import lower
+from bridge.aten.attention import cuda_flash
+from bridge.aten.registry import CONVERSIONS
+from bridge.base.torch_internals import aten
 from bridge.compile import CallLibrary, Compilation, CompileOptions
 from bridge.compile.cpu.backend import CpuBackend, host_backend
 from bridge.compile.cuda.products import CudaProducts
@@ -58,6 +61,14 @@ class Attention(nn.Module):
         return y.transpose(1, 2).flatten(2)
 
 
+class Fused(Attention):
+    """Attention by one of CUDA's kernels, whose gradients lie in the order in which they are multiplied."""
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (4, 6)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
 class Twice(nn.Module):
     """The input of one attention is the other's result, and a projection of both."""
 
@@ -88,10 +99,22 @@ CASES = {
     "no biases": (lambda: Attention(bias=False), [(3, 10, 24)], True, 6, 2),
     "an input without a gradient": (Attention, [(3, 10, 24)], False, 3, 1),
     "fewer keys": (lambda: Attention(groups=2), [(3, 10, 24)], True, None, None),
+    "fused": (Fused, [(3, 10, 24)], True, 6, 2),
+    "fused, no biases": (lambda: Fused(bias=False), [(3, 10, 24)], True, 6, 2),
     "a memory": (lambda: Attention(memory=True), [(3, 10, 24), (3, 7, 24)], True, 6, 4),
     "twice": (Twice, [(3, 10, 24)], True, 12, 4),
     "tied": (Tied, [(3, 10, 24)], True, None, None),
 }
+
+
+@pytest.fixture(autouse=True)
+def cuda_attention(monkeypatch):
+    """Fused attention is taken for CUDA's, which has a formula for CPUs."""
+
+    def convert(importer, node, q, k, v, rate=0.0, is_causal=False, *, attn_mask=None, scale=None):
+        return cuda_flash(importer, node, q, k, v, rate, is_causal, scale=scale)
+
+    monkeypatch.setitem(CONVERSIONS, aten._scaled_dot_product_flash_attention_for_cpu.default, convert)
 
 
 def programs(make, shapes, wanted, dtype=torch.float64):
