@@ -44,6 +44,7 @@ ushort bridge_to_bfloat16(float x) {
   uint bits = as_uint(x);
   return (ushort)(x != x ? 0x7fc0u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
+ushort bridge_bits_bfloat16(float x) { return (ushort)(as_uint(x) >> 16); }
 float bridge_round_bfloat16(float x) { return bridge_from_bfloat16(bridge_to_bfloat16(x)); }
 float bridge_reciprocal(float x) { return 1.0f / x; }
 ulong bridge_mul_wide(uint a, uint b) { return (ulong)a * b; }

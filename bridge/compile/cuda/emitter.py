@@ -9,7 +9,7 @@ import math
 import struct
 
 from tvm import tirx
-from tvm.ir.expr import TensorLoad
+from tvm.ir.expr import Call, TensorLoad
 from tvm.tirx import AllocBuffer, Buffer, BufferLoad, BufferStore, Expr, Stmt, Var
 
 from bridge.compile.codegen.emit import Emitter, element_type
@@ -19,6 +19,8 @@ __all__ = ["CudaEmitter", "local_buffer", "storage_type"]
 _STORAGE = {"bool": "uint8", "float16": "uint16", "bfloat16": "uint16"}
 _WRITTEN = {"float32": (("{:.6e}",), "<f", "<i"), "float64": (("{:.15g}", "{:.15f}"), "<d", "<q")}
 _ZERO = tirx.const(0, "int32")
+_OF_BFLOAT16 = "bridge_round_bfloat16", "bridge_from_bfloat16"
+"""Functions whose floats are numbers of that type."""
 
 
 def storage_type(dtype: str) -> str:
@@ -40,6 +42,8 @@ class CudaEmitter(Emitter):
 
     def __init__(self) -> None:
         super().__init__(1)
+        self._bfloat16: set[Buffer] = set()
+        """Locals that hold a number of that type."""
 
     def const(self, number: float, dtype: str) -> Expr:
         """A number. TVM's writers of C keep 7 digits of a float, and of a double 15 digits
@@ -62,7 +66,15 @@ class CudaEmitter(Emitter):
         self._names += 1
         cell, allocation = local_buffer(1, str(value.ty), f"{hint}{self._names}")
         self.stmts += [allocation, BufferStore(cell, value, [_ZERO])]
+        if self._is_bfloat16(value):
+            self._bfloat16.add(cell)
         return BufferLoad(cell, [_ZERO])
+
+    def _is_bfloat16(self, value: Expr) -> bool:
+        """Whether a float is known to be rounded to that type."""
+        if isinstance(value, TensorLoad):
+            return value.source in self._bfloat16
+        return isinstance(value, Call) and getattr(value.args[0], "value", None) in _OF_BFLOAT16
 
     def reinterpret(self, value: Expr, dtype: str) -> Expr:
         return tirx.call_pure_extern(dtype, f"bridge_as_{dtype}", value)
@@ -78,7 +90,8 @@ class CudaEmitter(Emitter):
         if dtype == "bool":
             return tirx.Select(value, tirx.const(1, "uint8"), tirx.const(0, "uint8"))
         if dtype in ("float16", "bfloat16"):
-            return tirx.call_pure_extern("uint16", f"bridge_to_{dtype}", value)
+            name = "bridge_bits_bfloat16" if dtype == "bfloat16" and self._is_bfloat16(value) else f"bridge_to_{dtype}"
+            return tirx.call_pure_extern("uint16", name, value)
         return self.cast(value, dtype)
 
     def rounded(self, value: Expr, dtype: str) -> Expr:

@@ -31,7 +31,12 @@ BRIDGE unsigned short bridge_to_float16(float x) {
   return y;
 #endif
 }
-BRIDGE float bridge_from_bfloat16(unsigned short x) { return __int_as_float((int)((unsigned int)x << 16)); }
+// halves of a register, by name: the compiler sees that one instruction takes a half apart, or puts two together
+BRIDGE float bridge_from_bfloat16(unsigned short x) {
+  unsigned int y;
+  asm("{ .reg .b16 zero; mov.b16 zero, 0; mov.b32 %0, {zero, %1}; }" : "=r"(y) : "h"(x));
+  return __int_as_float((int)y);
+}
 BRIDGE unsigned short bridge_to_bfloat16(float x) {
 #if __CUDA_ARCH__ >= 800
   unsigned int y;
@@ -42,6 +47,12 @@ BRIDGE unsigned short bridge_to_bfloat16(float x) {
   unsigned int up = bits + 0x7fffu + ((bits >> 16) & 1u);
   return (unsigned short)(x != x ? 0x7fffu : up >> 16);
 #endif
+}
+// of a number that is rounded to bfloat16
+BRIDGE unsigned short bridge_bits_bfloat16(float x) {
+  unsigned short y;
+  asm("{ .reg .b16 low; mov.b32 {low, %0}, %1; }" : "=h"(y) : "r"(__float_as_int(x)));
+  return y;
 }
 // rounded to bfloat16: its bits are the upper ones of a float's
 BRIDGE float bridge_round_bfloat16(float x) {

@@ -8,19 +8,20 @@ from dataclasses import dataclass, replace
 
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, Stmt, Var
 
+from autodiff.ir import itemsize
 from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.rounding import rounded
 from bridge.compile.codegen.tir import sequence
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer
 from bridge.compile.cuda.launch import portions
-from bridge.compile.cuda.limits import BLOCK_THREADS, WARP, row_groups, row_lanes, row_threads
+from bridge.compile.cuda.limits import ACCESS_BYTES, BLOCK_THREADS, VECTOR, WARP, row_groups, row_lanes, row_threads
 from bridge.compile.cuda.scope import ThreadScope
 from bridge.compile.cuda.shared_bytes import fitting_groups
 from bridge.compile.cuda.steps import column_steps
 from bridge.compile.cuda.tree import Team
 from bridge.compile.schedule.reduction import combine, identity
-from bridge.compile.schedule.row_plan import RowPass, RowPlan
+from bridge.compile.schedule.row_plan import Read, RowPass, RowPlan
 
 __all__ = ["SHORT_ROW", "RowForm", "emit_row"]
 
@@ -58,7 +59,20 @@ class RowForm:
         threads = row_threads(length, plan.small)
         turns = -(-length // (threads * lanes)) if isinstance(length, int) else None
         groups = row_groups(length, plan.small, bool(plan.column_reductions))
-        return cls(threads, fitting_groups(plan, threads, groups, lanes), lanes, turns)
+        form = cls(threads, fitting_groups(plan, threads, groups, lanes), lanes, turns)
+        return form.widened(plan) if combines_columns_alone(plan) else form
+
+    def widened(self, plan: RowPlan) -> RowForm:
+        """The same groups with vectors of twice the lanes, where all that differs from row to row is of half types,
+        which then are accesses of :data:`ACCESS_BYTES`, and where no more of a turn is behind the row's end."""
+        lanes, length = 2 * self.lanes, plan.length
+        if self.lanes != VECTOR or not isinstance(length, int) or plan.columns[-1] % lanes or any(plan.concats):
+            return self
+        turns = -(-length // (self.threads * lanes))
+        fits = fitting_groups(plan, self.threads, self.groups, lanes) == self.groups
+        if not fits or turns * lanes > self.turns * self.lanes or _widest(plan) * lanes > ACCESS_BYTES:
+            return self
+        return replace(self, lanes=lanes, turns=turns)
 
     @classmethod
     def short(cls) -> RowForm:
@@ -102,6 +116,20 @@ class RowForm:
         turn = Var("turn", plan.index_type)
         inside = sequence(vector(turn, turn * number(self.lanes)))
         return For(turn, number(0), portions(number(plan.length), wide), ForKind.SERIAL, inside)
+
+
+def combines_columns_alone(plan: RowPlan) -> bool:
+    """Whether nothing of a row is combined, or kept from one pass to another."""
+    apart = plan.column_reductions and plan.buffer_row is None and not any(plan.cached)
+    return bool(apart) and all(not node.per_row and node.reduces != "row" for node in plan.nodes)
+
+
+def _widest(plan: RowPlan) -> int:
+    """Bytes of an element at most, of what differs from row to row: results, and inputs that have rows."""
+    stored = [plan.nodes[node].dtype for node in plan.outputs if not plan.nodes[node].reduces]
+    reads = [each for node in plan.nodes for each in node.operands if isinstance(each, Read)]
+    read = [plan.dtype(each) for each in reads if each.access.terms]
+    return max(map(itemsize, [*stored, *read]), default=VECTOR)
 
 
 def emit_row(scope: ThreadScope, form: RowForm, team: Team, row: Expr) -> list[Stmt]:

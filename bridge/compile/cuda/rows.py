@@ -19,7 +19,7 @@ from bridge.compile.codegen.tir import sequence
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer
 from bridge.compile.cuda.finish import finish_columns
 from bridge.compile.cuda.launch import SharedMemory, launch, portions
-from bridge.compile.cuda.row import SHORT_ROW, RowForm, emit_row
+from bridge.compile.cuda.row import SHORT_ROW, RowForm, combines_columns_alone, emit_row
 from bridge.compile.cuda.scope import Kept, ThreadScope
 from bridge.compile.cuda.shared_bytes import turns_together
 from bridge.compile.cuda.task_parts import TaskParts
@@ -50,9 +50,7 @@ def _tiles(plan: RowPlan, form: RowForm, number: LaunchArguments) -> Expr | None
 
     A column's sum is the same one, for its elements are the same threads'. ``None``: one block.
     """
-    apart = plan.column_reductions and plan.buffer_row is None and not any(plan.cached)
-    alone = all(not node.per_row and node.reduces != "row" for node in plan.nodes)
-    if not (apart and alone) or form.turns == 1:
+    if not combines_columns_alone(plan) or form.turns == 1:
         return None
     wide = form.threads * form.lanes
     return portions(number(plan.length), wide) if form.turns is None else number(form.turns)

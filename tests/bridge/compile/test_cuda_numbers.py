@@ -9,6 +9,7 @@ import pytest
 import torch
 from tvm.relax import op as R
 
+from bridge.compile.cuda.row import RowForm
 from bridge.compile.passes.choose_layouts import choose_layouts
 from bridge.compile.pipeline import optimize
 from bridge.compile.translate import translate
@@ -65,6 +66,31 @@ def test_nan_and_infinity_in_reductions():
         largest[1:].tolist() == [-inf, inf] and least[1:].tolist() == [-inf, 1.0] and total[1:].tolist() == [-inf, inf]
     )
     torch.testing.assert_close(columns, x.amax(0), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "is_wider"),
+    [("bfloat16", 256, True), ("float16", 768, True), ("bfloat16", 260, False), ("float32", 256, False)],
+)
+def test_sums_of_columns_are_the_same_bits_in_wider_vectors(monkeypatch, dtype, columns, is_wider):
+    """Of half types, a thread takes a whole access at once; a vector for all rows may be of a wider type."""
+    torch.manual_seed(0)
+    x, scale = torch.randn(70, columns).to(getattr(torch, dtype)), torch.randn(columns)
+
+    def body(emit, x, scale):
+        y = emit(R.astype(emit(R.multiply(emit(R.astype(x, "float32")), scale)), dtype))
+        return [y, emit(R.sum(emit(R.astype(y, "float32")), [0]))]
+
+    forms = []
+    wider = RowForm.widened
+    monkeypatch.setattr(RowForm, "widened", lambda form, plan: forms.append(wider(form, plan)) or forms[-1])
+    y, total = run([x, scale], body)
+    assert [form.lanes for form in forms] == [8 if is_wider else 4]
+    monkeypatch.setattr(RowForm, "widened", lambda form, plan: form)
+    for ours, plain in zip((y, total), run([x, scale], body), strict=True):
+        assert torch.equal(ours, plain)
+    assert torch.equal(y, (x.float() * scale).to(y.dtype))
+    torch.testing.assert_close(total, y.float().sum(0), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("columns", [300, 30, 7, 96])

@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(256) k0_kernel(ushort* __restrict__
         v3_ptr[0] = (v1_ptr[0] + v2_ptr[0]);
         alignas(64) float v4_ptr[1];
         v4_ptr[0] = bridge_round_bfloat16(v3_ptr[0]);
-        y_ptr[lane] = bridge_to_bfloat16(v4_ptr[0]);
+        y_ptr[lane] = bridge_bits_bfloat16(v4_ptr[0]);
       }
       *(ushort4*)(out0_ptr + (whole6 * 4)) = *(ushort4*)(y_ptr + 0);
       int position1 = (position2 + 4);
