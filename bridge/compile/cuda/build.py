@@ -46,7 +46,7 @@ _KERNEL = re.compile(
     r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(.*?(?=extern "C"|\Z)', re.DOTALL
 )
 
-_KERNELS_OF_PART = 3
+_KERNELS_OF_PART = 2
 """Of one call of NVRTC, at least: each reads the head of the source anew, which takes it as long as a small kernel."""
 _MOST_PARTS = 8
 
