@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(256) k0_kernel(ushort* __restrict__
         v3_ptr_1[0] = (v1_ptr_1[0] + v2_ptr_1[0]);
         alignas(64) float v4_ptr_1[1];
         v4_ptr_1[0] = bridge_round_bfloat16(v3_ptr_1[0]);
-        y_ptr_1[lane_1] = bridge_to_bfloat16(v4_ptr_1[0]);
+        y_ptr_1[lane_1] = bridge_bits_bfloat16(v4_ptr_1[0]);
       }
       *(ushort4*)(out0_ptr + (whole6_1 * 4)) = *(ushort4*)(y_ptr_1 + 0);
     } else {
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(256) k0_kernel(ushort* __restrict__
           v3_ptr_2[0] = (v1_ptr_2[0] + v2_ptr_2[0]);
           alignas(64) float v4_ptr_2[1];
           v4_ptr_2[0] = bridge_round_bfloat16(v3_ptr_2[0]);
-          y_ptr_2[lane_2] = bridge_to_bfloat16(v4_ptr_2[0]);
+          y_ptr_2[lane_2] = bridge_bits_bfloat16(v4_ptr_2[0]);
         }
         *(ushort4*)(out0_ptr + (whole6_2 * 4)) = *(ushort4*)(y_ptr_2 + 0);
       }
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(256) k0_kernel(ushort* __restrict__
           v3_ptr_3[0] = (v1_ptr_3[0] + v2_ptr_3[0]);
           alignas(64) float v4_ptr_3[1];
           v4_ptr_3[0] = bridge_round_bfloat16(v3_ptr_3[0]);
-          y_ptr_3[lane_3] = bridge_to_bfloat16(v4_ptr_3[0]);
+          y_ptr_3[lane_3] = bridge_bits_bfloat16(v4_ptr_3[0]);
         }
         *(ushort4*)(out0_ptr + (whole6_3 * 4)) = *(ushort4*)(y_ptr_3 + 0);
       }
