@@ -11,7 +11,8 @@ from torch import nn
 
 from bridge.base.torch_internals import pytree
 from bridge.capture.isolated_rng import IsolatedRNG
-from bridge.state import own_attributes, tensor_problem
+from bridge.capture.tensor_contents import TensorContents
+from bridge.state import own_attributes
 
 __all__ = ["Copies", "copied_call"]
 
@@ -36,15 +37,12 @@ def copied_call(
     state = {name: copies.of(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     copied_args, copied_kwargs = pytree.tree_map_only(torch.Tensor, copies.of, (args, kwargs))
     values = [value for child in module.modules() for _, value in own_attributes(child)]
-    attributes = [value for value in values if isinstance(value, torch.Tensor) and tensor_problem(value) is None]
-    before = [(value, value._version, value.detach().clone()) for value in attributes]
+    before = TensorContents(value for value in values if isinstance(value, torch.Tensor))
     try:
         with isolated():
             yield lambda: torch.func.functional_call(module, state, copied_args, copied_kwargs), copies.made()
     finally:
-        for value, version, numbers in before:
-            if value._version != version:
-                value.detach().copy_(numbers)
+        before.restore()
 
 
 class Copies:

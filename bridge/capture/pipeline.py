@@ -36,6 +36,7 @@ from bridge.capture.loops.attempt import Looped, looped_call
 from bridge.capture.module_calls import forward_here
 from bridge.capture.preconditions import check_call, device_of_call
 from bridge.capture.symbolic_capture import as_in_eager_at_sample
+from bridge.capture.tensor_contents import TensorContents
 from bridge.capture.thread_isolation import capturing
 from bridge.capture.traced import trace, traced_and_settled
 from bridge.capture.tracing import eagers_branches
@@ -77,6 +78,26 @@ def capture(
     check_call(module, args, kwargs)
     refuse_numbers(type(module).__name__, dims)
     first = PythonState(module)
+    contents = TensorContents(first.tensors())
+    try:
+        captured = _captured_on(module, args, kwargs, dims, first, looped)
+    except BaseException:
+        contents.restore()
+        raise
+    if captured.problems:
+        contents.restore()
+    return captured
+
+
+def _captured_on(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    dims: Sequence[DynamicDim],
+    first: PythonState,
+    looped: Looped | None,
+) -> Captured:
+    """The captured call on the device of its tensors; in eager's branches where those are others and can be traced."""
     device = device_of_call(module, args, kwargs)
     settle_attention_order(device)
     with collection_paused():

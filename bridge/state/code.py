@@ -169,6 +169,10 @@ class CodeGuard:
         """Whether one of these names occurs in the code."""
         return any(not set(names).isdisjoint(names_of(function.__code__)) for function in self._functions)
 
+    def values(self) -> Iterator[Any]:
+        """What the names had for values, and what those held."""
+        return chain(self._values, *(contents.values for contents in self._contents))
+
     def unchanged(self) -> bool:
         """Whether all of it is the very same."""
         try:

@@ -48,6 +48,11 @@ class Contents:
         self._values = list(self._read())
 
     @property
+    def values(self) -> list[Any]:
+        """What it held."""
+        return list(self._values)
+
+    @property
     def counted(self) -> dict[str, Any] | None:
         """The dictionary behind it, if the count of writes to that tells whether anything was changed."""
         return self._view if type(self._view) is dict else None

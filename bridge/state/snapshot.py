@@ -7,6 +7,9 @@ so such a module is refused, and what tracing changed is put back.
 
 from __future__ import annotations
 
+from itertools import chain
+
+import torch
 from torch import nn
 
 from bridge.state.code import CodeGuard
@@ -22,6 +25,7 @@ class PythonState(Snapshot):
     def __init__(self, root: nn.Module):
         super().__init__(root)
         modules = dict(root.named_modules())
+        self._registered = list(modules.values())
         reached = Reached(registered=frozenset(modules.values()))
         for path, module in modules.items():
             for name, value in own_attributes(module):
@@ -36,6 +40,12 @@ class PythonState(Snapshot):
         inside = [contents.place for contents in self._inside if not contents.unchanged()]
         attributes = [f"self.{name}" for name in sorted({*super().changes(), *inside})]
         return list(dict.fromkeys((*attributes, *self._code.differences())))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Tensors in attributes, in what those hold and in what the code refers to; parameters and buffers are none."""
+        attributes = (value for module in self._registered for _, value in own_attributes(module))
+        values = chain(attributes, *(contents.values for contents in self._inside), self._code.values())
+        return [value for value in values if isinstance(value, torch.Tensor)]
 
     def mentions(self, *names: str) -> bool:
         """Whether one of these names occurs in the code."""

@@ -141,6 +141,36 @@ def test_state_that_every_call_changes_is_refused_and_put_back(forward):
         assert forward.calls() == 0
 
 
+TOTAL = torch.zeros(4)
+
+
+class Accumulates(nn.Module):
+    """Writes into tensors that are not registered, one of them uncounted by torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.sum, self.seen = torch.zeros(4), [torch.zeros(())]
+        self.mean, self.variance = torch.zeros(4), torch.ones(4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        with torch.no_grad():
+            self.sum += y.sum(0)
+            self.seen[0].add_(1)
+            TOTAL.add_(1)
+        return nn.functional.batch_norm(y, self.mean, self.variance, training=True)
+
+
+def test_tensors_that_are_not_registered_are_put_back():
+    module = Accumulates()
+    with pytest.raises(UnsupportedModule):
+        add_tvm_dispatch(module, torch.randn(3, 6))
+    for tensor in (module.sum, *module.seen, module.mean, TOTAL):
+        assert not tensor.any()
+    assert bool((module.variance == 1).all())
+
+
 def test_examine_lists_it():
     module = type("Changes", (Holds,), {"forward": field})()
     assert "self.state" in str(examine(module, torch.ones(2, 6)))
