@@ -73,6 +73,18 @@ EXPRESSIONS = (
     "({h}.tanh() ** 2) - {t}",
 )
 
+#: Statements that write into a tensor ``h``.
+IN_PLACE = (
+    "{h} += {p}",
+    "{h} *= 0.5 + 0.1 * {t}",
+    "{h} /= ({p}.square() + 1)",
+    "{h}.mul_(0.5).add_({p}, alpha=0.3)",
+    "{h}.tanh_()",
+    "F.leaky_relu({h}, 0.1, inplace=True)",
+    "{h}.clamp_(-1, 1).masked_fill_({p}.detach() > 0.3, 0.25)",
+    "{h}[:, :2].mul_(0.5)",
+)
+
 
 class _Loop:
     """The text of a loop as it is drawn."""
@@ -187,6 +199,12 @@ def _add_loop(loop: _Loop, source: str, axis: int, arguments: list) -> str:
         loop.results.append(written)
         if rng.random() < 0.1:
             lines.append(f"{shown} = {shown} + {written}[{text}]")
+    in_place = random.Random(f"{loop.init} {lines}")  # the draws of other statements stay as they were
+    if in_place.random() < 0.3:
+        name = loop.fresh()
+        given = {"h": name, "p": in_place.choice(states), "t": step}
+        lines += [f"{name} = {in_place.choice(states)} + 0.5", in_place.choice(IN_PLACE).format(**given)]
+        lines.append(f"{in_place.choice(states)} = {name}")
     way = way.format(parts=rng.choice((f"{source}.unbind({axis})", f"[{source}.select({axis}, k) for k in range(n)]")))
     loop.before.append("\n".join([way, *(f"    {line}" for line in lines)]))
     loop.results += states

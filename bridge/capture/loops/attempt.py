@@ -28,9 +28,10 @@ from bridge.capture.eager_run import nothing_saved, owned_state
 from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.loops.alive import evenly_alive
 from bridge.capture.loops.find import find_loops
-from bridge.capture.loops.recorder import CallRecorder, NotRecordedError, OperatorWatch
+from bridge.capture.loops.recorder import CallRecorder, NotRecordedError
 from bridge.capture.loops.replay import Replay
 from bridge.capture.loops.uncomputed import INTEGERS
+from bridge.capture.loops.watch import OperatorWatch
 from bridge.capture.observation import Observation
 from bridge.capture.observe import observe
 from bridge.capture.own_functions import OwnFunctions

@@ -80,6 +80,11 @@ class Form(NamedTuple):
         """All but whether autograd follows it, which may begin with a loop's first step."""
         return self[:4]
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether it is dense, its last axis innermost."""
+        return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
+
 
 class Made(NamedTuple):
     """Where a value comes from: the ``leaf``-th result of a row; of an input, row -1 and its number."""

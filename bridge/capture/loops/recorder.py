@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 
 from bridge.base.devices import HOST, TYPES
 from bridge.base.interrupts import raise_deferred
-from bridge.base.torch_internals import TorchDispatchMode, aten, schema
 from bridge.capture.autograd_uses import use_of_autograd
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.loops.calls import (
@@ -38,12 +37,13 @@ from bridge.capture.loops.calls import (
     part_of,
     part_written,
 )
+from bridge.capture.loops.in_place import keeps_form, out_of_place
 from bridge.capture.loops.uncomputed import Uncomputed
 from bridge.capture.loops.writes import Writes
 from bridge.capture.observation import Draw
 from bridge.state import constant_key
 
-__all__ = ["CallRecorder", "NotRecordedError", "OperatorWatch"]
+__all__ = ["CallRecorder", "NotRecordedError"]
 
 
 class NotRecordedError(Exception):
@@ -138,6 +138,9 @@ class CallRecorder(TorchFunctionMode):
         iterates = func is torch.Tensor.__iter__
         if iterates:
             func = torch.unbind
+        modified = out_of_place(func, kwargs)
+        if modified is not None:
+            return self._modify(func, args, kwargs, *modified)
         writes = self._check(func)
         given: list[torch.Tensor] = []
         told = tuple([self._told(arg, given) for arg in args])
@@ -237,6 +240,29 @@ class CallRecorder(TorchFunctionMode):
         if self.uncomputed is not None:
             self.uncomputed.made(reads, makes, forms)
         self._add(Kind(func, (), {}), into[1:2] + into[3:], Call(-1, reads, makes, None, into))
+
+    def _modify(self, func: Any, args: tuple, kwargs: dict[str, Any], same: Any, named: dict[str, Any]) -> torch.Tensor:
+        """``tensor.add_(other)``: from now on the tensor is another value, the result of ``same``; its row is added."""
+        self._check(same)
+        given: list[torch.Tensor] = []
+        told = tuple([self._told(arg, given) for arg in args])
+        named = {name: self._told(arg, given) for name, arg in named.items()}
+        reads, forms = tuple([self._number(tensor) for tensor in given]), self.calls.forms
+        if not told or told[0] is not HERE or not keeps_form([forms[value] for value in reads]):
+            self.fail("a write that may round or lie otherwise than a result")
+        if self.calls.made[reads[0]].row < 0 or not self._writes.is_alone(given[0]):
+            self.fail("a write into what is used elsewhere")
+        told, number = numbered(same.__name__, told, named, [forms[value] for value in reads])
+        self._writes.read(reads)
+        self.is_inside = True
+        func(*args, **kwargs)
+        self.is_inside = False
+        makes = (self._new(given[0], Made(len(self.calls.rows), 0)),)
+        if self.uncomputed is not None:
+            self.uncomputed.made(reads, makes, forms)
+        constants = _key(told), _key(named)
+        self._add(Kind(same, told, named), constants, Call(-1, reads, makes, None, None, number))
+        return given[0]
 
     def fail(self, reason: str) -> None:
         """Ends the recording."""
@@ -345,43 +371,3 @@ def _key(arg: Any) -> Any:
     if type(arg) is slice:
         return "slice", *map(_key, (arg.start, arg.stop, arg.step))
     return arg if arg is HERE or arg is NUMBER or arg is Ellipsis else constant_key(arg)
-
-
-class OperatorWatch(TorchDispatchMode):
-    """Ends a recording before an operator draws, reads a number or writes outside of a call, or one that is not ATen's.
-
-    ``count``: how many operators have run.
-    """
-
-    def __init__(self, recorder: CallRecorder):
-        super().__init__()
-        self.recorder = recorder
-        self.count = 0
-        self._fine: set[Any] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if torch.Tag.nondeterministic_seeded in func.tags and func.namespace == "aten":
-            return self.recorder.draw(func, args, kwargs or {})
-        if func not in self._fine:
-            if (why := _problem(func)) is not None:
-                self.recorder.fail(why)
-            if not schema(func).is_mutable:
-                self._fine.add(func)
-            elif not self.recorder.is_inside:
-                self.recorder.fail(f"{func} writes")
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-_READS = (aten._local_scalar_dense, aten.equal, aten._assert_async, aten.as_strided, aten.is_nonzero)
-
-
-def _problem(func: Any) -> str | None:
-    known = schema(func)
-    if func.namespace != "aten":
-        return f"{func} is not torch's own"
-    if torch.Tag.dynamic_output_shape in func.tags:
-        return f"the result of {func} has a shape that numbers decide"
-    if func.overloadpacket in _READS or "batch_norm" in known.name or "instance_norm" in known.name:
-        return f"{func} reads or writes more than the graph says"
-    return None

@@ -321,7 +321,7 @@ class _Run:
             value = value.flatten(written.dim, written.dim + 1)
         extent, before = value.shape[written.dim], self.calls.forms[written.first]
         begin = written.begin if written.step > 0 else written.begin + written.extent - extent
-        if extent < before.shape[written.dim] or not _is_contiguous(before.shape, before.stride):
+        if extent < before.shape[written.dim] or not before.is_contiguous:
             return torch.slice_scatter(self.tensor(written.first), value, written.dim, begin, begin + extent)
         return value.clone(memory_format=torch.contiguous_format)
 
@@ -379,10 +379,6 @@ def _put(whole: torch.Tensor, value: torch.Tensor, into: Part) -> torch.Tensor:
     if into.squeezed:
         return torch.select_scatter(whole, value, into.dim, into.begin)
     return torch.slice_scatter(whole, value, into.dim, into.begin, into.begin + into.extent)
-
-
-def _is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    return torch.empty_strided(shape, stride, device="meta").is_contiguous()
 
 
 def _attribute(module: nn.Module, path: str) -> torch.Tensor:

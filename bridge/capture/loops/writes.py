@@ -71,5 +71,9 @@ class Writes:
         self.read(())
         if value in self._read or not (maker in _EMPTY or value in self._wrote):
             return False
+        return self.is_alone(tensor, through)
+
+    def is_alone(self, tensor: torch.Tensor, through: torch.Tensor | None = None) -> bool:
+        """Whether no other tensor that Python still has lies in the same memory."""
         sharing = [each() for each in self._sharing[storage_id(tensor)]]
         return all(each is None or each is tensor or each is through for each in sharing)

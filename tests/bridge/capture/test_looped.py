@@ -245,6 +245,31 @@ class OneOfTwo(nn.Module):
         return self.drop(results[1])
 
 
+class InPlace(nn.Module):
+    """Sums, gates and activations are written where they were; ``later``: and after the loop; a list has one tensor at
+    each place."""
+
+    def __init__(self, later=False):
+        super().__init__()
+        self.of_x, self.of_h, self.relu = nn.Linear(3, 4), nn.Linear(4, 4), nn.LeakyReLU(0.1, inplace=True)
+        self.later = later
+
+    def forward(self, x):
+        state, total, states, totals = x.new_zeros(x.shape[0], 4), x.new_zeros(x.shape[0], 4), [], []
+        for step in range(x.shape[1]):
+            made = self.of_x(x[:, step])
+            made += self.of_h(state)
+            made.mul_(0.5 + 0.1 * step).masked_fill_(made.detach() > 1, 0.5)
+            state = self.relu(made)
+            total += state
+            states.append(state + 0.5)
+            totals.append(total)
+        if self.later:
+            states[2].add_(1)
+            return torch.stack(states, 1), torch.stack(totals, 1)
+        return torch.stack(states, 1), total
+
+
 MODULES = {
     "lstm": Lstm,
     "layer norm lstm, last part first": lambda: Lstm(norm=True, backwards=True),
@@ -262,7 +287,9 @@ FORMS = {
     "stacked, layer by layer": lambda: Stacked(layer_by_layer=True),
     "both ways": BothWays,
     "indices": Indices,
+    "in place": InPlace,
 }
+LATER = {"in place, later": lambda: InPlace(later=True)}
 DROPS = {"dropout": Drops, "dropout, last part first": lambda: Drops(backwards=True)}
 ON_THE_HOST = pytest.mark.cpu("a GPU's masks are drawn step by step")
 
@@ -280,9 +307,9 @@ def test_numbers_and_gradients_are_eagers(name, steps):
     assert bool(marks_of(stats(module).entries[0].lowered)) == (steps > 2)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [*FORMS, *LATER])
 def test_loops_of_other_forms_are_eagers(name):
-    check_module(FORMS[name], lambda: torch.randn(2, 8, 3, requires_grad=True), calls=1)
+    check_module({**FORMS, **LATER}[name], lambda: torch.randn(2, 8, 3, requires_grad=True), calls=1)
 
 
 @pytest.mark.parametrize("name", DROPS)
@@ -388,6 +415,23 @@ class SavedThenWritten(nn.Module):
         return out
 
 
+class WritesWhatAViewSees(nn.Module):
+    """What is written in place is seen by a view that was taken before; by the input's own parts."""
+
+    def __init__(self, of_input):
+        super().__init__()
+        self.of_input = of_input
+
+    def forward(self, x):
+        x, h = x * 1, x[0]
+        for part in [x.select(0, step) for step in range(len(x))]:
+            made = part if self.of_input else h + part
+            view = made[:1]
+            made.mul_(0.5)
+            h = made + view
+        return h, x
+
+
 class OwnWeights(nn.Module):
     def __init__(self):
         super().__init__()
@@ -467,6 +511,7 @@ class KeepsElsewhere(nn.Module):
         pytest.param(KeepsElsewhere, marks=pytest.mark.cpu("numpy has no tensors of a GPU")),
         *(DropsBySteps, DropsInPlace, Noisy),
         *(partial(CopiesOfAView, way) for way in ("before", "after", "kept")),
+        *(partial(WritesWhatAViewSees, of_input) for of_input in (False, True)),
     ],
 )
 def test_what_is_not_proven_is_captured_as_it_is(kind):
