@@ -32,6 +32,8 @@ def normalize_sample(
         >>> normalize_sample(nn.Linear(3, 2), {"input": x}, None)
         ((), {'input': x})
     """
+    if sample_kwargs is not None and not isinstance(sample_kwargs, Mapping):
+        raise TypeError(f"sample_kwargs: wanted a mapping of keyword arguments, got {type(sample_kwargs).__name__}")
     kwargs = dict(sample_kwargs or {})
     if isinstance(sample_input, torch.Tensor):
         return (sample_input,), kwargs

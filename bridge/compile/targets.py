@@ -38,7 +38,10 @@ def backend_for(target: Target | str | dict[str, Any] | torch.device | Backend |
     device = _device(target)
     if device is not None:
         return backend_on(device)
-    target = Target(target)
+    try:
+        target = Target(target)
+    except ValueError as error:
+        raise ValueError(f"target: {target!r} is none of TVM's: {error}") from None
     backend = _BACKENDS.get(target.kind.name)
     if backend is None:
         raise ValueError(f"target: wanted one of kind {', '.join(map(repr, _BACKENDS))}, got {str(target)!r}")

@@ -113,7 +113,8 @@ def add_tvm_dispatch(
         ``module``.
 
     Raises:
-        TypeError: ``module`` is no module, or the sample does not fit it, or fits it in two ways.
+        TypeError: ``module`` is no module, ``freeze`` or ``whole`` no flag, or the sample does not fit the module, or
+            fits it in two ways.
         ValueError: an unknown ``partition``, ``on_miss``, ``target`` or ``cuda_graphs``, or a module that
             ``module.compile()`` compiled.
         UnsupportedModule: the module holds something that cannot be done exactly; it is left as it was.
@@ -137,6 +138,9 @@ def add_tvm_dispatch(
         raise ValueError(f"on_miss: wanted one of {', '.join(map(repr, ON_MISS))}, got {on_miss!r}")
     if type(cuda_graphs) not in (str, bool) or cuda_graphs not in MODES:
         raise ValueError(f"cuda_graphs: wanted one of {', '.join(map(repr, MODES))}, got {cuda_graphs!r}")
+    for name, flag in (("freeze", freeze), ("whole", whole)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: wanted True or False, got {flag!r}")
     resolve_strategy(partition)
     args, kwargs = ((), {}) if learns else normalize_sample(module, sample_input, sample_kwargs)
     if not whole and (learns or dynamic_shapes is not None):
@@ -160,6 +164,11 @@ def add_tvm_dispatch(
             if whole:
                 raise
             problem = refused
+        except Exception as error:
+            if isinstance(sample_input, Mapping) and args and hasattr(error, "add_note"):  # Python 3.11
+                words = "the keys of sample_input name no parameters of forward: it was taken for its one argument"
+                error.add_note(words)
+            raise
         else:
             problem = None
         if problem is not None:  # outside of the except clause: what goes wrong then has nothing to do with it

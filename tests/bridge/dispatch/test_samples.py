@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import sys
 
 import pytest
 import torch
@@ -218,3 +219,24 @@ def test_stats_of_a_module_without_dispatch_names_what_is_dispatched_inside():
     add_tvm_dispatch(model[1][0], X)
     with pytest.raises(ValueError, match=r"inside it that are: 1\.0; as in stats\(module.get_submodule\('1\.0'\)\)"):
         stats(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"sample_kwargs": [1]}, TypeError, "sample_kwargs: wanted a mapping of keyword arguments, got list"),
+        ({"freeze": "yes"}, TypeError, "freeze: wanted True or False, got 'yes'"),
+        ({"whole": 0}, TypeError, "whole: wanted True or False, got 0"),
+        ({"target": "gpu"}, ValueError, "target: 'gpu' is none of TVM's"),
+    ],
+)
+def test_an_option_of_another_kind_is_named(options, error, words):
+    with pytest.raises(error, match=words):
+        add_tvm_dispatch(nn.Linear(6, 4), torch.randn(3, 6), **options)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions take notes since Python 3.11")
+def test_a_misspelled_keyword_is_told():
+    with pytest.raises(TypeError) as caught:
+        add_tvm_dispatch(nn.Linear(6, 4), {"inputs": torch.randn(3, 6)})
+    assert any("name no parameters of forward" in note for note in caught.value.__notes__)
