@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from torch.nn import functional as F
 from bridge import add_tvm_dispatch, stats
 from bridge.compile import clear_cache
 from bridge.compile.cuda.executor import POOLS
+from bridge.compile.cuda.pool_memory import PoolMemory
+from bridge.compile.cuda.private_pool import PrivatePool
 from tests.device import DEVICE
 from tests.gpu.marks import ON_A_GPU
 
@@ -151,3 +155,47 @@ def test_memory_that_ran_out_in_a_step(where):
     made = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     assert all(torch.equal(one, other) for one, other in zip(made, wanted, strict=True))
     assert not stats(module).misses
+
+
+@contextmanager
+def by_another_thread(pool):
+    """Takes memory from a pool, for as long as this thread is inside."""
+    begun, done = threading.Event(), threading.Event()
+
+    def take():
+        with pool:
+            begun.set()
+            done.wait()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    begun.wait()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+MEANWHILE = {
+    "nothing": lambda index: contextmanager(lambda: (yield))(),
+    "a pool": PrivatePool,
+    "a pool, another thread": lambda index: by_another_thread(PrivatePool(index)),
+    "a pool of the user's": lambda index: torch.cuda.use_mem_pool(torch.cuda.MemPool()),
+    "a capture of the user's": lambda index: torch.cuda.graph(torch.cuda.CUDAGraph()),
+}
+
+
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
+def test_memory_is_let_go_while_other_memory_is_taken(meanwhile):
+    """torch ends the process where a pool is destroyed meanwhile; when it can be, its bytes go back to the device."""
+    index = torch.cuda.current_device()
+    form = (1 << 22,), (1,), torch.float32
+    memory = PoolMemory(index)
+    memory([form])
+    reserved = torch.cuda.memory_reserved()
+    with MEANWHILE[meanwhile](index):
+        del memory
+        torch.empty(64, device="cuda")
+    PoolMemory(index)([((64,), (1,), torch.float32)])
+    assert torch.cuda.memory_reserved() <= reserved - 4 * (1 << 22) + (4 << 20)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from bridge.base.torch_cuda import empty_strided, memory_of_pool
+from bridge.base.torch_cuda import empty_strided
+from bridge.compile.cuda.private_pool import PrivatePool
 from bridge.compile.graphs.recorder import Form
 
-__all__ = ["PoolMemory", "set_aside", "spare_bytes"]
+__all__ = ["PoolMemory", "spare_bytes"]
 
 _SHARE = 1 / 8
 """Of a device's memory, for results of recorded programs; no more of what is free than half."""
@@ -32,8 +32,7 @@ class PoolMemory:
 
     def __init__(self, index: int):
         self.index = index
-        self._pool: Any = None
-        self._inside: Any = None
+        self._pool: PrivatePool | None = None
         _MEMORIES.add(self)
         self._lock = threading.Lock()
         self._has_pools = torch.cuda.get_allocator_backend() == "native"
@@ -42,9 +41,8 @@ class PoolMemory:
         if self._has_pools and self._lock.acquire(blocking=False):  # torch lets one thread at a time use a pool
             try:
                 if self._pool is None:
-                    self._pool = torch.cuda.MemPool()
-                    self._inside = memory_of_pool(self.index, self._pool.id)
-                with self._inside:
+                    self._pool = PrivatePool(self.index)
+                with self._pool:
                     return [empty_strided(*form) for form in forms]
             except torch.OutOfMemoryError:  # the allocator gives nothing back that it keeps while a pool is in use
                 pass
@@ -54,7 +52,7 @@ class PoolMemory:
 
     @property
     def held_bytes(self) -> int:
-        return 0 if self._pool is None else set_aside(self._pool)
+        return 0 if self._pool is None else self._pool.held_bytes
 
 
 _MEMORIES: weakref.WeakSet[PoolMemory] = weakref.WeakSet()
@@ -82,8 +80,3 @@ def spare_bytes(index: int, wanted: int) -> int:
         spare = min(free // 2, int(_SHARE * total) - held)
     _SPARE[index] = spare - wanted
     return spare
-
-
-def set_aside(pool: Any) -> int:
-    """Bytes of a pool's segments."""
-    return sum(segment["total_size"] for segment in pool.snapshot())

@@ -13,17 +13,17 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
 from bridge.base.collector import collection_paused
 from bridge.base.locks import free_in_children
-from bridge.base.torch_cuda import current_device, current_stream, empty_strided, memory_of_pool
+from bridge.base.torch_cuda import current_device, current_stream, empty_strided
 from bridge.compile.cuda.driver_graphs import Graph, captured, new_stream
 from bridge.compile.cuda.executor import CudaExecutor
 from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, inside_of_loops, is_between
-from bridge.compile.cuda.pool_memory import PoolMemory, set_aside, spare_bytes
+from bridge.compile.cuda.pool_memory import PoolMemory, spare_bytes
+from bridge.compile.cuda.private_pool import PrivatePool
 from bridge.compile.cuda.slot_memory import SlotMemory
 from bridge.compile.graphs.recorder import Form, Replay, nbytes
 from bridge.compile.runtime.arena import ALIGNMENT as ARENA_ALIGNMENT
@@ -134,7 +134,7 @@ class _Stream:
     def __init__(self, device: torch.device):
         self.replaying = free_in_children(threading.Lock())
         self.arena, self.scratch = _GraphArena(device), _Scratch(device)
-        self.temporaries = torch.cuda.MemPool()
+        self.temporaries = PrivatePool(device.index)
         self.side = torch.cuda.ExternalStream(new_stream(), device)
 
 
@@ -167,7 +167,7 @@ class Streams:
         streams = tuple(self._of.values())
         blocks = [each.arena.block for each in streams if each.arena.block is not None]
         return sum(block.size for block in blocks) + sum(
-            each.scratch.held_bytes + set_aside(each.temporaries) for each in streams
+            each.scratch.held_bytes + each.temporaries.held_bytes for each in streams
         )
 
     def clear(self) -> None:
@@ -255,8 +255,7 @@ class CudaRecorder:
     @contextmanager
     def _captured(self, shared: _Stream) -> Iterator[list[Graph]]:
         """What this thread launches goes into a graph, for which it may allocate."""
-        pool = memory_of_pool(self._index, shared.temporaries.id)
-        with torch.cuda.stream(shared.side), pool:
+        with torch.cuda.stream(shared.side), shared.temporaries:
             _require_memory_of(shared.temporaries)
             with captured(shared.side.cuda_stream) as made:
                 yield made
@@ -273,9 +272,9 @@ def _replay(parts: Sequence[Replay], replaying: AbstractContextManager, needs: o
     return replay
 
 
-def _require_memory_of(pool: Any) -> None:
+def _require_memory_of(pool: PrivatePool) -> None:
     """``RuntimeError`` if this thread's memory comes from elsewhere: a pool that the user has put in use goes first,
     and what a graph needs while it runs would be handed to others."""
     address = torch.empty(1, device="cuda").data_ptr()
-    if not any(each["address"] <= address < each["address"] + each["total_size"] for each in pool.snapshot()):
+    if not any(each["address"] <= address < each["address"] + each["total_size"] for each in pool.segments()):
         raise RuntimeError("memory comes from a pool that is not ours")

@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from bridge.base.guard_failure import MODULE, GuardFailure
+from bridge.base.torch_internals import OpOverload
 from bridge.capture import Captured
 
 __all__ = ["FrozenTensors", "uncounted_statistics"]
@@ -89,7 +90,7 @@ def uncounted_statistics(module: nn.Module, captured: Captured) -> list[int]:
     """
     found: set[int] = set()
     for node in captured.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload):
+        if isinstance(node.target, OpOverload):
             names = (argument.name for argument in node.target._schema.arguments)
             given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
             values = (value for name, value in given.items() if name in _STATISTICS)
