@@ -39,7 +39,7 @@ from bridge.capture.symbolic_capture import as_in_eager_at_sample
 from bridge.capture.tensor_contents import TensorContents
 from bridge.capture.thread_isolation import capturing
 from bridge.capture.traced import trace, traced_and_settled
-from bridge.capture.tracing import eagers_branches
+from bridge.capture.tracing import eagers_branches, times_forward_asked
 from bridge.state import PythonState, generators_put_back
 
 __all__ = ["capture"]
@@ -103,7 +103,20 @@ def _captured_on(
     with collection_paused():
         export_tracer()  # before what it does to the process is replaced
     with working_for(device):
-        captured = _unless_ended(module, args, kwargs, dims, first, looped)
+        asked, refused = times_forward_asked(), None
+        try:
+            captured = _unless_ended(module, args, kwargs, dims, first, looped)
+        except UnsupportedModule as error:
+            if times_forward_asked() == asked:
+                raise
+            refused = error
+        if refused is not None:  # outside of the except clause, as what is raised here has nothing to do with it
+            first.restore()
+            with suppress(UnsupportedModule), eagers_branches():
+                again = _capture(module, args, kwargs, dims, first)
+                if not again.problems:
+                    return replace(again, as_eager=True)
+            raise refused.with_traceback(None)
         if captured.as_eager:
             return captured
         attends_otherwise = captured.observation.attends_otherwise and not captured.problems

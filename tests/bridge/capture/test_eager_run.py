@@ -213,6 +213,11 @@ def test_another_result_where_forward_asks_whether_it_is_traced_is_eagers(asks):
     assert_dispatched_as_eager(Normalized(lambda y: nn.functional.dropout(y.sin() if asks() else y.cos(), 0.3)))
 
 
+def test_eagers_branch_is_traced_where_the_other_one_cannot_be():
+    """As of transformers' LongT5, which takes for granted a mask that it does not make while it is traced."""
+    assert_dispatched_as_eager(Normalized(lambda y: y + (None if torch.compiler.is_compiling() else y).sin()))
+
+
 class Padded(nn.Module):
     """Asks as transformers does before it makes a mask."""
 
