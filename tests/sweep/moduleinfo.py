@@ -1,4 +1,7 @@
-"""torch's ModuleInfo samples: every ``nn`` module in train mode, float64, parameters and inputs requiring grad."""
+"""torch's ModuleInfo samples: every ``nn`` module in train mode, float64, parameters and inputs requiring grad.
+
+torch's list is imported when it is first asked for: that takes seconds, which collecting tests does not need.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,6 @@ import time
 from typing import Any
 
 import torch
-from torch.testing._internal.common_modules import module_db
-from torch.testing._internal.common_utils import set_rng_seed
 
 from tests.bridge.compare import Call
 from tests.sweep.check import Outcome, check, combine
@@ -21,6 +22,8 @@ RTOL = 1e-9
 @functools.cache
 def _modules() -> dict[str, Any]:
     """The ModuleInfos of float64 by name (``nn.Linear``)."""
+    from torch.testing._internal.common_modules import module_db
+
     return {info.name: info for info in module_db if torch.float64 in info.dtypes}
 
 
@@ -31,6 +34,8 @@ def names() -> list[str]:
 
 def run_case(name: str, *, limit: int = 4, seed: int = 0, varying: int | None = None) -> Outcome:
     """One step of each of at most ``limit`` samples, evenly spread, against eager."""
+    from torch.testing._internal.common_utils import set_rng_seed
+
     start = time.perf_counter()
     info = _modules()[name]
     set_rng_seed(0)

@@ -1,16 +1,18 @@
-"""torch's OpInfo samples: every differentiable float64 operator as a module of its tensor arguments."""
+"""torch's OpInfo samples: every differentiable float64 operator as a module of its tensor arguments.
+
+torch's lists are imported when they are first asked for: that takes seconds, which collecting tests does not need.
+"""
 
 from __future__ import annotations
 
 import functools
 import time
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.testing._internal import common_methods_invocations
-from torch.testing._internal.common_utils import set_rng_seed
 from torch.utils import _pytree as pytree
 
 from tests.bridge.compare import Call
@@ -45,11 +47,17 @@ class OperatorModule(nn.Module):
         return self.operator(*args, **kwargs)
 
 
+def _opinfos() -> ModuleType:
+    from torch.testing._internal import common_methods_invocations
+
+    return common_methods_invocations
+
+
 @functools.cache
 def _operators(dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     """The OpInfos that are differentiable in a type on the CPU, by ``name`` or ``name:variant``."""
     table = {}
-    for op in common_methods_invocations.op_db:
+    for op in _opinfos().op_db:
         if op.supports_autograd and dtype in op.supported_dtypes("cpu"):
             table[f"{op.name}:{op.variant_test_name}" if op.variant_test_name else op.name] = op
     return table
@@ -62,6 +70,8 @@ def names(dtype: torch.dtype = torch.float64) -> list[str]:
 
 def samples(name: str, limit: int, dtype: torch.dtype = torch.float64) -> list[Any]:
     """At most ``limit`` of an operator's samples, evenly spread, the first and the last among them."""
+    from torch.testing._internal.common_utils import set_rng_seed
+
     set_rng_seed(0)
     everything = list(_operators(dtype)[name].sample_inputs("cpu", dtype, requires_grad=True))
     if len(everything) <= limit:
@@ -82,7 +92,7 @@ def run_case(
     verdicts = []
     # OpInfo seeds the generator inside every call of a random operator. The comparison seeds it itself, outside, and
     # wants to see what the operator does to it.
-    with mock.patch.object(common_methods_invocations, "wrapper_set_seed", _without_seed):
+    with mock.patch.object(_opinfos(), "wrapper_set_seed", _without_seed):
         for sample in samples(name, limit, dtype):
             arguments = ((sample.input, *sample.args), sample.kwargs)
             module = OperatorModule(_operators(dtype)[name].op, arguments)

@@ -184,7 +184,8 @@ def test_crashes_and_time_outs_cost_one_row():
 
 def test_a_case_without_a_result_is_an_error(monkeypatch):
     def pool(cases, serve, report, *, failed, jobs, seconds, imports):
-        assert (jobs, seconds, imports) == (2, 3, ["tests.sweep.opinfo"]) and serve.args == (settings,)
+        assert (jobs, seconds, imports) == (2, 3, ["tests.sweep.opinfo", *worker.TORCHS_LISTS["opinfo"]])
+        assert serve.args == (settings,)
         report(failed(cases[0], "why", 0.5))
 
     monkeypatch.setattr(worker, "run_pool", pool)

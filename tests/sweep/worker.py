@@ -16,6 +16,12 @@ __all__ = ["SUITES", "Settings", "run_cases"]
 SUITES = {name: f"tests.sweep.{name}" for name in ("opinfo", "opinfo_complex", "moduleinfo", "zoo", "special")}
 """The modules that offer ``names()`` and ``run_case(name, limit=, seed=)``."""
 
+TORCHS_LISTS = {
+    **dict.fromkeys(("opinfo", "opinfo_complex", "special"), ("torch.testing._internal.common_methods_invocations",)),
+    "moduleinfo": ("torch.testing._internal.common_modules",),
+}
+"""What these import when they are first asked for a case."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -65,5 +71,5 @@ def run_cases(
         failed=_failed,
         jobs=jobs,
         seconds=settings.seconds_per_case,
-        imports=[SUITES[settings.suite]],
+        imports=[SUITES[settings.suite], *TORCHS_LISTS.get(settings.suite, ())],
     )

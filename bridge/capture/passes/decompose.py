@@ -26,6 +26,7 @@ from bridge.base.torch_internals import (
     decomposition_of,
     is_preservable,
     preserve_composite,
+    schema,
     unset_fake_temporarily,
 )
 from bridge.capture.passes.cells import CELLS
@@ -43,7 +44,7 @@ _KINKED = (aten.sgn.default,)
 
 def decompose(exported: ExportedProgram) -> Functional:
     """What ``exported.run_decompositions`` gives for the default table without ``PRESERVED``: a functional graph."""
-    functional = functional_by_kind(exported, _decomposed)
+    functional = functional_by_kind(exported, _decomposed, _is_left_whole)
     if functional is None:
         whole = _decomposed(exported)
         functional = Functional(whole.graph, whole.graph_signature, whole.constants)
@@ -62,6 +63,20 @@ def _decomposed(exported: ExportedProgram) -> ExportedProgram:
             joint_loss_index=None,
             decompose_custom_triton_ops=False,
         )
+
+
+@functools.cache
+def _is_left_whole(op: OpOverload) -> bool:
+    """Whether decomposing leaves each call of an operator as it is, and its result is no view.
+
+    So it is of preserved operators, and of torch's core ones that no table has a formula for.
+    """
+    composite, others = _tables()
+    if op in others or any(returned.alias_info is not None for returned in schema(op).returns):
+        return False
+    if op in composite or is_preservable(op):
+        return composite.get(op) is preserve_composite
+    return op in PRESERVED or torch.Tag.core in op.tags
 
 
 @contextmanager

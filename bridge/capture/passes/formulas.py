@@ -7,7 +7,7 @@ constants, on tensors of known sizes, by layouts instead of fake tensors: these 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,14 @@ from bridge.base.torch_cuda import read_settings
 from bridge.base.torch_internals import FakeTensor, FakeTensorMode, pytree
 from bridge.state import constant_key
 
-__all__ = ["Formula", "clear_formulas", "decomposition_settings", "known_formula", "remember_formula"]
+__all__ = [
+    "Formula",
+    "clear_formulas",
+    "copied_formula",
+    "decomposition_settings",
+    "known_formula",
+    "remember_formula",
+]
 
 _MOST = 4096
 """Formulas that are kept; a large model has a few hundred."""
@@ -74,7 +81,7 @@ def known_formula(node: fx.Node, key: tuple) -> Formula | None:
     if found is None:
         return None
     mode = _leaves(node.meta["val"])[0].fake_mode
-    return _copied(found, lambda value: _mapped(value, _Layout, lambda layout: layout.made(mode)))
+    return copied_formula(found, lambda value: _mapped(value, _Layout, lambda layout: layout.made(mode)))
 
 
 def remember_formula(node: fx.Node, key: tuple, formula: Formula) -> None:
@@ -86,7 +93,7 @@ def remember_formula(node: fx.Node, key: tuple, formula: Formula) -> None:
     if any(not _is_plain(value) or value.requires_grad for value in made):
         return
     if all(nodes.issuperset(call.all_input_nodes) for call in formula.calls):
-        _KNOWN.put(key, _copied(formula, lambda value: _mapped(value, FakeTensor, _layout)))
+        _KNOWN.put(key, copied_formula(formula, lambda value: _mapped(value, FakeTensor, _layout)))
 
 
 def decomposition_settings() -> tuple[Any, ...]:
@@ -138,7 +145,7 @@ def _mapped(value: Any, kind: type, function: Any) -> Any:
     return function(value) if isinstance(value, kind) else type(value)(map(function, value))
 
 
-def _copied(formula: Formula, value_of: Any) -> Formula:
+def copied_formula(formula: Formula, value_of: Callable[[Any], Any]) -> Formula:
     """The formula in a graph of its own, that holds nothing else; the values that its nodes stand for are mapped."""
     graph = fx.Graph()
     own: dict[fx.Node, fx.Node] = {}

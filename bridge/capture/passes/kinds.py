@@ -3,6 +3,7 @@
 Two calls are of one kind if they call the same operator with the same constants on tensors of the same layout. One
 program with a call of each kind is decomposed; what that gives for a kind replaces every call of it. Of twelve equal
 layers or a hundred time steps one is decomposed, and none where this process has decomposed such a one before.
+A call that decomposing leaves whole stands for itself, and is not in that program.
 
 This is exact for graphs without writes: there an operator computes the same whatever else is in the graph, views need
 no functionalization, and a decomposition sees of its arguments nothing but layout and ``requires_grad``. A graph with
@@ -34,7 +35,13 @@ from torch.export.graph_signature import (
 from bridge.base.torch_internals import FakeTensor, FakeTensorMode, OpOverload, aten, pytree, schema
 from bridge.base.torch_shapes import environment, expression, fixed, is_decided
 from bridge.capture.loops.operators import MARKS
-from bridge.capture.passes.formulas import Formula, decomposition_settings, known_formula, remember_formula
+from bridge.capture.passes.formulas import (
+    Formula,
+    copied_formula,
+    decomposition_settings,
+    known_formula,
+    remember_formula,
+)
 from bridge.capture.passes.size_nodes import NoSizeNodeError, SizeNodes, is_of_sizes
 from bridge.state import constant_key
 
@@ -62,21 +69,38 @@ class _Kind:
 
 
 def functional_by_kind(
-    exported: ExportedProgram, decompose: Callable[[ExportedProgram], ExportedProgram]
+    exported: ExportedProgram,
+    decompose: Callable[[ExportedProgram], ExportedProgram],
+    is_left_whole: Callable[[OpOverload], bool],
 ) -> Functional | None:
     """The functional graph of a training-IR program, or ``None`` where it has to be decomposed as a whole.
 
     Args:
         decompose: decomposes a program; it is given one of distinct calls.
+        is_left_whole: whether that leaves each call of an operator as it is, and makes a tensor in memory of its own.
     """
     kind_of = _kinds(exported)
     if kind_of is None:
         return None
     try:
-        formulas = _formulas(list(dict.fromkeys(kind_of.values())), exported, decompose)
-        return None if formulas is None else _put_together(exported, kind_of, formulas)
+        kinds = list(dict.fromkeys(kind_of.values()))
+        whole = {kind: _itself(kind) for kind in kinds if _is_of_tensors(kind) and is_left_whole(kind.node.target)}
+        formulas = _formulas([kind for kind in kinds if kind not in whole], exported, decompose)
+        return None if formulas is None else _put_together(exported, kind_of, whole | formulas)
     except NoSizeNodeError:
         return None
+
+
+def _is_of_tensors(kind: _Kind) -> bool:
+    """Whether a call takes tensors and constants, no sizes that vary, and gives one tensor."""
+    given = (source.meta.get("val") for source in kind.sources)
+    return isinstance(kind.node.meta.get("val"), FakeTensor) and all(isinstance(each, FakeTensor) for each in given)
+
+
+def _itself(kind: _Kind) -> Formula:
+    """The formula of a call that is left whole."""
+    whole = Formula(kind.sources, (kind.node,), (kind.node,))
+    return copied_formula(whole, lambda value: stand_in(value, value.fake_mode))
 
 
 def _formulas(

@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from bridge.capture import capture
+from bridge.capture.dynamic_shapes import dynamic_dims
 from bridge.capture.passes import decompose, kinds
 from bridge.capture.passes.formulas import clear_formulas
 
@@ -53,7 +54,21 @@ MERGED = {
     "zero signs": (Calls(lambda self, x: torch.where(x > 0, 0.0, x) + torch.where(x > 0, -0.0, x)), (4,)),
     "dropout of nothing": (nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)), (4,)),
     "a parameter named input": (nn.Bilinear(4, 4, 3), (2, 4)),
+    "left whole": (Calls(lambda self, x: _left_whole(self.weight, x)), (5, 4)),
 }
+
+
+def _left_whole(weight, x):
+    """By operators that torch's decomposition leaves as they are, with defaults left out, given and named."""
+    y = F.gelu(F.linear(x, weight), approximate="tanh") + F.linear(input=x, weight=weight, bias=x[:, 0])
+    y = torch.add(y, F.silu(y), alpha=1) * torch.tanh(y).to(torch.float64)
+    index = torch.arange(5)
+    y = torch.cat([y, y.clamp(min=0.1)], -1).index_select(1, index).gather(1, index[:, None]).cumsum(0)
+    return (
+        torch.where(y > 0, y, y.pow(2)).std(0, unbiased=False),
+        y.topk(2, 0).values,
+        torch.rand_like(y) + torch.rand(5, 1),
+    )
 
 
 def _detached(self):
@@ -86,8 +101,8 @@ def test_the_graph_is_torchs_own(name, monkeypatch, nothing_known):
     args = (torch.randn(shape),) * (2 if isinstance(module, nn.Bilinear) else 1)
     compared = []
 
-    def both(exported, decompose_whole):
-        by_kind = kinds.functional_by_kind(exported, decompose_whole)
+    def both(exported, decompose_whole, is_left_whole):
+        by_kind = kinds.functional_by_kind(exported, decompose_whole, is_left_whole)
         whole = decompose_whole(exported)
         compared.append((by_kind, whole))
         return by_kind
@@ -126,6 +141,14 @@ def test_as_many_calls_are_decomposed_for_many_as_for_few(make, shape, monkeypat
     assert len(calls) == 2 and calls[0] == calls[1]
     capture(make(4), (torch.randn(shape),), {})
     assert len(calls) == 2
+
+
+def test_what_is_left_whole_is_not_decomposed(monkeypatch, nothing_known):
+    """Neither the first time nor where sizes vary."""
+    monkeypatch.setattr(decompose, "_decomposed", None)
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2)), torch.randn(3, 4)
+    capture(module, (x,), {})
+    capture(module, (x,), {}, dynamic_dims(module, (x,), {}, {"input": {0: torch.export.Dim("rows")}}))
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,23 @@
-"""Operators of the special-point sweep: name → function and the points it is tried at."""
+"""Operators of the special-point sweep: name → function and the points it is tried at.
+
+torch's list is imported when it is first asked for: that takes seconds, which collecting tests does not need.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.testing._internal import common_methods_invocations
-from torch.testing._internal.opinfo.core import BinaryUfuncInfo, ReductionOpInfo, UnaryUfuncInfo
 
 from tests.sweep.special import points
+
+if TYPE_CHECKING:
+    from torch.testing._internal.opinfo.core import BinaryUfuncInfo, UnaryUfuncInfo
 
 __all__ = ["Case", "cases"]
 
@@ -295,8 +300,11 @@ _UNSUITED += ("hash_tensor", "nn.functional.prelu")
 
 def _from_opinfo() -> dict[str, Case]:
     """torch's own lists of element-wise functions and reductions."""
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo.core import BinaryUfuncInfo, ReductionOpInfo, UnaryUfuncInfo
+
     found = {}
-    for info in common_methods_invocations.op_db:
+    for info in op_db:
         name = f"{info.name}:{info.variant_test_name}" if info.variant_test_name else info.name
         if torch.float32 not in info.supported_dtypes("cpu") or name.startswith(_UNSUITED):
             continue
@@ -311,6 +319,8 @@ def _from_opinfo() -> dict[str, Case]:
 
 def _with_sample_arguments(info: UnaryUfuncInfo | BinaryUfuncInfo) -> Callable:
     """The operator with the numbers that torch's first sample of it has (the ``n`` of ``polygamma``)."""
+    from torch.testing._internal.opinfo.core import UnaryUfuncInfo
+
     if isinstance(info, UnaryUfuncInfo):
         kwargs, _ = info.sample_kwargs("cpu", torch.float32, torch.ones(1))
         return functools.partial(_call, info.op, kwargs)
