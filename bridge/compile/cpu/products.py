@@ -108,7 +108,7 @@ class CpuProducts:
     keeps_order = False
     joins = False
     widened = frozenset()
-    packs = False
+    packs = True
     turns = False
 
     def choose(self, product: ProductShape) -> str:

@@ -46,7 +46,6 @@ def packed(monkeypatch):
     def choose(policy, product):
         return IN_PANELS if product.b.lasting else "mm" if product.batch == 1 else "bmm"
 
-    monkeypatch.setattr(CpuProducts, "packs", True)
     monkeypatch.setattr(CpuProducts, "choose", choose)
     clear()
     yield clear
