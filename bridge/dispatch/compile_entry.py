@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -120,13 +120,15 @@ def _compile_entry(
 ) -> Entry | None:
     started = time.perf_counter()
     before = PythonState(module)
+    reads = before.attribute_reads() if numbers is None and not dims else None
     how, tuned = {"grad": torch.is_grad_enabled(), "partition": partition}, None
     backend.prepare([*module.parameters()])
     if backend.device.type == "cuda" and any(map(_drops, module.modules())):
         begin_check(backend.device)
     try:
         if numbers is None:
-            places, lowered = (), lower_once(module, args, kwargs, **how, dims=dims)
+            with nullcontext() if reads is None else reads.watched():
+                places, lowered = (), lower_once(module, args, kwargs, **how, dims=dims)
             if choices is None and not dims:
                 tuned = kept_tuned(lowered, backend, freeze)
                 choices = None if tuned is None else tuned.choices
@@ -144,7 +146,8 @@ def _compile_entry(
             lowered, places = found
             captured = as_called(lowered.captured, args, kwargs, len(places))
         arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        guard = Guard(module, captured, arguments, places, uncounted_statistics(module, captured) if freeze else None)
+        constant = uncounted_statistics(module, captured) if freeze else None
+        guard = Guard(module, captured, arguments, places, constant, reads=reads)
         frozen, made_for = guard.frozen, backend if choices is None else backend.choosing(choices)
         programs = None if frozen is None else FrozenPrograms(lowered, made_for, frozen.tensors, graphs)
         entry = Entry(guard, lowered, made_for, programs, graphs)

@@ -1,5 +1,6 @@
 """A module as Python sees it: its tensors, attributes and the names that its code reads; snapshot, restore, compare."""
 
+from bridge.state.attribute_reads import AttributeReads
 from bridge.state.code import CodeGuard
 from bridge.state.derived import derived_attribute, derived_attributes, renew_derived
 from bridge.state.generators import generators_put_back, moved_generators
@@ -12,6 +13,7 @@ from bridge.state.values import constant_key, same
 from bridge.state.write_counts import dict_versions, same_versions
 
 __all__ = [
+    "AttributeReads",
     "CodeGuard",
     "Contents",
     "ModuleTensor",

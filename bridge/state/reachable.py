@@ -16,11 +16,12 @@ from enum import Enum
 from functools import partial
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from bridge.state.attribute_reads import AttributeReads
 from bridge.state.module import own_attributes
 from bridge.state.values import PLAIN, same
 
@@ -28,6 +29,7 @@ __all__ = ["Contents", "Fields", "Reached", "is_installed"]
 
 #: How deep a configuration object may lie inside others: ``cfg.model.encoder.attention.scale`` is four deep.
 _NESTED_OBJECTS = 5
+_ABSENT = object()
 _NOT_CONFIGURATION = (torch.Tensor, type, ModuleType, logging.Logger, BuiltinFunctionType, nn.Module)
 
 
@@ -87,6 +89,34 @@ class Contents:
             view.write(values)
 
 
+class Chosen(NamedTuple):
+    """The attributes of an object, ``fields``, of which those of some names count, there or not."""
+
+    fields: dict[str, Any]
+    names: tuple[str, ...]
+
+    def values(self) -> list[Any]:
+        return [self.fields.get(name, _ABSENT) for name in self.names]
+
+
+class ChosenContents(Contents):
+    """Those attributes as they were; others may come, go and change."""
+
+    __slots__ = ()
+
+    def __init__(self, place: Any, chosen: Chosen):
+        self.place, self._view, self._keys, self._read = place, chosen.fields, None, chosen.values
+        self._values = chosen.values()
+
+    def unchanged(self) -> bool:
+        now = self._read()
+        return all(map(is_, now, self._values)) or all(map(same, now, self._values))
+
+
+def _contents(place: Any, view: Any) -> Contents:
+    return ChosenContents(place, view) if isinstance(view, Chosen) else Contents(place, view)
+
+
 def _iteration(view: Any) -> Callable[[], Any]:
     """What goes through the values of a container as it is stored, whatever a subclass makes of it."""
     if isinstance(view, dict):
@@ -128,11 +158,15 @@ class Reached:
 
     Attributes:
         registered: modules that are guarded elsewhere.
+        reads: what was read of objects; ``None``: all of them.
+        objects: those with a dictionary of attributes.
         contents: each mutable object once.
         functions, kinds: functions found (their closures and globals matter) and classes of the objects found.
     """
 
     registered: Collection[nn.Module] = ()
+    reads: AttributeReads | None = None
+    objects: list[Any] = field(default_factory=list)
     contents: list[Contents] = field(default_factory=list)
     functions: list[FunctionType] = field(default_factory=list)
     kinds: dict[type, None] = field(default_factory=dict)
@@ -147,7 +181,7 @@ class Reached:
             return
         self._seen[id(value)] = value
         views, parts = self._open(value, objects)
-        self.contents += [Contents(place, view) for view in views]
+        self.contents += [_contents(place, view) for view in views]
         objects -= not isinstance(value, tuple | list | set | dict | deque)
         for part in parts:
             self._walk(place, part, objects)
@@ -181,8 +215,14 @@ class Reached:
             return [], []
         fields = getattr(value, "__dict__", None)
         if isinstance(fields, dict) and fields is not value:
-            views.append(fields)
-            parts += fields.values()
+            self.objects.append(value)
+            names = None if self.reads is None else self.reads.of(value)
+            if names is None:
+                views.append(fields)
+                parts += fields.values()
+            else:
+                views.append(Chosen(fields, tuple(sorted(names))))
+                parts += [fields[name] for name in names if name in fields]
         slots = _slots(type(value))
         if slots:
             read = partial(_slot_values, slots)

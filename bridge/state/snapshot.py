@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from bridge.state.attribute_reads import AttributeReads
 from bridge.state.code import CodeGuard
 from bridge.state.module import Snapshot, hooks_of, own_attributes
 from bridge.state.reachable import Contents, Reached
@@ -33,6 +34,7 @@ class PythonState(Snapshot):
             for kind, hook in hooks_of(module) if path else ():
                 reached.add(f"{path}.{kind}", hook)
         self._inside: list[Contents] = reached.contents
+        self._objects = reached.objects
         self._code = CodeGuard(dict.fromkeys((*map(type, modules.values()), *reached.kinds)), reached.functions)
 
     def changes(self) -> list[str]:
@@ -46,6 +48,10 @@ class PythonState(Snapshot):
         attributes = (value for module in self._registered for _, value in own_attributes(module))
         values = chain(attributes, *(contents.values for contents in self._inside), self._code.values())
         return [value for value in values if isinstance(value, torch.Tensor)]
+
+    def attribute_reads(self) -> AttributeReads:
+        """What will be read, in runs that are watched, of the objects that the modules hold."""
+        return AttributeReads(self._objects)
 
     def mentions(self, *names: str) -> bool:
         """Whether one of these names occurs in the code."""

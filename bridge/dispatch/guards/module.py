@@ -28,6 +28,7 @@ from bridge.dispatch.guards.module_conditions import (
 from bridge.dispatch.guards.numbers import AnyNumber
 from bridge.dispatch.guards.tensors import TensorGuard
 from bridge.state import (
+    AttributeReads,
     CodeGuard,
     ModuleTensor,
     Reached,
@@ -70,6 +71,7 @@ class ModuleGuard:
         saves: whether autograd saves tensors of the call.
         numbers: the kinds of the attributes that the compiled code takes as inputs, by path and name.
         counters: attributes that a call counts up.
+        reads: what the call reads of the objects that the modules hold; ``None``: all of it.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class ModuleGuard:
         saves: bool,
         numbers: Mapping[tuple[str, str], type] = MappingProxyType({}),
         counters: Sequence[Counter] = (),
+        reads: AttributeReads | None = None,
     ):
         named = list(root.named_modules(remove_duplicate=False))
         paths: dict[nn.Module, str] = {}
@@ -90,7 +93,7 @@ class ModuleGuard:
         self._read = tree_reader(modules)
         tree = self._read(modules, list(map(_DICT, modules)))
         attributes = owned_attributes(modules)
-        reached = Reached(registered=frozenset(modules))
+        reached = Reached(registered=frozenset(modules), reads=reads)
         for i, name, value in attributes:
             if not isinstance(value, torch.Tensor):
                 reached.add((i, name), value)

@@ -263,7 +263,7 @@ class TreeConditions:
             i, attribute = contents[place].place
             return _attribute_failure(self.paths[i], attribute, "changed")
 
-        return Condition(name, lambda _: map(Contents.unchanged, contents), [True] * len(contents), explain)
+        return Condition(name, lambda _: [each.unchanged() for each in contents], [True] * len(contents), explain)
 
     def _absent(self, tree: Tree) -> Condition:
         """Parameters and buffers that were ``None``."""
