@@ -8,7 +8,7 @@ where a dictionary was written to since.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 from bridge.state.names import UNSET
@@ -17,6 +17,7 @@ from bridge.state.write_counts import dict_behind, dict_versions
 __all__ = ["CountedNames", "dicts_of_class", "dicts_of_namespace", "steady_names"]
 
 _WRITTEN_BY_NOBODY = (object, type)
+_BASES = attrgetter("__mro__")
 
 
 class _Look(NamedTuple):
@@ -39,7 +40,9 @@ class CountedNames:
     def __init__(self) -> None:
         self._looks: dict[int, list[_Look]] = {}  # by the dictionary's id
         self._dicts: list[dict[str, Any]] = []
-        self._classes: dict[type, tuple[type, tuple[type, ...]]] = {}
+        self._classes: list[type] = []
+        self._metas: list[type] = []
+        self._bases: list[tuple[type, ...]] = []
         self._versions: list[int] | None = None
 
     def add(self, read: Callable[[Any], tuple], source: Any, values: Iterable[Any], dicts: Sequence[dict]) -> None:
@@ -50,13 +53,16 @@ class CountedNames:
                 self._dicts.append(each)
             self._looks.setdefault(id(each), []).append(look)
         if isinstance(source, type):
-            self._classes[source] = type(source), source.__mro__
+            self._classes.append(source)
+            self._metas.append(type(source))
+            self._bases.append(source.__mro__)
 
     def unchanged(self) -> bool:
         """Whether all of them are the very same."""
-        for kind, (meta, bases) in self._classes.items():
-            if type(kind) is not meta or kind.__mro__ is not bases:
-                return False
+        if not all(map(is_, map(type, self._classes), self._metas)):
+            return False
+        if not all(map(is_, map(_BASES, self._classes), self._bases)):
+            return False
         now, then = dict_versions(self._dicts), self._versions
         if now is not None and now == then:
             return True
