@@ -4,7 +4,8 @@
 the function that defines it, or call a helper; any of them may be changed between calls, the code itself included (a
 notebook's autoreload puts new code into old functions). Noted are the class attributes that a module in the tree sees
 (of classes below ``nn.Module``), the names that the functions among them reach (:mod:`bridge.state.names`), their code
-and their default arguments. They are compared by identity, and what is mutable by contents.
+and their default arguments. They are compared by identity, and what is mutable by contents; attributes of classes and
+names of files only after a write to the dictionaries that hold them (:mod:`bridge.state.counted_names`).
 """
 
 from __future__ import annotations
