@@ -15,7 +15,7 @@ from torch import nn
 
 from bridge.base.errors import is_out_of_memory
 from bridge.base.guard_failure import RUN, GuardFailure
-from bridge.base.torch_internals import no_torch_function
+from bridge.base.torch_internals import copy_each, no_torch_function
 from bridge.dispatch import call_steps as steps
 from bridge.dispatch.guards import Guard
 from bridge.dispatch.held import Held, held_apart, taken, versions_of
@@ -195,9 +195,14 @@ def _write_back(step: steps.WriteBack) -> Action:
     ways = [(index, result, index in step.counted) for index, result, _ in step.buffers]
 
     def write(call: Call) -> None:
+        alike: dict[tuple, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for index, result, counts in ways:
             tensor = call.primals[index]
-            (tensor.detach() if counts else tensor.data).copy_(call.values[result])
+            targets, sources = alike.setdefault((tensor.dtype, tensor.device), ([], []))
+            targets.append(tensor.detach() if counts else tensor.data)
+            sources.append(call.values[result])
+        for targets, sources in alike.values():
+            copy_each(targets, sources)
 
     return write
 

@@ -55,7 +55,8 @@ def convolution_last_backward_input(grad, weight, extents, *geometry):
 @library_function("convolution_last_backward_weight", aten.convolution_backward)
 def convolution_last_backward_weight(grad, x, extents, *geometry):
     """VJP with respect to the weight, whose shape is ``extents``: its inner channels are behind."""
-    weight = _channels_last(grad.new_empty(extents))  # only its shape and its layout are read
+    outer, inner, height, width = extents
+    weight = grad.new_empty(outer, height, width, inner).permute(0, 3, 1, 2)  # only its shape and its layout are read
     return _convolution_backward(grad, x, weight, geometry, [False, True, False])[1].permute(0, 2, 3, 1)
 
 
