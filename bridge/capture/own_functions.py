@@ -86,7 +86,7 @@ _TORCHS_OWN = ("CheckpointFunction", "_NoopSaveInputs")
 
 @dataclass(frozen=True)
 class Use:
-    """One application of a Function that autograd follows.
+    """One application of a Function in grad mode.
 
     Attributes:
         name: the Function's.
@@ -305,17 +305,18 @@ def _off() -> Iterator[None]:
 
 @contextmanager
 def _handled_by(handler: Callable[[type, tuple, dict[str, Any]], Any]) -> Iterator[None]:
-    """While active, this thread's applications that autograd follows go to the handler, others' and others on.
+    """While active, this thread's applications in grad mode go to the handler, others' and others on.
 
-    Those made inside the handler's own are not followed: a Function's forward and backward run without grad mode.
+    Those made inside the handler's own are not followed: a Function's forward and backward run without grad mode. One
+    whose tensors autograd does not follow is handled, too: its forward may find others, in a list or a closure, which
+    the graph would follow.
     """
 
     def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
         current, inside = getattr(_thread, "handler", None), backward_running()
         if inside is not None:
             inside.sets_modes = True
-        followed = torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-        if current is None or not followed or kind.__name__.startswith((GENERATED, *_TORCHS_OWN)):
+        if current is None or not torch.is_grad_enabled() or kind.__name__.startswith((GENERATED, *_TORCHS_OWN)):
             return apply_function(kind, args, kwargs)
         _thread.handler = None
         try:

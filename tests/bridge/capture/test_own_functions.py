@@ -77,6 +77,8 @@ USES = {
     "the same twice": lambda m, x: own.Reversed.apply(m.linear(x), 0.5) * own.Reversed.apply(m.linear(x), 0.5),
     "in a loop": steps,
     "without gradients": lambda m, x: m.linear(x) * own.Rounded.apply(m.weight.detach()),
+    "tensors in a list": lambda m, x: own.Called.apply(sum, [h := m.linear(x), m.weight]) * h,
+    "tensors of a closure": lambda m, x: own.Called.apply(functools.partial(product, h := m.linear(x)), x.data) + h,
     "under no_grad": lambda m, x: m.linear(x) * torch.no_grad()(own.Rounded.apply)(m.weight),
     "in a checkpoint": lambda m, x: checkpoint(lambda v: product(m.linear(v), m.weight).exp(), x, use_reentrant=False),
     "a global": lambda m, x: OfAGlobal.apply(m.linear(x)),
