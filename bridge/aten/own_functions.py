@@ -1,12 +1,19 @@
 """A user's own ``autograd.Function`` → Relax: outputs whose gradients go through the backward that was traced.
 
-See :mod:`bridge.capture.own_functions` for the operators, :mod:`autodiff.own_gradients` for what becomes of them.
+See :mod:`bridge.capture.own_functions` for the operators, :mod:`autodiff.own_gradients` for what becomes of them. Of
+complex numbers each part is a value with a gradient and a tangent of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from tvm import relax
 
+from autodiff.ir import Expr
+from bridge.aten.complex_arithmetic import COMPLEX
+from bridge.aten.complex_value import Complex
 from bridge.aten.derivative import with_derivative
 from bridge.aten.registry import converts
 from bridge.capture import CUSTOM_GRADIENT, TANGENT, WITH_GRADIENT
@@ -34,3 +41,34 @@ def with_gradient(importer, node, output, gradient):
     if gradient is None:
         return importer.emit(op.grad.no_grad(output))
     return with_derivative(importer, output, gradient)
+
+
+@converts(TANGENT, table=COMPLEX)
+def complex_tangent(importer, node, like, number, index):
+    """Two, of which no other of this Function has the numbers: its outputs count from 0."""
+    return Complex(
+        *(tangent(importer, node, part, number, of) for part, of in zip(like.parts, (index, -1 - index), strict=True))
+    )
+
+
+@converts(CUSTOM_GRADIENT, table=COMPLEX)
+def complex_custom_gradient(importer, node, inputs, gradients, tangents):
+    inputs, gradients, parts = ([*_parts(each)] for each in (inputs, gradients, tangents))
+    stopped = [importer.emit(op.grad.no_grad(gradient)) for gradient in gradients]
+    forms = [form for form, each in zip(node.meta["val"], tangents, strict=True) for _ in _parts([each])]
+    made = importer.library("custom_gradient", [len(inputs), *inputs, *stopped, *parts], forms)
+    fields = iter([importer.item(made, index) for index in range(len(parts))])
+    return tuple(
+        Complex(next(fields), next(fields)) if isinstance(each, Complex) else next(fields) for each in tangents
+    )
+
+
+@converts(WITH_GRADIENT, table=COMPLEX)
+def complex_with_gradient(importer, node, output, gradient):
+    gradients = (None, None) if gradient is None else gradient.parts
+    return Complex(*(with_gradient(importer, node, *each) for each in zip(output.parts, gradients, strict=True)))
+
+
+def _parts(values: Iterable[Any]) -> Iterable[Expr]:
+    for value in values:
+        yield from value.parts if isinstance(value, Complex) else (value,)

@@ -17,7 +17,7 @@ from tests.fuzz.placed import placed
 
 __all__ = ["PREAMBLE", "Arguments", "Program", "run_preamble"]
 
-IMPORTS = '''\
+IMPORTS = """\
 import math
 from collections import namedtuple
 
@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 Pair = namedtuple("Pair", "first second")
 
 
-'''
+"""
 
 MODULES = '''\
 class Cell(nn.Module):

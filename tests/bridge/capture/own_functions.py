@@ -227,3 +227,18 @@ class Called(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return None, grad * 1.5
+
+
+class Sizes(torch.autograd.Function):
+    """Complex numbers -> their sizes and they turned, with gradients that are not autograd's."""
+
+    @staticmethod
+    def forward(ctx, z, factor):
+        ctx.save_for_backward(z)
+        ctx.factor = factor
+        return z.abs(), z * factor
+
+    @staticmethod
+    def backward(ctx, sizes, turned):
+        (z,) = ctx.saved_tensors
+        return sizes * z * 0.7 + turned * complex(ctx.factor).conjugate() * 0.5, None

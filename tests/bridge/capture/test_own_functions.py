@@ -45,6 +45,11 @@ def several(m, x):
     return first.tanh(), second.tanh(), torch.where(mask, first, second), word
 
 
+def turned(m, x):
+    sizes, z = own.Sizes.apply(torch.complex(m.linear(x), x.sin()), 1 - 2j)
+    return sizes * z.real + own.Sizes.apply(z, 1j)[1].imag * m.weight
+
+
 def steps(m, x):
     return functools.reduce(lambda h, _: product(m.linear(h), m.weight).tanh(), range(5), x)
 
@@ -77,6 +82,7 @@ USES = {
     "the same twice": lambda m, x: own.Reversed.apply(m.linear(x), 0.5) * own.Reversed.apply(m.linear(x), 0.5),
     "in a loop": steps,
     "without gradients": lambda m, x: m.linear(x) * own.Rounded.apply(m.weight.detach()),
+    "complex numbers": turned,
     "tensors in a list": lambda m, x: own.Called.apply(sum, [h := m.linear(x), m.weight]) * h,
     "tensors of a closure": lambda m, x: own.Called.apply(functools.partial(product, h := m.linear(x)), x.data) + h,
     "under no_grad": lambda m, x: m.linear(x) * torch.no_grad()(own.Rounded.apply)(m.weight),
