@@ -27,6 +27,8 @@ SUMS = {
 """Sums and differences, and the sign of the second operand."""
 PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar, aten.mul_.Tensor)
 QUOTIENTS = (aten.div.Tensor, aten.div.Scalar, aten.div_.Tensor)
+MEANS = (aten.mean.default, aten.mean.dim)
+"""Which divide by a count."""
 
 
 class PartByPart(TorchDispatchMode):
@@ -45,6 +47,8 @@ def _made(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tenso
         (a, b), (c, d) = map(_parts, args[:2])
         factor = SUMS[func] * alpha
         return a + factor * c, b + factor * d
+    if func in MEANS and _is_complex(args[0]):
+        return tuple(func(part, *args[1:], **kwargs) for part in _parts(args[0]))
     if func not in (*PRODUCTS, *QUOTIENTS) or all(map(_is_complex, args[:2])):
         return None
     if func in QUOTIENTS:

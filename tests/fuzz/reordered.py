@@ -76,7 +76,7 @@ class Reordered(TorchDispatchMode):
 
     def _shuffled(self, x: Tensor, dims: Any) -> Tensor:
         """Its elements in another order along what is reduced; all of them if that is everything."""
-        if not dims or len(dims) == x.dim():
+        if not dims or len(dims) >= x.dim():  # a number takes the axes 0 and -1
             return x.flatten()[self._order(x.numel()).to(x.device)].view(x.shape)
         for dim in dims:
             x = x.index_select(dim, self._order(x.shape[dim]).to(x.device))
@@ -105,7 +105,7 @@ def _two_passes(
 
     With ``shifted``, what is summed is the distance from the first element.
     """
-    dims = [dim % x.dim() for dim in dims or range(x.dim())]
+    dims = [dim % x.dim() for dim in dims or range(x.dim())] if x.dim() else []
     count = math.prod(x.shape[dim] for dim in dims)
     first = x[tuple(slice(0, 1) if dim in dims else slice(None) for dim in range(x.dim()))]
     start = first if shifted and count else torch.zeros_like(first)
