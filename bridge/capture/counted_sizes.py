@@ -1,4 +1,4 @@
-"""Counted sizes: ``x[mask]``, ``nonzero``, ``masked_select``, ``repeat_interleave`` → forms of a size that was counted.
+"""Counted sizes: ``x[mask]``, ``nonzero``, ``repeat_interleave``, ``bincount`` → forms of a size that was counted.
 
 How many elements of a mask are set is a number that forward reads; with it, what it makes has a shape:
 ``nonzero_static(mask, size=count)``, and a gather at these positions, which is what eager computes as well. A call
@@ -30,9 +30,10 @@ def _longest(lengths: torch.Tensor) -> torch.Tensor:
     return torch.where(falls, lengths[0], -1)
 
 
-#: What is counted, by name: elements that are not zero; elements in all; the first of lengths that do not rise.
+#: What is counted, by name: elements that are not zero; elements in all; the first of lengths that do not rise; bins,
+#: of which there is a least number.
 COUNTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"set": _set, "total": torch.Tensor.sum}
-COUNTS["longest"] = _longest
+COUNTS |= {"longest": _longest, "bins": torch.Tensor.sum}
 
 
 class CountedSizes(TorchFunctionMode):
@@ -128,6 +129,15 @@ def _repeated(count: Count, input: torch.Tensor, repeats: Any = None, dim: Any =
     return torch.repeat_interleave(input, repeats, dim, output_size=count("total", times))
 
 
+def _bincount(count: Count, input: torch.Tensor, weights: Any = None, minlength: int = 0, **others: Any) -> Any:
+    """How often each number occurs: ones that are added up where it says."""
+    if others or weights is not None or input.dim() != 1 or not input.numel() or input.is_floating_point():
+        return NotImplemented
+    places = input.long()
+    size = count("bins" if minlength else "total", (places.max() + 1).clamp(min=minlength))
+    return places.new_zeros(size).index_add(0, places, torch.ones_like(places))
+
+
 _FORMS: dict[Any, Callable[..., Any]] = {
     torch.nonzero: _nonzero,
     torch.Tensor.nonzero: _nonzero,
@@ -138,6 +148,8 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.masked_select: _masked_select,
     torch.Tensor.__getitem__: _gathered,
     torch.Tensor.__setitem__: _scattered,
+    torch.bincount: _bincount,
+    torch.Tensor.bincount: _bincount,
     torch.repeat_interleave: _repeated,
     torch.Tensor.repeat_interleave: _repeated,
 }

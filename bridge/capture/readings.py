@@ -60,6 +60,7 @@ class Reading:
         count: how many.
         value: what Python got, lists as tuples.
         is_size: whether a result is as long as the number says (:mod:`bridge.capture.counted_sizes`).
+        is_least: whether that is mostly the least length that was asked for, which other calls have as well.
     """
 
     where: str
@@ -67,6 +68,7 @@ class Reading:
     count: int
     value: Any
     is_size: bool = False
+    is_least: bool = False
 
     @property
     def key(self) -> tuple:
@@ -103,7 +105,7 @@ class NumberReader:
             return False
         where, form = _place(sys._getframe(2)), (numbers.dtype, numbers.numel())
         if self._expected is None:
-            self.readings.append(Reading(where, *form, _frozen(value), name in COUNTS))
+            self.readings.append(Reading(where, *form, _frozen(value), name in COUNTS, name == "bins"))
         else:
             position = len(self.readings)
             recorded = self._expected[position] if position < len(self._expected) else None

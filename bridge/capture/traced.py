@@ -268,7 +268,7 @@ def _uncounted(
     return [
         shape_by_numbers(reading.where, reason)
         for node, reading in zip(read, readings, strict=True)
-        if reading.is_size and (dims or node is not None)
+        if reading.is_size and (dims or (node is not None and not reading.is_least))
     ]
 
 

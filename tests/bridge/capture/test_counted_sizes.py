@@ -48,6 +48,8 @@ FORMS = {
     "written": _assigned,
     "repeats": lambda y, mask: torch.repeat_interleave(y, mask.long() + 1, dim=0).sin(),
     "a result": lambda y, mask: (y, mask.nonzero()),
+    "bins": lambda y, mask: y.sum(0)[:2] / torch.bincount(mask.long()),
+    "bins of a kind": lambda y, mask: y[:3] * mask.to(torch.uint8).bincount(minlength=3)[:, None],
 }
 
 
@@ -80,6 +82,27 @@ def test_another_count_is_compiled_where_that_is_asked_for():
         for mask in ((1, 1, 1, 1, 1, 0), (0, 1, 1, 1, 1, 0)):
             module(*arguments(mask)).sum().backward()
     assert len(stats(module).entries) == 2 and stats(module).hits == 4
+
+
+def test_bins_of_what_parameters_decide_are_as_many_as_were_asked_for_or_a_miss():
+    """As the load of a mixture's experts. What falls into a further bin makes another length."""
+    torch.manual_seed(0)
+    module = Picked(lambda y, mask: (y * 1e-3, torch.bincount(y.argmax(1), minlength=3)))
+    x = arguments()[0].requires_grad_()
+
+    def fall_into(bins):
+        nn.init.zeros_(module.linear.weight)
+        with torch.no_grad():
+            module.linear.bias.copy_(torch.eye(WIDTH)[bins - 1])
+
+    module.double()
+    fall_into(2)
+    add_tvm_dispatch(module, (x, x))
+    for bins in (1, 3, 5, 2):
+        fall_into(bins)
+        y, load = module(x, x)
+        assert load.tolist() == [ROWS * (bins == k + 1) for k in range(max(bins, 3))] and y.requires_grad
+    assert stats(module).hits == 3 and stats(module).misses.total() == 1
 
 
 def test_a_mask_of_nothing():
