@@ -51,6 +51,7 @@ from bridge.capture.recomputed import recomputed
 from bridge.capture.symbolic_capture import with_extents
 from bridge.capture.symbolic_sizes import SymbolicSizes
 from bridge.capture.thread_isolation import capturing
+from bridge.capture.unrolled import unrolled
 from bridge.state import ModuleTensor, PythonState, module_tensors
 
 __all__ = ["Traced", "trace", "traced_and_settled"]
@@ -184,6 +185,8 @@ def trace(
     functions = OwnFunctions(type(module).__name__)
     with given(module, readings, returned=True):
         exported = export(module, args, kwargs, dims, functions)
+    if long := unrolled(exported, forward):
+        raise UnsupportedModule(type(module).__name__, long)
     sizes = SymbolicSizes(dims, argument_values(exported)) if dims else None
     raise_deferred()
     tensors, real_tensors = module_tensors(module, constants(exported))

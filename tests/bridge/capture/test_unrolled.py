@@ -1,0 +1,45 @@
+"""Unrolled loops of very many operators are refused by name; a deep network of as many is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from bridge import UnsupportedModule, add_tvm_dispatch, stats
+from bridge.capture import unrolled
+
+
+class Steps(nn.Module):
+    """Steps of one weight, each of a size of its own; or layers with weights of their own."""
+
+    def __init__(self, count, are_layers):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(1)) for _ in range(count if are_layers else 1))
+        self.count, self.are_layers = count, are_layers
+
+    def forward(self, x):
+        for step in range(self.count):
+            x = torch.cat([x, x[:1]]) * self.weights[step if self.are_layers else 0]
+        return x
+
+
+@pytest.mark.parametrize("count", [unrolled._STEPS, unrolled._STEPS - 1])
+@pytest.mark.parametrize("are_layers", [True, False])
+def test_a_loop_of_too_many_operators_is_refused(count, are_layers, monkeypatch):
+    monkeypatch.setattr(unrolled, "MOST_OPERATORS", 32)
+    monkeypatch.setattr(unrolled, "_MANY", 32)
+    module = Steps(count, are_layers)
+    if are_layers or count < unrolled._STEPS:
+        add_tvm_dispatch(module, torch.randn(2))
+        assert stats(module).entries
+        return
+    with pytest.raises(UnsupportedModule, match="96 operators of steps"):
+        add_tvm_dispatch(module, torch.randn(2))
+    assert torch.equal(module(torch.ones(2)), Steps.forward(module, torch.ones(2)))
+
+
+def test_a_loop_of_many_operators_is_told(monkeypatch, caplog):
+    monkeypatch.setattr(unrolled, "_MANY", 32)
+    exported = torch.export.export(Steps(unrolled._STEPS, False), (torch.randn(2),), strict=False)
+    assert not unrolled.unrolled(exported, "Steps.forward") and "compiled step by step" in caplog.text
