@@ -19,7 +19,7 @@ from bridge.compile.kept_function import KeptFunction, digest_of
 from bridge.compile.options import CompileOptions
 from bridge.compile.pipeline import Compilation, clear_cache, compile_function, products_of
 from bridge.compile.runtime.background import settle
-from bridge.compile.runtime.canonical import canonical_text
+from bridge.compile.runtime.canonical import canonical_text, functions_of
 from bridge.compile.runtime.constants import with_constants
 from bridge.compile.runtime.contents import Operation
 from bridge.compile.runtime.cut import Segment, cut
@@ -80,6 +80,7 @@ __all__ = [
     "cut",
     "digest_of",
     "form_of",
+    "functions_of",
     "gpu_of",
     "hold_function",
     "host_backend",

@@ -15,14 +15,13 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-import tvm
 
 from autodiff.ir import Function
 from bridge.artifact import key_of
 from bridge.aten import Imported
 from bridge.base.devices import working_for
 from bridge.capture import Captured, Draw, Observation, Parameter, StepMasks
-from bridge.compile import bytes_of, canonical_text, form_of, tensor_of
+from bridge.compile import bytes_of, canonical_text, form_of, functions_of, tensor_of
 from bridge.lowering.graph_record import NotRecordedError, graph_of, record_of
 from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.stage import Stage
@@ -144,7 +143,7 @@ class _Functions:
 
     @cached_property
     def _all(self) -> list[Function]:
-        return list(tvm.ir.load_json(zlib.decompress(self._text).decode()))
+        return functions_of(zlib.decompress(self._text).decode())
 
     @property
     def imported(self) -> Function:

@@ -13,7 +13,7 @@ from tvm import relax
 
 from bridge.base.generators import default_generator, on_side_states
 from bridge.base.log import channel
-from bridge.compile import CompileOptions, DrawnMask, Gpu, Program, backend_for, compile_function, gpu_of
+from bridge.compile import Compilation, CompileOptions, DrawnMask, Gpu, backend_for, gpu_of
 
 __all__ = ["begin_check", "checked_gpu"]
 
@@ -33,14 +33,15 @@ _CASES = (
 """Type, elements that a thread loads at once, first element of the tensor in its memory."""
 
 
-_BEGUN: dict[torch.device, Program | None] = {}
-"""The check's programs; ``None`` behind the check."""
+_BEGUN: dict[torch.device, Compilation | None] = {}
+"""The check's program on its way; ``None`` behind the check."""
 
 
 def begin_check(device: torch.device) -> None:
     """Begins to compile what :func:`checked_gpu` runs, in the background, if nobody has: it will be asked soon."""
     if device not in _BEGUN:
-        _BEGUN[device] = _program(device)
+        _BEGUN[device] = begun = _compilation(device)
+        begun.finish()
 
 
 @functools.cache
@@ -70,10 +71,12 @@ def _draws_alike(device: torch.device, gpu: Gpu) -> bool:
             masks.append(torch.native_dropout(dropped, _RATE, True)[1])
             if generator.get_offset() != offset + gpu.advance(count):
                 return False
-    program = _BEGUN.get(device) or _program(device)
+    compilation = _BEGUN.get(device) or _compilation(device)
+    program = compilation.finish()
     _BEGUN[device] = None
     given = torch.tensor(states, dtype=torch.int64, device=device)
     made = [mask.logical_not() for mask in program(list(given.unbind()))]
+    compilation.keep()
     return all(map(torch.equal, made, masks))
 
 
@@ -89,7 +92,7 @@ def _count(gpu: Gpu, width: int, place: int) -> int:
     return rounds + (width if width < 8 else 0)
 
 
-def _program(device: torch.device) -> Program:
+def _compilation(device: torch.device) -> Compilation:
     """States → masks of all cases, as kernels compute them."""
     gpu = gpu_of(device)
     counts = [_count(gpu, width, place) for place, (_, width, _) in enumerate(_CASES)]
@@ -104,4 +107,4 @@ def _program(device: torch.device) -> Program:
         for place, ((_, width, _), count) in enumerate(zip(_CASES, counts, strict=True))
     }
     options = CompileOptions.current(backend_for(device))
-    return compile_function(builder.get()["masks"], name="masks", options=options, drawn=drawn)
+    return Compilation(builder.get()["masks"], "masks", options, drawn)

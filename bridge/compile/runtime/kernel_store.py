@@ -21,7 +21,7 @@ from tvm.tirx import PrimFunc
 from bridge.artifact import Store, current_store, key_of, made_once, of_this_package
 from bridge.base.log import channel
 from bridge.compile.backend import Built
-from bridge.compile.runtime.canonical import canonical_text
+from bridge.compile.runtime.canonical import canonical_text, functions_of
 
 __all__ = ["KeptFunctions", "Libraries", "kept_kernels", "stored_or_built"]
 
@@ -134,7 +134,7 @@ class _Loaded:
 
 
 def _function(text: bytes) -> PrimFunc:
-    (func,) = tvm.ir.load_json(zlib.decompress(text).decode())
+    (func,) = functions_of(zlib.decompress(text).decode())
     return func
 
 

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import tvm
 
 from autodiff.extents import ExtentScope, scope_of_state, state_of_scope
 from bridge.artifact import versions
 from bridge.base.devices import HOST
 from bridge.compile.backend import Backend
-from bridge.compile.runtime.canonical import canonical_text
+from bridge.compile.runtime.canonical import canonical_text, functions_of
 from bridge.compile.runtime.plain import from_plain, to_plain
 from bridge.compile.runtime.program import Program
 from bridge.compile.schedule.choices import Choices
@@ -126,7 +125,7 @@ def load(path: str | os.PathLike, backend: Backend) -> Program:
     state = from_plain(json.loads(told["scope"]))
     scope = None if state is None else scope_of_state(state)
     parts = parts_of(told["program"], scope)
-    kernels = dict(zip(json.loads(told["kernel names"]), tvm.ir.load_json(told["kernels"]), strict=True))
+    kernels = dict(zip(json.loads(told["kernel names"]), functions_of(told["kernels"]), strict=True))
     constants = tuple(
         (int(slot), tensor_of(entry, data[slice(*entry["data_offsets"])])) for slot, entry in header.items()
     )

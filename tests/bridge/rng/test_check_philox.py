@@ -60,7 +60,7 @@ def eager(monkeypatch):
 def test_eagers_rule_is_recognized(eager, is_begun, monkeypatch):
     made = []
     monkeypatch.setattr(
-        check_philox, "_program", lambda device, make=check_philox._program: made.append(device) or make(device)
+        check_philox, "_compilation", lambda device, make=check_philox._compilation: made.append(device) or make(device)
     )
     for _ in range(2 * is_begun):
         check_philox.begin_check(HOST)
