@@ -4,8 +4,9 @@ import threading
 
 import pytest
 import torch
+from transformers.modeling_outputs import MaskedLMOutput
 
-from benchmarks import cold_start, gpu_models, gpu_peers
+from benchmarks import cold_start, dynamic, dynamic_epochs, gpu_models, gpu_peers
 from benchmarks.__main__ import main, scripts
 from benchmarks.foreign_threads import foreign_threads
 from benchmarks.results import Results
@@ -78,8 +79,25 @@ def test_tuned(tmp_path, monkeypatch, capsys):
     assert "| tuned / ours |" in capsys.readouterr().out
 
 
+class Words(torch.nn.Module):
+    """Called as a BERT of transformers is, whose tracing takes most of a minute (``test_trainer_uses`` has that)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.words = torch.nn.Embedding(config.vocab_size, config.hidden_size)
+        self.scores = torch.nn.Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, input_ids, attention_mask, labels):
+        scores = self.scores(torch.tanh(self.words(input_ids)) * attention_mask[..., None])
+        return MaskedLMOutput(torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()))
+
+
 def test_sizes_that_vary(tmp_path, monkeypatch, capsys):
     path = tmp_path / "dynamic.json"
+    monkeypatch.setattr(dynamic_epochs, "BertForMaskedLM", Words)
+    bound = {"two layers": lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())}
+    monkeypatch.setattr(dynamic, "BOUND", bound)
+    monkeypatch.setattr("runpy.run_module", lambda *args, **options: dynamic.main())
     monkeypatch.setattr("sys.argv", ["python"])
     main(["dynamic", "--quick", "--trainer", "--json", str(path)])
     rows = {row["module"].rpartition(": ")[2]: row for row in Results.load(path).rows}
