@@ -39,8 +39,8 @@ _CHOICES = frozenset({aten.where.self})
 _IGNORED = _overloads("_assert_tensor_metadata")
 
 
-def is_linear(steps: Sequence[fx.Node], inputs: Iterable[fx.Node]) -> bool:
-    """Whether each node of ``steps``, in order, is linear in ``inputs`` or does not depend on them."""
+def is_linear(steps: Sequence[fx.Node], inputs: Iterable[fx.Node], results: Iterable[fx.Node] = ()) -> bool:
+    """Whether each node of ``steps``, in order, is linear in ``inputs`` or does not depend on them; ``results`` do."""
     depending = set(inputs)
     for node in steps:
         read = [source for source in node.all_input_nodes if source in depending]
@@ -49,7 +49,7 @@ def is_linear(steps: Sequence[fx.Node], inputs: Iterable[fx.Node]) -> bool:
         if not _is_linear(node, depending):
             return False
         depending.add(node)
-    return True
+    return all(result in depending for result in results)
 
 
 def _is_linear(node: fx.Node, depending: set[fx.Node]) -> bool:

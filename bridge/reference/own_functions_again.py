@@ -54,7 +54,7 @@ class OwnCall:
         self._problem = None
         if again == UNKNOWN or not (told_apart and whole):
             self._problem = "sets grad modes, applies another one, or returns one of its arguments"
-        elif not is_linear(self._steps, self._tangents):
+        elif not is_linear(self._steps, self._tangents, self._gradients):
             self._problem = "is not seen to be linear in its gradients"
 
     def run(self, env: Mapping[fx.Node, Any], evaluate: Evaluate) -> dict[fx.Node, torch.Tensor]:

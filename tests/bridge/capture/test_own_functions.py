@@ -83,6 +83,7 @@ USES = {
     "in a loop": steps,
     "without gradients": lambda m, x: m.linear(x) * own.Rounded.apply(m.weight.detach()),
     "complex numbers": turned,
+    "a constant gradient": lambda m, x: own.Constant.apply(m.linear(x)).tanh(),
     "tensors in a list": lambda m, x: own.Called.apply(sum, [h := m.linear(x), m.weight]) * h,
     "tensors of a closure": lambda m, x: own.Called.apply(functools.partial(product, h := m.linear(x)), x.data) + h,
     "under no_grad": lambda m, x: m.linear(x) * torch.no_grad()(own.Rounded.apply)(m.weight),
@@ -286,6 +287,7 @@ def second_derivatives(module, x):
 NOT_AGAIN = {
     "sums and casts": "not seen to be linear",
     "writes into a copy": "not seen to be linear",
+    "a constant gradient": "not seen to be linear",
     "one inside another": "applies another one",
 }
 """Uses whose backward is eager's once, and an error by name when it is differentiated again."""
