@@ -6,7 +6,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["AttentiveRNN", "ConvLSTM", "MambaBlock", "NeuralODE", "ZoneoutLSTM"]
+__all__ = [
+    "AttentiveRNN",
+    "BeamDecoder",
+    "ConvLSTM",
+    "DeltaMemory",
+    "HaltingRNN",
+    "MambaBlock",
+    "NeuralODE",
+    "ZoneoutLSTM",
+]
 
 
 class ZoneoutLSTM(nn.Module):
@@ -124,3 +133,57 @@ class MambaBlock(nn.Module):
             state = decay[:, step] * state + added[:, step]
             results.append(torch.einsum("bdn,bn->bd", state, leaving[:, step]))
         return self.leave((torch.stack(results, 1) + self.skip * value) * F.silu(gate))
+
+
+class BeamDecoder(nn.Module):
+    """The best few ways through time: each step scores, chooses and gathers the states that go on."""
+
+    def __init__(self, width: int, beams: int = 3):
+        super().__init__()
+        self.beams, self.cell, self.score = beams, nn.Linear(2 * width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        batch, _, width = x.shape
+        offsets = torch.arange(self.beams, dtype=x.dtype, device=x.device).view(1, -1, 1)
+        state, total = x[:, :1] + offsets, x.new_zeros(batch, self.beams)
+        for step in x.unbind(1):
+            state = torch.tanh(self.cell(torch.cat([state, step.unsqueeze(1).expand_as(state)], -1)))
+            total, best = (total.unsqueeze(-1) + F.log_softmax(self.score(state), -1)).flatten(1).topk(self.beams, -1)
+            state = state.gather(1, (best // width).unsqueeze(-1).expand(-1, -1, width))
+        return state, total, best
+
+
+class HaltingRNN(nn.Module):
+    """Rows that end by themselves; states of four element types are carried on, some written in place."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.cell = nn.RNNCell(width, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        state, ended = torch.zeros_like(x[:, 0]), torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
+        steps, total = ended.int(), ended.float()
+        for part in x.unbind(1):
+            state = torch.where(ended.unsqueeze(1), state, self.cell(part, state))
+            steps = steps + (~ended).int()
+            total += state.detach().sum(1).float()
+            ended = ended | (state.sum(1) > 1.5)
+        return state, ended, steps, total
+
+
+class DeltaMemory(nn.Module):
+    """A matrix that learns what it does not know yet ("fast weights", Schlag et al., 2021)."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.parts = nn.Linear(width, 3 * width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        memory, results = x.new_zeros(x.shape[0], x.shape[2], x.shape[2]), []
+        for step in range(x.shape[1]):
+            key, value, query = self.parts(x[:, step]).chunk(3, 1)
+            key = F.normalize(key, dim=1)
+            error = value - torch.einsum("bij,bj->bi", memory, key)
+            memory = memory + torch.einsum("bi,bj->bij", error, key)
+            results.append(torch.einsum("bij,bj->bi", memory, query.softmax(1)))
+        return torch.stack(results, 1), memory

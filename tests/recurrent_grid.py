@@ -21,7 +21,16 @@ from bridge import UnsupportedModule, stats
 from bridge.capture.loops import attempt
 from tests.bridge.compare import check_module
 from tests.device import DEVICE, factories_on
-from tests.odd_cells import AttentiveRNN, ConvLSTM, MambaBlock, NeuralODE, ZoneoutLSTM
+from tests.odd_cells import (
+    AttentiveRNN,
+    BeamDecoder,
+    ConvLSTM,
+    DeltaMemory,
+    HaltingRNN,
+    MambaBlock,
+    NeuralODE,
+    ZoneoutLSTM,
+)
 
 __all__ = ["NETWORKS", "main"]
 
@@ -61,6 +70,9 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "ODE by Runge-Kutta": lambda: NeuralODE(WIDTH),
     "conv-LSTM": lambda: ConvLSTM(WIDTH),
     "Mamba block": lambda: MambaBlock(WIDTH),
+    "beam decoder": lambda: BeamDecoder(WIDTH),
+    "halting rows": lambda: HaltingRNN(WIDTH),
+    "delta memory": lambda: DeltaMemory(WIDTH),
     **{f"nn.{kind.__name__}": partial(_layer, kind) for kind in (nn.LSTM, nn.GRU, nn.RNN)},
     **{
         f"nn.{kind.__name__}, two layers, both ways": partial(_layer, kind, num_layers=2, bidirectional=True)
