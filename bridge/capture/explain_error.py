@@ -87,6 +87,11 @@ def explain_error(error: BaseException) -> Unsupported:
     if ".numpy() is not supported" in first_line:
         reason = "what numpy computes is not in a graph; a compiled call would repeat the sample's numbers for ever"
         return Unsupported("Tensor.numpy", where, reason, "compute it with torch, or outside of forward")
+    is_custom = "CustomObjArgument" in first_line and "generator" in first_line.lower()
+    if is_custom or "torch._C.Generator" in first_line:  # torch 2.13, torch 2.11
+        reason = "draws from a generator of its own, which a traced graph does not hold"
+        hint = "draw from torch's default generator, or outside of the module and pass the numbers in"
+        return Unsupported("torch.Generator", where, reason, hint)
     if "BatchedTensor" in first_line or "functorch" in first_line:
         return Unsupported("torch.func", where, "a transform (vmap, grad, jacrev, …) inside forward")
     if kind == "PendingUnbackedSymbolNotFound":  # autograd takes the view anew, at a number that nobody knows

@@ -21,6 +21,7 @@ NO_CACHE = "set model.config.use_cache = False: training has no use for the keys
 
 _OTHERWISE = "use torch.nn.utils.parametrizations, or make it permanent (remove_weight_norm, prune.remove)"
 _PASS_CONTENTS = "make it an attribute of the module, or pass what forward takes from it"
+_PASS_TUPLE = "pass a tuple of its numbers: tuple(x.shape)"
 _PLAIN_ARGUMENTS = (type(None), bool, int, float, str)
 
 _DISPATCH_INSIDE = "dispatch what it wraps, before or after wrapping it: add_tvm_dispatch({}.module, ...)"
@@ -151,7 +152,7 @@ def _problem_of_own_hook(hook: Any) -> tuple[str, str] | None:
 
 
 def _refuse_arguments(args: tuple, kwargs: dict[str, Any], name: str) -> None:
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_size)
     found = []
     for path, leaf in zip(leaf_names(spec), leaves, strict=True):
         what = f"argument {path}, a {type(leaf).__name__}"
@@ -159,8 +160,13 @@ def _refuse_arguments(args: tuple, kwargs: dict[str, Any], name: str) -> None:
             if problem := tensor_problem(leaf):
                 found.append(Unsupported(what, f"{name}.forward", problem, "pass a plain tensor"))
         elif not isinstance(leaf, _PLAIN_ARGUMENTS):
-            hint = NO_CACHE if type(leaf).__module__ == CACHES else _PASS_CONTENTS
+            hint = NO_CACHE if type(leaf).__module__ == CACHES else _PASS_TUPLE if _is_size(leaf) else _PASS_CONTENTS
             reason = "not a tensor, number, string, flag or None, nor a tuple, list or dict of them"
             found.append(Unsupported(what, f"{name}.forward", reason, hint))
     if found:
         raise UnsupportedModule(name, found)
+
+
+def _is_size(value: Any) -> bool:
+    """Whether pytree takes it for a tuple, and gives a tuple back, which has less to it."""
+    return isinstance(value, torch.Size)

@@ -115,7 +115,9 @@ class Options:
     scale: float = 1.0
 
 
-@pytest.mark.parametrize("argument", [Colour.RED, Options(), np.ones(2), torch.float64, len, slice(2)], ids=repr)
+@pytest.mark.parametrize(
+    "argument", [Colour.RED, Options(), np.ones(2), torch.float64, len, slice(2), torch.Size([2])], ids=repr
+)
 def test_an_argument_that_is_no_constant_is_named(argument):
     with pytest.raises(UnsupportedModule, match=rf"kwargs\['a'\]\[1\], a {type(argument).__name__}"):
         add_tvm_dispatch(Takes(), (rows(),), sample_kwargs={"a": [1, argument]})

@@ -115,6 +115,16 @@ def test_torchs_advice_is_left_out(message, kept):
     assert explain_error(RuntimeError(message)).reason == kept
 
 
+def test_a_generator_of_ones_own_is_named():
+    class Draws(nn.Module):
+        def forward(self, x):
+            return x + torch.randn(4, generator=own)
+
+    own = torch.Generator()
+    with pytest.raises(UnsupportedModule, match=r"torch\.Generator: draws from a generator of its own"):
+        add_tvm_dispatch(Draws(), torch.ones(2, 4))
+
+
 class Calls(nn.Module):
     def __init__(self, then):
         super().__init__()
