@@ -15,7 +15,7 @@ from torch import fx
 from bridge.aten.any_operator import check_functional
 from bridge.aten.complex_arithmetic import COMPLEX, SEES_COMPLEX, multiplied
 from bridge.aten.complex_value import Complex, as_complex, is_complex_form, part_form, separated
-from bridge.aten.registry import CONVERSIONS, UnsupportedUse
+from bridge.aten.registry import CONVERSIONS
 from bridge.aten.whole import whole
 from bridge.base.torch_internals import aten
 from bridge.capture import STOP_GRADIENT
@@ -137,8 +137,6 @@ def _promoted(importer: Any, node: fx.Node, args: tuple, element_type: str) -> t
 def _whole(importer: Any, node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> Any:
     """torch's kernel: complex operands and results with their parts side by side."""
     check_functional(node)
-    if node.target in CONVERSIONS and node.target.namespace == "tvm_dispatch":  # stands for something, computes nothing
-        raise UnsupportedUse("complex numbers where only real ones are known")
     forms, made = node.meta["val"], whole(importer, node, *args, **kwargs)
     if not isinstance(forms, tuple | list):
         return separated(importer, made) if is_complex_form(forms) else made
