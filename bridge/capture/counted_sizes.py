@@ -130,12 +130,19 @@ def _repeated(count: Count, input: torch.Tensor, repeats: Any = None, dim: Any =
 
 
 def _bincount(count: Count, input: torch.Tensor, weights: Any = None, minlength: int = 0, **others: Any) -> Any:
-    """How often each number occurs: ones that are added up where it says."""
+    """How often each number occurs: ones that are added up where it says.
+
+    Where parameters decide the numbers, they are added up before their count is compared: none may lie outside, which
+    ends a GPU's context. A negative number makes the count another one, and the call eager's, which refuses it.
+    """
     if others or weights is not None or input.dim() != 1 or not input.numel() or input.is_floating_point():
         return NotImplemented
     places = input.long()
-    size = count("bins" if minlength else "total", (places.max() + 1).clamp(min=minlength))
-    return places.new_zeros(size).index_add(0, places, torch.ones_like(places))
+    bins = torch.where(places.min() < 0, -1, (places.max() + 1).clamp(min=minlength))
+    size = count("bins" if minlength else "total", bins)
+    if size < 0:
+        return NotImplemented
+    return places.new_zeros(size).index_add(0, places.clamp(0, size - 1), torch.ones_like(places))
 
 
 _FORMS: dict[Any, Callable[..., Any]] = {

@@ -105,6 +105,15 @@ def test_bins_of_what_parameters_decide_are_as_many_as_were_asked_for_or_a_miss(
     assert stats(module).hits == 3 and stats(module).misses.total() == 1
 
 
+def test_a_negative_number_has_no_bin_in_eager_either():
+    module, (x, mask) = Picked(lambda y, mask: y.sum() * torch.bincount(mask, minlength=3)).double(), arguments()
+    add_tvm_dispatch(module, (x, mask.long()))
+    with pytest.raises(RuntimeError, match="non-negative"):
+        module(x, mask.long() - 1)
+    module(x, 1 - mask.long())
+    assert stats(module).hits == 1 and stats(module).misses.total() == 1
+
+
 def test_a_mask_of_nothing():
     check_module(lambda: Picked(FORMS["rows"]), lambda: arguments((0,) * ROWS), calls=1)
 
