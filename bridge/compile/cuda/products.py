@@ -13,6 +13,10 @@ __all__ = ["CudaProducts"]
 _FEW = 32, 64
 """Rows of a product that cuBLASLt has the better kernels for, of a batch of a recurrent cell."""
 
+_NARROW, _MISJUDGED = 128, 2**18
+"""Columns, and elements, of a matrix of which cuBLAS takes 25 to 53 us for a product of 8 or 16 rows that takes cuBLASLt
+2 to 10 (float32, H200, CUDA 13): with 128 columns; with more, where columns are dense."""
+
 _TILE, _TILES, _INNER = 64, 128, 128
 """Rows and columns of a tile of a small product; how many tiles fill a GPU; inner elements that one is worth."""
 
@@ -25,9 +29,10 @@ _MOST_CARRIED = 3 * 2**18
 class CudaProducts:
     """cuBLAS by torch, a :class:`~bridge.compile.schedule.products.ProductPolicy`.
 
-    The way follows from the shape, and from torch's settings, which are part of the compile options: in TF32, products
-    of few rows and a transposed weight are cuBLASLt's, which eager's linear layers call, too. cuBLAS reads and writes
-    transposed matrices as fast, whereas a kernel that transposes reads memory in steps.
+    The way follows from the shape, and from torch's settings, which are part of the compile options: products of few
+    rows are cuBLASLt's, which eager's linear layers call, too, in TF32 those of a transposed weight, else those of a
+    small matrix. cuBLAS reads and writes transposed matrices as fast, whereas a kernel that transposes reads memory in
+    steps.
 
     Attributes:
         tf32: whether products of float32 may be rounded to it.
@@ -53,10 +58,14 @@ class CudaProducts:
         return "mm" if product.batch == 1 else "bmm"
 
     def _is_by_lt(self, product: ProductShape) -> bool:
-        if not self.tf32 or product.element_type != "float32" or isinstance(product.m, Extent):
+        extents = product.batch, product.m, product.n, product.k
+        if product.element_type != "float32" or product.a.unit != "row" or any(isinstance(x, Extent) for x in extents):
             return False
-        units = product.a.unit, product.b.unit
-        return product.batch == 1 and _FEW[0] <= product.m <= _FEW[1] and product.n > 1 and units == ("row", "column")
+        batch, m, n, k = extents
+        if self.tf32:
+            return batch == 1 and _FEW[0] <= m <= _FEW[1] and n > 1 and product.b.unit == "column"
+        is_misjudged = n == _NARROW or (n > _NARROW and product.b.unit == "column")
+        return batch == 1 and 1 < m < _FEW[0] and n * k <= _MISJUDGED and is_misjudged
 
     def made(self) -> tuple[tuple, ...]:
         return ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from bridge.compile import clear_cache
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.passes import split_products
-from bridge.compile.schedule.products import ProductShape
+from bridge.compile.schedule.products import LayoutClass, ProductShape
 from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compare import check_module
 
@@ -79,3 +81,17 @@ def test_parts_of_large_products_are_not_carried_on():
     small, large = (ProductShape("float32", 1, 16, width, 4 * width) for width in (256, 512))
     assert CudaProducts().parts(small, is_carried=True) == CudaProducts().parts(small) > 1
     assert CudaProducts().parts(large, is_carried=True) == 1 < CudaProducts().parts(large)
+
+
+@pytest.mark.parametrize(
+    ("shape", "unit", "by_lt"),
+    [
+        *(((rows, 128, 512), unit, rows in (8, 16)) for rows in (1, 8, 16, 32) for unit in ("row", "column")),
+        *(((16, 512, 128), unit, unit == "column") for unit in ("row", "column")),
+        *(((16, 768, 768), "column", False), ((16, 64, 64), "column", False)),
+    ],
+)
+def test_small_products_that_cublas_is_slow_at_are_cublas_lts(shape, unit, by_lt):
+    product = ProductShape("float32", 1, *shape, b=LayoutClass(unit))
+    assert CudaProducts().choose(product) == ("mm_lt" if by_lt else "mm")
+    assert CudaProducts().choose(replace(product, element_type="float64")) == "mm"
