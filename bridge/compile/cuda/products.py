@@ -14,8 +14,8 @@ _FEW = 32, 64
 """Rows of a product that cuBLASLt has the better kernels for, of a batch of a recurrent cell."""
 
 _NARROW, _MISJUDGED = 128, 2**18
-"""Columns, and elements, of a matrix of which cuBLAS takes 25 to 53 us for a product of 8 or 16 rows that takes cuBLASLt
-2 to 10 (float32, H200, CUDA 13): with 128 columns; with more, where columns are dense."""
+"""Columns, and elements, of a matrix of which cuBLAS takes 25 to 53 us for a product of 8 or 16 rows that takes
+cuBLASLt 2 to 10 (float32, H200, CUDA 13): with 128 columns; with more, where columns are dense."""
 
 _TILE, _TILES, _INNER = 64, 128, 128
 """Rows and columns of a tile of a small product; how many tiles fill a GPU; inner elements that one is worth."""
