@@ -119,6 +119,10 @@ def judge(
         return Verdict("refused", "; ".join(f"{op.op}: {op.reason}" for op in refusal.ops)[:300])
     except Wrong as difference:
         return Verdict("wrong", one_line(difference))
+    except RuntimeError as error:
+        if str(error).startswith("create_graph=True through the backward of an autograd.Function"):
+            return Verdict("refused", one_line(error))
+        return Verdict("crash", f"{one_line(error)} @ {place(error)}", is_lost(error))
     except Exception as error:  # noqa: BLE001 - any other exception is a bug, and listing them is the job
         return Verdict("crash", f"{one_line(error)} @ {place(error)}", is_lost(error))
     counted = stats(dispatched)
