@@ -11,6 +11,7 @@ from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThen
 from autodiff.ir import itemsize
 from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.emit import compute_type
+from bridge.compile.codegen.pointwise import EXPENSIVE
 from bridge.compile.codegen.rounding import rounded
 from bridge.compile.codegen.tir import sequence
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer
@@ -64,9 +65,12 @@ class RowForm:
 
     def widened(self, plan: RowPlan) -> RowForm:
         """The same groups with vectors of twice the lanes, where all that differs from row to row is of half types,
-        which then are accesses of :data:`ACCESS_BYTES`, and where no more of a turn is behind the row's end."""
+        which then are accesses of :data:`ACCESS_BYTES`, and where no more of a turn is behind the row's end. Slow
+        operators keep the threads busy as it is: of fewer vectors, fewer blocks share them."""
         lanes, length = 2 * self.lanes, plan.length
         if self.lanes != VECTOR or not isinstance(length, int) or plan.columns[-1] % lanes or any(plan.concats):
+            return self
+        if any(node.op in EXPENSIVE for node in plan.nodes):
             return self
         turns = -(-length // (self.threads * lanes))
         fits = fitting_groups(plan, self.threads, self.groups, lanes) == self.groups
