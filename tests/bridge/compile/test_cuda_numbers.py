@@ -79,7 +79,7 @@ def test_nan_and_infinity_in_reductions():
     ],
 )
 def test_sums_of_columns_are_the_same_bits_in_wider_vectors(monkeypatch, dtype, columns, function, is_wider):
-    """Of half types, a thread takes a whole access at once where that is quicker; a vector for all rows may be of a wider type."""
+    """Of half types, a thread takes a whole access at once where that is quicker; what all rows share may be wider."""
     torch.manual_seed(0)
     x, scale = torch.randn(70, columns).to(getattr(torch, dtype)), torch.randn(columns)
 
