@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -148,17 +148,7 @@ has_storage: Callable[[torch.Tensor], bool] = find("torch._C._has_storage")
 no_torch_function: Callable[[], AbstractContextManager] = find("torch._C.DisableTorchFunction")
 """While active, no torch-function mode sees the calls that this thread makes."""
 neg_view: Callable[[torch.Tensor], torch.Tensor] = find("torch._neg_view")
-
-
-def _copy_one_by_one(targets: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
-
-
-copy_each: Callable[[Iterable[torch.Tensor], Iterable[torch.Tensor]], None] = find(
-    "torch._foreach_copy_", _copy_one_by_one
-)
-"""``copy_`` of lists, in few launches where the tensors of each are of one type and device."""
+copy_each: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = find("torch._foreach_copy_")
 pack_padded, pad_packed = find("torch._pack_padded_sequence"), find("torch._pad_packed_sequence")
 empty_strided: Callable[..., torch.Tensor] = find(
     "torch._C._dynamo.guards._empty_strided_cpu", lambda *form: torch.empty_strided(*form[:2], dtype=form[2])
