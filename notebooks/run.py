@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -104,6 +106,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", choices=[*NAMES, []], help="which notebooks; all unless given")
     parser.add_argument("--to", type=Path, default=HERE, help="folder of the .ipynb files")
     options = parser.parse_args()
+    if shutil.which("dot") is None:
+        sys.exit("pictures would be texts: the program dot is wanted, e.g. apt-get install graphviz")
     for name in options.names or NAMES:
         started = time.perf_counter()
         notebook = tidy(execute(source(name)))
