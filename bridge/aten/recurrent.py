@@ -1,8 +1,8 @@
 """Recurrent layers → library functions or loops, one for each direction of each layer; these are put together.
 
-A call of a whole ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` is taken apart here. On a GPU it becomes loops, of one product
-and one launch a step (:mod:`bridge.aten.recurrent_loops`); on the processor, and where sizes vary, library functions:
-oneDNN's LSTM, and cells step by step. Dropout between layers has been taken out before
+A call of a whole ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` is taken apart here. It becomes loops, of one product and one
+launch a step (:mod:`bridge.aten.recurrent_loops`); where sizes vary, a library function, cells step by step, and on the
+processor oneDNN's kernel of a narrow LSTM. Dropout between layers has been taken out before
 (:mod:`bridge.capture.passes.recurrent`).
 """
 
@@ -32,6 +32,10 @@ op = relax.op
 _TENSORS = 7  # of oneDNN's operator: x, four weights and biases, two states
 _HAS_BIASES = 5  # among the operator's options
 
+_WIDE = 256
+"""Elements of an LSTM's state from which on a loop takes less time than oneDNN's kernel: 0.86 to 0.94 of it, once 1.02;
+of 128 elements 1.13 (Xeon, two threads, 16 to 128 rows)."""
+
 
 @converts(RECURRENT_LAYERS)
 def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_ways, batch_first):
@@ -40,8 +44,8 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
         raise UnsupportedUse("a recurrent layer of several element types")
     projected = len(weights) // (layers * (2 if both_ways else 1)) % 2 == 1
     known = not any(has_extents(shape(tensor)) for tensor in (x, *states))
-    looped = known and current_device() != HOST
     fused = cell == "lstm" and dtype(x) == "float32" and not projected and torch.backends.mkldnn.enabled
+    looped = known and (current_device() != HOST or not fused or shape(weights[1])[1] >= _WIDE)
     x = importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x
     if has_extents(shape(x)[:1]) and (fused or current_device() != HOST):
         kind = "oneDNN's kernel" if current_device() == HOST else "a loop"
