@@ -46,6 +46,8 @@ class AttributeReads:
         """Notes what code other than this package's reads."""
         with ExitStack() as stack:
             for kind in dict.fromkeys(map(type, self._objects.values())):
+                if _is_torchs(kind):
+                    continue
                 own = vars(kind).get(_GETATTRIBUTE, _ABSENT)
                 original = kind.__getattribute__
                 try:
@@ -80,6 +82,12 @@ class AttributeReads:
 
 def _is_ours(module: str | None) -> bool:
     return module is not None and module.partition(".")[0] == _OURS
+
+
+def _is_torchs(kind: type) -> bool:
+    """Whether a class is one of torch's, whose C++ code may ask for attributes where no Python is to run: Dynamo asks its
+    callback at every call of a Python function, which a reader is."""
+    return kind.__module__.partition(".")[0] == "torch"
 
 
 def _is_special(name: str) -> bool:

@@ -16,6 +16,7 @@ from bridge.base.devices import HOST
 from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, inside_of_loops, is_between
 from bridge.compile.graphs.control import RecordedGraphs
 from bridge.compile.graphs.executor import GraphedExecutor
+from bridge.compile.runtime.executor import bind_all
 from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.pool import ArenaPool
 from tests.bridge.compile.host_recorder import HostMemory, HostRecorder, alias, memories
@@ -104,7 +105,7 @@ class _Executor(PiecewiseExecutor):
 
 def recorded(compiled, inputs, fresh):
     parts = (compiled.name, compiled.steps, compiled.layout, compiled.constants, compiled.code)
-    execute = _Executor(*parts, device=HOST, pool=ArenaPool())
+    execute = _Executor(*parts, device=HOST, pool=ArenaPool(), actions=bind_all(*parts[1:]))
     pieces = Pieces(execute.capture, lambda graph: graph.replay)
     with pieces, execute.recorded_by(pieces, taken), torch.no_grad():
         results = execute(inputs, fresh=list(map(alias, fresh)))
@@ -162,7 +163,7 @@ def test_a_failure_between_ends_the_recording(compiled):
                 open_captures.pop()
 
     parts = (compiled.name, compiled.steps, compiled.layout, compiled.constants, compiled.code)
-    execute = Failing(*parts, device=HOST, pool=ArenaPool())
+    execute = Failing(*parts, device=HOST, pool=ArenaPool(), actions=bind_all(*parts[1:]))
     pieces = Pieces(execute.capture, lambda graph: graph.replay)
     wrong = torch.zeros(1, dtype=torch.uint64)
     with pytest.raises(ValueError, match="shape"), pieces, execute.recorded_by(pieces, taken):
