@@ -85,8 +85,10 @@ def _is_ours(module: str | None) -> bool:
 
 
 def _is_torchs(kind: type) -> bool:
-    """Whether a class is one of torch's, whose C++ code may ask for attributes where no Python is to run: Dynamo asks its
-    callback at every call of a Python function, which a reader is."""
+    """Whether a class is one of torch's, whose C++ code may ask for attributes where no Python is to run.
+
+    Dynamo asks its callback at every call of a Python function, which a reader is.
+    """
     return kind.__module__.partition(".")[0] == "torch"
 
 
