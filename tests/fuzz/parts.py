@@ -29,6 +29,8 @@ PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar, aten.mul_.Tensor)
 QUOTIENTS = (aten.div.Tensor, aten.div.Scalar, aten.div_.Tensor)
 MEANS = (aten.mean.default, aten.mean.dim)
 """Which divide by a count."""
+SIGN = aten.sgn.default
+"""Which divides by the absolute value: torch's kernel makes it complex for a few elements and the last ones of many."""
 
 
 class PartByPart(TorchDispatchMode):
@@ -49,6 +51,9 @@ def _made(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, Tenso
         return a + factor * c, b + factor * d
     if func in MEANS and _is_complex(args[0]):
         return tuple(func(part, *args[1:], **kwargs) for part in _parts(args[0]))
+    if func is SIGN and _is_complex(args[0]):
+        size = args[0].abs()
+        return tuple(torch.where(size == 0, 0, part / size) for part in _parts(args[0]))
     if func not in (*PRODUCTS, *QUOTIENTS) or all(map(_is_complex, args[:2])):
         return None
     if func in QUOTIENTS:

@@ -184,7 +184,9 @@ def test_complex_numbers_meet_real_ones_part_by_part():
     assert all(each.imag.isnan() for each in found)
     with PartByPart():
         found = [one + z, one - z, z * one, z / one, z.clone().mul_(2)]
+        sign = z.sgn()
     assert [each.imag.item() for each in found] == [2, -2, 2, 2, 4]
+    assert z.sgn().imag.isnan() and not sign.imag
 
 
 def test_shrinking_drops_what_does_not_matter():
