@@ -111,25 +111,33 @@ def _captured_on(
                 raise
             refused = error
         if refused is not None:  # outside of the except clause, as what is raised here has nothing to do with it
-            first.restore()
-            with suppress(UnsupportedModule), eagers_branches():
-                again = _capture(module, args, kwargs, dims, first)
-                if not again.problems:
-                    return replace(again, as_eager=True)
-            raise refused.with_traceback(None)
+            again = _in_eagers_branches(module, args, kwargs, dims, first)
+            if again is None:
+                raise refused.with_traceback(None)
+            return again
         if captured.as_eager:
             return captured
         attends_otherwise = captured.observation.attends_otherwise and not captured.problems
         if not goes_another_way(captured.problems) and not attends_otherwise:
             return captured
         left = PythonState(module)
-        first.restore()
-        with suppress(UnsupportedModule), eagers_branches():
-            again = _capture(module, args, kwargs, dims, first)
-            if not again.problems:
-                return replace(again, as_eager=True)
-        left.restore()  # the branch of eager cannot be traced: numbers decide in it, say
-        return captured
+        again = _in_eagers_branches(module, args, kwargs, dims, first)
+        if again is None:
+            left.restore()
+            return captured
+        return again
+
+
+def _in_eagers_branches(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], dims: Sequence[DynamicDim], first: PythonState
+) -> Captured | None:
+    """The call captured anew in eager's branches; ``None`` where they cannot be traced: numbers decide in them, say."""
+    first.restore()
+    with suppress(UnsupportedModule), eagers_branches():
+        again = _capture(module, args, kwargs, dims, first)
+        if not again.problems:
+            return replace(again, as_eager=True)
+    return None
 
 
 def _unless_ended(

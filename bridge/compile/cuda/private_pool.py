@@ -12,6 +12,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch
 from bridge.base.locks import free_in_children
 from bridge.base.torch_cuda import memory_of_pool
 
-__all__ = ["PrivatePool"]
+__all__ = ["PrivatePool", "takes_from"]
 
 _LOCK = free_in_children(threading.RLock())
 """Held where a thread begins or ends to take memory from a pool, and while pools are destroyed."""
@@ -105,11 +106,17 @@ def _memory_is_common() -> bool:
     if torch.cuda.is_current_stream_capturing():
         return False
     try:
-        address = torch.empty(1, device="cuda").data_ptr()
+        return takes_from(_common_segments)
     except torch.OutOfMemoryError:
         return False
-    return any(
-        segment["address"] <= address < segment["address"] + segment["total_size"]
-        for segment in torch.cuda.memory_snapshot()
-        if tuple(segment["segment_pool_id"]) == (0, 0)
-    )
+
+
+def takes_from(segments: Callable[[], Iterable[Mapping[str, Any]]]) -> bool:
+    """Whether memory that this thread takes now, on the current device, lies in one of these segments; they are asked
+    for afterwards, as it may be in a new one."""
+    address = torch.empty(1, device="cuda").data_ptr()
+    return any(each["address"] <= address < each["address"] + each["total_size"] for each in segments())
+
+
+def _common_segments() -> list[dict[str, Any]]:
+    return [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) == (0, 0)]

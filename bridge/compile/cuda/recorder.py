@@ -23,7 +23,7 @@ from bridge.compile.cuda.driver_graphs import Graph, captured, new_stream
 from bridge.compile.cuda.executor import CudaExecutor
 from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, inside_of_loops, is_between
 from bridge.compile.cuda.pool_memory import PoolMemory, spare_bytes
-from bridge.compile.cuda.private_pool import PrivatePool
+from bridge.compile.cuda.private_pool import PrivatePool, takes_from
 from bridge.compile.cuda.slot_memory import SlotMemory
 from bridge.compile.graphs.recorder import Form, Replay, nbytes
 from bridge.compile.runtime.arena import ALIGNMENT as ARENA_ALIGNMENT
@@ -275,6 +275,5 @@ def _replay(parts: Sequence[Replay], replaying: AbstractContextManager, needs: o
 def _require_memory_of(pool: PrivatePool) -> None:
     """``RuntimeError`` if this thread's memory comes from elsewhere: a pool that the user has put in use goes first,
     and what a graph needs while it runs would be handed to others."""
-    address = torch.empty(1, device="cuda").data_ptr()
-    if not any(each["address"] <= address < each["address"] + each["total_size"] for each in pool.segments()):
+    if not takes_from(pool.segments):
         raise RuntimeError("memory comes from a pool that is not ours")
