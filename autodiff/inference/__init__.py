@@ -4,7 +4,7 @@ Partial evaluation by binding times (N. D. Jones, C. K. Gomard, P. Sestoft, 1993
 alone is *static* and computed once; the *dynamic* rest is what a call computes.
 
     fold_scales      affine maps of channels (BatchNorm) go into the weights of the convolution before them
-    spell_attention  attention of float32 on a GPU becomes products and a softmax
+    spell_attention  attention of float32 becomes products and a softmax
     merge_products   products of one input with several weights become one
     split_static     one function -> constants(frozen) and call(rest, constants)
 

@@ -1,13 +1,15 @@
 """Attention of float32 -> its formula: products by the library, and one kernel for what lies between them.
 
 For float32 (without TF32) torch's fused kernel on a GPU multiplies without tensor cores, as the library of products
-does, and slower. Half types have fused kernels that are quicker than any formula.
+does, and slower. The one for CPUs works on blocks that are small for the library, of operands that lie far apart where
+products of one input were merged, and returns memory in another order than later products read. Both are worth their
+while where the scores are too large for the caches. Half types have fused kernels that are quicker than any formula.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tvm.relax import op
 
@@ -19,16 +21,54 @@ from autodiff.rewrite import BodyScope
 
 __all__ = ["MOST_BYTES", "spell_attention"]
 
-MOST_BYTES = 256 * 2**20
-"""Of the scores: the fused kernel keeps none, and what a call needs at most should stay about as it is."""
+MOST_BYTES = {
+    "library.attention": 256 * 2**20,  # the fused kernel keeps none, and a call should need about as much as before
+    "library.scaled_dot_product_flash_attention": 32 * 2**20,  # what caches hold; beyond, blocks are quicker
+}
+"""Of the scores, by the fused kernel that the formula takes the place of: that of a GPU, that of a CPU."""
 
-_KERNELS = ("efficient",)
+_KERNELS = (None, "efficient")
+"""Of those that a call names, if it does."""
+
 _TYPES = ("float32", "float64")
+
+
+@dataclass(frozen=True)
+class _Fused:
+    """The arguments of a fused attention.
+
+    Attributes:
+        kernel: of several, the one that computes it.
+        dropout: probability of a zero.
+        rows_outside: whether the result lies as ``(batch, queries, heads, width)``, otherwise as ``q``.
+    """
+
+    q: Expr
+    k: Expr
+    v: Expr
+    mask: Expr | None
+    causal: bool
+    scale: float
+    kernel: str | None
+    dropout: float
+    rows_outside: bool
+
+    @classmethod
+    def of(cls, call: Call) -> _Fused:
+        """The conventions are those of :mod:`autodiff.library`."""
+        kernel, arguments = None, list(call.args[1:])
+        if library_name(call) == "library.attention":
+            kernel = str(arguments.pop(0).value)
+        q, k, v, has_mask, *rest = arguments
+        mask = rest.pop(0) if bool(has_mask.value) else None
+        dropout = 0.0 if kernel else float(rest.pop(0).value)
+        causal, scale = rest
+        return cls(q, k, v, mask, bool(causal.value), float(scale.value), kernel, dropout, bool(kernel))
 
 
 @on_functions
 def spell_attention(body: Body, frozen: int) -> None:
-    """``library.attention`` of float32, whose scores are of a known size and fit, becomes its formula.
+    """A fused attention of float32 or float64 whose scores are of a known size and fit becomes its formula.
 
     Safe: the same function of the same numbers; the kernel rescales sums while it goes along a row, the formula does
     not, so results differ at rounding level.
@@ -40,7 +80,7 @@ def spell_attention(body: Body, frozen: int) -> None:
     for binding in body.bindings:
         source = body.binding(binding.value.tuple_value) if isinstance(binding.value, TupleGetItem) else None
         if source in found:
-            body.assign(binding, _spelled(source.value, scope))
+            body.assign(binding, _spelled(_Fused.of(source.value), scope))
             body.counts.rewrites += 1
         scope.bindings.append(binding)
     body.finish(scope.bindings, {})
@@ -48,26 +88,21 @@ def spell_attention(body: Body, frozen: int) -> None:
 
 
 def _is_spelled(binding: Binding) -> bool:
-    if library_name(binding.value) != "library.attention":
+    most = MOST_BYTES.get(library_name(binding.value))
+    if most is None:
         return False
-    kernel, q, k, _, *_ = _arguments(binding.value)
+    fused = _Fused.of(binding.value)
+    q, k = fused.q, fused.k
     scores = [*shape(q)[:-1], shape(k)[-2]]
-    fits = all(isinstance(extent, int) for extent in scores) and itemsize(dtype(q)) * math.prod(scores) <= MOST_BYTES
+    fits = all(isinstance(extent, int) for extent in scores) and itemsize(dtype(q)) * math.prod(scores) <= most
     alike = all(map(same, shape(q)[:2], shape(k)[:2]))
     reads = all(isinstance(user.value, TupleGetItem) and user.value.index == 0 for user in binding.users)
-    return kernel in _KERNELS and dtype(q) in _TYPES and fits and alike and reads
+    return fused.kernel in _KERNELS and not fused.dropout and dtype(q) in _TYPES and fits and alike and reads
 
 
-def _arguments(call: Call) -> Sequence:
-    """Kernel, q, k, v, mask or ``None``, causal, scale."""
-    kernel, q, k, v, has_mask, *rest = call.args[1:]
-    mask = rest.pop(0) if bool(has_mask.value) else None
-    causal, scale = rest
-    return str(kernel.value), q, k, v, mask, bool(causal.value), float(scale.value)
-
-
-def _spelled(call: Call, scope: BodyScope) -> Expr:
-    """As the library's result lies: ``(batch, queries, heads, width)``."""
-    _, q, k, v, mask, causal, scale = _arguments(call)
-    made = scope.emit(attended(q, k, v, mask, scope, scale=scale, causal=causal), "attended")
-    return op.permute_dims(made, [0, 2, 1, 3])
+def _spelled(fused: _Fused, scope: BodyScope) -> Expr:
+    """As the library's result lies."""
+    made = attended(fused.q, fused.k, fused.v, fused.mask, scope, scale=fused.scale, causal=fused.causal)
+    if not fused.rows_outside:
+        return made
+    return op.permute_dims(scope.emit(made, "attended"), [0, 2, 1, 3])
