@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from benchmarks.gpu_clock import AHEAD_CYCLES, Step, by_turns, show_kernels
-from benchmarks.gpu_peers import PEERS, PRECISIONS, Batch, peer
+from benchmarks.gpu_peers import OURS, PEERS, PRECISIONS, Batch, peer, settle
 from benchmarks.train_blocks import LlamaBlock, bert_layer, gpt2_block
 from bridge import stats
 
@@ -151,13 +151,15 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> Non
             if device.type == "cuda":
                 torch.cuda.synchronize()
             print(f"{name} {each} first step: {time.perf_counter() - started:.1f} s", flush=True)
-            if each in ("ours", "recorded") and stats(module).misses:
+            if each in OURS and stats(module).misses:
                 print(f"{name} {each}: {stats(module)}", flush=True)
             runs[each] = run
+        if options.rounds and device.type == "cuda":
+            settle(runs)
         for clock, ahead in (("gpu", True), ("wall", False)) if options.rounds else ():
             spent = by_turns(runs, options.rounds, ahead, cycles=case.ahead * AHEAD_CYCLES)
-            others = [each for each in spent if each not in ("ours", "recorded")]
-            for ours in [each for each in ("ours", "recorded") if each in spent]:
+            others = [each for each in spent if each not in OURS]
+            for ours in [each for each in OURS if each in spent]:
                 ratios = ", ".join(f"/{each} {spent[ours] / spent[each]:.2f}" for each in others)
                 print(f"{name} {clock}: {ours} {spent[ours]:.3f} ms; {ratios}", flush=True)
         for each, run in runs.items() if options.kernels else ():

@@ -1,14 +1,16 @@
 """Peers of the GPU benchmarks: a module and a batch → a training step of ours, of eager, of torch.compile.
 
-``graph`` is eager's whole step in a CUDA graph, ``recorded`` ours with ``cuda_graphs=True``; the others are modes of
+``ours`` is what a user gets: recorded as CUDA graphs where that pays. ``recorded`` is ours with ``cuda_graphs=True``,
+``launched`` with ``False``, kernel by kernel; ``graph`` is eager's whole step in a CUDA graph; the others are modes of
 ``torch.compile``. Every peer trains a module of its own, made from the same seed, on tensors of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +18,16 @@ from torch import Tensor, nn
 from benchmarks.gpu_clock import Step
 from bridge import add_tvm_dispatch
 
-__all__ = ["COMPILED", "PEERS", "PRECISIONS", "Batch", "Peer", "Precision", "peer"]
+__all__ = ["COMPILED", "OURS", "PEERS", "PRECISIONS", "Batch", "Peer", "Precision", "peer", "settle"]
 
 COMPILED = {"default": None, "reduce-overhead": "reduce-overhead", "max-autotune": "max-autotune"}
 """``torch.compile`` by mode."""
-PEERS = ("eager", "graph", "recorded", *COMPILED)
+OURS: dict[str, bool | Literal["auto"]] = {"ours": "auto", "recorded": True, "launched": False}
+"""Ours, by ``cuda_graphs=``."""
+PEERS = ("eager", "graph", "recorded", "launched", *COMPILED)
 """All but ``ours``."""
+_SETTLED = 40
+"""Steps after which it is known whether graphs pay, and what pays is recorded."""
 
 
 @dataclass(frozen=True)
@@ -146,12 +152,20 @@ def peer(
     optimizer = None
     if optimizes:
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True, capturable=name == "graph")
-    if name in ("ours", "recorded"):
+    if name in OURS:
         with precision.casting(device.type):
-            add_tvm_dispatch(module, batch.args, sample_kwargs=batch.kwargs, cuda_graphs=name == "recorded")
+            add_tvm_dispatch(module, batch.args, sample_kwargs=batch.kwargs, cuda_graphs=OURS[name])
     elif name in COMPILED:
         module = torch.compile(module, mode=COMPILED[name])
     made = Peer(module, batch, precision, optimizer)
     run: Step = made.graphed() if name == "graph" else made.step
     run()
     return run, module
+
+
+def settle(runs: Mapping[str, Step]) -> None:
+    """Has peers of ours take the steps in which they find out whether graphs pay, and record; the GPU keeps up."""
+    for name in OURS.keys() & runs.keys():
+        for _ in range(_SETTLED):
+            runs[name]()
+            torch.cuda.synchronize()

@@ -8,8 +8,9 @@ All peers are in one process, each on a copy of one module, and take turns; medi
 two CUDA events, with the host so far ahead that no launch is waited for. ``wall``: the host's clock from an idle GPU to
 an idle GPU. Peers: :mod:`benchmarks.gpu_peers`.
 
-``--steps``: what each step of our programs takes, by CUDA events around it. Of generated kernels the bytes that they
-have to move are known, inputs and results once each; ``of copy`` compares what they reach with a ``copy_``.
+``--steps``: what each step of our programs takes, launched one by one, by CUDA events around it. Of generated kernels
+the bytes that they have to move are known, inputs and results once each; ``of copy`` compares what they reach with a
+``copy_``.
 ``--kernels``: what each peer has the GPU do, by torch's profiler.
 """
 
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_clock import AHEAD_CYCLES, Step, by_turns, copy_bandwidth, show_kernels
-from benchmarks.gpu_peers import PEERS, PRECISIONS, Batch, peer
+from benchmarks.gpu_peers import PEERS, PRECISIONS, Batch, peer, settle
 from benchmarks.train_blocks import BLOCKS
 from bridge import stats
 from bridge.compile import CallLibrary, Instruction, View
@@ -118,11 +119,12 @@ def measure(block: str, shape: tuple[int, ...], name: str, options: argparse.Nam
     head = f"{block.partition(' (')[0]} {shape} {name}"
     with precision.switched():
         runs, modules, first = {}, {}, {}
-        for each in ["ours", *options.peers]:
+        for each in dict.fromkeys(["ours", *options.peers, *(["launched"] if options.steps else [])]):
             started = time.perf_counter()
             runs[each], modules[each] = peer(each, make, batch, precision, device)
             torch.cuda.synchronize()
             first[each] = time.perf_counter() - started
+        settle(runs)
         for clock, ahead in (("gpu", True), ("wall", False)):
             spent = by_turns(runs, options.rounds, ahead)
             ratios = [f"ours/{each} {spent['ours'] / spent[each]:.2f}" for each in options.peers]
@@ -130,9 +132,10 @@ def measure(block: str, shape: tuple[int, ...], name: str, options: argparse.Nam
             print(f"{head} {clock}: {', '.join(ratios)}; {', '.join(times)}", flush=True)
         print(f"{head} first step: {', '.join(f'{each} {value:.1f} s' for each, value in first.items())}", flush=True)
         if options.steps:
-            show_steps(runs["ours"], options.steps, bandwidth)
+            show_steps(runs["launched"], options.steps, bandwidth)
         for each, run in runs.items() if options.kernels else ():
             show_kernels(f"{head} {each}", run, options.kernels)
+        print(f"{head} {stats(modules['ours']).graphs}", flush=True)
     assert not stats(modules["ours"]).misses, stats(modules["ours"])
 
 
