@@ -6,7 +6,8 @@
 
 All peers are in one process, each on a copy of one module, and take turns; medians over the rounds. ``gpu``: between
 two CUDA events, with the host so far ahead that no launch is waited for. ``wall``: the host's clock from an idle GPU to
-an idle GPU. Peers: :mod:`benchmarks.gpu_peers`.
+an idle GPU, after another peer's step; ``loop``: the same of twenty steps one after another, divided by twenty.
+Peers: :mod:`benchmarks.gpu_peers`.
 
 ``--steps``: what each step of our programs takes, launched one by one, by CUDA events around it. Of generated kernels
 the bytes that they have to move are known, inputs and results once each; ``of copy`` compares what they reach with a
@@ -35,6 +36,8 @@ from bridge.compile import CallLibrary, Instruction, View
 from bridge.compile.runtime import executor
 
 SHAPES = ("32,328", "8,128")
+LOOP = 20
+"""Steps one after another, of the clock ``loop``."""
 
 
 class StepClock:
@@ -111,6 +114,16 @@ def show_steps(run: Step, most: int, bandwidth: float) -> None:
         print(f"  {spent:8.1f} us {calls:3} x  {step.name[:60]} -> {step.outputs[0][:30]}  {speed}", flush=True)
 
 
+def in_a_row(run: Step, steps: int) -> Step:
+    """So many steps, one after another, as in a training loop."""
+
+    def runs() -> None:
+        for _ in range(steps):
+            run()
+
+    return runs
+
+
 def measure(block: str, shape: tuple[int, ...], name: str, options: argparse.Namespace, bandwidth: float) -> None:
     """Prints the times of all peers, then our steps."""
     precision, (make, _) = PRECISIONS[name], BLOCKS[block]
@@ -125,8 +138,9 @@ def measure(block: str, shape: tuple[int, ...], name: str, options: argparse.Nam
             torch.cuda.synchronize()
             first[each] = time.perf_counter() - started
         settle(runs)
-        for clock, ahead in (("gpu", True), ("wall", False)):
-            spent = by_turns(runs, options.rounds, ahead)
+        for clock, ahead, steps in (("gpu", True, 1), ("wall", False, 1), ("loop", False, LOOP)):
+            spent = by_turns({each: in_a_row(run, steps) for each, run in runs.items()}, options.rounds, ahead)
+            spent = {each: value / steps for each, value in spent.items()}
             ratios = [f"ours/{each} {spent['ours'] / spent[each]:.2f}" for each in options.peers]
             times = [f"{each} {value:.3f} ms" for each, value in spent.items()]
             print(f"{head} {clock}: {', '.join(ratios)}; {', '.join(times)}", flush=True)
