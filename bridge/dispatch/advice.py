@@ -16,6 +16,7 @@ _KNOWN = (
     ("attribute", "keep a number that changes in a buffer (a 0-d tensor), whose value may change freely"),
     ("value of argument", "pass a number that changes as a 0-d tensor, whose value may change freely"),
     ("keyword arguments", "give a sample with the keyword arguments of the loop's calls"),
+    ("alignment of", "give tensors that begin where torch allocates them: clone() a slice from an odd place"),
     ("frozen", 'give on_miss="compile", or call add_tvm_dispatch(..., freeze=True) again when the module has changed'),
     ("hook on", "register hooks on the dispatched module itself, or dispatch the layers below the hook"),
 )

@@ -22,8 +22,9 @@ from bridge.dispatch.autograd_nodes import apply_in_nodes
 from bridge.dispatch.bound import BoundCalls
 from bridge.dispatch.call_plan import plan_call
 from bridge.dispatch.call_run import Call, CallRun
-from bridge.dispatch.call_steps import CallStep
+from bridge.dispatch.call_steps import CallStep, Draws
 from bridge.dispatch.complex_places import complex_places
+from bridge.dispatch.computed_masks import alignments
 from bridge.dispatch.frozen import FrozenPrograms
 from bridge.dispatch.guards import Guard, argument_sizes
 from bridge.dispatch.held import taken
@@ -74,7 +75,9 @@ class Entry:
         self.backend = backend
         self.hits = 0
         self.last_used = 0
-        self.programs = Programs(lowered, backend, graphs) if programs is None else programs
+        if programs is None:
+            programs = Programs(lowered, backend, graphs, None if guard is None else guard.addresses)
+        self.programs = programs
         self.bound = _bound_calls(lowered, self.programs, guard)
         if steps is not None:
             forward = steps
@@ -86,6 +89,9 @@ class Entry:
             )
         else:
             forward = self.bound.steps
+        if guard is not None:
+            drawn = next((step for step in forward if isinstance(step, Draws)), None)
+            guard.aligned = {} if drawn is None else alignments(drawn.draws, drawn.computed)
         backward = self.programs.backward
         self.steps: tuple[CallStep, ...] = forward if backward is None else (*forward, backward.step)
         if self.bound is None:

@@ -72,6 +72,7 @@ class Programs:
 
     Args:
         graphs: whether they are recorded as graphs, and what becomes of that; ``None``: they are not.
+        addresses: see :class:`bridge.dispatch.computed_masks.ComputedMasks`.
 
     Raises:
         UnsupportedModule: there is no kernel for an operator.
@@ -80,14 +81,20 @@ class Programs:
 
     is_frozen = False
 
-    def __init__(self, lowered: LoweredCall, backend: Backend, graphs: RecordedGraphs | None = None):
+    def __init__(
+        self,
+        lowered: LoweredCall,
+        backend: Backend,
+        graphs: RecordedGraphs | None = None,
+        addresses: Mapping[int, int] | None = None,
+    ):
         name = lowered.captured.module_name
         self._graphs = None if graphs is None else EntryGraphs(graphs)
         self._lowered = lowered
         self._is_symbolic = lowered.captured.extents is not None
         self._options = CompileOptions.current(backend)
         self.device, self.device_type = backend.device, backend.device.type
-        self.masks = ComputedMasks(lowered, backend)
+        self.masks = ComputedMasks(lowered, backend, addresses)
         self._forward = forward = Compiling(lowered.forward_source, name, "forward", self._options, self.masks.forward)
         if self._graphs is not None:
             forward.graphed = partial(self._graphs.forward, outputs=lowered.num_results)

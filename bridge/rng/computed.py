@@ -1,7 +1,9 @@
 """Which masks kernels compute: observed dropouts of a GPU → how eager draws each, where that is known to the bit.
 
-It is known for dense tensors of the usual types in memory of the call's own, on a GPU that draws as the formula says
-(:mod:`bridge.rng.check_philox`). Every other mask is drawn by torch before the program runs, and stored.
+It is known for dense tensors of the usual types, on a GPU that draws as the formula says
+(:mod:`bridge.rng.check_philox`): in memory of the call's own, and in an input's that begins where torch's allocator
+would have it begin, which is then a condition of the entry (:func:`alignment_of`). Every other mask is drawn by torch
+before the program runs, and stored.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from bridge.capture import Draw
 from bridge.compile import DrawnMask, Gpu
 from bridge.rng.fused import NATIVE_DROPOUT
 
-__all__ = ["computed_mask"]
+__all__ = ["alignment_of", "computed_mask"]
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WIDEST = 16
@@ -25,13 +27,15 @@ _WIDEST = 16
 def computed_mask(draw: Draw, gpu: Callable[[], Gpu | None]) -> DrawnMask | None:
     """How eager draws a mask; ``None``: it is to be stored.
 
+    Where it reads an input's memory, that holds for memory that begins at a multiple of :func:`alignment_of` it.
+
     Args:
         gpu: the size of the GPU, asked for last; ``None`` where it does not draw as expected.
     """
     operand = draw.operand
     if draw.op != NATIVE_DROPOUT or draw.device.type != "cuda" or draw.is_computed:
         return None
-    if operand.of is not None or operand.dtype not in _TYPES or not _is_dense(draw.shape, operand.stride):
+    if operand.dtype not in _TYPES or not _is_dense(draw.shape, operand.stride):
         return None
     count: Dim = 1
     for extent in draw.shape:
@@ -40,6 +44,15 @@ def computed_mask(draw: Draw, gpu: Callable[[], Gpu | None]) -> DrawnMask | None
     if width is None or count >= 2**31 or (size := gpu()) is None:
         return None
     return DrawnMask(draw.args[0], width, size.launched(count))
+
+
+def alignment_of(draw: Draw) -> int:
+    """Bytes: how many elements a thread of eager's kernel loads at once changes with addresses below these alone."""
+    size = draw.operand.dtype.itemsize
+    count: Dim = 1
+    for extent in draw.shape:
+        count = count * extent
+    return (_width(count, 0, size) or _WIDEST // size) * size
 
 
 def _is_dense(shape: Sequence[Dim], stride: Sequence[Dim]) -> bool:

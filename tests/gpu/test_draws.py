@@ -219,6 +219,30 @@ def test_no_mask_is_stored(gpu):
     assert "dropout_mask_4" in str(entry.forward) and "dropout_mask_4" in str(entry.backward)
 
 
+class Read(nn.Module):
+    def forward(self, x):
+        return F.dropout(x, 0.2) * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dropout_of_an_argument_from_any_place(dtype, gpu):
+    """Where torch allocates, the kernel computes the mask; from elsewhere eager takes other numbers, and runs."""
+    ours, memory = Read(), torch.randn(4 * 33 * 96 + 8, device=HOME, dtype=dtype)
+    add_tvm_dispatch(ours, memory[:-8].view(4, 33, 96).clone().requires_grad_())
+    (entry,) = stats(ours).entries
+    for program in (entry.forward, entry.backward):
+        assert "dropout_mask" in str(program)
+    for first in range(9):
+        x, found = memory[first : len(memory) - 8 + first].view(4, 33, 96).detach().requires_grad_(), []
+        for module in (ours, Read()):
+            torch.manual_seed(first)
+            y = module(x)
+            found.append((y == 0, torch.autograd.grad(y.sum(), x)[0] == 0, *states()))
+        assert all(map(torch.equal, *found)), first
+    hits = 3 if dtype == torch.float32 else 2
+    assert stats(ours).hits == hits and all(reason.startswith("alignment of") for reason in stats(ours).misses)
+
+
 def forked(module, x):
     with torch.random.fork_rng(devices=[HOME.index]):
         torch.cuda.manual_seed(77)

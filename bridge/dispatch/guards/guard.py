@@ -7,7 +7,7 @@ arguments' structure, the argument tensors, the module tree, memory shared with 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from typing import Any
 
@@ -49,6 +49,8 @@ class Guard:
         frozen: the condition that these have not changed; ``None`` where every call reads them.
         sizes: reads the sizes of the argument tensors; ``None`` where every extent is a number.
         has_default_device: whether calls are made under a default device, which is none of the compiled code's.
+        addresses: of the inputs that fused dropouts read, in the sample, by place.
+        aligned: bytes at multiples of which inputs have to begin, by place, for eager's dropout of them.
     """
 
     def __init__(
@@ -87,6 +89,10 @@ class Guard:
             self.frozen = FrozenTensors(self._tree.tensors(module), kinds, frozen)
         self._names += [place.name or self._arguments.paths[place.leaf] for place in numbers]
         self._names += [self._arguments.paths[i] for i in self._arguments.tensor_leaves]
+        read = {draw.operand.of for draw in captured.draws if draw.operand is not None} - {None}
+        inputs = [*self._tree.tensors(module), *(None for _ in numbers), *arguments] if read else []
+        self.addresses = {of: inputs[of].data_ptr() for of in sorted(read)}
+        self.aligned: Mapping[int, int] = {}
 
     def quick(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         """The inputs of the compiled code if the call is exactly like the sample; ``None`` to ask :meth:`match`."""
@@ -103,6 +109,8 @@ class Guard:
         if owned is None or (self.frozen is not None and not self.frozen.holds(owned)):
             return None
         inputs = owned + (self._number_inputs(module, args, kwargs) if self.numbers else []) + tensors
+        if self.aligned and self._alignment(inputs) is not None:
+            return None
         return None if self._written and self._shared_memory(inputs) else inputs
 
     def match(
@@ -125,8 +133,9 @@ class Guard:
         if self.frozen is not None and not changed and (failure := self.frozen.failure(inputs)) is not None:
             raise failure
         inputs += (self._number_inputs(module, args, kwargs) if self.numbers else []) + tensors
-        if (failure := self._shared_memory(inputs)) is not None:
-            raise failure
+        for failure in (self._alignment(inputs), self._shared_memory(inputs)):
+            if failure is not None:
+                raise failure
         self._arguments.learn(tensors, state[INFERENCE])
         return inputs
 
@@ -207,7 +216,16 @@ class Guard:
         arguments = (*self._arguments.condition_names, *(f"{name} of arguments" for name in each))
         owned = (*self._tree.condition_names, *(f"{name} of module tensors" for name in each))
         frozen = () if self.frozen is None else ("frozen tensors",)
-        return (*modes, *arguments, *owned, *frozen, "shared memory")
+        aligned = ("alignment",) if self.aligned else ()
+        return (*modes, *arguments, *owned, *frozen, *aligned, "shared memory")
+
+    def _alignment(self, inputs: Sequence[torch.Tensor]) -> GuardFailure | None:
+        """An input that a dropout reads, and that begins elsewhere than the sample's."""
+        for place, least in self.aligned.items():
+            if beside := inputs[place].data_ptr() % least:
+                told = f"dropout reads it; compiled for multiples of {least} bytes, called with {beside} more"
+                return GuardFailure(MODULE, f"alignment of {self._names[place]}", told)
+        return None
 
     def _shared_memory(self, inputs: Sequence[torch.Tensor]) -> GuardFailure | None:
         """Two inputs in one storage, one of which the call changes: eager reads the new values in both."""

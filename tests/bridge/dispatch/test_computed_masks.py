@@ -118,6 +118,55 @@ def test_forward_and_backward_compute_the_same_masks(computing, partition):
     assert stats(ours).hits == 1
 
 
+class Read(nn.Module):
+    """Dropout of an argument, as it lies in memory."""
+
+    def forward(self, x, y):
+        return torch.native_dropout(x, 0.25, True)[0] + y
+
+
+def beginning(first, shape=(6, 8)):
+    """Numbers that begin so many elements behind where torch allocates."""
+    count = torch.Size(shape).numel()
+    return torch.ones(first + count)[first:].view(shape)
+
+
+@pytest.mark.cpu("a made generator, whose states lie on the host")
+@pytest.mark.parametrize("shape, widths", [((6, 8), (4, 1, 2)), ((5, 2), (2, 1, 2)), ((3, 5), (1, 1, 1))])
+def test_masks_of_arguments_are_those_of_their_alignment(computing, shape, widths):
+    """A call whose argument begins elsewhere is eager's, where eager's kernel takes other numbers for it."""
+    ours, y = Read(), torch.zeros(shape)
+    add_tvm_dispatch(ours, (beginning(0, shape), y))
+    (entry,) = stats(ours).entries
+    assert f"dropout_mask_{widths[0]}" in str(entry.forward)
+    hits = 0
+    for first, width in zip((0, 1, 2), widths, strict=True):
+        made = ours(beginning(first, shape), y)
+        hits += width == widths[0]
+        assert stats(ours).hits == hits
+        if width == widths[0]:
+            count = made.numel()
+            kept = philox.mask(count, 0.25, width, philox.launched(count, GPU.most_threads), SEED, OFFSET)
+            assert torch.equal(made != 0, torch.from_numpy(kept).view(shape))
+    reasons = [reason for reason in stats(ours).misses if reason.startswith("alignment of args[0]")]
+    assert sum(stats(ours).misses[reason] for reason in reasons) == 3 - hits == sum(stats(ours).misses.values())
+
+
+@pytest.mark.cpu("a made generator, whose states lie on the host")
+def test_masks_of_a_sample_from_an_odd_place_are_stored(computing):
+    ours, y = Read(), torch.zeros(6, 8)
+    add_tvm_dispatch(ours, (beginning(1), y))
+    (entry,) = stats(ours).entries
+    assert "dropout_mask" not in str(entry.forward)
+    for first in (1, 0):
+        x, found = beginning(first), []
+        for module in (ours, Read()):
+            torch.manual_seed(0)
+            found.append(module(x, y))
+        assert torch.equal(*found)
+    assert stats(ours).hits == 2
+
+
 @pytest.mark.cpu("a made generator, whose states lie on the host")
 def test_sizes_that_vary(computing):
     torch.manual_seed(1)
@@ -143,7 +192,8 @@ CUDA = torch.device("cuda", 0)
         ((4, 1, 6), Operand(torch.float32, (6, 77, 1)), 4),
         ((4, 6), Operand(torch.float64, (6, 1)), None),
         ((4, 6), Operand(torch.float32, (1, 4)), None),
-        ((4, 6), Operand(torch.float32, (6, 1), 0, 2), None),
+        ((4, 6), Operand(torch.float32, (6, 1), 0, 2), 4),
+        ((4, 6), Operand(torch.float32, (6, 1), 8, 2), 2),
         ((2**16, 2**15), Operand(torch.float32, (2**15, 1)), None),
     ],
 )
