@@ -164,16 +164,21 @@ def index_copy(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     return [dx, None, None, library_call("index_select", [g, axis, index], source.ty)]
 
 
-@library_gradient("library.recurrent_layer")
-def recurrent_layer(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
-    """dx, the gradients of weights and states: backpropagation through time gives all at once"""
-    options, states, *tensors = call.args
-    results = [emit(TupleGetItem(y, index)) for index in range(len(y.ty.fields))]
-    grads = [emit(TupleGetItem(g, index)) for index in range(1 + int(states.value))]
-    types = TupleType([tensor.ty for tensor in tensors])
-    count = relax.prim_value(len(tensors))
-    backward = emit(library_call("recurrent_layer_backward", [options, count, *tensors, *results, *grads], types))
-    return [None, None, *(TupleGetItem(backward, index) for index in range(len(tensors)))]
+def _recurrent(name: str) -> None:
+    @library_gradient(f"library.{name}")
+    def rule(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+        """dx, the gradients of weights and states: backpropagation through time gives all at once"""
+        options, states, *tensors = call.args
+        results = [emit(TupleGetItem(y, index)) for index in range(len(y.ty.fields))]
+        grads = [emit(TupleGetItem(g, index)) for index in range(1 + int(states.value))]
+        types = TupleType([tensor.ty for tensor in tensors])
+        count = relax.prim_value(len(tensors))
+        backward = emit(library_call(f"{name}_backward", [options, count, *tensors, *results, *grads], types))
+        return [None, None, *(TupleGetItem(backward, index) for index in range(len(tensors)))]
+
+
+_recurrent("recurrent_layer")
+_recurrent("recurrent_layers")
 
 
 @library_gradient("library.draw")

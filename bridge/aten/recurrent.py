@@ -2,7 +2,8 @@
 
 A call of a whole ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` is taken apart here. It becomes loops, of one product and one
 launch a step (:mod:`bridge.aten.recurrent_loops`); where sizes vary, a library function, cells step by step, and on the
-processor oneDNN's kernel of a narrow LSTM. Dropout between layers has been taken out before
+processor oneDNN's kernel of a narrow LSTM. On a GPU it stays whole where cuDNN's kernels are quicker
+(:mod:`bridge.aten.cudnn_layers`). Dropout between layers has been taken out before
 (:mod:`bridge.capture.passes.recurrent`).
 """
 
@@ -18,6 +19,7 @@ from tvm import relax
 
 from autodiff.extents import Dim
 from autodiff.ir import Expr, dtype, shape
+from bridge.aten.cudnn_layers import cudnn_is_quicker, cudnn_layers
 from bridge.aten.dims import has_extents, numbers_only
 from bridge.aten.recurrent_loops import looped_layer
 from bridge.aten.registry import UnsupportedUse, converts
@@ -50,6 +52,10 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
     if has_extents(shape(x)[:1]) and (fused or current_device() != HOST):
         kind = "oneDNN's kernel" if current_device() == HOST else "a loop"
         raise UnsupportedUse(f"a length that varies: {kind} is of one length, and quicker than steps one by one")
+    of_cudnn = looped and current_device() != HOST and not projected and torch.backends.cudnn.enabled
+    if of_cudnn and cudnn_is_quicker(cell, x, states, layers, bool(both_ways)):
+        x, *last = cudnn_layers(importer, cell, x, states, weights, bool(biases), layers, bool(both_ways))
+        return importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x, *last
     fused = fused and known and not looped  # oneDNN alone knows the bytes of its workspace, of given sizes
 
     def layer(x: Expr, own: Sequence[Expr], first: Sequence[Expr], reverse: bool) -> list[Expr]:

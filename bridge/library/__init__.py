@@ -18,6 +18,7 @@ from bridge.library import (  # noqa: F401
     pooling,
     products,
     recurrent,
+    recurrent_layers,
     resize,
     sorting,
 )

@@ -44,7 +44,7 @@ OUT_KERNELS: dict[str, Function] = {}
 NEVER_RAISE = frozenset(
     "mm mm_lt mm_wide bmm mm_swapped linear packed cat stack cumsum cumprod convolution convolution_last max_pool "
     "max_pool_last avg_pool adaptive_avg_pool attention flip adaptive_max_pool upsample "
-    "scaled_dot_product_flash_attention recurrent_layer sort topk erfc atan2".split()
+    "scaled_dot_product_flash_attention recurrent_layer recurrent_layers sort topk erfc atan2".split()
 )
 """Calls, of functions and of kernels that write into given tensors, that take any numbers."""
 

@@ -19,6 +19,9 @@ def choices_of(entry: Entry) -> Iterator[str]:
     if tuned is not None:
         yield str(tuned)
         yield from (f"{each} (tuned)" for each in tuned.choices.words(backend.limits, backend.order))
+    if layers := sum(step.name == "recurrent_layers" for step in entry.forward.steps):
+        calls = "1 call" if layers == 1 else f"{layers} calls"
+        yield f"{calls} of recurrent layers: cuDNN's kernels, by sizes for which these were measured to be quicker"
     products = sum(_products(program.steps) for program in (entry.forward, entry.backward) if program is not None)
     if products:
         ways = "measured at first use, small ones the library's" if backend.measures_products else "the library's"

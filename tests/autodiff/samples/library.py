@@ -322,6 +322,36 @@ _recurrent("rnn_tanh", nn.RNN, {"reverse": True})
 _recurrent("rnn_relu", nn.RNN, {"nonlinearity": "relu", "bias": False})
 
 
+def _recurrent_layers(cell, kind, **options):
+    """Layers and directions in one call, beside ``torch.nn``'s."""
+    layer = kind(4, 5, 2, dtype=torch.float64, **options)
+    names = [name for name, _ in layer.named_parameters()]
+    states, both_ways = 2 if cell == "lstm" else 1, layer.bidirectional
+    shapes = [(3, 2, 4), *(each.shape for each in layer.parameters()), *[(4 if both_ways else 2, 2, 5)] * states]
+    tensors = [draw(*extents, seed=seed) for seed, extents in enumerate(shapes)]
+    text = json.dumps({"cell": cell, "layers": 2, "both_ways": both_ways, "biases": layer.bias})
+    made = FUNCTIONS["recurrent_layers"](text, states, *tensors)
+
+    def build(scope, *params):
+        result = relax.TupleType([tensor_type(each) for each in made])
+        args = [StringImm(text), relax.prim_value(states), *params]
+        value = scope.emit(library.call("recurrent_layers", args, result))
+        return [TupleGetItem(value, index) for index in range(1 + states)]
+
+    def reference(x, *rest):
+        first = rest[len(names) :]
+        weights = dict(zip(names, rest, strict=False))
+        y, last = torch.func.functional_call(layer, weights, (x, first if cell == "lstm" else first[0]))
+        return [y, *(last if cell == "lstm" else (last,))]
+
+    sample("library.recurrent_layers", build, reference, *tensors)
+
+
+_recurrent_layers("lstm", nn.LSTM, bidirectional=True)
+_recurrent_layers("gru", nn.GRU, bias=False)
+_recurrent_layers("rnn_relu", nn.RNN, nonlinearity="relu")
+
+
 def _gamma(state, concentration):
     generator = torch.Generator()
     generator.set_state(state)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
+from bridge import UnsupportedModule, add_tvm_dispatch, explain, lower, stats
 from bridge.compile import Loop
 from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compare import Call, assert_same, check_module, run
@@ -74,6 +74,19 @@ def test_layers_are_loops_on_a_gpu(name):
     (entry,) = stats(module).entries
     loops = [step.length for part in (entry.forward, entry.backward) for step in part.steps if isinstance(step, Loop)]
     assert loops == [3 if module.batch_first else 4] * (2 * len(module._all_weights))
+
+
+@pytest.mark.parametrize("name", ["lstm_three", "gru_both_ways", "rnn_relu"])
+@pytest.mark.cpu("another device stands in for the GPU, torch's layers for cuDNN's")
+@pytest.mark.usefixtures("on_a_gpu")
+def test_layers_are_one_call_where_cudnn_is_quicker(monkeypatch, name):
+    monkeypatch.setattr("bridge.aten.recurrent.cudnn_is_quicker", lambda *_: True)
+    module = check_module(LAYERS[name], lambda: leaf(4, 3, 3), calls=2)
+    (entry,) = stats(module).entries
+    called = [step.name for part in (entry.forward, entry.backward) for step in part.steps]
+    assert [name for name in called if "recurrent" in name] == ["recurrent_layers", "recurrent_layers_backward"]
+    assert not entry.has_loops
+    assert "1 call of recurrent layers: cuDNN's" in str(explain(module).full)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
