@@ -46,6 +46,9 @@ ushort bridge_to_bfloat16(float x) {
 }
 ushort bridge_bits_bfloat16(float x) { return (ushort)(as_uint(x) >> 16); }
 float bridge_round_bfloat16(float x) { return bridge_from_bfloat16(bridge_to_bfloat16(x)); }
+float bridge_add_bfloat16(float a, float b) { return bridge_round_bfloat16(a + b); }
+float bridge_subtract_bfloat16(float a, float b) { return bridge_round_bfloat16(a - b); }
+float bridge_multiply_bfloat16(float a, float b) { return bridge_round_bfloat16(a * b); }
 float bridge_reciprocal(float x) { return 1.0f / x; }
 ulong bridge_mul_wide(uint a, uint b) { return (ulong)a * b; }
 float bridge_max(float a, float b) {

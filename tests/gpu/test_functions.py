@@ -30,6 +30,32 @@ class Extremes(nn.Module):
         return x.amax(1), x.amin(1), x.amax(0), x.amin(0), torch.maximum(x, x.flip(0)), torch.minimum(x, x.flip(0))
 
 
+class Arithmetic(nn.Module):
+    """Sums, differences and products of two numbers, each rounded, one after another."""
+
+    def forward(self, x, y):
+        return x + y, x - y, x * y, (x + y) * (x - 0.5) - y * 3.0, x * 0.3 + y
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_arithmetic_of_half_types_has_eagers_bits(dtype):
+    """Every number with 64 others, zeros of both signs, infinities and denormals among them."""
+    torch.manual_seed(0)
+    every = torch.arange(-(2**15), 2**15, device=DEVICE).to(torch.int16)
+    other = every[torch.randperm(2**16, device=DEVICE)[:60]]
+    other = torch.cat([other, torch.tensor([0, -(2**15), 0x7F80, 1], dtype=torch.int16, device=DEVICE)])
+    x, y = (each.contiguous().view(dtype) for each in torch.meshgrid(every, other, indexing="ij"))
+    module = Arithmetic()
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, (x, y))
+    with torch.no_grad():
+        ours, theirs = module(x, y), eager(x, y)
+    assert stats(module).hits == 1
+    for one, two in zip(ours, theirs, strict=True):
+        same = (one.view(torch.int16) == two.view(torch.int16)) | (one.isnan() & two.isnan())
+        assert bool(same.all()), (int((~same).sum()), x[~same][:4], y[~same][:4], one[~same][:4], two[~same][:4])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_functions_have_eagers_bits(dtype):
     x = floats().to(DEVICE, dtype)

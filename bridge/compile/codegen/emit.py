@@ -109,7 +109,8 @@ class Emitter:
         return self.cast(value, dtype)
 
     def rounded(self, value: Expr, dtype: str) -> Expr:
-        """A variable rounded to a half type, in its compute type."""
+        """A value rounded to a half type, in its compute type."""
+        value = self.bind(value)
         if dtype != "bfloat16":
             return self.loaded(self.stored(value, dtype), dtype)
         # By hand: TVM computes bfloat16 in float32 and drops a cast there and back.

@@ -14,7 +14,7 @@ def rounded(e: Emitter, value: Expr, dtype: str, op: str = "") -> Expr:
     """``value`` rounded to a stored type, in its compute type. What ``op`` only moves is rounded already."""
     if compute_type(dtype) == dtype or op in ("copy", "concat"):
         return value
-    return e.rounded(e.bind(value), dtype)
+    return e.rounded(value, dtype)
 
 
 def converted(e: Emitter, value: Expr, source: str, target: str) -> Expr:

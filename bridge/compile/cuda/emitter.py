@@ -19,8 +19,15 @@ __all__ = ["CudaEmitter", "local_buffer", "storage_type"]
 _STORAGE = {"bool": "uint8", "float16": "uint16", "bfloat16": "uint16"}
 _WRITTEN = {"float32": (("{:.6e}",), "<f", "<i"), "float64": (("{:.15g}", "{:.15f}"), "<d", "<q")}
 _ZERO = tirx.const(0, "int32")
-_OF_BFLOAT16 = "bridge_round_bfloat16", "bridge_from_bfloat16"
+_ARITHMETIC = {
+    tirx.Add: "bridge_add_bfloat16",
+    tirx.Sub: "bridge_subtract_bfloat16",
+    tirx.Mul: "bridge_multiply_bfloat16",
+}
+_OF_BFLOAT16 = frozenset(("bridge_round_bfloat16", "bridge_from_bfloat16", *_ARITHMETIC.values()))
 """Functions whose floats are numbers of that type."""
+_CHOOSING = frozenset(("bridge_max", "bridge_min"))
+"""Functions that return one of their arguments."""
 
 
 def storage_type(dtype: str) -> str:
@@ -72,9 +79,17 @@ class CudaEmitter(Emitter):
 
     def _is_bfloat16(self, value: Expr) -> bool:
         """Whether a float is known to be rounded to that type."""
-        if isinstance(value, TensorLoad):
-            return value.source in self._bfloat16
-        return isinstance(value, Call) and getattr(value.args[0], "value", None) in _OF_BFLOAT16
+        match value:
+            case TensorLoad():
+                return value.source in self._bfloat16
+            case tirx.FloatImm():
+                return element_type(value) == "float32" and _is_short(float(value.value))
+            case tirx.Select():
+                return self._is_bfloat16(value.true_value) and self._is_bfloat16(value.false_value)
+            case Call():
+                name = getattr(value.args[0], "value", None)
+                return name in _OF_BFLOAT16 or (name in _CHOOSING and all(map(self._is_bfloat16, value.args[1:])))
+        return False
 
     def reinterpret(self, value: Expr, dtype: str) -> Expr:
         return tirx.call_pure_extern(dtype, f"bridge_as_{dtype}", value)
@@ -95,9 +110,18 @@ class CudaEmitter(Emitter):
         return self.cast(value, dtype)
 
     def rounded(self, value: Expr, dtype: str) -> Expr:
-        if dtype == "bfloat16":
-            return tirx.call_pure_extern("float32", "bridge_round_bfloat16", value)
-        return self.loaded(self.stored(value, dtype), dtype)
+        """A sum, difference or product of two numbers of bfloat16 is rounded by the instruction that makes it.
+
+        The bits are those of the float32 result, rounded: float32 has more than twice the digits, and two more.
+        """
+        if dtype != "bfloat16":
+            return self.loaded(self.stored(value, dtype), dtype)
+        if self._is_bfloat16(value):
+            return value
+        name = _ARITHMETIC.get(type(value))
+        if name is not None and self._is_bfloat16(value.a) and self._is_bfloat16(value.b):
+            return tirx.call_pure_extern("float32", name, value.a, value.b)
+        return tirx.call_pure_extern("float32", "bridge_round_bfloat16", value)
 
     def larger(self, a: Expr, b: Expr) -> Expr:
         return super().larger(a, b) if element_type(a) == "float64" else self._extreme("bridge_max", a, b)
@@ -132,3 +156,8 @@ class CudaEmitter(Emitter):
     def truncated(self, value: Expr, target: str) -> Expr:
         """As C converts: eager's kernels are C as well. They make uint8 of int64."""
         return self.cast(self.cast(value, "int64"), target) if target == "uint8" else self.cast(value, target)
+
+
+def _is_short(number: float) -> bool:
+    """Whether bfloat16 has a number."""
+    return struct.pack("<f", number)[:2] == bytes(2)

@@ -64,6 +64,34 @@ BRIDGE float bridge_round_bfloat16(float x) {
   return bridge_from_bfloat16(bridge_to_bfloat16(x));
 #endif
 }
+// of two numbers of bfloat16, rounded to it. The lower halves are zero, and stay it: both halves are computed alike
+BRIDGE float bridge_add_bfloat16(float a, float b) {
+#if __CUDA_ARCH__ >= 900
+  unsigned int y;
+  asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(__float_as_int(a)), "r"(__float_as_int(b)));
+  return __int_as_float((int)y);
+#else
+  return bridge_round_bfloat16(a + b);
+#endif
+}
+BRIDGE float bridge_subtract_bfloat16(float a, float b) {
+#if __CUDA_ARCH__ >= 900
+  unsigned int y;
+  asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(__float_as_int(a)), "r"(__float_as_int(b)));
+  return __int_as_float((int)y);
+#else
+  return bridge_round_bfloat16(a - b);
+#endif
+}
+BRIDGE float bridge_multiply_bfloat16(float a, float b) {
+#if __CUDA_ARCH__ >= 900
+  unsigned int y;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(__float_as_int(a)), "r"(__float_as_int(b)));
+  return __int_as_float((int)y);
+#else
+  return bridge_round_bfloat16(a * b);
+#endif
+}
 // 1 / x of x >= 1, or nan: without the branch that a quotient takes for numbers which this has not
 BRIDGE float bridge_reciprocal(float x) {
   float y;

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tvm.relax import const
 from tvm.relax import op as R
 
 from bridge.compile.cuda.row import RowForm
@@ -53,6 +54,28 @@ def test_half_types_round_and_widen_as_torch(dtype):
     for ours, theirs in ((narrow, x.to(dtype)), (wide, every.float())):
         assert torch.equal(ours.isnan(), theirs.isnan())
         assert torch.equal(ours[~ours.isnan()], theirs[~theirs.isnan()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_arithmetic_is_rounded_step_by_step(dtype):
+    """Also where a factor is no number of the type: eager's scalars are float32."""
+    torch.manual_seed(0)
+    name = str(dtype).removeprefix("torch.")
+    x, y = torch.randn(40, 64).to(dtype), torch.randn(40, 64).to(dtype)
+
+    def body(emit, x, y):
+        def by(number, value):  # as an importer writes ``number * value``
+            wide = emit(R.multiply(emit(R.astype(value, "float32")), const(number, "float32")))
+            return emit(R.astype(wide, name))
+
+        total = emit(R.add(emit(R.multiply(x, x)), y))
+        some = emit(R.maximum(total, emit(R.negative(y))))
+        return [some, emit(R.subtract(emit(R.multiply(some, by(0.5, x))), by(0.3, y)))]
+
+    ours = run([x, y], body)
+    some = torch.maximum(x * x + y, -y)
+    for one, two in zip(ours, (some, some * (x * 0.5) - y * 0.3), strict=True):
+        assert torch.equal(one, two)
 
 
 def test_nan_and_infinity_in_reductions():

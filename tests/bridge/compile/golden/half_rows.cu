@@ -24,10 +24,8 @@ extern "C" __global__ void __launch_bounds__(256) k0_kernel(ushort* __restrict__
         alignas(64) float v2_ptr[1];
         v2_ptr[0] = bridge_from_bfloat16(x_ptr_1[lane]);
         alignas(64) float v3_ptr[1];
-        v3_ptr[0] = (v1_ptr[0] + v2_ptr[0]);
-        alignas(64) float v4_ptr[1];
-        v4_ptr[0] = bridge_round_bfloat16(v3_ptr[0]);
-        y_ptr[lane] = bridge_bits_bfloat16(v4_ptr[0]);
+        v3_ptr[0] = bridge_add_bfloat16(v1_ptr[0], v2_ptr[0]);
+        y_ptr[lane] = bridge_bits_bfloat16(v3_ptr[0]);
       }
       *(ushort4*)(out0_ptr + (whole6 * 4)) = *(ushort4*)(y_ptr + 0);
       int position1 = (position2 + 4);
@@ -49,10 +47,8 @@ extern "C" __global__ void __launch_bounds__(256) k0_kernel(ushort* __restrict__
         alignas(64) float v2_ptr_1[1];
         v2_ptr_1[0] = bridge_from_bfloat16(x_ptr_3[lane_1]);
         alignas(64) float v3_ptr_1[1];
-        v3_ptr_1[0] = (v1_ptr_1[0] + v2_ptr_1[0]);
-        alignas(64) float v4_ptr_1[1];
-        v4_ptr_1[0] = bridge_round_bfloat16(v3_ptr_1[0]);
-        y_ptr_1[lane_1] = bridge_bits_bfloat16(v4_ptr_1[0]);
+        v3_ptr_1[0] = bridge_add_bfloat16(v1_ptr_1[0], v2_ptr_1[0]);
+        y_ptr_1[lane_1] = bridge_bits_bfloat16(v3_ptr_1[0]);
       }
       *(ushort4*)(out0_ptr + (whole6_1 * 4)) = *(ushort4*)(y_ptr_1 + 0);
     } else {
@@ -75,10 +71,8 @@ extern "C" __global__ void __launch_bounds__(256) k0_kernel(ushort* __restrict__
           alignas(64) float v2_ptr_2[1];
           v2_ptr_2[0] = bridge_from_bfloat16(x_ptr_5[lane_2]);
           alignas(64) float v3_ptr_2[1];
-          v3_ptr_2[0] = (v1_ptr_2[0] + v2_ptr_2[0]);
-          alignas(64) float v4_ptr_2[1];
-          v4_ptr_2[0] = bridge_round_bfloat16(v3_ptr_2[0]);
-          y_ptr_2[lane_2] = bridge_bits_bfloat16(v4_ptr_2[0]);
+          v3_ptr_2[0] = bridge_add_bfloat16(v1_ptr_2[0], v2_ptr_2[0]);
+          y_ptr_2[lane_2] = bridge_bits_bfloat16(v3_ptr_2[0]);
         }
         *(ushort4*)(out0_ptr + (whole6_2 * 4)) = *(ushort4*)(y_ptr_2 + 0);
       }
@@ -102,10 +96,8 @@ extern "C" __global__ void __launch_bounds__(256) k0_kernel(ushort* __restrict__
           alignas(64) float v2_ptr_3[1];
           v2_ptr_3[0] = bridge_from_bfloat16(x_ptr_7[lane_3]);
           alignas(64) float v3_ptr_3[1];
-          v3_ptr_3[0] = (v1_ptr_3[0] + v2_ptr_3[0]);
-          alignas(64) float v4_ptr_3[1];
-          v4_ptr_3[0] = bridge_round_bfloat16(v3_ptr_3[0]);
-          y_ptr_3[lane_3] = bridge_bits_bfloat16(v4_ptr_3[0]);
+          v3_ptr_3[0] = bridge_add_bfloat16(v1_ptr_3[0], v2_ptr_3[0]);
+          y_ptr_3[lane_3] = bridge_bits_bfloat16(v3_ptr_3[0]);
         }
         *(ushort4*)(out0_ptr + (whole6_3 * 4)) = *(ushort4*)(y_ptr_3 + 0);
       }
