@@ -11,8 +11,9 @@ from torch import fx
 
 from bridge.base.devices import device_named, name_of
 from bridge.base.torch_internals import FakeTensorMode, OpOverload
+from bridge.capture import Operation, Place
 
-__all__ = ["NotRecordedError", "graph_of", "record_of"]
+__all__ = ["NotRecordedError", "graph_of", "operation_of", "operation_record", "record_of"]
 
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
@@ -53,6 +54,21 @@ def graph_of(record: list[Any]) -> fx.Graph:
     return graph
 
 
+def operation_record(operation: Operation) -> list[Any]:
+    """The record of an operation by which a call recomputes a number.
+
+    Raises:
+        NotRecordedError: it is given something that has no plain form.
+    """
+    return [operation.name, _plain(operation.args), _plain(operation.kwargs)]
+
+
+def operation_of(record: list[Any]) -> Operation:
+    """The operation of a record."""
+    name, args, kwargs = record
+    return Operation(name, _value(args, {}.__getitem__), _value(kwargs, {}.__getitem__))
+
+
 def _target(node: fx.Node) -> str:
     if node.op in ("placeholder", "output"):
         return str(node.target)
@@ -80,6 +96,8 @@ def _plain(value: Any) -> Any:
         return {"float": value.hex()}
     if isinstance(value, fx.Node):
         return {"node": value.name}
+    if isinstance(value, Place):
+        return {"place": value.index}
     if isinstance(value, _CONSTANTS):
         return {"torch": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):
@@ -104,6 +122,8 @@ def _value(plain: Any, node: Callable[[str], fx.Node]) -> Any:
             return float.fromhex(inside)
         case "node":
             return node(inside)
+        case "place":
+            return Place(inside)
         case "torch":
             return getattr(torch, inside)
         case "device":

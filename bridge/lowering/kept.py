@@ -1,7 +1,8 @@
 """Kept lowerings: calls that an earlier process lowered, in the disk cache, found by what the call is and does.
 
 As in :mod:`bridge.lowering.reuse` a call is looked up in two steps: is there one that looks like it, then, after a fake
-run of this very module, one that ran the same operators. What an in-process reuse may take for granted is part of the
+run of this very module, one that ran the same operators and, if its forward takes numbers out of tensors, read the same
+numbers on its sample. What an in-process reuse may take for granted is part of the
 key here: versions and sources of this package, torch's settings, and the source files of the module's code.
 Two processes that lower one call at once write the same.
 """
@@ -18,7 +19,7 @@ from bridge.artifact import current_store, of_this_package
 from bridge.base.devices import HOST, current_device
 from bridge.base.log import channel
 from bridge.base.torch_cuda import gpu_features, read_settings
-from bridge.capture import FakeRun
+from bridge.capture import FakeRun, Reading
 from bridge.compile import host_features
 from bridge.lowering.canonical_key import NotCanonicalError, canonical
 from bridge.lowering.graph_record import NotRecordedError
@@ -30,6 +31,7 @@ from bridge.state import ModuleTensor
 __all__ = [
     "call_on_disk",
     "has_loops_on_disk",
+    "has_readings_on_disk",
     "is_as_eager_on_disk",
     "is_on_disk",
     "keep_lowering",
@@ -63,6 +65,11 @@ def has_loops_on_disk(call: str | None) -> bool:
     return call is not None and current_store().get(_CALL, _of_loops(call)) is not None
 
 
+def has_readings_on_disk(call: str | None) -> bool:
+    """Whether a call of this key was lowered in the branches that numbers out of tensors decided about."""
+    return call is not None and current_store().get(_CALL, _of_readings(call)) is not None
+
+
 def is_as_eager_on_disk(call: str | None) -> bool:
     """Whether a call of this key was lowered in eager's branches, where forward asks if it is traced."""
     return call is not None and current_store().get(_CALL, _of_eager(call)) is not None
@@ -70,7 +77,7 @@ def is_as_eager_on_disk(call: str | None) -> bool:
 
 def marks_on_disk(call: str) -> tuple[str, ...]:
     """Keys of all that may say something of a call on the disk: that it was lowered, and how."""
-    return call, _of_loops(call), _of_eager(call)
+    return call, _of_loops(call), _of_eager(call), _of_readings(call)
 
 
 def _of_eager(call: str) -> str:
@@ -79,6 +86,10 @@ def _of_eager(call: str) -> str:
 
 def _of_loops(call: str) -> str:
     return of_this_package(_CALL, call, "loops")
+
+
+def _of_readings(call: str) -> str:
+    return of_this_package(_CALL, call, "readings")
 
 
 def keep_lowering(call: str, observed: tuple, module: nn.Module, lowered: LoweredCall) -> None:
@@ -102,6 +113,8 @@ def keep_lowering(call: str, observed: tuple, module: nn.Module, lowered: Lowere
         current_store().put(_CALL, _of_loops(call), {}, name)
     elif lowered.captured.as_eager:
         current_store().put(_CALL, _of_eager(call), {}, name)
+    if lowered.captured.readings:
+        current_store().put(_CALL, _of_readings(call), {}, name)
 
 
 def kept_lowering(
@@ -111,12 +124,14 @@ def kept_lowering(
     tensors: Sequence[ModuleTensor],
     run: FakeRun,
     eagers: FakeRun | None = None,
+    readings: Sequence[Reading] = (),
 ) -> LoweredCall | None:
     """The lowered call of the disk cache that ran the same operators.
 
     Args:
         run: the fake run that says so.
         eagers: the one in the branches of eager, of a call that asks whether it is traced.
+        readings: what forward read out of tensors before, and was given in that run; ``observed`` has them.
     """
     key = _key(call, observed, module)
     found = None if key is None else current_store().get(_LOWERING, key)
@@ -134,6 +149,7 @@ def kept_lowering(
         "argument_is_tensor": run.argument_is_tensor,
         "in_spec": run.in_spec,
         "observation": run.observation,
+        "readings": tuple(readings),
         "device": current_device(),
     }
     log.info("%s is lowered already, in the disk cache", type(module).__name__)

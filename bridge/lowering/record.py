@@ -15,14 +15,15 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch import fx
 
 from autodiff.ir import Function
 from bridge.artifact import key_of
 from bridge.aten import Imported
 from bridge.base.devices import working_for
-from bridge.capture import Captured, Draw, Observation, Parameter, StepMasks
+from bridge.capture import Captured, Draw, Observation, Parameter, Recomputed, StepMasks
 from bridge.compile import bytes_of, canonical_text, form_of, functions_of, tensor_of
-from bridge.lowering.graph_record import NotRecordedError, graph_of, record_of
+from bridge.lowering.graph_record import NotRecordedError, graph_of, operation_of, operation_record, record_of
 from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.stage import Stage
 from bridge.reference import run_graph
@@ -35,7 +36,7 @@ _GRAPH_STAGE = "captured"
 
 
 def parts_of_lowering(lowered: LoweredCall) -> dict[str, bytes]:
-    """The parts of a static lowered call without readings, counters and tensors that are attributes.
+    """The parts of a static lowered call without counters and tensors that are attributes.
 
     Raises:
         NotRecordedError, ValueError: something in it has no plain form.
@@ -55,6 +56,8 @@ def parts_of_lowering(lowered: LoweredCall) -> dict[str, bytes]:
         "placeholders": captured.placeholders,
         "results": [None if node is None else places[node.name] for node in captured.results],
         "mutated": [[index, places[node.name]] for index, node in captured.mutated],
+        "read": [None if node is None else places[node.name] for node in captured.read],
+        "recomputed": list(map(_recomputed_record, captured.recomputed)),
         "draw_of": captured.draw_of,
         "draws": list(map(_draw, captured.draws)),
         "strides": [list(output.stride) if output.is_tensor else None for output in captured.outputs],
@@ -100,6 +103,16 @@ def _as_drawn(draw: Draw, told: Sequence[Any]) -> Draw:
     return replace(draw, stride=tuple(stride), operand=operand, advance=advance, steps=made_of)
 
 
+def _recomputed_record(number: Recomputed) -> list[Any]:
+    operations = list(map(operation_record, number.operations))
+    return [number.where, list(number.numbers), list(number.inputs), operations]
+
+
+def _recomputed_of(record: Sequence[Any]) -> Recomputed:
+    where, numbers, inputs, operations = record
+    return Recomputed(where, tuple(numbers), tuple(inputs), tuple(map(operation_of, operations)))
+
+
 def _plan(told: Mapping[str, Any] | None) -> Plan | None:
     if told is None:
         return None
@@ -124,6 +137,12 @@ class _LateCaptured(Captured):
         mutated = tuple((index, nodes[place]) for index, place in call["mutated"])
         self.__dict__.update(graph=graph, results=results, mutated=mutated)
         return self.__dict__[name]
+
+    @cached_property
+    def read(self) -> tuple[fx.Node | None, ...]:
+        """In the place of the field's default, which ``__getattr__`` would not be asked before."""
+        nodes = list(self.graph.nodes)
+        return tuple(None if place is None else nodes[place] for place in self.__dict__["_call"]["read"])
 
 
 class _LateImported(Imported):
@@ -184,6 +203,7 @@ class KeptLowering(LoweredCall):
             lines={},
             as_eager=call["as_eager"],
             loops=call["loops"],
+            recomputed=tuple(map(_recomputed_of, call["recomputed"])),
             _record=parts["graph"],
             _call=call,
         )

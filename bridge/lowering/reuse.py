@@ -63,6 +63,7 @@ from bridge.capture import (
 from bridge.lowering.kept import (
     call_on_disk,
     has_loops_on_disk,
+    has_readings_on_disk,
     is_as_eager_on_disk,
     is_on_disk,
     keep_lowering,
@@ -130,15 +131,15 @@ def _lower_once(
         alike = [lowered.captured for lowered in (known or {}).values() if _by_eagers(lowered.captured) == as_eager]
         if not (dims or as_eager) and (has_loops_on_disk(on_disk) or any(each.loops for each in alike)):
             looped = recorded(module, args, kwargs)
-        reads = any(each.readings for each in alike)
+        reads = any(each.readings for each in alike) or has_readings_on_disk(on_disk)
         seen = _observe(module, args, kwargs, reads, dims, looped, as_eager)
         key = seen.key
         found = known.get(key) if known else None
         if found is not None:
             log.info("%s runs the operators of a call that is lowered already", type(module).__name__)
             return found
-        if on_disk is not None and key is not None and not reads:
-            found = kept_lowering(on_disk, key, module, seen.tensors, seen.run, seen.eagers)
+        if on_disk is not None and key is not None:
+            found = kept_lowering(on_disk, key, module, seen.tensors, seen.run, seen.eagers, seen.readings)
         if found is not None:
             forget_real_tensors(seen.run.arguments)
             found.seconds = time.perf_counter() - started
@@ -161,14 +162,14 @@ def _lower_once(
         if captured.loops:
             observation_key = _with_loops(observation_key, captured.observation)
         elif captured.as_eager:
-            observation_key = None if captured.readings else _as_eager_key(captured.fake_observation)
+            observation_key = _as_eager_key(captured.fake_observation, captured.readings)
         elif observation_key is not None and captured.fake_observation.asks:
             eagers = _eagers_run(module, args, kwargs, PythonState(module))
             observation_key = (*observation_key, None if eagers is None else _observation_key(eagers.observation, ()))
     owned = all(tensor.kind != "attribute" for tensor in captured.module_tensors)
     if call_key is not None and observation_key is not None and owned and not captured.counters:
         _remember(call_key, observation_key, lowered)
-        if on_disk is not None and not captured.readings and not captured.problems:
+        if on_disk is not None and not captured.problems:
             keep_lowering(on_disk, observation_key, module, lowered)
     return lowered
 
@@ -246,6 +247,7 @@ class _Seen(NamedTuple):
         run: where no size varies.
         eagers: the run in the branches of eager, where forward asks whether it is traced.
         before: the state before, where the module is left with attributes that forward sets.
+        readings: what forward read in eager.
     """
 
     key: tuple | None = None
@@ -253,6 +255,7 @@ class _Seen(NamedTuple):
     run: FakeRun | None = None
     eagers: FakeRun | None = None
     before: PythonState | None = None
+    readings: Sequence[Reading] = ()
 
 
 @generators_put_back()
@@ -292,7 +295,7 @@ def _observe(
         first.restore()
         return _Seen()
     observation, readings, tensors, run, about_sizes = observed
-    key = _as_eager_key(observation) if as_eager else _observation_key(observation, readings)
+    key = (_as_eager_key if as_eager else _observation_key)(observation, readings)
     eagers = run if as_eager else None
     if key is not None and observation.asks:
         eagers = None if dims else _eagers_run(module, args, kwargs, before, run)
@@ -301,7 +304,7 @@ def _observe(
     if key is None:
         first.restore()
         return _Seen()
-    return _Seen((*key, *about_sizes), tensors, run, eagers, None if before is first else first)
+    return _Seen((*key, *about_sizes), tensors, run, eagers, None if before is first else first, readings)
 
 
 def _observe_looped(
@@ -382,9 +385,9 @@ def _observation_key(observation: Observation, readings: Sequence[Reading]) -> t
     return observation.trace, tuple(outputs), observation.out_spec, reads
 
 
-def _as_eager_key(observation: Observation) -> tuple | None:
+def _as_eager_key(observation: Observation, readings: Sequence[Reading]) -> tuple | None:
     """The same of a call in eager's branches: what it does there is what was lowered, whatever is traced elsewhere."""
-    key = _observation_key(observation, ())
+    key = _observation_key(observation, readings)
     return None if key is None else (*key, "as eager")
 
 

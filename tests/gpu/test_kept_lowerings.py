@@ -26,6 +26,7 @@ KEPT = (
     "BertLayer sdpa p=0.1 (3, 17)",
     "MLP",
     "BertForMaskedLM",
+    "BertForMaskedLM sdpa",
     "TransformerEncoder",
     "LLaMA",
     "ResNet",

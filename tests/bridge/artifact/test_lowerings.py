@@ -127,6 +127,28 @@ class Looping(nn.Module):
         return state
 
 
+class Reading(nn.Module):
+    """A number that its argument gives, one that a parameter does, and the size of a result."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(12, 12, dtype=torch.float64)
+
+    def forward(self, x):
+        hidden = self.linear(x[(x[:, 0] > -9).nonzero().squeeze(-1)])
+        hidden = hidden.sin() if (x > -8).all() else hidden.cos()
+        hidden = hidden * 2 if self.linear.weight[0, 0] > -1 else hidden
+        return nn.functional.dropout(hidden, 0.3, self.training)
+
+
+class AskingAndReading(Asking):
+    """In eager alone numbers decide, as about a mask that is left out where it hides nothing."""
+
+    def forward(self, x):
+        hidden = super().forward(x)
+        return hidden if torch.compiler.is_compiling() or not (x > -8).all() else hidden.cos()
+
+
 def asked(make=Asking):
     """How often it was captured, and whether a step is eager's, masks included."""
     capture, captured = reuse.capture, []
@@ -145,20 +167,62 @@ def asked(make=Asking):
     reuse.capture = capture
     same = all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(*found, strict=True))
     (entry,) = bridge.stats(module).entries
-    loops = entry.lowered.captured.loops
-    return {"captured": len(captured), "same": same, "hits": bridge.stats(module).hits, "loops": loops}
+    call = entry.lowered.captured
+    told = {"loops": call.loops, "as eager": call.as_eager, "readings": len(call.readings)}
+    return {"captured": len(captured), "same": same, "hits": bridge.stats(module).hits, **told}
 
 
-@pytest.mark.parametrize("make", [Asking, Looping], ids=["eager's branches", "loops"])
+@pytest.mark.parametrize("make", [Asking, Looping, Reading, AskingAndReading])
 def test_what_is_known_by_another_way_is_found_in_a_pack(used_cache, monkeypatch, tmp_path, make):
-    """By what it does in eager's branches, or by one step of each loop, in a later process on another machine."""
+    """By what it does in eager's branches, one step of each loop, or numbers that it reads, in a later process on another
+    machine."""
     monkeypatch.setattr(attempt, "LEAST_OPERATORS", 1)
     found = in_children(1, partial(asked, make))
     assert cache.main(["pack", make.__name__, str(tmp_path / "file")]) == 0
     monkeypatch.setenv("BRIDGE_CACHE_DIR", str(tmp_path / "other"))
     assert cache.main(["unpack", str(tmp_path / "file")]) == 0
     found += in_children(1, partial(asked, make))
-    assert found == [{"captured": captured, "same": True, "hits": 1, "loops": make is Looping} for captured in (1, 0)]
+    how = {"loops": make is Looping, "as eager": make in (Asking, AskingAndReading)}
+    how["readings"] = {Reading: 3, AskingAndReading: 1}.get(make, 0)
+    assert found == [{"captured": captured, "same": True, "hits": 1, **how} for captured in (1, 0)]
+
+
+class Branches(nn.Module):
+    """A number of an argument and one of a parameter decide."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), weight))
+
+    def forward(self, x):
+        return (x * self.weight).sin() if (x > 0).all() and self.weight.sum() > 0 else (x * self.weight).cos()
+
+
+def branched(weight, first, second):
+    """How often it was captured for ``first``; hits, and reasons of misses, of two calls and one of other weights."""
+    capture, captured = reuse.capture, []
+    reuse.capture = lambda *args: captured.append(1) or capture(*args)
+    module = Branches(weight)
+    bridge.add_tvm_dispatch(module, torch.full((3,), first))
+    reuse.capture = capture
+    plain = Branches(weight)
+    for number in (first, second):
+        x = torch.full((3,), number)
+        assert torch.allclose(module(x), plain(x), rtol=1e-6)
+    with torch.no_grad():
+        module.weight.neg_()
+        plain.weight.neg_()
+    assert torch.allclose(module(torch.full((3,), first)), plain(torch.full((3,), first)), rtol=1e-6)
+    counts = bridge.stats(module)
+    return len(captured), counts.hits, len(counts.misses)
+
+
+def test_numbers_that_are_read_are_part_of_the_key(used_cache):
+    """Another number is captured anew; a lowering that is read is no more than the branch of its numbers."""
+    made = [(1.0, 2.0, -2.0), (-1.0, 2.0, -2.0), (1.0, -2.0, 2.0)]
+    found = [in_children(1, partial(branched, *each))[0] for each in made + made]
+    assert [captured for captured, *_ in found] == [1, 1, 1, 0, 0, 0]
+    assert found[3:] == [[0, *rest] for _, *rest in found[:3]] and found[0][1] == 1
 
 
 def test_what_is_pruned_costs_a_compilation(used_cache):
