@@ -15,13 +15,17 @@ from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.tir import sequence
 from bridge.compile.cuda.emitter import CudaEmitter
 from bridge.compile.cuda.launch import launch, portions
-from bridge.compile.cuda.limits import BLOCK_THREADS
+from bridge.compile.cuda.limits import BLOCK_THREADS, WARP
 from bridge.compile.cuda.scope import ThreadScope
 from bridge.compile.cuda.steps import column_steps
 from bridge.compile.schedule.row_plan import RowPlan
 from bridge.compile.schedule.row_scope import KernelBuffers
 
 __all__ = ["elements"]
+
+_LONG = 8
+"""Rows of as many warps' vectors: in such, the threads of a warp take neighbours at once where a vector is less than an
+access, and the last warp of a row is the only one that may have nothing to do."""
 
 Part = tuple[RowPlan, KernelBuffers, LaunchArguments]
 """A plan, its memory and its integers."""
@@ -64,12 +68,21 @@ def _work(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments) -> tup
         known = isinstance(plan.length, int)
         several = plan.lanes // lanes if known and not any(plan.concats) else 1
         taken = lanes * several
-        turns = number(-(-plan.length // taken)) if known else tirx.truncdiv(number(plan.length), number(lanes))
+        apart = WARP if known and several > 1 and plan.length >= _LONG * WARP * taken else 1
+        turns = (
+            number(-(-plan.length // (taken * apart)) * apart)
+            if known
+            else tirx.truncdiv(number(plan.length), number(lanes))
+        )
         count = number(walk.rows) * turns
 
     def row_of(index: Expr) -> Stmt:
         row, at = tirx.truncdiv(index, turns), tirx.truncmod(index, turns)
-        return _vector(plan, buffers, number, row, at * number(taken), lanes, several)
+        if apart == 1:
+            return _vector(plan, buffers, number, row, at * number(taken), lanes, several)
+        first, thread = tirx.truncdiv(at, number(apart)), tirx.truncmod(at, number(apart))
+        position = first * number(taken * apart) + thread * number(lanes)
+        return _vector(plan, buffers, number, row, position, lanes, several, lanes * apart)
 
     def body(block: Expr, thread: Expr) -> Stmt:
         first = block * number(BLOCK_THREADS)
@@ -94,27 +107,32 @@ def _vector(
     position: Expr,
     lanes: int,
     count: int = 1,
+    apart: int | None = None,
 ) -> Stmt:
-    """A vector of a row; ``count`` neighbours, as far as there are any: what they share of the row is read once."""
+    """A vector of a row; ``count`` of them, as far as there are any: what they share of the row is read once.
+
+    ``apart``: elements from one to the next; ``None``: they are neighbours.
+    """
+    apart = lanes if apart is None else apart
     scope = ThreadScope(plan, buffers, number, tirx.EQ(position, number(0)))
     scope.start(row)
     position = scope.head.name_index(position, "position")
     scope.leads = tirx.EQ(position, number(0))
     scope.per_row_values(0)
     stmts = scope.taken()
-    steps = [_step(scope, position, lanes, place) for place in range(count)]
+    steps = [_step(scope, position, lanes, apart * place) for place in range(count)]
     stmts += scope.taken()
-    if count == 1 or plan.length % (lanes * count) == 0:
+    if count == 1 or (apart == lanes and plan.length % (lanes * count) == 0):
         return sequence([*stmts, *(stmt for step in steps for stmt in step)])
     left = number(plan.length) - position
-    some = [IfThenElse(number(lanes * place) < left, sequence(step), None) for place, step in enumerate(steps)]
-    every = sequence([stmt for place in range(count) for stmt in _step(scope, position, lanes, place)])
+    some = [IfThenElse(number(apart * place) < left, sequence(step), None) for place, step in enumerate(steps)]
+    every = sequence([stmt for place in range(count) for stmt in _step(scope, position, lanes, apart * place)])
     # all of them in straight lines, where no load waits for the one before
-    return sequence([*stmts, IfThenElse(number(lanes * (count - 1)) < left, every, sequence(some))])
+    return sequence([*stmts, IfThenElse(number(apart * (count - 1)) < left, every, sequence(some))])
 
 
-def _step(scope: ThreadScope, position: Expr, lanes: int, place: int) -> list[Stmt]:
-    """The vector that lies so many behind the first."""
+def _step(scope: ThreadScope, position: Expr, lanes: int, behind: int) -> list[Stmt]:
+    """The vector that begins so many elements behind the first."""
     e, number = CudaEmitter(), scope.number
-    at = position if place == 0 else e.name_index(position + number(lanes * place), "position")
+    at = position if behind == 0 else e.name_index(position + number(behind), "position")
     return [*e.stmts, *column_steps(scope, 0, lanes, at, number(0), {})]

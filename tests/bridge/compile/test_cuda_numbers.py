@@ -123,10 +123,11 @@ def test_sums_of_columns_are_the_same_bits_in_wider_vectors(monkeypatch, dtype, 
     torch.testing.assert_close(total, y.float().sum(0), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("columns", [300, 30, 7, 96])
+@pytest.mark.parametrize("columns", [300, 30, 7, 96, 2306, 2051])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_any_length_beside_their_places(dtype, columns):
-    """Threads take several vectors of rows that no whole access divides; a constant that counts is not read."""
+    """Threads take several vectors of rows that no whole access divides, those of a long row a warp's vectors apart; a
+    constant that counts is not read."""
     x = torch.arange(50 * columns).view(50, columns).remainder(251).to(dtype)
     chosen = torch.arange(50, dtype=torch.int32).remainder(columns).view(50, 1)
 
