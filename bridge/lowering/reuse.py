@@ -22,19 +22,16 @@ import atexit
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-import torch
 from torch import nn
 
-from bridge.base.devices import current_device, working_for
+from bridge.base.devices import working_for
 from bridge.base.errors import CompilationError
 from bridge.base.log import channel
-from bridge.base.modes import autocast_setting, cuda_autocast_setting
 from bridge.base.torch_cuda import settle_attention_order
-from bridge.base.torch_internals import pytree, storage_id
 from bridge.base.torch_shapes import fixed
 from bridge.capture import (
     Captured,
@@ -60,6 +57,7 @@ from bridge.capture import (
     recorded,
     sized_run,
 )
+from bridge.lowering.call_key import call_key_of
 from bridge.lowering.kept import (
     call_on_disk,
     has_loops_on_disk,
@@ -123,7 +121,7 @@ def _lower_once(
     module: nn.Module, args: tuple, kwargs: dict[str, Any], grad: bool, partition: Any, dims: Sequence[DynamicDim]
 ) -> LoweredCall:
     started = time.perf_counter()
-    call_key = _call_key(module, args, kwargs, grad, partition, dims)
+    call_key = call_key_of(module, args, kwargs, grad, partition, dims)
     known = _LOWERED.get(call_key) if call_key is not None else None
     on_disk = None if dims else call_on_disk(call_key)
     looped = None
@@ -199,43 +197,6 @@ def _remember(call_key: tuple, observation_key: tuple, lowered: LoweredCall) -> 
     for key in [key for key, held in _LOWERED.items() if not held]:
         del _LOWERED[key]
     _LOWERED.setdefault(call_key, WeakValueDictionary())[observation_key] = lowered
-
-
-def _call_key(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], grad: bool, partition: Any, dims: Sequence[DynamicDim]
-) -> tuple | None:
-    """What a call looks like before it is made; ``None`` where that cannot be compared.
-
-    How tensors share memory is part of it: what is written through one of them is read through the other.
-    """
-    strategy = _strategy_key(partition)
-    tensors, real_tensors = module_tensors(module)
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    memory: dict[int, int] = {}
-    places = []
-    for tensor in (*real_tensors, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))):
-        storage = memory.setdefault(storage_id(tensor), len(memory))
-        places.append((storage, tensor.storage_offset(), tensor.device, tensor.is_neg()))
-    keys = [_tensor_key(leaf) if isinstance(leaf, torch.Tensor) else constant_key(leaf) for leaf in leaves]
-    if strategy is None or None in keys:
-        return None
-    classes = tuple((path, type(child)) for path, child in module.named_modules(remove_duplicate=False))
-    modes = (grad, torch.get_default_dtype(), current_device(), autocast_setting(), cuda_autocast_setting())
-    return classes, tuple(tensors), tuple(places), tuple(keys), spec, modes, strategy, tuple(dims)
-
-
-def _tensor_key(tensor: torch.Tensor) -> tuple:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad
-
-
-def _strategy_key(partition: Any) -> tuple | None:
-    """A strategy by name or by value; ``None`` for an object that is not known to stay as it is."""
-    if isinstance(partition, str):
-        return (partition,)
-    if not (is_dataclass(partition) and partition.__dataclass_params__.frozen):
-        return None
-    values = tuple(constant_key(getattr(partition, field.name)) for field in fields(partition))
-    return None if None in values else (type(partition), values)
 
 
 class _Seen(NamedTuple):

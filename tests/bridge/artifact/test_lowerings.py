@@ -174,8 +174,8 @@ def asked(make=Asking):
 
 @pytest.mark.parametrize("make", [Asking, Looping, Reading, AskingAndReading])
 def test_what_is_known_by_another_way_is_found_in_a_pack(used_cache, monkeypatch, tmp_path, make):
-    """By what it does in eager's branches, one step of each loop, or numbers that it reads, in a later process on another
-    machine."""
+    """By what it does in eager's branches, by one step of each loop, or by numbers that it reads, in a later process on
+    another machine."""
     monkeypatch.setattr(attempt, "LEAST_OPERATORS", 1)
     found = in_children(1, partial(asked, make))
     assert cache.main(["pack", make.__name__, str(tmp_path / "file")]) == 0
