@@ -216,10 +216,9 @@ class _Graphs:
         func = turned_inside(func) if policy.turns else func
         func = carried_in_parts(func, partial(_parts_of_carry, policy))
         neutral = translate(func, self._backend, drawn)
-        if is_step:
-            neutral = split_products(neutral, policy.parts)
         if policy.joins:
             neutral = join_products(neutral, options.grad_outs)
+        neutral = split_products(neutral, partial(policy.parts, is_step=is_step), is_step)
         placed = choose_layouts(neutral, self._backend, policy, options.grad_outs, options.constants, lasting)
         graph = optimize(placed, self._backend)
         if options.sums_in_place:
@@ -239,7 +238,7 @@ class _Graphs:
 
 
 def _parts_of_carry(policy: ProductPolicy, element_type: str, rows: int, inner: int, columns: int) -> int:
-    return policy.parts(ProductShape(element_type, 1, rows, columns, inner), is_carried=True)
+    return policy.parts(ProductShape(element_type, 1, rows, columns, inner), is_step=True, is_carried=True)
 
 
 def products_of(func: Function, options: CompileOptions) -> tuple[tuple[ProductShape, str], ...]:

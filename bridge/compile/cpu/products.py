@@ -205,7 +205,7 @@ class CpuProducts:
                 found[way] = trial.generated(self.multiply(product.element_type), plan)
         return found
 
-    def parts(self, product: ProductShape, is_carried: bool = False) -> int:
+    def parts(self, product: ProductShape, is_step: bool = False, is_carried: bool = False) -> int:
         return 1
 
     def packing(self, way: str, product: ProductShape) -> Packing | None:

@@ -13,12 +13,16 @@ __all__ = ["CudaProducts"]
 _FEW = 32, 64
 """Rows of a product that cuBLASLt has the better kernels for, of a batch of a recurrent cell."""
 
+_FEWEST = 8
+"""Rows from which on a product is split outside of loops: to multiply by fewer is to read the matrix once."""
+
 _NARROW, _MISJUDGED = 128, 2**18
 """Columns, and elements, of a matrix of which cuBLAS takes 25 to 53 us for a product of 8 or 16 rows that takes
 cuBLASLt 2 to 10 (float32, H200, CUDA 13): with 128 columns; with more, where columns are dense."""
 
-_TILE, _TILES, _INNER = 64, 128, 128
-"""Rows and columns of a tile of a small product; how many tiles fill a GPU; inner elements that one is worth."""
+_TILE, _TILES, _INNER, _MOST_PARTS = 64, 128, 128, 16
+"""Rows and columns of a tile of a small product; how many tiles fill a GPU; inner elements that one is worth; parts at
+most, which whoever reads the product adds up."""
 
 _MOST_CARRIED = 3 * 2**18
 """Elements of the matrix of a product whose parts are carried on: an LSTM's of 384 columns. Loops of such products took
@@ -73,15 +77,19 @@ class CudaProducts:
     def adopt(self, choices: Sequence[Sequence]) -> bool:
         return not choices
 
-    def parts(self, product: ProductShape, is_carried: bool = False) -> int:
-        """As many as give each multiprocessor a tile of the result, of an inner axis that is worth one."""
+    def parts(self, product: ProductShape, is_step: bool = False, is_carried: bool = False) -> int:
+        """As many as give each multiprocessor a tile of the result, of an inner axis that is worth one. A product of 14
+        rows by 768 takes half of the time so (H200)."""
         if is_carried and product.k * product.n > _MOST_CARRIED:
             return 1
         tiles = -(-product.m // _TILE) * -(-product.n // _TILE)
         if product.element_type not in ("float32", "float64") or product.m > _FEW[1]:
             return 1
+        if not is_step and (product.m < _FEWEST or product.n < _TILE):
+            return 1
         count = 1
-        while 2 * count * tiles <= _TILES and product.k % (2 * count) == 0 and product.k // (2 * count) >= _INNER:
+        most = min(_TILES // tiles, product.k // _INNER, _MOST_PARTS)
+        while 2 * count <= most and product.k % (2 * count) == 0:
             count *= 2
         return count
 

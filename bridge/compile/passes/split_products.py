@@ -1,11 +1,12 @@
-"""Split products: a product of few rows in a step of a loop → a batch of products of parts of its inner axis, added up.
+"""Split products: a product of few rows → a batch of products of parts of its inner axis, added up.
 
-A step's product is too small to fill a GPU, and the next one waits for it. cuBLAS splits the inner axis itself, and
+Such a product is too small to fill a GPU, and what comes next waits for it. cuBLAS splits the inner axis itself, and
 adds the parts up in a kernel of its own; here who reads the product adds them up. A sum's order changes, by rounding.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,8 +19,13 @@ from bridge.compile.schedule.products import ProductShape
 __all__ = ["split_products"]
 
 
-def split_products(graph: Graph, parts: Callable[[ProductShape], int]) -> Graph:
-    """A neutral graph of a step with its products in so many parts as ``parts`` says; the same one if that is one."""
+def split_products(graph: Graph, parts: Callable[[ProductShape], int], is_step: bool = False) -> Graph:
+    """A neutral graph with its products in so many parts as ``parts`` says; the same one if that is one.
+
+    Args:
+        is_step: of a loop, whose products are split where a kernel that reads one can make the sum. Elsewhere the shape
+            alone decides: a backward may compute a product again, and the numbers are to be the same.
+    """
     readers: defaultdict[Value, list[Node | Neutral]] = defaultdict(list)
     for node in graph.nodes:
         for operand in node.operands:
@@ -28,7 +34,7 @@ def split_products(graph: Graph, parts: Callable[[ProductShape], int]) -> Graph:
     nodes: list[Node | Neutral] = []
     for node in graph.nodes:
         count = _count(node, parts) if isinstance(node, MatMul) else 1
-        if count == 1 or not _is_added_up_by_readers(readers[node.out]):
+        if count == 1 or (is_step and not _is_added_up_by_readers(readers[node.out])):
             nodes.append(node)
         else:
             nodes += _split(node, count)
@@ -42,14 +48,15 @@ def _is_added_up_by_readers(readers: Sequence[Node | Neutral]) -> bool:
 
 def _count(node: MatMul, parts: Callable[[ProductShape], int]) -> int:
     extents = (*node.a.shape, *node.b.shape)
-    if len(node.a.shape) != 2 or len(node.b.shape) != 2 or not all(isinstance(extent, int) for extent in extents):
+    if len(node.a.shape) < 2 or len(node.b.shape) != 2 or not all(isinstance(extent, int) for extent in extents):
         return 1
-    (m, k), n = node.a.shape, node.b.shape[1]
-    return parts(ProductShape(node.out.dtype, 1, m, n, k))
+    (*rows, k), n = node.a.shape, node.b.shape[1]
+    return parts(ProductShape(node.out.dtype, 1, math.prod(rows), n, k))
 
 
 def _split(node: MatMul, count: int) -> list[Node | Neutral]:
-    (m, k), n, dtype = node.a.shape, node.b.shape[1], node.out.dtype
+    (*rows, k), n, dtype = node.a.shape, node.b.shape[1], node.out.dtype
+    m, inner = math.prod(rows), k // count
     nodes: list[Node | Neutral] = []
 
     def value(extents: tuple[int, ...]) -> Value:
@@ -60,7 +67,6 @@ def _split(node: MatMul, count: int) -> list[Node | Neutral]:
         nodes.append(Shaped(function, arguments, operand, out))
         return whole(out)
 
-    inner = k // count
     a = shaped(views.reshape, ((m, count, inner),), node.a, (m, count, inner))
     a = shaped(views.permute, ((1, 0, 2),), a, (count, m, inner))
     b = shaped(views.reshape, ((count, inner, n),), node.b, (count, inner, n))
@@ -69,11 +75,11 @@ def _split(node: MatMul, count: int) -> list[Node | Neutral]:
     total = None
     for part in range(count):
         each = shaped(views.slice_view, (0, part, part + 1, 1), whole(products), (1, m, n))
-        each = shaped(views.reshape, ((m, n),), each, (m, n))
+        each = shaped(views.reshape, (node.out.shape,), each, node.out.shape)
         if total is None:
             total = each
             continue
-        out = node.out if part == count - 1 else value((m, n))
+        out = node.out if part == count - 1 else value(node.out.shape)
         nodes.append(Pointwise("add", (total, each), out))
         total = whole(out)
     return nodes

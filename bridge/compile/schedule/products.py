@@ -122,9 +122,12 @@ class ProductPolicy(Protocol):
         Of extents, whose arithmetic must not guard.
         """
 
-    def parts(self, product: ProductShape, is_carried: bool = False) -> int:
-        """Of the inner axis, that a product in a step of a loop had better be the sum of; ``is_carried``: the next step
-        adds them up."""
+    def parts(self, product: ProductShape, is_step: bool = False, is_carried: bool = False) -> int:
+        """Of the inner axis, that a product had better be the sum of.
+
+        Args:
+            is_step: in a step of a loop; ``is_carried``: the next step adds them up.
+        """
 
     def packing(self, way: str, product: ProductShape) -> Packing | None:
         """How a way's ``b`` is packed before; ``None`` where it is not."""

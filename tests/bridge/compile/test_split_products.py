@@ -1,4 +1,4 @@
-"""Split products: in a step of a loop, sums of products of parts of the inner axis; the same numbers."""
+"""Split products: sums of products of parts of the inner axis, in a step of a loop and elsewhere; the same numbers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,19 @@ class Plain(nn.Module):
         return torch.stack(hs)
 
 
-@pytest.mark.parametrize(("make", "carried"), [(Gru, 0), (Plain, 1)])
+class Chain(nn.Module):
+    """Products that are read by a product, by kernels and by nobody inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(3, 8), nn.Linear(8, 4, bias=False), nn.Linear(4, 8, bias=False)
+
+    def forward(self, x):
+        h = self.third(self.second(torch.tanh(self.first(x))))
+        return torch.nn.functional.softmax(h.transpose(0, 1), -1), self.second(h)
+
+
+@pytest.mark.parametrize(("make", "carried"), [(Gru, 0), (Plain, 1), (Chain, 0)])
 def test_parts_add_up(make, carried, monkeypatch):
     made, split = [], split_products._split
     in_parts, batch = [], parts._batch
@@ -61,7 +73,7 @@ def test_parts_add_up(make, carried, monkeypatch):
 
     monkeypatch.setattr(split_products, "_split", watched)
     monkeypatch.setattr(parts, "_batch", counted)
-    monkeypatch.setattr(CpuProducts, "parts", lambda policy, product, is_carried=False: 1 if product.k % 4 else 4)
+    monkeypatch.setattr(CpuProducts, "parts", lambda policy, product, **given: 1 if product.k % 4 else 4)
     clear_cache(), clear_lowered()
     check_module(make, lambda: torch.randn(7, 2, 3, requires_grad=True), dtype=torch.float64)
     clear_cache(), clear_lowered()
@@ -75,6 +87,12 @@ def test_parts_add_up(make, carried, monkeypatch):
 def test_parts_are_as_many_as_fill_a_gpu(shape, count):
     assert CudaProducts().parts(ProductShape("float32", 1, *shape)) == count
     assert CudaProducts().parts(ProductShape("bfloat16", 1, *shape)) == 1
+
+
+@pytest.mark.parametrize("shape", [(2, 768, 768), (32, 8, 768)])
+def test_products_of_very_few_rows_or_columns_are_split_in_steps_of_loops_alone(shape):
+    product = ProductShape("float32", 1, *shape)
+    assert CudaProducts().parts(product) == 1 < CudaProducts().parts(product, is_step=True)
 
 
 def test_parts_of_large_products_are_not_carried_on():
