@@ -1,6 +1,7 @@
 """The compiler's pipeline: a Relax function in flat form → a :class:`~bridge.compile.runtime.program.Program`.
 
     translate     Relax → neutral loop graph                          bridge.compile.translate
+    name          GELU of half types by the normal distribution       bridge.compile.passes.normal_functions
     choose        where values lie, how products are computed         bridge.compile.passes.choose_layouts
     optimize      loop graph → loop graph, pass by pass               bridge.compile.passes
     accumulate    sums of products in place, where that is allowed    bridge.compile.passes.accumulate
@@ -47,6 +48,7 @@ from bridge.compile.passes.casts import cast_where_read
 from bridge.compile.passes.choose_layouts import choose_layouts
 from bridge.compile.passes.dead_code import eliminate_dead_code
 from bridge.compile.passes.join_products import join_products
+from bridge.compile.passes.normal_functions import name_normal_functions
 from bridge.compile.passes.permutations import recompute_permutations
 from bridge.compile.passes.positions import count_where_read
 from bridge.compile.passes.row_values import recompute_row_values
@@ -215,7 +217,7 @@ class _Graphs:
         self._func, self._backend = func, options.backend
         func = turned_inside(func) if policy.turns else func
         func = carried_in_parts(func, partial(_parts_of_carry, policy))
-        neutral = translate(func, self._backend, drawn)
+        neutral = name_normal_functions(translate(func, self._backend, drawn), self._backend)
         if policy.joins:
             neutral = join_products(neutral, options.grad_outs)
         neutral = split_products(neutral, partial(policy.parts, is_step=is_step), is_step)

@@ -135,6 +135,14 @@ class Emitter:
         """``1 / x`` of numbers that are 1 or larger, and of nan."""
         return self.const(1.0, element_type(x)) / x
 
+    is_quick = False
+    """Whether :meth:`quick` has functions."""
+
+    def quick(self, name: str, x: Expr) -> Expr:
+        """``"exp2"`` or ``"reciprocal"`` of float32 by one instruction, within two units in the last place; denormal
+        results are zero."""
+        raise NotImplementedError(f"no quick {name} on this target")
+
     def wide_product(self, a: Expr, b: Expr) -> Expr:
         """All 64 bits of the product of two uint32."""
         return tirx.Mul(self.cast(a, "uint64"), self.cast(b, "uint64"))

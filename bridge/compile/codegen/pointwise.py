@@ -24,7 +24,7 @@ Rule = Callable[..., Expr]
 MASKS = {f"dropout_mask_{width}": width for width in philox.WIDTHS}
 """Masks of fused dropout by how many elements eager's kernel loads at once: see :func:`philox.kept` for operands."""
 
-EXPENSIVE = frozenset((*(name.split(".")[-1] for name in having("slow")), *MASKS))
+EXPENSIVE = frozenset((*(name.split(".")[-1] for name in having("slow")), "normal_cdf", "gaussian", *MASKS))
 """Operators whose result is cached in a row buffer rather than recomputed within one kernel."""
 
 
@@ -162,6 +162,8 @@ RULES: dict[str, Rule] = {
     "tanh": fastmath.tanh,
     "erf": fastmath.erf,
     "sigmoid": fastmath.sigmoid,
+    "normal_cdf": fastmath.normal_cdf,
+    "gaussian": fastmath.gaussian,
     "sqrt": lambda e, x: e.math("sqrt", x),
     "rsqrt": lambda e, x: e.const(1, element_type(x)) / e.math("sqrt", x),
     "floor": lambda e, x: e.math("floor", x),

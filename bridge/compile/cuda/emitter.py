@@ -139,6 +139,11 @@ class CudaEmitter(Emitter):
             return super().reciprocal(x)
         return tirx.call_pure_extern("float32", "bridge_reciprocal", x)
 
+    is_quick = True
+
+    def quick(self, name: str, x: Expr) -> Expr:
+        return tirx.call_pure_extern("float32", f"bridge_quick_{name}", x)
+
     def wide_product(self, a: Expr, b: Expr) -> Expr:
         """By name: of a product of 64 bits, the compiler adds the upper halves, which are zero."""
         return tirx.call_pure_extern("uint64", "bridge_mul_wide", a, b)

@@ -98,6 +98,16 @@ BRIDGE float bridge_reciprocal(float x) {
   asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return x < __int_as_float(0x7f800000) ? __fmaf_rn(y, __fmaf_rn(-x, y, 1.0f), y) : y;
 }
+BRIDGE float bridge_quick_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+BRIDGE float bridge_quick_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 BRIDGE unsigned long long bridge_mul_wide(unsigned int a, unsigned int b) {
   unsigned long long y;
   asm("mul.wide.u32 %0, %1, %2;" : "=l"(y) : "r"(a), "r"(b));

@@ -215,8 +215,8 @@ def _leakyrelu(builder: Builder, call: Call) -> Operand | Scalar:
 def _gelu(builder: Builder, call: Call) -> Operand | Scalar:
     c = Composite(builder, call)
     x = c.widen(builder.get(call.args[0]))
-    cdf = c("add", c("erf", c("multiply", x, c.const(math.sqrt(0.5)))), c.const(1))
-    return c.narrow(c("multiply", c("multiply", x, c.const(0.5)), cdf))
+    twice = c("add", c("erf", c("multiply", x, c.const(math.sqrt(0.5)))), c.const(1))
+    return c.narrow(c("multiply", x, c("multiply", twice, c.const(0.5))))
 
 
 @register("relax.nn.gelu_tanh")

@@ -5,13 +5,17 @@ A GPU's own library has the bits of eager's kernels: ``tests/gpu/test_functions.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from tvm.relax import const
 from tvm.relax import op as R
 
 from bridge.compile.cuda.row import RowForm
+from bridge.compile.loop_ir.graph import Pointwise
 from bridge.compile.passes.choose_layouts import choose_layouts
+from bridge.compile.passes.normal_functions import name_normal_functions
 from bridge.compile.pipeline import optimize
 from bridge.compile.translate import translate
 from tests.bridge.compile.test_fastmath import FUNCTIONS, floats, ulps
@@ -25,7 +29,7 @@ BOUNDS = {"exp": 3, "log": 3, "tanh": 5, "erf": 16, "sigmoid": 5, "log1p": 2, "e
 def run(inputs, body):
     """``body`` as kernels for a GPU, on these inputs."""
     params = [(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in inputs]
-    graph = translate(function(params, body), BACKEND)
+    graph = name_normal_functions(translate(function(params, body), BACKEND), BACKEND)
     graph = optimize(choose_layouts(graph, BACKEND, BACKEND.products(1, True)), BACKEND)
     plans = planned(graph)
     memory = dict(zip(graph.params, inputs, strict=True))
@@ -76,6 +80,42 @@ def test_half_arithmetic_is_rounded_step_by_step(dtype):
     some = torch.maximum(x * x + y, -y)
     for one, two in zip(ours, (some, some * (x * 0.5) - y * 0.3), strict=True):
         assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_normal_distribution_of_every_number_of_a_half_type(dtype):
+    x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    below, density, activated = run([x], normal_functions)
+    wide = x.double()
+    assert float((below - torch.special.ndtr(wide)).abs().nan_to_num().max()) < 2.5e-7
+    assert float((density - torch.exp(wide * wide / -2)).abs().nan_to_num().max()) < 2e-7
+    for ours, theirs in ((below, wide), (density, wide), (activated, torch.nn.functional.gelu(x))):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+    exact = wide * torch.special.erfc(-wide * math.sqrt(0.5)) / 2
+    inside = exact.isfinite() & activated.isfinite()
+    distance, best = ((each - exact)[inside].abs() for each in (activated.double(), exact.to(dtype).double()))
+    assert bool((distance <= best + 1e-5 * exact[inside].abs() + 1e-30).all())
+    large = (x > 6) & x.isfinite()
+    assert torch.equal(activated[large], x[large])
+
+
+def normal_functions(emit, x):
+    """Of a half type's numbers: the probability of one below, the density but for a factor, GELU."""
+    wide = emit(R.astype(x, "float32"))
+    root = emit(R.erf(emit(R.multiply(wide, const(math.sqrt(0.5), "float32")))))
+    below = emit(R.multiply(const(0.5, "float32"), emit(R.add(const(1, "float32"), root))))
+    square = emit(R.multiply(wide, wide))
+    return [below, emit(R.exp(emit(R.multiply(const(-0.5, "float32"), square)))), emit(R.nn.gelu(x))]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_normal_distribution_is_found_where_numbers_are_of_a_half_type(dtype):
+    graph = name_normal_functions(translate(function([((4, 64), dtype)], normal_functions), BACKEND), BACKEND)
+    found = [node.op for node in graph.nodes if isinstance(node, Pointwise)]
+    expected = {"normal_cdf": 2, "gaussian": 1, "erf": 0, "exp": 0}
+    if dtype == "float32":
+        expected = {"normal_cdf": 0, "gaussian": 0, "erf": 2, "exp": 1}
+    assert {name: found.count(name) for name in expected} == expected
 
 
 def test_nan_and_infinity_in_reductions():
