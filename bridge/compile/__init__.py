@@ -17,7 +17,7 @@ from bridge.compile.graphs.entry_graphs import EntryGraphs
 from bridge.compile.graphs.recorder import Memory
 from bridge.compile.kept_function import KeptFunction, digest_of
 from bridge.compile.options import CompileOptions
-from bridge.compile.pipeline import Compilation, clear_cache, compile_function, products_of
+from bridge.compile.pipeline import Compilation, clear_cache, compile_function, products_and_calls
 from bridge.compile.runtime.background import settle
 from bridge.compile.runtime.canonical import canonical_text, functions_of
 from bridge.compile.runtime.constants import with_constants
@@ -30,12 +30,14 @@ from bridge.compile.runtime.program import Program, same_code
 from bridge.compile.runtime.storage import bytes_of, form_of, tensor_of
 from bridge.compile.runtime.storage import load as load_program
 from bridge.compile.runtime.storage import save as save_program
-from bridge.compile.schedule.choices import LIMITS, NO_CHOICES, ORDER, PARTITION, PRODUCTS, Choices
+from bridge.compile.schedule.calls import CallShape
+from bridge.compile.schedule.choices import CALLS, LIMITS, NO_CHOICES, ORDER, PARTITION, PRODUCTS, Choices
 from bridge.compile.schedule.products import ProductShape
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import DrawnMask
 
 __all__ = [
+    "CALLS",
     "DEGREE",
     "DOUBLE",
     "FLOAT",
@@ -51,6 +53,7 @@ __all__ = [
     "Backend",
     "Built",
     "CallLibrary",
+    "CallShape",
     "Choices",
     "Compilation",
     "CompileOptions",
@@ -87,7 +90,7 @@ __all__ = [
     "host_features",
     "load_program",
     "private_memory",
-    "products_of",
+    "products_and_calls",
     "same_code",
     "save_program",
     "settle",

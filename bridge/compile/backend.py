@@ -19,6 +19,7 @@ from tvm.ir import IRModule
 from tvm.tirx import PrimFunc
 
 from bridge.compile.loop_ir.product import PackPlan, ProductPlan
+from bridge.compile.schedule.calls import CallShape
 from bridge.compile.schedule.choices import NO_CHOICES, Alternative, Choices
 from bridge.compile.schedule.column_plan import ColumnPlan
 from bridge.compile.schedule.limits import Limits
@@ -91,6 +92,11 @@ class Backend(ABC):
     def seconds_of_ways(self, product: ProductShape) -> Mapping[str, float]:
         """Ways that may compute a product of a class, those that are not tried at first use included, measured now; few
         where it is clear that others are slower, none where nothing is to be chosen."""
+        return {}
+
+    def seconds_of_forms(self, call: CallShape) -> Mapping[str, float]:
+        """The function of a library's call, first, and the forms that give its results, measured now; none where
+        nothing is to be chosen."""
         return {}
 
     @abstractmethod

@@ -45,6 +45,7 @@ from bridge.compile.loop_ir.graph import Graph, LoopCall
 from bridge.compile.options import CompileOptions
 from bridge.compile.passes.accumulate import accumulate
 from bridge.compile.passes.casts import cast_where_read
+from bridge.compile.passes.choose_forms import calls_in, choose_forms
 from bridge.compile.passes.choose_layouts import choose_layouts
 from bridge.compile.passes.dead_code import eliminate_dead_code
 from bridge.compile.passes.join_products import join_products
@@ -65,12 +66,13 @@ from bridge.compile.runtime.loop_step import inner_steps
 from bridge.compile.runtime.pool import ARENAS
 from bridge.compile.runtime.program import Program
 from bridge.compile.runtime.program_store import keep_program, kept_program
-from bridge.compile.schedule.products import ProductPolicy, ProductShape, product_of_plain
+from bridge.compile.schedule.calls import CallShape
+from bridge.compile.schedule.products import ProductPolicy, ProductShape
 from bridge.compile.signature import size_signature
 from bridge.compile.targets import backend_for
 from bridge.compile.translate import DrawnMask, translate
 
-__all__ = ["Compilation", "clear_cache", "compile_function", "optimize", "products_of"]
+__all__ = ["Compilation", "clear_cache", "compile_function", "optimize", "products_and_calls"]
 
 PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
     recompute_permutations,
@@ -223,6 +225,9 @@ class _Graphs:
         neutral = split_products(neutral, partial(policy.parts, is_step=is_step), is_step)
         placed = choose_layouts(neutral, self._backend, policy, options.grad_outs, options.constants, lasting)
         graph = optimize(placed, self._backend)
+        self.calls = calls_in(graph)
+        if self._backend.choices.calls and not options.deterministic:
+            graph = choose_forms(graph, self._backend.choices.calls)
         if options.sums_in_place:
             graph = accumulate(graph)
         self._graph = widen_gradients(graph, self._backend, policy.widened, options.grad_outs)
@@ -231,6 +236,10 @@ class _Graphs:
         self._bodies = {
             scan.body: _Graphs(scan.function, inside, policy, lasting=scan.constants, is_step=True) for scan in scans
         }
+
+    def all_calls(self) -> list[CallShape]:
+        """Classes of library calls that have several forms, those of bodies included."""
+        return [*self.calls, *(call for body in self._bodies.values() for call in body.all_calls())]
 
     def program(self, name: str, seconds: float, scope: ExtentScope | None = None) -> Program:
         """``seconds``: that the graphs took."""
@@ -243,11 +252,13 @@ def _parts_of_carry(policy: ProductPolicy, element_type: str, rows: int, inner: 
     return policy.parts(ProductShape(element_type, 1, rows, columns, inner), is_step=True, is_carried=True)
 
 
-def products_of(func: Function, options: CompileOptions) -> tuple[tuple[ProductShape, str], ...]:
-    """The classes of matrix products of a function that a way is chosen for, and the way that is, in their order."""
+def products_and_calls(
+    func: Function, options: CompileOptions
+) -> tuple[tuple[tuple[ProductShape, str], ...], tuple[CallShape, ...]]:
+    """The classes of a function's matrix products, with their ways, and of its library calls of several forms."""
     policy = options.backend.products(options.threads, options.deterministic)
-    _Graphs(func, options, policy)
-    return tuple((product_of_plain(numbers), way) for *numbers, way in policy.made())
+    graphs = _Graphs(func, options, policy)
+    return policy.met(), tuple(graphs.all_calls())
 
 
 def optimize(graph: Graph, backend: Backend) -> Graph:

@@ -9,6 +9,7 @@
 from bridge.library import (  # noqa: F401
     attention,
     convolution,
+    convolution_forms,
     draws,
     elementwise,
     indexing,
@@ -22,6 +23,7 @@ from bridge.library import (  # noqa: F401
     resize,
     sorting,
 )
+from bridge.library.convolution_forms import FORMS
 from bridge.library.registry import (
     ALIGNMENT,
     DRAWS,
@@ -39,6 +41,7 @@ from bridge.library.registry import (
 __all__ = [
     "ALIGNMENT",
     "DRAWS",
+    "FORMS",
     "FUNCTIONS",
     "NEVER_RAISE",
     "OUT_KERNELS",

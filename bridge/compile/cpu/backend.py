@@ -15,6 +15,7 @@ from tvm.tirx import PrimFunc
 
 from bridge.compile.backend import Backend, Built
 from bridge.compile.cpu.build import CpuLibraries, kernel_source
+from bridge.compile.cpu.call_forms import seconds_of_forms
 from bridge.compile.cpu.columns import generate_columns
 from bridge.compile.cpu.gemm import gemm_function
 from bridge.compile.cpu.gemm_buffers import register_tile
@@ -31,6 +32,7 @@ from bridge.compile.runtime.build import build_kernels
 from bridge.compile.runtime.executor import Executor
 from bridge.compile.runtime.kernel_store import kept_kernels
 from bridge.compile.runtime.program import Program
+from bridge.compile.schedule.calls import CallShape
 from bridge.compile.schedule.choices import Alternative
 from bridge.compile.schedule.column_plan import ColumnPlan
 from bridge.compile.schedule.limits import Limits
@@ -74,8 +76,8 @@ class CpuBackend(Backend):
 
     @property
     def key(self) -> str:
-        chosen = f" {self.choices.products}" if self.choices.products else ""
-        return f"cpu {self.target} {self.order} {self.limits}{chosen}"
+        chosen = [f" {each}" for each in (self.choices.products, self.choices.calls) if each]
+        return f"cpu {self.target} {self.order} {self.limits}{''.join(chosen)}"
 
     @property
     def _code_key(self) -> str:
@@ -110,6 +112,9 @@ class CpuBackend(Backend):
 
     def seconds_of_ways(self, product: ProductShape) -> Mapping[str, float]:
         return self.products(self.threads(), torch.are_deterministic_algorithms_enabled()).seconds_of_all(product)
+
+    def seconds_of_forms(self, call: CallShape) -> Mapping[str, float]:
+        return {} if torch.are_deterministic_algorithms_enabled() else seconds_of_forms(call)
 
     def _multiply(self, element_type: str) -> Multiply:
         (built,) = self.build([self._product(element_type)])

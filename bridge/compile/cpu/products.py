@@ -37,8 +37,9 @@ __all__ = ["CpuProducts", "Measure", "clear_choices", "generated_types", "measur
 
 _LOG = channel("compile")
 
-_SMALL = 2**15
-"""Multiplications below which a product is torch's: little to gain, and the first of ours costs a compilation."""
+_SMALL, _SMALLEST = 2**15, 2**9
+"""Multiplications below which a product is torch's: little to gain, and the first of ours costs a compilation; and
+those from which on tuning tries the other ways."""
 
 _WASTE = 2
 """How many times its own elements a product may compute, padded to whole register tiles, before torch's is better."""
@@ -104,6 +105,7 @@ class CpuProducts:
     measure: Measure | None = None
     chosen: tuple[tuple[ProductShape, str], ...] = ()
     _asked: dict[ProductShape, str] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _small: dict[ProductShape, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     keeps_order = False
     joins = False
@@ -116,14 +118,18 @@ class CpuProducts:
         usual = "mm" if product.batch == 1 else "bmm"
         if self.deterministic or not getattr(torch, product.element_type).is_floating_point:
             return usual
-        if product.multiplications < _SMALL:
-            # A small product in a loop costs less than Python does between two of torch's.
-            return IN_PANELS if product.b.lasting and IN_PANELS in self.ways(product) else usual
+        is_small = product.multiplications < _SMALL
+        # A small product in a loop costs less than Python does between two of torch's.
+        if is_small and product.b.lasting and IN_PANELS in self.ways(product):
+            return IN_PANELS
         product = shape_class(product, self.threads)
         tuned = dict(self.chosen).get(product)
         if tuned is not None:
             self._asked[product] = tuned
             return tuned
+        if is_small:
+            self._small[product] = usual
+            return usual
         key = self._key(product)
         with held(_LOCK):
             if key not in _CHOSEN:
@@ -136,6 +142,9 @@ class CpuProducts:
 
     def made(self) -> tuple[tuple, ...]:
         return tuple((*astuple(product), way) for product, way in self._asked.items())
+
+    def met(self) -> tuple[tuple[ProductShape, str], ...]:
+        return tuple((self._small | self._asked).items())
 
     def adopt(self, choices: Sequence[Sequence]) -> bool:
         with held(_LOCK):
@@ -191,7 +200,7 @@ class CpuProducts:
     def seconds_of_all(self, product: ProductShape) -> dict[str, float]:
         """Seconds of the ways of :meth:`ways` and of generated code in further tiles, measured now; none where nothing
         is to be chosen."""
-        is_chosen = getattr(torch, product.element_type).is_floating_point and product.multiplications >= _SMALL
+        is_chosen = getattr(torch, product.element_type).is_floating_point and product.multiplications >= _SMALLEST
         return {} if self.deterministic or not is_chosen else measured(self, product, self.ways(product, tuning=True))
 
     def runs(self, product: ProductShape, trial: Trial, ways: Sequence[str]) -> dict[str, Callable[[], None]]:

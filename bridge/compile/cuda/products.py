@@ -74,6 +74,9 @@ class CudaProducts:
     def made(self) -> tuple[tuple, ...]:
         return ()
 
+    def met(self) -> tuple[tuple[ProductShape, str], ...]:
+        return ()
+
     def adopt(self, choices: Sequence[Sequence]) -> bool:
         return not choices
 

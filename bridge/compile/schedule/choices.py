@@ -1,6 +1,7 @@
 """Choices: in what a program is compiled otherwise than by default; names of numbers, with values → a backend's own.
 
-Limits and blocks of products change no bit. A reduction's order and the way of a product round otherwise, each within
+Limits and blocks of products change no bit. A reduction's order, the way of a product and the form of a library's call
+round otherwise, each within
 the bounds of its kind: so choices are part of a backend's key, and with it of every program's.
 """
 
@@ -11,16 +12,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
+from bridge.compile.schedule.calls import CallShape, call_of_plain
 from bridge.compile.schedule.limits import Limits
 from bridge.compile.schedule.order import ReductionOrder
 from bridge.compile.schedule.products import ProductShape, product_of_plain
 
-__all__ = ["LIMITS", "NO_CHOICES", "ORDER", "PARTITION", "PRODUCTS", "Alternative", "Choices"]
+__all__ = ["CALLS", "LIMITS", "NO_CHOICES", "ORDER", "PARTITION", "PRODUCTS", "Alternative", "Choices"]
 
-LIMITS, ORDER, PRODUCTS, PARTITION = "limits", "order", "products", "partition"
+LIMITS, ORDER, PRODUCTS, CALLS, PARTITION = "limits", "order", "products", "calls", "partition"
 """The parts of choices."""
 
 Value = int | tuple[int, ...]
+Name = str | ProductShape | CallShape
 
 _NAMES = {
     LIMITS: frozenset(field.name for field in fields(Limits)),
@@ -51,6 +54,7 @@ class Choices:
         limits: ``(name, value)`` of :class:`~bridge.compile.schedule.limits.Limits`, in the order of the names.
         order: likewise of :class:`~bridge.compile.schedule.order.ReductionOrder`.
         products: ``(class of products, way)``.
+        calls: ``(class of a library's calls, form)``.
         partition: what takes the place of the default strategy: a strategy's name, or a budget as
             :class:`partition.MinCut` takes it; ``None``: the default.
 
@@ -61,6 +65,7 @@ class Choices:
     limits: tuple[tuple[str, Value], ...] = ()
     order: tuple[tuple[str, Value], ...] = ()
     products: tuple[tuple[ProductShape, str], ...] = ()
+    calls: tuple[tuple[CallShape, str], ...] = ()
     partition: str | float | None = None
 
     def __post_init__(self) -> None:
@@ -72,13 +77,13 @@ class Choices:
     def __bool__(self) -> bool:
         return self != NO_CHOICES
 
-    def having(self, part: str, name: str | ProductShape, value: Value | str) -> Choices:
+    def having(self, part: str, name: Name, value: Value | str) -> Choices:
         """The same with another value in one place."""
         if part == PARTITION:
             return replace(self, partition=value)
         return replace(self, **{part: tuple(sorted({**dict(getattr(self, part)), name: value}.items(), key=_by_name))})
 
-    def without(self, part: str, name: str | ProductShape) -> Choices:
+    def without(self, part: str, name: Name) -> Choices:
         """The same with the default in one place."""
         if part == PARTITION:
             return replace(self, partition=None)
@@ -88,7 +93,8 @@ class Choices:
         """Plain data as JSON has it: equal for equal choices."""
         numbers = {part: [list(pair) for pair in getattr(self, part)] for part in (LIMITS, ORDER)}
         products = [[*astuple(product), way] for product, way in self.products]
-        return json.loads(json.dumps({**numbers, PRODUCTS: products, PARTITION: self.partition}))
+        calls = [[*astuple(call), form] for call, form in self.calls]
+        return json.loads(json.dumps({**numbers, PRODUCTS: products, CALLS: calls, PARTITION: self.partition}))
 
     @classmethod
     def of_plain(cls, plain: Mapping[str, Any]) -> Choices:
@@ -101,7 +107,8 @@ class Choices:
             for part in (LIMITS, ORDER)
         }
         products = tuple((product_of_plain(product), str(way)) for *product, way in plain[PRODUCTS])
-        return cls(**numbers, products=products, partition=plain[PARTITION])
+        calls = tuple((call_of_plain(call), str(form)) for *call, form in plain[CALLS])
+        return cls(**numbers, products=products, calls=calls, partition=plain[PARTITION])
 
     def words(self, limits: Limits, order: ReductionOrder) -> Iterator[str]:
         """A line for each choice; ``limits``, ``order``: the default ones."""
@@ -110,6 +117,8 @@ class Choices:
                 yield f"{part}.{name} {getattr(default, name)} -> {value}"
         for product, way in self.products:
             yield f"product {product}: {way}"
+        for call, form in self.calls:
+            yield f"{call}: {form}"
         if self.partition is not None:
             yield f"partition: {self.partition if isinstance(self.partition, str) else f'budget {self.partition}'}"
 

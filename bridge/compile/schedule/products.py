@@ -113,6 +113,10 @@ class ProductPolicy(Protocol):
     def made(self) -> tuple[tuple, ...]:
         """The choices that this object was asked for and that another process may make otherwise, as plain data."""
 
+    def met(self) -> tuple[tuple[ProductShape, str], ...]:
+        """The classes of products that this object was asked for, with their ways; those that :meth:`made` leaves out,
+        because every process makes them so, included."""
+
     def adopt(self, choices: Sequence[Sequence]) -> bool:
         """Makes choices of another process, from :meth:`made`, this one's; whether none of them contradicts its own."""
 

@@ -21,7 +21,7 @@ from bridge.compile import (
     backend_for,
     compile_function,
     load_program,
-    products_of,
+    products_and_calls,
     same_code,
     save_program,
 )
@@ -82,7 +82,7 @@ def test_every_way_and_tile_that_tuning_tries():
     func = function([((220, 32), "float32"), ((250, 32), "float32")], product)
     torch.manual_seed(0)
     inputs = [torch.randn(220, 32), torch.randn(250, 32)]
-    ((shape, _),) = products_of(func, CompileOptions.current(HOST))
+    ((shape, _),), () = products_and_calls(func, CompileOptions.current(HOST))
     assert shape == SHAPE
     policy = HOST.products(1, False)
     ways = policy.ways(shape, tuning=True)
@@ -98,6 +98,18 @@ def test_every_way_and_tile_that_tuning_tries():
     assert len(blocks) > 4 or GENERATED not in ways
     torchs = compiled(func, NO_CHOICES.having(PRODUCTS, shape, ways[-1]), deterministic=True)
     assert "mm" in [step.name for step in torchs.steps]
+
+
+def test_small_products_are_torchs_until_tuned():
+    func = function([((8, 16), "float32"), ((16, 16), "float32")], product)
+    ((shape, way),), () = products_and_calls(func, CompileOptions.current(HOST))
+    assert way == "mm" and shape.multiplications == 2048
+    inputs = [torch.randn(8, 16), torch.randn(16, 16)]
+    assert HOST.seconds_of_ways(shape)
+    for each in HOST.products(1, False).ways(shape, tuning=True):
+        program = compiled(func, NO_CHOICES.having(PRODUCTS, shape, each))
+        assert_same(program(inputs)[0], inputs[0] @ inputs[1].T, rtol=1e-5, atol=1e-5)
+        assert (each == "mm") == (program.steps == compiled(func, NO_CHOICES).steps)
 
 
 def test_a_program_with_choices_is_saved_with_them(case, tmp_path):

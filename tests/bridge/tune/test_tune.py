@@ -245,7 +245,7 @@ def test_knobs_of_a_call(used_cache, monkeypatch):
     monkeypatch.setattr(
         type(entry.backend), "seconds_of_ways", lambda backend, product: asked.append(product) or {**seconds}
     )
-    monkeypatch.setitem(knobs_of.__globals__, "products_of", lambda function, options: ((PRODUCT, "mm"),))
+    monkeypatch.setitem(knobs_of.__globals__, "products_and_calls", lambda *_: (((PRODUCT, "mm"),), ()))
     knobs = knobs_of(entry, "min_cut", log)
     assert knobs[0] == Knob(PRODUCTS, PRODUCT, ("linear", "generated 8x3", "generated 4x6")) and asked == [PRODUCT]
     assert knobs_of(entry, "min_cut", log) == knobs and len(asked) == 1
