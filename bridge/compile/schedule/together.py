@@ -1,7 +1,8 @@
 """Launches together: point-wise groups that do not depend on each other → one launch, each in threads of its own.
 
 The casts of a layer's weights, the heads of an attention: a launch of a small kernel takes longer than what it does. A
-group is moved to an earlier one's place if all that it reads is there. No value changes, in any bit.
+group is moved to an earlier one's place if all that it reads is there, and library calls go before small groups that
+they do not read: the products of query, key and value first, then what is added to each. No value changes, in any bit.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from autodiff.extents import sample_of
-from bridge.compile.loop_ir.graph import Pointwise, Value
+from bridge.compile.loop_ir.graph import LibraryCall, Pointwise, Value
 from bridge.compile.schedule.fuse import Group
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.plan_rows import plan_rows
@@ -21,6 +22,8 @@ __all__ = ["TogetherPlan", "plan_together", "together"]
 
 _REACH = 32
 """Steps at most that a group is moved: what it makes is in memory for as long."""
+_SMALL = 2**17
+"""Elements of a group that library calls go before: what it reads is in memory for longer."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class TogetherPlan:
 def together(groups: Sequence[Group], rules: Rules) -> list[list[Group]]:
     """Groups in an order of execution → the same in an order of execution, with those that are launched together."""
     most = rules.limits.together
+    if most > 1:
+        groups = _calls_first(groups)
     steps: list[list[Group]] = []
     place: dict[Group, int] = {}
     for group in groups:
@@ -56,6 +61,22 @@ def together(groups: Sequence[Group], rules: Rules) -> list[list[Group]]:
             steps.append([])
         steps[own].append(group)
     return steps
+
+
+def _calls_first(groups: Sequence[Group]) -> list[Group]:
+    """The same groups, each library call before the small point-wise groups in front of it that it does not read."""
+    ordered: list[Group] = []
+    for group in groups:
+        place = len(ordered)
+        if type(group.nodes[0]) is LibraryCall:
+            while place and ordered[place - 1] not in group.sources and _is_small(ordered[place - 1]):
+                place -= 1
+        ordered.insert(place, group)
+    return ordered
+
+
+def _is_small(group: Group) -> bool:
+    return _is_elementwise(group) and sample_of(group.elements) <= _SMALL
 
 
 def _takes(step: Sequence[Group], most: int) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from autodiff.extents import ExtentScope
 from bridge.compile.cuda.limits import LIMITS
-from bridge.compile.loop_ir.graph import Concat, Value, whole
+from bridge.compile.loop_ir.graph import Concat, LibraryCall, Value, whole
 from bridge.compile.passes.dead_code import eliminate_dead_code
 from bridge.compile.passes.sections import recompute_sections
 from bridge.compile.schedule.fuse import fuse
@@ -99,13 +99,34 @@ def test_a_large_concatenation_reads_what_kernels_made():
     assert len(together(fuse(graph, BACKEND), BACKEND)) == 2
 
 
+def product(b, *operands):
+    out = Value("product", operands[0].shape, "float32")
+    b.nodes.append(LibraryCall("mm", operands, (out,)))
+    return whole(out)
+
+
+def projections(n):
+    """Products of one tensor, to each of which something is added."""
+    b = Builder()
+    x = b.param(n, 16)
+    return b.graph(*(b.op("add", product(b, x, b.param(16, 16)), b.param(16)) for _ in range(3)))
+
+
+@pytest.mark.parametrize(("rows", "steps"), [(24, 4), (2**14, 6)])
+def test_small_products_go_before_what_is_added_to_each(rows, steps):
+    found = together(fuse(projections(rows), BACKEND), BACKEND)
+    assert len(found) == steps and len(found[-1]) == (3 if steps == 4 else 1)
+
+
 def drawn(seed: int):
     """Point-wise operators, sums and transpositions of earlier values, in any order."""
     draw, b = random.Random(seed), Builder()
     values = [b.param(24, 16) for _ in range(3)]
     for _ in range(draw.randrange(3, 30)):
         x = draw.choice(values)
-        match draw.randrange(4):
+        match draw.randrange(5):
+            case 4:
+                made = product(b, x, b.transposed(draw.choice(values), 1, 0), draw.choice(values))
             case 0:
                 made = b.op("add", x, draw.choice(values))
             case 1:
