@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tvm import tirx
-from tvm.tirx import BufferLoad, BufferStore, Expr, For, ForKind, PrimFunc, Stmt, Var
+from tvm.tirx import Bind, BufferLoad, BufferStore, Expr, For, ForKind, PrimFunc, Stmt, Var
 
 from bridge.compile.codegen.arguments import LaunchArguments, flat_buffer
 from bridge.compile.codegen.emit import Emitter, stack_buffer
@@ -40,24 +40,40 @@ class _ColumnKernel:
         task, row = Var("task", plan.index_type), Var("row", plan.index_type)
         batch, block = tirx.truncdiv(task, number(section.count)), tirx.truncmod(task, number(section.count))
         accumulator, allocation = stack_buffer(lanes * section.copies, dtype, "acc")
+        total, beside = stack_buffer(lanes * section.copies, dtype, "total")
         start, body, finish = Emitter(lanes), Emitter(lanes), Emitter(lanes)
+        clear, add = Emitter(lanes), Emitter(lanes)
         first = start.name_index(number.index(number(plan.offset), batch, plan.by_batch), "first")
         base = body.name_index(number.index(first, row, plan.by_row), "base")
         for copy in range(section.copies):
             slot = [start.index(number(copy * lanes), 1)]
             column = number(section.begin) + (block * number(section.copies) + number(copy)) * number(lanes)
-            start.stmts.append(BufferStore(accumulator, start.const(identity(op, dtype), dtype), slot))
+            for e, buffer in ((start, total), (clear, accumulator)):
+                e.stmts.append(BufferStore(buffer, e.const(identity(op, dtype), dtype), slot))
             value = body.bind(body.cast(self._load(body, base, column), dtype))
             old = body.bind(BufferLoad(accumulator, slot))
             body.stmts.append(BufferStore(accumulator, combine(body, op, old, value), slot))
-            result = finish.cast(BufferLoad(accumulator, slot), plan.target)
+            parts = [add.bind(BufferLoad(buffer, slot)) for buffer in (total, accumulator)]
+            add.stmts.append(BufferStore(total, combine(add, op, *parts), slot))
+            result = finish.cast(BufferLoad(total, slot), plan.target)
             at = finish.index(batch * number(plan.length) + column, 1)
             finish.stmts.append(BufferStore(self.target, result, [at]))
-        rows = For(row, number(0), number(plan.rows), ForKind.SERIAL, sequence(body.stmts))
         kind = ForKind.PARALLEL if plan.parallel else ForKind.SERIAL
-        stmts = [allocation, *start.stmts, rows, *finish.stmts]
+        stmts = [allocation, beside, *start.stmts, self._blocks(row, clear.stmts, body.stmts, add.stmts), *finish.stmts]
         tasks = For(task, number(0), number(plan.batches) * number(section.count), kind, sequence(stmts))
         return if_worth(number, plan.parallel, tasks)
+
+    def _blocks(self, row: Var, clear: list[Stmt], body: list[Stmt], add: list[Stmt]) -> Stmt:
+        """All rows, block by block: each is reduced by itself, and then combined with those before."""
+        plan, number = self.plan, self.number
+        rows = number(plan.rows)
+        size = number(plan.block_rows) if plan.block_rows else tirx.max(rows, number(1))
+        block, inside = Var("block", plan.index_type), Var("inside", plan.index_type)
+        first = block * size
+        body = [Bind(row, first + inside), *body]
+        loop = For(inside, number(0), tirx.min(size, rows - first), ForKind.SERIAL, sequence(body))
+        blocks = tirx.truncdiv(rows + size - number(1), size)
+        return For(block, number(0), blocks, ForKind.SERIAL, sequence([*clear, loop, *add]))
 
     def _load(self, e: Emitter, base: Expr, column: Expr) -> Expr:
         """Elements of a row from a column on; lane by lane where the loops inside a row are several."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tvm import tirx
-from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, PrimFunc, Stmt, Var
+from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThenElse, PrimFunc, Stmt, Var
 
 from bridge.compile.codegen.arguments import LaunchArguments, flat_buffer
 from bridge.compile.codegen.emit import Emitter, stack_buffer
@@ -80,21 +80,57 @@ class _RowKernel:
         """The rows of one task."""
         row = Var("row", self.plan.index_type)
         scope = RowScope(self.plan, self.buffers, self.number, task)
-        rows = For(row, self.number(0), count, ForKind.SERIAL, emit_row(scope, begin + row))
-        return [*scope.allocations, *self._clear_partials(task), rows]
+        cleared = self._clear_parts(scope.parts)
+        if not cleared or not self.plan.walk.block_rows:
+            rows = For(row, self.number(0), count, ForKind.SERIAL, emit_row(scope, begin + row))
+            return [*scope.allocations, *cleared, rows]
+        return [*cleared, *self._blocks(scope, begin, count)]
 
-    def _clear_partials(self, task: Expr) -> list[Stmt]:
-        plan, stmts = self.plan, []
-        base = task * self.number(plan.length)
+    def _blocks(self, scope: RowScope, begin: Expr, count: Expr) -> list[Stmt]:
+        """The rows of one task, block by block; each is reduced by itself where there are several."""
+        number, head = self.number, Emitter(1)
+        size, total = number(self.plan.walk.block_rows), scope.parts
+        several = size < count
+        behind = scope.task + number(self.plan.walk.tasks)
+        scope.parts = head.name_index(tirx.Select(several, behind * number(self.plan.length), total), "parts")
+        block, row = Var("block", self.plan.index_type), Var("row", self.plan.index_type)
+        first = block * size
+        rows = For(row, number(0), tirx.min(size, count - first), ForKind.SERIAL, emit_row(scope, begin + first + row))
+        before, after = (
+            IfThenElse(several, sequence(stmts), None)
+            for stmts in (self._clear_parts(scope.parts), self._add_parts(total, scope.parts))
+        )
+        blocks = tirx.truncdiv(count + size - number(1), size)
+        loop = For(block, number(0), blocks, ForKind.SERIAL, sequence([before, rows, after]))
+        return [*scope.allocations, *head.stmts, loop]
+
+    def _clear_parts(self, first: Expr) -> list[Stmt]:
+        """The identities of column reductions, in a row of their partial results."""
+        stmts: list[Stmt] = []
         for node, buffer in self.buffers.partial.items():
             dtype = str(buffer.dtype)
-            start = identity(plan.nodes[node].op, dtype)
+            start = identity(self.plan.nodes[node].op, dtype)
 
             def store(e: Emitter, offsets: Sequence[Expr], buffer=buffer, start=start, dtype=dtype) -> None:
                 for offset in offsets:
-                    e.stmts.append(BufferStore(buffer, e.const(start, dtype), [e.index(base + offset, 1)]))
+                    e.stmts.append(BufferStore(buffer, e.const(start, dtype), [e.index(first + offset, 1)]))
 
             stmts += self._vectors(store, 1)
+        return stmts
+
+    def _add_parts(self, total: Expr, part: Expr) -> list[Stmt]:
+        """One row of partial results, combined into another."""
+        stmts: list[Stmt] = []
+        for node, buffer in self.buffers.partial.items():
+            op = self.plan.nodes[node].op
+
+            def add(e: Emitter, offsets: Sequence[Expr], buffer=buffer, op=op) -> None:
+                for offset in offsets:
+                    at = [e.index(total + offset, 1)]
+                    a, b = e.bind(BufferLoad(buffer, at)), e.bind(BufferLoad(buffer, [e.index(part + offset, 1)]))
+                    e.stmts.append(BufferStore(buffer, combine(e, op, a, b), at))
+
+            stmts += self._vectors(add, 1)
         return stmts
 
     def _finish_columns(self, nodes: Sequence[int]) -> Stmt:

@@ -18,6 +18,7 @@ class RowScope(RowValues):
 
     Attributes:
         task: index of the task that walks the row.
+        parts: index, in the partial results of column reductions, of what the row is added to.
         tail: whether the row is the elements behind the vectors of a flat space.
         row_buffers: elementwise values cached for later passes, by node.
         allocations: statements that make the buffers of a row.
@@ -28,6 +29,7 @@ class RowScope(RowValues):
     ) -> None:
         super().__init__(plan, buffers, number, Emitter(1))
         self.task = task
+        self.parts: Expr = task * number(plan.length)
         self.tail = tail
         self.allocations: list[Stmt] = []
         self.row_buffers = dict(buffers.cached)

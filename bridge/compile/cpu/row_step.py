@@ -73,7 +73,7 @@ class Step:
                 at = e.index(scope.number(self.copy * e.lanes), 1)
             else:
                 buffer = scope.buffers.partial[node]
-                at = e.index(scope.task * scope.number(self.plan.length) + self.position, 1)
+                at = e.index(scope.parts + self.position, 1)
             old = e.bind(BufferLoad(buffer, [at]))
             e.stmts.append(BufferStore(buffer, combine(e, nodes[node].op, old, operand), [at]))
         return e.stmts

@@ -41,7 +41,7 @@ class ColumnPlan:
         source, target: element types.
         offset, by_batch, by_row, steps: index of the source's element: offset, terms of the batch, terms of the row
             within it, stride for each loop inside a row.
-        batches, rows: extents.
+        batches, rows: extents; ``block_rows``: see :class:`~bridge.compile.schedule.order.ReductionOrder`.
         columns: loop extents inside a row.
         length: elements of a row.
         sections: what the columns are cut into.
@@ -65,6 +65,7 @@ class ColumnPlan:
     parallel: bool | Argument
     index_type: str
     arguments: int
+    block_rows: int = 0
 
 
 def plan_columns(node: Reduction, rules: Rules) -> Planned[ColumnPlan]:
@@ -111,5 +112,6 @@ def plan_columns(node: Reduction, rules: Rules) -> Planned[ColumnPlan]:
         not same(inner * outer, 1) and arguments.reaches(view.numel, rules.limits.parallel_columns, "parallel"),
         "int64" if max(sample_of(value.numel), sample_of(node.out.numel)) >= 2**31 else "int32",
         len(arguments.numbers),
+        rules.order.block_rows,
     )
     return Planned(plan, (value,), (node.out,), (), tuple(arguments.numbers), (node.op,))

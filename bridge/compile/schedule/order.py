@@ -6,7 +6,8 @@ It follows from the extents alone, never from the kernel that the reduction ends
   then the halves of the one vector are combined until one lane is left; the last ``n % lanes`` elements go into a
   scalar accumulator of their own, which is added at the end.
 * A *column* of ``n`` elements: consecutive rows in ``column_chunks`` chunks, each accumulated in order, then the
-  chunks in order.
+  chunks in order. A chunk of more than ``block_rows`` rows is accumulated in blocks of so many, each in order, then
+  the blocks in order: what rounding loses grows with the rows of a block, their number and that of the chunks.
 
 An extent that is known when a program is bound has the order of the number that it then is: how many accumulators and
 chunks is found at the launch. Bits may differ between a static and a dynamic entry only in a sum of two stages, which
@@ -41,6 +42,7 @@ class ReductionOrder:
         most_chunks: of a column; they are combined serially.
         split: elements that the first of two stages reduces at most; a row of twice as many, with few results, is
             reduced in two, so that it can run in parallel.
+        block_rows: of a block of a chunk; 0: a chunk is one block, or the backend's kernels have an order of their own.
         small_rows: elements of all rows together up to which a row is walked by as many threads as it can be; 0: none.
             Sizes that vary count as large.
     """
@@ -52,6 +54,7 @@ class ReductionOrder:
     most_chunks: int
     split: int
     small_rows: int = 0
+    block_rows: int = 0
 
     def __post_init__(self) -> None:
         for number in (self.lanes, *self.interleaved):

@@ -134,15 +134,15 @@ class _Planner:
             return Walk(self._add(rows, "rows"))
         size = chunk_rows(rows, chunks)
         chunks = (rows + size - 1) // size
-        self.scratch = tuple(
-            Value("partial", (batch * chunks * columns,), compute_type(node.out.dtype)) for node in reduced
-        )
+        parts = batch * chunks * (2 if self.order.block_rows else 1) * columns
+        self.scratch = tuple(Value("partial", (parts,), compute_type(node.out.dtype)) for node in reduced)
         finished = sum(node.out in self.outputs for node in reduced) * batch * chunks * columns
         return Walk(
             self._add(rows, "rows"),
             self._add(size, "task rows"),
             self._add(chunks, "chunks"),
             self._add(chunks * batch, "tasks"),
+            self.order.block_rows if reduced else 0,
             batched=not same(batch, 1),
             batches=1 if same(batch, 1) else self._add(batch, "batches"),
             parallel=parallel,

@@ -112,6 +112,8 @@ class Walk:
         rows: of one batch. Column reductions do not reduce the leading extent of that name (``batched``: it is not 1).
         task_rows, chunks, tasks: rows of a task but the last of a batch, tasks per batch, tasks; none is empty.
             ``None``: a single task.
+        block_rows: of column reductions, see :class:`~bridge.compile.schedule.order.ReductionOrder`; 0: no blocks.
+            Their scratch memory has a row for each task, and as many behind them for the blocks.
         parallel: whether the tasks are worth starting threads for; ``parallel_finish``: also the sums over the tasks.
             An argument, 0 if not, where a launch's sizes decide.
         vectors: of the elements of a flat space, whose last row may be shorter; ``None`` for other spaces.
@@ -122,6 +124,7 @@ class Walk:
     task_rows: Number | None = None
     chunks: Number | None = None
     tasks: Number | None = None
+    block_rows: int = 0
     batched: bool = False
     batches: Number = 1
     parallel: bool | Argument = False

@@ -73,6 +73,22 @@ def test_other_limits_change_no_bit(case):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("shape", [(4000, 3), (900, 17)])
+def test_sums_over_many_rows_are_added_in_blocks(shape):
+    """What rounding loses of a sum of equal numbers grows with the additions that follow each other."""
+    by_rows = replace(HOST, order=replace(HOST.order, block_rows=0))
+
+    def sums(emit, x):
+        return [emit(op.sum(x, [0])), emit(op.sum(emit(op.negative(x)), [0])), emit(op.max(x, [0]))]
+
+    func, x, lost = function([(shape, "float32")], sums), torch.full(shape, 0.1), []
+    for backend in (HOST, by_rows):
+        plain, negative, largest = compile_function(func, name="test", options=options(backend))([x])
+        assert torch.equal(plain, -negative) and (largest == 0.1).all()
+        lost.append((plain.double() / x.double().sum(0) - 1).abs().max().item())
+    assert lost[0] < 1e-6 < 4 * lost[0] + 1e-6 < lost[1]
+
+
 def test_a_module_trains_on_another_backend():
     """The same gradients to rounding; entries of one backend are not taken for the other's."""
     module = nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24), nn.GELU())
