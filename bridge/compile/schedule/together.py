@@ -22,8 +22,9 @@ __all__ = ["TogetherPlan", "plan_together", "together"]
 
 _REACH = 32
 """Steps at most that a group is moved: what it makes is in memory for as long."""
-_SMALL = 2**17
-"""Elements of a group that library calls go before: what it reads is in memory for longer."""
+_SMALL, _EARLY = 2**17, 2**20
+"""Elements of a group that library calls go before: what it reads is in memory for longer; of one, as the cast of a
+weight, that is moved before what such calls go before: what it makes is."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,23 @@ class TogetherPlan:
 def together(groups: Sequence[Group], rules: Rules) -> list[list[Group]]:
     """Groups in an order of execution → the same in an order of execution, with those that are launched together."""
     most = rules.limits.together
-    if most > 1:
-        groups = _calls_first(groups)
+    if most == 1:
+        return [[group] for group in groups]
+    early = [group for step in _steps(groups, most, early=True) for group in step]
+    return _steps(_calls_first(early), most)
+
+
+def _steps(groups: Sequence[Group], most: int, early: bool = False) -> list[list[Group]]:
+    """``early``: a small group is moved as far as it can be, so that a library call that reads it need not wait."""
     steps: list[list[Group]] = []
     place: dict[Group, int] = {}
     for group in groups:
         own = len(steps)
-        if most > 1 and _is_elementwise(group):
+        if _is_elementwise(group):
             ready = 1 + max((place[source] for source in group.sources if source in place), default=-1)
-            others = range(own - 1, max(ready, own - _REACH) - 1, -1)
+            others = range(max(ready, own - _REACH), own)
+            if not (early and sample_of(group.elements) <= _EARLY):
+                others = reversed(others)
             own = next((at for at in others if _takes(steps[at], most)), own)
         place[group] = own
         if own == len(steps):
