@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Sequence
 
 import torch
 
-from bridge.base.torch_cuda import empty_strided
+from bridge.base.torch_cuda import empty_strided, reinterpreted
 from bridge.compile.cuda.private_pool import PrivatePool
-from bridge.compile.graphs.recorder import Form
+from bridge.compile.graphs.recorder import Form, nbytes
 
-__all__ = ["PoolMemory", "spare_bytes"]
+__all__ = ["ALIGNMENT", "PoolMemory", "bytes_of", "pieces_of", "places_of", "spare_bytes"]
+
+ALIGNMENT = 512
+"""Bytes, of torch's allocator."""
 
 _SHARE = 1 / 8
 """Of a device's memory, for results of recorded programs; no more of what is free than half."""
@@ -24,20 +28,34 @@ class PoolMemory:
     Where it cannot be had, memory is like any other: an allocator of another kind than torch's own has no pools, and
     another thread may be using this one.
 
+    Args:
+        joined: what is asked for together is let go together: it lies in one block, which is one allocation.
+
     Attributes:
         index: of the device.
     """
 
     grown = 0
 
-    def __init__(self, index: int):
-        self.index = index
+    def __init__(self, index: int, joined: bool = False):
+        self.index, self._joined = index, joined
+        self._planned: tuple[Sequence[Form], list[int], list[Form]] = (), [], []
         self._pool: PrivatePool | None = None
         _MEMORIES.add(self)
         self._lock = threading.Lock()
         self._has_pools = torch.cuda.get_allocator_backend() == "native"
 
     def __call__(self, forms: Sequence[Form]) -> list[torch.Tensor]:
+        if self._joined and len(forms) > 1:
+            planned, places, block = self._planned
+            if planned is not forms:
+                sizes = bytes_of(forms)
+                places, block = places_of(sizes), [((sum(sizes),), (1,), torch.uint8)]
+                self._planned = forms, places, block
+            return pieces_of(self._taken(block)[0], forms, places)
+        return self._taken(forms)
+
+    def _taken(self, forms: Sequence[Form]) -> list[torch.Tensor]:
         if self._has_pools and self._lock.acquire(blocking=False):  # torch lets one thread at a time use a pool
             try:
                 if self._pool is None:
@@ -53,6 +71,28 @@ class PoolMemory:
     @property
     def held_bytes(self) -> int:
         return 0 if self._pool is None else self._pool.held_bytes
+
+
+def bytes_of(forms: Sequence[Form]) -> list[int]:
+    """Of each tensor, aligned."""
+    return [max(-(-nbytes(form) // ALIGNMENT), 1) * ALIGNMENT for form in forms]
+
+
+def places_of(rooms: Sequence[int]) -> list[int]:
+    """Where in a block each of these begins."""
+    return [0, *itertools.accumulate(rooms[:-1])]
+
+
+def pieces_of(block: torch.Tensor, forms: Sequence[Form], places: Sequence[int]) -> list[torch.Tensor]:
+    """Tensors of these forms in a block of bytes."""
+    typed: dict[torch.dtype, torch.Tensor] = {}
+    made = []
+    for (shape, strides, dtype), place in zip(forms, places, strict=True):
+        base = typed.get(dtype)
+        if base is None:
+            base = typed[dtype] = block.view(dtype)
+        made.append(reinterpreted(base, shape, strides, place // dtype.itemsize))
+    return made
 
 
 _MEMORIES: weakref.WeakSet[PoolMemory] = weakref.WeakSet()

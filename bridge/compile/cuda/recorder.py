@@ -214,8 +214,8 @@ class CudaRecorder:
     def stream(self) -> int:
         return current_stream(self._index)
 
-    def memory(self, varies: bool = False) -> PoolMemory | SlotMemory:
-        return (SlotMemory if varies else PoolMemory)(self._index)
+    def memory(self, varies: bool = False, joined: bool = False) -> PoolMemory | SlotMemory:
+        return SlotMemory(self._index) if varies else PoolMemory(self._index, joined)
 
     def empty(self, form: Form) -> torch.Tensor:
         return empty_strided(*form)

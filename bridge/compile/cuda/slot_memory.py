@@ -8,7 +8,6 @@ backward gets the second one.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Sequence
 
@@ -16,11 +15,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bridge.base.lru import LeastRecentlyUsed
-from bridge.base.torch_cuda import empty_strided, reinterpreted
-from bridge.compile.cuda.pool_memory import PoolMemory
-from bridge.compile.graphs.recorder import Form, nbytes
+from bridge.base.torch_cuda import empty_strided
+from bridge.compile.cuda.pool_memory import ALIGNMENT, PoolMemory, bytes_of, pieces_of, places_of
+from bridge.compile.graphs.recorder import Form
 
-__all__ = ["SlotMemory", "bytes_of", "places_of", "rooms_of"]
+__all__ = ["SlotMemory", "rooms_of"]
 
 _MOST_SLOTS = 4
 """Results of so many calls that are alive together; those of further ones lie anywhere."""
@@ -30,8 +29,6 @@ _SMALL, _LARGE = 1 << 20, 10 << 20
 """Bytes: for one of more than the first and less than the second, torch's allocator sets twice the second aside."""
 _MOST_KNOWN = 256
 """Lists of forms whose bytes are remembered."""
-_ALIGNMENT = 512
-"""Bytes, of torch's allocator."""
 
 
 class _Slot:
@@ -85,7 +82,7 @@ class SlotMemory:
                 made = slot.memory(forms)
             else:
                 (block,) = slot.memory(slot.block)
-                made = _pieces(block, forms, slot.places)
+                made = pieces_of(block, forms, slot.places)
             slot.held = StorageWeakRef(made[0].untyped_storage())
             return made
         finally:
@@ -120,11 +117,6 @@ class SlotMemory:
         slot.memory([((size,), (1,), torch.uint8)])
 
 
-def bytes_of(forms: Sequence[Form]) -> list[int]:
-    """Of each tensor, aligned."""
-    return [max(-(-nbytes(form) // _ALIGNMENT), 1) * _ALIGNMENT for form in forms]
-
-
 def rooms_of(sizes: Sequence[int], before: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Bytes for each of several results that lie in one block: ``before`` where all fit.
 
@@ -136,26 +128,9 @@ def rooms_of(sizes: Sequence[int], before: tuple[int, ...] = ()) -> tuple[int, .
     if all(map(int.__le__, sizes, before)):
         return before
     return tuple(
-        room if _GROWTH * size <= room else max(size, -(-int(_GROWTH * room) // _ALIGNMENT) * _ALIGNMENT)
+        room if _GROWTH * size <= room else max(size, -(-int(_GROWTH * room) // ALIGNMENT) * ALIGNMENT)
         for size, room in zip(sizes, before, strict=True)
     )
-
-
-def places_of(rooms: Sequence[int]) -> list[int]:
-    """Where in a block each of these begins."""
-    return [0, *itertools.accumulate(rooms[:-1])]
-
-
-def _pieces(block: torch.Tensor, forms: Sequence[Form], places: Sequence[int]) -> list[torch.Tensor]:
-    """Tensors of these forms in a block of bytes."""
-    typed: dict[torch.dtype, torch.Tensor] = {}
-    made = []
-    for (shape, strides, dtype), place in zip(forms, places, strict=True):
-        base = typed.get(dtype)
-        if base is None:
-            base = typed[dtype] = block.view(dtype)
-        made.append(reinterpreted(base, shape, strides, place // dtype.itemsize))
-    return made
 
 
 def _anywhere(forms: Sequence[Form]) -> list[torch.Tensor]:

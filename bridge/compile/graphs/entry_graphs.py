@@ -21,7 +21,7 @@ class EntryGraphs:
     """What the recorded programs of an entry share, for all sizes.
 
     There is a memory for each use: who keeps outputs, or gradients, is not to move the addresses of the others. Where
-    sizes vary, each result that varies has one of its own, and captures, which are let go together, have one.
+    sizes vary, each result that varies has one of its own. Captures, which are let go together, lie in one block.
 
     Attributes:
         last_used: never: there is nothing to drop; ``graph_bytes``: none.
@@ -59,16 +59,16 @@ class EntryGraphs:
 
         def memory_of(result: int) -> Memory:
             if count is not None and result >= count:
-                return self._memory("captures", recorder, shared.varies)
+                return self._memory("captures", recorder, shared.varies, joined=True)
             if result in varying:
                 return self._memory((whole, result), recorder, varies=True)
             return self._memory(use, recorder)
 
         return GraphedExecutor(program, execute, recorder, self._control, memory_of, shared)
 
-    def _memory(self, use: Hashable, recorder: Recorder, varies: bool = False) -> Memory:
+    def _memory(self, use: Hashable, recorder: Recorder, varies: bool = False, joined: bool = False) -> Memory:
         found = self._memories.get(use)
-        return self._memories.setdefault(use, recorder.memory(varies)) if found is None else found
+        return self._memories.setdefault(use, recorder.memory(varies, joined)) if found is None else found
 
     def _moves(self) -> int:
         """How often memory of results had to move."""

@@ -84,9 +84,14 @@ class Recorder(Protocol):
     def stream(self) -> Hashable:
         """The current stream."""
 
-    def memory(self, varies: bool = False) -> Memory:
-        """New memory for results. ``varies``: for one, or for several that are let go together, of any size: it begins
-        at the same address whatever the size."""
+    def memory(self, varies: bool = False, joined: bool = False) -> Memory:
+        """New memory for results.
+
+        Args:
+            varies: for one, or for several that are let go together, of any size: it begins at the same address
+                whatever the size.
+            joined: for several that are let go together, of one size.
+        """
 
     def empty(self, form: Form) -> torch.Tensor:
         """A tensor on the current stream, in memory that all share."""

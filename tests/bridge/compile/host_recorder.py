@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from bridge.base.torch_internals import empty_strided
-from bridge.compile.cuda.slot_memory import bytes_of, places_of, rooms_of
+from bridge.compile.cuda.pool_memory import bytes_of, places_of
+from bridge.compile.cuda.slot_memory import rooms_of
 from bridge.compile.runtime.executor import Executor
 
 __all__ = ["HostMemory", "HostRecorder", "HostSlots", "alias", "memories"]
@@ -136,8 +137,8 @@ class HostRecorder:
     def stream(self):
         return self.now
 
-    def memory(self, varies=False):
-        return HostSlots() if varies else HostMemory()
+    def memory(self, varies=False, joined=False):
+        return HostSlots() if varies or joined else HostMemory()
 
     def empty(self, form):
         return empty_strided(*form)

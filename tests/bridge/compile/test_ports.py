@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bridge.compile.cuda.slot_memory import bytes_of, places_of, rooms_of
+from bridge.compile.cuda.pool_memory import bytes_of, pieces_of, places_of
+from bridge.compile.cuda.slot_memory import rooms_of
 from bridge.compile.graphs import control as control_module
 from bridge.compile.graphs.control import RecordedGraphs
 from bridge.compile.graphs.ports import MAX_ADDRESSES, MAX_LARGE_ADDRESSES, Ports
@@ -65,6 +66,19 @@ def test_pieces_of_a_block_lie_apart_and_aligned(sizes):
     places, size = places_of(made), sum(made)
     ends = [place + each for place, each in zip(places, sizes, strict=True)]
     assert all(place % 512 == 0 for place in places) and all(map(int.__le__, ends, [*places[1:], size]))
+
+
+def test_pieces_of_a_block_are_tensors_of_their_forms():
+    whole, empty, row = ((3, 4), (4, 1), torch.float64), ((0,), (1,), torch.int64), ((5,), (1,), torch.float32)
+    forms = [whole, empty, row, ((), (), torch.bool)]
+    sizes = bytes_of(forms)
+    block = torch.zeros(sum(sizes), dtype=torch.uint8)
+    pieces = pieces_of(block, forms, places_of(sizes))
+    assert [(tuple(each.shape), each.stride(), each.dtype) for each in pieces] == forms
+    for number, each in enumerate(pieces, start=1):
+        each.fill_(number)
+    assert [each.unique().tolist() for each in pieces] == [[1], [], [3], [True]]
+    assert len({each.untyped_storage().data_ptr() for each in pieces}) == 1
 
 
 def test_rooms_of_pieces_grow_together_and_seldom():
