@@ -1,8 +1,9 @@
 """Launches together: point-wise groups that do not depend on each other → one launch, each in threads of its own.
 
 The casts of a layer's weights, the heads of an attention: a launch of a small kernel takes longer than what it does. A
-group is moved to an earlier one's place if all that it reads is there, and library calls go before small groups that
-they do not read: the products of query, key and value first, then what is added to each. No value changes, in any bit.
+group is moved to an earlier one's place if all that it reads is there, and library calls and reductions go before small
+groups that they do not read: the products of query, key and value first, then what is added to each. No value changes,
+in any bit.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from autodiff.extents import sample_of
-from bridge.compile.loop_ir.graph import LibraryCall, Pointwise, Value
+from bridge.compile.loop_ir.graph import LibraryCall, Pointwise, Reduction, Value
 from bridge.compile.schedule.fuse import Group
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.plan_rows import plan_rows
@@ -22,9 +23,9 @@ __all__ = ["TogetherPlan", "plan_together", "together"]
 
 _REACH = 32
 """Steps at most that a group is moved: what it makes is in memory for as long."""
-_SMALL, _EARLY = 2**17, 2**20
-"""Elements of a group that library calls go before: what it reads is in memory for longer; of one, as the cast of a
-weight, that is moved before what such calls go before: what it makes is."""
+_SMALL = 2**20
+"""Elements of a group that others go before, or that is moved before those itself: what it reads or makes is in memory
+for longer."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def together(groups: Sequence[Group], rules: Rules) -> list[list[Group]]:
     if most == 1:
         return [[group] for group in groups]
     early = [group for step in _steps(groups, most, early=True) for group in step]
-    return _steps(_calls_first(early), most)
+    return _steps(_others_first(early), most)
 
 
 def _steps(groups: Sequence[Group], most: int, early: bool = False) -> list[list[Group]]:
@@ -62,7 +63,7 @@ def _steps(groups: Sequence[Group], most: int, early: bool = False) -> list[list
         if _is_elementwise(group):
             ready = 1 + max((place[source] for source in group.sources if source in place), default=-1)
             others = range(max(ready, own - _REACH), own)
-            if not (early and sample_of(group.elements) <= _EARLY):
+            if not (early and _is_small(group)):
                 others = reversed(others)
             own = next((at for at in others if _takes(steps[at], most)), own)
         place[group] = own
@@ -72,20 +73,29 @@ def _steps(groups: Sequence[Group], most: int, early: bool = False) -> list[list
     return steps
 
 
-def _calls_first(groups: Sequence[Group]) -> list[Group]:
-    """The same groups, each library call before the small point-wise groups in front of it that it does not read."""
+def _others_first(groups: Sequence[Group]) -> list[Group]:
+    """The same groups, each library call and small reduction before the small point-wise groups in front of it that it
+    does not read."""
     ordered: list[Group] = []
     for group in groups:
         place = len(ordered)
-        if type(group.nodes[0]) is LibraryCall:
-            while place and ordered[place - 1] not in group.sources and _is_small(ordered[place - 1]):
+        if type(group.nodes[0]) is LibraryCall or (_is_small(group) and _reduces(group)):
+            while place and ordered[place - 1] not in group.sources and _is_passed(ordered[place - 1]):
                 place -= 1
         ordered.insert(place, group)
     return ordered
 
 
+def _is_passed(group: Group) -> bool:
+    return _is_elementwise(group) and _is_small(group)
+
+
+def _reduces(group: Group) -> bool:
+    return any(isinstance(node, Reduction) for node in group.nodes)
+
+
 def _is_small(group: Group) -> bool:
-    return _is_elementwise(group) and sample_of(group.elements) <= _SMALL
+    return sample_of(group.elements) <= _SMALL
 
 
 def _takes(step: Sequence[Group], most: int) -> bool:

@@ -112,10 +112,19 @@ def projections(n):
     return b.graph(*(b.op("add", product(b, x, b.param(16, 16)), b.param(16)) for _ in range(3)))
 
 
-@pytest.mark.parametrize(("rows", "steps"), [(24, 4), (2**14, 6)])
+@pytest.mark.parametrize(("rows", "steps"), [(24, 4), (2**17, 6)])
 def test_small_products_go_before_what_is_added_to_each(rows, steps):
     found = together(fuse(projections(rows), BACKEND), BACKEND)
     assert len(found) == steps and len(found[-1]) == (3 if steps == 4 else 1)
+
+
+def test_a_small_reduction_goes_before_what_is_copied_beside_its_result():
+    b = Builder()
+    x, y = b.param(24, 16), b.param(40, 8)
+    copied = b.op("copy", b.transposed(y, 1, 0))
+    total = b.reduce("sum", x, 1, 24, 16, 16)
+    found = together(fuse(b.graph(copied, b.op("exp", total)), BACKEND), BACKEND)
+    assert [len(step) for step in found] == [1, 2]
 
 
 def drawn(seed: int):
