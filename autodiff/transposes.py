@@ -20,8 +20,8 @@ Body = list[tuple[Var, Expr]]
 def simplify_transposes(forward: Body, backward: Body) -> tuple[Body, dict[Var, Var]]:
     """The backward after both rules, and what its variables that disappear are equal to.
 
-    A transpose of a transpose is the variable under both. A transpose of a product is the product of the transposes
-    in reverse order, each without a transpose if it can be.
+    A transpose of a transpose is the variable under both, a copy what it copies. A transpose of a product is the
+    product of the transposes in reverse order, each without a transpose if it can be.
 
     Safe: positions only; the terms of each sum of a product are the same, in the same order. The forward is looked at
     as if it were rewritten too, and stays as it is.
@@ -45,6 +45,9 @@ class _Rewriter:
     def rewrite(self, var: Var, value: Expr) -> None:
         """Appends the bindings that take the place of ``var = value``."""
         value = substitute(value, self.equal)
+        if isinstance(value, Var):  # a copy, as of a scan's gradients
+            self.equal[var] = value
+            return
         if _is_transpose(value) and isinstance(value.args[0], Var):
             source = self._definitions.get(value.args[0])
             if _is_transpose(source) and isinstance(source.args[0], Var):

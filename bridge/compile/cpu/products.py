@@ -111,7 +111,7 @@ class CpuProducts:
     joins = False
     widened = frozenset()
     packs = True
-    turns = False
+    turns = True
 
     def choose(self, product: ProductShape) -> str:
         """The fastest way for the product's class, measured when the class is first met."""

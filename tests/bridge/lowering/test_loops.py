@@ -297,6 +297,17 @@ def test_rows_of_sums_leave_the_loop_for_a_gpu(sums_later, monkeypatch):
     assert product.args[1] in list(scan.function.params)  # the weight itself, which no step transposes
 
 
+@pytest.mark.cpu("on a GPU in float32 a loop reads a copy")
+def test_no_weight_of_a_loop_is_transposed_in_memory():
+    """Its steps read the weight as it lies, and its gradient is a product."""
+    module = add_tvm_dispatch(Cells(nn.RNNCell), torch.randn(3, 6, 3, requires_grad=True))
+    (entry,) = stats(module).entries
+    reading = [line for line in str(entry.forward).splitlines() if "p_cell_weight_hh" in line]
+    assert len(reading) == 1 and "loop of 6 steps" in reading[0], reading
+    made = {str(var.name): value for var, value in bindings(entry.lowered.backward)}
+    assert {op_name(made[f"grad_p_cell_weight_{each}"]) for each in ("ih", "hh")} == {"relax.matmul"}
+
+
 def test_a_loop_is_told_as_one():
     torch.manual_seed(0)
     module, x = LayerNormLstm(), torch.randn(7, 2, 3)
