@@ -20,7 +20,7 @@ from bridge.capture.symbolic_sizes import SymbolicSizes
 from bridge.capture.thread_isolation import capturing
 from bridge.state import PythonState, module_tensors
 
-__all__ = ["Counter", "counters_of"]
+__all__ = ["Counter", "counters_of", "may_be_counters"]
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,9 @@ def counters_of(
         readings: numbers that forward takes out of tensors.
         sizes: those of the arguments that vary; a step that is made of them is no constant.
     """
-    places = [what.removeprefix("self.").rpartition(".")[::2] for what in changed if what.startswith("self.")]
-    if len(places) < len(changed) or "forward" in module.__dict__:
+    if not may_be_counters(module, changed):
         return None
-    try:
-        held = [module.get_submodule(path).__dict__.get(name) for path, name in places]
-    except AttributeError:  # inside something that is no module
-        return None
-    if not all(type(value) is int for value in held):
-        return None
+    places = _places(changed)
     before = PythonState(module)
     if before.mentions("type"):  # a stand-in is of another one
         return None
@@ -81,6 +75,23 @@ def counters_of(
         before.restore()
         return None
     return [Counter(path, name, end.step) for (path, name), end in zip(places, ends, strict=True)]
+
+
+def may_be_counters(module: nn.Module, changed: Sequence[str]) -> bool:
+    """Whether all of these are integers that modules hold, which :func:`counters_of` looks at more closely."""
+    places = _places(changed)
+    if len(places) < len(changed) or "forward" in module.__dict__:
+        return False
+    try:
+        held = [module.get_submodule(path).__dict__.get(name) for path, name in places]
+    except AttributeError:  # inside something that is no module
+        return False
+    return all(type(value) is int for value in held)
+
+
+def _places(changed: Sequence[str]) -> list[tuple[str, str]]:
+    """Path and name of those that are attributes."""
+    return [what.removeprefix("self.").rpartition(".")[::2] for what in changed if what.startswith("self.")]
 
 
 @refusing_all_use

@@ -5,12 +5,14 @@ Where it cannot be had, the sample is tried in eager: what eager refuses is eage
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.export import ExportedProgram
 
 from bridge.base.devices import current_device
 from bridge.base.errors import Unsupported, UnsupportedModule, is_refused_by_eager
@@ -19,7 +21,7 @@ from bridge.base.log import channel
 from bridge.base.modes import ambient_autocast, autocast_to
 from bridge.base.torch_internals import pytree
 from bridge.capture.captured import Captured
-from bridge.capture.counters import counters_of
+from bridge.capture.counters import counters_of, may_be_counters
 from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.explain_error import explain_error, is_unknown, shape_by_numbers
@@ -59,6 +61,10 @@ __all__ = ["Traced", "trace", "traced_and_settled"]
 log = channel("dispatch")
 
 
+class _UnsettledError(Exception):
+    """Forward sets Python attributes: it is to be traced from the state that it has left."""
+
+
 class Traced(NamedTuple):
     """A captured call, the tensors that its ``module_tensors`` describe, the fake ones that entered its graph, the
     sizes that vary, and the user's own Functions."""
@@ -80,7 +86,11 @@ def traced_and_settled(
     """
     name = type(module).__name__
     before = first
-    traced = _trace_or_refuse(module, args, kwargs, dims, first, before)
+    try:
+        traced = _trace_or_refuse(module, args, kwargs, dims, first, before, partial(_sets_attributes, module, before))
+    except _UnsettledError:
+        before = _state_left(module, args, kwargs, first)
+        traced = _trace_or_refuse(module, args, kwargs, dims, first, before)
     before.restore_caches()
     counters, call = None, (args, kwargs)
     if (changed := before.changes()) and not traced.captured.problems:
@@ -101,6 +111,25 @@ def traced_and_settled(
     return traced
 
 
+def _sets_attributes(module: nn.Module, before: PythonState) -> bool:
+    """Whether forward has set something since that is no counter: the rest of its trace would be made in vain."""
+    before.restore_caches()
+    changed = before.changes()
+    return bool(changed) and not may_be_counters(module, changed)
+
+
+def _state_left(module: nn.Module, args: tuple, kwargs: dict[str, Any], first: PythonState) -> PythonState:
+    """The state that forward leaves, which torch.export has put back in parts; ``first`` where a fake run fails."""
+    first.restore()
+    try:
+        with capturing(module):
+            fake_run(module, *module_tensors(module), args, kwargs)
+    except Exception:  # noqa: BLE001 - the trace that follows meets it again
+        first.restore()
+    first.restore_caches()
+    return PythonState(module)
+
+
 def _trace_or_refuse(
     module: nn.Module,
     args: tuple,
@@ -108,17 +137,21 @@ def _trace_or_refuse(
     dims: Sequence[DynamicDim],
     first: PythonState,
     before: PythonState,
+    unsettled: Callable[[], bool] = lambda: False,
 ) -> Traced:
     """The traced call. If it cannot be had, ``first`` is put back and the sample is tried in eager.
 
     If forward reads numbers there, the call is traced once more with the numbers that it reads in the state ``before``
     (:mod:`bridge.capture.readings`). So it is where torch traced it for all of them: only positions are compiled so.
 
+    ``unsettled``: asked once forward has run; where it says so, the trace ends.
+
     Raises:
+        _UnsettledError: it has ended.
         Exception: eager's own, where eager refuses the sample too.
         UnsupportedModule: in short words; the chain of torch's exceptions is its ``cause``, and in the log.
     """
-    traced = _trace_or_cause(module, args, kwargs, dims)
+    traced = _trace_or_cause(module, args, kwargs, dims, (), unsettled)
     is_traced = isinstance(traced, Traced)
     if is_traced and not computes_with_numbers(traced.captured.graph):
         return traced
@@ -138,7 +171,7 @@ def _trace_or_refuse(
         first.restore()
     if readings:
         before.restore()
-        again = _trace_or_cause(module, args, kwargs, dims, readings)
+        again = _trace_or_cause(module, args, kwargs, dims, readings, unsettled)
         if isinstance(again, Traced):
             return again
         first.restore()
@@ -158,14 +191,19 @@ def _trace_or_cause(
     args: tuple,
     kwargs: dict[str, Any],
     dims: Sequence[DynamicDim],
-    readings: Sequence[Reading] = (),
+    readings: Sequence[Reading],
+    unsettled: Callable[[], bool],
 ) -> Traced | BaseException:
     """The traced call, or why torch could not trace it. Refusals of this package's and eager's errors are raised."""
     try:
         with capturing(module):
-            return trace(module, args, kwargs, dims, readings)
+            exported = _exported(module, args, kwargs, dims, readings)
+        if unsettled():
+            raise _UnsettledError
+        with capturing(module):
+            return _trace_of(*exported, module, args, kwargs, dims, readings)
     except Exception as error:  # tracing and the fake run run the user's code, whatever that raises on fake tensors
-        if isinstance(error, UnsupportedModule) or is_refused_by_eager(error):
+        if isinstance(error, UnsupportedModule | _UnsettledError) or is_refused_by_eager(error):
             raise
         return error.__cause__ if isinstance(error, NotExportedError) else error
 
@@ -181,10 +219,34 @@ def trace(
 
     ``readings``: what forward reads. Where it reads nothing, or tracing needs nothing of it, none.
     """
-    forward = f"{type(module).__name__}.forward"
+    exported = _exported(module, args, kwargs, dims, readings)
+    return _trace_of(*exported, module, args, kwargs, dims, readings)
+
+
+def _exported(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    dims: Sequence[DynamicDim],
+    readings: Sequence[Reading],
+) -> tuple[ExportedProgram, OwnFunctions]:
+    """The exported call and the user's own Functions in it."""
     functions = OwnFunctions(type(module).__name__)
     with given(module, readings, returned=True):
-        exported = export(module, args, kwargs, dims, functions)
+        return export(module, args, kwargs, dims, functions), functions
+
+
+def _trace_of(
+    exported: ExportedProgram,
+    functions: OwnFunctions,
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    dims: Sequence[DynamicDim],
+    readings: Sequence[Reading],
+) -> Traced:
+    """The exported call, observed on fake tensors."""
+    forward = f"{type(module).__name__}.forward"
     if long := unrolled(exported, forward):
         raise UnsupportedModule(type(module).__name__, long)
     sizes = SymbolicSizes(dims, argument_values(exported)) if dims else None

@@ -6,6 +6,7 @@ import copy
 import gc
 import sys
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bridge import UnsupportedModule, add_tvm_dispatch, remove_tvm_dispatch, stats
-from bridge.capture import fake_run
+from bridge.capture import fake_run, traced
 from bridge.capture.op_trace import OpTrace
 from bridge.state.values import constant_key
 from tests.bridge.compare import as_call, assert_same, run
@@ -230,6 +231,27 @@ def test_attributes_that_the_first_call_sets(captures):
         check_parity(module, x)
     assert captures == [modules[0], modules[3]]
     assert [module.kind for module in modules] == ["wide", "wide", "wide", "narrow"]
+
+
+class Configures(nn.Module):
+    """Its first call chooses in an object that it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.config = nn.Linear(4, 4, dtype=torch.float64), SimpleNamespace(kind=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.config.kind = self.config.kind or "wide"
+        return self.linear(x).sin()
+
+
+def test_a_first_call_that_sets_attributes_is_not_decomposed(monkeypatch):
+    """What is of no use once the attributes are seen."""
+    decomposed, decompose = [], traced.decompose
+    monkeypatch.setattr(traced, "decompose", lambda exported: decomposed.append(1) or decompose(exported))
+    module = add_tvm_dispatch(Configures(), sample())
+    check_parity(module, sample())
+    assert len(decomposed) == 1 and module.config.kind == "wide"
 
 
 def test_what_a_lookup_set_is_put_back_before_a_capture(captures, monkeypatch):
