@@ -35,6 +35,7 @@ from bridge.base.torch_internals import (
     set_grad_enabled,
 )
 from bridge.capture.passes.composites import expand, is_composite
+from bridge.capture.passes.kinds import kind_key
 from bridge.capture.passes.stop_gradient import inline
 
 __all__ = ["GradModesInRegions", "spell_out_casts", "without_casts"]
@@ -128,6 +129,7 @@ def _cast(
 ) -> None:
     graph = graph_module.graph
     shared: dict[fx.Node, fx.Node] = {}
+    known = _KnownCasts()
     lowered: dict[fx.Node, torch.dtype] = {}
 
     def cast(node: fx.Node, source: fx.Node, dtype: torch.dtype, place: _Place) -> fx.Node:
@@ -152,9 +154,9 @@ def _cast(
             _cast(getattr(graph_module, node.args[1].target), place, lambda node: False, problems)
         if place.dtype is None or not isinstance(node.target, OpOverload):
             continue
-        values = _tensors(node)
-        casts = _casts_of(node, values, place.dtype, problems)
+        casts = known.of(node, place.dtype, problems)
         if casts is None:
+            values = _tensors(node)
             made = expand(node, values, place.dtype) if _may_expand(node, values, place.dtype) else None
             if made is None:
                 _refuse(node, "autocast casts inside of this operator", problems)
@@ -166,6 +168,25 @@ def _cast(
         if replaced:
             node.args = fx.map_arg(node.args, lambda source, to=replaced: to.get(source, source))
             node.kwargs = fx.map_arg(node.kwargs, lambda source, to=replaced: to.get(source, source))
+
+
+class _KnownCasts:
+    """:func:`_casts_of`, asked once of calls that are alike: autocast looks at operators and element types."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple, list[tuple[int, torch.dtype]]] = {}
+
+    def of(self, node: fx.Node, setting: torch.dtype, problems: list[Unsupported]) -> dict[fx.Node, torch.dtype] | None:
+        sources = node.all_input_nodes
+        is_of_tensors = all(isinstance(source.meta.get("val"), FakeTensor) for source in sources)
+        key = (kind_key(node), setting, *_dtypes(node.meta.get("val"))) if is_of_tensors else None
+        if key is not None and key in self._places:
+            return {sources[place]: dtype for place, dtype in self._places[key]}
+        count = len(problems)
+        casts = _casts_of(node, _tensors(node), setting, problems)
+        if key is not None and casts is not None and len(problems) == count:
+            self._places[key] = [(sources.index(source), dtype) for source, dtype in casts.items()]
+        return casts
 
 
 def _may_expand(node: fx.Node, values: dict[fx.Node, FakeTensor], setting: torch.dtype) -> bool:
