@@ -6,6 +6,7 @@ Given a :class:`Body` instead, a pass edits it: several passes in a row build no
 """
 
 from autodiff import gradients
+from autodiff.biased_products import biased_products
 from autodiff.body import Body, RewriteCounts
 from autodiff.channels_last import channels_behind
 from autodiff.clean import clean, clean_joint
@@ -30,6 +31,7 @@ __all__ = [
     "NoGradient",
     "RewriteCounts",
     "UndifferentiableOp",
+    "biased_products",
     "channels_behind",
     "clean",
     "clean_joint",

@@ -17,6 +17,8 @@ from .strategy import Choice
 
 __all__ = ["saved_as_read"]
 
+_OF_MATRICES = ("relax.matmul", "library.biased_product")
+
 
 def saved_as_read(graph: Graph, choice: Choice) -> Choice:
     """The choice with values behind one chain of views replaced by the last permuted one, where products read that."""
@@ -40,7 +42,7 @@ def _only_products_read(graph: Graph, name: str) -> bool:
     """Whether matrix products read a value, or views of it, and nothing that reads in any order."""
     readers = [graph.nodes[reader] for reader in graph.users[name]]
     return all(
-        _only_products_read(graph, node.name) if node.op in VIEWS else node.op == "relax.matmul" for node in readers
+        _only_products_read(graph, node.name) if node.op in VIEWS else node.op in _OF_MATRICES for node in readers
     )
 
 

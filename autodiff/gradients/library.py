@@ -9,7 +9,7 @@ from tvm import relax
 from tvm.relax import op
 
 from autodiff.gradients.registry import Emit, checks, library_gradient
-from autodiff.gradients.tools import const, zeros_like
+from autodiff.gradients.tools import const, fit, zeros_like
 from autodiff.ir import Call, Expr, ShapeExpr, StringImm, TensorType, TupleGetItem, TupleType, Var, dtype, shape
 from autodiff.library import call as library_call
 
@@ -98,6 +98,17 @@ def convolution_last(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None
         grad = emit(library_call(f"convolution_last_backward_{name}", args, behind))
         grads.append(op.permute_dims(grad, list(_TO_FRONT)))
     return grads + [None] * len(geometry)
+
+
+@library_gradient("library.biased_product")
+def biased_product(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
+    """dx = g w^T, dw = x^T g, of g as a matrix, db = the sum of its rows"""
+    x, w, bias, _ = call.args
+    rows = emit(op.reshape(g, (shape(x)[0], shape(w)[1])))
+    dx = op.matmul(rows, emit(op.permute_dims(w, [1, 0])))
+    # Not bound here: TVM folds the transpose of a weight into a product that it finds unbound.
+    dw = op.matmul(emit(op.permute_dims(x, [1, 0])), rows)
+    return [dx, dw, fit(g, bias, emit), None]
 
 
 @library_gradient("library.max_pool_last")

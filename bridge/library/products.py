@@ -42,6 +42,12 @@ def _mm_lt(outs: Tensors, args: Tensors) -> None:
     torch.addmm(_ZEROS[key][:count], args[0], args[1], out=outs[0])
 
 
+@out_kernel("mm_biased")
+def _mm_biased(outs: Tensors, args: Tensors) -> None:
+    """A vector that is added to each row of a product of matrices, before the sum is rounded."""
+    torch.addmm(args[0], args[1], args[2], out=outs[0])
+
+
 @out_kernel("mm_wide")
 def _mm_wide(outs: Tensors, args: Tensors) -> None:
     """A product of matrices of a half type with a float32 result, on a GPU."""

@@ -9,7 +9,7 @@ from bridge.dispatch import Entry
 
 __all__ = ["choices_of"]
 
-_PRODUCTS = frozenset(["mm", "mm_lt", "mm_swapped", "linear", "packed", "bmm"])
+_PRODUCTS = frozenset(["mm", "mm_lt", "mm_biased", "mm_swapped", "linear", "packed", "bmm"])
 """Library kernels that a way of a matrix product names."""
 
 

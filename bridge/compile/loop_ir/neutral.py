@@ -48,15 +48,19 @@ class Result(OneOperand, OneOut):
 
 @dataclass(frozen=True, eq=False)
 class MatMul(OneOut):
-    """``out = a @ b`` by numpy's rules for vectors and batches; operands and result have one element type."""
+    """``out = a @ b`` by numpy's rules for vectors and batches; operands and result have one element type.
+
+    ``bias``: what is added to each row of a product of matrices, before it is rounded.
+    """
 
     a: Operand
     b: Operand
     out: Value
+    bias: Operand | None = None
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        return (self.a, self.b)
+        return (self.a, self.b) if self.bias is None else (self.a, self.b, self.bias)
 
 
 @dataclass(frozen=True, eq=False)

@@ -98,12 +98,13 @@ class _Walk:
             return self._read(operand).view
         return expand(self._usual[operand.value], operand.shape)
 
-    def _choose_product(self, node: MatMul, a: Operand, b: Operand) -> None:
+    def _choose_product(self, node: MatMul, a: Operand, b: Operand, bias: Operand | None = None) -> None:
         self._where[node.out] = self._products.choose(
             self.placed,
             node,
             (a, self._usual_view(node.a)),
             (b, self._usual_view(node.b)),
+            bias,
             is_gradient=node.out in self.gradients,
         )
         if not is_dense(self._where[node.out].view):

@@ -56,12 +56,23 @@ class ProductChoice:
         self.constants = constants
         self.lasting = lasting if policy.packs else ()
 
-    def choose(self, placed: Placed, node: MatMul, a: Given, b: Given, *, is_gradient: bool = False) -> Operand:
+    def choose(
+        self,
+        placed: Placed,
+        node: MatMul,
+        a: Given,
+        b: Given,
+        bias: Operand | None = None,
+        *,
+        is_gradient: bool = False,
+    ) -> Operand:
         """Adds what computes a product of placed operands; where its result lies.
 
         Each operand comes with its usual view: the way, which decides bits, depends on no stored order, for readers
         decide those. Only a gradient's bits may depend on them: no other function computes it again.
         """
+        if bias is not None:
+            return _with_bias(placed, a[0], b[0], placed.dense(bias))
         (a, usual_a), (b, usual_b) = (_matrices(placed, *each) for each in ((a, (1, -1)), (b, (-1, 1))))
         extents = node.out.shape
         batch = views.broadcast(a.shape[:-2], b.shape[:-2])
@@ -248,4 +259,11 @@ def _library(
         a, b = (_batches(placed, operand, batch, keeps_order) for operand in (a, b))
         name, out = "bmm", placed.fresh((count, m, n), a.dtype)
     placed.nodes.append(LibraryCall(name, (a, b), (out,), (count * m,) if name == PACKED else ()))
+    return whole(out)
+
+
+def _with_bias(placed: Placed, a: Operand, b: Operand, bias: Operand) -> Operand:
+    """A product of matrices with a bias, by the library: a compiler that generates products is given none."""
+    out = placed.fresh((a.shape[0], b.shape[1]), a.dtype)
+    placed.nodes.append(LibraryCall("mm_biased", (bias, a, b), (out,)))
     return whole(out)

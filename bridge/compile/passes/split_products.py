@@ -33,7 +33,7 @@ def split_products(graph: Graph, parts: Callable[[ProductShape], int], is_step: 
                 readers[operand.value].append(node)
     nodes: list[Node | Neutral] = []
     for node in graph.nodes:
-        count = _count(node, parts) if isinstance(node, MatMul) else 1
+        count = _count(node, parts) if isinstance(node, MatMul) and node.bias is None else 1
         if count == 1 or (is_step and not _is_added_up_by_readers(readers[node.out])):
             nodes.append(node)
         else:

@@ -22,3 +22,11 @@ def _matmul(builder: Builder, call: Call) -> Operand:
     out = builder.fresh(shape(call), result)
     builder.add(MatMul(a, b, out))
     return whole(out)
+
+
+@register("library.biased_product")
+def _biased_product(builder: Builder, call: Call) -> Operand:
+    a, b, bias = (tensor(builder, arg) for arg in call.args[1:4])
+    out = builder.fresh((a.shape[0], b.shape[1]), dtype(call))
+    builder.add(MatMul(a, b, out, bias))
+    return builder.reshape(whole(out), shape(call))

@@ -1,0 +1,70 @@
+"""Biased products: a product of matrices with one vector added to all rows -> one library call.
+
+The library's kernels of products add a bias before they round, as eager's linear layers do: no kernel of its own reads
+and writes the result once more, and of half types it is rounded once instead of twice.
+"""
+
+from __future__ import annotations
+
+import math
+
+from autodiff.body import Binding, Body, on_functions
+from autodiff.extents import Extent
+from autodiff.ir import Expr, ShapeExpr, TensorType, Var, dtype, shape
+from autodiff.library import call
+
+__all__ = ["biased_products"]
+
+_ROWS = 256
+"""Fewer are a step of a loop, or what a kernel that computes more reads again from a cache."""
+
+_UNIT = 8
+"""Rows of a multiple of so many numbers begin where the library's quick kernels want them, of every type."""
+
+_TYPES = ("float16", "bfloat16", "float32")
+
+
+@on_functions
+def biased_products(body: Body) -> None:
+    """``add(reshape(matmul(x, w), extents), b)`` becomes ``library.biased_product(x, w, b, extents)``, of many rows.
+
+    Safe: nothing else reads the product. A result may be rounded otherwise, and is so wherever the call is computed.
+    """
+    returned = body.returned()
+    for binding in body.bindings:
+        found = _operands(binding, body, returned)
+        if found is not None:
+            body.assign(binding, call("biased_product", [*found, ShapeExpr(shape(binding.var))], binding.var.ty))
+            body.counts.rewrites += 1
+    body.prune()
+
+
+def _operands(binding: Binding, body: Body, returned: set[Binding]) -> tuple[Expr, Expr, Expr] | None:
+    """Rows, matrix and bias of what a binding adds up."""
+    if binding.op != "relax.add":
+        return None
+    for product, bias in (binding.value.args, list(binding.value.args)[::-1]):
+        made = _read_once(body.binding(product), returned)
+        if made is not None and made.op == "relax.reshape":
+            made = _read_once(body.binding(made.value.args[0]), returned)
+        if made is not None and made.op == "relax.matmul" and _fits(binding, *made.value.args, bias):
+            return (*made.value.args, bias)
+    return None
+
+
+def _read_once(binding: Binding | None, returned: set[Binding]) -> Binding | None:
+    return binding if binding is not None and len(binding.users) == 1 and binding not in returned else None
+
+
+def _fits(binding: Binding, rows: Expr, matrix: Expr, bias: Expr) -> bool:
+    if not isinstance(bias, Var) or not isinstance(bias.ty, TensorType):
+        return False
+    kinds = {dtype(each) for each in (binding.var, rows, matrix, bias)}
+    extents = [shape(each) for each in (rows, matrix, bias)]
+    if [len(each) for each in extents] != [2, 2, 1] or len(kinds) > 1 or kinds.isdisjoint(_TYPES):
+        return False
+    (m, k), (_, n), (width,) = extents
+    whole = shape(binding.var)
+    if any(isinstance(each, Extent) for each in (m, k, n, width, *whole)) or width != n or whole[-1] != n:
+        return False
+    return m >= _ROWS and n % _UNIT == k % _UNIT == 0 and math.prod(whole[:-1]) == m

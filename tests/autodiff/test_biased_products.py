@@ -1,0 +1,77 @@
+"""Biases that products add: what becomes one call, and what must not; numbers on the way that a GPU's calls take."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from tvm.relax import op
+
+from autodiff import biased_products
+from autodiff.ir import bindings, library_name
+from bridge import add_tvm_dispatch, lower, stats
+from bridge.lowering import pipeline
+from tests.autodiff.evaluate import function
+
+
+def _biased(func) -> int:
+    return sum(library_name(value) == "library.biased_product" for _, value in bindings(func))
+
+
+def _made(rows=256, inner=16, columns=24, dtype=torch.bfloat16, bias=(24,), read=False):
+    tensors = [torch.zeros(extents, dtype=dtype) for extents in ((rows, inner), (inner, columns), bias)]
+
+    def build(s, x, w, b):
+        product = s.emit(op.matmul(x, w))
+        total = s.emit(op.add(product, b))
+        return [total, op.negative(product)] if read else total
+
+    return function(build, *tensors)
+
+
+def test_products_of_many_rows_add_their_biases():
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert _biased(biased_products(_made(dtype=dtype))) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"rows": 255},
+        {"inner": 12},
+        {"columns": 20, "bias": (20,)},
+        {"bias": (256, 24)},
+        {"dtype": torch.float64},
+        {"read": True},
+    ],
+    ids=str,
+)
+def test_what_stays(other):
+    func = _made(**other)
+    assert biased_products(func) is func
+
+
+class _Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 24), nn.Linear(24, 8)
+
+    def forward(self, x):
+        return self.second(torch.nn.functional.gelu(self.first(x)))
+
+
+@pytest.mark.parametrize("shape", [(300, 16), (4, 80, 16)])
+def test_numbers_are_eagers(monkeypatch, shape):
+    monkeypatch.setattr(pipeline, "HOST", torch.device("meta"))  # as if the module were on a GPU
+    torch.manual_seed(0)
+    module, x = _Layers(), torch.randn(shape, requires_grad=True)
+    eager, y = copy.deepcopy(module), x.detach().clone().requires_grad_()
+    assert _biased(lower(module, x)["biased"].function) == 2
+    add_tvm_dispatch(module, x)
+    for one, given in ((module, x), (eager, y)):
+        one(given).square().sum().backward()
+    assert stats(module).hits == 1
+    ours, theirs = ([given.grad, *(p.grad for p in one.parameters())] for one, given in ((module, x), (eager, y)))
+    torch.testing.assert_close(ours, theirs)
