@@ -86,7 +86,7 @@ class LoweredCall:
 
     @property
     def forward(self) -> Function:
-        return self.partitioned.forward if self.partitioned else self["forward"].function
+        return self.partitioned.forward if self.partitioned else self.stages[-1].function
 
     @property
     def backward(self) -> Function | None:

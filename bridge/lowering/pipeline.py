@@ -74,10 +74,10 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     lowered.run("spelled", "autodiff.spell_out", body, autodiff.spell_out)
     made_by = "autodiff.channels_behind, heads_behind, clean, unique_names"
     lowered.run("forward", made_by, body, cleaned_and_named, not differentiable)
-    if not differentiable:
-        return lowered
     if captured.device != HOST:
         lowered.run("biased", "autodiff.biased_products", body, autodiff.biased_products, if_changed=True)
+    if not differentiable:
+        return lowered
     lowered.wanted = tuple(wanted)
     lowered.wanted = lowered.gradients_for(differentiable)
     lowered.run("joint", "autodiff.differentiate", body, autodiff.differentiate, differentiable, lowered.wanted)
