@@ -33,8 +33,8 @@ everything else is a tensor. A result has the type of what it is the gradient of
 ``convolution_last``,                            as those of planes, but for the result: its channels, or of dweight
 ``convolution_last_backward_input``,             those inside, are its last axis
 ``convolution_last_backward_weight``
-``biased_product``                               two matrices, bias, (shape) -> their product, the bias added to each row,
-                                                 in that shape
+``biased_product``                               two matrices, bias, (shape) -> their product, the bias added to each
+                                                 row, in that shape
 ``max_pool``                                     x, (kernel), (stride), (padding), (dilation), ceil_mode:int
                                                  -> tuple (y, positions), positions int64 within a channel
 ``max_pool_backward``                            grad, positions, (shape of x), then as ``max_pool`` -> dx
