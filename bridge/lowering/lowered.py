@@ -86,7 +86,13 @@ class LoweredCall:
 
     @property
     def forward(self) -> Function:
-        return self.partitioned.forward if self.partitioned else self.stages[-1].function
+        return self.partitioned.forward if self.partitioned else self.whole_forward
+
+    @property
+    def whole_forward(self) -> Function:
+        """The function that is differentiated, of outputs and new buffer values alone."""
+        last = [stage for stage in self.stages if stage.name in ("forward", "biased")][-1]
+        return last.function
 
     @property
     def backward(self) -> Function | None:
@@ -246,6 +252,6 @@ class LoweredCall:
 
     def _rebuilt_backward(self, outputs: tuple[int, ...]) -> Function:
         gradients = self.gradients_for(outputs)
-        joint = autodiff.clean_joint(autodiff.differentiate(self["forward"].function, outputs, gradients))
+        joint = autodiff.clean_joint(autodiff.differentiate(self.whole_forward, outputs, gradients))
         backward = rebuild_backward(joint, self.plan, num_primals=self.num_primals, num_outputs=self.num_results)
         return autodiff.join_products(backward)

@@ -62,6 +62,27 @@ class _Layers(nn.Module):
         return self.second(torch.nn.functional.gelu(self.first(x)))
 
 
+class _Losses(_Layers):
+    """Beside the output its loss, from which alone one goes backward."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y.square().mean(), y
+
+
+def test_backward_of_one_of_two_outputs(monkeypatch):
+    monkeypatch.setattr(pipeline, "HOST", torch.device("meta"))
+    torch.manual_seed(0)
+    module, x = _Losses(), torch.randn(256, 16)
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, x)
+    for one in (module, eager):
+        one(x)[0].backward()
+    ours, theirs = ([p.grad for p in one.parameters()] for one in (module, eager))
+    assert stats(module).hits == 1
+    torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("shape", [(300, 16), (4, 80, 16)])
 def test_numbers_are_eagers(monkeypatch, shape):
     monkeypatch.setattr(pipeline, "HOST", torch.device("meta"))  # as if the module were on a GPU
