@@ -27,6 +27,7 @@ from bridge.capture.dynamic_shapes import DynamicDim, refuse_numbers
 from bridge.capture.eager_run import as_in_eager, goes_another_way, real_run
 from bridge.capture.fake_run import forget_real_tensors
 from bridge.capture.first_attention import (
+    Attention,
     FirstAttentionError,
     TraceEndedError,
     ended_at_attention,
@@ -48,7 +49,7 @@ log = channel("dispatch")
 
 #: Of modules by class, of calls by types of arguments: what the traced forward, which asked before whether it is
 #: traced, gives its first attention; ``None``: eager's branches are not to be captured in its place.
-_FIRST_ATTENTION: WeakKeyDictionary[type[nn.Module], dict[tuple, tuple | None]] = WeakKeyDictionary()
+_FIRST_ATTENTION: WeakKeyDictionary[type[nn.Module], dict[tuple, Attention | None]] = WeakKeyDictionary()
 
 
 @generators_put_back()
@@ -160,7 +161,7 @@ def _unless_ended(
             with ended_at_attention():
                 return _capture(module, args, kwargs, dims, first, looped)
         except FirstAttentionError as error:
-            known[such] = error.arguments
+            known[such] = error.attention
     # outside of the except clause: what is raised here has nothing to do with that error
     if (traced := known[such]) is not None:
         captured = _attending_as_eager(module, args, kwargs, dims, first, traced)
@@ -176,15 +177,17 @@ def _attending_as_eager(
     kwargs: dict[str, Any],
     dims: Sequence[DynamicDim],
     first: PythonState,
-    traced: tuple,
+    traced: Attention,
 ) -> Captured | None:
     """The call as captured in eager's branches, if these give attention other arguments than ``traced``.
 
-    ``None`` where they do not, where numbers decide in them, and where they cannot be captured.
+    ``None`` where they do not, and where they cannot be captured. Where numbers decide in them, what is traced in the
+    others serves all numbers; but not if attention drops inside of a kernel, which numbers may choose.
     """
-    with suppress(UnsupportedModule, TraceEndedError), eagers_branches(), ended_at_attention(traced):
+    attempt = ended_at_attention(traced.arguments, numbers=traced.drops)
+    with suppress(UnsupportedModule, TraceEndedError), eagers_branches(), attempt:
         captured = _capture(module, args, kwargs, dims, first)
-        if not (captured.problems or captured.readings):
+        if not captured.problems and (traced.drops or not captured.readings):
             return replace(captured, as_eager=True)
     first.restore()
     return None

@@ -6,6 +6,7 @@ Where it cannot be had, the sample is tried in eager: what eager refuses is eage
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,7 +38,9 @@ from bridge.capture.exported import (
 from bridge.capture.fake_run import fake_run
 from bridge.capture.first_attention import (
     TraceEndedError,
+    goes_on_with_numbers,
     is_attempt,
+    not_ended,
 )
 from bridge.capture.free_tensors import free_tensors
 from bridge.capture.number_index import computes_with_numbers
@@ -159,7 +162,7 @@ def _trace_or_refuse(
     first.restore()
     if isinstance(traced, UnsupportedModule | TraceEndedError):
         raise traced.with_traceback(None)  # of the trace that it ended
-    if is_attempt():
+    if is_attempt() and not goes_on_with_numbers():
         raise TraceEndedError
     try:
         with capturing(module, fakes=False):
@@ -171,7 +174,8 @@ def _trace_or_refuse(
         first.restore()
     if readings:
         before.restore()
-        again = _trace_or_cause(module, args, kwargs, dims, readings, unsettled)
+        with not_ended() if is_attempt() else nullcontext():
+            again = _trace_or_cause(module, args, kwargs, dims, readings, unsettled)
         if isinstance(again, Traced):
             return again
         first.restore()

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor
 from benchmarks.peak import peak_of
 from bridge import UnsupportedModule, add_tvm_dispatch, stats
 from bridge.capture import capture
-from bridge.capture.eager_run import as_in_eager
+from bridge.capture.eager_run import as_in_eager, real_run
 from bridge.capture.exported import NotExportedError, export
 from bridge.capture.observation import Draw, Observation, Output
 
@@ -245,12 +245,33 @@ class Attends(nn.Module):
         return nn.functional.scaled_dot_product_attention(x, x, x, mask)
 
 
+def makes_ones(captured):
+    return any("full" in str(node.target) for node in captured.graph.nodes)
+
+
 def test_attention_is_traced_with_eagers_arguments():
     """With a mask, a GPU takes another kernel. Where numbers decide about it, one entry serves all of them."""
     x = torch.randn(1, 2, 5, 8).requires_grad_()
     captured = capture(Attends(), (x,), {})
-    assert captured.as_eager and not any("ones" in str(node.target) for node in captured.graph.nodes)
-    assert not capture(Attends(), (x, torch.ones(5, dtype=torch.bool)), {}).as_eager
+    assert captured.as_eager and not makes_ones(captured)
+    captured = capture(Attends(), (x, torch.ones(5, dtype=torch.bool)), {})
+    assert not captured.as_eager and makes_ones(captured)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_attention_that_drops_inside_of_a_kernel_is_traced_in_eagers_branches_at_once(padded, monkeypatch):
+    """As numbers choose its kernel there, which refuses the other trace: it is not made to its end."""
+    monkeypatch.setattr("bridge.capture.first_attention._drops_inside", lambda *args, **kwargs: True)
+    monkeypatch.setattr("bridge.capture.pipeline._FIRST_ATTENTION", WeakKeyDictionary())
+    ran = []
+    monkeypatch.setattr(
+        "bridge.capture.pipeline.real_run", lambda *args, **rest: ran.append(1) or real_run(*args, **rest)
+    )
+    kept = torch.ones(5, dtype=torch.bool)
+    kept[0] = not padded
+    captured = capture(Attends(), (torch.randn(1, 2, 5, 8).requires_grad_(), kept), {})
+    assert captured.as_eager and [reading.value for reading in captured.readings] == [not padded]
+    assert len(ran) == 1 and makes_ones(captured) == padded
 
 
 class AttendsAlike(nn.Module):
