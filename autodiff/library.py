@@ -73,9 +73,8 @@ everything else is a tensor. A result has the type of what it is the gradient of
 ``recurrent_layer_backward``                     options:str, count:int, the ``count`` tensors, all results, gradients
                                                  of y and the last states -> tuple of a gradient for each tensor
 ``recurrent_layers``                             options:str, states:int, x, weights and biases, initial states ->
-                                                 tuple (y, last states, workspace, weights in a row): all layers and
-                                                 directions, time in front; options are JSON {cell, layers, both_ways,
-                                                 biases}
+                                                 tuple (y, last states, workspace): all layers and directions, time in
+                                                 front; options are JSON {cell, layers, both_ways, biases}
 ``recurrent_layers_backward``                    as ``recurrent_layer_backward``
 ``draw``                                         name:str, description:str, state, parameters.., then (sizes) if the
                                                  description names some -> tuple (what the library's random operator

@@ -16,26 +16,35 @@ from tvm import relax
 
 from autodiff.ir import Expr, dtype, shape
 from bridge.base.devices import current_device
-from bridge.base.torch_cuda import read_settings
-from bridge.base.torch_internals import aten
+from bridge.base.torch_cuda import read_settings, recurrent_layers_are_tf32
+from bridge.base.torch_internals import aten, unset_fake_temporarily
 from bridge.capture import TensorForm
 
 __all__ = ["cudnn_is_quicker", "cudnn_layers"]
 
 op = relax.op
 
+_NARROW = 128
+"""Elements of a state up to which cuDNN's kernels are quicker whatever else is the case."""
+
+_FEW_ROWS = 16
+"""Rows up to which a loop's products, of parts of the weight, are quicker than cuDNN's in TF32 and half types."""
+
 _MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 
 
-def cudnn_is_quicker(cell: str, x: Expr, states: Sequence[Expr], layers: int, both_ways: bool) -> bool:
-    """Whether cuDNN's kernels are known to take less time than loops.
+def cudnn_is_quicker(cell: str, x: Expr, states: Sequence[Expr]) -> bool:
+    """Whether cuDNN's kernels, recorded, take less time than recorded loops: a rule of what was measured (H200).
 
     Args:
         cell: the name of torch's operator, as in ``"gru"``.
         x: [steps, batch, inputs].
         states: [layers * directions, batch, hidden] each.
     """
-    return False
+    _, batch, size = shape(states[0])
+    if dtype(x) == "float64" or (dtype(x) == "float32" and not recurrent_layers_are_tf32()):
+        return size <= _NARROW
+    return batch > _FEW_ROWS or size <= (2 * _NARROW if cell.startswith("rnn") else _NARROW)
 
 
 def cudnn_layers(
@@ -51,32 +60,37 @@ def cudnn_layers(
     """Outputs [steps, batch, directions * hidden] and the last states [layers * directions, batch, hidden]."""
     options = json.dumps({"cell": cell, "layers": layers, "both_ways": both_ways, "biases": biases}, sort_keys=True)
     rows, batch, size = shape(states[0])
-    extents = (shape(x), *(shape(each) for each in (*weights, *states)))
+    extents = tuple(tuple(shape(each)) for each in (x, *weights, *states))
     kind = getattr(torch, dtype(x))
-    workspace, buffer = _buffers(options, tuple(map(tuple, extents)), kind, current_device(), str(read_settings()))
+    workspace = _workspace(options, extents, kind, current_device(), str(read_settings()))
     results = [
         TensorForm((*shape(x)[:2], size * (2 if both_ways else 1)), kind),
         *(TensorForm((rows, batch, size), kind) for _ in states),
         TensorForm((workspace,), torch.uint8),
-        TensorForm((buffer,), kind),
     ]
     made = importer.library("recurrent_layers", [options, len(states), x, *weights, *states], results)
     return [importer.item(made, index) for index in range(1 + len(states))]
 
 
 @functools.lru_cache(maxsize=64)
-def _buffers(
+def _workspace(
     options: str, extents: tuple[tuple[int, ...], ...], kind: torch.dtype, device: torch.device, settings: str
-) -> tuple[int, int]:
-    """Elements of cuDNN's workspace and of its weights, which it alone knows; none where there is no cuDNN."""
+) -> int:
+    """Bytes of cuDNN's workspace, which it alone knows; none where there is no cuDNN.
+
+    Args:
+        settings: what the choice among cuDNN's kernels depends on.
+    """
     if device.type != "cuda":
-        return 0, 0
+        return 0
     read = json.loads(options)
-    count = 2 if read["cell"] == "lstm" else 1
-    x, *rest = (torch.zeros(each, dtype=kind, device=device) for each in extents)
-    weights, (h, *c) = rest[:-count], rest[-count:]
-    of_layer = 4 if read["biases"] else 2
-    options = [_MODES[read["cell"]], h.shape[2], 0, read["layers"], False, 0.0, True, read["both_ways"], [], None]
-    with torch.no_grad():
-        *_, workspace, buffer = aten._cudnn_rnn(x, weights, of_layer, None, h, c[0] if c else None, *options)
-    return workspace.numel(), buffer.numel()
+    count, of_layer = 2 if read["cell"] == "lstm" else 1, 4 if read["biases"] else 2
+    mode, layers, both_ways = _MODES[read["cell"]], read["layers"], read["both_ways"]
+    with torch.no_grad(), unset_fake_temporarily():
+        x, *rest = (torch.zeros(each, dtype=kind, device=device) for each in extents)
+        weights, (h, *c) = rest[:-count], rest[-count:]
+        size = h.shape[2]
+        told = [mode, size, 0, layers, False, 0.0, True, both_ways, [], None]
+        buffer = aten._cudnn_rnn_flatten_weight(weights, of_layer, x.shape[2], mode, size, 0, layers, False, both_ways)
+        made = aten._cudnn_rnn(x, weights, of_layer, buffer, h, c[0] if c else None, *told)
+    return made[3].numel()

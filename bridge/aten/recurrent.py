@@ -53,7 +53,7 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
         kind = "oneDNN's kernel" if current_device() == HOST else "a loop"
         raise UnsupportedUse(f"a length that varies: {kind} is of one length, and quicker than steps one by one")
     of_cudnn = looped and current_device() != HOST and not projected and torch.backends.cudnn.enabled
-    if of_cudnn and cudnn_is_quicker(cell, x, states, layers, bool(both_ways)):
+    if of_cudnn and cudnn_is_quicker(cell, x, states):
         x, *last = cudnn_layers(importer, cell, x, states, weights, bool(biases), layers, bool(both_ways))
         return importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x, *last
     fused = fused and known and not looped  # oneDNN alone knows the bytes of its workspace, of given sizes

@@ -23,6 +23,7 @@ __all__ = [
     "memory_of_pool",
     "products_are_tf32",
     "read_settings",
+    "recurrent_layers_are_tf32",
     "reinterpreted",
     "settle_attention_order",
 ]
@@ -105,6 +106,11 @@ def read_settings() -> tuple[Any, ...]:
 def products_are_tf32() -> bool:
     """Whether products of float32 on a GPU may be rounded to TF32 now."""
     return str(_precision("cuda", "matmul")) == "tf32"
+
+
+def recurrent_layers_are_tf32() -> bool:
+    """Whether cuDNN's recurrent layers may round float32 to TF32 now."""
+    return str(_precision("cuda", "rnn")) == "tf32"
 
 
 def gpu_features(device: torch.device) -> tuple[Any, ...]:
