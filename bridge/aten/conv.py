@@ -30,15 +30,26 @@ def _channels_behind(form) -> TensorForm:
     return TensorForm(tuple(form.shape[axis] for axis in (0, 2, 3, 1)), form.dtype)
 
 
+def _cast_behind(importer, weight):
+    """A weight that is the cast of another, with what it reads put in the order of channels_last before: what is stored
+    lies as the convolution takes it, forward and backward."""
+    cast = next((value for var, value in reversed(importer.bindings) if var.same_as(weight)), None)
+    if shape(weight)[2:] == (1, 1) or not isinstance(cast, relax.Call) or cast.op.name != "relax.astype":
+        return weight
+    behind = importer.cast(importer.emit(op.permute_dims(cast.args[0], [0, 2, 3, 1])), dtype(weight))
+    return importer.emit(op.permute_dims(behind, [0, 3, 1, 2]))
+
+
 @converts(aten.convolution.default)
 def convolution(importer, node, x, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
     if "float" not in dtype(x):
         raise UnsupportedUse(f"a convolution of {dtype(x)}")
     rank = len(shape(weight)) - 2
     geometry = [_per_axis(value, rank) for value in (stride, padding, dilation, output_padding)]
-    args = [x, weight, *geometry, bool(transposed), groups]
     out = importer.out(node)
-    if _is_channels_last(out) and not transposed:
+    goes_last = _is_channels_last(out) and not transposed
+    args = [x, _cast_behind(importer, weight) if goes_last else weight, *geometry, bool(transposed), groups]
+    if goes_last:
         y = importer.emit(
             op.permute_dims(importer.library("convolution_last", args, _channels_behind(out)), [0, 3, 1, 2])
         )

@@ -9,6 +9,7 @@ from bridge.compile.codegen.arguments import LaunchArguments, flat_buffer
 from bridge.compile.codegen.emit import Emitter, stack_buffer
 from bridge.compile.codegen.pointwise import compute_type
 from bridge.compile.codegen.tir import loop_function, sequence
+from bridge.compile.cpu.steps import block_of
 from bridge.compile.cpu.threads import if_worth
 from bridge.compile.schedule.column_plan import ColumnPlan, Section
 from bridge.compile.schedule.reduction import combine, identity
@@ -67,7 +68,7 @@ class _ColumnKernel:
         """All rows, block by block: each is reduced by itself, and then combined with those before."""
         plan, number = self.plan, self.number
         rows = number(plan.rows)
-        size = number(plan.block_rows) if plan.block_rows else tirx.max(rows, number(1))
+        size, _ = block_of(number, rows, plan.block_rows)
         block, inside = Var("block", plan.index_type), Var("inside", plan.index_type)
         first = block * size
         body = [Bind(row, first + inside), *body]

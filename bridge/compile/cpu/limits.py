@@ -22,7 +22,7 @@ ORDER = ReductionOrder(
     chunk_rows=8,
     most_chunks=32,  # enough for the threads of one socket
     split=8192,
-    block_rows=32,  # the root of a thousand rows; a block costs as much as a row and a half
+    block_rows=64,  # a block costs as much as a row and a half
 )
 
 LIMITS = Limits(

@@ -17,7 +17,7 @@ from bridge.compile.codegen.pointwise import compute_type
 from bridge.compile.codegen.tir import loop_function, sequence
 from bridge.compile.cpu.row import emit_row
 from bridge.compile.cpu.row_scope import RowScope
-from bridge.compile.cpu.steps import Steps, left_over, vectors_and_tail
+from bridge.compile.cpu.steps import Steps, block_of, left_over, vectors_and_tail
 from bridge.compile.cpu.threads import if_worth
 from bridge.compile.schedule.reduction import combine, identity
 from bridge.compile.schedule.row_plan import RowPlan
@@ -89,8 +89,8 @@ class _RowKernel:
     def _blocks(self, scope: RowScope, begin: Expr, count: Expr) -> list[Stmt]:
         """The rows of one task, block by block; each is reduced by itself where there are several."""
         number, head = self.number, Emitter(1)
-        size, total = number(self.plan.walk.block_rows), scope.parts
-        several = size < count
+        total = scope.parts
+        size, several = block_of(number, count, self.plan.walk.block_rows)
         behind = scope.task + number(self.plan.walk.tasks)
         scope.parts = head.name_index(tirx.Select(several, behind * number(self.plan.length), total), "parts")
         block, row = Var("block", self.plan.index_type), Var("row", self.plan.index_type)

@@ -11,7 +11,7 @@ from tvm.tirx import Expr
 from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.loop_ir.access import Number
 
-__all__ = ["Steps", "left_over", "vectors_and_tail"]
+__all__ = ["Steps", "block_of", "left_over", "vectors_and_tail"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,12 @@ class Steps:
     copies: int
     first: Expr
     trips: Expr
+
+
+def block_of(number: LaunchArguments, rows: Expr, block: int) -> tuple[Expr, Expr]:
+    """Rows of a block of a chunk of column reductions, and whether there are several (:mod:`..schedule.order`)."""
+    several = tirx.And(number(2 * block) < rows, tirx.const(block > 0, "bool"))
+    return tirx.Select(several, number(block), tirx.max(rows, number(1))), several
 
 
 def vectors_and_tail(

@@ -6,8 +6,8 @@ It follows from the extents alone, never from the kernel that the reduction ends
   then the halves of the one vector are combined until one lane is left; the last ``n % lanes`` elements go into a
   scalar accumulator of their own, which is added at the end.
 * A *column* of ``n`` elements: consecutive rows in ``column_chunks`` chunks, each accumulated in order, then the
-  chunks in order. A chunk of more than ``block_rows`` rows is accumulated in blocks of so many, each in order, then
-  the blocks in order: what rounding loses grows with the rows of a block, their number and that of the chunks.
+  chunks in order. A chunk of more than twice ``block_rows`` rows is accumulated in blocks of so many, each in order,
+  then the blocks in order: what rounding loses grows with the rows of a block, their number and that of the chunks.
 
 An extent that is known when a program is bound has the order of the number that it then is: how many accumulators and
 chunks is found at the launch. Bits may differ between a static and a dynamic entry only in a sum of two stages, which

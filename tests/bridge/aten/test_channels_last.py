@@ -95,3 +95,17 @@ def test_memory_is_walked_as_it_lies(net, monkeypatch):
 
 def test_other_convolutions_stay():
     assert "convolution_last" not in str(lower(Net(THEN["mean"]), torch.randn(2, 3, 8, 10)).forward)
+
+
+def test_cast_weights_lie_as_convolutions_take_them(monkeypatch):
+    """Under autocast, forward and backward: a convolution copies none of them into its order."""
+    lies, plain = [], convolution._channels_last
+    monkeypatch.setattr(
+        convolution, "_channels_last", lambda w: lies.append(w.permute(0, 2, 3, 1).is_contiguous()) or plain(w)
+    )
+    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 8, 10).contiguous(memory_format=torch.channels_last).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        add_tvm_dispatch(module, x)
+        module(x).float().sum().backward()
+    assert stats(module).hits == 1 and len(lies) >= 4 and all(lies)
