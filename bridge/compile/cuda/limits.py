@@ -64,11 +64,12 @@ FEW_ROWS = 32
 
 COLUMN_STRANDS = 8
 
+# A chunk is about what a block of threads takes at once: the few rows of a small LayerNorm are for many blocks.
 ORDER = ReductionOrder(
     lanes=VECTOR,
     interleaved=(1,),
-    chunk_elements=8192,
-    chunk_rows=8,
+    chunk_elements=2560,
+    chunk_rows=1,
     most_chunks=264,
     split=8192,
     small_rows=2**17,
@@ -110,7 +111,7 @@ ALTERNATIVES = (
     Alternative(OF_LIMITS, "buffers", (12, 24, 96)),
     Alternative(OF_LIMITS, "cheap_in_known_rows", (2, 4, 8)),
     Alternative(OF_ORDER, "chunk_rows", (4, 8, 32, 64)),
-    Alternative(OF_ORDER, "chunk_elements", (2048, 32_768)),
+    Alternative(OF_ORDER, "chunk_elements", (8192, 32_768)),
     Alternative(OF_ORDER, "most_chunks", (132, 264, 1024)),
     Alternative(OF_ORDER, "small_rows", (0, 2**15, 2**19)),
     Alternative(OF_LIMITS, "single_elements", (0, 2**15, 2**19)),

@@ -81,8 +81,11 @@ class CudaProducts:
         return not choices
 
     def parts(self, product: ProductShape, is_step: bool = False, is_carried: bool = False) -> int:
-        """As many as give each multiprocessor a tile of the result, of an inner axis that is worth one. A product of 14
-        rows by 768 takes half of the time so (H200)."""
+        """As many as give each multiprocessor a tile of the result, of an inner axis that is worth one.
+
+        Outside of loops twice as many where there are more rows, or where columns are dense. Products of 14 to 64 rows
+        by 768 columns and rows, or four times as many, take 0.48 to 0.87 of the time so (H200).
+        """
         if is_carried and product.k * product.n > _MOST_CARRIED:
             return 1
         tiles = -(-product.m // _TILE) * -(-product.n // _TILE)
@@ -91,7 +94,8 @@ class CudaProducts:
         if not is_step and (product.m < _FEWEST or product.n < _TILE):
             return 1
         count = 1
-        most = min(_TILES // tiles, product.k // _INNER, _MOST_PARTS)
+        filled = 1 if is_step or (product.m < _FEW[0] and product.b.unit != "column") else 2
+        most = min(filled * _TILES // tiles, filled * product.k // _INNER, _MOST_PARTS)
         while 2 * count <= most and product.k % (2 * count) == 0:
             count *= 2
         return count

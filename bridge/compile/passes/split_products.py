@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Graph, Node, Operand, Pointwise, Value, whole
 from bridge.compile.loop_ir.neutral import MatMul, Neutral, Result, Shaped
-from bridge.compile.schedule.products import ProductShape
+from bridge.compile.schedule.products import LayoutClass, ProductShape
 
 __all__ = ["split_products"]
 
@@ -31,9 +31,10 @@ def split_products(graph: Graph, parts: Callable[[ProductShape], int], is_step: 
         for operand in node.operands:
             if isinstance(operand, Operand):
                 readers[operand.value].append(node)
+    turned = {node.out for node in graph.nodes if isinstance(node, Shaped) and _turns(node)}
     nodes: list[Node | Neutral] = []
     for node in graph.nodes:
-        count = _count(node, parts) if isinstance(node, MatMul) and node.bias is None else 1
+        count = _count(node, parts, turned) if isinstance(node, MatMul) and node.bias is None else 1
         if count == 1 or (is_step and not _is_added_up_by_readers(readers[node.out])):
             nodes.append(node)
         else:
@@ -46,12 +47,18 @@ def _is_added_up_by_readers(readers: Sequence[Node | Neutral]) -> bool:
     return not (any(isinstance(each, MatMul) for each in readers) or all(isinstance(each, Result) for each in readers))
 
 
-def _count(node: MatMul, parts: Callable[[ProductShape], int]) -> int:
+def _turns(node: Shaped) -> bool:
+    """Whether a matrix is the transpose of one that lies in memory by rows."""
+    return node.function is views.permute and node.arguments == ((1, 0),) and node.operand.is_whole
+
+
+def _count(node: MatMul, parts: Callable[[ProductShape], int], turned: Collection[Value]) -> int:
     extents = (*node.a.shape, *node.b.shape)
     if len(node.a.shape) < 2 or len(node.b.shape) != 2 or not all(isinstance(extent, int) for extent in extents):
         return 1
     (*rows, k), n = node.a.shape, node.b.shape[1]
-    return parts(ProductShape(node.out.dtype, 1, math.prod(rows), n, k))
+    b = LayoutClass("column" if node.b.value in turned else "row")
+    return parts(ProductShape(node.out.dtype, 1, math.prod(rows), n, k, b=b))
 
 
 def _split(node: MatMul, count: int) -> list[Node | Neutral]:

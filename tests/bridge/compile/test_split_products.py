@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -85,8 +86,14 @@ def test_parts_add_up(make, carried, monkeypatch):
     [((64, 2048, 512), 4), ((64, 512, 2048), 16), ((16, 1024, 256), 2), ((64, 64, 64), 1), ((65, 2048, 512), 1)],
 )
 def test_parts_are_as_many_as_fill_a_gpu(shape, count):
-    assert CudaProducts().parts(ProductShape("float32", 1, *shape)) == count
-    assert CudaProducts().parts(ProductShape("bfloat16", 1, *shape)) == 1
+    product = ProductShape("float32", 1, *shape)
+    assert CudaProducts().parts(product, is_step=True) == count
+    assert CudaProducts().parts(replace(product, element_type="bfloat16"), is_step=True) == 1
+
+
+@pytest.mark.parametrize(("rows", "unit", "count"), [(14, "row", 4), (14, "column", 8), (64, "row", 8), (65, "row", 1)])
+def test_parts_outside_of_loops_follow_rows_and_the_order_of_memory(rows, unit, count):
+    assert CudaProducts().parts(ProductShape("float32", 1, rows, 768, 768, b=LayoutClass(unit))) == count
 
 
 @pytest.mark.parametrize("shape", [(2, 768, 768), (32, 8, 768)])
@@ -97,8 +104,9 @@ def test_products_of_very_few_rows_or_columns_are_split_in_steps_of_loops_alone(
 
 def test_parts_of_large_products_are_not_carried_on():
     small, large = (ProductShape("float32", 1, 16, width, 4 * width) for width in (256, 512))
-    assert CudaProducts().parts(small, is_carried=True) == CudaProducts().parts(small) > 1
-    assert CudaProducts().parts(large, is_carried=True) == 1 < CudaProducts().parts(large)
+    of = partial(CudaProducts().parts, is_step=True)
+    assert of(small, is_carried=True) == of(small) > 1
+    assert of(large, is_carried=True) == 1 < of(large)
 
 
 @pytest.mark.parametrize(
