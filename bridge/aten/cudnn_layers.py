@@ -20,9 +20,12 @@ from bridge.base.torch_cuda import read_settings, recurrent_layers_are_tf32
 from bridge.base.torch_internals import aten, unset_fake_temporarily
 from bridge.capture import TensorForm
 
-__all__ = ["cudnn_is_quicker", "cudnn_layers"]
+__all__ = ["CUDNN_TYPES", "cudnn_is_quicker", "cudnn_layers"]
 
 op = relax.op
+
+CUDNN_TYPES = ("float16", "float32", "float64")
+"""Element types of layers that are cuDNN's in eager, too."""
 
 _NARROW = 128
 """Elements of a state up to which cuDNN's kernels are quicker whatever else is the case."""

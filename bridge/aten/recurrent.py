@@ -19,7 +19,7 @@ from tvm import relax
 
 from autodiff.extents import Dim
 from autodiff.ir import Expr, dtype, shape
-from bridge.aten.cudnn_layers import cudnn_is_quicker, cudnn_layers
+from bridge.aten.cudnn_layers import CUDNN_TYPES, cudnn_is_quicker, cudnn_layers
 from bridge.aten.dims import has_extents, numbers_only
 from bridge.aten.recurrent_loops import looped_layer
 from bridge.aten.registry import UnsupportedUse, converts
@@ -52,7 +52,8 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
     if has_extents(shape(x)[:1]) and (fused or current_device() != HOST):
         kind = "oneDNN's kernel" if current_device() == HOST else "a loop"
         raise UnsupportedUse(f"a length that varies: {kind} is of one length, and quicker than steps one by one")
-    of_cudnn = looped and current_device() != HOST and not projected and torch.backends.cudnn.enabled
+    of_cudnn = looped and current_device() != HOST and not projected and dtype(x) in CUDNN_TYPES
+    of_cudnn = of_cudnn and torch.backends.cudnn.enabled
     if of_cudnn and cudnn_is_quicker(cell, x, states):
         x, *last = cudnn_layers(importer, cell, x, states, weights, bool(biases), layers, bool(both_ways))
         return importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x, *last
