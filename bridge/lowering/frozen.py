@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import autodiff
 from autodiff import inference
 from autodiff.ir import Function
+from bridge.base.devices import HOST
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.interrupts import raise_deferred
 from bridge.base.torch_cuda import products_are_tf32
@@ -92,7 +93,7 @@ def freeze_call(lowered: LoweredCall) -> FrozenCall:
 
 def _passes(lowered: LoweredCall) -> Iterator[Callable[[autodiff.Body, int], None]]:
     """What is done with a frozen forward on the device of a call, in order."""
-    if lowered.captured.device.type == "cpu" or not products_are_tf32():
+    if lowered.captured.device == HOST or not products_are_tf32():
         yield inference.spell_attention
     yield from inference.PASSES
 
