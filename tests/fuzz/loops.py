@@ -86,6 +86,16 @@ IN_PLACE = (
 )
 
 
+#: Statements of which steps in turn make one or another, or that read parts that overlap: of a state ``h``.
+UNEVEN = (
+    "{h} = {h}.detach() if {t} % 3 == 0 else {h}",
+    "{h} = {h} * 0.5 if {t} % 2 else {h}.sin()",
+    "if {t} % 4 == 1:\n    {h} = torch.tanh({h} + {p})",
+    "{h} = {h} + 0.3 * {whole}.narrow({axis}, min({t}, n - 2), 2).sum({axis})",
+    "{h} = {h} * {whole}.narrow({axis}, max({t} - 2, 0), min({t}, 2) + 1).mean({axis})",
+)
+
+
 class _Loop:
     """The text of a loop as it is drawn."""
 
@@ -205,6 +215,9 @@ def _add_loop(loop: _Loop, source: str, axis: int, arguments: list) -> str:
         given = {"h": name, "p": in_place.choice(states), "t": step}
         lines += [f"{name} = {in_place.choice(states)} + 0.5", in_place.choice(IN_PLACE).format(**given)]
         lines.append(f"{in_place.choice(states)} = {name}")
+    if in_place.random() < 0.3:
+        given = {"h": in_place.choice(states), "p": in_place.choice(states), "t": step, "whole": source, "axis": axis}
+        lines += in_place.choice(UNEVEN).format(**given).split("\n")
     way = way.format(parts=rng.choice((f"{source}.unbind({axis})", f"[{source}.select({axis}, k) for k in range(n)]")))
     loop.before.append("\n".join([way, *(f"    {line}" for line in lines)]))
     loop.results += states

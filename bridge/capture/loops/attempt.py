@@ -44,7 +44,7 @@ __all__ = ["LEAST_OPERATORS", "Looped", "looped_call", "recorded"]
 
 log = channel("dispatch")
 
-LEAST_OPERATORS = 400
+LEAST_OPERATORS = 100
 """A call of fewer operators is traced as it is."""
 
 

@@ -6,8 +6,8 @@ layouts. Each value that a row of a step reads is, in all steps,
 * *local*: what the same row of the same step has made,
 * a *carry*: what the same row of the step before has made, or of one further back,
 * a *constant*: one value from before the loop, or
-* a *part* of one: in each step the next (or the one before) along one axis, or what an earlier loop made in the next
-  step; whether the step takes it or it was taken before, or
+* a *part* of one: in each step as much further (or before) along one axis, or what an earlier loop made so many steps
+  later; whether the step takes it or it was taken before. Parts may overlap or leave gaps, or
 * *written* part by part, if it is what the same row of the step before has written: each step writes the next part.
 
 The number of a row may differ from step to step: the numbers of all steps are a sequence. Then the steps are one
@@ -271,7 +271,7 @@ class _Finder:
         if any(later.reads[0] != before.makes[0] for before, later in pairwise(group)):
             return None
         parts = self._parts([each.into._replace(of=first) for each in group])
-        return None if parts is None else Written(*parts)
+        return None if parts is None or abs(parts.step) != parts.extent else Written(*parts)
 
     def _is_followed_alike(self, loop: Loop, index: int) -> bool:
         """Whether autograd follows what a row makes in all steps or in none, up to the first ones."""
@@ -318,14 +318,14 @@ class _Finder:
                 leaves = {made[value].leaf for value in values}
                 begin, step = places[0][0], places[1][0] - places[0][0]
                 regular = all(at == begin + step * index for index, (at, _) in enumerate(places))
-                if len(leaves) == 1 and abs(step) == 1 and regular and places[0][1] not in other.taken:
+                if len(leaves) == 1 and step and regular and places[0][1] not in other.taken:
                     return Parts((number, places[0][1], leaves.pop()), 0, begin, step, 1, True)
         return None
 
     def _parts(self, parts: Sequence[Part]) -> Parts | None:
         first, second = parts[0], parts[1]
         step = second.begin - first.begin
-        if abs(step) != first.extent or first[:2] + first[3:] != second[:2] + second[3:]:
+        if not step or first[:2] + first[3:] != second[:2] + second[3:]:
             return None
         if any(part != first._replace(begin=first.begin + step * index) for index, part in enumerate(parts)):
             return None

@@ -332,15 +332,19 @@ class _Run:
 
     def _in_front(self, parts: Parts, steps: int, reverse: bool) -> torch.Tensor:
         """A tensor with all parts in front; the last one first where the loop is ``reverse``."""
-        end = parts.first + parts.step * (steps - 1)
+        end, apart = parts.first + parts.step * (steps - 1), abs(parts.step)
         if isinstance(parts.of, tuple):
             number, *made = parts.of
             begin = min(self._position(number, parts.first), self._position(number, end))
-            whole = self.whole[number][Made(*made)].narrow(0, begin, steps)
+            whole = self.whole[number][Made(*made)][begin : begin + apart * (steps - 1) + 1 : apart]
         else:
-            whole = self.tensor(parts.of).narrow(parts.dim, min(parts.first, end), steps * parts.extent)
-            if not parts.squeezed:
+            reached = apart * (steps - 1) + parts.extent
+            whole = self.tensor(parts.of).narrow(parts.dim, min(parts.first, end), reached)
+            if apart == parts.extent and not parts.squeezed:
                 whole = whole.unflatten(parts.dim, (steps, parts.extent))
+            elif apart != parts.extent:  # gaps, or windows that overlap
+                whole = whole.unfold(parts.dim, parts.extent, apart)
+                whole = whole.squeeze(-1) if parts.squeezed else whole.movedim(-1, parts.dim + 1)
             whole = whole.movedim(parts.dim, 0)
         return whole.flip(0) if self._falls(parts) != reverse else whole
 
