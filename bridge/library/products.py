@@ -60,6 +60,15 @@ def _bmm(outs: Tensors, args: Tensors) -> None:
     torch.bmm(args[0], args[1], out=outs[0])
 
 
+@out_kernel("bmm_wide")
+def _bmm_wide(outs: Tensors, args: Tensors) -> None:
+    """A product of batches of matrices of a half type with a float32 result; off a GPU of what is cast before."""
+    if args[0].is_cuda:
+        torch.bmm(args[0], args[1], out_dtype=outs[0].dtype, out=outs[0])
+    else:
+        torch.bmm(args[0].to(outs[0].dtype), args[1].to(outs[0].dtype), out=outs[0])
+
+
 @out_kernel("mm_swapped")
 def _mm_swapped(outs: Tensors, args: Tensors) -> None:
     """A product of matrices, as the transposed product of the transposes: BLAS cuts the two differently."""

@@ -1,7 +1,8 @@
 """Split products: a product of few rows → a batch of products of parts of its inner axis, added up.
 
 Such a product is too small to fill a GPU, and what comes next waits for it. cuBLAS splits the inner axis itself, and
-adds the parts up in a kernel of its own; here who reads the product adds them up. A sum's order changes, by rounding.
+adds the parts up in a kernel of its own; here who reads the product adds them up. A sum's order changes, by rounding;
+parts of a half type are float32, and their sum is rounded once, as in one product.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+from autodiff.ir import itemsize
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Graph, Node, Operand, Pointwise, Value, whole
 from bridge.compile.loop_ir.neutral import MatMul, Neutral, Result, Shaped
@@ -66,11 +68,13 @@ def _split(node: MatMul, count: int) -> list[Node | Neutral]:
     m, inner = math.prod(rows), k // count
     nodes: list[Node | Neutral] = []
 
+    wide = "float32" if itemsize(dtype) == 2 else dtype
+
     def value(extents: tuple[int, ...]) -> Value:
-        return Value(node.out.name, extents, dtype)
+        return Value(node.out.name, extents, wide)
 
     def shaped(function: Callable, arguments: tuple, operand: Operand, extents: tuple[int, ...]) -> Operand:
-        out = value(extents)
+        out = Value(node.out.name, extents, operand.dtype)
         nodes.append(Shaped(function, arguments, operand, out))
         return whole(out)
 
@@ -86,7 +90,9 @@ def _split(node: MatMul, count: int) -> list[Node | Neutral]:
         if total is None:
             total = each
             continue
-        out = node.out if part == count - 1 else value(node.out.shape)
+        out = node.out if part == count - 1 and wide == dtype else value(node.out.shape)
         nodes.append(Pointwise("add", (total, each), out))
         total = whole(out)
+    if wide != dtype:
+        nodes.append(Pointwise("astype", (total,), node.out))
     return nodes
