@@ -31,7 +31,14 @@ from bridge.compile.cpu.measure import in_a_plain_thread, seconds_of
 from bridge.compile.cpu.product_ways import Multiply, Trial, library_ways
 from bridge.compile.loop_ir.product import Packing
 from bridge.compile.runtime.background import settle
-from bridge.compile.schedule.products import GENERATED, IN_PANELS, ProductShape, is_generated, product_of_plain
+from bridge.compile.schedule.products import (
+    GENERATED,
+    IN_PANELS,
+    PACKED,
+    ProductShape,
+    is_generated,
+    product_of_plain,
+)
 
 __all__ = ["CpuProducts", "Measure", "clear_choices", "generated_types", "measured", "shape_class"]
 
@@ -170,8 +177,9 @@ class CpuProducts:
             times = kept_times(str(self.target), self.threads, product, ways, partial(measured, self, product, ways))
         # As good as the best is what is not clearly slower: then the order of preference decides, not the clock.
         limit = min(times.values(), default=0.0) / _WORTH
-        # Steps of a loop that are generated code alone need no Python between them.
-        preferred = sorted(times, key=lambda way: (way != IN_PANELS, way != usual, not is_generated(way)))
+        # Steps of a loop that are generated code alone need no Python between them. A weight is measured in the cache; a
+        # call finds it in memory, where one that is laid out is read once, and any other copied first.
+        preferred = sorted(times, key=lambda way: (way not in (IN_PANELS, PACKED), way != usual, not is_generated(way)))
         best = next((way for way in preferred if times[way] <= limit), usual)
         told = ", ".join(f"{way} {1e3 * seconds:.3f}" for way, seconds in times.items())
         _LOG.info("product %s: %s (milliseconds: %s)", product, best, told)

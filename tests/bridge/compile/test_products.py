@@ -55,6 +55,14 @@ def products(measure=None, backend=None, deterministic: bool = False) -> CpuProd
     return replace((backend or host_backend()).products(2, deterministic), measure=measure)
 
 
+@pytest.mark.parametrize(("seconds", "wanted"), [(0.97, "packed"), (1.02, "packed"), (1.2, "mm")])
+def test_a_frozen_weight_is_laid_out_where_that_is_about_as_quick(monkeypatch, seconds, wanted):
+    monkeypatch.setattr("bridge.compile.cpu.product_ways.can_pack", lambda: True)
+    policy = products(lambda product, ways: {"mm": 1.0} | ({"packed": seconds} if "packed" in ways else {}))
+    assert policy.choose(LINEAR) == "mm"
+    assert policy.choose(replace(LINEAR, b=LayoutClass("column", constant=True))) == wanted
+
+
 def forced(monkeypatch, way: str) -> None:
     monkeypatch.setattr(CpuProducts, "choose", lambda policy, product: way if product.batch == 1 else "bmm")
 
