@@ -177,8 +177,8 @@ class CpuProducts:
             times = kept_times(str(self.target), self.threads, product, ways, partial(measured, self, product, ways))
         # As good as the best is what is not clearly slower: then the order of preference decides, not the clock.
         limit = min(times.values(), default=0.0) / _WORTH
-        # Steps of a loop that are generated code alone need no Python between them. A weight is measured in the cache; a
-        # call finds it in memory, where one that is laid out is read once, and any other copied first.
+        # Steps of a loop that are generated code alone need no Python between them. A weight is measured in the cache;
+        # a call finds it in memory, where one that is laid out is read once, and any other copied first.
         preferred = sorted(times, key=lambda way: (way not in (IN_PANELS, PACKED), way != usual, not is_generated(way)))
         best = next((way for way in preferred if times[way] <= limit), usual)
         told = ", ".join(f"{way} {1e3 * seconds:.3f}" for way, seconds in times.items())
