@@ -49,15 +49,19 @@ def pair(name: str) -> Path:
     return HERE / f"{name}.ipynb"
 
 
-def execute(notebook: NotebookNode) -> NotebookNode:
+def execute(notebook: NotebookNode, **variables: str) -> NotebookNode:
     """Runs all cells in a fresh kernel, in this folder, and returns the notebook with their outputs.
+
+    Args:
+        notebook: its outputs are replaced.
+        variables: environment variables of the kernel, beside those of this process.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell raised; the message holds the cell and the traceback.
     """
     root = str(HERE.parent)
     paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": paths, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    environment = {**os.environ, "PYTHONPATH": paths, "PYDEVD_DISABLE_FILE_VALIDATION": "1", **variables}
     client = NotebookClient(
         notebook,
         kernel_name="python3",

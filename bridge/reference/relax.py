@@ -42,7 +42,7 @@ from bridge.base.devices import HOST, current_device, devices_of, working_for
 from bridge.library import FUNCTIONS
 from bridge.reference.relax_operators import LIBRARY, OPERATORS
 
-__all__ = ["Run", "evaluate_binding", "interpret"]
+__all__ = ["Run", "interpret"]
 
 _DROPOUT = "relax.nn.dropout"
 
@@ -81,11 +81,6 @@ def interpret(function: Function, inputs: Sequence[torch.Tensor]) -> Run:
             env[var] = _typed(var, _compute(value, env, masks))
         outputs = [_read(result, env) for result in results(function)]
     return Run(outputs, {var.name: value for var, value in env.items()})
-
-
-def evaluate_binding(value: Expr, env: Mapping[Var, Any]) -> Any:
-    """The value of one right-hand side whose variables have these values."""
-    return _compute(value, env, iter(()))
 
 
 def _check_input(param: Var, tensor: torch.Tensor) -> None:

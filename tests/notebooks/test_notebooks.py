@@ -16,8 +16,11 @@ def saved(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_cell_runs(name):
-    """A cell that raises fails here: so does every claim, for claims are computed."""
-    executed = execute(source(name))
+    """A cell that raises fails here: so does every claim, for claims are computed.
+
+    ``torch.compile``, which one cell is timed beside, finds no C++ compiler: half of that notebook's time was g++'s.
+    """
+    executed = execute(source(name), CXX="no-compiler")
     assert [cell for cell in executed.cells if cell.cell_type == "code" and cell.outputs]
 
 

@@ -72,16 +72,16 @@ def test_as_many_unrolled_steps_as_you_like(monkeypatch):
     """From where sums over the steps are cut on: 96 steps have as many kernels, too."""
     monkeypatch.setattr("bridge.lowering.pipeline.rolled", lambda body, *_: None)
     monkeypatch.setattr("bridge.capture.loops.attempt.LEAST_OPERATORS", 10**9)
-    short, long = (compiled(Unrolled(), 3, steps, 6) for steps in (24, 36))
+    short, long = (compiled(Unrolled(), 3, steps, 6) for steps in (24, 32))
     for few, many in zip(short, long, strict=True):
         assert len(many.kernels) == len(few.kernels) < len(few.steps) / 4
-        assert len(many.steps) > 1.4 * len(few.steps)
+        assert len(many.steps) > 1.2 * len(few.steps)
 
 
 def test_as_many_layers_as_you_like():
-    for few, many in zip(compiled(layers(2), 2, 5, 16), compiled(layers(4), 2, 5, 16), strict=True):
+    for few, many in zip(compiled(layers(2), 2, 5, 16), compiled(layers(3), 2, 5, 16), strict=True):
         assert same_kernels(few, many)
-        assert len(many.steps) > 1.5 * len(few.steps)
+        assert len(many.steps) > 1.3 * len(few.steps)
 
 
 def test_one_kernel_for_all_batch_sizes():

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tvm.relax import op as R
+from tvm_ffi import structural_hash
 
 from bridge import add_tvm_dispatch, explain, stats
 from bridge.compile import backend_for, clear_cache, clear_choices, compile_function, host_backend
@@ -105,19 +106,24 @@ def test_no_bit_depends_on_the_width_of_registers(monkeypatch, dtype):
     """Tiles of AVX-512 and of AVX2, of whichever this processor has the registers."""
     forced(monkeypatch, f"{GENERATED} short")
     torch.manual_seed(0)
-    for m, k, n in [*SIZES, (115, 300, 200)]:
-        tensors, found = [torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype)], []
-        shapes = [(tuple(x.shape), str(dtype)[6:]) for x in tensors]
-        for tile in (WIDE, NARROW):
-            for room in ("products", "backend"):
-                monkeypatch.setattr(f"bridge.compile.cpu.{room}.register_tile", lambda target, tile=tile: tile)
-            clear_cache()
+    sizes = [*SIZES, (115, 300, 200)]
+    operands = [(torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype)) for m, k, n in sizes]
+    found, kernels = [], set()
+    for tile in (WIDE, NARROW):
+        for room in ("products", "backend"):
+            monkeypatch.setattr(f"bridge.compile.cpu.{room}.register_tile", lambda target, tile=tile: tile)
+        clear_cache()
+        found.append([])
+        for tensors in operands:
+            shapes = [(tuple(x.shape), str(dtype)[6:]) for x in tensors]
             compiled = program(shapes, lambda emit, a, b: [emit(R.matmul(a, emit(R.permute_dims(b))))])
-            assert "product" in str(compiled)
-            found.append(compiled(tensors)[0])
-        assert torch.equal(*found)
-        exact = tensors[0].double() @ tensors[1].double().T
-        torch.testing.assert_close(found[0].double(), exact, rtol=1e-4, atol=1e-4)
+            (kernel,) = (made for name, made in compiled.kernels.items() if "product" in name)
+            kernels.add(structural_hash(kernel))
+            found[-1].append(compiled(tensors)[0])
+    assert len(kernels) == 2
+    for (a, b), wide, narrow in zip(operands, *found, strict=True):
+        assert torch.equal(wide, narrow)
+        torch.testing.assert_close(wide.double(), a.double() @ b.double().T, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])

@@ -29,7 +29,7 @@ def test_random_graph(seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("seed", range(40, 46))
+@pytest.mark.parametrize("seed", range(40, 44))
 def test_no_bit_depends_on_which_values_are_results(seed, dtype):
     inputs, program = draw(seed, 24)
     count = len(inputs) + len(program)
