@@ -17,7 +17,7 @@ import torch
 
 from bridge.base.generators import MOVING, default_generator
 from bridge.base.lru import LeastRecentlyUsed
-from bridge.base.torch_cuda import current_device, current_stream
+from bridge.base.torch_cuda import current_device, current_stream, reinterpreted
 from bridge.capture import Draw
 from bridge.compile import Memory, gpu_of, private_memory
 
@@ -39,6 +39,8 @@ class GeneratorStates:
         self._on_host = [draw.is_placed for draw in draws]
         self._advances = [self._advance(draw) for draw in draws]
         self._before = [sum(self._advances[:place]) for place in range(len(draws))]
+        self._advance_of_all = sum(self._advances)
+        self._are_on_host, self._are_there = all(self._on_host), not any(self._on_host)
         self._tables: LeastRecentlyUsed[tuple[int, int], tuple[torch.Tensor, ...]] = LeastRecentlyUsed(_TABLES)
         self._form = (len(draws), 2), (2, 1), torch.int64
 
@@ -52,17 +54,17 @@ class GeneratorStates:
             generator: another one is moved on as far, and nothing is made.
         """
         if generator is not None:
-            generator.set_offset(generator.get_offset() + sum(self._advances))
+            generator.set_offset(generator.get_offset() + self._advance_of_all)
             return []
         generator = default_generator(self._device)
         with MOVING:
             seed, offset = generator.initial_seed(), generator.get_offset()
-            generator.set_offset(offset + sum(self._advances))
-        if not any(self._on_host):
+            generator.set_offset(offset + self._advance_of_all)
+        if self._are_there:
             return self._there(seed, offset)
         rows = [(seed, offset + before) for before in self._before]
         host = torch.tensor(rows, dtype=torch.uint64).unbind()
-        if all(self._on_host):
+        if self._are_on_host:
             return list(host)
         there = self._there(seed, offset)
         return [(host if on_host else there)[place] for place, on_host in enumerate(self._on_host)]
@@ -75,7 +77,8 @@ class GeneratorStates:
         key = seed, current_stream(self._device.index)
         table, ones = self._tables.get(key) or self._tables.put(key, self._table(seed))
         (states,) = _memory(self._device.index)([self._form])
-        return list(torch.add(table, ones, alpha=offset - (offset >> 63 << 64), out=states).unbind())
+        torch.add(table, ones, alpha=offset - (offset >> 63 << 64), out=states)
+        return [reinterpreted(states, (2,), (1,), 2 * place) for place in range(len(self._before))]
 
     @torch.inference_mode(False)  # it serves calls of any mode
     def _table(self, seed: int) -> tuple[torch.Tensor, ...]:

@@ -181,7 +181,7 @@ class CodeGuard:
                 return False
             if not all(map(is_, chain.from_iterable(map(_call, *self._several[:2])), self._several[2])):
                 return False
-        except (KeyError, AttributeError):
+        except (KeyError, AttributeError, ValueError):  # gone, or an empty cell
             return False
         if not self._counted_names.unchanged():
             return False
@@ -271,3 +271,6 @@ def _tuple_of(getter: Callable[..., Callable[[Any], Any]], names: Sequence[str])
 
 def _cell_tuple(cell: CellType) -> tuple[Any]:
     return (cell_value(cell),)
+
+
+_cell_tuple.single = attrgetter("cell_contents")
