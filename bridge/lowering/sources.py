@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -46,13 +45,17 @@ def code_digest(module: nn.Module) -> str | None:
             reached[name] = _digest_of(path, os.stat(path).st_mtime_ns)
         except OSError:
             return None
-        waiting.extend(_named_in(found))
+        waiting.extend(set(_named_in(found)))
     return key_of([[name, reached[name]] for name in sorted(reached)], _attributes(module))
 
 
 @cache
 def _digest_of(path: str, changed: int) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.sha256(file.read()).hexdigest()
+
+
+_WITH_MODULE = (type, FunctionType)
 
 
 def _named_in(module: ModuleType) -> Iterator[str]:
@@ -60,7 +63,7 @@ def _named_in(module: ModuleType) -> Iterator[str]:
     for value in list(vars(module).values()):
         if isinstance(value, ModuleType):
             yield value.__name__
-        elif isinstance(value, type | FunctionType):
+        elif isinstance(value, _WITH_MODULE):
             yield value.__module__ or ""
 
 
