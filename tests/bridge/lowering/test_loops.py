@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from autodiff.ir import bindings, op_name, results
 from autodiff.scan import is_scan, scan_of
 from bridge import UnsupportedModule, add_tvm_dispatch, explain, lower, stats
 from bridge.compile import Loop
 from partition import MinCut
+from tests.bridge.capture.looped_networks import StateSpace
 from tests.bridge.compare import check_module
 from tests.device import DEVICE
 
@@ -86,26 +86,6 @@ class Dropped(nn.Module):
             h, c = self.above(self.drop(low), (h, c))
             hs.append(h)
         return torch.stack(hs), c
-
-
-class StateSpace(nn.Module):
-    """A selective scan: the state decays by what the input says."""
-
-    def __init__(self):
-        super().__init__()
-        self.decay, self.rate, self.into, self.outof = (
-            nn.Parameter(-torch.rand(3, 2)),
-            *(nn.Linear(3, extent) for extent in (3, 2, 2)),
-        )
-
-    def forward(self, x):
-        rate = F.softplus(self.rate(x)).unsqueeze(-1)
-        keep, add = torch.exp(rate * self.decay), rate * self.into(x).unsqueeze(2) * x.unsqueeze(-1)
-        outof, state, ys = self.outof(x), x.new_zeros(x.shape[0], 3, 2), []
-        for step in range(x.shape[1]):
-            state = keep[:, step] * state + add[:, step]
-            ys.append((state * outof[:, step].unsqueeze(1)).sum(-1))
-        return torch.stack(ys, 1)
 
 
 class Peephole(nn.Module):
