@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as hf
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from bridge import add_tvm_dispatch, stats
@@ -183,6 +184,7 @@ MEANWHILE = {
     "a pool, another thread": lambda index: by_another_thread(PrivatePool(index)),
     "a pool of the user's": lambda index: torch.cuda.use_mem_pool(torch.cuda.MemPool()),
     "a capture of the user's": lambda index: torch.cuda.graph(torch.cuda.CUDAGraph()),
+    "tensors without memory": lambda index: FakeTensorMode(),
 }
 
 

@@ -113,9 +113,15 @@ def _memory_is_common() -> bool:
 
 def takes_from(segments: Callable[[], Iterable[Mapping[str, Any]]]) -> bool:
     """Whether memory that this thread takes now, on the current device, lies in one of these segments; they are asked
-    for afterwards, as it may be in a new one."""
-    address = torch.empty(1, device="cuda").data_ptr()
-    return any(each["address"] <= address < each["address"] + each["total_size"] for each in segments())
+    for afterwards, as it may be in a new one.
+
+    It is no tensor: garbage is collected anywhere, also where torch's modes make tensors without memory.
+    """
+    address = torch.cuda.caching_allocator_alloc(1)
+    try:
+        return any(each["address"] <= address < each["address"] + each["total_size"] for each in segments())
+    finally:
+        torch.cuda.caching_allocator_delete(address)
 
 
 def _common_segments() -> list[dict[str, Any]]:
