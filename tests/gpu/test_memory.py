@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from bridge import add_tvm_dispatch, stats
+from bridge.base.torch_internals import FakeTensorMode
 from bridge.compile import clear_cache
 from bridge.compile.cuda.executor import POOLS
 from bridge.compile.cuda.pool_memory import PoolMemory
@@ -183,6 +184,7 @@ MEANWHILE = {
     "a pool": PrivatePool,
     "a pool, another thread": lambda index: by_another_thread(PrivatePool(index)),
     "a pool of the user's": lambda index: torch.cuda.use_mem_pool(torch.cuda.MemPool()),
+    "a trace of shapes": lambda index: FakeTensorMode(),
     "a capture of the user's": lambda index: torch.cuda.graph(torch.cuda.CUDAGraph()),
     "tensors without memory": lambda index: FakeTensorMode(),
 }
