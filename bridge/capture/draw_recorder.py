@@ -53,7 +53,9 @@ class DrawRecorder(TorchDispatchMode):
     ):
         super().__init__()
         self._advance, self._real = advance, real
-        self._inputs = {storage_id(tensor): (index, tensor) for index, tensor in reversed(list(enumerate(inputs)))}
+        self._inputs: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        for index, tensor in enumerate(inputs):
+            self._inputs.setdefault(storage_id(tensor), []).append((index, tensor))
         self.draws = draws
         self.complain = complain
         self.trace = trace
@@ -142,11 +144,14 @@ class DrawRecorder(TorchDispatchMode):
         self.draws.append(Draw(str(SLOPE_DRAWS[0]), *form, slopes.device, advance=self._advance()))
 
     def _operand(self, tensor: torch.Tensor) -> Operand:
-        of, first = self._inputs.get(storage_id(tensor), (None, None))
+        """Where a tensor lies: behind the beginning of the input that begins last before it, of those in its memory."""
         offset = tensor.storage_offset() * tensor.element_size()
-        if first is not None:
-            offset -= first.storage_offset() * first.element_size()
-        return Operand(tensor.dtype, tensor.stride(), offset, of)
+        inputs = self._inputs.get(storage_id(tensor), [])
+        begins = [(first.storage_offset() * first.element_size(), -index) for index, first in inputs]
+        if not begins:
+            return Operand(tensor.dtype, tensor.stride(), offset, None)
+        begin, index = max((each for each in begins if each[0] <= offset), default=min(begins))
+        return Operand(tensor.dtype, tensor.stride(), offset - begin, -index)
 
 
 def _parameter(value: torch.Tensor) -> Parameter:

@@ -145,6 +145,16 @@ def test_dropout_on_a_gpu_is_observed_with_the_layout_of_what_it_reads():
         )
 
 
+def test_of_inputs_in_one_memory_it_is_the_one_that_is_read():
+    """Other calls may give them in memories of their own."""
+    draws, memory = [], torch.empty(48, dtype=torch.float16)
+    inputs = [memory[:6], memory[6:30].view(4, 6), memory[30:]]
+    with DrawRecorder(draws, lambda *words: None, inputs=inputs):
+        for read in (inputs[1], inputs[1][2:], inputs[2], inputs[0]):
+            torch.native_dropout(read, 0.1, True)
+    assert [(draw.operand.of, draw.operand.offset) for draw in draws] == [(1, 0), (1, 24), (2, 0), (0, 0)]
+
+
 def test_attention_draws_where_it_is_asked_for_dropout():
     def function(q):
         torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, None, True, 0.0)
