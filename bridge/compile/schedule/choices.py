@@ -107,7 +107,7 @@ class Choices:
             for part in (LIMITS, ORDER)
         }
         products = tuple((product_of_plain(product), str(way)) for *product, way in plain[PRODUCTS])
-        calls = tuple((call_of_plain(call), str(form)) for *call, form in plain[CALLS])
+        calls = tuple((call_of_plain(call), str(form)) for *call, form in plain.get(CALLS, ()))
         return cls(**numbers, products=products, calls=calls, partition=plain[PARTITION])
 
     def words(self, limits: Limits, order: ReductionOrder) -> Iterator[str]:

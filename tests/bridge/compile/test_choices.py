@@ -10,6 +10,7 @@ import torch
 from tvm.relax import op
 
 from bridge.compile import (
+    CALLS,
     LIMITS,
     NO_CHOICES,
     ORDER,
@@ -139,6 +140,8 @@ def test_choices_are_plain_data():
     chosen = EVERY.having(PARTITION, None, 0.5)
     assert Choices.of_plain(json.loads(json.dumps(chosen.plain()))) == chosen
     assert chosen.plain() == json.loads(json.dumps(chosen.plain())) and hash(chosen) == hash(Choices(**vars(chosen)))
+    earlier = {part: value for part, value in chosen.plain().items() if part != CALLS}  # before there were forms of calls
+    assert Choices.of_plain(earlier) == chosen
     swapped = NO_CHOICES.having(LIMITS, "nodes", 3).having(LIMITS, "buffers", 4)
     assert swapped == NO_CHOICES.having(LIMITS, "buffers", 4).having(LIMITS, "nodes", 3)
     assert swapped.without(LIMITS, "nodes").without(LIMITS, "buffers") == NO_CHOICES and not NO_CHOICES and swapped
