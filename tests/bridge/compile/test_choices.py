@@ -140,7 +140,7 @@ def test_choices_are_plain_data():
     chosen = EVERY.having(PARTITION, None, 0.5)
     assert Choices.of_plain(json.loads(json.dumps(chosen.plain()))) == chosen
     assert chosen.plain() == json.loads(json.dumps(chosen.plain())) and hash(chosen) == hash(Choices(**vars(chosen)))
-    earlier = {part: value for part, value in chosen.plain().items() if part != CALLS}  # before there were forms of calls
+    earlier = {part: value for part, value in chosen.plain().items() if part != CALLS}
     assert Choices.of_plain(earlier) == chosen
     swapped = NO_CHOICES.having(LIMITS, "nodes", 3).having(LIMITS, "buffers", 4)
     assert swapped == NO_CHOICES.having(LIMITS, "buffers", 4).having(LIMITS, "nodes", 3)
