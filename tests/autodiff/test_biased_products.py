@@ -32,14 +32,15 @@ def _made(rows=256, inner=16, columns=24, dtype=torch.bfloat16, bias=(24,), read
 
 
 def test_products_of_many_rows_add_their_biases():
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        assert _biased(biased_products(_made(dtype=dtype))) == 1
+    for dtype, rows in ((torch.bfloat16, 256), (torch.float16, 256), (torch.float32, 4096)):
+        assert _biased(biased_products(_made(rows, dtype=dtype))) == 1
 
 
 @pytest.mark.parametrize(
     "other",
     [
         {"rows": 255},
+        {"rows": 4095, "dtype": torch.float32},
         {"inner": 12},
         {"columns": 20, "bias": (20,)},
         {"bias": (256, 24)},
@@ -73,7 +74,7 @@ class _Losses(_Layers):
 def test_backward_of_one_of_two_outputs(monkeypatch):
     monkeypatch.setattr(pipeline, "HOST", torch.device("meta"))
     torch.manual_seed(0)
-    module, x = _Losses(), torch.randn(256, 16)
+    module, x = _Losses(), torch.randn(4096, 16)
     eager = copy.deepcopy(module)
     add_tvm_dispatch(module, x)
     for one in (module, eager):
@@ -83,7 +84,7 @@ def test_backward_of_one_of_two_outputs(monkeypatch):
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("shape", [(300, 16), (4, 80, 16)])
+@pytest.mark.parametrize("shape", [(4100, 16), (4, 1030, 16)])
 def test_numbers_are_eagers(monkeypatch, shape):
     monkeypatch.setattr(pipeline, "HOST", torch.device("meta"))  # as if the module were on a GPU
     torch.manual_seed(0)
