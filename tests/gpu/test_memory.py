@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers as hf
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from bridge import add_tvm_dispatch, stats
