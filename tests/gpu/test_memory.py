@@ -185,7 +185,6 @@ MEANWHILE = {
     "a pool of the user's": lambda index: torch.cuda.use_mem_pool(torch.cuda.MemPool()),
     "a trace of shapes": lambda index: FakeTensorMode(),
     "a capture of the user's": lambda index: torch.cuda.graph(torch.cuda.CUDAGraph()),
-    "tensors without memory": lambda index: FakeTensorMode(),
 }
 
 

@@ -107,7 +107,7 @@ def _memory_is_common() -> bool:
         return False
     try:
         return takes_from(_common_segments)
-    except RuntimeError:  # there is no memory, or the owner went under a mode whose tensors have none
+    except RuntimeError:  # there is no memory
         return False
 
 
