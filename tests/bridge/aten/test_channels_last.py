@@ -97,6 +97,7 @@ def test_other_convolutions_stay():
     assert "convolution_last" not in str(lower(Net(THEN["mean"]), torch.randn(2, 3, 8, 10)).forward)
 
 
+@pytest.mark.cpu("the processor's autocast")
 def test_cast_weights_lie_as_convolutions_take_them(monkeypatch):
     """Under autocast, forward and backward: a convolution copies none of them into its order."""
     lies, plain = [], convolution._channels_last

@@ -50,6 +50,7 @@ def test_torchs_numbers_or_refused(name, case):
             torch.testing.assert_close(FUNCTIONS[form](*given, *geometry), wanted, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.cpu("calls of a GPU have one form")
 def test_a_step_in_the_forms_that_are_chosen():
     """All calls of a step are found, forms are compiled for those classes, and choices survive a file."""
     torch.manual_seed(0)
