@@ -26,7 +26,7 @@ from bridge.compile.runtime.program import Program
 __all__ = ["MAX_HELD_BYTES", "MAX_PARAMETER_BYTES", "GraphedExecutor"]
 
 #: Bytes of results, of one run, whose memory is held for a program under ``"auto"``.
-MAX_HELD_BYTES = 1 << 30
+MAX_HELD_BYTES = 1 << 32
 #: Bytes of parameters that are held a second time, where their addresses never return, for a program under ``"auto"``:
 #: who moves them (FSDP gathers them for each call) does so to save memory.
 MAX_PARAMETER_BYTES = 1 << 20
