@@ -10,6 +10,7 @@ from tvm.relax import Tuple, TupleGetItem, op
 from autodiff.dce import live_bindings
 from autodiff.differentiate import backward_bindings
 from autodiff.ir import Constant, Function, IRModule, Var, bindings, build_function, results, substitute
+from autodiff.transposes import simplify_transposes
 from tests.autodiff.evaluate import function
 from tests.autodiff.gradcheck import draw
 
@@ -79,7 +80,7 @@ def _function(func, backward, gradients) -> Function:
 
 
 def _tvm(func, wanted) -> Function:
-    """What the pass appends to ``func``, without copies, on the variables of ``func``."""
+    """What the pass appends to ``func``, without copies and transposes of products, on the variables of ``func``."""
     scalar = results(func)[0]
     single = relax.Function(func.params, relax.SeqExpr(func.body.blocks, scalar), scalar.ty)
     module = relax.transform.Normalize()(IRModule({"main": single}))
@@ -100,4 +101,6 @@ def _tvm(func, wanted) -> Function:
             backward.append((known[var], value))
     gradients = joint.body.body.fields[1]
     fields = dict(backward)[known[gradients]].fields if isinstance(gradients, Var) else gradients.fields
-    return _function(func, backward, [known.get(field, field) for field in fields])
+    backward, equal = simplify_transposes(list(bindings(func)), backward)
+    fields = [known.get(field, field) for field in fields]
+    return _function(func, backward, [equal.get(field, field) for field in fields])

@@ -6,6 +6,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 from autodiff import (
+    biased_products,
     channels_behind,
     deduplicate_views,
     heads_behind,
@@ -283,3 +284,33 @@ class HeadsBehind:
             y = o[0]
             R.output(y)
         return (y,)
+
+
+@golden(biased_products)
+@I.ir_module
+class BiasedProducts:
+    """The product's own reader adds a vector, behind a reshape: one call; a product that two read stays."""
+
+    @R.function(private=True)
+    def before(x: R.Tensor((256, 16), "float16"), w: R.Tensor((16, 8), "float16"), b: R.Tensor((8,), "float16")):
+        with R.dataflow():
+            p = R.matmul(x, w)
+            q = R.reshape(p, R.shape([2, 128, 8]))
+            y = R.add(q, b)
+            r = R.matmul(x, w)
+            s = R.add(r, b)
+            u = R.negative(r)
+            R.output(y, s, u)
+        return (y, s, u)
+
+    @R.function(private=True)
+    def expected(x: R.Tensor((256, 16), "float16"), w: R.Tensor((16, 8), "float16"), b: R.Tensor((8,), "float16")):
+        with R.dataflow():
+            y = R.call_pure_packed(
+                "library.biased_product", x, w, b, R.shape([2, 128, 8]), ty_args=(R.Tensor((2, 128, 8), "float16"),)
+            )
+            r = R.matmul(x, w)
+            s = R.add(r, b)
+            u = R.negative(r)
+            R.output(y, s, u)
+        return (y, s, u)
