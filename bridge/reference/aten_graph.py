@@ -185,7 +185,9 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
         return with_own_gradient(*args)
     if node.target is CUSTOM_GRADIENT:
         return own_gradient(node, env, lambda each, values: _call(captured, each, values, drawn))
-    if node.target in _ATTENTION:  # traced where nothing goes backward
+    if node.target is aten._embedding_bag_forward_only.default:  # traced where nothing goes backward, as attention is
+        return aten._embedding_bag.default(*args, **kwargs)
+    if node.target in _ATTENTION:
         args = (*args[:4], True, *args[5:])
     if node.target is aten.copy.default:  # torch has no derivative of its functional form
         return args[1].to(args[0].device, args[0].dtype).expand(args[0].shape)

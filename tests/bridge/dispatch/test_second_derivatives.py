@@ -357,6 +357,19 @@ def test_sizes_that_vary():
     assert stats(dispatched).hits == 2 and stats(dispatched).eager_backwards.total() == 2
 
 
+def test_bags_of_computed_weights():
+    """The graph has the form of the operator that has no gradient: tracing sees none at a computed tensor."""
+    x, rows_of_bags = numbers(3, 4).requires_grad_(), torch.tensor([[0, 2], [1, 1]], device=DEVICE)
+    bags = Function(lambda x, rows: F.embedding_bag(rows, x.exp(), mode="sum").sin())
+    dispatched, found = add_tvm_dispatch(copy.deepcopy(bags), (x, rows_of_bags)), []
+    for module in (dispatched, bags):
+        found += torch.autograd.grad(module(x, rows_of_bags).sum(), x, create_graph=True)
+        with pytest.raises(NotImplementedError, match="_embedding_bag_backward"):
+            found[-1].square().sum().backward()
+    close(*found)
+    assert stats(dispatched).hits == stats(dispatched).eager_backwards.total() == 1
+
+
 def test_an_operator_without_a_second_derivative_is_eagers_error():
     log_probs = torch.randn(6, 2, 5, dtype=torch.float64).log_softmax(-1).requires_grad_()
     arguments = torch.tensor([[1, 2], [3, 1]]), torch.tensor([6, 5]), torch.tensor([2, 2])
