@@ -15,6 +15,7 @@ import torch
 from tvm import relax
 
 from autodiff.ir import Expr, dtype, shape
+from bridge.base.cudnn_layers import settings_of_layers
 from bridge.base.devices import current_device
 from bridge.base.torch_cuda import read_settings, recurrent_layers_are_tf32
 from bridge.base.torch_internals import aten, unset_fake_temporarily
@@ -32,8 +33,6 @@ _NARROW = 128
 
 _FEW_ROWS = 16
 """Rows up to which a loop's products, of parts of the weight, are quicker than cuDNN's in TF32 and half types."""
-
-_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 
 
 def cudnn_is_quicker(cell: str, x: Expr, states: Sequence[Expr]) -> bool:
@@ -88,12 +87,11 @@ def _workspace(
         return 0
     read = json.loads(options)
     count, of_layer = 2 if read["cell"] == "lstm" else 1, 4 if read["biases"] else 2
-    mode, layers, both_ways = _MODES[read["cell"]], read["layers"], read["both_ways"]
+    layers, both_ways = read["layers"], read["both_ways"]
     with torch.no_grad(), unset_fake_temporarily():
         x, *rest = (torch.zeros(each, dtype=kind, device=device) for each in extents)
         weights, (h, *c) = rest[:-count], rest[-count:]
-        size = h.shape[2]
-        told = [mode, size, 0, layers, False, 0.0, True, both_ways, [], None]
+        mode, size, *_ = told = settings_of_layers(read["cell"], h.shape[2], layers, both_ways)
         buffer = aten._cudnn_rnn_flatten_weight(weights, of_layer, x.shape[2], mode, size, 0, layers, False, both_ways)
         made = aten._cudnn_rnn(x, weights, of_layer, buffer, h, c[0] if c else None, *told)
     return made[3].numel()

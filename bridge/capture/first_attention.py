@@ -101,8 +101,8 @@ def ended_at_attention(like: tuple | None = None, numbers: bool = False) -> Iter
     """While active, this thread's traces end at their first attention if it could be another in eager's branches.
 
     Before it, forward has asked whether it is traced. ``like``: in eager's branches, where that is an attempt: if it is
-    given these arguments, as it was in the other ones. ``numbers``: where forward reads
-    numbers, the attempt goes on to the end.
+    given these arguments, as it was in the other ones. ``numbers``: where forward reads numbers, the attempt goes on to
+    the end.
     """
     asked = times_forward_asked()
 

@@ -15,13 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bridge.base.cudnn_layers import settings_of_layers
 from bridge.base.torch_internals import aten
 from bridge.library.registry import library_function
 
 __all__: list[str] = []
-
-_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
-"""cuDNN's numbers of the kinds of cells."""
 
 _LAYERS = {"rnn_relu": torch.rnn_relu, "rnn_tanh": torch.rnn_tanh, "lstm": torch.lstm, "gru": torch.gru}
 
@@ -46,8 +44,8 @@ class _Layers(NamedTuple):
         return 4 if self.biases else 2
 
     def settings(self, size: int) -> list[object]:
-        """What both of cuDNN's operators are told, from the kind of cell on: training, without dropout."""
-        return [_MODES[self.cell], size, 0, self.layers, False, 0.0, True, self.both_ways, [], None]
+        """See :func:`~bridge.base.cudnn_layers.settings_of_layers`."""
+        return settings_of_layers(self.cell, size, self.layers, self.both_ways)
 
     def of_torch(self, x: Tensor, weights: list[Tensor], states: list[Tensor]) -> tuple[Tensor, ...]:
         given = states if self.cell == "lstm" else states[0]

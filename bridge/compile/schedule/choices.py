@@ -1,8 +1,8 @@
 """Choices: in what a program is compiled otherwise than by default; names of numbers, with values → a backend's own.
 
 Limits and blocks of products change no bit. A reduction's order, the way of a product and the form of a library's call
-round otherwise, each within
-the bounds of its kind: so choices are part of a backend's key, and with it of every program's.
+round otherwise, each within the bounds of its kind: so choices are part of a backend's key, and with it of every
+program's.
 """
 
 from __future__ import annotations
