@@ -131,6 +131,7 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> Non
     case = CASES[name]
     precision, batch = PRECISIONS[case.precision], case.batch(options.quick)
     runs: dict[str, Step] = {}
+    modules: dict[str, nn.Module] = {}
     with precision.switched():
         for each in options.peers:
             started = time.perf_counter()
@@ -153,7 +154,7 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> Non
             print(f"{name} {each} first step: {time.perf_counter() - started:.1f} s", flush=True)
             if each in OURS and stats(module).misses:
                 print(f"{name} {each}: {stats(module)}", flush=True)
-            runs[each] = run
+            runs[each], modules[each] = run, module
         if options.rounds and device.type == "cuda":
             settle(runs)
         for clock, ahead in (("gpu", True), ("wall", False)) if options.rounds else ():
@@ -162,6 +163,8 @@ def measure(name: str, options: argparse.Namespace, device: torch.device) -> Non
             for ours in [each for each in OURS if each in spent]:
                 ratios = ", ".join(f"/{each} {spent[ours] / spent[each]:.2f}" for each in others)
                 print(f"{name} {clock}: {ours} {spent[ours]:.3f} ms; {ratios}", flush=True)
+        for each in runs.keys() & OURS.keys():
+            print(f"{name} {each}: {stats(modules[each]).graphs}", flush=True)
         for each, run in runs.items() if options.kernels else ():
             show_kernels(f"{name} {each}", run, options.kernels)
 

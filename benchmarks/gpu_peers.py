@@ -164,8 +164,13 @@ def peer(
 
 
 def settle(runs: Mapping[str, Step]) -> None:
-    """Has peers of ours take the steps in which they find out whether graphs pay, and record; the GPU keeps up."""
-    for name in OURS.keys() & runs.keys():
+    """Has peers take the steps in which ours find out whether graphs pay, and record; the GPU keeps up.
+
+    By turns, as they are measured: what one allocates moves the addresses of what others are given, and addresses that
+    do not return are found out as well.
+    """
+    if OURS.keys() & runs.keys():
         for _ in range(_SETTLED):
-            runs[name]()
-            torch.cuda.synchronize()
+            for run in runs.values():
+                run()
+                torch.cuda.synchronize()

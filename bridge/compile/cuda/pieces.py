@@ -53,7 +53,7 @@ class _Origin:
 
     def of(self, given: Sequence[torch.Tensor]) -> torch.Tensor:
         tensor = given[self.place]
-        if tensor.data_ptr() % ALIGNMENT:  # as a run that is not recorded has it
+        if tensor.data_ptr() % ALIGNMENT or not tensor.is_contiguous():  # as a run that is not recorded has it
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         if self.geometry is None:
             return tensor

@@ -20,7 +20,7 @@ from bridge.compile.graphs.recordings import MAX_MADE, StreamRecordings
 from bridge.compile.graphs.results import ReplayResults
 from bridge.compile.graphs.shared import STREAMS, Shared
 from bridge.compile.loop_ir.views import dense_strides
-from bridge.compile.runtime.forms import InputForms
+from bridge.compile.runtime.forms import InputForms, Strided
 from bridge.compile.runtime.program import Program
 
 __all__ = ["MAX_HELD_BYTES", "MAX_PARAMETER_BYTES", "GraphedExecutor"]
@@ -167,17 +167,17 @@ class GraphedExecutor:
     def _graphed(self, inputs: Sequence[torch.Tensor], consume: bool) -> list[torch.Tensor]:
         stream = self._recorder.stream()
         recordings = self._streams.get(stream) or self._streams.put(stream, self._new(stream))
-        dense, fresh = self._forms.dense(inputs), recordings.fresh()
-        recording = recordings.find(dense, fresh)
+        (given, strided), fresh = self._forms.as_they_lie(inputs), recordings.fresh()
+        recording = recordings.find(given, strided, fresh)
         if recording is None:
-            recording = self._recorded(recordings, dense, fresh)
+            recording = self._recorded(recordings, given, strided, fresh)
         if recording is None:
             return self._into(fresh, inputs, consume)
         if profiler._is_profiler_enabled:
             with profiler.record_function(f"tvm: {self._program.name}, recorded"):
-                results = recordings.replay(recording, inputs, dense, fresh)
+                results = recordings.replay(recording, inputs, given, fresh)
         else:
-            results = recordings.replay(recording, inputs, dense, fresh)
+            results = recordings.replay(recording, inputs, given, fresh)
         if consume:
             inputs.clear()
         self.last_used = next(self._control.clock)
@@ -185,11 +185,15 @@ class GraphedExecutor:
         return results
 
     def _recorded(
-        self, recordings: StreamRecordings, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]
+        self,
+        recordings: StreamRecordings,
+        inputs: Sequence[torch.Tensor],
+        strided: Strided,
+        fresh: Sequence[torch.Tensor],
     ) -> Replay | None:
         """A new recording; ``None`` if it is too early for one, or if there is to be none any more."""
         self._shared.follow_memory()
-        if not recordings.is_due(inputs, fresh):
+        if not recordings.is_due(inputs, strided, fresh):
             self._control.count("addresses that are new")
             return None
         if self._control.mode == "auto" and not self._shared.verdicts.copies_pay(recordings.copied_bytes):
@@ -203,7 +207,7 @@ class GraphedExecutor:
         else:
             self._control.make_room(self)
             try:
-                return recordings.record(inputs, fresh)
+                return recordings.record(inputs, strided, fresh)
             except Exception as error:  # noqa: BLE001   whatever it is, launching kernel by kernel does without
                 first = next(iter(str(error).splitlines()), "")
                 self._refuse(f"recording failed: {type(error).__name__}: {first}")

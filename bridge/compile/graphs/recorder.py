@@ -111,7 +111,7 @@ class Recorder(Protocol):
         Whatever goes wrong is raised, and leaves the device as it was.
 
         Args:
-            inputs: dense.
+            inputs: dense or not; copies of those that are not belong to the run.
             fresh: memory of the results in ``layout.fresh``.
             copies: places of other results, with the memory that they are copied to at the end of the run.
 

@@ -18,6 +18,7 @@ from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.graphs.ports import Key, Ports
 from bridge.compile.graphs.recorder import Form, Memory, Recorder, Replay, nbytes
 from bridge.compile.graphs.results import ReplayResults
+from bridge.compile.runtime.forms import Strided
 
 __all__ = ["MAX_MADE", "MAX_OF_A_STREAM", "StreamRecordings"]
 
@@ -57,8 +58,8 @@ class StreamRecordings:
         self.made = self._unrecorded = 0
         self._buffers: dict[int, torch.Tensor] = {}
         self._memories = memories
-        self._recordings: LeastRecentlyUsed[Key, Replay] = LeastRecentlyUsed(MAX_OF_A_STREAM)
-        self._seen: LeastRecentlyUsed[Key, bool] = LeastRecentlyUsed(4 * MAX_OF_A_STREAM)
+        self._recordings: LeastRecentlyUsed[tuple[Strided, Key], Replay] = LeastRecentlyUsed(MAX_OF_A_STREAM)
+        self._seen: LeastRecentlyUsed[tuple[Strided, Key], bool] = LeastRecentlyUsed(4 * MAX_OF_A_STREAM)
         self._renew()
 
     def __len__(self) -> int:
@@ -88,9 +89,10 @@ class StreamRecordings:
                 made[place] = tensor
         return made
 
-    def find(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> Replay | None:
-        """The recording for dense inputs and memory of results, if there is one."""
-        return self._recordings.get(self._ports.key([*inputs, *fresh]))
+    def find(self, inputs: Sequence[torch.Tensor], strided: Strided, fresh: Sequence[torch.Tensor]) -> Replay | None:
+        """The recording for inputs, those that are not dense with these strides, and memory of results, if there is
+        one."""
+        return self._recordings.get((strided, self._ports.key([*inputs, *fresh])))
 
     def replay(
         self,
@@ -99,7 +101,7 @@ class StreamRecordings:
         inputs: Sequence[torch.Tensor],
         fresh: list[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """The results; ``given`` are the caller's inputs, ``inputs`` the same, dense."""
+        """The results; ``given`` are the caller's inputs, ``inputs`` what :meth:`find` was asked for."""
         self._ports.replayed()
         first, buffers = self._inputs, self._buffers
         for place in self._ports.buffered:
@@ -111,7 +113,7 @@ class StreamRecordings:
                 fresh[place - first].copy_(buffers[place])
         return self._results(given, fresh)
 
-    def is_due(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> bool:
+    def is_due(self, inputs: Sequence[torch.Tensor], strided: Strided, fresh: Sequence[torch.Tensor]) -> bool:
         """Whether addresses without a recording have been here before. If they keep moving, ports are buffered.
 
         A size that varies is recorded when it comes back, if calls of other sizes had these addresses.
@@ -120,20 +122,20 @@ class StreamRecordings:
         self._unrecorded += 1
         are_known = self._ports.meet(tensors, forgiven=self._varies and self.made < MAX_OF_A_STREAM)
         self._follow_ports()
-        key = self._ports.key(tensors)
+        key = strided, self._ports.key(tensors)
         if self._seen.get(key) or (self._varies and are_known and self._unrecorded > 1):
             return True
         self._seen.put(key, True)
         return False
 
-    def record(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> Replay:
-        """Makes a recording for these addresses; raises what goes wrong."""
+    def record(self, inputs: Sequence[torch.Tensor], strided: Strided, fresh: Sequence[torch.Tensor]) -> Replay:
+        """Makes a recording for these addresses and strides; raises what goes wrong."""
         self.made += 1
         copied, ported = self._results.copied, self._ported(inputs, fresh)
         read, written = ported[: self._inputs], ported[self._inputs :]
         own = len(written) - len(copied)
         replay = self._recorder.record(read, written[:own], list(zip(copied, written[own:], strict=True)))
-        return self._recordings.put(self._ports.key([*inputs, *fresh]), replay)
+        return self._recordings.put((strided, self._ports.key([*inputs, *fresh])), replay)
 
     def _ported(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors of all ports as recordings know them."""

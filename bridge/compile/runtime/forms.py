@@ -11,11 +11,14 @@ from bridge.base.devices import HOST
 from bridge.base.tensor_properties import Checks, is_nested, tensor_checks
 from bridge.compile.runtime.layout import Register
 
-__all__ = ["InputForms"]
+__all__ = ["InputForms", "Strided"]
 
 _FORM = attrgetter("shape", "dtype", "device")
-#: Ways that fitting inputs may look: some require grad, or are parameters, or belong to inference mode.
-_MAX_FITTING = 4
+#: Ways that fitting inputs may look: some require grad, or are parameters, or belong to inference mode, or are strided.
+_MAX_LOOKS = 4
+
+Strided = tuple[tuple[int, tuple[int, ...]], ...]
+"""Places and strides of inputs that are not dense."""
 
 
 class InputForms:
@@ -32,7 +35,7 @@ class InputForms:
         self._forms = [
             (torch.Size(param.shape), param.torch_dtype, HOST if param.lies_on_host else device) for param in params
         ]
-        self._fitting: list[Checks] = []  # inputs that look like these fit, and are dense
+        self._looks: list[tuple[Checks, Strided]] = []  # inputs that look like these fit
 
     def dense(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The inputs, those that are strided as dense copies. Some may require grad: nothing is to record it.
@@ -40,15 +43,29 @@ class InputForms:
         Raises:
             ValueError: their number, a shape, an element type or a device is another one.
         """
-        if not any(map(is_nested, inputs)) and any(alike(inputs) for alike in self._fitting):
-            return inputs
+        return inputs if self._strided(inputs) == () else [tensor.contiguous() for tensor in inputs]
+
+    def as_they_lie(self, inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Strided]:
+        """The inputs, with the strides of those that are not dense; of too many kinds of strides, dense copies. Raises
+        what :meth:`dense` does."""
+        strided = self._strided(inputs)
+        return ([tensor.contiguous() for tensor in inputs], ()) if strided is None else (inputs, strided)
+
+    def _strided(self, inputs: Sequence[torch.Tensor]) -> Strided | None:
+        """``None``: some may be strided, in one of too many ways."""
+        if not any(map(is_nested, inputs)):
+            for alike, strided in self._looks:
+                if alike(inputs):
+                    return strided
         if list(map(_FORM, inputs)) != self._forms:
             self._reject(inputs)
-        if not all(map(torch.Tensor.is_contiguous, inputs)):
-            return [tensor.contiguous() for tensor in inputs]
-        if len(self._fitting) < _MAX_FITTING:
-            self._fitting.append(tensor_checks(inputs, given_twice=False))
-        return inputs
+        strided = tuple(
+            (place, tensor.stride()) for place, tensor in enumerate(inputs) if not tensor.is_contiguous()
+        )
+        if len(self._looks) < _MAX_LOOKS:
+            self._looks.append((tensor_checks(inputs, given_twice=False), strided))
+            return strided
+        return None if strided else ()
 
     def _reject(self, inputs: Sequence[torch.Tensor]) -> None:
         if len(inputs) != len(self._forms):

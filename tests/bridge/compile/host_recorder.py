@@ -24,8 +24,9 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, which stays its owner's to free."""
     if not tensor.numel():
         return torch.empty(tensor.shape, dtype=tensor.dtype)
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = (ctypes.c_char * ((last + 1) * tensor.itemsize)).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 def memories(first, others, outputs):

@@ -109,6 +109,19 @@ def test_results_have_memory_and_versions_of_their_own(graphed):
     assert made[0].untyped_storage().data_ptr() != made[1].untyped_storage().data_ptr()
 
 
+def test_strided_inputs_are_recorded_where_they_lie(graphed):
+    """No copy of one is made outside, whose address would be another one at each call."""
+    graphed.w = torch.randn(8, 16).t()
+    held = [torch.empty(16, 8) for _ in range(3)]
+    for _ in range(20):
+        graphed.w.normal_(), graphed.check()
+        held.append(torch.empty(16, 8))
+    assert graphed.recorder.recorded == 1 and graphed.control.replays == 17 and not graphed.run.held_bytes
+    graphed.w = graphed.w.as_strided((16, 8), (8, 1))  # the same address
+    graphed.warm()
+    assert graphed.recorder.recorded == 2
+
+
 def test_a_moved_parameter_is_recorded_again_and_comes_back(graphed):
     graphed.warm()
     old, graphed.w = graphed.w, torch.randn(16, 8)
