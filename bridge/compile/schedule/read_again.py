@@ -25,7 +25,7 @@ def read_again(groups: Sequence[Group], results: Iterable[Value], rules: Rules) 
     """Changes groups, in an order of execution, so that fewer values cross from one to another.
 
     A large value is computed where it is read if that takes at most ``limits.read_again`` cheap operators and no more
-    bytes than reading it, from what is in memory for others' sake, or is small; and if all its readers can.
+    bytes than writing and reading it, from what is in memory for others' sake, or is small; and if all its readers can.
     """
     if rules.limits.read_again:
         _Pass(groups, results, rules).run()
@@ -56,7 +56,8 @@ class _Pass:
         for group in self.groups:
             for value in list(group.made) if group.fusable else ():
                 if self._is_large(value) and value not in self.kept and self.readers[value]:
-                    self._compute_where_read(value)
+                    if not self._compute_where_read(value):
+                        self.kept.add(value)
         for group in self.groups:
             group.sources = {self.group_of[each.value] for _, each in group.reads() if each.value in self.group_of}
             group.users = set()
@@ -67,19 +68,20 @@ class _Pass:
     def _is_large(self, value: Value) -> bool:
         return not isinstance(value.numel, Extent) and value.numel > self.rules.limits.single_elements
 
-    def _compute_where_read(self, value: Value) -> None:
+    def _compute_where_read(self, value: Value) -> bool:
+        """Has a value computed by its readers, if that is worth it; tells whether it is."""
         chain = self._chain(value)
         if chain is None:
-            return
+            return False
         nodes, sources = chain
         readers = sorted(self.readers[value], key=lambda group: group.index)
         known = {group: {operand.value for _, operand in group.reads()} for group in readers}
         more = sum(_bytes(source) for group in readers for source in sources if source not in known[group])
-        if more > len(readers) * _bytes(value):
-            return
+        if more > (1 + len(readers)) * _bytes(value):
+            return False
         changed = [self._with_copies(group, nodes) for group in readers]
         if None in changed:
-            return
+            return False
         for group, (new, copies) in zip(readers, changed, strict=True):
             group.nodes, group.made, group.per_row = new.nodes, new.made, new.per_row
             self.copies[group].update(copies)
@@ -88,6 +90,7 @@ class _Pass:
             for _, operand in group.reads():
                 self.readers[operand.value].add(group)
         self.readers[value].clear()
+        return True
 
     def _chain(self, value: Value) -> tuple[list[Pointwise], set[Value]] | None:
         """The cheap operators that make a value from what is in memory, in order, and that; ``None`` if they do not."""
