@@ -16,6 +16,8 @@ from bridge.base.torch_internals import find
 __all__ = [
     "SAME_SETTINGS",
     "SETTINGS",
+    "convolves_by_cudnn",
+    "cudnn_flags",
     "current_device",
     "current_stream",
     "empty_strided",
@@ -106,6 +108,22 @@ def read_settings() -> tuple[Any, ...]:
 def products_are_tf32() -> bool:
     """Whether products of float32 on a GPU may be rounded to TF32 now."""
     return str(_precision("cuda", "matmul")) == "tf32"
+
+
+_conv_backend: Callable[..., Any] = find("torch._C._select_conv_backend", lambda *_: None)
+_by_cudnn: Any = find("torch._C._ConvBackend.Cudnn", object())
+
+
+def convolves_by_cudnn(x: torch.Tensor, weight: torch.Tensor, *geometry: Any) -> bool:
+    """Whether torch's convolution without a bias (stride, padding, dilation, transposed, output padding, groups) would
+    ask cuDNN."""
+    return _conv_backend(x, weight, None, *geometry) == _by_cudnn
+
+
+def cudnn_flags() -> tuple[bool, bool, bool]:
+    """What torch's convolutions ask cuDNN for now: to measure algorithms, to take deterministic ones, to allow TF32."""
+    deterministic = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
+    return torch.backends.cudnn.benchmark, deterministic, str(_precision("cuda", "conv")) == "tf32"
 
 
 def recurrent_layers_are_tf32() -> bool:

@@ -28,6 +28,7 @@ from bridge.library.registry import (
     ALIGNMENT,
     DRAWS,
     FUNCTIONS,
+    INTO_GIVEN,
     NEVER_RAISE,
     OUT_KERNELS,
     PLACED_DRAWS,
@@ -36,6 +37,7 @@ from bridge.library.registry import (
     TensorsAt,
     dense,
     invoke,
+    invoke_into,
 )
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "DRAWS",
     "FORMS",
     "FUNCTIONS",
+    "INTO_GIVEN",
     "NEVER_RAISE",
     "OUT_KERNELS",
     "PLACED_DRAWS",
@@ -51,4 +54,5 @@ __all__ = [
     "TensorsAt",
     "dense",
     "invoke",
+    "invoke_into",
 ]

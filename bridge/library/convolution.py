@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from bridge.base.torch_cuda import convolves_by_cudnn, cudnn_flags
 from bridge.base.torch_internals import aten
-from bridge.library.registry import library_function
+from bridge.library.registry import into_given, library_function
 
 __all__: list[str] = []
 
@@ -14,6 +15,24 @@ __all__: list[str] = []
 @library_function("convolution", aten.convolution)
 def convolution(x, weight, stride, padding, dilation, output_padding, transposed, groups):
     return aten.convolution(x, weight, None, stride, padding, dilation, bool(transposed), output_padding, groups)
+
+
+@into_given("convolution", aten.cudnn_convolution)
+def convolution_into(outs, x, weight, *geometry):
+    (out,) = outs
+    are_dense = all(each.is_contiguous() for each in (x, weight, out))
+    return are_dense and _by_cudnn_into(out, x, weight, geometry)
+
+
+def _by_cudnn_into(out, x, weight, geometry):
+    """cuDNN's convolution into ``out``, whose layout is the one that cuDNN is asked in; ``False`` if torch would not
+    take cuDNN."""
+    stride, padding, dilation, output_padding, transposed, groups = geometry
+    options = stride, padding, dilation
+    if transposed or not convolves_by_cudnn(x, weight, *options, False, output_padding, groups):
+        return False
+    aten.cudnn_convolution.out(x, weight, padding, stride, dilation, groups, *cudnn_flags(), out=out)
+    return True
 
 
 def _convolution_backward(grad, x, weight, geometry, wanted):
@@ -42,6 +61,14 @@ def convolution_backward_weight(grad, x, extents, *geometry):
 @library_function("convolution_last", aten.convolution)
 def convolution_last(x, weight, *geometry):
     return convolution(x, _channels_last(weight), *geometry).permute(0, 2, 3, 1)
+
+
+@into_given("convolution_last", aten.cudnn_convolution)
+def convolution_last_into(outs, x, weight, *geometry):
+    out, weight = outs[0].permute(0, 3, 1, 2), _channels_last(weight)
+    # torch does not tell the layouts of a single channel apart, and has cuDNN convolve float64 in the other one
+    is_asked_so = x.dtype != torch.float64 and weight.shape[1] > 1 and out.shape[1] > 1
+    return is_asked_so and _by_cudnn_into(out, x, weight, geometry)
 
 
 @library_function("convolution_last_backward_input", aten.convolution_backward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bridge.base.torch_internals import aten
-from bridge.library.registry import library_function
+from bridge.library.registry import into_given, library_function
 
 __all__: list[str] = []
 
@@ -26,6 +26,14 @@ def max_pool_backward(grad, positions, extents, kernel_size, stride, padding, di
 def max_pool_last(x, *geometry):
     """That of planes, with channels behind in the results' shapes."""
     return tuple(each.permute(0, 2, 3, 1) for each in max_pool(x, *geometry))
+
+
+@into_given("max_pool_last", aten.max_pool2d_with_indices)
+def max_pool_last_into(outs, x, kernel_size, stride, padding, dilation, ceil_mode):
+    y, positions = (each.permute(0, 3, 1, 2) for each in outs)
+    given = x, kernel_size, stride, padding, dilation, bool(ceil_mode)
+    aten.max_pool2d_with_indices.out(*given, out=y, indices=positions)
+    return True
 
 
 @library_function("max_pool_last_backward", aten.max_pool2d_with_indices_backward)

@@ -18,6 +18,7 @@ from bridge.base.torch_internals import AbsentOperator
 __all__ = [
     "DRAWS",
     "FUNCTIONS",
+    "INTO_GIVEN",
     "NEVER_RAISE",
     "OUT_KERNELS",
     "PLACED_DRAWS",
@@ -25,7 +26,9 @@ __all__ = [
     "TensorAt",
     "TensorsAt",
     "dense",
+    "into_given",
     "invoke",
+    "invoke_into",
     "library_function",
     "out_kernel",
 ]
@@ -40,6 +43,10 @@ FUNCTIONS: dict[str, Function] = {}
 
 OUT_KERNELS: dict[str, Function] = {}
 """Kernels that write into given tensors, by name: ``kernel(outs, args, *attributes)``. None is named as a function."""
+
+INTO_GIVEN: dict[str, Function] = {}
+"""Of some of these functions, one that writes the very results into tensors that it is given, where it can:
+``function(outs, *arguments)`` returns whether it has."""
 
 NEVER_RAISE = frozenset(
     "mm mm_lt mm_wide mm_biased bmm bmm_wide mm_swapped linear packed cat stack cumsum cumprod convolution "
@@ -67,6 +74,18 @@ def library_function(name: str, *operators: object) -> Callable[[Function], Func
     def register(function: Function) -> Function:
         if not any(isinstance(operator, AbsentOperator) for operator in operators):
             FUNCTIONS[_unused(name)] = function
+        return function
+
+    return register
+
+
+def into_given(name: str, *operators: object) -> Callable[[Function], Function]:
+    """Registers what writes the results of ``library.<name>`` into given tensors, unless this version of torch lacks
+    one of the ``operators``."""
+
+    def register(function: Function) -> Function:
+        if not any(isinstance(operator, AbsentOperator) for operator in operators):
+            INTO_GIVEN[name] = function
         return function
 
     return register
@@ -126,8 +145,19 @@ def invoke(function: Function, arguments: Sequence[Any], tensors: Sequence[torch
     Returns:
         its results, dense, none of them one of the inputs.
     """
-    made = function(*[arg.of(tensors) if isinstance(arg, TensorAt | TensorsAt) else arg for arg in arguments])
+    made = function(*_decoded(arguments, tensors))
     return [_own(value, tensors) for value in (made if isinstance(made, tuple) else (made,))]
+
+
+def invoke_into(
+    function: Function, outs: Sequence[torch.Tensor], arguments: Sequence[Any], tensors: Sequence[torch.Tensor]
+) -> bool:
+    """As :func:`invoke`, one of ``INTO_GIVEN`` with dense memory for its results; whether they are there."""
+    return function(outs, *_decoded(arguments, tensors))
+
+
+def _decoded(arguments: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
+    return [arg.of(tensors) if isinstance(arg, TensorAt | TensorsAt) else arg for arg in arguments]
 
 
 def _own(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from bridge import stats
+from bridge import add_tvm_dispatch, stats
 from bridge.compile import gpu_of
 from bridge.compile.cuda.driver_graphs import captured, new_stream
 from bridge.compile.cuda.pool_memory import PoolMemory
+from bridge.library import INTO_GIVEN
 from bridge.rng.states import GeneratorStates
 from tests.bridge.dispatch.recorded_loops import LOOPS, Pair, plain
 from tests.device import DEVICE
@@ -347,3 +350,43 @@ def test_what_cublas_works_in_stays_a_recordings():
     for seed in range(12):
         pair.step(seed, plain)
     assert pair.graphs.replays == replays + 24 and all(bool(each.isnan().all()) for each in others)
+
+
+def test_convolutions_write_what_a_recording_returns(monkeypatch):
+    """In channels_last under autocast: the numbers of single launches, and weights are read where they lie."""
+    written = []
+
+    def spied(name, function):
+        def write(*given):
+            written.append((name, function(*given)))
+            return written[-1][1]
+
+        return write
+
+    for name, function in list(INTO_GIVEN.items()):
+        monkeypatch.setitem(INTO_GIVEN, name, spied(name, function))
+    torch.manual_seed(0)
+    first, second = nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(16, 8, 3)
+    body = nn.Sequential(first, nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), second)
+    modules = [copy.deepcopy(body).to(DEVICE, memory_format=torch.channels_last) for _ in range(2)]
+    x = torch.randn(4, 8, 12, 12, device=DEVICE).to(memory_format=torch.channels_last)
+    with torch.autocast("cuda", torch.bfloat16):
+        for module, graphs in zip(modules, (True, False), strict=True):
+            add_tvm_dispatch(module, x, cuda_graphs=graphs)
+    held = []
+    for seed in range(16):
+        torch.manual_seed(seed)
+        x.normal_()
+        results = []
+        for module in modules:
+            with torch.autocast("cuda", torch.bfloat16):
+                y = module(x)
+            module.zero_grad()
+            y.float().square().mean().backward()
+            results.append([y, *(each.grad for each in module.parameters()), *module.buffers()])
+        torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+        held.append((results[0][0], results[1][0]))
+    assert all(torch.equal(ours, single) for ours, single in held)
+    graphs = stats(modules[0]).graphs
+    assert graphs.replays > 16 and not graphs.refused and graphs.recordings, graphs
+    assert {name for name, is_done in written if is_done} >= {"convolution_last", "max_pool_last"}

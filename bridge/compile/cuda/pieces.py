@@ -1,5 +1,8 @@
 """Pieces of a recorded run: stretches of it that a stream captures, as graphs, and the library calls between them.
 
+What a library call returns lies in memory of its own, which a recording does not hand out. Where it is a result of the
+run, the call is made to write it into memory of the caller's, if it can; else it is copied there at the end.
+
 A call that places torch's generator (attention's dropout) is not captured: inside of a capture, torch's kernels take
 the generator's state from torch's own graphs alone, and other threads could not draw meanwhile. So a run ends a graph
 before such a call and begins the next one behind it. A replay launches the graphs in order and makes the calls in
@@ -19,10 +22,10 @@ import torch
 from bridge.compile.cuda.executor import ALIGNMENT, BoundExecutor
 from bridge.compile.graphs.recorder import Form, Replay
 from bridge.compile.loop_ir.views import dense_strides
-from bridge.compile.runtime.bind import Action, bind
+from bridge.compile.runtime.bind import bind
 from bridge.compile.runtime.instructions import CallLibrary, View
 from bridge.compile.runtime.loop_step import Instruction, Loop, inner_steps
-from bridge.library import PLACED_DRAWS
+from bridge.library import INTO_GIVEN, PLACED_DRAWS, invoke_into
 
 __all__ = ["Pieces", "PiecewiseExecutor", "inside_of_loops", "is_between"]
 
@@ -73,31 +76,58 @@ def _origin(slot: int, views: Mapping[int, View], given: Mapping[int, int]) -> _
     return _Origin(given[slot], None if geometry is None else (*geometry, offset))
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """Memory of a call for a result that a library function allocates; ``place``: as in :class:`_Origin`."""
+
+    memory: torch.Tensor
+    place: int
+
+
 class _Between:
     """A call between two graphs. All recordings of a program for one stream share it: they run one after another.
 
+    Args:
+        views: all there are, by slot; ``given``: places of a call's tensors, by slot.
+
     Attributes:
-        memory: where its results lie for the graphs behind it; made at the first recording.
+        memory: by slot, where its results lie for the graphs behind it, but for those that the caller has memory for;
+            made at the first recording.
     """
 
-    def __init__(self, step: CallLibrary, action: Action, origins: Mapping[int, _Origin]):
-        self._step, self._action, self._origins = step, action, origins
-        self.memory: list[torch.Tensor] = []
+    def __init__(self, step: CallLibrary, views: Mapping[int, View], given: Mapping[int, int]):
+        self._step, self._action, self._views, self._given = step, bind(step, {}, {}), views, given
+        self.memory: dict[int, torch.Tensor] = {}
 
     def record(
-        self, registers: list, on_host: Mapping[int, torch.Tensor], take: Callable[[Form], torch.Tensor]
+        self,
+        registers: list,
+        on_host: Mapping[int, torch.Tensor],
+        kept: Mapping[int, _Kept],
+        take: Callable[[Form], torch.Tensor],
     ) -> Replay:
         """Puts the memory of its results into the registers. The call is made for its results' forms alone: nothing
-        that a run computes is there yet. ``on_host``: states, by slot; ``take``: where memory comes from."""
-        step, action, origins = self._step, self._action, self._origins
-        if not self.memory:
+        that a run computes is there yet.
+
+        Args:
+            on_host: states, by slot; ``kept``: the caller's memory, by slot.
+            take: where other memory comes from.
+        """
+        step, action = self._step, self._action
+        there = {slot: each.place for slot, each in kept.items() if registers[slot] is each.memory}
+        found = {slot: _origin(slot, self._views, {**self._given, **there}) for slot in step.reads}
+        origins = {slot: origin for slot, origin in found.items() if origin is not None}
+        missing = [slot for slot in step.writes if slot not in kept and slot not in self.memory]
+        if missing:
             tried = {slot: on_host.get(slot, registers[slot]) for slot in step.reads}
             action(tried)
-            made = [tried[slot] for slot in step.writes]
-            self.memory = [take((tuple(each.shape), dense_strides(each.shape), each.dtype)) for each in made]
-        targets = list(zip(step.writes, self.memory, strict=True))
-        for slot, memory in targets:
-            registers[slot] = memory
+            for slot in missing:
+                made = tried[slot]
+                self.memory[slot] = take((tuple(made.shape), dense_strides(made.shape), made.dtype))
+        places = {slot: kept[slot].place for slot in step.writes if slot in kept}
+        memory = {slot: self.memory[slot] for slot in step.writes if slot not in kept}
+        for slot in step.writes:
+            registers[slot] = kept[slot].memory if slot in kept else memory[slot]
         own = {slot: registers[slot] for slot in step.reads if slot not in origins}
 
         def replay(given: Sequence[torch.Tensor]) -> None:
@@ -105,8 +135,10 @@ class _Between:
             for slot, origin in origins.items():
                 found[slot] = origin.of(given)
             action(found)
-            for slot, memory in targets:
-                memory.copy_(found[slot])
+            for slot, target in memory.items():
+                target.copy_(found[slot])
+            for slot, place in places.items():
+                given[place].copy_(found[slot])
 
         return replay
 
@@ -156,30 +188,44 @@ class PiecewiseExecutor(BoundExecutor):
         self._between: dict[int, _Between] = {}
         for index, step in enumerate(self.steps):
             if is_between(step):
-                found = {slot: _origin(slot, views, place_of) for slot in step.reads}
-                origins = {slot: origin for slot, origin in found.items() if origin is not None}
-                self._between[index] = _Between(step, bind(step, {}, {}), origins)
+                self._between[index] = _Between(step, views, place_of)
         read = {slot for step in self.steps if not is_between(step) for slot in step.reads}
         self._on_host = [slot for slot, param in enumerate(layout.params) if param.lies_on_host]
         self._brought = {slot: self._state() for slot in self._on_host if slot in read}
         self._pieces: Pieces | None = None
         self._take_between: Callable[[Form], torch.Tensor] | None = None
+        self._kept: dict[int, _Kept] = {}
+        self._writers = {
+            index: INTO_GIVEN[step.name]
+            for index, step in enumerate(self.steps)
+            if isinstance(step, CallLibrary) and step.allocates and step.name in INTO_GIVEN
+        }
         self._states: dict[int, torch.Tensor] = {}
 
     @contextmanager
-    def recorded_by(self, pieces: Pieces, take: Callable[[Form], torch.Tensor]) -> Iterator[None]:
+    def recorded_by(
+        self,
+        pieces: Pieces,
+        take: Callable[[Form], torch.Tensor],
+        copies: Sequence[tuple[int, torch.Tensor]] = (),
+    ) -> Iterator[None]:
         """A run meanwhile is recorded as these pieces.
 
         Args:
             take: memory for what calls between graphs return.
+            copies: places of results that library calls allocate, with memory for them; a result of the run that is
+                this memory is there, others are not.
         """
         self._pieces, self._take_between = pieces, take
+        first = len(self._layout.params) + len(self._layout.fresh)
+        for number, (place, memory) in enumerate(copies):
+            self._kept[self._layout.results[place]] = _Kept(memory, first + number)
         if self._brought:
             pieces.parts.insert(0, self._bring)
         try:
             yield
         finally:
-            self._pieces, self._take_between, self._states = None, None, {}
+            self._pieces, self._take_between, self._states, self._kept = None, None, {}, {}
 
     @torch.inference_mode(False)  # it serves runs of any mode
     def _state(self) -> torch.Tensor:
@@ -201,13 +247,26 @@ class PiecewiseExecutor(BoundExecutor):
         for index, (action, last_used) in enumerate(self.actions):
             if index in self._between:
                 self._interrupt(index, registers)
-            else:
+            elif not (index in self._writers and self._is_written(index, registers)):
                 action(registers)
             for slot in last_used:
                 registers[slot] = None
 
+    def _is_written(self, index: int, registers: list) -> bool:
+        """Makes a library call write its results into the caller's memory, if there is some for all and it can."""
+        step = self.steps[index]
+        if not all(slot in self._kept for slot in step.writes):
+            return False
+        outs = [self._kept[slot].memory for slot in step.writes]
+        values = [list(value) if isinstance(value, tuple) else value for value in step.attrs]
+        if not invoke_into(self._writers[index], outs, values, [registers[slot] for slot in step.reads]):
+            return False
+        for slot, out in zip(step.writes, outs, strict=True):
+            registers[slot] = out
+        return True
+
     def _interrupt(self, index: int, registers: list) -> None:
         """A call that is made between two graphs."""
         with self._pieces.interrupted():
-            part = self._between[index].record(registers, self._states, self._take_between)
+            part = self._between[index].record(registers, self._states, self._kept, self._take_between)
         self._pieces.parts.append(part)

@@ -242,10 +242,11 @@ class CudaRecorder:
         # collecting garbage may free memory of the device, which is not allowed during a capture
         with _RECORDING, collection_paused():
             try:
-                with pieces, execute.recorded_by(pieces, shared.scratch.take):
+                with pieces, execute.recorded_by(pieces, shared.scratch.take, copies):
                     results = execute(inputs, fresh=fresh)
                     for place, memory in copies:
-                        memory.copy_(results[place])
+                        if results[place] is not memory:
+                            memory.copy_(results[place])
                     del results  # temporaries are given back while they are the stream's
             except BaseException:
                 STREAMS.leave(self._device, stream)

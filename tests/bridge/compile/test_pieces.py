@@ -103,11 +103,12 @@ class _Executor(PiecewiseExecutor):
         yield [self.graphs[-1]]
 
 
-def recorded(compiled, inputs, fresh):
+def recorded(compiled, inputs, fresh, copies=()):
     parts = (compiled.name, compiled.steps, compiled.layout, compiled.constants, compiled.code)
     execute = _Executor(*parts, device=HOST, pool=ArenaPool(), actions=bind_all(*parts[1:]))
     pieces = Pieces(execute.capture, lambda graph: graph.replay)
-    with pieces, execute.recorded_by(pieces, taken), torch.no_grad():
+    copies = [(place, alias(memory)) for place, memory in copies]
+    with pieces, execute.recorded_by(pieces, taken, copies), torch.no_grad():
         results = execute(inputs, fresh=list(map(alias, fresh)))
     return pieces.parts, execute, results
 
@@ -118,11 +119,14 @@ def taken(form):
     return torch.empty_strided(shape, strides, dtype=dtype)
 
 
-def test_graphs_and_calls_take_turns_and_find_what_the_others_wrote(compiled):
+@pytest.mark.parametrize("is_callers", [False, True])
+def test_graphs_and_calls_take_turns_and_find_what_the_others_wrote(compiled, is_callers):
+    """Whether what a call between returns, and the run as well, lies in the caller's memory or in the recording's."""
     layout = compiled.layout
     fresh = [torch.empty(made.shape, dtype=made.torch_dtype) for made in layout.fresh]
     x, w = torch.randn(SHAPE), torch.randn(8, 8)
-    parts, _, results = recorded(compiled, [x, w, *states()], fresh)
+    copied = [torch.empty(1, 2, 32)] if is_callers else []
+    parts, _, results = recorded(compiled, [x, w, *states()], fresh, [(2, each) for each in copied])
     kinds = ["graph" if "_Logged" in part.__qualname__ else part.__name__ for part in parts]
     assert kinds == ["_bring", "graph", "replay", "graph", "replay", "graph"]
     for seed in range(4):
@@ -130,7 +134,8 @@ def test_graphs_and_calls_take_turns_and_find_what_the_others_wrote(compiled):
         given = [x, w, *(torch.tensor([seed + place, 4], dtype=torch.uint64) for place in range(2))]
         wanted = compiled(list(given))
         for part in parts:
-            part([*given, *fresh])
+            part([*given, *fresh, *copied])
+        assert not copied or torch.equal(copied[0], wanted[2])
         for slot, ours, theirs in zip(layout.memory, results, wanted, strict=True):
             if slot >= len(layout.params):
                 assert torch.equal(ours, theirs)
