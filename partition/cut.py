@@ -15,6 +15,7 @@ from .kept_casts import with_kept_casts
 from .min_cut import MinCut
 from .plan import Plan, make_plan
 from .rows_again import with_rows_again
+from .short_chains import with_short_chains
 from .split import split
 from .strategy import Strategy
 
@@ -47,6 +48,7 @@ def partition(
     as_read: bool = False,
     cast_once: int = 0,
     rows_again: bool = False,
+    short_chains: bool = False,
 ) -> Partitioned:
     """Cut a joint function into a forward and a backward.
 
@@ -60,6 +62,8 @@ def partition(
             kernels that read nothing in another order than it is stored in.
         cast_once: of how many primals, the first ones, casts are saved, see :mod:`partition.kept_casts`.
         rows_again: whether products are saved in the place of softmaxes, see :mod:`partition.rows_again`.
+        short_chains: whether what would be computed from one block to the next is saved, see
+            :mod:`partition.short_chains`.
 
     Raises:
         ValueError: unknown strategy; counts that do not fit; a forward output that depends on a grad_out; a random
@@ -71,6 +75,8 @@ def partition(
     choice = chosen.choose(graph)
     if rows_again:
         choice = with_rows_again(graph, choice)
+    if short_chains:
+        choice = with_short_chains(graph, choice)
     if cast_once:
         choice = with_kept_casts(graph, choice, cast_once)
     if as_read:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .cost import product, view_base
 from .graph import Graph
-from .ops import PRODUCTS, VIEWS
+from .ops import VIEWS
 from .strategy import Choice
 
 __all__ = ["with_kept_casts"]
@@ -23,7 +24,7 @@ def with_kept_casts(graph: Graph, choice: Choice, parameters: int) -> Choice:
         for name in graph.nodes
         if name in graph.forward
         and graph.nodes[name].op == "relax.astype"
-        and weights.issuperset(graph.nodes[name].inputs)
+        and all(view_base(graph, read) in weights for read in graph.nodes[name].inputs)
         and _is_for_products(graph, name)
     }
     return replace(choice, saved={**choice.saved, **kept})
@@ -31,4 +32,6 @@ def with_kept_casts(graph: Graph, choice: Choice, parameters: int) -> Choice:
 
 def _is_for_products(graph: Graph, name: str) -> bool:
     readers = [graph.nodes[reader] for reader in graph.users[name] if reader in graph.forward]
-    return any(node.op in PRODUCTS or (node.op in VIEWS and _is_for_products(graph, node.name)) for node in readers)
+    return any(
+        product(node) is not None or (node.op in VIEWS and _is_for_products(graph, node.name)) for node in readers
+    )

@@ -111,6 +111,7 @@ def of_the_device(captured: Captured, strategy: Any) -> dict[str, Any]:
         "as_read": on_gpu,
         "cast_once": len(captured.module_tensors) if on_gpu and by_default else 0,
         "rows_again": on_gpu and by_default,
+        "short_chains": on_gpu and by_default,
     }
 
 
