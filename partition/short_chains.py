@@ -1,4 +1,4 @@
-"""Short chains: a choice -> one that also saves what the backward would write again out of something it has written again.
+"""Short chains: a choice -> one that saves what the backward would write again out of what it has written again.
 
 Behind a residual block, a ReLU is made of the block's last product and of the ReLU before the block. Where products of
 the backward read both, it would have to compute a whole stage of a network from its beginning before it can begin at
