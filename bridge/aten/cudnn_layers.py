@@ -17,7 +17,7 @@ from tvm import relax
 from autodiff.ir import Expr, dtype, shape
 from bridge.base.cudnn_layers import settings_of_layers
 from bridge.base.devices import current_device
-from bridge.base.torch_cuda import read_settings, recurrent_layers_are_tf32
+from bridge.base.torch_cuda import read_settings
 from bridge.base.torch_internals import aten, unset_fake_temporarily
 from bridge.capture import TensorForm
 
@@ -28,11 +28,11 @@ op = relax.op
 CUDNN_TYPES = ("float16", "float32", "float64")
 """Element types of layers that are cuDNN's in eager, too."""
 
-_NARROW = 128
-"""Elements of a state up to which cuDNN's kernels are quicker whatever else is the case."""
+_NARROW, _NARROW_RNN_OR_HALF = 128, 256
+"""Elements of a state up to which cuDNN keeps the weight on the chip, and is quicker whatever else is the case."""
 
-_FEW_ROWS = 16
-"""Rows up to which a loop's products, of parts of the weight, are quicker than cuDNN's in TF32 and half types."""
+_MANY_ROWS = 64
+"""Rows up to which a loop's products, of parts of the weight, are quicker than cuDNN's."""
 
 
 def cudnn_is_quicker(cell: str, x: Expr, states: Sequence[Expr]) -> bool:
@@ -44,9 +44,8 @@ def cudnn_is_quicker(cell: str, x: Expr, states: Sequence[Expr]) -> bool:
         states: [layers * directions, batch, hidden] each.
     """
     _, batch, size = shape(states[0])
-    if dtype(x) == "float64" or (dtype(x) == "float32" and not recurrent_layers_are_tf32()):
-        return size <= _NARROW
-    return batch > _FEW_ROWS or size <= (2 * _NARROW if cell.startswith("rnn") else _NARROW)
+    widened = dtype(x) == "float16" or (dtype(x) == "float32" and cell.startswith("rnn"))
+    return batch > _MANY_ROWS or size <= (_NARROW_RNN_OR_HALF if widened else _NARROW)
 
 
 def cudnn_layers(

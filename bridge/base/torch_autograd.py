@@ -17,6 +17,7 @@ __all__ = [
     "apply_function",
     "connected",
     "keeps_graph",
+    "no_torch_dispatch",
     "node_class",
 ]
 
@@ -37,11 +38,12 @@ keeps_graph: Callable[[], bool] = find("torch._C._autograd._get_current_graph_ta
 
 
 _delayed_error = find("torch._C._functions.DelayedError", None)
-_no_torch_dispatch: Callable[[], AbstractContextManager] = find("torch._C._DisableTorchDispatch", nullcontext)
+no_torch_dispatch: Callable[[], AbstractContextManager] = find("torch._C._DisableTorchDispatch", nullcontext)
+"""While active, no dispatch mode sees operators on plain tensors."""
 
 
 def _connected(results: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    with _no_torch_dispatch():  # no mode need see how the node makes its outputs
+    with no_torch_dispatch():  # no mode need see how the node makes its outputs
         made = _delayed_error(b"made for the layouts alone", len(results) + len(sources))(*results, *sources)
     return list(made[: len(results)])
 

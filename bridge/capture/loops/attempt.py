@@ -105,13 +105,12 @@ class _RecordedRun:
         parameters = [tensor for spec, tensor in zip(tensors, owned, strict=True) if spec.kind == "parameter"]
         named = {spec.name: tensor for spec, tensor in zip(tensors, owned, strict=True)}
         self._recorder = recorder = CallRecorder(arguments, named, self._computes)
-        watch = OperatorWatch(recorder)
         with IsolatedRNG(), nothing_saved():
             given = module, state, parameters, [*owned, *arguments], args, kwargs, nullcontext()
-            run = observe(*given, functions=OwnFunctions(), traced=False, recorders=(recorder, watch))
+            run = observe(*given, functions=OwnFunctions(), traced=False, recorders=(recorder, OperatorWatch(recorder)))
         self._ended = True
         left_out = 0 if recorder.uncomputed is None else recorder.uncomputed.left_out
-        if run.unsupported or run.objects or watch.count + left_out < LEAST_OPERATORS:
+        if run.unsupported or run.objects or recorder.operators + left_out < LEAST_OPERATORS:
             return None
         calls = recorder.finish(run.results, run.out_spec)
         replay = Replay(calls, evenly_alive(calls, find_loops(calls)))

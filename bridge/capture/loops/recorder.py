@@ -12,20 +12,21 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from bridge.base.devices import HOST, TYPES
 from bridge.base.interrupts import raise_deferred
+from bridge.base.torch_autograd import no_torch_dispatch
+from bridge.base.torch_internals import len_dispatch_stack
 from bridge.capture.autograd_uses import use_of_autograd
 from bridge.capture.draw_recorder import DrawRecorder
+from bridge.capture.loops.arguments import NotComparedError, key_of, leaves_of, told
 from bridge.capture.loops.calls import (
     HERE,
-    NUMBER,
     Call,
     Calls,
     Form,
@@ -37,11 +38,11 @@ from bridge.capture.loops.calls import (
     part_of,
     part_written,
 )
+from bridge.capture.loops.functions import DRAWING, METADATA, NEVER, VIEWS
 from bridge.capture.loops.in_place import keeps_form, out_of_place
-from bridge.capture.loops.uncomputed import Uncomputed
+from bridge.capture.loops.uncomputed import Like, Uncomputed
 from bridge.capture.loops.writes import Writes
 from bridge.capture.observation import Draw
-from bridge.state import constant_key
 
 __all__ = ["CallRecorder", "NotRecordedError"]
 
@@ -50,39 +51,12 @@ class NotRecordedError(Exception):
     """A call cannot be recorded: why."""
 
 
-_ATTRIBUTES = (
-    "shape",
-    "dtype",
-    "device",
-    "ndim",
-    "layout",
-    "requires_grad",
-    *(f"is_{kind}" for kind in (*TYPES, "sparse", "mps")),
-)
-_QUESTIONS = (
-    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex"),
-    *("is_signed", "__len__", "get_device", "stride", "is_contiguous", "is_inference", "is_conj", "is_neg"),
-)
-_METADATA = frozenset(
-    [getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES]
-    + [getattr(torch.Tensor, name) for name in _QUESTIONS]
-    + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_grad_enabled, torch.broadcast_shapes]
-)
-"""Functions that tell no numbers of a tensor's elements."""
-_VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT"))
-_NEVER = frozenset({"as_strided", "requires_grad_", "backward", "untyped_storage", "set_", "apply_", "map_"})
-"""Names of functions that depend on more than the layouts and elements of their arguments, or change something."""
-
-_DRAWING = frozenset({F.dropout, torch.dropout, torch.rand, torch.randn, torch.rand_like, torch.randn_like})
-"""Functions that draw once, or nothing where their arguments say so."""
-
 _BETWEEN_INTERRUPTS = 64
 """Calls after which the user's interrupt is looked for."""
 
 _SMALL, _EACH = 1 << 24, 1 << 18
 """Elements that all results may have together: so many, and so many more for each call. Beyond, recording may take as
 long as a forward, for calls of which there are too few to matter."""
-
 
 _DRAWN, _EACH_DRAWN = 1 << 20, 1 << 17
 """Elements that all draws may have together: draws are always made, and in layers they are larger than in steps."""
@@ -91,7 +65,8 @@ _DRAWN, _EACH_DRAWN = 1 << 20, 1 << 17
 class CallRecorder(TorchFunctionMode):
     """Records calls; raises :class:`NotRecordedError` where it cannot, and notes that in ``reason``.
 
-    ``is_inside``: whether it is in a call that is being made, which may write what it has made itself.
+    ``is_inside``: whether it is in a call that is being made, which may write what it has made itself. ``operators``:
+    how many have run.
 
     Args:
         arguments: the tensors that are given to forward.
@@ -105,8 +80,11 @@ class CallRecorder(TorchFunctionMode):
         self.calls = Calls()
         self.reason: str | None = None
         self.is_inside = self._may_draw = False
+        self.operators = self.modes = 0
         self.uncomputed = None if computes else Uncomputed()
         self._grad = torch.is_grad_enabled()
+        self._writing: dict[Any, bool] = {}
+        self._like: dict[tuple, Like] = {}
         self._kinds: dict[tuple, int] = {}
         self._layouts: dict[tuple, int] = {}
         self._layout_of: list[int] = []
@@ -133,7 +111,7 @@ class CallRecorder(TorchFunctionMode):
     def _recorded(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.reason is not None:
             raise NotRecordedError(self.reason)
-        if func in _METADATA:
+        if func in METADATA:
             return func(*args, **kwargs)
         iterates = func is torch.Tensor.__iter__
         if iterates:
@@ -143,46 +121,86 @@ class CallRecorder(TorchFunctionMode):
             return self._modify(func, args, kwargs, *modified)
         writes = self._check(func)
         given: list[torch.Tensor] = []
-        told = tuple([self._told(arg, given) for arg in args])
-        named = {name: self._told(arg, given) for name, arg in kwargs.items()}
+        told, constants, named, named_constants = self._told(args, kwargs, given)
         reads = tuple([self._number(tensor) for tensor in given])
         if writes:
             write = self._copy if func.__name__ == "copy_" else self._write
             return write(func, told, args, named, reads)
-        return self._make(func, args, kwargs, told, named, given, reads, iterates)
-
-    def _make(self, func, args, kwargs, told, named, given, reads, iterates) -> Any:
-        """Makes the call and adds its row."""
         forms = self.calls.forms
+        layouts = tuple([(self._layout_of[value], forms[value].requires_grad) for value in reads])
+        call = func, constants, named_constants, layouts
+        like = self._like.get(call)
+        if like is not None and len_dispatch_stack() == self.modes:  # none of forward's own
+            result = self._make_again(func, args, kwargs, given, reads, like)
+        else:
+            result = self._make(func, args, kwargs, told, named, given, reads, call)
+        return iter(result) if iterates else result
+
+    def _make_again(self, func, args, kwargs, given, reads, like) -> Any:
+        """Makes a call like one before, which no mode need watch, and adds its row."""
+        result = None if self.uncomputed is None else self.uncomputed.answer(like.asked, given)
+        if result is None:
+            self.operators += like.operators
+            with no_torch_dispatch():
+                result = func(*args, **kwargs)
+        self._note(func, like.kind, reads, self._made(func, result, like.forms), None, like.number)
+        return result
+
+    def _make(self, func, args, kwargs, told, named, given, reads, call) -> Any:
+        """Makes the call and adds its row."""
+        forms, before = self.calls.forms, self.operators
         part = number = None
         if told and told[0] is HERE:
             part = part_of(func, told, named, reads[0], forms[reads[0]])
-        if part is None:
-            told, number = numbered(func.__name__, told, named, [forms[value] for value in reads])
-        constants = part[1:2] + part[3:] if part is not None else (_key(told), _key(named))
-        asked = func, constants, tuple([(self._layout_of[value], forms[value].requires_grad) for value in reads])
-        computes = self.uncomputed is None or part is not None or func in _DRAWING
-        result = None if computes else self.uncomputed.answer(asked, given)
+        if part is not None:  # of a plain tensor, by numbers
+            self.operators += 1
+            with no_torch_dispatch():
+                result = func(*args, **kwargs)
+            makes = self._made(func, result)
+            if makes:
+                self._writes.take_part(*reads, *given)
+                kind = self._kind(Kind(func, told, named), part[1:2] + part[3:], reads, makes)
+                self._note(func, kind, reads, makes, part)
+            return result
+        told, number = numbered(func.__name__, told, named, [forms[value] for value in reads])
+        constants = call[1:3] if number is None else (key_of(told), call[2])
+        asked = func, constants, call[3]
+        draws = func in DRAWING
+        result = None if self.uncomputed is None or draws else self.uncomputed.answer(asked, given)
         if result is None:
-            versions, self.is_inside, self._may_draw = [tensor._version for tensor in given], True, func in _DRAWING
+            versions, self.is_inside, self._may_draw = [tensor._version for tensor in given], True, draws
             result = func(*args, **kwargs)
             self.is_inside = self._may_draw = False
             if versions != [tensor._version for tensor in given]:
                 self.fail(f"{func} writes")
-            if not computes:
+            if not (self.uncomputed is None or draws):
                 self.uncomputed.learn(asked, given, result)
         makes = self._made(func, result)
         if makes:
-            if self.uncomputed is not None and (why := self.uncomputed.made(reads, makes, forms)):
-                self.fail(why)
-            if part is None:
-                self._writes.read(reads)
-            else:
-                self._writes.take_part(*reads, *given)
-            if self._drawn:
-                self._note_draw(makes)
-            self._add(Kind(func, told, named), constants, Call(-1, reads, makes, part, None, number))
-        return iter(result) if iterates else result
+            kind = self._kind(Kind(func, told, named), constants, reads, makes)
+            if not draws:
+                known = tuple([(forms[value], self._layout_of[value]) for value in makes])
+                self._like[call] = Like(kind, number, asked, known, self.operators - before)
+            self._note(func, kind, reads, makes, None, number)
+        return result
+
+    def _note(
+        self,
+        func: Any,
+        kind: int,
+        reads: tuple[int, ...],
+        makes: tuple[int, ...],
+        part: Part | None = None,
+        number: int | float | None = None,
+    ) -> None:
+        """Adds the row of a call that was made."""
+        if self.uncomputed is not None and (why := self.uncomputed.made(reads, makes, self.calls.forms)):
+            self.fail(why)
+        if part is None:
+            self._writes.read(reads)
+        if self._drawn:
+            self._note_draw(makes)
+        self.calls.rows.append(Call(kind, reads, makes, part, None, number))
 
     def draw(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs an operator that draws, inside of the call that is being made."""
@@ -239,14 +257,14 @@ class CallRecorder(TorchFunctionMode):
         self._writes.read([value])
         if self.uncomputed is not None:
             self.uncomputed.made(reads, makes, forms)
-        self._add(Kind(func, (), {}), into[1:2] + into[3:], Call(-1, reads, makes, None, into))
+        kind = self._kind(Kind(func, (), {}), into[1:2] + into[3:], reads, makes)
+        self.calls.rows.append(Call(kind, reads, makes, None, into))
 
     def _modify(self, func: Any, args: tuple, kwargs: dict[str, Any], same: Any, named: dict[str, Any]) -> torch.Tensor:
         """``tensor.add_(other)``: from now on the tensor is another value, the result of ``same``; its row is added."""
         self._check(same)
         given: list[torch.Tensor] = []
-        told = tuple([self._told(arg, given) for arg in args])
-        named = {name: self._told(arg, given) for name, arg in named.items()}
+        told, _, named, named_constants = self._told(args, named, given)
         reads, forms = tuple([self._number(tensor) for tensor in given]), self.calls.forms
         if not told or told[0] is not HERE or not keeps_form([forms[value] for value in reads]):
             self.fail("a write that may round or lie otherwise than a result")
@@ -260,8 +278,8 @@ class CallRecorder(TorchFunctionMode):
         makes = (self._new(given[0], Made(len(self.calls.rows), 0)),)
         if self.uncomputed is not None:
             self.uncomputed.made(reads, makes, forms)
-        constants = _key(told), _key(named)
-        self._add(Kind(same, told, named), constants, Call(-1, reads, makes, None, None, number))
+        kind = self._kind(Kind(same, told, named), (key_of(told), named_constants), reads, makes)
+        self.calls.rows.append(Call(kind, reads, makes, None, None, number))
         return given[0]
 
     def fail(self, reason: str) -> None:
@@ -279,32 +297,26 @@ class CallRecorder(TorchFunctionMode):
 
     def _check(self, func: Any) -> bool:
         """Whether a call writes a part of a tensor. The recording ends if it could have another part in forward."""
-        name = getattr(func, "__name__", None)
-        if name is None or (name in ("__get__", "__set__", "__delete__") and func not in _VIEWS):
-            self.fail(f"an attribute of a tensor: {func}")
-        if name in _NEVER or (name.endswith("_") and not name.endswith("__") and name != "copy_"):
-            self.fail(f"a call of {name}")
-        if use_of_autograd(func, name) is not None or torch.is_grad_enabled() != self._grad:
+        writes = self._writing.get(func)
+        if writes is None:
+            name = getattr(func, "__name__", None)
+            if name is None or (name in ("__get__", "__set__", "__delete__") and func not in VIEWS):
+                self.fail(f"an attribute of a tensor: {func}")
+            if name in NEVER or (name.endswith("_") and not name.endswith("__") and name != "copy_"):
+                self.fail(f"a call of {name}")
+            writes = self._writing[func] = name in ("__setitem__", "copy_")
+        if use_of_autograd(func, func.__name__) is not None or torch.is_grad_enabled() != self._grad:
             self.fail("a use of autograd")
         if any(map(torch.is_autocast_enabled, TYPES)):
             self.fail("autocast")
-        return name in ("__setitem__", "copy_")
+        return writes
 
-    def _told(self, arg: Any, given: list[torch.Tensor]) -> Any:
-        """An argument as its kind has it; the tensors in it are appended to ``given``."""
-        if isinstance(arg, torch.Tensor):
-            given.append(arg)
-            return HERE
-        if isinstance(arg, tuple | list):
-            items = [self._told(item, given) for item in arg]
-            return tuple(items) if isinstance(arg, tuple) else items
-        if type(arg) is slice:
-            if any(isinstance(bound, torch.Tensor) for bound in (arg.start, arg.stop, arg.step)):
-                self.fail("a tensor as a bound")
-            return arg
-        if arg is not Ellipsis and constant_key(arg) is None:
-            self.fail(f"an argument of type {type(arg).__name__}")
-        return arg
+    def _told(self, args: tuple, kwargs: dict[str, Any], given: list[torch.Tensor]) -> tuple[tuple, Any, dict, Any]:
+        """Arguments as :func:`told` has them, each with its key."""
+        try:
+            return *told(args, given), *told(kwargs, given)
+        except NotComparedError as error:
+            self.fail(str(error))
 
     def _number(self, tensor: torch.Tensor) -> int:
         found = self._known.get(id(tensor))
@@ -319,55 +331,53 @@ class CallRecorder(TorchFunctionMode):
             or tensor.is_complex()
         ):
             self.fail("a tensor that is not a plain one")
-        number = len(self.calls.forms)
         form = Form(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+        return self._noted(tensor, form, self._layouts.setdefault(form.layout, len(self._layouts)), made)
+
+    def _noted(self, tensor: torch.Tensor, form: Form, layout: int, made: Made) -> int:
+        number = len(self.calls.forms)
         self.calls.forms.append(form)
         self.calls.made.append(made)
-        self._layout_of.append(self._layouts.setdefault(form.layout, len(self._layouts)))
+        self._layout_of.append(layout)
         self._known[id(tensor)] = reference, _ = weakref.ref(tensor), number
         self._writes.note(tensor, reference)
         return number
 
-    def _made(self, func: Any, result: Any) -> tuple[int, ...]:
-        """The values of a call's results; none where they are what was given, as if it had not been called."""
+    def _made(self, func: Any, result: Any, like: tuple[tuple[Form, int], ...] = ()) -> tuple[int, ...]:
+        """The values of a call's results; none where they are what was given, as if it had not been called.
+
+        ``like``: the forms of these where a call like this one was made before.
+        """
         row = len(self.calls.rows)
-        leaves = [result] if type(result) is torch.Tensor else list(_leaves(result))
+        leaves = [result] if type(result) is torch.Tensor else list(leaves_of(result))
         if not all(isinstance(leaf, torch.Tensor) for leaf in leaves) or not leaves:
             self.fail(f"{func.__name__} returns what is no tensor")
         known = [self._known.get(id(leaf)) for leaf in leaves]
         given = [found is not None and found[0]() is leaf for found, leaf in zip(known, leaves, strict=True)]
-        if all(given):
-            return ()
         if any(given):
+            if all(given) and not like:
+                return ()
             self.fail("what was given among the results")
         self._elements += leaves[0].numel()
         if self._elements > _SMALL + _EACH * row:
             self.fail("large tensors")
+        if like:
+            pairs = enumerate(zip(leaves, like, strict=True))
+            return tuple([self._same(tensor, form, Made(row, leaf)) for leaf, (tensor, form) in pairs])
         return tuple([self._new(tensor, Made(row, leaf)) for leaf, tensor in enumerate(leaves)])
 
-    def _add(self, kind: Kind, constants: tuple, row: Call) -> None:
-        layouts = tuple([self._layout_of[number] for number in (*row.reads, *row.makes)])
+    def _same(self, tensor: torch.Tensor, known: tuple[Form, int], made: Made) -> int:
+        """As :meth:`_new`, of a tensor that has this form."""
+        form, layout = known
+        is_such = type(tensor) is torch.Tensor and tensor.shape == form.shape and tensor.stride() == form.stride
+        if not is_such or tensor.dtype is not form.dtype or tensor.requires_grad is not form.requires_grad:
+            self.fail("results of other layouts than those of a call like it")
+        return self._noted(tensor, form, layout, made)
+
+    def _kind(self, kind: Kind, constants: tuple, reads: tuple[int, ...], makes: tuple[int, ...]) -> int:
+        """The number of a kind on these layouts."""
+        layouts = tuple([self._layout_of[number] for number in (*reads, *makes)])
         number = self._kinds.setdefault((kind.func, constants, layouts), len(self.calls.kinds))
         if number == len(self.calls.kinds):
             self.calls.kinds.append(kind)
-        self.calls.rows.append(row._replace(kind=number))
-
-
-def _leaves(result: Any) -> Iterator[Any]:
-    """What a function returns, ``None`` passed over."""
-    if isinstance(result, tuple | list):
-        for item in result:
-            yield from _leaves(item)
-    elif result is not None:
-        yield result
-
-
-def _key(arg: Any) -> Any:
-    """Hashable, and equal for equal arguments of kinds."""
-    if isinstance(arg, tuple | list):
-        return type(arg), tuple(map(_key, arg))
-    if type(arg) is dict:
-        return tuple((name, _key(item)) for name, item in arg.items())
-    if type(arg) is slice:
-        return "slice", *map(_key, (arg.start, arg.stop, arg.step))
-    return arg if arg is HERE or arg is NUMBER or arg is Ellipsis else constant_key(arg)
+        return number

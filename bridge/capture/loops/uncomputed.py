@@ -22,13 +22,31 @@ from bridge.base.torch_autograd import connected
 from bridge.base.torch_internals import empty_strided, storage_id
 from bridge.capture.loops.calls import Form
 
-__all__ = ["INTEGERS", "LEAST_ELEMENTS", "Uncomputed"]
+__all__ = ["INTEGERS", "LEAST_ELEMENTS", "Like", "Uncomputed"]
 
 INTEGERS = "integers that are made of numbers"
 """Why a recording ends that does not compute, and one that does would not."""
 
 LEAST_ELEMENTS = 1 << 13
 """Elements that a call reads and makes from which leaving it out takes less time than computing it."""
+
+
+class Like(NamedTuple):
+    """What is known of a call that was made and watched: what it does is a function of the torch function, its
+    constants and the layouts of what it reads, so that the next like it does the same.
+
+    Attributes:
+        kind, number: of its row.
+        asked: as :class:`Uncomputed` is asked for it.
+        forms: of its results, each with the number of its layout.
+        operators: how many it runs.
+    """
+
+    kind: int
+    number: int | float | None
+    asked: tuple
+    forms: tuple[tuple[Form, int], ...]
+    operators: int
 
 
 class _Answer(NamedTuple):

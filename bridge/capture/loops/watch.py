@@ -6,23 +6,24 @@ from typing import Any
 
 import torch
 
-from bridge.base.torch_internals import TorchDispatchMode, aten, schema
+from bridge.base.torch_internals import TorchDispatchMode, aten, len_dispatch_stack, schema
 from bridge.capture.loops.recorder import CallRecorder
 
 __all__ = ["OperatorWatch"]
 
 
 class OperatorWatch(TorchDispatchMode):
-    """Ends a recording before an operator draws, reads a number or writes outside of a call, or one that is not ATen's.
-
-    ``count``: how many operators have run.
-    """
+    """Ends a recording before an operator draws, reads a number or writes outside of a call, or is not ATen's."""
 
     def __init__(self, recorder: CallRecorder):
         super().__init__()
         self.recorder = recorder
-        self.count = 0
         self._fine: set[Any] = set()
+
+    def __enter__(self):
+        super().__enter__()
+        self.recorder.modes = len_dispatch_stack()
+        return self
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if torch.Tag.nondeterministic_seeded in func.tags and func.namespace == "aten":
@@ -34,7 +35,7 @@ class OperatorWatch(TorchDispatchMode):
                 self._fine.add(func)
             elif not self.recorder.is_inside:
                 self.recorder.fail(f"{func} writes")
-        self.count += 1
+        self.recorder.operators += 1
         return func(*args, **(kwargs or {}))
 
 

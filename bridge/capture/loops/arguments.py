@@ -1,0 +1,60 @@
+"""Arguments and results of recorded calls: what Python code gives a function -> what kinds of calls are compared by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from bridge.capture.loops.calls import HERE, NUMBER
+from bridge.state import constant_key
+
+__all__ = ["NotComparedError", "key_of", "leaves_of", "told"]
+
+
+class NotComparedError(Exception):
+    """An argument is no tensor and no constant: what it is."""
+
+
+def told(arg: Any, given: list[torch.Tensor]) -> tuple[Any, Any]:
+    """An argument as its kind has it, and its :func:`key_of`; the tensors in it are appended to ``given``."""
+    if isinstance(arg, torch.Tensor):
+        given.append(arg)
+        return HERE, HERE
+    if type(arg) is tuple or type(arg) is list:
+        both = [told(item, given) for item in arg]
+        return type(arg)([item for item, _ in both]), (type(arg), tuple([key for _, key in both]))
+    if type(arg) is dict:
+        both = {name: told(item, given) for name, item in arg.items()}
+        return {name: item for name, (item, _) in both.items()}, tuple([(name, key) for name, (_, key) in both.items()])
+    if isinstance(arg, tuple | list):  # a shape, as of tensors, or a named tuple
+        return told(tuple(arg) if isinstance(arg, tuple) else list(arg), given)
+    if type(arg) is slice:
+        if any(isinstance(bound, torch.Tensor) for bound in (arg.start, arg.stop, arg.step)):
+            raise NotComparedError("a tensor as a bound")
+        return arg, key_of(arg)
+    key = key_of(arg)
+    if key is None:
+        raise NotComparedError(f"an argument of type {type(arg).__name__}")
+    return arg, key
+
+
+def key_of(arg: Any) -> Any:
+    """Hashable, and equal for equal arguments of kinds; ``None`` for what is no constant."""
+    if isinstance(arg, tuple | list):
+        return type(arg), tuple(map(key_of, arg))
+    if type(arg) is dict:
+        return tuple((name, key_of(item)) for name, item in arg.items())
+    if type(arg) is slice:
+        return "slice", *map(key_of, (arg.start, arg.stop, arg.step))
+    return arg if arg is HERE or arg is NUMBER or arg is Ellipsis else constant_key(arg)
+
+
+def leaves_of(result: Any) -> Iterator[Any]:
+    """What a function returns, ``None`` passed over."""
+    if isinstance(result, tuple | list):
+        for item in result:
+            yield from leaves_of(item)
+    elif result is not None:
+        yield result
