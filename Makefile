@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 TORCH_VENV := .venv-torch-$(VERSION)
 ARGS ?=
 
-.PHONY: train test test-gpu test-torch lint wheel clean
+.PHONY: train test test-all test-gpu test-torch lint wheel clean
 
 # The main job: train a small BERT eager and dispatched, side by side (ARGS="--help" lists the options).
 train: $(STAMP)
@@ -13,17 +13,22 @@ train: $(STAMP)
 
 # Two workers with one OpenMP thread each: threads that wait for one another across workers cost minutes. So does
 # compiling the sources anew in every process that a test starts, where the environment says that no bytecode is kept.
+# Each worker begins with a half of the list, so that tests of one file share what they compile; later they share work.
 test: lint
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# The sweeps too: the rest of families of generated cases, of which `make test` runs a sample of each kind.
+test-all:
+	$(MAKE) test ARGS="--all $(ARGS)"
 
 # On a machine with a GPU: the tests that need one, those that run on any device, and how many ran. PYTHON is one whose
 # torch sees the GPU.
 test-gpu:
-	TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(PYTHON) -m pytest -ra $(ARGS)
+	TEST_DEVICE=cuda OMP_NUM_THREADS=1 $(PYTHON) -m pytest -ra --all $(ARGS)
 
 # The same tests with another torch, in an environment of its own: make test-torch VERSION=2.15.0 [PYTHON=python3.13]
 test-torch: $(TORCH_VENV)/.installed
-	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 $(TORCH_VENV)/.installed: pyproject.toml constraints.txt
 	test -n "$(VERSION)" || { echo "which torch? make test-torch VERSION=2.15.0"; exit 2; }

@@ -7,7 +7,7 @@ import linecache
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -61,6 +61,10 @@ def _kept_kernels():
         yield
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="the tests that are marked as sweeps, too")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """From before the collecting on, which imports modules of TVMScript.
 
@@ -77,12 +81,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     if DEVICE.type == "cpu":
+        if not config.getoption("--all"):
+            _keep(items, config, lambda item: item.get_closest_marker("sweep") is None)
         return
-    there = [item for item in items if _is_about(item, DEVICE)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(there)])
-    items[:] = there
+    _keep(items, config, lambda item: _is_about(item, DEVICE))
     for item in items:  # eager warns of every copy of such a module
         item.add_marker(pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk"))
+
+
+def _keep(items: list[pytest.Item], config: pytest.Config, wanted: Callable[[pytest.Item], bool]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
+    items[:] = filter(wanted, items)
 
 
 def _is_about(item: pytest.Item, device: torch.device) -> bool:
