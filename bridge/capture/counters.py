@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from bridge.base.checkpoint_frames import checkpoint_frame
 from bridge.capture.fake_run import fake_run
 from bridge.capture.numbers import NotArithmeticError, refusing_all_use, twin_of
 from bridge.capture.readings import Reading, given
@@ -111,6 +112,8 @@ class _Counted:
     def __add__(self, other: Any) -> _Counted:
         if type(other) is not int:
             raise NotArithmeticError("a counter to which something else than a constant is added")
+        if checkpoint_frame() is not None:
+            raise NotArithmeticError("a counter that eager's backward counts up again")
         return _Counted(self.step + other, self.place)
 
     __radd__ = __add__

@@ -10,6 +10,7 @@ import torch
 from bridge.base.devices import HOST, current_device
 from bridge.base.generators import default_generator
 from bridge.base.torch_internals import FakeTensor, TorchDispatchMode, aten, current_graph_task_id, schema, storage_id
+from bridge.capture.checkpoints import DRAWS_ANEW, draws_anew
 from bridge.capture.isolated_rng import with_generator
 from bridge.capture.observation import Draw, Operand, Parameter
 from bridge.capture.op_trace import OpTrace
@@ -95,6 +96,8 @@ class DrawRecorder(TorchDispatchMode):
 
     def record(self, func, args, kwargs, result) -> None:
         """Appends the draw of an operator that has run."""
+        if draws_anew():
+            self.complain(str(func), DRAWS_ANEW)
         if func in CUDA_ATTENTION:
             out, rate = result[0], attention_rate(func, args, kwargs)
             form = str(func), tuple(out.shape), (), out.dtype, (rate,), (), out.device

@@ -23,6 +23,7 @@ from bridge.base.threads import is_alone, stack_of
 from bridge.base.torch_internals import applied_function, no_torch_function, pytree, storage_id
 from bridge.capture.autograd_uses import use_of_autograd
 from bridge.capture.call_log import CallSequence
+from bridge.capture.checkpoints import CheckpointedReads
 from bridge.capture.overlap import overlaps_itself
 from bridge.capture.unwatched import unwatched
 
@@ -58,6 +59,7 @@ class InPlaceWatcher(TorchFunctionMode):
             name = getattr(func, "__name__", str(func))
             values = pytree.tree_leaves((args, kwargs))
             tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor)]
+            self.rules.checkpointed.note(tensors)
             if (use := use_of_autograd(func, name)) is not None and use not in self.uses:
                 self.uses.append(use)  # said once
                 self.rules.complain(*use)
@@ -97,6 +99,7 @@ class InPlaceRules:
     Attributes:
         unsupported: everything found, in order.
         custom_functions: name of each custom ``autograd.Function`` that was applied -> the user's line.
+        checkpointed: what functions in checkpoints read.
         shared_by_functions: the memory that such a Function's outputs share with its arguments.
     """
 
@@ -115,6 +118,7 @@ class InPlaceRules:
         self.custom_functions: dict[str, str] = {}
         self.shared_by_functions: set[int] = set()
         self._thread = threading.get_ident()
+        self.checkpointed = CheckpointedReads(self._thread)
 
     def look_for_custom_function(self) -> None:
         """Inside the forward of a custom autograd.Function: remembers where the user applied it."""

@@ -161,6 +161,7 @@ class Observation:
         objects: the objects in its result that a compiled call makes anew (:mod:`bridge.base.objects`).
         counted: indices of the inputs whose version it has moved on. A batch norm writes its running statistics without
             that: autograd takes them for unchanged, and so does a backward that has saved them.
+        checkpointed: indices of the inputs that checkpoints read which the backward runs again, each with the line.
     """
 
     outputs: list[Output] = field(default_factory=list)
@@ -176,3 +177,4 @@ class Observation:
     attends_otherwise: bool = False
     objects: list[Any] = field(default_factory=list)
     counted: frozenset[int] = frozenset()
+    checkpointed: dict[int, str] = field(default_factory=dict)

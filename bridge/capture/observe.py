@@ -88,6 +88,7 @@ def observe(
     for changed in modes:
         reason = "forward leaves it changed for what comes after the call"
         rules.unsupported.append(Unsupported(changed, "forward", reason, "set it around the call"))
+    observation.checkpointed = rules.checkpointed.of(inputs)
     observation.differentiates, observation.reads_validation = draws.differentiates, validation.found
     observation.asks = times_forward_asked() != asked
     leaves_now, spec_now = pytree.tree_flatten((args, kwargs))

@@ -22,6 +22,7 @@ from bridge.base.log import channel
 from bridge.base.modes import ambient_autocast, autocast_to
 from bridge.base.torch_internals import pytree
 from bridge.capture.captured import Captured
+from bridge.capture.checkpoints import written_and_read
 from bridge.capture.counters import counters_of, may_be_counters
 from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.eager_error import raise_if_eager_raises
@@ -284,6 +285,8 @@ def _trace_of(
         observation.unsupported += unmatched
     bound, literals = placeholders(functional, tensors, run.argument_is_tensor)
     results, mutated = results_and_mutations(functional, tensors, bound, forward, observation.unsupported)
+    names = [tensor.names[0] for tensor in tensors]
+    observation.unsupported += written_and_read(observation.checkpointed, [index for index, _ in mutated], names)
     results, read = results[: len(results) - len(readings)], results[len(results) - len(readings) :]
     conditions, read = recomputed(functional.graph, read, readings, tensors, bound, literals)
     observation.unsupported += _uncounted(read, readings, dims)

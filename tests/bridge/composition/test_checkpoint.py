@@ -70,7 +70,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @pytest.mark.composes(
     "`torch.utils.checkpoint`",
-    "works around dispatched modules, inside a loop of them too; reentrant inside one: refused",
+    "works around dispatched modules, inside a loop of them too; inside one: refused if reentrant, or if run otherwise again",
     section="Autograd, memory, threads",
 )
 @KINDS
@@ -272,3 +272,53 @@ def test_an_entry_that_is_added_inside_a_checkpoint(reentrant):
     for seed in (5, 6):
         assert_equal(step(mine, call, seed), step(layers, call, seed))
     assert stats(mine[0]).hits >= 3
+
+
+class SecondRun(nn.Module):
+    """A checkpointed function that is not the same when the backward runs it again."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.calls = kind, 0
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.register_buffer("scale", torch.ones(8))
+
+    def body(self, x: Tensor) -> Tensor:
+        if self.kind == "counts":
+            self.calls += 1
+        y = self.layer(x) * self.scale
+        return (self.norm(y) if self.kind == "running statistics" else F.dropout(y, 0.3)).sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(self.body, x, use_reentrant=False, preserve_rng_state=self.kind != "draws anew")
+        if self.kind == "written later":
+            with torch.no_grad():
+                self.scale.mul_(0.9).add_(y.mean(0), alpha=0.1)
+        return y
+
+
+@pytest.mark.composes("`torch.utils.checkpoint`")
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    {
+        "running statistics": "buffer 'norm.running_mean': is written by forward, and a checkpoint reads it",
+        "written later": "buffer 'scale': is written by forward, and a checkpoint reads it",
+        "draws anew": "draws in a checkpoint with preserve_rng_state=False",
+        "counts": "self.calls: Python state that forward changes",
+    }.items(),
+)
+def test_what_the_second_run_would_compute_otherwise_is_refused_by_name(kind, words):
+    model = SecondRun(kind).double()
+    with pytest.raises(UnsupportedModule, match=words):
+        add_tvm_dispatch(model, example().requires_grad_())
+
+
+def test_a_checkpoint_that_the_backward_does_not_run_again_may_write():
+    """Nothing in it requires grad, as in a backbone that is not trained."""
+    torch.manual_seed(0)
+    backbone = SecondRun("running statistics").double().requires_grad_(False)
+    model = nn.Sequential(backbone, nn.Linear(8, 8).double())
+    ours = add_tvm_dispatch(copy.deepcopy(model), example(), on_miss="error")
+    torch.testing.assert_close(ours(example()), model(example()), rtol=1e-10, atol=1e-12)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-10, atol=1e-12)
