@@ -37,6 +37,7 @@ LIMITS = Limits(
     short_row=256,
     cheap_operations=4,
     cheap_in_known_rows=4,
+    cheap_shared=0,
     parallel_work=250_000,  # ten microseconds in vectors, where a launch costs two or three
     parallel_columns=150_000,
     parallel_finish=32_768,

@@ -87,6 +87,7 @@ LIMITS = Limits(
     short_row=256,
     cheap_operations=4,
     cheap_in_known_rows=0,  # cached in registers
+    cheap_shared=4,
     parallel_work=1,
     parallel_columns=1,
     parallel_finish=1,
@@ -110,6 +111,7 @@ ALTERNATIVES = (
     Alternative(OF_LIMITS, "nodes", (16, 32, 160)),
     Alternative(OF_LIMITS, "buffers", (12, 24, 96)),
     Alternative(OF_LIMITS, "cheap_in_known_rows", (2, 4, 8)),
+    Alternative(OF_LIMITS, "cheap_shared", (0, 12)),
     Alternative(OF_ORDER, "chunk_rows", (4, 8, 32, 64)),
     Alternative(OF_ORDER, "chunk_elements", (8192, 32_768)),
     Alternative(OF_ORDER, "most_chunks", (132, 264, 1024)),

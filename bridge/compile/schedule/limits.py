@@ -28,6 +28,7 @@ class Limits:
         short_row: elements; a shorter row is dominated by its address arithmetic.
         cheap_operations: a value of so few is recomputed in a later pass over the row instead of cached.
         cheap_in_known_rows: the same for rows whose length is known where code is generated.
+        cheap_shared: the same for what is made of nothing but tensors that all rows share, if it is more.
         parallel_work: scalar operations of a kernel that are worth a launch of threads.
         parallel_columns: elements of a column reduction that are.
         parallel_finish: elements of partial sums that are.
@@ -62,6 +63,7 @@ class Limits:
     short_row: int
     cheap_operations: int
     cheap_in_known_rows: int
+    cheap_shared: int
     parallel_work: int
     parallel_columns: int
     parallel_finish: int

@@ -15,7 +15,7 @@ from bridge.compile.schedule.fuse import Group, space_of
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.order import chunk_rows
 from bridge.compile.schedule.planned import Planned
-from bridge.compile.schedule.row_passes import levels_of, plan_passes
+from bridge.compile.schedule.row_passes import Recomputed, levels_of, plan_passes
 from bridge.compile.schedule.row_plan import Compute, Index, Literal, Made, Passed, Read, RowPass, RowPlan, Walk
 from bridge.compile.schedule.row_plan import Operand as PlannedOperand
 from bridge.compile.schedule.space import Space
@@ -49,9 +49,10 @@ class _Planner:
         levels, limits = levels_of(group.nodes), self.limits
         is_known = not isinstance(self.space.column_count, Extent)
         cheap = limits.cheap_in_known_rows if is_known else limits.cheap_operations
+        recomputed = Recomputed(cheap, max(cheap, limits.cheap_shared), self.space.column_count)
         passes = tuple(
             RowPass(self._at(node.out for node in done.reductions), self._at(done.stores), self._at(done.cached))
-            for done in plan_passes(group, self.outputs, levels, cheap)
+            for done in plan_passes(group, self.outputs, levels, recomputed)
         )
         self.fixed = (
             self.space.flat

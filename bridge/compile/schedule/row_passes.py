@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from autodiff.extents import same
+from autodiff.extents import Dim, Extent, same
 from bridge.compile.codegen.pointwise import EXPENSIVE
 from bridge.compile.loop_ir.graph import Node, Operand, Reduction, Value
 from bridge.compile.schedule.fuse import Group
 
-__all__ = ["Contents", "levels_of", "plan_passes"]
+__all__ = ["Contents", "Recomputed", "levels_of", "plan_passes"]
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,35 @@ def levels_of(nodes: Iterable[Node]) -> dict[Value, int]:
     return levels
 
 
-def plan_passes(group: Group, stored: Collection[Value], levels: Mapping[Value, int], cheap: int) -> list[Contents]:
-    """The passes of a group whose members ``stored`` are written to memory.
+@dataclass(frozen=True)
+class Recomputed:
+    """Which values a later pass recomputes instead of finding them cached.
 
-    ``cheap``: a value of so few operations is recomputed in a later pass.
+    Attributes:
+        cheap: those of so few operations.
+        cheap_shared: those of so few operations on nothing but tensors of at most ``columns`` elements, which all rows
+            share, such as casts of a LayerNorm's weights: they are read from the nearest cache, whereas kept ones would
+            take registers away from threads that wait for memory.
+        columns: elements of a row.
     """
-    return _Passes(group, stored, levels, cheap).plan()
+
+    cheap: int
+    cheap_shared: int
+    columns: Dim
+
+
+def plan_passes(
+    group: Group, stored: Collection[Value], levels: Mapping[Value, int], recomputed: Recomputed
+) -> list[Contents]:
+    """The passes of a group whose members ``stored`` are written to memory."""
+    return _Passes(group, stored, levels, recomputed).plan()
 
 
 class _Passes:
-    def __init__(self, group: Group, stored: Collection[Value], levels: Mapping[Value, int], cheap: int) -> None:
-        self.cheap = cheap
+    def __init__(
+        self, group: Group, stored: Collection[Value], levels: Mapping[Value, int], recomputed: Recomputed
+    ) -> None:
+        self.recomputed = recomputed
         self.group = group
         self.stored = stored
         self.levels = levels
@@ -102,6 +120,15 @@ class _Passes:
                 loads.add(current)
                 continue
             node = self.group.made[current]
-            cost += self.cheap + 1 if node.op in EXPENSIVE else node.op != "copy"
+            if node.op in EXPENSIVE:
+                return False
+            cost += node.op != "copy"
             stack += [operand.value for operand in node.operands if isinstance(operand, Operand)]
-        return cost <= self.cheap and len(loads) <= 2
+        is_shared = all(self._is_shared(load) for load in loads)
+        return cost <= (self.recomputed.cheap_shared if is_shared else self.recomputed.cheap) and len(loads) <= 2
+
+    def _is_shared(self, value: Value) -> bool:
+        columns = self.recomputed.columns
+        if isinstance(columns, Extent) or isinstance(value.numel, Extent):
+            return same(value.numel, columns)
+        return value.numel <= columns

@@ -10,6 +10,8 @@ from bridge.compile.cuda import rows
 from bridge.compile.cuda.build import cuda_source
 from bridge.compile.cuda.nvrtc import compiled
 from bridge.compile.cuda.row import SHORT_ROW, RowForm
+from bridge.compile.loop_ir.graph import Operand
+from bridge.compile.loop_ir.views import expand
 from bridge.compile.schedule.row_plan import RowPlan
 from tests.bridge.compile.cuda_graphs import GRAPHS, layer_norm_backward, softmax, strided
 from tests.bridge.compile.planned_graphs import Builder, Kernels, build, inputs
@@ -51,6 +53,18 @@ def test_of_little_each_element_or_vector_has_a_thread(cases):
 
     assert found("large") == ({4}, [(32, 4), (4, 4)])
     assert found("little") == ({1, 4}, [(256, 4), (16, 1)])
+
+
+def test_casts_that_all_rows_share_take_no_registers():
+    """Of a row, its centred elements are kept; a weight's casts, which are the same for all rows, are not."""
+    builder = Builder()
+    x, weight = builder.param(700, 768), builder.param(768, dtype="bfloat16")
+    total = builder.op("exp", x)
+    centred = builder.op("subtract", total, builder.reduce("sum", total, 700, 768, 1, 700, 1))
+    wide = builder.op("astype", Operand(weight.value, expand(weight.view, x.shape)), dtype="float32")
+    scaled = builder.op("multiply", centred, wide)
+    (made,) = planned(builder.graph(scaled))
+    assert [made.plan.nodes[node].op for node in made.plan.cached] == ["exp"]
 
 
 @needs_nvrtc
