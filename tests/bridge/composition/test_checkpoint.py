@@ -70,7 +70,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @pytest.mark.composes(
     "`torch.utils.checkpoint`",
-    "works around dispatched modules, in a loop of them too; inside one: refused if reentrant, or if run otherwise again",
+    "works around dispatched modules, in a loop too; inside one: refused if reentrant or if run otherwise again",
     section="Autograd, memory, threads",
 )
 @KINDS
