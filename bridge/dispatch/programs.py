@@ -152,7 +152,7 @@ class Programs:
         return dict(self._backwards)
 
     def _backward_run(self, outputs: tuple[int, ...]) -> BackwardRun:
-        graphed = None if self._graphs is None else self._graphs.backward
+        graphed = None if self._graphs is None else partial(self._graphs.backward, grad_outs=len(outputs))
         return BackwardRun(self._lowered, outputs, self._options, self.masks.backward, graphed)
 
     def backward_at(self, outputs: tuple[int, ...], sizes: Sizes) -> BackwardRun:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
@@ -44,17 +44,32 @@ class EntryGraphs:
         """
         return self._graphed(program, execute, whole, "outputs", outputs)
 
-    def backward(self, program: Program, execute: Execute, whole: Program) -> Execute:
-        """What runs a backward program."""
-        return self._graphed(program, execute, whole, "gradients", None)
+    def backward(self, program: Program, execute: Execute, whole: Program, grad_outs: int) -> Execute:
+        """What runs a backward program, whose last inputs are so many grad_outs.
 
-    def _graphed(self, program: Program, execute: Execute, whole: Program, use: str, count: int | None) -> Execute:
+        That of a loss is copied for each replay: autograd makes it where there is room, and a recording for each place
+        would cost more.
+        """
+        params = program.layout.params
+        first = len(params) - grad_outs
+        numbers = [place for place, each in enumerate(params) if place >= first and each.numel == 1]
+        return self._graphed(program, execute, whole, "gradients", None, numbers)
+
+    def _graphed(
+        self,
+        program: Program,
+        execute: Execute,
+        whole: Program,
+        use: str,
+        count: int | None,
+        buffered: Sequence[int] = (),
+    ) -> Execute:
         recorder = program.backend.recorder(program)
         if recorder is None:
             return execute
         shared = self._shared.get(whole)
         if shared is None:
-            shared = self._shared.setdefault(whole, Shared(program is not whole, self._moves))
+            shared = self._shared.setdefault(whole, Shared(program is not whole, self._moves, buffered=buffered))
         varying = _varying(whole) if shared.varies else ()
 
         def memory_of(result: int) -> Memory:

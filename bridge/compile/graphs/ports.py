@@ -42,18 +42,19 @@ class Ports:
     Args:
         count: how many there are.
         on_host: places of those that are neither: no recording has their addresses.
+        buffered: places of those that are buffered from the start.
 
     Attributes:
         direct, buffered: places of ports.
         version: how often ports were buffered: recordings made before have other addresses in them.
     """
 
-    def __init__(self, count: int, on_host: Collection[int] = ()):
+    def __init__(self, count: int, on_host: Collection[int] = (), buffered: Collection[int] = ()):
         self._known: list[dict[int, int]] = [{} for _ in range(count)]  # the number of the first call, by address
-        self.buffered: tuple[int, ...] = ()
+        self.buffered: tuple[int, ...] = tuple(buffered)
         self.version = 0
         self._calls = self._in_a_row = self._strange = 0
-        self._choose([place for place in range(count) if place not in on_host])
+        self._choose([place for place in range(count) if place not in on_host and place not in self.buffered])
 
     def key(self, tensors: Sequence[torch.Tensor]) -> Key:
         """The addresses of a call's direct ports; ``tensors`` are those of all ports."""

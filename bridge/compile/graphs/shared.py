@@ -26,20 +26,27 @@ class Shared:
 
     Args:
         moves: how often results' memory had to move, for all sizes, because a larger one came.
+        buffered: places of inputs that are copied for each replay, wherever they lie.
     """
 
-    def __init__(self, varies: bool = False, moves: Callable[[], int] = lambda: 0, verdicts: Verdicts | None = None):
+    def __init__(
+        self,
+        varies: bool = False,
+        moves: Callable[[], int] = lambda: 0,
+        verdicts: Verdicts | None = None,
+        buffered: Collection[int] = (),
+    ):
         self.varies = varies
         self.verdicts = Verdicts() if verdicts is None else verdicts
         self.cost = LaunchCost()
         self.is_warm = False
         self.lock = threading.Lock()
-        self._moves, self._moved = moves, 0
+        self._moves, self._moved, self._buffered = moves, 0, buffered
         self._ports: LeastRecentlyUsed[Hashable, Ports] = LeastRecentlyUsed(STREAMS)
 
     def ports(self, stream: Hashable, count: int, on_host: Collection[int]) -> Ports:
         """The ports on a stream."""
-        return self._ports.get(stream) or self._ports.put(stream, Ports(count, on_host))
+        return self._ports.get(stream) or self._ports.put(stream, Ports(count, on_host, self._buffered))
 
     def follow_memory(self) -> None:
         """Addresses that memory for results has left do not count any more."""

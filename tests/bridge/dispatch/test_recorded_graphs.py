@@ -141,3 +141,27 @@ def test_removing_the_dispatch_frees_it():
 def test_another_mode_is_refused(wrong):
     with pytest.raises(ValueError, match="cuda_graphs: wanted one of 'auto', True, False"):
         add_tvm_dispatch(nn.Linear(3, 2), torch.randn(3, 3), cuda_graphs=wrong)
+
+
+class _Loss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(24, 24)
+
+    def forward(self, x):
+        return self.layer(x).square().mean()
+
+
+def test_the_gradient_of_a_loss_may_lie_anywhere():
+    """autograd makes it anew at each step: one recording serves all."""
+    module, x, kept = _Loss(), torch.randn(5, 24), []
+    add_tvm_dispatch(module, x, cuda_graphs=True)
+    for seed in range(16):
+        module.zero_grad()
+        kept.append(torch.tensor(1.0 + seed))
+        module(x).backward(kept[-1])
+        wanted = torch.autograd.grad(_Loss.forward(module, x), list(module.parameters()), kept[-1])
+        for parameter, gradient in zip(module.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+    graphs = stats(module).graphs
+    assert graphs.recordings == 2 and graphs.ungraphed["addresses that are new"] == 2, graphs
