@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from tvm_ffi import structural_equal, structural_hash
 
@@ -89,6 +89,8 @@ PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
 _PROGRAMS: WeakCache[Function, Program] = WeakCache(lambda a, b: structural_equal(a, b, map_free_vars=True))
 _KEPT: WeakValueDictionary[str, Program] = WeakValueDictionary()
 """Those in use that the disk cache has, or is to have, by their keys there."""
+_MADE: WeakKeyDictionary[Program, tuple[tuple, ...]] = WeakKeyDictionary()
+"""The ways of products that a program in use was compiled with, see :meth:`ProductPolicy.made`."""
 _LOCK = threading.Lock()
 
 log, fallbacks_log = channel("compile"), channel("fallbacks")
@@ -136,7 +138,7 @@ class Compilation:
     ):
         self._options = CompileOptions.current(backend_for(None)) if options is None else options
         self._name = name
-        backend, self._is_new = self._options.backend, False
+        backend, self._is_to_keep = self._options.backend, False
         policy = self._policy = backend.products(self._options.threads, self._options.deterministic)
         self._kept_key = None
         if isinstance(func, KeptFunction):
@@ -150,6 +152,8 @@ class Compilation:
         with _LOCK:
             self._program = _PROGRAMS.get(self._key, func)
         if self._program is not None:
+            # of an equal function of another lowering, by whose name later processes would not find it
+            self._is_to_keep = self._kept_key is not None
             return
         raise_deferred()
         if self._kept_key is None and self._signature.scope is None and current_store().is_usable:
@@ -166,16 +170,21 @@ class Compilation:
         """The program; its machine code may still be in the making."""
         if self._program is None:
             self._program = self._graphs.program(self._name, self._seconds, self._signature.scope)
-            self._is_new = True
+            self._is_to_keep = True
+            with _LOCK:
+                _MADE[self._program] = self._policy.made()
             _tell(self._program)
             self._share()
         return self._program
 
     def keep(self) -> None:
-        """Puts a new program into the disk cache; waits for its machine code."""
-        if self._is_new and self._kept_key is not None:
-            self._is_new = False
-            keep_program(self._kept_key, self._digest, self._program, self._policy.made())
+        """Puts a program that is new, or new under its key, into the disk cache; waits for its machine code."""
+        if self._is_to_keep and self._kept_key is not None:
+            self._is_to_keep = False
+            with _LOCK:
+                made = _MADE.get(self._program)
+            if made is not None:
+                keep_program(self._kept_key, self._digest, self._program, made)
 
     def _kept(self, digest: str, drawn: Mapping[int, DrawnMask] | None) -> Program | None:
         """The program of a digest that this process uses or the disk cache has."""
@@ -190,6 +199,7 @@ class Compilation:
             if found is not None:
                 with _LOCK:
                     found = _KEPT.setdefault(self._kept_key, found)
+                    _MADE[found] = self._policy.made()
         return found
 
     def _share(self) -> None:
@@ -284,6 +294,7 @@ def clear_cache() -> None:
     with _LOCK:
         _PROGRAMS.clear()
         _KEPT.clear()
+        _MADE.clear()
     clear_kernels()
     clear_compiled()
     ARENAS.clear()

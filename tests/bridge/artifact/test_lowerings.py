@@ -19,6 +19,7 @@ from bridge.aten import Imported
 from bridge.base.devices import working_for
 from bridge.capture import Captured, Draw, Observation, Operand, Output
 from bridge.capture.loops import attempt
+from bridge.compile import pipeline
 from bridge.lowering import LoweredCall, reuse
 from bridge.lowering.canonical_key import NotCanonicalError, canonical
 from bridge.lowering.graph_record import NotRecordedError, graph_of, record_of
@@ -323,3 +324,34 @@ def test_a_record_made_on_one_gpu_is_read_on_another():
         devices = [node.kwargs["device"] for node in graph_of(record).nodes if node.kwargs]
         assert devices == [second, second, torch.device("cpu")]
         assert canonical((second, torch.device("cpu"))) == key != canonical((first, torch.device("cpu")))
+
+
+class Shifted(nn.Module):
+    """Its backward is the same with a shift and without one."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(12, 12)
+
+    def forward(self, x, shift=None):
+        hidden = self.linear(x.sin())
+        return hidden if shift is None else hidden + shift
+
+
+def translations():
+    """How many functions become loop graphs where a module is called in both ways."""
+    translate, translated = pipeline.translate, []
+    pipeline.translate = lambda *args: translated.append(1) or translate(*args)
+    torch.manual_seed(0)
+    modules, x = [Shifted(), Shifted()], torch.randn(10, 12)
+    for module, args in zip(modules, [(x,), (x, torch.ones(12))], strict=True):
+        bridge.add_tvm_dispatch(module, args)
+        module(*args).sum().backward()
+        assert bridge.stats(module).hits == 1
+    pipeline.translate = translate
+    return len(translated)
+
+
+def test_a_program_of_two_lowerings_is_found_by_both(used_cache):
+    """The second one shares it in the first process, and has it from the disk in a later one."""
+    assert [in_children(1, translations)[0] for _ in range(2)] == [3, 0]
