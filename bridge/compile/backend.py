@@ -18,6 +18,7 @@ from tvm import relax
 from tvm.ir import IRModule
 from tvm.tirx import PrimFunc
 
+from bridge.compile.loop_ir.pool import PoolPlan
 from bridge.compile.loop_ir.product import PackPlan, ProductPlan
 from bridge.compile.schedule.calls import CallShape
 from bridge.compile.schedule.choices import NO_CHOICES, Alternative, Choices
@@ -137,6 +138,10 @@ class Backend(ABC):
     @abstractmethod
     def legalized(self, function: PrimFunc) -> PrimFunc:
         """See :class:`~bridge.compile.schedule.limits.Rules`."""
+
+    def pool_gradient(self, plan: PoolPlan) -> PrimFunc | None:
+        """See :class:`~bridge.compile.schedule.limits.Rules`: by default, the library's is the only one."""
+        return None
 
     @abstractmethod
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:

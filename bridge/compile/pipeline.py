@@ -51,6 +51,7 @@ from bridge.compile.passes.dead_code import eliminate_dead_code
 from bridge.compile.passes.join_products import join_products
 from bridge.compile.passes.normal_functions import name_normal_functions
 from bridge.compile.passes.permutations import recompute_permutations
+from bridge.compile.passes.pool_gradients import generate_pool_gradients
 from bridge.compile.passes.positions import count_where_read
 from bridge.compile.passes.row_values import recompute_row_values
 from bridge.compile.passes.sections import recompute_sections
@@ -82,6 +83,7 @@ PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
     make_walkable,
     recompute_sections,
     recompute_row_values,
+    generate_pool_gradients,
     eliminate_dead_code,
 )
 """What every graph goes through, in order, once its layouts are chosen. None changes a bit of any value."""

@@ -19,9 +19,11 @@ from bridge.compile.cuda.legalized import scheduled
 from bridge.compile.cuda.libraries import CudaLibraries, clear_unused, hold
 from bridge.compile.cuda.limits import ALTERNATIVES, LIMITS, ORDER
 from bridge.compile.cuda.nvrtc import version
+from bridge.compile.cuda.pool_gradient import pool_gradient
 from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.cuda.recorder import CudaRecorder
 from bridge.compile.cuda.shapes import launch_shapes
+from bridge.compile.loop_ir.pool import PoolPlan
 from bridge.compile.loop_ir.product import ProductPlan
 from bridge.compile.runtime.build import build_kernels
 from bridge.compile.runtime.kernel_store import kept_kernels
@@ -101,6 +103,9 @@ class CudaBackend(Backend):
 
     def legalized(self, function: PrimFunc) -> PrimFunc:
         return scheduled(function, target_of(self.arch))
+
+    def pool_gradient(self, plan: PoolPlan) -> PrimFunc:
+        return pool_gradient(plan)
 
     def build(self, functions: Sequence[tuple[str, PrimFunc]]) -> list[Built]:
         kernels = build_kernels(functions, self._code_key, CudaLibraries(self.arch), together=True)

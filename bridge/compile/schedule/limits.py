@@ -7,6 +7,7 @@ from typing import Protocol
 
 from tvm.tirx import PrimFunc
 
+from bridge.compile.loop_ir.pool import PoolPlan
 from bridge.compile.schedule.order import ReductionOrder
 
 __all__ = ["Limits", "Rules"]
@@ -96,3 +97,6 @@ class Rules(Protocol):
 
     def legalized(self, function: PrimFunc) -> PrimFunc:
         """A function that TVM legalized, scheduled for the target; no schedule changes a bit."""
+
+    def pool_gradient(self, plan: PoolPlan) -> PrimFunc | None:
+        """The kernel of a pool's gradient; ``None``: the library's call is to be kept."""
