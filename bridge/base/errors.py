@@ -13,6 +13,7 @@ import torch
 
 __all__ = [
     "TORCH_DIR",
+    "CacheNotFilled",
     "CompilationError",
     "DispatchMiss",
     "Unsupported",
@@ -75,6 +76,10 @@ class UnsupportedModule(RuntimeError):
         self.cause = cause
         lines = "\n".join(f"  {op}" for op in self.ops)
         super().__init__(f"{module_name} cannot be {what}; it was left as it was.\n{lines}")
+
+
+class CacheNotFilled(UnsupportedModule):
+    """A module whose forward makes tensors at its first call and keeps them; once eager has, it may be dispatched."""
 
 
 class CompilationError(RuntimeError):

@@ -16,11 +16,11 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from bridge.base.devices import current_device
-from bridge.base.errors import Unsupported, UnsupportedModule, is_refused_by_eager
+from bridge.base.errors import CacheNotFilled, Unsupported, UnsupportedModule, is_refused_by_eager
 from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
 from bridge.base.modes import ambient_autocast, autocast_to
-from bridge.base.torch_internals import pytree
+from bridge.base.torch_internals import FakeTensor, pytree
 from bridge.capture.captured import Captured
 from bridge.capture.checkpoints import written_and_read
 from bridge.capture.counters import counters_of, may_be_counters
@@ -58,7 +58,7 @@ from bridge.capture.symbolic_capture import with_extents
 from bridge.capture.symbolic_sizes import SymbolicSizes
 from bridge.capture.thread_isolation import capturing
 from bridge.capture.unrolled import unrolled
-from bridge.state import ModuleTensor, PythonState, module_tensors
+from bridge.state import ModuleTensor, PythonState, module_tensors, own_attributes
 
 __all__ = ["Traced", "trace", "traced_and_settled"]
 
@@ -94,14 +94,14 @@ def traced_and_settled(
         traced = _trace_or_refuse(module, args, kwargs, dims, first, before, partial(_sets_attributes, module, before))
     except _UnsettledError:
         before = _state_left(module, args, kwargs, first)
-        traced = _trace_or_refuse(module, args, kwargs, dims, first, before)
+        traced = _trace_again(module, args, kwargs, dims, first, before)
     before.restore_caches()
     counters, call = None, (args, kwargs)
     if (changed := before.changes()) and not traced.captured.problems:
         counters = counters_of(module, *call, changed, traced.captured.readings, traced.sizes)
         if counters is None:
             before = PythonState(module)
-            traced = _trace_or_refuse(module, args, kwargs, dims, first, before)
+            traced = _trace_again(module, args, kwargs, dims, first, before)
             before.restore_caches()
             changed = before.changes()
             counters = counters_of(module, *call, changed, traced.captured.readings, traced.sizes) if changed else None
@@ -132,6 +132,43 @@ def _state_left(module: nn.Module, args: tuple, kwargs: dict[str, Any], first: P
         first.restore()
     first.restore_caches()
     return PythonState(module)
+
+
+def _stand_ins(module: nn.Module) -> list[str]:
+    """Names of what a run on fake tensors has put onto the module: tensors, and containers of them."""
+    names = [name for name, buffer in module.named_buffers() if isinstance(buffer, FakeTensor)]
+    return names + [
+        f"{path}.{name}" if path else name
+        for path, each in module.named_modules()
+        for name, value in own_attributes(each)
+        if any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value))
+    ]
+
+
+def _trace_again(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    dims: Sequence[DynamicDim],
+    first: PythonState,
+    before: PythonState,
+) -> Traced:
+    """The call traced from the state ``before`` that a run on fake tensors has left.
+
+    Raises:
+        CacheNotFilled: it reads a stand-in that this run has left.
+    """
+    made = _stand_ins(module)
+    try:
+        return _trace_or_refuse(module, args, kwargs, dims, first, before)
+    except UnsupportedModule as error:
+        if made and any(op.op in made or "fake tensor" in op.reason for op in error.ops):
+            where, cause = f"{error.module_name}.forward", error.cause
+            reason = "a tensor that forward makes at its first call and keeps on the module (a cache)"
+            hint = "call the module once before; add_tvm_dispatch without a sample compiles its second call"
+            caches = [Unsupported(f"self.{name}", where, reason, hint) for name in made]
+            raise CacheNotFilled(error.module_name, caches, cause=cause) from None
+        raise
 
 
 def _trace_or_refuse(

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from bridge.base.errors import (
+    CacheNotFilled,
     CompilationError,
     DispatchMiss,
     UnsupportedModule,
@@ -82,6 +83,7 @@ class Dispatcher:
         self.stats = DispatchStats(self.entries, self.graphs)
         self.budget = CompileBudget()
         self._unsupported: dict[str, None] = {}
+        self._filled: set[str] = set()  # conditions under which forward has filled a cache
         self._generalization = Generalization(self.entries, self.add, self._options)
         self._missed = ("", 0)  # the cause of the latest misses, and how many they were
         self._adding = threading.RLock()
@@ -246,7 +248,11 @@ class Dispatcher:
             except UnsupportedModule as error:
                 if self.on_miss == "error":
                     raise
-                self._leave_to_eager(type(module).__name__, failure, error)
+                if isinstance(error, CacheNotFilled) and failure.reason not in self._filled:
+                    self._filled.add(failure.reason)  # this call fills it, in eager; if the next one does so again ...
+                    self.budget.note_wasted(failure.field)
+                else:
+                    self._leave_to_eager(type(module).__name__, failure, error)
                 return None
             except GuardFailure as still:
                 self.entries.drop(entry)  # it was added, but does not serve the call that it was made for

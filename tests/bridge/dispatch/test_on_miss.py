@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bridge import DispatchMiss, add_tvm_dispatch, stats
+from bridge import DispatchMiss, UnsupportedModule, add_tvm_dispatch, stats
 from bridge.dispatch.budget import MAX_WASTED
 from bridge.dispatch.compile_entry import compile_entry
 from bridge.dispatch.dispatcher import MAX_ENTRIES, MISSES_BEFORE_WARNING
@@ -333,6 +333,47 @@ def test_a_module_that_was_ever_hit_is_not_complained_about(caplog):
     for _ in range(2 * MISSES_BEFORE_WARNING):
         module(rows(5))
     assert not warnings_of(caplog)
+
+
+class Cache(Scale):
+    """Keeps a table for the latest length that it has met."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind, self.table = kind, None
+
+    def forward(self, x):
+        if self.kind == "buffer" and "steps" not in self._buffers:
+            self.register_buffer("steps", torch.arange(8.0), persistent=False)
+        if self.kind == "attribute" and (self.table is None or len(self.table) != len(x)):
+            self.table = torch.arange(len(x)).to(x).cos()
+        steps = self.steps if self.kind == "buffer" else self.table
+        return super().forward(x) * steps[: len(x), None]
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute"])
+def test_what_the_first_call_keeps_on_the_module_is_there_for_the_second(kind, caplog):
+    eager = Cache(kind).to(DEVICE)
+    module = add_tvm_dispatch(copy.deepcopy(eager))
+    for count in (4, 4, 4, 5, 5):
+        check(module, eager, rows(count).to(DEVICE))
+    assert stats(module).hits >= 3 and not any("runs eager" in each.message for each in warnings_of(caplog))
+
+
+def test_a_cache_that_every_call_fills_anew_is_left_to_eager_after_two_trials(caplog):
+    eager = Cache("attribute").to(DEVICE)
+    module = add_tvm_dispatch(copy.deepcopy(eager))
+    for count in (4, 5) * 4:
+        check(module, eager, rows(count).to(DEVICE))
+    said = [each.message for each in warnings_of(caplog) if "runs eager" in each.message]
+    assert stats(module).hits == 0 and len(said) == 1 and "self.table: a tensor that forward makes" in said[0]
+
+
+def test_a_sample_does_not_fill_a_cache():
+    module = Cache("buffer").to(DEVICE)
+    with pytest.raises(UnsupportedModule, match=r"self\.steps: a tensor that forward makes at its first call"):
+        add_tvm_dispatch(module, rows(4).to(DEVICE))
+    assert "steps" not in module._buffers
 
 
 def test_what_cannot_be_compiled_runs_eager_and_is_not_tried_again(caplog):
