@@ -139,6 +139,11 @@ class Backend(ABC):
     def legalized(self, function: PrimFunc) -> PrimFunc:
         """See :class:`~bridge.compile.schedule.limits.Rules`."""
 
+    @property
+    def adds_float64(self) -> bool:
+        """See :class:`~bridge.compile.schedule.limits.Rules`."""
+        return False
+
     def pool_gradient(self, plan: PoolPlan) -> PrimFunc | None:
         """See :class:`~bridge.compile.schedule.limits.Rules`: by default, the library's is the only one."""
         return None

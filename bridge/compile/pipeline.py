@@ -2,6 +2,7 @@
 
     translate     Relax → neutral loop graph                          bridge.compile.translate
     name          GELU of half types by the normal distribution       bridge.compile.passes.normal_functions
+    moments       variances of columns by sums of squares             bridge.compile.passes.moments
     choose        where values lie, how products are computed         bridge.compile.passes.choose_layouts
     optimize      loop graph → loop graph, pass by pass               bridge.compile.passes
     accumulate    sums of products in place, where that is allowed    bridge.compile.passes.accumulate
@@ -49,6 +50,7 @@ from bridge.compile.passes.choose_forms import calls_in, choose_forms
 from bridge.compile.passes.choose_layouts import choose_layouts
 from bridge.compile.passes.dead_code import eliminate_dead_code
 from bridge.compile.passes.join_products import join_products
+from bridge.compile.passes.moments import add_moments_at_once
 from bridge.compile.passes.normal_functions import name_normal_functions
 from bridge.compile.passes.permutations import recompute_permutations
 from bridge.compile.passes.pool_gradients import generate_pool_gradients
@@ -232,6 +234,7 @@ class _Graphs:
         func = turned_inside(func) if policy.turns else func
         func = carried_in_parts(func, partial(_parts_of_carry, policy))
         neutral = name_normal_functions(translate(func, self._backend, drawn), self._backend)
+        neutral = add_moments_at_once(neutral, self._backend)
         if policy.joins:
             neutral = join_products(neutral, options.grad_outs)
         neutral = split_products(neutral, partial(policy.parts, is_step=is_step), is_step)

@@ -17,7 +17,7 @@ from bridge.compile.cuda.executor import CudaExecutor
 from bridge.compile.cuda.kernels import generate
 from bridge.compile.cuda.legalized import scheduled
 from bridge.compile.cuda.libraries import CudaLibraries, clear_unused, hold
-from bridge.compile.cuda.limits import ALTERNATIVES, LIMITS, ORDER
+from bridge.compile.cuda.limits import ALTERNATIVES, FLOAT64_ARCHITECTURES, LIMITS, ORDER
 from bridge.compile.cuda.nvrtc import version
 from bridge.compile.cuda.pool_gradient import pool_gradient
 from bridge.compile.cuda.products import CudaProducts
@@ -103,6 +103,10 @@ class CudaBackend(Backend):
 
     def legalized(self, function: PrimFunc) -> PrimFunc:
         return scheduled(function, target_of(self.arch))
+
+    @property
+    def adds_float64(self) -> bool:
+        return self.arch in FLOAT64_ARCHITECTURES
 
     def pool_gradient(self, plan: PoolPlan) -> PrimFunc:
         return pool_gradient(plan)

@@ -26,6 +26,7 @@ __all__ = [
     "COLUMN_STRANDS",
     "FEW_ROWS",
     "FINISH_STRANDS",
+    "FLOAT64_ARCHITECTURES",
     "LIMITS",
     "ORDER",
     "SHARED_BYTES",
@@ -63,6 +64,9 @@ FEW_ROWS = 32
 """A column of fewer is added by one thread, a longer one that is not cut into chunks by :data:`COLUMN_STRANDS`."""
 
 COLUMN_STRANDS = 8
+
+FLOAT64_ARCHITECTURES = frozenset(("sm_60", "sm_70", "sm_80", "sm_90", "sm_100"))
+"""That compute in float64 at half the rate of float32, so that sums wait for memory in either; others at a 64th."""
 
 # A chunk is about what a block of threads takes at once: the few rows of a small LayerNorm are for many blocks.
 ORDER = ReductionOrder(

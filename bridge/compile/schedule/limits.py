@@ -95,6 +95,10 @@ class Rules(Protocol):
     def limits(self) -> Limits:
         """What is worth while."""
 
+    @property
+    def adds_float64(self) -> bool:
+        """Whether kernels that add up large tensors in float64 take no longer than in float32."""
+
     def legalized(self, function: PrimFunc) -> PrimFunc:
         """A function that TVM legalized, scheduled for the target; no schedule changes a bit."""
 
