@@ -7,6 +7,7 @@ saves is held for all of them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from autodiff import clean, differentiate, join_products, spell_out, unique_names
@@ -77,13 +78,11 @@ def _make_differentiable(
     scan, tensors = scan_of(binding.value)
     given = [isinstance(tensor, Var) and body.binding(tensor) in active for tensor in tensors]
     wanted, differentiated = _flow(scan, given)
-    simple = spell_out(scan.function)
-    simple = unique_names(clean(simple, merge_casts=not differentiated))
     made = scan
     if differentiated and wanted:
-        made = _with_gradient(scan, simple, wanted, differentiated, strategy, sums_later)
+        made = _with_gradient(scan, wanted, differentiated, strategy, sums_later)
     else:
-        text = body_text(simple)
+        text = body_text(_simple(scan, merge_casts=True))
         made = scan if text is None else dataclasses.replace(scan, body=text)
     if made is scan:
         return binding
@@ -116,15 +115,34 @@ def _flow(scan: Scan, given: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int
             given[place] = True
 
 
+def _simple(scan: Scan, merge_casts: bool) -> Function:
+    """The body, simplified."""
+    return unique_names(clean(spell_out(scan.function), merge_casts=merge_casts))
+
+
 def _with_gradient(
     scan: Scan,
-    simple: Function,
     wanted: tuple[int, ...],
     differentiated: tuple[int, ...],
     strategy: str | Strategy,
     sums_later: bool,
 ) -> Scan:
     """The scan that gives what its backward reads, with its gradient."""
+    make = _step_of_any_length if isinstance(strategy, str) else _step
+    text, step = make(dataclasses.replace(scan, length=1), wanted, differentiated, strategy)
+    saving = None if text is None else dataclasses.replace(scan, body=text)
+    gradient = None if saving is None else reverse_scan(saving, step, sums_later)
+    if gradient is None:
+        raise ValueError("a literal in the body of a loop cannot be written down")
+    return dataclasses.replace(saving, gradient=gradient_of(hoist(gradient), wanted, differentiated))
+
+
+def _step(
+    scan: Scan, wanted: tuple[int, ...], differentiated: tuple[int, ...], strategy: str | Strategy
+) -> tuple[str | None, Step]:
+    """The text of the body that gives what its backward reads, ``None`` if TVM's JSON cannot hold it, and the backward;
+    whatever the length of the scan is."""
+    simple = _simple(scan, merge_casts=False)
     outputs = len(results(simple))
     joint = clean(differentiate(simple, differentiated, wanted))
     cut = partition(joint, num_primals=len(simple.params), num_outputs=outputs, strategy=strategy)
@@ -153,9 +171,7 @@ def _with_gradient(
     params += [Saved("y", outputs + place) for place in range(len(plan.captures))]
     params += [Saved("grad", place) for place in differentiated]
     text = body_text(build_function(list(forward.params), list(bindings(forward)), made))
-    step = Step(join_products(cut.backward), tuple(params), wanted, differentiated, after)
-    saving = None if text is None else dataclasses.replace(scan, body=text)
-    gradient = None if saving is None else reverse_scan(saving, step, sums_later)
-    if gradient is None:
-        raise ValueError("a literal in the body of a loop cannot be written down")
-    return dataclasses.replace(saving, gradient=gradient_of(hoist(gradient), wanted, differentiated))
+    return text, Step(join_products(cut.backward), tuple(params), wanted, differentiated, after)
+
+
+_step_of_any_length = functools.lru_cache(maxsize=64)(_step)

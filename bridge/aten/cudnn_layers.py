@@ -17,7 +17,7 @@ from tvm import relax
 from autodiff.ir import Expr, dtype, shape
 from bridge.base.cudnn_layers import settings_of_layers
 from bridge.base.devices import current_device
-from bridge.base.torch_cuda import read_settings
+from bridge.base.torch_cuda import read_settings, recurrent_layers_are_tf32
 from bridge.base.torch_internals import aten, unset_fake_temporarily
 from bridge.capture import TensorForm
 
@@ -28,11 +28,15 @@ op = relax.op
 CUDNN_TYPES = ("float16", "float32", "float64")
 """Element types of layers that are cuDNN's in eager, too."""
 
-_NARROW, _NARROW_RNN_OR_HALF = 128, 256
-"""Elements of a state up to which cuDNN keeps the weight on the chip, and is quicker whatever else is the case."""
+_NARROW, _NARROW_RNN = 128, 256
+"""Elements of a state up to which cuDNN keeps a float32 weight on the chip, and is quicker whatever else there is."""
 
-_MANY_ROWS = 64
-"""Rows up to which a loop's products, of parts of the weight, are quicker than cuDNN's."""
+_MANY_ROWS, _MANY_ELEMENTS = 64, 1 << 15
+"""Rows, and elements of a state of all rows, up to which a loop's products, of parts of the weight, are quicker than
+cuDNN's in TF32."""
+
+_FEW_ROWS = 16
+"""Rows up to which they are also where there are several layers or directions, which cuDNN runs side by side."""
 
 
 def cudnn_is_quicker(cell: str, x: Expr, states: Sequence[Expr]) -> bool:
@@ -43,9 +47,13 @@ def cudnn_is_quicker(cell: str, x: Expr, states: Sequence[Expr]) -> bool:
         x: [steps, batch, inputs].
         states: [layers * directions, batch, hidden] each.
     """
-    _, batch, size = shape(states[0])
-    widened = dtype(x) == "float16" or (dtype(x) == "float32" and cell.startswith("rnn"))
-    return batch > _MANY_ROWS or size <= (_NARROW_RNN_OR_HALF if widened else _NARROW)
+    cells, batch, size = shape(states[0])
+    if dtype(x) != "float32":
+        return dtype(x) == "float16" and batch <= _MANY_ROWS
+    if size <= (_NARROW_RNN if cell.startswith("rnn") else _NARROW):
+        return True
+    many = batch > _MANY_ROWS or batch * size > _MANY_ELEMENTS or (cells > 1 and batch > _FEW_ROWS)
+    return many and recurrent_layers_are_tf32()
 
 
 def cudnn_layers(

@@ -25,6 +25,7 @@ __all__ = [
     "memory_of_pool",
     "products_are_tf32",
     "read_settings",
+    "recurrent_layers_are_tf32",
     "reinterpreted",
     "settle_attention_order",
 ]
@@ -123,6 +124,11 @@ def cudnn_flags() -> tuple[bool, bool, bool]:
     """What torch's convolutions ask cuDNN for now: to measure algorithms, to take deterministic ones, to allow TF32."""
     deterministic = torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
     return torch.backends.cudnn.benchmark, deterministic, str(_precision("cuda", "conv")) == "tf32"
+
+
+def recurrent_layers_are_tf32() -> bool:
+    """Whether cuDNN's recurrent layers may round float32 to TF32 now."""
+    return str(_precision("cuda", "rnn")) == "tf32"
 
 
 def gpu_features(device: torch.device) -> tuple[Any, ...]:

@@ -33,7 +33,7 @@ from tvm_ffi import structural_equal, structural_hash
 
 from autodiff.extents import Extent, ExtentScope
 from autodiff.ir import Function, bindings
-from autodiff.scan import carried_in_parts, turned_inside
+from autodiff.scan import Scan, carried_in_parts, turned_inside
 from bridge.artifact import current_store, of_this_package
 from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
@@ -95,6 +95,8 @@ _KEPT: WeakValueDictionary[str, Program] = WeakValueDictionary()
 """Those in use that the disk cache has, or is to have, by their keys there."""
 _MADE: WeakKeyDictionary[Program, tuple[tuple, ...]] = WeakKeyDictionary()
 """The ways of products that a program in use was compiled with, see :meth:`ProductPolicy.made`."""
+_BODIES: WeakValueDictionary[tuple, _LoopBody] = WeakValueDictionary()
+"""Bodies of loops that are in use, by options, text and how many constants they have."""
 _LOCK = threading.Lock()
 
 log, fallbacks_log = channel("compile"), channel("fallbacks")
@@ -229,8 +231,12 @@ class _Graphs:
         lasting: int = 0,
         is_step: bool = False,
     ):
-        """``lasting``: see :func:`~bridge.compile.passes.choose_layouts.choose_layouts`; ``is_step``: of a loop."""
-        self._func, self._backend = func, options.backend
+        """``lasting``: see :func:`~bridge.compile.passes.choose_layouts.choose_layouts`; ``is_step``: of a loop.
+
+        Equal bodies share one program, whatever the lengths of their loops are: made for a policy of its own, whose
+        choices this one's then are.
+        """
+        self._func, self._backend, self._policy = func, options.backend, policy
         func = turned_inside(func) if policy.turns else func
         func = carried_in_parts(func, partial(_parts_of_carry, policy))
         neutral = name_normal_functions(translate(func, self._backend, drawn), self._backend)
@@ -248,19 +254,55 @@ class _Graphs:
         self._graph = widen_gradients(graph, self._backend, policy.widened, options.grad_outs)
         inside = replace(options, grad_outs=0, constants=0)
         scans = [node.scan for node in self._graph.nodes if isinstance(node, LoopCall)]
-        self._bodies = {
-            scan.body: _Graphs(scan.function, inside, policy, lasting=scan.constants, is_step=True) for scan in scans
-        }
+        self._bodies = {scan.body: _body(scan, inside, policy) for scan in scans}
 
     def all_calls(self) -> list[CallShape]:
         """Classes of library calls that have several forms, those of bodies included."""
-        return [*self.calls, *(call for body in self._bodies.values() for call in body.all_calls())]
+        return [*self.calls, *(call for body in self._bodies.values() for call in body.graphs.all_calls())]
+
+    def all_products(self) -> dict[ProductShape, str]:
+        """Classes of products with their ways, those of bodies included."""
+        found = dict(self._policy.met())
+        for body in self._bodies.values():
+            found |= body.graphs.all_products()
+        return found
 
     def program(self, name: str, seconds: float, scope: ExtentScope | None = None) -> Program:
         """``seconds``: that the graphs took."""
-        bodies = {text: body.program(f"{name}_step", 0.0) for text, body in self._bodies.items()}
+        bodies = {text: body.program(f"{name}_step") for text, body in self._bodies.items()}
         variables = tuple(str(var.name) for var in (*self._func.params, *(var for var, _ in bindings(self._func))))
-        return assemble(self._graph, name, self._backend, {"translate": seconds}, variables, scope, bodies)
+        made = assemble(self._graph, name, self._backend, {"translate": seconds}, variables, scope, bodies)
+        return replace(made, bodies=tuple(self._bodies.values())) if bodies else made
+
+
+class _LoopBody:
+    """The body of loops of any length, on its way to a program."""
+
+    def __init__(self, scan: Scan, options: CompileOptions):
+        policy = options.backend.products(options.threads, options.deterministic)
+        self.graphs = _Graphs(scan.function, options, policy, lasting=scan.constants, is_step=True)
+        self.choices = policy.made()
+        self._lock, self._program = threading.Lock(), None
+
+    def program(self, name: str) -> Program:
+        """Its program, under the name that it was first asked for."""
+        with self._lock:
+            if self._program is None:
+                self._program = self.graphs.program(name, 0.0)
+            return self._program
+
+
+def _body(scan: Scan, options: CompileOptions, policy: ProductPolicy) -> _LoopBody:
+    """The body of a scan, one that is in use if there is such a one."""
+    key = options.key, scan.body, scan.constants
+    with _LOCK:
+        found = _BODIES.get(key)
+    if found is None:
+        found = _LoopBody(scan, options)
+        with _LOCK:
+            found = _BODIES.setdefault(key, found)
+    policy.adopt(found.choices)
+    return found
 
 
 def _parts_of_carry(policy: ProductPolicy, element_type: str, rows: int, inner: int, columns: int) -> int:
@@ -273,7 +315,7 @@ def products_and_calls(
     """The classes of a function's matrix products, with their ways, and of its library calls of several forms."""
     policy = options.backend.products(options.threads, options.deterministic)
     graphs = _Graphs(func, options, policy)
-    return policy.met(), tuple(graphs.all_calls())
+    return tuple(graphs.all_products().items()), tuple(graphs.all_calls())
 
 
 def optimize(graph: Graph, backend: Backend) -> Graph:
@@ -300,6 +342,7 @@ def clear_cache() -> None:
         _PROGRAMS.clear()
         _KEPT.clear()
         _MADE.clear()
+        _BODIES.clear()
     clear_kernels()
     clear_compiled()
     ARENAS.clear()

@@ -15,10 +15,11 @@ from torch import nn
 
 from bridge.base.torch_internals import pytree
 from bridge.capture.loops.alive import alive_rows
-from bridge.capture.loops.calls import COMPARING, CREATING, Call, Calls, Made, Part, Value, filled, values_in
+from bridge.capture.loops.calls import COMPARING, CREATING, Call, Calls, Made, Value, filled, values_in
 from bridge.capture.loops.find import Carry, Constant, Local, Loop, Parts, Role, Written
 from bridge.capture.loops.masks import all_steps, draws_of, dropped, dropping
 from bridge.capture.loops.operators import FIRST, LAST, PART, STEPS
+from bridge.capture.loops.parts import in_order, moved, narrowed, put, take
 
 __all__ = ["Replay"]
 
@@ -144,7 +145,7 @@ class _Run:
         place = self.replay.place(value)
         if place is None:
             part = self.calls.part(value)
-            return _take(self.tensor(part.of), part)
+            return take(self.tensor(part.of), part)
         number, step, made = place
         loop = self.replay.loops[number]
         if step == loop.steps - 1 and made in self.last[number]:
@@ -165,9 +166,12 @@ class _Run:
 
     def _again(self, row: Call, tensors: Sequence[torch.Tensor]) -> Any:
         if row.part is not None:  # rows of one kind may take parts from different places
-            return _take(tensors[0], row.part)
+            return take(tensors[0], row.part)
         if row.into is not None:
-            return _put(*tensors, row.into)
+            return put(*tensors, row.into)
+        form = self.calls.forms[row.makes[0]]
+        if self.calls.kinds[row.kind].func is torch.Tensor.new_zeros and not form.requires_grad:
+            return torch.zeros(form.shape, dtype=form.dtype, device=form.device)  # of whatever length the tensor is
         return self._called(row, tensors, row.number)
 
     def _called(self, row: Call, tensors: Sequence[torch.Tensor], number: Any) -> Any:
@@ -213,7 +217,7 @@ class _Run:
     def _piece(self, values: Sequence[int], dim: int, stacks: bool) -> torch.Tensor:
         if len(values) == 1:
             return self.tensor(values[0]).unsqueeze(dim) if stacks else self.tensor(values[0])
-        steps = self._steps(values).movedim(0, dim)
+        steps = moved(self._steps(values), dim)
         return steps if stacks else steps.flatten(dim, dim + 1)
 
     def _steps(self, values: Sequence[int]) -> torch.Tensor:
@@ -221,7 +225,7 @@ class _Run:
         number, first, made = self.replay.place(values[0])
         _, last, _ = self.replay.place(values[-1])
         begin, end = self._position(number, first), self._position(number, last)
-        whole = self.whole[number][made].narrow(0, min(begin, end), len(values))
+        whole = narrowed(self.whole[number][made], 0, min(begin, end), len(values))
         return whole.flip(0) if end < begin else whole
 
     def loop(self, loop: Loop) -> None:
@@ -316,7 +320,7 @@ class _Run:
         """A tensor after the loop that writes its parts; these with the steps in front."""
         if (written.step < 0) != reverse:
             parts = parts.flip(0)
-        value = parts.movedim(0, written.dim)
+        value = moved(parts, written.dim)
         if not written.squeezed:
             value = value.flatten(written.dim, written.dim + 1)
         extent, before = value.shape[written.dim], self.calls.forms[written.first]
@@ -339,13 +343,13 @@ class _Run:
             whole = self.whole[number][Made(*made)][begin : begin + apart * (steps - 1) + 1 : apart]
         else:
             reached = apart * (steps - 1) + parts.extent
-            whole = self.tensor(parts.of).narrow(parts.dim, min(parts.first, end), reached)
+            whole = narrowed(self.tensor(parts.of), parts.dim, min(parts.first, end), reached)
             if apart == parts.extent and not parts.squeezed:
                 whole = whole.unflatten(parts.dim, (steps, parts.extent))
             elif apart != parts.extent:  # gaps, or windows that overlap
                 whole = whole.unfold(parts.dim, parts.extent, apart)
                 whole = whole.squeeze(-1) if parts.squeezed else whole.movedim(-1, parts.dim + 1)
-            whole = whole.movedim(parts.dim, 0)
+            whole = in_order(whole, [parts.dim, *(dim for dim in range(whole.dim()) if dim != parts.dim)])
         return whole.flip(0) if self._falls(parts) != reverse else whole
 
 
@@ -373,16 +377,6 @@ def _closed(carry: Carry, direct: dict[Made, dict[Role, None]]) -> list[Role]:
         if isinstance(role, Carry):
             waiting += direct[Made(role.row, role.leaf)] if role.of is None else [role.of]
     return list(found)
-
-
-def _take(whole: torch.Tensor, part: Part) -> torch.Tensor:
-    return whole.select(part.dim, part.begin) if part.squeezed else whole.narrow(part.dim, part.begin, part.extent)
-
-
-def _put(whole: torch.Tensor, value: torch.Tensor, into: Part) -> torch.Tensor:
-    if into.squeezed:
-        return torch.select_scatter(whole, value, into.dim, into.begin)
-    return torch.slice_scatter(whole, value, into.dim, into.begin, into.begin + into.extent)
 
 
 def _attribute(module: nn.Module, path: str) -> torch.Tensor:

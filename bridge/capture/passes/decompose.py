@@ -29,6 +29,7 @@ from bridge.base.torch_internals import (
     schema,
     unset_fake_temporarily,
 )
+from bridge.capture.loops.operators import MARKS
 from bridge.capture.passes.cells import CELLS
 from bridge.capture.passes.kinds import Functional, functional_by_kind
 from bridge.capture.passes.preserved_ops import PRESERVED, PRESERVED_ABOVE_AUTOGRAD
@@ -67,10 +68,13 @@ def _decomposed(exported: ExportedProgram) -> ExportedProgram:
 
 @functools.cache
 def _is_left_whole(op: OpOverload) -> bool:
-    """Whether decomposing leaves each call of an operator as it is, and its result is no view.
+    """Whether decomposing leaves each call of an operator as it is, and its result is no view, or one that a functional
+    graph has as well.
 
-    So it is of preserved operators, and of torch's core ones that no table has a formula for.
+    So it is of preserved operators, of marks of loops, and of torch's core ones that no table has a formula for.
     """
+    if op in MARKS or op is aten.permute.default:
+        return True
     composite, others = _tables()
     if op in others or any(returned.alias_info is not None for returned in schema(op).returns):
         return False

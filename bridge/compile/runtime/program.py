@@ -47,6 +47,7 @@ class Program:
         positions: constants that follow from the sizes, by slot.
         scope: of the symbolic extents in all of the above; ``None`` for a program of one size. One that has it does not
             run itself: :meth:`bind` gives what does.
+        bodies: what loops' bodies were made of, which lasts as long as a program that it is in.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Program:
     stage_seconds: Mapping[str, float] = field(default_factory=dict, repr=False)
     positions: tuple[tuple[int, Positions], ...] = field(default=(), repr=False)
     scope: ExtentScope | None = field(default=None, repr=False)
+    bodies: tuple[object, ...] = field(default=(), repr=False)
 
     @property
     def timings(self) -> dict[str, float]:

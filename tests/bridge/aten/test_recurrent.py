@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from autodiff.ir import TensorType, Var
 from bridge import UnsupportedModule, add_tvm_dispatch, explain, lower, stats
+from bridge.aten.cudnn_layers import cudnn_is_quicker
 from bridge.compile import Loop
 from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compare import Call, assert_same, check_module, run
@@ -88,6 +90,29 @@ def test_layers_are_one_call_where_cudnn_is_quicker(monkeypatch, name):
     assert [name for name in called if "recurrent" in name] == ["recurrent_layers", "recurrent_layers_backward"]
     assert not entry.has_loops
     assert "1 call of recurrent layers: cuDNN's" in str(explain(module).full)
+
+
+@pytest.mark.parametrize(
+    ("cell", "element_type", "is_tf32", "state", "is_quicker"),
+    [  # each was measured to be quicker so by a tenth or more
+        ("lstm", "float32", True, (1, 8, 128), True),
+        ("lstm", "float32", True, (1, 64, 256), False),
+        ("lstm", "float32", True, (2, 64, 256), True),
+        ("lstm", "float32", True, (1, 64, 1024), True),
+        ("lstm", "float32", True, (1, 128, 512), True),
+        ("lstm", "float32", False, (1, 128, 512), False),
+        ("lstm", "float32", False, (1, 64, 1024), False),
+        ("rnn_tanh", "float32", False, (1, 16, 256), True),
+        ("rnn_tanh", "float32", True, (1, 64, 384), False),
+        ("lstm", "float16", True, (1, 16, 512), True),
+        ("lstm", "float16", True, (1, 128, 512), False),
+        ("lstm", "float64", True, (1, 64, 256), False),
+    ],
+)
+def test_which_layers_stay_cudnns(monkeypatch, cell, element_type, is_tf32, state, is_quicker):
+    monkeypatch.setattr("bridge.aten.cudnn_layers.recurrent_layers_are_tf32", lambda: is_tf32)
+    x, h = (Var(name, TensorType(extents, element_type)) for name, extents in (("x", (5, *state[1:])), ("h", state)))
+    assert cudnn_is_quicker(cell, x, [h]) == is_quicker
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -10,7 +10,9 @@ from autodiff.scan import is_scan, scan_of
 from bridge import add_tvm_dispatch, lower, stats
 from bridge.capture import LOOP_MARKS
 from bridge.capture.loops import attempt
+from bridge.capture.passes import kinds
 from bridge.lowering import reuse
+from partition import scans
 from tests.bridge.capture.looped_networks import (
     DROPS,
     FORMS,
@@ -74,6 +76,20 @@ def test_one_step_is_traced_whatever_the_length(name):
         assert {scan.length for scan in scans} <= {steps, steps - 1, steps - 2} and scans
         bodies.append([scan.body for scan in scans])
     assert sizes[0] == sizes[1] and len(bodies[0]) == len(bodies[1])
+
+
+def test_another_length_is_made_of_what_is_known(monkeypatch):
+    """No operator is decomposed anew, no step is differentiated or compiled."""
+    module, entries, differentiated = Lstm(), [], []
+    add_tvm_dispatch(module, on_miss="compile")
+    for steps in (9, 14):
+        module(torch.randn(2, steps, 3, requires_grad=True))[0].sum().backward()
+        entries.append(stats(module).entries[-1])
+        differentiated.append(scans._step_of_any_length.cache_info().misses)
+        monkeypatch.setattr(kinds, "_program", None)
+    first, other = ([*entry.forward.bodies, *entry.backward.bodies] for entry in entries)
+    assert len(first) == 2 and all(a is b for a, b in zip(first, other, strict=True))
+    assert differentiated[0] == differentiated[1]
 
 
 def test_equal_modules_share_what_was_lowered(monkeypatch):
