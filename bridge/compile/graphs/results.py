@@ -42,11 +42,11 @@ class ReplayResults:
         self.copied: list[int] = []
         self.readers = [layout.memory.index(made.slot) for made in layout.fresh]
         self._find: list[Callable[[Sequence, Sequence], torch.Tensor]] = []
-        found: list[int | None] = []
+        memory: list[int | None] = []
         for place, (slot, base, seen) in enumerate(zip(layout.results, layout.memory, results, strict=True)):
             if base in constants:
                 self._find.append(_constant(seen))
-                found.append(None)
+                memory.append(None)
                 continue
             if base not in fresh and base >= params:
                 shape = tuple(seen.shape)
@@ -57,9 +57,10 @@ class ReplayResults:
                 base = slot
             view = views.get(slot) if slot != base else None
             self._find.append(_found(fresh.get(base), base, view))
-            found.append(fresh.get(base) if view is None else None)
-        plain = len(found) > 1 and None not in found
-        self._pick = itemgetter(*found) if plain else None
+            memory.append(fresh.get(base) if view is None else None)
+        # at once, in the place of those that are no given memory as well: they are few
+        self._pick = itemgetter(*[at or 0 for at in memory]) if self.forms and len(memory) > 1 else None
+        self._others = [place for place, at in enumerate(memory) if at is None]
 
     @property
     def nbytes(self) -> int:
@@ -68,9 +69,12 @@ class ReplayResults:
 
     def __call__(self, inputs: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results of a run on these inputs in this memory."""
-        if self._pick is not None:  # as gradients are
-            return list(self._pick(fresh))
-        return [find(inputs, fresh) for find in self._find]
+        if self._pick is None:
+            return [find(inputs, fresh) for find in self._find]
+        results = list(self._pick(fresh))
+        for place in self._others:
+            results[place] = self._find[place](inputs, fresh)
+        return results
 
 
 def _constant(tensor: torch.Tensor) -> Callable[[Sequence, Sequence], torch.Tensor]:
