@@ -75,7 +75,9 @@ class FrozenPrograms:
             Compiling(self.frozen.call, name, "forward", same, {}),
         ]
         if graphs is not None:
-            compiling[1].graphed = partial(EntryGraphs(graphs).forward, outputs=lowered.num_results)
+            compiling[1].graphed = partial(
+                EntryGraphs(graphs).forward, outputs=lowered.imported.num_outputs, captures=lowered.num_results
+            )
         self._begin(name, compiling, self.frozen.weights, tensors)
 
     @classmethod

@@ -97,7 +97,9 @@ class Programs:
         self.masks = ComputedMasks(lowered, backend, addresses)
         self._forward = forward = Compiling(lowered.forward_source, name, "forward", self._options, self.masks.forward)
         if self._graphs is not None:
-            forward.graphed = partial(self._graphs.forward, outputs=lowered.num_results)
+            forward.graphed = partial(
+                self._graphs.forward, outputs=lowered.imported.num_outputs, captures=lowered.num_results
+            )
         self.num_wanted = len(lowered.wanted)
         self.num_outputs = lowered.imported.num_outputs
         self.differentiable = lowered.differentiable

@@ -21,7 +21,8 @@ class EntryGraphs:
     """What the recorded programs of an entry share, for all sizes.
 
     There is a memory for each use: who keeps outputs, or gradients, is not to move the addresses of the others. Where
-    sizes vary, each result that varies has one of its own. Captures, which are let go together, lie in one block.
+    sizes vary, each result that varies has one of its own. What is let go together lies in one block: new values of
+    buffers, and captures.
 
     Attributes:
         last_used: never: there is nothing to drop; ``graph_bytes``: none.
@@ -35,14 +36,16 @@ class EntryGraphs:
         self._shared: dict[Program, Shared] = {}
         control.enroll(self)
 
-    def forward(self, program: Program, execute: Execute, whole: Program, outputs: int) -> Execute:
-        """What runs a forward program, whose results after the first ``outputs`` are for the backward.
+    def forward(self, program: Program, execute: Execute, whole: Program, outputs: int, captures: int) -> Execute:
+        """What runs a forward program.
 
         Args:
             program: of numbers only; ``whole``: the one of all sizes that it was made of, or itself.
             execute: runs it, kernel by kernel.
+            outputs: how many of its results, the first, are the caller's.
+            captures: the first result that is for the backward; those in between are for the call itself.
         """
-        return self._graphed(program, execute, whole, "outputs", outputs)
+        return self._graphed(program, execute, whole, "outputs", (outputs, captures))
 
     def backward(self, program: Program, execute: Execute, whole: Program, grad_outs: int) -> Execute:
         """What runs a backward program, whose last inputs are so many grad_outs.
@@ -53,7 +56,7 @@ class EntryGraphs:
         params = program.layout.params
         first = len(params) - grad_outs
         numbers = [place for place, each in enumerate(params) if place >= first and each.numel == 1]
-        return self._graphed(program, execute, whole, "gradients", None, numbers)
+        return self._graphed(program, execute, whole, "gradients", (len(program.layout.results),) * 2, numbers)
 
     def _graphed(
         self,
@@ -61,7 +64,7 @@ class EntryGraphs:
         execute: Execute,
         whole: Program,
         use: str,
-        count: int | None,
+        bounds: tuple[int, int],
         buffered: Sequence[int] = (),
     ) -> Execute:
         recorder = program.backend.recorder(program)
@@ -73,8 +76,10 @@ class EntryGraphs:
         varying = _varying(whole) if shared.varies else ()
 
         def memory_of(result: int) -> Memory:
-            if count is not None and result >= count:
+            if result >= bounds[1]:
                 return self._memory("captures", recorder, shared.varies, joined=True)
+            if result >= bounds[0]:
+                return self._memory("buffers", recorder, shared.varies, joined=True)
             if result in varying:
                 return self._memory((whole, result), recorder, varies=True)
             return self._memory(use, recorder)
