@@ -38,6 +38,7 @@ from bridge.library.registry import (
     dense,
     invoke,
     invoke_into,
+    out_kernel,
 )
 
 __all__ = [
@@ -55,4 +56,5 @@ __all__ = [
     "dense",
     "invoke",
     "invoke_into",
+    "out_kernel",
 ]

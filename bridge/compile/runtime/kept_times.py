@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 
 from bridge.artifact import current_store, made_once, of_this_package
-from bridge.compile.cpu.host import fingerprint
 from bridge.compile.schedule.products import ProductShape
 
 __all__ = ["kept_times"]
@@ -20,20 +19,19 @@ _KIND = "product"
 
 
 def kept_times(
-    target: str, threads: int, product: ProductShape, ways: Sequence[str], measure: Callable[[], Mapping[str, float]]
+    machine: tuple, product: ProductShape, ways: Sequence[str], measure: Callable[[], Mapping[str, float]]
 ) -> Mapping[str, float]:
     """What ``measure`` returns: seconds of some of the ways; from the disk cache where it was measured before.
 
     Args:
-        target: what generated ways are built for.
-        threads: that products run on.
+        machine: what times depend on, as plain data: the processor, what generated ways are built for, threads.
         product: the class.
         ways: the candidates.
     """
     store = current_store()
     if not store.is_usable:
         return measure()
-    key = of_this_package(_KIND, target, threads, fingerprint(), str(product), astuple(product), list(ways))
+    key = of_this_package(_KIND, machine, str(product), astuple(product), list(ways))
 
     def look() -> Mapping[str, float] | None:
         found = store.get(_KIND, key)
@@ -41,7 +39,8 @@ def kept_times(
 
     def measure_and_keep() -> Mapping[str, float]:
         times = dict(measure())
-        store.put(_KIND, key, {"seconds": json.dumps(times).encode()}, f"{product} on {threads} threads")
+        if times:
+            store.put(_KIND, key, {"seconds": json.dumps(times).encode()}, str(product))
         return times
 
     return made_once(store, key, look, measure_and_keep)
