@@ -113,7 +113,7 @@ class Recorder(Protocol):
         Args:
             inputs: dense or not; copies of those that are not belong to the run.
             fresh: memory of the results in ``layout.fresh``.
-            copies: places of other results, with the memory that they are copied to at the end of the run.
+            copies: places of other results, with memory that they are written into, or copied to at the end of the run.
 
         Returns:
             what replays it.

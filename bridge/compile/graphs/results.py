@@ -19,7 +19,7 @@ class ReplayResults:
     """Where the results of a program are.
 
     A result lies in an input, in a constant, in memory that the run was given, or in memory of a library function's
-    own: what is recorded then ends with a copy of it into memory that the run was given as well.
+    own: then the run is given memory for it as well, and what is recorded writes it there, or copies it at the end.
 
     Attributes:
         forms: of the memory that a run is given: first that of ``layout.fresh``, then that of ``copied``.
