@@ -18,7 +18,9 @@ def _masks(func, count):
     return [torch.rand(shape(param), generator=generator) > 0.1 for param in func.params[len(NAMES) :][:count]]
 
 
-@pytest.mark.parametrize("required", [range(len(NAMES)), [2, 5], [0]], ids=["all", "some", "input"])
+@pytest.mark.parametrize(
+    "required", [range(len(NAMES)), [2, 5], pytest.param([0], marks=pytest.mark.sweep)], ids=["all", "some", "input"]
+)
 def test_forward_and_gradients_equal_torch(required):
     required = [index for index in required if index != 1]
     args = arguments(torch.float64)

@@ -1,9 +1,9 @@
-"""One of two processes that train under DDP or FSDP2, eager and dispatched; run by ``test_distributed.py``.
+"""Two processes, one a fork of the other, that train under DDP or FSDP2, eager and dispatched.
 
-    RANK=0 python -m tests.bridge.distributed_worker DIRECTORY
+    python -m tests.bridge.distributed_worker DIRECTORY
 
 Each scenario trains two copies of a model from one seed, one of them with dispatched blocks, and reports how far they
-are apart. The reports are written to ``DIRECTORY/RANK.json``.
+are apart. The reports are written to ``DIRECTORY/RANK.json``, where ``test_distributed.py`` reads them.
 """
 
 from __future__ import annotations
@@ -349,7 +349,12 @@ def main(directory: str, *chosen: str) -> None:
     from tests.bridge.distributed_whole import WHOLE  # it imports this module
 
     folder = pathlib.Path(directory)
-    rank = int(os.environ["RANK"])
+    rank, others = 0, []
+    for other in range(1, WORLD):  # while there is one thread: what was imported is imported once
+        others.append(os.fork())
+        if others[-1] == 0:
+            rank, others = other, []
+            break
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=WORLD)
     held = [make_net(dtype) for dtype in (torch.float64, torch.float32)]
@@ -359,9 +364,10 @@ def main(directory: str, *chosen: str) -> None:
     reports = {name: scenarios[name]() for name in chosen or scenarios}
     (folder / f"{rank}.json").write_text(json.dumps(reports))
     dist.barrier()
+    failed = any([os.waitpid(other, 0)[1] for other in others])
     sys.stdout.flush()
     # gloo's threads now and then abort a process that ends in the ordinary way ("terminate called without …")
-    os._exit(0)
+    os._exit(int(failed))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from tests.fuzz.loops import check_loop, generate_loop
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("seeds", [(5, 13), (16, 27)])
+@pytest.mark.parametrize("seeds", [(5, 13), pytest.param((16, 27), marks=pytest.mark.sweep)])
 def test_random_loops(seeds):
     clear_cache()
     found = {seed: check_loop(generate_loop(seed)) for seed in seeds}

@@ -9,10 +9,17 @@ STEPS = 15
 SLOW = ("char_model", "diffusion_unet", "lstm", "mae", "mamba", "neural_ode", "vit")
 """Over three seconds, most of them to add."""
 
+SWEEP = {
+    *("byol", "char_model", "diffusion_unet", "distillation", "lora_module", "mae", "masked_encoder", "moe_dense"),
+    *("sac", "simclr", "super_resolution", "tabular", "triplet", "vit"),
+}
+"""Whose operators and whose way of training another script has, too: targets that follow, frozen parts, attention,
+U-Nets, experts, critics, contrasts."""
+
 
 def _parameters():
     for name in names():
-        marks = [pytest.mark.slow] if name in SLOW else []
+        marks = [pytest.mark.slow] * (name in SLOW) + [pytest.mark.sweep] * (name in SWEEP)
         yield pytest.param(name, marks=marks)
 
 

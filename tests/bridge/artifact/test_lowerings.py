@@ -25,6 +25,7 @@ from bridge.lowering.canonical_key import NotCanonicalError, canonical
 from bridge.lowering.graph_record import NotRecordedError, graph_of, record_of
 from bridge.lowering.sources import code_digest
 from tests.bridge.artifact.count_builds import digest, in_children
+from tests.sampling import sampled
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
 
@@ -173,7 +174,7 @@ def asked(make=Asking):
     return {"captured": len(captured), "same": same, "hits": bridge.stats(module).hits, **told}
 
 
-@pytest.mark.parametrize("make", [Asking, Looping, Reading, AskingAndReading])
+@pytest.mark.parametrize("make", sampled([Asking, Looping, Reading, AskingAndReading], [Looping, AskingAndReading]))
 def test_what_is_known_by_another_way_is_found_in_a_pack(used_cache, monkeypatch, tmp_path, make):
     """By what it does in eager's branches, by one step of each loop, or by numbers that it reads, in a later process on
     another machine."""

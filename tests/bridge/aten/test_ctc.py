@@ -10,6 +10,7 @@ from torch import nn
 from bridge import add_tvm_dispatch, lower, stats
 from tests.bridge.compare import Call, Function, assert_same, run
 from tests.device import DEVICE
+from tests.sampling import sampled
 
 STEPS, BATCH, LETTERS, LONGEST = 12, 3, 5, 4
 LENGTHS, COUNTS = torch.tensor([12, 10, 8]), torch.tensor([4, 3, 2])
@@ -54,8 +55,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    sampled(
+        [(name, *kind) for name in CASES for kind in ((torch.float64, 1e-10), (torch.float32, 1e-5))],
+        lambda case: case[1] == torch.float64 or case[0] in ("mean", "infinite, zero"),
+    ),
+)
 def test_losses_and_gradients(name, dtype, tolerance):
     function, make, given = CASES[name]
     x = make().detach().to(dtype).requires_grad_(make().requires_grad)

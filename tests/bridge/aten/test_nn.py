@@ -1,5 +1,7 @@
 """Embeddings, dropouts and other draws, losses, einsum, sorting, triangles; what is refused."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from bridge.compile import clear_cache
 from bridge.compile.translate import TRANSLATIONS
 from tests.bridge.compare import Call, Function, check_module
 from tests.device import ASSERTS
+from tests.sampling import sampled
 
 
 def leaf(*shape):
@@ -21,10 +24,16 @@ def check(function, *args, calls=1):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"padding_idx": 2}, {"padding_idx": -1}, {"scale_grad_by_freq": True}], ids=lambda o: str(o)
+    ("shape", "options"),
+    sampled(
+        itertools.product(
+            ((), (5,), (2, 3, 4)), ({}, {"padding_idx": 2}, {"padding_idx": -1}, {"scale_grad_by_freq": True})
+        ),
+        lambda case: not case[1] or len(case[0]) == 3,
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4)], ids=str)
-def test_embedding(options, shape):
+def test_embedding(shape, options):
     check_module(lambda: nn.Embedding(7, 3, **options), lambda: torch.randint(0, 7, shape), calls=1)
 
 
@@ -122,11 +131,16 @@ def test_one_hot_keeps_its_check():
 
 
 @pytest.mark.parametrize(
-    "layer",
-    [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout],
-    ids=lambda layer: layer.__name__,
+    ("layer", "p"),
+    sampled(
+        itertools.product(
+            (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+            (0.0, 0.3, 1.0),
+        ),
+        lambda case: case[1] == 0.3 or case[0] in (nn.Dropout, nn.FeatureAlphaDropout),
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
 def test_dropouts(layer, p):
     shape = {nn.Dropout1d: (3, 4, 5), nn.Dropout3d: (3, 4, 2, 3, 2)}.get(layer, (3, 4, 2, 5))
     check_module(lambda: layer(p), lambda: leaf(*shape), calls=2)

@@ -90,6 +90,7 @@ def test_every_kernel_is_compiled(name, arch, collected):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize(("name", "arch"), [(name, ARCHES[1 - index % 2]) for index, name in enumerate(CASES)])
 def test_every_kernel_is_compiled_for_the_other_architecture(name, arch, collected):
     check_compiled(collected[0][name], arch)

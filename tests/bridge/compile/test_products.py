@@ -24,6 +24,7 @@ from bridge.compile.cpu.product_ways import Trial, library_ways
 from bridge.compile.cpu.products import CpuProducts, measured, shape_class
 from bridge.compile.schedule.products import GENERATED, LayoutClass, ProductShape
 from tests.bridge.compile_helpers import function, program
+from tests.sampling import sampled
 
 BLOCKINGS = [GENERATED, f"{GENERATED} short"]
 WAYS = ["mm", "mm_swapped", "linear", *BLOCKINGS]
@@ -101,7 +102,7 @@ def test_every_way_computes_every_layout_and_edge(monkeypatch, way, is_cut):
         torch.testing.assert_close(compiled(tensors)[0].double(), exact, rtol=bound, atol=bound * k)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", sampled([torch.float32, torch.float64], [torch.float32]), ids=str)
 def test_no_bit_depends_on_the_width_of_registers(monkeypatch, dtype):
     """Tiles of AVX-512 and of AVX2, of whichever this processor has the registers."""
     forced(monkeypatch, f"{GENERATED} short")

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import logging
 from collections import Counter
 from functools import partial
@@ -19,6 +20,7 @@ from bridge.dispatch.dispatcher import MAX_ENTRIES
 from bridge.dynamo.backend import graphs
 from tests.bridge.dynamo_helpers import CLOSE, compare, made_since, outcome, total, x
 from tests.bridge.models import classifier
+from tests.sampling import sampled
 
 
 @pytest.fixture(autouse=True)
@@ -374,8 +376,12 @@ def test_a_checkpointed_region_keeps_its_masks_where_it_runs_eager():
     "one entry where that is exact, otherwise constants",
     section='`torch.compile(model, backend="tvm_dispatch")`',
 )
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("dynamic", "dtype"),
+    sampled(
+        itertools.product((None, True), (torch.float32, torch.float64)), ((None, torch.float32), (True, torch.float64))
+    ),
+)
 def test_a_number_that_changes_at_every_call_is_compiled_once(dynamic, dtype):
     def function(a, weight, step):
         return (1 - weight) * a.sin() / weight + a * (weight / 3) - step * a

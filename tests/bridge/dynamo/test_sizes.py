@@ -51,7 +51,7 @@ class Tagger(nn.Module):
         return F.cross_entropy(self.out(h).flatten(0, 1) * temperature, labels.flatten())
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.sweep)])
 def test_a_training_loop_of_ten_lengths(dynamic):
     """Dynamo compiles once or twice, each of its graphs has one entry, losses and generator are eager's."""
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ from tests.bridge.models import (
     tokens,
 )
 from tests.device import generators
+from tests.sampling import sampled
 
 SHAPES = [(3, 17), (1, 5), (2, 32)]
 
@@ -22,8 +23,14 @@ def hidden_states(batch: int, sequence: int) -> torch.Tensor:
     return torch.randn(batch, sequence, 24, requires_grad=True)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize(("shape", "dropout"), [*((shape, 0.1) for shape in SHAPES), (SHAPES[0], 0.0)], ids=str)
+@pytest.mark.parametrize(
+    ("attention", "shape", "dropout"),
+    sampled(
+        [(kind, *given) for kind in ("eager", "sdpa") for given in (*((s, 0.1) for s in SHAPES), (SHAPES[0], 0.0))],
+        [("eager", SHAPES[0], 0.1), ("sdpa", SHAPES[0], 0.1), ("eager", SHAPES[1], 0.1), ("sdpa", SHAPES[0], 0.0)],
+    ),
+    ids=str,
+)
 def test_layer(attention, shape, dropout):
     check_module(lambda: bert_layer(attention=attention, dropout=dropout), lambda: hidden_states(*shape))
 

@@ -6,7 +6,7 @@ import copy
 import itertools
 import random
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -37,9 +37,10 @@ class Pair(NamedTuple):
 GRADIENTS_ONLY = ("segmenter",)
 
 
-def of(names: Iterable[str]) -> pytest.MarkDecorator:
-    """A pair for each of these models."""
-    each = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def of(names: Iterable[str], always: Container[str]) -> pytest.MarkDecorator:
+    """A pair for each of these models, those that always run and the sweep."""
+    slow, sweep = pytest.mark.slow, pytest.mark.sweep
+    each = [pytest.param(name, marks=[slow] * (name not in QUICK) + [sweep] * (name not in always)) for name in names]
     return pytest.mark.parametrize("pair", each, indirect=True, scope="module")
 
 
@@ -60,7 +61,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         yield Pair(model, eager, dispatched)
 
 
-@of(MODELS)
+@of(MODELS, ("bert", "llama", "t5", "resnet", "segmenter", "recommender"))
 def test_gradients_at_ten_sizes(pair):
     model, eager, dispatched = pair
     for sizes in model.sizes:
@@ -80,7 +81,7 @@ def many(sizes: tuple[tuple[int, ...], ...]) -> list[tuple[int, ...]]:
     return list(found)
 
 
-@of(name for name in MODELS if name not in GRADIENTS_ONLY)
+@of((name for name in MODELS if name not in GRADIENTS_ONLY), ("bert", "resnet", "recommender"))
 def test_thirty_steps_with_twenty_sizes(pair):
     model, eager, dispatched = pair
     before = stats(dispatched).hits

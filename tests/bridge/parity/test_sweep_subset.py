@@ -100,28 +100,33 @@ EXPECTED_MODELS = ["bert-sdpa", "distilbert", "electra"]
 
 OTHER_MODELS = ["gpt2", "vit"]
 
-LIMIT = 2
-"""Samples of an operator or module, the first and the last of torch's; ``python -m tests.sweep`` runs more."""
+SAMPLES = pytest.mark.parametrize("limit", [1, pytest.param(2, marks=pytest.mark.sweep)])
+"""Samples of an operator or module: the first of torch's, or the first and the last; ``python -m tests.sweep`` runs
+more."""
 
 
+@SAMPLES
 @pytest.mark.parametrize("name", EXPECTED_OPERATORS)
-def test_operator(name):
-    expect_pass(opinfo.run_case(name, limit=LIMIT))
+def test_operator(name, limit):
+    expect_pass(opinfo.run_case(name, limit=limit))
 
 
+@SAMPLES
 @pytest.mark.parametrize("name", OTHER_OPERATORS)
-def test_other_operator(name):
-    expect_nothing_wrong(opinfo.run_case(name, limit=LIMIT))
+def test_other_operator(name, limit):
+    expect_nothing_wrong(opinfo.run_case(name, limit=limit))
 
 
+@SAMPLES
 @pytest.mark.parametrize("name", EXPECTED_MODULES)
-def test_module(name):
-    expect_pass(moduleinfo.run_case(name, limit=LIMIT))
+def test_module(name, limit):
+    expect_pass(moduleinfo.run_case(name, limit=limit))
 
 
+@SAMPLES
 @pytest.mark.parametrize("name", OTHER_MODULES)
-def test_other_module(name):
-    expect_nothing_wrong(moduleinfo.run_case(name, limit=LIMIT))
+def test_other_module(name, limit):
+    expect_nothing_wrong(moduleinfo.run_case(name, limit=limit))
 
 
 @pytest.mark.parametrize("name", EXPECTED_MODELS)
