@@ -27,7 +27,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 from tvm_ffi import structural_equal, structural_hash
 
@@ -93,8 +93,6 @@ PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
 _PROGRAMS: WeakCache[Function, Program] = WeakCache(lambda a, b: structural_equal(a, b, map_free_vars=True))
 _KEPT: WeakValueDictionary[str, Program] = WeakValueDictionary()
 """Those in use that the disk cache has, or is to have, by their keys there."""
-_MADE: WeakKeyDictionary[Program, tuple[tuple, ...]] = WeakKeyDictionary()
-"""The ways of products that a program in use was compiled with, see :meth:`ProductPolicy.made`."""
 _BODIES: WeakValueDictionary[tuple, _LoopBody] = WeakValueDictionary()
 """Bodies of loops that are in use, by options, text and how many constants they have."""
 _LOCK = threading.Lock()
@@ -175,10 +173,9 @@ class Compilation:
     def finish(self) -> Program:
         """The program; its machine code may still be in the making."""
         if self._program is None:
-            self._program = self._graphs.program(self._name, self._seconds, self._signature.scope)
+            program = self._graphs.program(self._name, self._seconds, self._signature.scope)
+            self._program = replace(program, ways=self._policy.made())
             self._is_to_keep = True
-            with _LOCK:
-                _MADE[self._program] = self._policy.made()
             _tell(self._program)
             self._share()
         return self._program
@@ -187,10 +184,7 @@ class Compilation:
         """Puts a program that is new, or new under its key, into the disk cache; waits for its machine code."""
         if self._is_to_keep and self._kept_key is not None:
             self._is_to_keep = False
-            with _LOCK:
-                made = _MADE.get(self._program)
-            if made is not None:
-                keep_program(self._kept_key, self._digest, self._program, made)
+            keep_program(self._kept_key, self._digest, self._program)
 
     def _kept(self, digest: str, drawn: Mapping[int, DrawnMask] | None) -> Program | None:
         """The program of a digest that this process uses or the disk cache has."""
@@ -205,7 +199,6 @@ class Compilation:
             if found is not None:
                 with _LOCK:
                     found = _KEPT.setdefault(self._kept_key, found)
-                    _MADE[found] = self._policy.made()
         return found
 
     def _share(self) -> None:
@@ -341,7 +334,6 @@ def clear_cache() -> None:
     with _LOCK:
         _PROGRAMS.clear()
         _KEPT.clear()
-        _MADE.clear()
         _BODIES.clear()
     clear_kernels()
     clear_compiled()

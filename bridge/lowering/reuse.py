@@ -343,7 +343,8 @@ def _observation_key(observation: Observation, readings: Sequence[Reading]) -> t
     if observation.trace is None or observation.unsupported or observation.objects or None in outputs:
         return None
     reads = tuple(reading.key for reading in readings), observation.reads_validation
-    return observation.trace, tuple(outputs), observation.out_spec, reads
+    again = tuple(sorted(observation.checkpointed))  # what is refused of them is asked at the capture alone
+    return observation.trace, tuple(outputs), observation.out_spec, reads, again
 
 
 def _as_eager_key(observation: Observation, readings: Sequence[Reading]) -> tuple | None:

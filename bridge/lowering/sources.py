@@ -10,7 +10,9 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
+from itertools import starmap
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -28,8 +30,48 @@ _OTHERS = frozenset([*sys.stdlib_module_names, "torch", "tvm", "tvm_ffi", "numpy
 def code_digest(module: nn.Module) -> str | None:
     """The digest; ``None`` where a class of the module tree has no file (a cell of a notebook)."""
     classes = {base for child in module.modules() for base in type(child).__mro__}
-    names = sorted({each.__module__ for each in classes if each.__module__.partition(".")[0] not in _OTHERS})
-    reached: dict[str, str] = {}
+    names = tuple(sorted({each.__module__ for each in classes if each.__module__.partition(".")[0] not in _OTHERS}))
+    files = _files_now(names)
+    if files is None:
+        return None
+    try:
+        read = [[name, _digest_of(path, changed)] for name, (path, changed) in sorted(files.items())]
+    except OSError:
+        return None
+    return key_of(read, _attributes(module))
+
+
+Files = dict[str, tuple[str, int]]
+"""Of modules by their names: the path, and when it was changed."""
+
+_FOUND: dict[tuple[str, ...], tuple[int, Files]] = {}
+"""What modules were found to reach, and how many were imported then: modules of one model ask again and again."""
+
+
+def _files_now(names: tuple[str, ...]) -> Files | None:
+    """Files of all modules that these reach; ``None`` where one of these has none, or a file is gone.
+
+    What was found before holds until a module is imported or one of the files is another: an edited one may have been
+    loaded again, and name modules that were there before.
+    """
+    found = _FOUND.get(names)
+    if found is not None and found[0] == len(sys.modules):
+        with suppress(OSError):
+            if all(starmap(_is_as_found, found[1].items())):
+                return found[1]
+    imported, files = len(sys.modules), _files_reached(names)
+    if files is not None:
+        _FOUND[names] = imported, files
+    return files
+
+
+def _is_as_found(name: str, file: tuple[str, int]) -> bool:
+    path, changed = file
+    return getattr(sys.modules.get(name), "__file__", None) == path and os.stat(path).st_mtime_ns == changed
+
+
+def _files_reached(names: tuple[str, ...]) -> Files | None:
+    reached: Files = {}
     waiting = list(names)
     while waiting:
         name = waiting.pop()
@@ -42,11 +84,11 @@ def code_digest(module: nn.Module) -> str | None:
                 return None
             continue
         try:
-            reached[name] = _digest_of(path, os.stat(path).st_mtime_ns)
+            reached[name] = path, os.stat(path).st_mtime_ns
         except OSError:
             return None
         waiting.extend(set(_named_in(found)))
-    return key_of([[name, reached[name]] for name in sorted(reached)], _attributes(module))
+    return reached
 
 
 @cache

@@ -34,7 +34,7 @@ _BYTES_OF_STEP, _BYTES_OF_SLOT = 2048, 1024
 class Program:
     """``program(inputs) -> results`` for one Relax function. Shared by equal functions; safe to call from any thread.
 
-    Two programs are equal if their data are: all but ``stage_seconds`` and machine code.
+    Two programs are equal if their data are: all but ``stage_seconds``, ``ways`` and machine code.
 
     Attributes:
         steps: the instructions, in order.
@@ -48,6 +48,7 @@ class Program:
         scope: of the symbolic extents in all of the above; ``None`` for a program of one size. One that has it does not
             run itself: :meth:`bind` gives what does.
         bodies: what loops' bodies were made of, which lasts as long as a program that it is in.
+        ways: of its matrix products, that another process may choose otherwise, as plain data.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Program:
     positions: tuple[tuple[int, Positions], ...] = field(default=(), repr=False)
     scope: ExtentScope | None = field(default=None, repr=False)
     bodies: tuple[object, ...] = field(default=(), repr=False)
+    ways: tuple[tuple, ...] = field(default=(), repr=False)
 
     @property
     def timings(self) -> dict[str, float]:

@@ -7,7 +7,7 @@ products that another process chose, is kept beside it, and has to fit this proc
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from bridge.artifact import current_store
@@ -25,7 +25,7 @@ _KIND = "program"
 _CONSTANT = "constant "
 
 
-def keep_program(key: str, digest: str, program: Program, choices: Sequence[tuple]) -> None:
+def keep_program(key: str, digest: str, program: Program) -> None:
     """Puts a program, whose machine code is there, into the disk cache, if its kernels are and its backend keeps any.
 
     ``digest``: of its function, by which :mod:`bridge.cache` finds the programs of a lowering.
@@ -38,7 +38,7 @@ def keep_program(key: str, digest: str, program: Program, choices: Sequence[tupl
     parts: dict[str, bytes] = {
         "program": plain_text(program).encode(),
         "kernels": json.dumps(kernels).encode(),
-        "choices": json.dumps(choices).encode(),
+        "choices": json.dumps(program.ways).encode(),
         "digest": digest.encode(),
         "constants": json.dumps([[slot, form_of(tensor)] for slot, tensor in program.constants]).encode(),
     }
@@ -56,7 +56,8 @@ def kept_program(key: str, backend: Backend, adopt: Callable[[Any], bool]) -> Pr
     kernels = backend.kept(json.loads(parts["kernels"]))
     if kernels is None:
         return None
-    if not adopt(json.loads(parts["choices"])):
+    ways = tuple(map(tuple, json.loads(parts["choices"])))
+    if not adopt(ways):
         _LOG.info("%s is compiled again: products are computed in other ways here", found.note)
         return None
     constants = tuple(
@@ -69,4 +70,5 @@ def kept_program(key: str, backend: Backend, adopt: Callable[[Any], bool]) -> Pr
         kernels=LateMapping({name: read for name, (_, read) in kernels.items()}),
         backend=backend,
         code={name: built for name, (built, _) in kernels.items()},
+        ways=ways,
     )
