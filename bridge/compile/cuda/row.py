@@ -31,6 +31,10 @@ _UNROLLED = 16
 
 _SHORT_TURNS = 8
 
+_HELD = 64
+"""Numbers of columns at most that a thread with wider vectors holds: two batch normalizations that are added have 88,
+and would leave a processor a block of threads."""
+
 SHORT_ROW = WARP * _SHORT_TURNS
 """Elements at most of a row whose length is the launch's, that a warp walks: each turn is code of its own, which NVRTC
 takes its time for."""
@@ -66,11 +70,12 @@ class RowForm:
     def widened(self, plan: RowPlan) -> RowForm:
         """The same groups with vectors of twice the lanes, where all that differs from row to row is of half types,
         which then are accesses of :data:`ACCESS_BYTES`, and where no more of a turn is behind the row's end. Slow
-        operators keep the threads busy as it is: of fewer vectors, fewer blocks share them."""
+        operators keep the threads busy as it is: of fewer vectors, fewer blocks share them. So do numbers of columns
+        that a thread has in registers from row to row: with too many, few threads have any."""
         lanes, length = 2 * self.lanes, plan.length
         if self.lanes != VECTOR or not isinstance(length, int) or plan.columns[-1] % lanes or any(plan.concats):
             return self
-        if any(node.op in EXPENSIVE for node in plan.nodes):
+        if any(node.op in EXPENSIVE for node in plan.nodes) or _of_columns(plan) * lanes >= _HELD:
             return self
         turns = -(-length // (self.threads * lanes))
         fits = fitting_groups(plan, self.threads, self.groups, lanes) == self.groups
@@ -126,6 +131,15 @@ def combines_columns_alone(plan: RowPlan) -> bool:
     """Whether nothing of a row is combined, or kept from one pass to another."""
     apart = plan.column_reductions and plan.buffer_row is None and not any(plan.cached)
     return bool(apart) and all(not node.per_row and node.reduces != "row" for node in plan.nodes)
+
+
+def _of_columns(plan: RowPlan) -> int:
+    """Registers for numbers of a column that are the same for all rows, or combine them; fourfold in float64, whose
+    arithmetic has more beside them."""
+    reads = {each for node in plan.nodes for each in node.operands if isinstance(each, Read)}
+    wide = sum(plan.nodes[node].dtype == "float64" for node in plan.column_reductions)
+    held = len(plan.column_reductions) + 3 * wide
+    return held + sum(any(each.access.columns) and not each.access.terms for each in reads)
 
 
 def _widest(plan: RowPlan) -> int:
