@@ -17,7 +17,7 @@ from bridge.tune.search import Knob
 from bridge.tune.tuning import Means, tune_call
 from tests.bridge.artifact.count_builds import Block, digest
 
-__all__ = ["GPU", "WITHOUT_A_DISK", "WORKS", "looped", "on_gpu", "plain", "tuned"]
+__all__ = ["GPU", "WITHOUT_A_DISK", "WORKS", "looped", "on_gpu", "plain", "reading", "tuned"]
 
 
 class Cell(nn.Module):
@@ -32,6 +32,19 @@ class Cell(nn.Module):
         for part in x.unbind(1):
             h = self.cell(part, h)
         return h
+
+
+class Reading(nn.Module):
+    """Numbers of an argument and of a parameter decide, in eager alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        hidden = nn.functional.dropout(self.linear(x), 0.3)
+        hidden = hidden * 2 if self.linear.weight[0, 0] > -1 else hidden
+        return hidden if torch.compiler.is_compiling() or not (x > -8).all() else hidden.cos()
 
 
 def step(module: nn.Module, x: torch.Tensor) -> str:
@@ -58,6 +71,13 @@ def looped(folder: Path) -> str:
     """A recurrent cell."""
     torch.manual_seed(0)
     module, x = Cell(), torch.randn(3, 6, 8)
+    return step(bridge.add_tvm_dispatch(module, x.clone().requires_grad_()), x)
+
+
+def reading(folder: Path) -> str:
+    """Branches that numbers decide about, which eager alone takes: a lowering with its readings, and what marks it."""
+    torch.manual_seed(0)
+    module, x = Reading(), torch.randn(3, 8)
     return step(bridge.add_tvm_dispatch(module, x.clone().requires_grad_()), x)
 
 
@@ -101,6 +121,7 @@ def on_gpu(folder: Path) -> str:
 
 
 GPU = "gpu"
-WORKS: dict[str, Callable[[Path], str]] = {"plain": plain, "looped": looped, "tuned": tuned, GPU: on_gpu}
+WORKS: dict[str, Callable[[Path], str]] = {"plain": plain, "looped": looped, "reading": reading, "tuned": tuned}
+WORKS[GPU] = on_gpu
 WITHOUT_A_DISK = {tuned: untuned}
 """What a work computes where nothing can be kept, if that is another one."""
