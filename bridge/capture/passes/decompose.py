@@ -140,7 +140,8 @@ def instance_norm(
     cudnn_enabled: bool = True,
 ) -> torch.Tensor:
     """``torch.instance_norm`` by operators that say what they write: batch normalization of each image's channels for
-    themselves. The running statistics, if any, become the mean of what each image made of them."""
+    themselves. The running statistics, if any, become the mean of what each image made of them; where they are only read,
+    that is what they were, and nothing is written (torch's kernel writes it)."""
     batch, channels = x.shape[:2]
     of_each = [None if each is None else each.repeat(batch) for each in (weight, bias, mean, variance)]
     images = x.contiguous().view(1, batch * channels, *x.shape[2:])
@@ -151,7 +152,7 @@ def instance_norm(
     else:
         y = aten._native_batch_norm_legit_no_training.default(images, *of_each, momentum, eps)[0]
     for running, moved in ((mean, of_each[2]), (variance, of_each[3])):
-        if running is not None:
+        if running is not None and from_images:
             running.copy_(moved.view(batch, channels).mean(0))
     return y.view(x.shape)
 
