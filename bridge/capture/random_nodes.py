@@ -60,7 +60,7 @@ def _draws_of_kinds(graph: fx.Graph, mode: FakeTensorMode) -> dict[fx.Node, list
             return None
         if not all(isinstance(source.meta.get("val"), FakeTensor) or is_of_sizes(source) for source in sources):
             return None
-        if isinstance(node.meta.get("val"), _NUMBERS):  # known in a run of the graph alone (PositionsAreZero)
+        if node.target in _READS or isinstance(node.meta.get("val"), _NUMBERS):  # known in a run of the graph alone
             return None
         key = kind_key(node)
         if key not in known:
@@ -74,7 +74,8 @@ def _draws_of_kinds(graph: fx.Graph, mode: FakeTensorMode) -> dict[fx.Node, list
     return found
 
 
-#: What an operator gives that reads a number off a tensor.
+#: What reads a number off a tensor, and what it gives (in the graph ``None``, where the number was known when traced).
+_READS = (aten.item.default, aten._local_scalar_dense.default)
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 
 #: They reach memory that a stand-in for their argument does not have.

@@ -140,8 +140,8 @@ def instance_norm(
     cudnn_enabled: bool = True,
 ) -> torch.Tensor:
     """``torch.instance_norm`` by operators that say what they write: batch normalization of each image's channels for
-    themselves. The running statistics, if any, become the mean of what each image made of them; where they are only read,
-    that is what they were, and nothing is written (torch's kernel writes it)."""
+    themselves. The running statistics, if any, become the mean of what each image made of them; where
+    they are only read, nothing is written (torch's kernel writes what was there)."""
     batch, channels = x.shape[:2]
     of_each = [None if each is None else each.repeat(batch) for each in (weight, bias, mean, variance)]
     images = x.contiguous().view(1, batch * channels, *x.shape[2:])

@@ -281,6 +281,17 @@ def test_the_same_sample_twice_is_one_entry():
     assert len(stats(module).entries) == 2
 
 
+def halves(linear, x):
+    """As sliding windows are counted: a quotient of two sizes is a tensor, whose number is known when it is traced."""
+    return linear(x)[: torch.div(x.shape[0] + 1, 2, rounding_mode="trunc")].sum(0)
+
+
+def test_a_quotient_of_sizes_beside_a_draw():
+    eager, module = dispatched(Written(halves), X)
+    assert_same(run(module, Call((X,))), run(eager, Call((X,))), rtol=1e-10, atol=1e-12)
+    assert stats(module).hits == 1
+
+
 def test_equal_modules_share_what_is_lowered_if_they_read_the_same():
     one, two, three = (dispatched(Written(masked), X, mask)[1] for mask in (X > 0, X > 1, X > 100))
     first, second, third = (stats(module).entries[0].lowered for module in (one, two, three))
