@@ -69,6 +69,7 @@ def test_inference(tmp_path, monkeypatch, capsys):
     assert "| ours / quickest other |" in capsys.readouterr().out
 
 
+@pytest.mark.sweep
 def test_tuned(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["python"])
     monkeypatch.setenv("BRIDGE_CACHE", "0")
@@ -92,6 +93,7 @@ class Words(torch.nn.Module):
         return MaskedLMOutput(torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()))
 
 
+@pytest.mark.sweep
 def test_sizes_that_vary(tmp_path, monkeypatch, capsys):
     path = tmp_path / "dynamic.json"
     monkeypatch.setattr(dynamic_epochs, "BertForMaskedLM", Words)

@@ -115,6 +115,7 @@ def texts(batch: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
+@pytest.mark.sweep
 def test_a_gpt2_model():
     """Attention by hand."""
     from transformers import GPT2Config, GPT2LMHeadModel
