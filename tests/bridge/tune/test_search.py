@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import resource
+import signal
+from dataclasses import replace
 
 import pytest
 
-from bridge.compile import Choices
-from bridge.tune import Race, Search, TuningLog, is_faster
+from bridge.compile import LIMITS, Choices
+from bridge.tune import Outcome, Race, Search, TuningLog, is_faster
+from bridge.tune.search import Knob
+from bridge.tune.tuning import _GAIN, Means
 from tests.bridge.tune.track import KNOBS, TableTrack
 
 BEST = Choices(limits=(("nodes", 160), ("tasks", 32)))
@@ -45,6 +51,45 @@ def test_killed_anywhere_it_ends_with_the_same_choices(tmp_path):
         assert (again, search.spent) == (found, whole.spent)
         assert len(track.asked) == len(lines) - there
         assert TuningLog(path, "here").records == lines
+
+
+class Turned(TableTrack):
+    """A machine on which what is slow elsewhere is fast."""
+
+    def _pairs(self, one, other, drift):
+        return [(other, one) for one, other in super()._pairs(one, other, drift)]
+
+
+class Killed(TableTrack):
+    """Its process is killed in the trial after so many."""
+
+    def __init__(self, trials):
+        super().__init__()
+        self.trials = trials
+
+    def __call__(self, incumbent, candidate):
+        if len(self.asked) == self.trials:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__call__(incumbent, candidate)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
+def test_processes_killed_one_after_the_other_end_with_the_choices_of_one(tmp_path):
+    """What a killed process has measured decides, not what would be measured now, which may be another."""
+    found, whole, _ = searched(tmp_path / "whole")
+    other, _, _ = searched(tmp_path / "other", Turned())
+    assert Choices() != found != other, "the choices follow from what is measured"
+    path = tmp_path / "killed"
+    for trials in (1, 3, 2, 100):
+        child = os.fork()
+        if child == 0:
+            try:
+                searched(path, Killed(trials))
+            finally:
+                os._exit(0)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1]) == (trials < 100)
+    again, search, track = searched(path, Turned())
+    assert (again, search.spent, track.asked) == (found, whole.spent, [])
 
 
 def test_nothing_is_measured_twice_and_more_time_goes_on(tmp_path):
@@ -130,6 +175,33 @@ class Clock:
             self.now += left.pop(0) if len(left) > 1 else left[0]
 
         return run
+
+
+class Noise(TableTrack):
+    """Every step takes a second, times noise; one in ten is interrupted."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.random, self.clock = random.Random(seed), Clock()
+
+    def step(self):
+        self.clock.now += self.random.lognormvariate(0, 0.3) * (2 if self.random.random() < 0.1 else 1)
+
+    def race(self, race):
+        return replace(race, seconds=1e9, clock=self.clock)(self.step, self.step)
+
+    def __call__(self, incumbent, candidate):
+        return Outcome(self.race(Means().race), "", 1.0)
+
+
+def test_noise_alone_is_never_kept():
+    """Of many candidates that are as fast, some win their race by chance; the last race confirms none of them."""
+    found, kept = [], []
+    for seed in range(8):
+        track = Noise(seed)
+        found.append(Search([Knob(LIMITS, "tasks", tuple(range(1, 41)))], track, TuningLog(None, "here"), 1e9).run())
+        kept.append(is_faster(track.race(Means().final), _GAIN))
+    assert any(found) and not any(kept)
 
 
 def test_a_race_takes_turns_and_gives_up_early():
