@@ -14,7 +14,7 @@ _HOOKS = find("torch.utils.checkpoint._checkpoint_hook")
 def checkpoint_frame() -> Any:
     """What the innermost checkpoint in this thread keeps for its second run; ``None`` outside of one."""
     hooks = saved_tensors_hooks()
-    if hooks is None or not hooks[0].__qualname__.startswith(f"{_HOOKS.__name__}."):
+    if hooks is None or not getattr(hooks[0], "__qualname__", "").startswith(f"{_HOOKS.__name__}."):
         return None
     return _captured(hooks[0], "frame")
 

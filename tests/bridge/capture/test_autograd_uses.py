@@ -2,6 +2,7 @@
 
 import threading
 from functools import partial
+from functools import partial
 
 import pytest
 import torch
@@ -78,6 +79,12 @@ def packs_what_is_saved(self, x):
         return self.layer(x).tanh()
 
 
+def packs_by_an_object(self, x):
+    """Which has no name."""
+    with saved_tensors_hooks(partial(torch.mul, 0.5), lambda packed: packed):
+        return self.layer(x).tanh()
+
+
 _SCRIPTED = pytest.mark.cpu("torch compiles its formulas as scripts, which a GPU run's patched factories are not")
 
 
@@ -94,6 +101,7 @@ _SCRIPTED = pytest.mark.cpu("torch compiles its formulas as scripts, which a GPU
         (asks_for_gradients, "Tensor.grad"),
         (drops_gradients, "Tensor.grad"),
         (packs_what_is_saved, "saved_tensors_hooks"),
+        (packs_by_an_object, "saved_tensors_hooks"),
     ],
 )
 def test_is_refused_with_the_users_line(forward, op):
