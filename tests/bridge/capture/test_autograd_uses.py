@@ -2,7 +2,6 @@
 
 import threading
 from functools import partial
-from functools import partial
 
 import pytest
 import torch
