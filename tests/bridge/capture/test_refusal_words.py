@@ -325,3 +325,9 @@ def test_a_gpus_recurrent_layers_whose_draws_are_cudnns():
     assert explain_error(caught.value).op == "a recurrent layer with dropout between its layers"
     with working_for(torch.device("cuda:0")), RecurrentStandIns():
         nn.LSTM(4, 5, 2)(torch.randn(3, 2, 4))
+
+
+def test_higher_order_operators_are_refused_by_name():
+    module = Calls(lambda y: torch.cond(y.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (y,)))
+    with pytest.raises(UnsupportedModule, match=r"cond: a higher-order operator[\s\S]*test_refusal_words.py:\d+: "):
+        add_tvm_dispatch(module, torch.ones(2, 4))
