@@ -122,8 +122,8 @@ def _memory(product: ProductShape, device: torch.device) -> tuple[torch.Tensor, 
 
     def matrices(number: int, rows: int, columns: int, unit: str) -> torch.Tensor:
         extents = (columns, rows) if unit == "column" else (rows, columns)
-        one = torch.arange(rows * columns, dtype=torch.int32, device=device).mul_(40503).remainder_(1021)
-        made = one.float().div_(1021).sub_(0.5).view(1, *extents).repeat(number, 1, 1)
+        made = torch.arange(number * rows * columns, dtype=torch.int32, device=device)
+        made = (made.mul_(40503).remainder_(1021).float() / 1021 - 0.5).view(number, *extents)
         return made.mT if unit == "column" else made
 
     seconds = list(matrices(count, k, n, product.b.unit))
