@@ -79,7 +79,7 @@ def _stream(index: int) -> torch.cuda.Stream:
 def measured(index: int, product: ProductShape, ways: Sequence[str]) -> dict[str, float]:
     """Seconds of each way on a device: names of library kernels, ``"bmm"`` and a number of parts, tiles.
 
-    None where that fails, for want of memory say, or where the caller captures a stream.
+    None where there is no memory for it, or the caller captures a stream.
     """
     if torch.cuda.is_current_stream_capturing():
         return {}
@@ -91,8 +91,8 @@ def _measured(index: int, product: ProductShape, ways: Sequence[str]) -> dict[st
         try:
             a, weights, out = _memory(product, torch.device("cuda", index))
             return _seconds({way: _run(way, a, weights, out) for way in _built(index, product, ways)}, out)
-        except (RuntimeError, OSError) as error:  # of memory, mostly
-            _LOG.warning("product %s is not measured, torch computes it: %s", product, error)
+        except torch.cuda.OutOfMemoryError as error:
+            _LOG.info("product %s is not measured: %s", product, error)
             return {}
 
 
