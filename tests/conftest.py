@@ -36,13 +36,12 @@ ON_ANY_DEVICE = tuple(
 
 @pytest.fixture(scope="session", autouse=True)
 def _fixed_products():
-    """Products are chosen without a clock: on the CPU generated code where it is a candidate, torch's elsewhere."""
+    """Matrix products are chosen without a clock: generated code where it is a candidate, torch's elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "bridge.compile.cpu.products.measured",
             lambda policy, product, ways: {GENERATED if GENERATED in ways else ways[0]: 1.0},
         )
-        patch.setattr("bridge.compile.cuda.measured_products.measured", lambda index, product, ways: {ways[0]: 1.0})
         yield
 
 

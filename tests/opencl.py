@@ -23,7 +23,7 @@ from tvm.target import Target
 from tvm.tirx import PrimFunc
 from tvm.tirx import transform as passes
 
-__all__ = ["OpenClKernels", "device"]
+__all__ = ["OpenClKernels"]
 
 _TARGET = {"kind": "opencl", "max_num_threads": 1024, "max_threads_per_block": 1024}
 _OPTIONS = ["-cl-fp32-correctly-rounded-divide-sqrt", "-cl-opt-disable"]
@@ -80,8 +80,7 @@ _NODES = {
 
 
 @functools.cache
-def device():
-    """pyopencl, a context and a queue; a test that has none is skipped."""
+def _device():
     os.environ.setdefault("POCL_WORK_GROUP_SPECIALIZATION", "0")  # one compilation for launches of any extents
     opencl = pytest.importorskip("pyopencl", reason="pyopencl is not installed")
     try:
@@ -109,7 +108,7 @@ class OpenClKernels:
     """PrimFuncs, compiled in one module; called by index with numpy arrays and the launch's integers."""
 
     def __init__(self, functions: Sequence[PrimFunc]) -> None:
-        opencl, context, self.queue = device()
+        opencl, context, self.queue = _device()
         named = {
             f"k{index}": function.with_attr("global_symbol", f"k{index}") for index, function in enumerate(functions)
         }
@@ -126,7 +125,7 @@ class OpenClKernels:
 
     def __call__(self, index: int, arrays: Sequence[np.ndarray], scalars: Sequence[int] = ()) -> list[tuple[int, ...]]:
         """Runs a function on arrays, in place; extents of the launches that it made."""
-        opencl, context, queue = device()
+        opencl, context, queue = _device()
         host = self.hosts[index]
         flags = opencl.mem_flags.READ_WRITE | opencl.mem_flags.COPY_HOST_PTR
         memory = [opencl.Buffer(context, flags, hostbuf=array) if array.size else None for array in arrays]

@@ -28,7 +28,6 @@ __all__ = [
     "recurrent_layers_are_tf32",
     "reinterpreted",
     "settle_attention_order",
-    "sleep",
 ]
 
 current_device: Callable[[], int] = find("torch._C._cuda_getDevice", torch.cuda.current_device)
@@ -50,9 +49,6 @@ reinterpreted: Callable[..., torch.Tensor] = find(
     lambda base, shape, strides, offset: base.as_strided(shape, strides, base.storage_offset() + offset),
 )
 """A tensor, shape, strides, elements → a tensor of this form in its memory, so many elements behind its beginning."""
-
-sleep: Callable[[int], None] = find("torch._C._cuda_sleep", lambda cycles: None)
-"""Keeps the GPU busy for so many cycles, on this thread's current stream; nothing happens where torch has none."""
 
 _begin = find("torch._C._cuda_beginAllocateCurrentThreadToPool", None)
 _end = find("torch._C._cuda_endAllocateToPool", None)

@@ -9,6 +9,7 @@ from bridge.compile.cpu.mt19937_engine import DOUBLE, FLOAT, STATE_WORDS, WORDS
 from bridge.compile.cpu.mt19937_jump import DEGREE
 from bridge.compile.cpu.mt19937_lock import hold_function
 from bridge.compile.cpu.mt19937_swap import swap_function
+from bridge.compile.cpu.products import clear_choices
 from bridge.compile.cuda.dropout_launch import Gpu, gpu_of
 from bridge.compile.cuda.pool_memory import PoolMemory as private_memory
 from bridge.compile.graphs.control import MODES, Mode, RecordedGraphs
@@ -32,7 +33,7 @@ from bridge.compile.runtime.storage import save as save_program
 from bridge.compile.schedule.calls import CallShape
 from bridge.compile.schedule.choices import CALLS, LIMITS, NO_CHOICES, ORDER, PARTITION, PRODUCTS, Choices
 from bridge.compile.schedule.products import ProductShape
-from bridge.compile.targets import backend_for, clear_choices
+from bridge.compile.targets import backend_for
 from bridge.compile.translate import DrawnMask
 
 __all__ = [

@@ -10,12 +10,10 @@ from tvm.target import Target
 
 from bridge.compile.backend import Backend
 from bridge.compile.cpu.backend import CpuBackend, host_backend
-from bridge.compile.cpu.products import clear_choices as clear_cpu_choices
 from bridge.compile.cuda.backend import CudaBackend, architecture
 from bridge.compile.cuda.nvrtc import absent
-from bridge.compile.cuda.tile_choices import clear_tile_choices
 
-__all__ = ["backend_for", "backend_on", "clear_choices"]
+__all__ = ["backend_for", "backend_on"]
 
 _BACKENDS: dict[str, Callable[[Target], Backend]] = {
     "llvm": lambda target: CpuBackend(target=target),
@@ -78,9 +76,3 @@ def _device(target: Any) -> torch.device | None:
         except RuntimeError as error:
             raise ValueError(f"target: {error}") from error
     return None
-
-
-def clear_choices() -> None:
-    """Forget every choice of a matrix product's way that was made in this process."""
-    clear_cpu_choices()
-    clear_tile_choices()

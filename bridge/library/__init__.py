@@ -38,7 +38,6 @@ from bridge.library.registry import (
     dense,
     invoke,
     invoke_into,
-    out_kernel,
 )
 
 __all__ = [
@@ -56,5 +55,4 @@ __all__ = [
     "dense",
     "invoke",
     "invoke_into",
-    "out_kernel",
 ]

@@ -12,9 +12,6 @@ __all__ = ["choices_of"]
 _PRODUCTS = frozenset(["mm", "mm_lt", "mm_biased", "mm_swapped", "linear", "packed", "bmm"])
 """Library kernels that a way of a matrix product names."""
 
-_TILES = frozenset(["mm_tile"])
-"""On a GPU."""
-
 
 def choices_of(entry: Entry) -> Iterator[str]:
     """A line for each choice or kind of choices of an entry."""
@@ -25,24 +22,21 @@ def choices_of(entry: Entry) -> Iterator[str]:
     if layers := sum(step.name == "recurrent_layers" for step in entry.forward.steps):
         calls = "1 call" if layers == 1 else f"{layers} calls"
         yield f"{calls} of recurrent layers: cuDNN's kernels, by sizes for which these were measured to be quicker"
-    programs = [program for program in (entry.forward, entry.backward) if program is not None]
-    if tiles := sum(_count(program.steps, _TILES) for program in programs):
-        yield f"{tiles} matrix products: tiles of generated code, measured at first use to be quicker than the library"
-    if products := sum(_count(program.steps, _PRODUCTS) for program in programs):
+    products = sum(_products(program.steps) for program in (entry.forward, entry.backward) if program is not None)
+    if products:
         ways = "measured at first use, small ones the library's" if backend.measures_products else "the library's"
         others = "others " if tuned is not None and tuned.choices.products else ""
         yield f"{products} matrix products: {others}{ways}"
     yield "everything else: default" if tuned is not None else "limits, orders and partition: default; not tuned"
 
 
-def _count(steps: tuple[Instruction, ...], kernels: frozenset[str]) -> int:
-    """Matrix products by one of the library kernels; those that are generated stand beside the library's."""
+def _products(steps: tuple[Instruction, ...]) -> int:
     count = 0
     for step in steps:
         if isinstance(step, Loop):
-            count += _count(step.steps, kernels)
+            count += _products(step.steps)
         elif isinstance(step, Launch):
-            count += kernels is _PRODUCTS and any(each.op == "matmul" for each in step.contents.operations)
+            count += any(operation.op == "matmul" for operation in step.contents.operations)
         elif isinstance(step, CallLibrary):
-            count += step.name in kernels
+            count += step.name in _PRODUCTS
     return count

@@ -14,12 +14,11 @@ from tvm.ir import PointerType, PrimType
 from tvm.target import Target
 from tvm.tirx import BufferLoad, BufferStore, Expr, PrimFunc, SeqStmt, Var
 
-from bridge.base.plain_thread import in_a_plain_thread
 from bridge.compile.codegen.emit import Emitter, stack_buffer
 from bridge.compile.codegen.tir import Scope, const, loop, loop_function
 from bridge.compile.cpu.build import CpuLibraries
 from bridge.compile.cpu.gemm_buffers import register_tile
-from bridge.compile.cpu.measure import seconds_of
+from bridge.compile.cpu.measure import in_a_plain_thread, seconds_of
 
 __all__ = ["attainable_rate"]
 

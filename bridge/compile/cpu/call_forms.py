@@ -8,8 +8,7 @@ from functools import partial
 import torch
 
 from bridge.base.log import channel
-from bridge.base.plain_thread import in_a_plain_thread
-from bridge.compile.cpu.measure import seconds_of
+from bridge.compile.cpu.measure import in_a_plain_thread, seconds_of
 from bridge.compile.runtime.background import settle
 from bridge.compile.schedule.calls import CallShape
 from bridge.library import FORMS, FUNCTIONS, TensorAt, invoke

@@ -1,14 +1,19 @@
-"""Measuring: functions that do the same → seconds of each, by turns."""
+"""Measuring: functions that do the same → seconds of each, by turns, in a thread without the caller's modes."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
 
 from bridge.base.log import channel
+from bridge.base.threads import serves
 
-__all__ = ["seconds_of"]
+__all__ = ["in_a_plain_thread", "seconds_of"]
 
 _LOG = channel("compile")
 
@@ -22,6 +27,8 @@ _SHORTEST = 30e-6
 
 _HOPELESS = 2.0
 """Times the fastest one's seconds, after two rounds, from which on a function is measured no further."""
+
+Result = TypeVar("Result")
 
 
 def seconds_of(
@@ -54,3 +61,19 @@ def seconds_of(
                 function()
             best[name] = min(best[name], (clock() - begun) / count)
     return best
+
+
+def in_a_plain_thread(function: Callable[[], Result]) -> Result:
+    """The function's result, from a thread of its own.
+
+    Grad mode, autocast, inference mode, fake tensors' and other dispatch modes, ``torch.func`` transforms and the
+    default device belong to a thread: none of the caller's is active there, and nothing done there changes them.
+    """
+
+    def run() -> Result:
+        torch.get_num_threads()  # a new thread's OpenMP setting becomes torch's when torch is first asked in it
+        with torch.no_grad():
+            return function()
+
+    with ThreadPoolExecutor(1, "bridge-measure", serves) as pool:
+        return pool.submit(run).result()

@@ -23,16 +23,14 @@ from tvm.target import Target
 from autodiff.extents import Dim, maximum, minimum
 from bridge.base.interrupts import held
 from bridge.base.log import channel
-from bridge.base.plain_thread import in_a_plain_thread
 from bridge.compile.cpu.attainable import attainable_rate
 from bridge.compile.cpu.gemm_buffers import RegisterTile, register_tile
 from bridge.compile.cpu.gemm_packed import MOST_STRIPS, strip_rows
-from bridge.compile.cpu.host import fingerprint
-from bridge.compile.cpu.measure import seconds_of
+from bridge.compile.cpu.kept_times import kept_times
+from bridge.compile.cpu.measure import in_a_plain_thread, seconds_of
 from bridge.compile.cpu.product_ways import Multiply, Trial, library_ways
 from bridge.compile.loop_ir.product import Packing
 from bridge.compile.runtime.background import settle
-from bridge.compile.runtime.kept_times import kept_times
 from bridge.compile.schedule.products import (
     GENERATED,
     IN_PANELS,
@@ -149,9 +147,6 @@ class CpuProducts:
     def _key(self, product: ProductShape) -> tuple:
         return str(self.target), self.threads, self.measure, product
 
-    def _machine(self) -> tuple:
-        return str(self.target), self.threads, fingerprint()
-
     def made(self) -> tuple[tuple, ...]:
         return tuple((*astuple(product), way) for product, way in self._asked.items())
 
@@ -179,7 +174,7 @@ class CpuProducts:
         if self.measure is not None:
             times = self.measure(product, ways)
         else:
-            times = kept_times(self._machine(), product, ways, partial(measured, self, product, ways))
+            times = kept_times(str(self.target), self.threads, product, ways, partial(measured, self, product, ways))
         # As good as the best is what is not clearly slower: then the order of preference decides, not the clock.
         limit = min(times.values(), default=0.0) / _WORTH
         # Steps of a loop that are generated code alone need no Python between them. A weight is measured in the cache;

@@ -23,8 +23,6 @@ from bridge.compile.cuda.pool_gradient import pool_gradient
 from bridge.compile.cuda.products import CudaProducts
 from bridge.compile.cuda.recorder import CudaRecorder
 from bridge.compile.cuda.shapes import launch_shapes
-from bridge.compile.cuda.tile_choices import TileChoices
-from bridge.compile.cuda.tile_kernels import architecture
 from bridge.compile.loop_ir.pool import PoolPlan
 from bridge.compile.loop_ir.product import ProductPlan
 from bridge.compile.runtime.build import build_kernels
@@ -38,6 +36,12 @@ from bridge.compile.schedule.row_plan import RowPlan
 from bridge.compile.schedule.together import TogetherPlan
 
 __all__ = ["CudaBackend", "architecture"]
+
+
+def architecture(index: int) -> str:
+    """A GPU's architecture by the name that NVRTC knows it by, as in ``"sm_90"``."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,7 @@ class CudaBackend(Backend):
         return tuple(f"{name}: {read()}" for name, read in SETTINGS.items())
 
     def products(self, threads: int, deterministic: bool) -> CudaProducts:
-        measures = torch.cuda.is_available() and not deterministic
-        return CudaProducts(products_are_tf32(), TileChoices(self.index) if measures else None)
+        return CudaProducts(products_are_tf32())
 
     def executable(self, module: IRModule) -> relax.VMExecutable:
         return build_executable(module, self.arch)

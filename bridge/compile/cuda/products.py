@@ -1,15 +1,11 @@
-"""Product policy on CUDA: matrix products are torch's, by the kernel that eager calls; those of float32 that fill a GPU
-badly may be a tile kernel's, which was measured to be quicker."""
+"""Product policy on CUDA: every matrix product is torch's, by the kernel that eager calls."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from autodiff.extents import Extent
-from bridge.compile.cuda.measured_products import PARTS
-from bridge.compile.cuda.tile_choices import TileChoices
-from bridge.compile.cuda.tile_ways import is_tiled
 from bridge.compile.schedule.products import ProductShape
 
 __all__ = ["CudaProducts"]
@@ -39,20 +35,18 @@ _MOST_CARRIED = 3 * 2**18
 
 @dataclass(frozen=True)
 class CudaProducts:
-    """cuBLAS by torch, or tiles; a :class:`~bridge.compile.schedule.products.ProductPolicy`.
+    """cuBLAS by torch, a :class:`~bridge.compile.schedule.products.ProductPolicy`.
 
-    torch's way follows from the shape, and from torch's settings, which are part of the compile options: products of
-    few rows are cuBLASLt's, which eager's linear layers call, too, in TF32 those of a transposed weight, else those of
-    a small matrix. cuBLAS reads and writes transposed matrices as fast, whereas a kernel that transposes reads memory
-    in steps.
+    The way follows from the shape, and from torch's settings, which are part of the compile options: products of few
+    rows are cuBLASLt's, which eager's linear layers call, too, in TF32 those of a transposed weight, else those of a
+    small matrix. cuBLAS reads and writes transposed matrices as fast, whereas a kernel that transposes reads memory in
+    steps.
 
     Attributes:
         tf32: whether products of float32 may be rounded to it.
-        tiles: the measured choices; ``None``: nothing is measured, every product is torch's.
     """
 
     tf32: bool = False
-    tiles: TileChoices | None = field(default=None, compare=False)
 
     keeps_order = True
     joins = True
@@ -66,20 +60,10 @@ class CudaProducts:
     """Not float16, where GradScaler looks for what does not fit into a gradient of that type."""
 
     def choose(self, product: ProductShape) -> str:
-        """A tile, or torch's kernel for matrices, or for batches of them."""
-        return self._tile(product) or self._of_library(product)
-
-    def _of_library(self, product: ProductShape) -> str:
+        """torch's kernel for matrices, or for batches of them."""
         if self._is_by_lt(product):
             return "mm_lt"
         return "mm" if product.batch == 1 else "bmm"
-
-    def _tile(self, product: ProductShape) -> str | None:
-        if self.tiles is None or self.tf32 or not is_tiled(product):
-            return None
-        count = self._parts(product)
-        parts = [] if count == 1 else [f"{PARTS} {count}"]
-        return self.tiles.tile(product, [*dict.fromkeys(["mm", self._of_library(product)]), *parts])
 
     def _is_by_lt(self, product: ProductShape) -> bool:
         extents = product.batch, product.m, product.n, product.k
@@ -92,26 +76,20 @@ class CudaProducts:
         return batch == 1 and 1 < m < _FEW[0] and n * k <= _MISJUDGED and is_misjudged
 
     def made(self) -> tuple[tuple, ...]:
-        return () if self.tiles is None else self.tiles.made()
+        return ()
 
     def met(self) -> tuple[tuple[ProductShape, str], ...]:
         return ()
 
     def adopt(self, choices: Sequence[Sequence]) -> bool:
-        return not choices if self.tiles is None else self.tiles.adopt(choices)
+        return not choices
 
     def parts(self, product: ProductShape, is_step: bool = False, is_carried: bool = False) -> int:
-        """One for a tile kernel, which shares the inner axis out itself. Else as many as give each multiprocessor a
-        tile of the result, of an inner axis that is worth one.
+        """As many as give each multiprocessor a tile of the result, of an inner axis that is worth one.
 
         Outside of loops twice as many where there are more rows, or where columns are dense. Products of 14 to 64 rows
         by 768 columns and rows, or four times as many, take 0.48 to 0.87 of the time so (H200).
         """
-        if not is_step and self._tile(product) is not None:
-            return 1
-        return self._parts(product, is_step, is_carried)
-
-    def _parts(self, product: ProductShape, is_step: bool = False, is_carried: bool = False) -> int:
         if is_carried and product.k * product.n > _MOST_CARRIED:
             return 1
         if product.element_type in ("bfloat16", "float16") and not is_step:

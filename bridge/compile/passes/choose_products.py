@@ -259,7 +259,7 @@ def _library(
     keeps_order: bool = False,
     dtype: str | None = None,
 ) -> Operand:
-    """2-D products by the kernel that ``way`` names, numbers behind are its attributes; batches by ``torch.bmm``.
+    """2-D products by the kernel that ``way`` names; batches by ``torch.bmm``.
 
     ``keeps_order``: see :class:`~bridge.compile.schedule.products.ProductPolicy`; ``dtype``: of the result, the
     operands' or a wider one (:mod:`bridge.compile.passes.split_products`).
@@ -269,13 +269,11 @@ def _library(
     count = math.prod(batch)
     if same(math.prod(b.shape[:-2]), 1):
         a, b = placed.reshape(a, (count * m, k)), placed.reshape(b, (k, n))
-        (name, *numbers), out = way.split() if dtype == a.dtype else ["mm_wide"], placed.fresh((count * m, n), dtype)
-        attributes = (count * m,) if name == PACKED else tuple(map(int, numbers))
+        name, out = way if dtype == a.dtype else "mm_wide", placed.fresh((count * m, n), dtype)
     else:
         a, b = (_batches(placed, operand, batch, keeps_order) for operand in (a, b))
         name, out = "bmm" if dtype == a.dtype else "bmm_wide", placed.fresh((count, m, n), dtype)
-        attributes = ()
-    placed.nodes.append(LibraryCall(name, (a, b), (out,), attributes))
+    placed.nodes.append(LibraryCall(name, (a, b), (out,), (count * m,) if name == PACKED else ()))
     return whole(out)
 
 

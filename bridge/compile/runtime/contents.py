@@ -17,7 +17,7 @@ from bridge.compile.loop_ir.views import alike, is_dense, merged
 
 __all__ = ["Contents", "Operation", "contents"]
 
-_PRODUCTS = ("mm", "mm_lt", "mm_tile", "mm_wide", "mm_biased", "bmm", "bmm_wide", "addmm", "baddbmm")
+_PRODUCTS = ("mm", "mm_lt", "mm_wide", "mm_biased", "bmm", "bmm_wide", "addmm", "baddbmm")
 
 
 @dataclass(frozen=True)

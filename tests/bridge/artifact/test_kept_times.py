@@ -8,9 +8,6 @@ from bridge.artifact import current_store
 from bridge.compile.cpu import host
 from bridge.compile.cpu.backend import host_backend
 from bridge.compile.cpu.products import clear_choices
-from bridge.compile.cuda import measured_products
-from bridge.compile.cuda.measured_products import Machine
-from bridge.compile.cuda.tile_choices import TileChoices, clear_tile_choices
 from bridge.compile.schedule.products import ProductShape
 
 SHAPE = ProductShape("float32", 1, 256, 256, 256)
@@ -53,23 +50,3 @@ def test_damage_costs_a_measurement(measured):
         path.write_bytes(path.read_bytes()[:-2])
     assert chosen() == first and len(measured) == 2
     assert chosen() == first and len(measured) == 2
-
-
-def test_kept_for_one_gpu(used_cache, monkeypatch):
-    asked = []
-
-    def measure(index, product, ways):
-        asked.append(product)
-        return {way: 1.0 / (place + 1) for place, way in enumerate(ways)}
-
-    def chosen_on(gpu):
-        monkeypatch.setattr(measured_products, "machine", lambda index: Machine(132, 8, (gpu,)))
-        clear_tile_choices()
-        return TileChoices(0).tile(SHAPE, ["mm"])
-
-    monkeypatch.setattr(measured_products, "measured", measure)
-    first = chosen_on("one")
-    assert first is not None and chosen_on("one") == first and len(asked) == 1
-    chosen_on("another")
-    assert len(asked) == 2
-    clear_tile_choices()

@@ -181,7 +181,6 @@ FORBIDDEN = re.compile(r"LANES|host_cpu|(get|set)_num_threads|cpu_count|sched_ge
 #: Files that name the processor for the others.
 MAY_SAY = {
     "bridge/base/devices.py": "the device of captures, as an object",
-    "bridge/base/plain_thread.py": "a new thread has torch read how many threads it may use",
     "bridge/compile/cuda/build.py": "as many compilations side by side as the host has processors for",
     "bridge/compile/targets.py": "names of targets become backends",
     "bridge/compile/__init__.py": "hands on what other rooms draw masks with",

@@ -416,7 +416,7 @@ def test_functions_of_parameters_alone():
 @pytest.mark.skipif(DEVICE.type != "cpu" or not can_pack(), reason="MKL's, on a CPU")
 def test_constant_factors_are_laid_out_once(monkeypatch):
     """By products that read nothing else of them; a changed weight is laid out anew."""
-    monkeypatch.setattr(products, "kept_times", lambda *given: {way: float(way != PACKED) for way in given[2]})
+    monkeypatch.setattr(products, "kept_times", lambda *given: {way: float(way != PACKED) for way in given[3]})
     clear_choices()
     module = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 48, bias=False)).eval()
     x = torch.randn(3, 7, 64)

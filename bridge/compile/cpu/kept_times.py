@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 
 from bridge.artifact import current_store, made_once, of_this_package
+from bridge.compile.cpu.host import fingerprint
 from bridge.compile.schedule.products import ProductShape
 
 __all__ = ["kept_times"]
@@ -19,19 +20,20 @@ _KIND = "product"
 
 
 def kept_times(
-    machine: tuple, product: ProductShape, ways: Sequence[str], measure: Callable[[], Mapping[str, float]]
+    target: str, threads: int, product: ProductShape, ways: Sequence[str], measure: Callable[[], Mapping[str, float]]
 ) -> Mapping[str, float]:
     """What ``measure`` returns: seconds of some of the ways; from the disk cache where it was measured before.
 
     Args:
-        machine: what times depend on, as plain data: the processor, what generated ways are built for, threads.
+        target: what generated ways are built for.
+        threads: that products run on.
         product: the class.
         ways: the candidates.
     """
     store = current_store()
     if not store.is_usable:
         return measure()
-    key = of_this_package(_KIND, machine, str(product), astuple(product), list(ways))
+    key = of_this_package(_KIND, target, threads, fingerprint(), str(product), astuple(product), list(ways))
 
     def look() -> Mapping[str, float] | None:
         found = store.get(_KIND, key)
@@ -39,8 +41,7 @@ def kept_times(
 
     def measure_and_keep() -> Mapping[str, float]:
         times = dict(measure())
-        if times:
-            store.put(_KIND, key, {"seconds": json.dumps(times).encode()}, str(product))
+        store.put(_KIND, key, {"seconds": json.dumps(times).encode()}, f"{product} on {threads} threads")
         return times
 
     return made_once(store, key, look, measure_and_keep)
