@@ -1,7 +1,8 @@
 """Cache settings: environment variables → where artifacts lie, how many bytes they may take, whether there are any.
 
 BRIDGE_CACHE=0                 neither reads nor writes
-BRIDGE_CACHE_DIR=/some/where   default: ``tvm_dispatch`` in the user's cache directory
+BRIDGE_CACHE_DIR=/some/where   default: ``tvm_dispatch`` in the user's cache directory; a relative one is taken from
+                               where the process was when this package was imported
 BRIDGE_CACHE_SIZE=500M         default: 2G; the least recently used artifacts go first
 """
 
@@ -14,13 +15,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CacheSettings", "cache_settings"]
+__all__ = ["CacheSettings", "NoFolderError", "cache_settings", "is_off"]
 
 _DEFAULT_BYTES = 2 * 2**30
 
 _SIZE = re.compile(r"(\d+(?:\.\d*)?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
 
 _OFF = ("0", "false", "no", "off")
+
+
+try:
+    _BEGUN_IN = Path.cwd()
+except OSError:  # removed meanwhile
+    _BEGUN_IN = None
+
+
+class NoFolderError(ValueError):
+    """There is no telling where artifacts lie."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +47,30 @@ def cache_settings(environment: Mapping[str, str] = os.environ) -> CacheSettings
     """The settings as the environment has them now.
 
     Raises:
+        NoFolderError: a user without a home directory, or a relative path where there is no current directory.
         ValueError: a size that is none.
     """
-    named = environment.get("BRIDGE_CACHE_DIR")
     return CacheSettings(
-        enabled=environment.get("BRIDGE_CACHE", "").strip().lower() not in _OFF,
-        folder=Path(named).expanduser().absolute() if named else _user_folder(environment) / "tvm_dispatch",
+        enabled=not is_off(environment),
+        folder=_folder(environment),
         most_bytes=_bytes(environment.get("BRIDGE_CACHE_SIZE", "")),
     )
+
+
+def is_off(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the user wants no cache."""
+    return environment.get("BRIDGE_CACHE", "").strip().lower() in _OFF
+
+
+def _folder(environment: Mapping[str, str]) -> Path:
+    named = environment.get("BRIDGE_CACHE_DIR")
+    try:
+        found = Path(named).expanduser() if named else _user_folder(environment) / "tvm_dispatch"
+    except RuntimeError as error:  # of Path.home(): a number without an entry among the users, as in a container
+        raise NoFolderError(f"{error} Set BRIDGE_CACHE_DIR") from None
+    if not found.is_absolute() and _BEGUN_IN is None:
+        raise NoFolderError(f"BRIDGE_CACHE_DIR: {named!r} is relative to a directory that is gone")
+    return found if found.is_absolute() else _BEGUN_IN / found
 
 
 def _user_folder(environment: Mapping[str, str]) -> Path:

@@ -20,7 +20,7 @@ from bridge.artifact.complain import complain
 from bridge.artifact.folder import made_private, why_unsafe
 from bridge.artifact.format import DamagedError, read_artifact, write_artifact
 from bridge.artifact.prune import prune
-from bridge.artifact.settings import CacheSettings, cache_settings
+from bridge.artifact.settings import CacheSettings, NoFolderError, cache_settings, is_off
 
 __all__ = ["Artifact", "Store", "current_store"]
 
@@ -141,6 +141,10 @@ def current_store() -> Store:
     """The store of the environment's settings."""
     try:
         settings = cache_settings()
+    except NoFolderError as error:
+        settings = CacheSettings(False, Path(os.devnull), 0)
+        if not is_off():
+            complain("the cache is not used", str(error))
     except ValueError as error:
         complain("a setting of the cache is ignored", str(error))
         settings = cache_settings({**os.environ, "BRIDGE_CACHE_SIZE": ""})

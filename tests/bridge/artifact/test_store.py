@@ -180,3 +180,23 @@ def test_keys_tell_values_apart_by_type_and_nesting():
     assert key_of([1, (2,)]) == key_of((1, [2]))
     with pytest.raises(TypeError):
         key_of(object())
+
+
+def test_a_relative_folder_is_one_wherever_the_process_goes(monkeypatch, tmp_path):
+    monkeypatch.setenv("BRIDGE_CACHE_DIR", "here")
+    first = cache_settings().folder
+    monkeypatch.chdir(tmp_path)
+    assert cache_settings().folder == first and first.is_absolute() and first.parent != tmp_path
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch, caplog):
+    """A number without a name, as in many a container."""
+    for name in ("HOME", "XDG_CACHE_HOME", "BRIDGE_CACHE_DIR", "BRIDGE_CACHE_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("BRIDGE_CACHE", "1")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # where neither HOME nor the users say it
+    forget_complaints()
+    store = current_store()
+    store.put("kind", "0" * 64, {"part": b"1"})
+    assert not store.is_usable and store.get("kind", "0" * 64) is None and "BRIDGE_CACHE_DIR" in caplog.text
+    forget_complaints()
