@@ -117,14 +117,16 @@ def test_gradients_of_gradients_want_the_source(saved):
 
 
 @pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
-def test_the_forward_in_cpp(tmp_path):
+@pytest.mark.parametrize("kind", ["bert", "resnet"])
+def test_the_forward_in_cpp(kind, tmp_path):
     torch.manual_seed(0)
-    module, batch = bert().eval(), batch_of("bert", 0)
+    module, batch = MAKERS[kind]().eval(), batch_of(kind, 0)
     del batch["labels"]
-    batch["attention_mask"][0, 4:] = 0
+    if kind == "bert":
+        batch["attention_mask"][0, 4:] = 0
     with torch.no_grad():
         add_tvm_dispatch(module, batch)
         wanted = module(**batch).logits
-    save_compiled(module, tmp_path / "bert", native=True)
-    printed = printed_by_the_example(tmp_path / "bert" / "forward.so", batch.values())
+    save_compiled(module, tmp_path / kind, native=True)
+    printed = printed_by_the_example(tmp_path / kind / "forward.so", batch.values())
     torch.testing.assert_close(printed.reshape(wanted.shape), wanted, rtol=1e-4, atol=1e-5)
