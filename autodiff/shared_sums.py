@@ -14,7 +14,7 @@ from tvm.relax import op
 from autodiff.body import Binding, Body, on_functions
 from autodiff.constants import size
 from autodiff.extents import same
-from autodiff.ir import Expr, TensorType, Var, dtype, shape
+from autodiff.ir import Constant, Expr, TensorType, Var, dtype, shape
 from autodiff.rewrite import BodyScope
 
 __all__ = ["share_sums"]
@@ -29,19 +29,23 @@ Factors = Counter[Binding | str]
 @on_functions
 def share_sums(body: Body) -> None:
     """``sum(a * v)`` becomes ``sum(a) * v``, where that sum stands before it and ``v`` has no extent along its axes; a
-    mean likewise.
+    mean likewise. Of gradients only: who scales a sum in forward may do so because without it it would overflow.
 
     Safe: the same number but for rounding, which is that of one product, not of one for each element.
     """
     known: dict[tuple, list[tuple[Factors, Binding]]] = defaultdict(list)
     scope = BodyScope(body)
     changed = False
+    gradients = {param for param in body.parameters() if param.name.startswith("grad_out_")}
     for binding in body.bindings:
+        if not gradients.isdisjoint(binding.reads):
+            gradients.add(binding)
         factors = _summed(binding, body) if binding.op in _SUMS else None
         if factors is not None:
             x, axes = binding.value.args[0], _axes(binding)
             key = tuple(axes), tuple(map(str, shape(x)))
-            found = next((each for each in known[key] if _is_less(factors, each[0], axes, len(shape(x)), body)), None)
+            less = (each for each in known[key] if _is_less(factors, each[0], axes, len(shape(x))))
+            found = next(less, None) if binding in gradients else None
             if found is None:
                 known[key].append((factors, binding))
             else:
@@ -76,7 +80,7 @@ def _factors(value: Expr, body: Body) -> Factors:
     return found
 
 
-def _is_less(factors: Factors, fewer: Factors, axes: list[int], rank: int, body: Body) -> bool:
+def _is_less(factors: Factors, fewer: Factors, axes: list[int], rank: int) -> bool:
     """Whether a sum lacks only factors that are the same for all that is added."""
     more = factors - fewer
     return bool(more) and not fewer - factors and all(_is_constant(each, axes, rank) for each in more)
@@ -99,8 +103,9 @@ def _product(binding: Binding, total: Binding, more: Factors, axes: list[int], b
     """What a sum is, of one of fewer factors."""
     value: Var = total.var
     extents = shape(binding.value.args[0])
-    count = size(math.prod(extents[axis] for axis in axes), value)
     if binding.op != total.op:
+        count = size(math.prod(extents[axis] for axis in axes), value)
+        count = count if isinstance(count, Constant) else scope.emit(count)
         value = scope.emit((op.divide if binding.op == "relax.mean" else op.multiply)(value, count), total.name)
     *first, last = more.elements()
     for factor in first:

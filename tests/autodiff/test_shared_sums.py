@@ -30,7 +30,7 @@ def test_factors_of_a_channel(first, then):
         return [getattr(op, kind)(each, AXES, keepdims=True) for kind, each in zip(kinds, plain, strict=True)]
 
     given = x, hat, weight, scale
-    func = function(build, *given)
+    func = function(build, *given, names=["grad_out_0", "hat", "weight", "scale"])
     shared = share_sums(func)
     assert (sums(func), sums(shared)) == (4, 2)
     for ours, wanted in zip(evaluate(shared, *given), evaluate(func, *given), strict=True):
@@ -40,6 +40,17 @@ def test_factors_of_a_channel(first, then):
 @pytest.mark.parametrize("shape", [(4, 1), (3, 1, 1), (3, 4, 5)])
 def test_factors_that_are_summed_over_stay(shape):
     given = torch.randn(3, 4, 5), torch.randn(shape)
+
+    def build(s, x, y):
+        return [op.sum(x, AXES, keepdims=True), op.sum(s.emit(op.multiply(x, y)), AXES, keepdims=True)]
+
+    func = function(build, *given, names=["grad_out_0", "y"])
+    assert share_sums(func) is func
+
+
+def test_a_sum_of_forward_is_added_as_it_is_written():
+    """Without the factor it would overflow."""
+    given = torch.full((3, 4, 5), 1e38), torch.full((5,), 1e-10)
 
     def build(s, x, y):
         return [op.sum(x, AXES, keepdims=True), op.sum(s.emit(op.multiply(x, y)), AXES, keepdims=True)]
