@@ -41,14 +41,14 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int] | None:
 
 
 def tensors_of(held: Held) -> list[torch.Tensor]:
-    """The tensors of a call. ``RuntimeError`` if one was changed in place since the call."""
+    """The tensors of a call. ``RuntimeError`` if one was changed in place since the call: an element of it."""
     tensors, versions, token = held
     if versions is None:
         raise RuntimeError(_UNCOUNTED)
     followed = iter(() if token is None else token.grad_fn.saved_tensors)
     found = []
     for tensor, then in zip(tensors, versions, strict=True):
-        if tensor is not None and tensor._version != then:
+        if tensor is not None and tensor._version != then and tensor.numel():
             raise RuntimeError(_CHANGED.format(shape=tuple(tensor.shape), now=tensor._version, then=then))
         found.append(next(followed) if tensor is None else tensor)
     return found

@@ -174,6 +174,21 @@ REFUSED = {
 }
 
 
+def test_an_argument_without_elements_is_given_twice_and_written():
+    """The other name of the written tensor counts its change; there is nothing in it that could have changed."""
+
+    def written(x, state, same):
+        state.clamp_(-1, 1)
+        return x * (state.sum() + same.sum() + 1)
+
+    x, empty = numbers(3).requires_grad_(), numbers(2, 0)
+    ours = add_tvm_dispatch(Function(written), (x, empty, empty))
+    (first,) = torch.autograd.grad((ours(x, empty, empty) ** 2).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert stats(ours).hits == 1 and torch.equal(second, torch.full_like(x, 2.0))
+
+
+
 @pytest.mark.parametrize("use", REFUSED)
 def test_what_autograd_follows_is_refused(use):
     x, state = numbers(3, 4).requires_grad_(), numbers(3, 4)
