@@ -72,7 +72,7 @@ class _Dispatched(torch.autograd.Function):
             run = run.begin
         device = programs.device_type
         with no_torch_function() if len_function_stack() else nullcontext():  # the user's, or a default device
-            gradients = outside_autocast(device, run, inputs)
+            gradients = outside_autocast(device, run, inputs) if torch.is_autocast_enabled(device) else run(inputs)
         return (None, None, None, *gradients)
 
 

@@ -42,7 +42,7 @@ class _Later(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         run, device = run_of_token(token), programs.device_type
         with no_torch_function() if len_function_stack() else nullcontext():
-            gradients = outside_autocast(device, run, node)
+            gradients = outside_autocast(device, run, node) if torch.is_autocast_enabled(device) else run(node)
         return (None, None, *gradients) if node == len(programs.nodes) - 1 else (None, None, *gradients, token)
 
 

@@ -123,7 +123,10 @@ def _draws(step: steps.Draws, module_name: str) -> Action:
 def _forward(step: steps.Forward, execute: Execute, device_type: str) -> Action:
     def forward(call: Call) -> None:
         try:
-            call.values = outside_autocast(device_type, execute, call.primals)
+            if torch.is_autocast_enabled(device_type):
+                call.values = outside_autocast(device_type, execute, call.primals)
+            else:
+                call.values = execute(call.primals)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -134,9 +137,7 @@ def _forward(step: steps.Forward, execute: Execute, device_type: str) -> Action:
 
 
 def outside_autocast(device_type: str, execute: Callable[[list], list], inputs: list) -> list:
-    """Runs compiled code, with autocast off: the casts that it made are in it, those of the backward included."""
-    if not torch.is_autocast_enabled(device_type):
-        return execute(inputs)
+    """Runs compiled code where autocast is on: the casts that it made are in it, those of the backward included."""
     torch.set_autocast_enabled(device_type, False)  # a context of torch.autocast takes twenty times as long
     try:
         return execute(inputs)
