@@ -6,6 +6,7 @@ What a lowering makes of symbolic extents is compared with what it makes of numb
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from tvm import relax
 from tvm.ir import is_prim_expr
@@ -28,6 +29,7 @@ from autodiff.ir import (
     results,
 )
 from autodiff.library import number
+from autodiff.scan import is_scan, scan_call, scan_of
 
 __all__ = ["instantiate"]
 
@@ -106,6 +108,10 @@ class _Instance:
             return self.values[value]
         if library_name(value) == "library.extent":
             return number(self.size(value.args[1]), str(value.ty.dtype))
+        if is_scan(value):
+            scan, tensors = scan_of(value)
+            length = self.size(relax.prim_value(scan.length))
+            return scan_call(replace(scan, length=length), [self.expr(tensor) for tensor in tensors])
         if isinstance(value, Call):
             types = [self.typed(ty) for ty in value.ty_args]
             args = [self.expr(arg) for arg in value.args]

@@ -113,5 +113,8 @@ MODELS: dict[str, Model] = {
     "LayerNorm-LSTM (64, 100 steps, 512)": Model(
         lambda quick: LayerNormLSTM(8 if quick else 512).train(), _steps(64), (100, 80)
     ),
+    "LayerNorm-LSTM (64, 1000 steps, 512)": Model(
+        lambda quick: LayerNormLSTM(8 if quick else 512).train(), _steps(64), (1000, 800)
+    ),
 }
 """By name; sizes in it are those of the full one."""

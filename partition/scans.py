@@ -30,9 +30,7 @@ from autodiff.scan import (
     Step,
     body_text,
     gradient_of,
-    hoist,
     is_scan,
-    reverse_scan,
     scan_call,
     scan_of,
 )
@@ -130,11 +128,9 @@ def _with_gradient(
     """The scan that gives what its backward reads, with its gradient."""
     make = _step_of_any_length if isinstance(strategy, str) else _step
     text, step = make(dataclasses.replace(scan, length=1), wanted, differentiated, strategy)
-    saving = None if text is None else dataclasses.replace(scan, body=text)
-    gradient = None if saving is None else reverse_scan(saving, step, sums_later)
-    if gradient is None:
+    if text is None:
         raise ValueError("a literal in the body of a loop cannot be written down")
-    return dataclasses.replace(saving, gradient=gradient_of(hoist(gradient), wanted, differentiated))
+    return dataclasses.replace(scan, body=text, gradient=gradient_of(step, sums_later))
 
 
 def _step(

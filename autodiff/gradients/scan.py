@@ -15,7 +15,8 @@ __all__ = ["check_gradient", "scan"]
 @library_gradient(NAME)
 def scan(call: Call, y: Var, g: Var, emit: Emit) -> list[Expr | None]:
     """Backpropagation through time: a scan in the opposite order"""
-    return [None, *partials(call, y, g, emit)]
+    found = partials(call, y, g, emit)
+    return [*[None] * (len(call.args) - len(found)), *found]
 
 
 @checks(NAME)

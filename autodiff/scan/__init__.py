@@ -4,7 +4,7 @@
 :mod:`~autodiff.scan.reverse` makes the scan of its backward.
 """
 
-from autodiff.scan.gradient import gradient_of
+from autodiff.scan.gradient import backward_of, gradient_of
 from autodiff.scan.hoist import hoist
 from autodiff.scan.marks import from_marks
 from autodiff.scan.operator import Scan, body_text, is_scan, scan_call, scan_of
@@ -20,6 +20,7 @@ __all__ = [
     "Saved",
     "Scan",
     "Step",
+    "backward_of",
     "body_text",
     "carried_in_parts",
     "from_marks",

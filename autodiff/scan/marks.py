@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from autodiff.extents import Dim, from_tir
 from autodiff.ir import (
     Call,
     Expr,
@@ -42,7 +43,7 @@ class _Marked:
     part: dict[int, tuple[Var, Expr]] = field(default_factory=dict)
     last: dict[int, tuple[Var, Expr]] = field(default_factory=dict)
     steps: dict[int, tuple[Var, Expr]] = field(default_factory=dict)
-    length: int = 0
+    length: Dim = 0
     reverse: bool = False
 
 
@@ -87,7 +88,7 @@ def _marked(func: Function) -> dict[int, _Marked]:
         loop, kind = found.setdefault(_number(value, 1), _Marked()), name.removeprefix("library.loop_")
         getattr(loop, kind)[_number(value, 2)] = var, value.args[1]
         if kind == "first":
-            loop.length, loop.reverse = _number(value, 3), bool(_number(value, 4))
+            loop.length, loop.reverse = from_tir(value.args[4]), bool(_number(value, 4))
     return found
 
 

@@ -6,11 +6,13 @@ step are the results of the step before, an ``x`` is the step's part of a tensor
 ``y`` becomes one. With ``reverse`` the last part comes first, and the ys lie as the xs do. Constants are what every
 step reads. The options are JSON with the body in it, so that equal scans are equal text, in any process.
 
-Every type is static: a body is compiled once, whatever the length.
+Every type of a body is static: it is compiled once, whatever the length. The length may be an extent, then an argument
+of the call behind the options: a number for which they have none.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Sequence
@@ -18,9 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import tvm
+from tvm import relax
 from tvm_ffi import structural_equal
 
 from autodiff import library
+from autodiff.extents import Dim, Extent, from_tir
 from autodiff.ir import (
     Call,
     Expr,
@@ -47,7 +51,7 @@ class Scan:
     Attributes:
         body: TVM's JSON of the function.
         carries, xs: how many there are; what the body takes beyond them are constants.
-        length: the number of steps, at least 1.
+        length: the number of steps, at least 1; ``None`` in options whose calls say it.
         reverse: whether the last step comes first.
         gradient: what :mod:`autodiff.scan.gradient` needs, as JSON holds it; ``None`` where none is wanted.
     """
@@ -55,7 +59,7 @@ class Scan:
     body: str
     carries: int
     xs: int
-    length: int
+    length: Dim
     reverse: bool = False
     gradient: Any = None
 
@@ -71,8 +75,9 @@ class Scan:
 
     @property
     def options(self) -> str:
-        """As text, of which equal scans have equal ones."""
-        given = {"carries": self.carries, "xs": self.xs, "length": self.length, "reverse": self.reverse}
+        """As text, of which equal scans have equal ones; without a length that is an extent."""
+        length = None if isinstance(self.length, Extent) else self.length
+        given = {"carries": self.carries, "xs": self.xs, "length": length, "reverse": self.reverse}
         return json.dumps({**given, "gradient": self.gradient, "body": self.body}, sort_keys=True)
 
     @property
@@ -83,7 +88,7 @@ class Scan:
         return TupleType([*last, *(stacked(self.length, value) for value in made[self.carries :])])
 
 
-def stacked(length: int, value: Expr) -> TensorType:
+def stacked(length: Dim, value: Expr) -> TensorType:
     """The type of such values of all steps."""
     return TensorType((length, *shape(value)), dtype(value))
 
@@ -114,7 +119,8 @@ def scan_call(scan: Scan, tensors: Sequence[Expr]) -> Call:
             extents = (scan.length, *extents)
         if (shape(tensor), dtype(tensor)) != (extents, dtype(param)):
             raise ValueError(f"scan: wanted {extents} {dtype(param)} for {param.name}, got {tensor.ty}")
-    return library.call("scan", [StringImm(scan.options), *tensors], scan.type)
+    length = [relax.prim_value(scan.length)] if isinstance(scan.length, Extent) else []
+    return library.call("scan", [StringImm(scan.options), *length, *tensors], scan.type)
 
 
 def is_scan(value: Expr) -> bool:
@@ -125,7 +131,10 @@ def is_scan(value: Expr) -> bool:
 def scan_of(call: Call) -> tuple[Scan, list[Expr]]:
     """The scan that a call runs, and the tensors that it is given; also of the call as a gradient rule sees it."""
     place = next(index for index, arg in enumerate(call.args) if isinstance(arg, StringImm))
-    return read(str(call.args[place].value)), list(call.args[place + 1 :])
+    scan, rest = read(str(call.args[place].value)), list(call.args[place + 1 :])
+    if scan.length is None:
+        scan = dataclasses.replace(scan, length=from_tir(rest.pop(0)))
+    return scan, rest
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tvm.relax import op
 
+from autodiff.extents import Extent
 from autodiff.ir import (
     Call,
     Expr,
@@ -28,7 +29,7 @@ __all__ = ["unroll"]
 def unroll(func: Function) -> Function:
     """The function without scans, those in their bodies included; the same object if there are none.
 
-    Safe: it is what a scan means.
+    Safe: it is what a scan means. ``ValueError`` for a scan whose length varies.
     """
     if not any(is_scan(value) for _, value in bindings(func)):
         return func
@@ -50,6 +51,8 @@ def unroll(func: Function) -> Function:
 def _steps(call: Call, scope: Scope) -> list[Expr]:
     """The results of a scan, from its steps."""
     scan, tensors = scan_of(call)
+    if isinstance(scan.length, Extent):
+        raise ValueError(f"a scan of {scan.length} steps, which vary, cannot be unrolled")
     body = unroll(scan.function)
     carries: Sequence[Expr] = tensors[: scan.carries]
     xs, constants = tensors[scan.carries : scan.carries + scan.xs], tensors[scan.carries + scan.xs :]

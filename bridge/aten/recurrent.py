@@ -1,8 +1,8 @@
 """Recurrent layers → library functions or loops, one for each direction of each layer; these are put together.
 
 A call of a whole ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` is taken apart here. It becomes loops, of one product and one
-launch a step (:mod:`bridge.aten.recurrent_loops`); where sizes vary, a library function, cells step by step, and on the
-processor oneDNN's kernel of a narrow LSTM. On a GPU it stays whole where cuDNN's kernels are quicker
+launch a step (:mod:`bridge.aten.recurrent_loops`); where the batch varies, a library function, cells step by step, and
+on the processor oneDNN's kernel of a narrow LSTM. On a GPU it stays whole where cuDNN's kernels are quicker
 (:mod:`bridge.aten.cudnn_layers`). Dropout between layers has been taken out before
 (:mod:`bridge.capture.passes.recurrent`).
 """
@@ -45,11 +45,12 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
     if any(dtype(tensor) != dtype(x) for tensor in (*states, *weights)):
         raise UnsupportedUse("a recurrent layer of several element types")
     projected = len(weights) // (layers * (2 if both_ways else 1)) % 2 == 1
-    known = not any(has_extents(shape(tensor)) for tensor in (x, *states))
+    x = importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x
+    steps, *of_step = shape(x)
+    known = not has_extents([of_step, *map(shape, states)])
     fused = cell == "lstm" and dtype(x) == "float32" and not projected and torch.backends.mkldnn.enabled
     looped = known and (current_device() != HOST or not fused or shape(weights[1])[1] >= _WIDE)
-    x = importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x
-    if has_extents(shape(x)[:1]) and (fused or current_device() != HOST):
+    if has_extents(steps) and (current_device() != HOST or (fused and not looped)):
         kind = "oneDNN's kernel" if current_device() == HOST else "a loop"
         raise UnsupportedUse(f"a length that varies: {kind} is of one length, and quicker than steps one by one")
     of_cudnn = looped and current_device() != HOST and not projected and dtype(x) in CUDNN_TYPES

@@ -68,9 +68,8 @@ def _lower(captured: Captured, grad: bool, partition: Any, capture_seconds: floa
     wanted = [index for index, needs in enumerate(requires_grad) if needs] if differentiable else []
     if not differentiable:
         autodiff.drop_gradients(body)
-    if captured.extents is None:
-        given = wanted, partition, captured.device != HOST
-        lowered.run("rolled", "roll_up, hoist, differentiable_scans", body, rolled, *given, if_changed=True)
+    given = wanted, partition, captured.device != HOST, captured.extents is None
+    lowered.run("rolled", "roll_up, hoist, differentiable_scans", body, rolled, *given, if_changed=True)
     lowered.run("spelled", "autodiff.spell_out", body, autodiff.spell_out)
     made_by = "autodiff.channels_behind, heads_behind, clean, unique_names"
     lowered.run("forward", made_by, body, cleaned_and_named, not differentiable)
@@ -121,9 +120,14 @@ def cleaned_and_named(function: Function | autodiff.Body, merge_casts: bool) -> 
     return autodiff.unique_names(autodiff.clean(turned, merge_casts=merge_casts))
 
 
-def rolled(body: autodiff.Body, required: Sequence[int], partition: Any, sums_later: bool = False) -> None:
-    """The stage ``rolled``: loops of steps are scans, with gradients of the required parameters."""
-    differentiable_scans(hoist(roll_up(body)), required, partition, sums_later)
+def rolled(
+    body: autodiff.Body, required: Sequence[int], partition: Any, sums_later: bool = False, rolls: bool = True
+) -> None:
+    """The stage ``rolled``: loops of steps are scans, with gradients of the required parameters.
+
+    ``rolls``: whether equal steps are looked for; where sizes vary, scans are those that the graph came with.
+    """
+    differentiable_scans(hoist(roll_up(body) if rolls else body), required, partition, sums_later)
 
 
 def _differentiable(captured: Captured, imported: Imported) -> tuple[int, ...]:

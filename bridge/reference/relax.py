@@ -191,7 +191,7 @@ def _scan(call: Call, env: Mapping[Var, Any]) -> tuple[torch.Tensor, ...]:
     given = [_read(tensor, env) for tensor in tensors]
     carries, xs = given[: scan.carries], given[scan.carries : scan.carries + scan.xs]
     constants = given[scan.carries + scan.xs :]
-    order = range(scan.length)
+    order = range(len(xs[0]) if xs else scan.length)
     ys: dict[int, list[torch.Tensor]] = {}
     for step in reversed(order) if scan.reverse else order:
         made = interpret(scan.function, [*carries, *(x[step] for x in xs), *constants]).results

@@ -10,8 +10,7 @@ from tvm.script import relax as R
 import partition as package
 from autodiff import Body
 from autodiff.ir import Function, TensorType, TupleGetItem, Var, bindings, build_function, results
-from autodiff.scan import Scan, body_text, is_scan, scan_call, scan_of
-from autodiff.scan.operator import parsed
+from autodiff.scan import Scan, backward_of, body_text, is_scan, scan_call, scan_of
 from partition import STRATEGIES, differentiable_scans, partition, rebuild_backward
 from partition.normalize import normalize
 from tests.autodiff.golden import assert_same, is_pass
@@ -300,7 +299,7 @@ def test_differentiable_scans():
 
     saving = scan_in(differentiable_scans(func, [0, 1, 2]))
     assert_same(saving.function, Scanned["saving"])
-    backward = scan_in(parsed(saving.gradient["function"]))
+    backward = scan_in(backward_of(saving))
     assert (backward.length, backward.reverse, backward.carries, backward.xs) == (5, True, 2, 2)
     assert_structural_equal(backward.function, Scanned["backward"])
     plain = scan_in(differentiable_scans(func, []))

@@ -136,6 +136,9 @@ class Instances:
                 shape, strides, offset = self._pick(step.shape), self._pick(step.strides), self._nested(step.offset)
                 viewed = (step.name, step.inputs, step.outputs, step.reads, step.writes)
                 return lambda table: View(*viewed, shape(table), strides(table), offset(table))
+            case Loop():
+                length = self._nested(step.length)
+                return lambda table: replace(step, length=length(table))
 
     def _register(self, register: Register) -> Callable[[Table, int], Register]:
         if not any(isinstance(extent, Extent) for extent in register.shape):
@@ -152,8 +155,8 @@ def _is_static(step: Instruction) -> bool:
             numbers: tuple = (*step.scalars, *(step.offsets or ()))
         case CallLibrary():
             numbers = step.attrs
-        case Loop():
-            return True
+        case Loop():  # whose body is of one size
+            numbers = (step.length,)
         case View():
             numbers = (*step.shape, *step.strides, step.offset)
     return not _holds_extents(numbers)

@@ -274,8 +274,8 @@ class _Linker:
         outs = tuple(map(self.slot, node.outs))
         inside = replace(
             contents([node], node.outs, self._name),
-            flops=scan.length * sum(step.contents.flops for step in steps if not isinstance(step, View)),
-            bytes=scan.length * sum(step.contents.bytes for step in steps if not isinstance(step, View)),
+            flops=sample_of(scan.length) * sum(step.contents.flops for step in steps if not isinstance(step, View)),
+            bytes=sample_of(scan.length) * sum(step.contents.bytes for step in steps if not isinstance(step, View)),
         )
         self.steps.append(
             Loop(

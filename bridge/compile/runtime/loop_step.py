@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from autodiff.extents import Dim
 from bridge.compile.runtime.contents import Contents
 from bridge.compile.runtime.instructions import CallLibrary, Launch, View
 from bridge.compile.runtime.layout import Layout
@@ -14,7 +15,8 @@ __all__ = ["Instruction", "Loop", "inner_steps"]
 
 @dataclass(frozen=True)
 class Loop:
-    """A body that is run ``length`` times, from the last step to the first with ``reverse``.
+    """A body that is run ``length`` times (an extent is known when the program is bound), from the last step to the
+    first with ``reverse``.
 
     ``reads``: the initial carries, tensors with the steps in front, of which each step reads its part, what every step
     reads, then ``constants`` that fill those slots of the body. ``writes``: the last carries, tensors with the steps in
@@ -33,7 +35,7 @@ class Loop:
     layout: Layout = field(repr=False)
     carries: int
     xs: int
-    length: int
+    length: Dim
     reverse: bool = False
     constants: tuple[int, ...] = ()
     contents: Contents = field(default=Contents(), repr=False)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from autodiff.extents import Extent
 from autodiff.ir import TensorType, Var
 from bridge import UnsupportedModule, add_tvm_dispatch, explain, lower, stats
 from bridge.aten.cudnn_layers import cudnn_is_quicker
@@ -136,6 +137,61 @@ def test_one_entry_serves_all_lengths(name):
     for steps, batch in ((4, 3), (2, 2), (9, 5)):
         call = Call((leaf(steps, batch, 3).double().detach().requires_grad_(),))
         assert_same(run(module, call), run(eager, call), rtol=1e-10, atol=1e-12)
+
+
+LOOPED = {**LAYERS, "lstm_with_many_columns": lambda: nn.LSTM(3, 256)}
+
+
+@pytest.mark.cpu("on a GPU each length has loops of its own")
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float64) for name in ("lstm_deep", "lstm_projected_no_bias", "gru_both_ways", "rnn_relu")),
+        ("lstm_with_many_columns", torch.float32),  # oneDNN's kernel in eager, and a loop here
+    ],
+)
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_loops_of_all_lengths_are_one_entry(name, dtype):
+    module = LOOPED[name]().to(dtype)
+    eager, lengths = copy.deepcopy(module), (4, 2, 9, 64, 3)
+    calls = [
+        Call((torch.randn((3, steps, 3) if module.batch_first else (steps, 3, 3), dtype=dtype).requires_grad_(),))
+        for steps in lengths
+    ]
+    sizes = {1 if module.batch_first else 0: torch.export.Dim.DYNAMIC}
+    add_tvm_dispatch(module, calls[0].args, dynamic_shapes=(sizes,), on_miss="error")
+    (entry,) = stats(module).entries
+    loops = [step for part in (entry.forward, entry.backward) for step in part.steps if isinstance(step, Loop)]
+    assert len(loops) == 2 * len(module._all_weights) and all(isinstance(loop.length, Extent) for loop in loops)
+
+    rounding = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {}
+    for call in (*calls, calls[0]):
+        assert_same(run(module, call), run(eager, call), **rounding)
+    assert stats(module).hits == len(calls) + 1
+
+
+@pytest.mark.cpu("on a GPU each length has loops of its own")
+def test_the_second_length_of_a_layer_is_the_last_that_is_compiled():
+    module = nn.GRU(3, 4).double()
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module)
+    for steps in (9, 5, 64, 2, 9, 1):
+        call = Call((torch.randn(steps, 3, 3, dtype=torch.float64).requires_grad_(),))
+        assert_same(run(module, call), run(eager, call), rtol=1e-10, atol=1e-12)
+    of_nine, varying, of_one = stats(module).entries
+    assert (of_nine.hits, varying.hits, of_one.hits) == (2, 3, 1) and of_nine.has_loops and varying.has_loops
+
+
+@pytest.mark.cpu("on a GPU each length has loops of its own")
+def test_all_lengths_without_gradients():
+    module = nn.GRU(3, 4, batch_first=True).double().eval()
+    eager, sizes = copy.deepcopy(module), {1: torch.export.Dim.DYNAMIC}
+    with torch.no_grad():
+        add_tvm_dispatch(module, torch.randn(3, 5, 3, dtype=torch.float64), dynamic_shapes=(sizes,), on_miss="error")
+        assert stats(module).entries[0].has_loops
+        for steps in (7, 2):
+            x = torch.randn(3, steps, 3, dtype=torch.float64)
+            torch.testing.assert_close(module(x), eager(x), rtol=1e-10, atol=1e-12)
 
 
 def test_a_length_that_varies_is_refused_where_steps_one_by_one_would_be_slower():
