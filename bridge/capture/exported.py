@@ -17,6 +17,7 @@ from bridge.base.errors import Unsupported, refused_by_eager
 from bridge.base.modes import modes_put_back
 from bridge.base.objects import packed
 from bridge.base.torch_internals import pytree, tracers_hooks_removed
+from bridge.base.torch_shapes import fake_results_not_kept
 from bridge.capture.data_attribute import DataIsDetached
 from bridge.capture.dynamic_shapes import DynamicDim
 from bridge.capture.first_attention import watched
@@ -71,6 +72,7 @@ def export(
             WholeFunctions(),
             functions.traced(),
             SymbolicFormulas() if dims else nullcontext(),
+            fake_results_not_kept() if dims else nullcontext(),
             _forward_as_exported(module, _spelled_out(module, args, kwargs) if dims else None),
         ):
             return torch.export.export(

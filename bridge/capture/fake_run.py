@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from bridge.base.modes import autocast_depth
 from bridge.base.torch_internals import FakeTensorMode, clear_fake_memo, pytree, storage_id
+from bridge.base.torch_shapes import fake_results_not_kept
 from bridge.capture.observation import Observation
 from bridge.capture.observe import observe
 from bridge.capture.own_functions import OwnFunctions
@@ -73,7 +75,8 @@ def fake_run(
         mode, fakes, made = earlier.mode, earlier.tensors, earlier.made
     else:
         env = None if sizes is None else sizes.environment
-        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env, static_shapes=True)
+        with nullcontext() if env is None else fake_results_not_kept():
+            mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env, static_shapes=True)
         fakes = tuple(mode.from_tensor(tensor) for tensor in real_tensors)
         made = tuple(map(_description, fakes))
     state = {
