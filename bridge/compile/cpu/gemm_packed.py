@@ -1,8 +1,8 @@
 """Matrix products of one matrix with many: it is packed once, all of it, and each product reads the panels.
 
-A step of a recurrent network multiplies few rows by the weight of all steps. Packing, which a product of many rows pays
-for at once (:mod:`bridge.compile.cpu.gemm`), would take about as long as such a product. An element of the result has
-the bits that it has there: the same chunks of ``k``, in the same order.
+A step of a recurrent network multiplies few rows by the weight of all steps, a frozen module any number by a constant.
+Packing, which a product of many rows pays for at once (:mod:`bridge.compile.cpu.gemm`), would take about as long as a
+product of few. An element of the result has the bits that it has there: the same chunks of ``k``, in the same order.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 
 import tvm
 from tvm import tirx
-from tvm.tirx import BufferLoad, ForKind, PrimFunc, SeqStmt, Var
+from tvm.tirx import BufferLoad, Expr, ForKind, PrimFunc, SeqStmt, Var
 
 from bridge.compile.codegen.tir import INDEX, Scope, const, loop, loop_function
 from bridge.compile.cpu.gemm_buffers import DEPTH, Buffers, RegisterTile, quotient_up, smaller
@@ -55,13 +55,14 @@ def packing_function(dtype: str, tile: RegisterTile) -> PrimFunc:
 
 @functools.cache
 def packed_gemm_function(dtype: str, tile: RegisterTile) -> PrimFunc:
-    """``gemm(a, panels, c, descriptor)``, for one product of matrices; see
+    """``gemm(a, panels, c, descriptor)``, for products that all read the same panels; see
     :func:`bridge.compile.cpu.gemm.gemm_function`."""
     g = Buffers(dtype, tile, MOST_STRIPS)
     scope = _with_fields(g)
     tall = scope.name(quotient_up(g.field["m"], g.field["block_rows"]), "tall")
     wide = scope.name(quotient_up(g.field["n"], g.field["block_columns"]), "wide")
-    scope.add(loop(tall * wide, lambda body, index: _task(g, body, index, wide), ForKind.PARALLEL))
+    tasks = g.field["outer"] * g.field["inner"] * tall * wide
+    scope.add(loop(tasks, lambda body, index: _task(g, body, index, tall, wide), ForKind.PARALLEL))
     return _function(g, scope)
 
 
@@ -82,18 +83,26 @@ def _function(g: Buffers, scope: Scope, first: int = 0) -> PrimFunc:
     return loop_function(params, body, shared=True)
 
 
-def _task(g: Buffers, scope: Scope, index: Var, wide: Var) -> None:
+def _task(g: Buffers, scope: Scope, index: Var, tall: Var, wide: Var) -> None:
     """One block of the result: all of ``k`` in chunks. A panel's chunk stays near while all strips meet it."""
     field, columns = g.field, const(g.columns)
-    row = scope.name(tirx.truncdiv(index, wide) * field["block_rows"], "row")
-    column = scope.name(tirx.truncmod(index, wide) * field["block_columns"], "column")
+    block = scope.name(tirx.truncmod(index, tall * wide), "block")
+    batch = scope.name(tirx.truncdiv(index, tall * wide), "batch")
+    outer = scope.name(tirx.truncdiv(batch, field["inner"]), "outer_index")
+    inner = scope.name(tirx.truncmod(batch, field["inner"]), "inner_index")
+    row = scope.name(tirx.truncdiv(block, wide) * field["block_rows"], "row")
+    column = scope.name(tirx.truncmod(block, wide) * field["block_columns"], "column")
     rows = scope.name(smaller(field["m"] - row, field["block_rows"]), "rows")
     width = scope.name(smaller(field["n"] - column, field["block_columns"]), "width")
     panels = scope.name(quotient_up(width, columns), "panels")
     strips = scope.name(quotient_up(rows, field["strip_rows"]), "strips")
-    a = scope.name(row * field["a_row"], "a_start")
+
+    def start(operand: str) -> Expr:
+        return outer * field[f"{operand}_outer"] + inner * field[f"{operand}_inner"] + row * field[f"{operand}_row"]
+
+    a = scope.name(start("a"), "a_start")
     b = scope.name(column * field["k"], "b_start")
-    c = scope.name(row * field["c_row"] + column, "c_start")
+    c = scope.name(start("c") + column, "c_start")
     scope.add(*g.allocations)
 
     def chunk(body: Scope, index: Var) -> None:

@@ -64,6 +64,9 @@ _NEAR_THE_LIMIT = 0.75
 """Part of the processor's attainable rate from which on torch's own product is not bettered by code of ours, which
 costs a compilation."""
 
+_NEAR_ENOUGH = 0.9
+"""The same part for a product of a constant: the code of ours packs nothing, and serves many calls."""
+
 _RELATIVE_RATE = {"float32": 1.0, "float64": 0.5}
 """Attainable rate of the element types that are generated, of float32's."""
 
@@ -179,7 +182,10 @@ class CpuProducts:
         limit = min(times.values(), default=0.0) / _WORTH
         # Steps of a loop that are generated code alone need no Python between them. A weight is measured in the cache;
         # a call finds it in memory, where one that is laid out is read once, and any other copied first.
-        preferred = sorted(times, key=lambda way: (way not in (IN_PANELS, PACKED), way != usual, not is_generated(way)))
+        laid_out = (PACKED, IN_PANELS)
+        preferred = sorted(
+            times, key=lambda way: (way not in laid_out, way != usual, way != PACKED, not is_generated(way))
+        )
         best = next((way for way in preferred if times[way] <= limit), usual)
         told = ", ".join(f"{way} {1e3 * seconds:.3f}" for way, seconds in times.items())
         _LOG.info("product %s: %s (milliseconds: %s)", product, best, told)
@@ -197,6 +203,8 @@ class CpuProducts:
             return ways
         if product.b.lasting:
             return [*ways, IN_PANELS] if product.batch == 1 else ways
+        if product.b.constant:
+            return [*ways, IN_PANELS]
         tasks = _tasks(tile)
 
         def cuts_otherwise(way: str) -> bool:
@@ -266,12 +274,13 @@ def measured(policy: CpuProducts, product: ProductShape, ways: Sequence[str]) ->
     times = seconds(libraries)
     if not ours:
         return times
-    if IN_PANELS in ours:
+    if product.b.lasting:
         return seconds(ways)
     limit = attainable_rate(policy.target) * policy.threads * _RELATIVE_RATE[product.element_type]
-    if 2 * product.multiplications / times.get(ways[0], math.inf) > _NEAR_THE_LIMIT * limit:
-        return times
     best = min(times, key=times.__getitem__, default=ways[0])
+    library, part = (best, _NEAR_ENOUGH) if product.b.constant else (ways[0], _NEAR_THE_LIMIT)
+    if 2 * product.multiplications / times.get(library, math.inf) > part * limit:
+        return times
     again = seconds([best, *ours])
     # The other libraries' times are of another moment: only their ratios to the best one's are kept.
     scale = again[best] / times[best] if best in times and best in again else 1.0

@@ -74,10 +74,12 @@ class Packing:
     Attributes:
         strip_rows: rows of ``a`` that meet a panel at once.
         elements: of all panels.
+        bound: whether the operand is a constant, packed when a program is bound to it; otherwise a program packs it.
     """
 
     strip_rows: int
     elements: int
+    bound: bool = False
 
 
 @dataclass(frozen=True)

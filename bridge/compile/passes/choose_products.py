@@ -142,16 +142,20 @@ class ProductChoice:
         stored, result = _stored((*batch, a.shape[-2], b.shape[-1]), order)
         if not same(column, 1):  # the product of the transposes writes the transposed result
             a, b, geometry = b, a, geometry.transposed()
-            way = GENERATED if way == IN_PANELS else way
+        is_constant = b.value in self.constants
+        if way == IN_PANELS and not (is_constant or b.value in self.lasting):
+            way = GENERATED  # of the other operand, or of a copy
         out = placed.fresh(stored.shape, a.dtype)
-        placed.nodes.append(Product((a, b), out, self._plan(way, a.dtype, geometry)))
+        placed.nodes.append(Product((a, b), out, self._plan(way, a.dtype, geometry, is_constant)))
         return Operand(out, result)
 
-    def _plan(self, way: str, element_type: str, geometry: Geometry) -> ProductPlan:
+    def _plan(self, way: str, element_type: str, geometry: Geometry, is_constant: bool) -> ProductPlan:
         outer, inner, m, n, k = geometry.extents
         product = ProductShape(element_type, outer * inner, m, n, k)
-        block = self.policy.block(way, product)
-        return ProductPlan(way, element_type, geometry, block, self.policy.packing(way, product))
+        block, packing = self.policy.block(way, product), self.policy.packing(way, product)
+        if packing is not None:
+            packing = replace(packing, bound=is_constant)
+        return ProductPlan(way, element_type, geometry, block, packing)
 
 
 def _matrices(placed: Placed, given: Given, vector: tuple[int, int]) -> Given:

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from bridge.base.mkl import can_pack, packed
-from bridge.compile.runtime.instructions import CallLibrary, View
+from bridge.compile.runtime.bind import bind
+from bridge.compile.runtime.instructions import CallLibrary, Launch, View
 from bridge.compile.runtime.loop_step import Instruction
 from bridge.compile.runtime.program import Program
 from bridge.compile.schedule.products import PACKED
@@ -23,7 +24,8 @@ def with_constants(program: Program, tensors: Sequence[torch.Tensor]) -> Program
     Views of them are made once. Nothing is copied but tensors that are not dense (or, on a GPU, aligned): who changes
     one changes what the program computes.
 
-    A factor that only products of the way "packed" read is laid out for them, in memory of its own.
+    A factor that only products of the way "packed" read is laid out for them, in memory of its own, and one that
+    generated products read in panels is packed for them; where nothing else reads it, it is no constant then.
 
     Raises:
         ValueError: a tensor has another shape or element type than its parameter.
@@ -46,6 +48,7 @@ def with_constants(program: Program, tensors: Sequence[torch.Tensor]) -> Program
         else:
             steps.append(step)
     found = dict((*program.constants, *constants))
+    steps = _in_panels(program, steps, views, found)
     laid_out = _packed_factors(steps, found, views)
     return replace(
         program,
@@ -54,9 +57,33 @@ def with_constants(program: Program, tensors: Sequence[torch.Tensor]) -> Program
             layout,
             params=layout.params[:first],
             views=tuple(view for view in views if view.writes[0] not in laid_out),
+            laid_out=(),
         ),
         constants=(*(each for each in found.items() if each[0] not in laid_out), *laid_out.items()),
     )
+
+
+def _in_panels(
+    program: Program, steps: Sequence[Instruction], views: Sequence[View], constants: dict[int, torch.Tensor]
+) -> list[Instruction]:
+    """The instructions but for those that pack constants, which run now: panels become constants, in the place of what
+    only these read."""
+    wanted = {register.slot: register for register in program.layout.laid_out}
+    packs = [step for step in steps if isinstance(step, Launch) and step.writes[0] in wanted]
+    if not packs:
+        return list(steps)
+    torch.get_num_threads()  # a new thread's OpenMP setting becomes torch's when torch is first asked in it
+    functions, sources = {step.name: program.code[step.name].function for step in packs}, set()
+    for step in packs:
+        register = wanted[step.writes[0]]
+        constants[register.slot] = torch.zeros(register.shape, dtype=register.torch_dtype)
+        bind(step, functions, {})(constants)
+        sources.update(step.reads)
+    left = [step for step in steps if step not in packs]
+    read = {slot for step in (*left, *views) for slot in step.reads} | {*program.layout.memory}
+    for slot in sources - read:
+        del constants[slot]
+    return left
 
 
 def _packed_factors(

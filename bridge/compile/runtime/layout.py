@@ -58,6 +58,7 @@ class Layout:
         memory: of each result, the slot of the tensor whose memory it is, or is a view of.
         below: where extents are symbolic, of each intermediate those right below it in the arena, by index.
         allocated: what library calls return in memory of their own; with sizes bound, nothing is said about it.
+        laid_out: what is made once of constants, in memory of its own, when the program is bound to these.
     """
 
     size: int
@@ -70,6 +71,7 @@ class Layout:
     memory: tuple[int, ...]
     below: tuple[tuple[int, ...], ...] = ()
     allocated: tuple[Register, ...] = ()
+    laid_out: tuple[Register, ...] = ()
 
     @property
     def filled(self) -> set[int]:

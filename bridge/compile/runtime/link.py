@@ -315,11 +315,12 @@ class _Linker:
         plan, label = node.plan, self.label[b]
         key = b, plan.geometry.b, plan.geometry.b_offset, plan.geometry.extents[3:]
         if key not in self.packed:
-            packed = Value(f"{label}_packed", (plan.packing.elements,), plan.element_type)
+            source = "constant" if plan.packing.bound else "node"
+            packed = Value(f"{label}_packed", (plan.packing.elements,), plan.element_type, source)
             self.packed[key] = slot = self.slot(packed)
-            self.lifetimes[packed] = 0, _ALWAYS
-            name = f"pack_{plan.element_type}"
-            self.functions[name] = self.pack(PackPlan(plan.element_type))
+            if source == "node":
+                self.lifetimes[packed] = 0, _ALWAYS
+            self.functions[name := f"pack_{plan.element_type}"] = self.pack(PackPlan(plan.element_type))
             offsets = plan.geometry.b_offset * itemsize(plan.element_type), 0
             names = (label,), (packed.name,)
             self.steps.append(Launch(name, *names, ("pack",), (b,), (slot,), scalars, offsets, once=True))
@@ -352,6 +353,7 @@ class _Linker:
     ) -> Program:
         """The program of everything linked so far; ``built`` are its kernels' machine code."""
         constants = tuple((self.slot(value), constant) for value, constant in self.constants.items())
+        laid_out = [value for value, _ in self.slots if value.source == "constant" and value not in self.constants]
         arena = plan_arena(self.lifetimes)
         placed, below = list(self.lifetimes), ()
         if scope is not None:
@@ -368,6 +370,7 @@ class _Linker:
             memory=tuple(self.slot(operand.value) for operand in self.graph.results),
             below=below,
             allocated=tuple(self._register(value) for value in self.allocated),
+            laid_out=tuple(map(self._register, laid_out)),
         )
         return Program(
             name=self.name,

@@ -28,8 +28,8 @@ PACKED = "packed"
 
 
 IN_PANELS = f"{GENERATED} in panels"
-"""Generated code that finds ``b`` packed: of products whose ``b`` is the same in every step of a loop. The bits are
-those of the other generated ways."""
+"""Generated code that finds ``b`` packed: of products whose ``b`` is the same in every step of a loop, or a constant.
+The bits are those of the other generated ways."""
 
 
 def is_generated(way: str) -> bool:
