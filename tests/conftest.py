@@ -16,6 +16,7 @@ import torch
 
 from bridge.compile import Built
 from bridge.compile.schedule.products import GENERATED
+from bridge.lowering import LoweredCall, reuse
 from tests.device import DEVICE, factories_on, moved
 from tests.frames import quick_checkcache, quick_getmodule
 
@@ -62,6 +63,31 @@ def _kept_kernels():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _few_rounds():
+    """A small call is timed beside eager once, behind what is made at first use: tests compare no times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bridge.dispatch.worth._ROUNDS", 3)
+        yield
+
+
+@pytest.fixture(scope="module")
+def lowered_once():
+    """For files whose tests add equal modules: a call is lowered once, and its lowering outlives the test.
+
+    Not for tests of capture and lowering themselves, which would find what an earlier one has left.
+    """
+    kept, remember = [], reuse._remember
+
+    def keep(call_key: tuple, observation_key: tuple, lowered: LoweredCall) -> None:
+        kept.append(lowered)
+        remember(call_key, observation_key, lowered)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reuse, "_remember", keep)
+        yield
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="the tests that are marked as sweeps, too")
 
@@ -89,6 +115,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
     _keep(items, config, lambda item: _is_about(item, DEVICE))
     for item in items:  # eager warns of every copy of such a module
         item.add_marker(pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported and collected stays to the end: no collection of garbage walks through it any more."""
+    gc.collect()
+    gc.freeze()
 
 
 def _keep(items: list[pytest.Item], config: pytest.Config, wanted: Callable[[pytest.Item], bool]) -> None:

@@ -346,7 +346,7 @@ SCENARIOS: dict[str, Callable[[], Report]] = {
 
 
 def main(directory: str, *chosen: str) -> None:
-    from tests.bridge.distributed_whole import WHOLE  # it imports this module
+    from tests.bridge.distributed_whole import WHOLE, dispatch_whole  # it imports this module
 
     folder = pathlib.Path(directory)
     rank, others = 0, []
@@ -360,6 +360,7 @@ def main(directory: str, *chosen: str) -> None:
     held = [make_net(dtype) for dtype in (torch.float64, torch.float32)]
     for net in held:  # alive to the end: the scenarios' blocks equal these, and are captured and compiled once
         dispatch_blocks(net)
+    held.append(dispatch_whole(make_net()))
     scenarios = SCENARIOS | WHOLE
     reports = {name: scenarios[name]() for name in chosen or scenarios}
     (folder / f"{rank}.json").write_text(json.dumps(reports))

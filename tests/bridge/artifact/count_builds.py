@@ -6,6 +6,7 @@ which have nothing compiled, and need no time to start.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -100,6 +101,7 @@ def in_children(count: int, work: Callable[[], Any] = counted) -> list[Any]:
         end, begin = os.pipe()
         child = os.fork()
         if child == 0:
+            gc.freeze()  # collecting what is inherited would copy the pages that it lies in
             try:
                 os.close(end)
                 with open(begin, "w") as file:

@@ -14,6 +14,15 @@ from bridge.base.collector import collection_paused, only_new_objects_collected
 from bridge.lowering import reuse
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_frozen():
+    """As in a process of a user's; the tests' own freezes what it has collected (conftest.py)."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 class Cycle:
     def __init__(self):
         self.itself = self
