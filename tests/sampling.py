@@ -1,4 +1,10 @@
-"""Samples of families: many cases of one path → parameters of which some run always and the others are sweeps."""
+"""Samples of families: many cases of one path → parameters of which some run always and the others are sweeps.
+
+What runs always (``make test``) is one case of each path of the product: of several cases that run the same code on
+other numbers, shapes or types, the cheapest that is as strict as the others; of whole models, those that do what no
+smaller test does. A family keeps at least one case, unless all that it shows is shown by another one beside it. The
+rest is run by ``make test-all``, and on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +13,29 @@ from typing import Any
 
 import pytest
 
-__all__ = ["sampled"]
+__all__ = ["sampled", "spread"]
+
+_PARAM = type(pytest.param())
 
 
 def sampled(cases: Iterable[Any], always: Container | Callable[[Any], bool]) -> list[Any]:
     """Parameters for ``pytest.mark.parametrize``, in the order of the cases; ``make test-all`` runs all of them.
 
     Args:
-        cases: values, or tuples of them where a test has several parameters at once.
+        cases: values, tuples of them where a test has several parameters at once, or either as a ``pytest.param`` with
+            marks, which stay.
         always: those that run in ``make test``, or what says so of a case. Each path of the product has one of them.
     """
     runs = always if callable(always) else always.__contains__
-    marks = {True: (), False: (pytest.mark.sweep,)}
-    return [pytest.param(*(each if type(each) is tuple else (each,)), marks=marks[bool(runs(each))]) for each in cases]
+    found = []
+    for case in cases:
+        given = case if isinstance(case, _PARAM) else pytest.param(*(case if type(case) is tuple else (case,)))
+        value = given.values[0] if len(given.values) == 1 else tuple(given.values)
+        marks = [*given.marks] if runs(value) else [*given.marks, pytest.mark.sweep]
+        found.append(pytest.param(*given.values, marks=marks, id=given.id))
+    return found
+
+
+def spread(cases: Iterable[Any], step: int = 2) -> list[Any]:
+    """Every ``step``-th of the cases, the first among them: of families whose neighbours are of a kind."""
+    return [*cases][::step]

@@ -36,10 +36,10 @@ def variation(kind: str, *body: str) -> Variation:
     return Variation(program(*body), (((0, 0), (1, 0)),), (3,), sizes, (71,), kind)
 
 
-@pytest.mark.parametrize("first", sampled((0, 4), (0,)))
+@pytest.mark.parametrize("first", sampled(range(0, 8, 2), (0,)))
 def test_random_modules_of_any_size(first):
     clear_cache()
-    found = {seed: check_dynamic(generate(seed)) for seed in range(first, first + 4)}
+    found = {seed: check_dynamic(generate(seed)) for seed in range(first, first + 2)}
     bugs = {seed: verdict for seed, verdict in found.items() if verdict.is_bug}
     assert not bugs, f"{bugs}\npython -m tests.fuzz --dynamic --show SEED --shrink prints a program"
     if torch.__version__ >= "2.13":  # operators of older versions fix more sizes

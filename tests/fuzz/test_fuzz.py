@@ -29,7 +29,7 @@ RICH = (10, 32, 33, 41, 65, 89, 236)
 """Seeds whose programs have all words, when this was written: others are generated for what is not in these."""
 
 
-@pytest.mark.parametrize("first", sampled(range(0, COUNT, BATCH), (0, 20)))
+@pytest.mark.parametrize("first", sampled(range(0, COUNT, BATCH), (0,)))
 def test_random_modules(first):
     clear_cache()
     found = {seed: check(generate(seed)) for seed in range(first, first + BATCH)}

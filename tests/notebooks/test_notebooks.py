@@ -6,23 +6,31 @@ import nbformat
 import pytest
 
 from notebooks.run import HERE, NAMES, execute, pair, source
+from tests.sampling import sampled
 
 pytestmark = pytest.mark.slow
+
+ALWAYS = ("training_through_tvm", "your_own_recurrent_cell")
+"""How the bridge is used, stage by stage, and what becomes of loops. The others tell of a model and of refusals, which
+have tests of their own."""
 
 
 def saved(name):
     return nbformat.read(pair(name), as_version=4)
 
 
-def test_every_cell_runs():
+@pytest.mark.parametrize(
+    "names", sampled([(ALWAYS,), (tuple(name for name in NAMES if name not in ALWAYS),)], [ALWAYS]), ids="-".join
+)
+def test_every_cell_runs(names):
     """A cell that raises fails here, and the message holds it: so does every claim, for claims are computed.
 
     One kernel runs the notebooks one after the other, each without the names of the one before: it imports torch and
     TVM once. ``torch.compile``, which one cell is timed beside, compiles nothing: Inductor's time is not ours.
     """
-    whole = source(NAMES[0])
+    whole = source(names[0])
     ends = [len(whole.cells)]
-    for name in NAMES[1:]:
+    for name in names[1:]:
         whole.cells += [nbformat.v4.new_code_cell("%reset -f"), *source(name).cells]
         ends.append(len(whole.cells))
     for index, cell in enumerate(whole.cells):

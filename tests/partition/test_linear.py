@@ -1,4 +1,4 @@
-"""Work per binding does not grow with the function: a LayerNorm-LSTM of 6 to 40 steps, BERT of 1 to 12 layers."""
+"""Work per binding does not grow with the function: a LayerNorm-LSTM of 6 to 24 steps, BERT of 1 to 7 layers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def work(func: Function, required: range) -> dict[str, tuple[int, int, int]]:
 
 @pytest.mark.parametrize(
     ("build", "sizes", "required"),
-    [(lstm, (6, 16, 40), range(5)), (bert, (1, 4, 12), range(2, 18))],
+    [(lstm, (6, 12, 24), range(5)), (bert, (1, 3, 7), range(2, 18))],
     ids=["steps", "layers"],
 )
 def test_another_step_costs_the_same_however_many_there_are(build, sizes, required):

@@ -93,7 +93,7 @@ STRATEGY_OBJECTS = [
 ]
 
 
-@pytest.mark.parametrize("seed", sampled(range(25), range(0, 25, 4)))
+@pytest.mark.parametrize("seed", sampled(range(25), range(0, 25, 8)))
 def test_every_strategy_gives_the_same_numbers(seed):
     joint, num_primals, num_outputs = random_joint(seed, nodes=6 + 2 * seed)
     args = random_args(joint.params, seed)
@@ -105,7 +105,7 @@ def test_every_strategy_gives_the_same_numbers(seed):
             np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("seed", sampled(range(20), range(4)))
+@pytest.mark.parametrize("seed", sampled(range(20), range(2)))
 def test_large_graphs_are_valid_deterministic_and_never_worse_than_save_all(seed):
     arguments = dict(seed=1000 + seed, nodes=150)
     joint, num_primals, num_outputs = random_joint(**arguments)
@@ -123,7 +123,7 @@ def test_large_graphs_are_valid_deterministic_and_never_worse_than_save_all(seed
         np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("seed", sampled(range(15), range(4)))
+@pytest.mark.parametrize("seed", sampled(range(15), range(2)))
 def test_rebuilt_backward_reads_the_same_saved_values(seed):
     joint, num_primals, num_outputs = random_joint(seed, nodes=14)
     args = random_args(joint.params, seed)

@@ -10,11 +10,13 @@ SLOW = ("char_model", "diffusion_unet", "lstm", "mae", "mamba", "neural_ode", "v
 """Over three seconds, most of them to add."""
 
 SWEEP = {
-    *("byol", "char_model", "diffusion_unet", "distillation", "lora_module", "mae", "masked_encoder", "moe_dense"),
-    *("sac", "simclr", "super_resolution", "tabular", "triplet", "vit"),
+    *("byol", "char_model", "convnet", "diffusion_unet", "distillation", "dqn", "flow", "gan", "gnn", "lora_module"),
+    *("lstm", "mae", "masked_encoder", "mixup", "moe_dense", "moe_expert_choice", "sac", "segmentation", "simclr"),
+    *("super_resolution", "tabular", "triplet", "tts_conv", "vae", "vit"),
 }
-"""Whose operators and whose way of training another script has, too: targets that follow, frozen parts, attention,
-U-Nets, experts, critics, contrasts."""
+"""Whose operators and whose way of training another script or test has, too: targets that follow, frozen parts,
+attention, convolutions, U-Nets, experts, critics, contrasts, indices. Those that always run differ in how they train
+(accumulation, double backward, hooks, several networks, numbers that decide) or in their layers."""
 
 
 def _parameters():

@@ -174,7 +174,7 @@ def asked(make=Asking):
     return {"captured": len(captured), "same": same, "hits": bridge.stats(module).hits, **told}
 
 
-@pytest.mark.parametrize("make", sampled([Asking, Looping, Reading, AskingAndReading], [Looping, AskingAndReading]))
+@pytest.mark.parametrize("make", sampled([Asking, Looping, Reading, AskingAndReading], [AskingAndReading]))
 def test_what_is_known_by_another_way_is_found_in_a_pack(used_cache, monkeypatch, tmp_path, make):
     """By what it does in eager's branches, by one step of each loop, or by numbers that it reads, in a later process on
     another machine."""

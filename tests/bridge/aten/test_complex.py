@@ -161,11 +161,18 @@ FUNCTIONS = {
 }
 
 
+AT_ZERO = ("size", "sign")
+OTHERS = [name for name in FUNCTIONS if name not in AT_ZERO]
+
+
 @pytest.mark.filterwarnings("ignore:Casting complex values")
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions(name):
+@pytest.mark.parametrize(
+    "names", [AT_ZERO, *(OTHERS[at::4] for at in range(4))], ids=lambda names: f"{names[0]} and others"
+)
+def test_functions(names):
     torch.manual_seed(0)
-    compare(Function(FUNCTIONS[name]), numbers(4, 3, zeros=name in ("size", "sign")), numbers(4, 3))
+    all_of_them = Function(lambda a, b: tuple(FUNCTIONS[name](a, b) for name in names))
+    compare(all_of_them, numbers(4, 3, zeros=names is AT_ZERO), numbers(4, 3))
 
 
 def test_training_with_complex_parameters(in_float64):

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from bridge import UnsupportedModule
 from tests.bridge.symbolic import assert_as_eager, imported
+from tests.sampling import sampled
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="products and poolings of older versions fix the sizes, or guard them further"
@@ -153,9 +154,17 @@ def _square(x: torch.Tensor) -> torch.Tensor:
     return x @ x.transpose(1, 2)
 
 
-@pytest.mark.parametrize("name", ALL_SIZES)
-def test_at_all_sizes(name):
-    lowered = imported(Of(ALL_SIZES[name]), normal(4, 6), ({0: N, 1: M},))
+ALONE = ("draws", "computed draws", "reading", "position", "numbers")
+"""They draw, or read numbers."""
+TOGETHER = [name for name in ALL_SIZES if name not in ALONE]
+
+
+@pytest.mark.parametrize(
+    "names", [*((name,) for name in ALONE), *(TOGETHER[at::8] for at in range(8))], ids=lambda names: ", ".join(names)
+)
+def test_at_all_sizes(names):
+    function = Of(lambda x: [ALL_SIZES[name](x) for name in names])
+    lowered = imported(function, normal(4, 6), ({0: N, 1: M},))
     assert_as_eager(lowered, normal, [(2, 2), (5, 12), (7, 4)])
 
 
@@ -206,7 +215,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", sampled(LAYERS, ["lstm"]))
 def test_layers_of_any_batch(name):
     lowered = imported(LAYERS[name].double(), normal(4, 6), ({0: N},))
     assert_as_eager(lowered, lambda n: normal(n, 6), [(4,), (2,), (7,)])

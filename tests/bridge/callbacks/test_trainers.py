@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from bridge import stats
 from tests.bridge.callbacks.test_first_call import Model
+from tests.sampling import sampled
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +50,9 @@ def fine_tune(folder, callbacks, **options):
     "dispatches the layers at the first batch, in its state; `dataloader_drop_last`, evaluation, checkpointing",
     section="HuggingFace",
 )
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize(
+    "options", sampled([{}, {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}], [{}])
+)
 def test_huggingfaces_trainer(tmp_path, options):
     """Six steps of an epoch of ten examples, so that every third batch has two; evaluated twice."""
     from bridge.callbacks import TrainerDispatch

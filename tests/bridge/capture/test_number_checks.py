@@ -108,7 +108,13 @@ def validated(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=ASSERTS) if n == "Categorical" else n for n in DISTRIBUTIONS])
+@pytest.mark.parametrize(
+    "name",
+    sampled(
+        [pytest.param(n, marks=ASSERTS) if n == "Categorical" else n for n in DISTRIBUTIONS],
+        lambda name: name not in ("Bernoulli", "Gumbel", "Beta"),
+    ),
+)
 def test_distributions_with_validation(name, validated):
     function, good, bad = DISTRIBUTIONS[name]
     check(Written(function), good, bad=bad)
@@ -192,7 +198,7 @@ def test_another_number_that_decides_the_same_way_is_a_hit():
 VALUES = [0.5, 0.0, -0.0, math.inf, -math.inf, math.nan, 5e-324, 1e308]
 
 
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("value", sampled(VALUES, lambda value: value in (0.0, math.inf) or math.isnan(value)))
 def test_a_float_that_is_moved_and_read_must_be_the_same_bit_by_bit(value):
     at_sample = torch.tensor([1.0, value], dtype=F64)
     _, module = dispatched(Written(lambda h, x, t: h(x) * t[1].item()), X, at_sample)

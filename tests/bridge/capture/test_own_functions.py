@@ -15,7 +15,7 @@ from bridge.verify import check
 from tests.bridge.capture import own_functions as own
 from tests.bridge.compare import Call, assert_same, check_module, run
 from tests.device import moved
-from tests.sampling import sampled
+from tests.sampling import sampled, spread
 
 FACTOR = 2.0
 
@@ -93,7 +93,7 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", sampled(USES, spread(USES)))
 def test_training_is_eagers(use):
     torch.manual_seed(0)
     check_module(lambda: Block(USES[use]), lambda: Call((rows(),)), calls=2, rtol=1e-10, atol=1e-12)

@@ -9,6 +9,7 @@ from torch.export import Dim
 from torch.nn import functional as F
 
 from tests.bridge.symbolic import assert_as_eager, differentiated, imported
+from tests.sampling import sampled
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="products and poolings of older versions fix the sizes, or guard them further"
@@ -87,7 +88,7 @@ def test_embeddings_and_a_loss():
     assert_as_eager(lowered, tokens, [(4, 6), (2, 2), (3, 11), (7, 40)])
 
 
-@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("padding", sampled([0, 1], [1]))
 def test_convolution_and_batch_norm(padding):
     module = nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=padding), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 5, 2, stride=2)
@@ -97,6 +98,7 @@ def test_convolution_and_batch_norm(padding):
     assert_as_eager(lowered, lambda *s: normal(s[0], 3, *s[1:]), [(3, 10, 12), (2, 10, 10), (5, 13, 11), (2, 11, 16)])
 
 
+@pytest.mark.sweep
 def test_a_bert_layer():
     from transformers import BertConfig
     from transformers.models.bert.modeling_bert import BertLayer

@@ -14,6 +14,7 @@ from bridge.compile.codegen.emit import Emitter
 from bridge.compile.codegen.tir import loop_function, sequence
 from tests import philox as reference
 from tests.bridge.compile_helpers import function
+from tests.sampling import sampled, spread
 
 
 @pytest.mark.parametrize("counter, key, numbers", reference.KNOWN)
@@ -59,7 +60,7 @@ def compiled(name, shape, drawn=None):
     return compile_function(made, name="dropped", drawn=drawn)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", sampled(FUNCTIONS, spread(FUNCTIONS)))
 def test_a_computed_mask_is_the_stored_one(name):
     """In every kernel that reads it, to the bit; over several turns of eager's threads, and far into the generator."""
     for place in (first := list(FUNCTIONS).index(name), first + 1, first + 3):

@@ -16,6 +16,7 @@ from bridge.base.torch_internals import aten
 from bridge.compile import CallLibrary, Compilation, CompileOptions
 from bridge.compile.cpu.backend import CpuBackend, host_backend
 from bridge.compile.cuda.products import CudaProducts
+from tests.sampling import sampled, spread
 
 
 class Separate(CudaProducts):
@@ -141,7 +142,7 @@ def products(program) -> int:
     return Counter(step.name for step in program.steps if isinstance(step, CallLibrary))["mm"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, spread(CASES)))
 def test_numbers_are_those_of_separate_products(name):
     make, shapes, wanted, separate, joined = CASES[name]
     apart, together = programs(make, shapes, wanted)

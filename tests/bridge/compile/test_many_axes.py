@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.bridge.compare import check_module
+from tests.sampling import sampled, spread
 
 NINE = (2,) * 9
 
@@ -38,7 +39,7 @@ class ManyAxes(nn.Module):
         return self.function(x) * self.scale
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, spread(CASES)))
 def test_more_axes_than_loops(name):
     shape, function = CASES[name]
     check_module(

@@ -10,9 +10,11 @@ from bridge.compile.loop_ir.graph import Graph
 from bridge.compile.schedule.column_plan import ColumnPlan
 from bridge.compile.schedule.order import chunk_rows
 from tests.bridge.compile.planned_graphs import Builder, assert_static_bits, symbolic
+from tests.sampling import sampled
 
 LENGTHS = [2, 3, 15, 16, 17, 63, 64, 65, 100, 300]
 SIZES = [{"n": n, "m": m} for n, m in zip(LENGTHS, (2, 40, 3, 70, 5, 33, 2, 64, 7, 31), strict=True)]
+FEW = SIZES[1::2]
 
 
 def rows(n: Dim, m: Dim) -> Graph:
@@ -83,9 +85,10 @@ GRAPHS = [
 ]
 
 
+@pytest.mark.parametrize("sizes", sampled([FEW, SIZES], [FEW]), ids=len)
 @pytest.mark.parametrize("make", GRAPHS, ids=lambda make: make.__name__)
-def test_every_size_has_the_bits_of_its_static_kernels(make):
-    assert_static_bits(make, SIZES, n=40, m=12)
+def test_every_size_has_the_bits_of_its_static_kernels(make, sizes):
+    assert_static_bits(make, sizes, n=40, m=12)
 
 
 @pytest.mark.parametrize("make", [rows, rows_and_columns, norm_backward], ids=lambda make: make.__name__)

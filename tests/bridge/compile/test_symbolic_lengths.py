@@ -8,8 +8,10 @@ from tvm.relax import op as R
 
 from autodiff import library
 from tests.bridge.compile.test_symbolic import Symbolic, normalized
+from tests.sampling import sampled
 
 SIZES = [2, 3, 16, 17, 63, 64, 100, 700]
+FEW = [2, 17, 64, 700]
 
 
 def scores(emit, x, mask, n):
@@ -57,10 +59,11 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("sizes", sampled([FEW, SIZES], [FEW]), ids=len)
 @pytest.mark.parametrize("name", CASES)
-def test_the_bits_of_the_program_of_that_size(name):
+def test_the_bits_of_the_program_of_that_size(name, sizes):
     made = Symbolic(*CASES[name])
-    for size in SIZES:
+    for size in sizes:
         if name == "one_number":  # a long sum is cut where its length tells
             torch.testing.assert_close(*made.both(n=size))
         else:

@@ -13,9 +13,10 @@ from autodiff.instantiate import instantiate
 from bridge.compile import compile_function
 from tests.bridge.compile.random_functions import OnRelax, draw, play
 from tests.bridge.compile_helpers import current_options, function
+from tests.sampling import sampled
 
 
-@pytest.mark.parametrize("seed", [0, 3, 7, 12, 16])
+@pytest.mark.parametrize("seed", sampled([0, 3, 7, 12, 16], [0, 7]))
 def test_one_program_for_all_sizes(seed):
     inputs, program = draw(seed, 20)
     assert all(step[0] != "slice" for step in program)  # its end is a number

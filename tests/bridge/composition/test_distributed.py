@@ -10,6 +10,7 @@ import torch
 
 from tests.bridge.distributed_whole import WHOLE
 from tests.bridge.distributed_worker import SCENARIOS, STEPS, WORLD
+from tests.sampling import sampled
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,18 +34,25 @@ OTHERS = {
     "fsdp compiled",
 }
 DISPATCHED = [name for name in SCENARIOS if name not in OTHERS]
+SWEPT = {
+    *("ddp static_graph", "ddp bucket_view", "fsdp not resharded", "fsdp clip", "ddp float32", "ddp float32 adamw"),
+    "whole ddp no_sync",
+}
+"""Whose options another scenario has with dispatched blocks, or with a model that is dispatched as a whole."""
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """What the two processes report, by scenario: one report per rank."""
+def reports(request, tmp_path_factory):
+    """What the two processes report, by scenario that some test asks for: one report per rank."""
+    asked = {item.callspec.params.get("scenario") for item in request.session.items if hasattr(item, "callspec")}
+    chosen = [name for name in SCENARIOS | WHOLE if name in asked or name not in SWEPT]
     folder = tmp_path_factory.mktemp("distributed")
-    command = [sys.executable, "-m", "tests.bridge.distributed_worker", str(folder)]
+    command = [sys.executable, "-m", "tests.bridge.distributed_worker", str(folder), *chosen]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=400, check=False)
     assert not done.returncode, done.stderr
     ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
-    return {name: [rank[name] for rank in ranks] for name in SCENARIOS | WHOLE}
+    return {name: [rank[name] for rank in ranks] for name in chosen}
 
 
 @pytest.mark.composes(
@@ -57,7 +65,7 @@ def reports(tmp_path_factory):
     "works",
     section="Distributed",
 )
-@pytest.mark.parametrize("scenario", DISPATCHED)
+@pytest.mark.parametrize("scenario", sampled(DISPATCHED, lambda name: name not in SWEPT))
 def test_parameters_are_the_eager_runs(reports, scenario):
     for seen in reports[scenario]:
         assert seen["difference"] < TOLERANCE and seen["moved"] > 0.01
@@ -96,7 +104,7 @@ def test_mixed_precision_shards_are_dispatched_with_entries_of_their_own(reports
 
 
 @pytest.mark.composes("FSDP2 per layer, accumulation, clipping")
-@pytest.mark.parametrize("scenario", FLOAT32)
+@pytest.mark.parametrize("scenario", sampled(FLOAT32, lambda name: name not in SWEPT))
 def test_float32_and_adamw(reports, scenario):
     for seen in reports[scenario]:
         assert seen["difference"] < 1e-6 and seen["moved"] > 0.005
@@ -159,7 +167,12 @@ def test_flat_shards_run_eager_with_a_reason(reports):
     "works; a large one's backward has several autograd nodes, so that all-reduces start while it runs",
     section="Distributed",
 )
-@pytest.mark.parametrize("scenario", [name for name in WHOLE if name.startswith("whole") and "mixed" not in name])
+@pytest.mark.parametrize(
+    "scenario",
+    sampled(
+        [name for name in WHOLE if name.startswith("whole") and "mixed" not in name], lambda name: name not in SWEPT
+    ),
+)
 def test_a_whole_model_in_several_nodes(reports, scenario):
     for seen in reports[scenario]:
         assert seen["difference"] < TOLERANCE and seen["moved"] > 0.005

@@ -10,6 +10,7 @@ from torch import nn
 from benchmarks.text import IGNORED, MASK, SPECIAL, build_tokenizer, mask_tokens, masked_batches
 from benchmarks.train_bert import Counts, Result, Training, failures, main, parse
 from bridge.show.memory.measure import saved_for_backward
+from tests.sampling import sampled
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +89,7 @@ def test_wrong_options(arguments):
         parse(arguments)
 
 
-@pytest.mark.parametrize("what", ["model", "layers"])
+@pytest.mark.parametrize("what", sampled(["model", "layers"], ["model"]))
 def test_a_small_run(what, capsys, tmp_path):
     status = main([*SMALL, "--dispatch", what, "--plot", str(tmp_path / "curves.png")])
     printed = capsys.readouterr()

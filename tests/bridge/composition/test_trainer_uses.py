@@ -114,7 +114,7 @@ def whole(model, batch):
     [
         (bert, of_varying_length, {"collate": padded, "label_smoothing_factor": 0.1, "lr_scheduler_type": "cosine"}),
         (gpt2, texts, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}),
-        (vit, pictures, {"optim": "sgd"}),
+        pytest.param(vit, pictures, {"optim": "sgd"}, marks=pytest.mark.sweep),
     ],
 )
 def test_a_whole_model_is_dispatched(tmp_path, make, examples, options):
@@ -235,7 +235,9 @@ def loop(folder, make, precision, dispatch):
 
 @pytest.mark.composes("Accelerate by hand, low-rank adapters, bfloat16", "works", section="HuggingFace")
 @pytest.mark.parametrize(
-    ("make", "precision"), [(with_adapters, "bf16"), (with_adapters, "no")], ids=["bf16", "float32"]
+    ("make", "precision"),
+    [(with_adapters, "bf16"), pytest.param(with_adapters, "no", marks=pytest.mark.sweep)],
+    ids=["bf16", "float32"],
 )
 def test_accelerate_by_hand(tmp_path, make, precision):
     eager, _ = loop(tmp_path / "eager", make, precision, dispatch=False)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune, remove_spectral_norm, remove_weight_norm, spectral_norm, weight_norm
 
 from bridge import UnsupportedModule, add_tvm_dispatch, examine, remove_tvm_dispatch, stats
+from tests.sampling import sampled, spread
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 
@@ -98,7 +99,7 @@ def train(modules, x, layer, steps=5):
 
 
 @pytest.mark.composes("hooks on modules inside")
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", sampled(NORMS, spread(NORMS)))
 def test_training_is_eagers_and_leaves_eagers_weight(norm):
     modules, x = pair(lambda: Net(norm)), rows()
     before = modules[1].a.weight

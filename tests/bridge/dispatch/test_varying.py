@@ -20,10 +20,12 @@ from bridge.dispatch import bound as bound_module
 from bridge.dispatch.varying import MAX_REFUSED, FixedDims
 from tests.bridge.compare import Call, assert_same, run
 from tests.bridge.dispatch.varying import automatic, dispatched, normal
+from tests.sampling import sampled
 
-pytestmark = pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="products and poolings of older versions fix the sizes, or guard them further"
-)
+pytestmark = [
+    pytest.mark.usefixtures("lowered_once"),
+    pytest.mark.skipif(torch.__version__ < "2.13", reason="products and poolings of older versions fix the sizes"),
+]
 
 SIZES = [(2, 2), (3, 5), (7, 4), (13, 2), (2, 31), (5, 17), (11, 3), (4, 4), (6, 9), (3, 64)]
 FEW = [*SIZES[:4], SIZES[0]]
@@ -78,7 +80,7 @@ def test_ten_sizes_are_one_entry(name):
     assert counted.hits == len(SIZES) and not counted.misses and len(counted.entries) == 1
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", sampled(MODELS, ["mlp"]))
 def test_the_second_size_makes_a_dimension_symbolic(name, caplog):
     make, call, _ = MODELS[name]
     eager, module = automatic(make)
@@ -238,11 +240,11 @@ def test_many_sizes_leave_memory_flat(monkeypatch):
         return tracemalloc.get_traced_memory()[0]
 
     tracemalloc.start()
-    traced(range(2, 80))
-    before = traced(range(80, 150))
-    grown = traced(range(150, 220)) - before
+    traced(range(2, 50))
+    before = traced(range(50, 90))
+    grown = traced(range(90, 130)) - before
     tracemalloc.stop()
-    assert len(entry.bound) == 32 and stats(module).hits == 218 and grown < 50_000
+    assert len(entry.bound) == 32 and stats(module).hits == 128 and grown < 50_000
 
 
 def test_a_forked_child_goes_on():

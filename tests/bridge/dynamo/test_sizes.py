@@ -52,7 +52,7 @@ class Tagger(nn.Module):
 
 
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.sweep)])
-def test_a_training_loop_of_ten_lengths(dynamic):
+def test_a_training_loop_of_many_lengths(dynamic):
     """Dynamo compiles once or twice, each of its graphs has one entry, losses and generator are eager's."""
     torch.manual_seed(0)
     eager, known = Tagger().double(), graphs()
@@ -60,7 +60,7 @@ def test_a_training_loop_of_ten_lengths(dynamic):
     counters.clear()
     runs = [(eager, eager), (module, torch.compile(module, backend="tvm_dispatch", dynamic=dynamic))]
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each, _ in runs]
-    for step, length in enumerate((7, 5, 9, 12, 3, 8, 20, 6, 11, 4, 7)):
+    for step, length in enumerate((7, 5, 9, 3, 20, 7)):
         tokens = torch.arange(3 * length).view(3, length) % 13
         seen = []
         for (_, function), optimizer in zip(runs, optimizers, strict=True):
@@ -73,7 +73,7 @@ def test_a_training_loop_of_ten_lengths(dynamic):
         torch.testing.assert_close(seen[0], seen[1], **CLOSE)
     assert counters["stats"]["unique_graphs"] == (1 if dynamic else 2)
     found = made_since(known)
-    assert total(found) == (11, Counter()) and all(len(graph.stats.entries) == 1 for graph in found)
+    assert total(found) == (6, Counter()) and all(len(graph.stats.entries) == 1 for graph in found)
 
 
 def test_a_size_as_a_number_and_two_tensors_of_one_size():

@@ -13,6 +13,7 @@ from bridge.export.relax_only import NoRelaxForm, without_library_calls
 from bridge.reference import interpret
 from bridge.state import module_tensors
 from tests.bridge.compare import Function
+from tests.sampling import sampled, spread
 
 
 class Rows(nn.Module):
@@ -58,7 +59,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, spread(CASES)))
 def test_the_numbers_stay(name):
     torch.manual_seed(0)
     module, given = CASES[name]

@@ -204,7 +204,11 @@ def loops(program):
     return [step for step in program.steps if isinstance(step, Loop)]
 
 
-@pytest.mark.parametrize("name", sampled(MODULES, MODULES.keys() - {"LSTM", "GRU backwards"}))
+ELSEWHERE = {"LSTM", "GRU backwards", "both ways", "dropout", "state space"}
+"""Of which another test here, or of loops that are found while forward runs, has the path."""
+
+
+@pytest.mark.parametrize("name", sampled(MODULES, MODULES.keys() - ELSEWHERE))
 def test_a_module_computes_what_eager_computes_in_a_loop(name):
     make, inputs, count = MODULES[name]
     entry = stats(check_module(make, inputs)).entries[0]
@@ -234,7 +238,7 @@ def test_gradients_of_some_outputs(wanted):
     check_module(Dropped, sequences(7, 2, 3), process=lambda made: made[wanted])
 
 
-@pytest.mark.parametrize("make", sampled([LayerNormLstm, Truncated, Dropped], [Truncated, Dropped]))
+@pytest.mark.parametrize("make", sampled([LayerNormLstm, Truncated, Dropped], [Truncated]))
 def test_without_gradients(make):
     torch.manual_seed(0)
     module, x = make().double(), torch.randn(7, 2, 3, dtype=torch.float64)

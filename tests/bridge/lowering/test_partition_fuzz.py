@@ -68,7 +68,7 @@ def run_compiled(parts: Partitioned, args: list[torch.Tensor], sums_in_place: bo
 
 
 @pytest.mark.parametrize("sums_in_place", [False, True])
-@pytest.mark.parametrize("seed,dtype", sampled(CASES, lambda case: case[0] < 2))
+@pytest.mark.parametrize("seed,dtype", sampled(CASES, lambda case: case[0] == 0))
 def test_the_bits_do_not_depend_on_what_is_saved(seed, dtype, sums_in_place):
     joint, partitions = random_parts(seed, dtype)
     args = arguments(joint, seed)

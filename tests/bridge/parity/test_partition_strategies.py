@@ -21,9 +21,11 @@ from tests.bridge.compare import Call, assert_same, clone_tree, run
 from tests.bridge.models import bert_layer
 from tests.sampling import sampled
 
-BUDGETS = [MinCut(budget=budget, allow_matmul_recompute=True) for budget in (0.8, 0.5, 0.3, 0.1, 0.0)]
+pytestmark = pytest.mark.usefixtures("lowered_once")
+
+BUDGETS = [MinCut(budget=budget, allow_matmul_recompute=True) for budget in (0.8, 0.3, 0.0)]
 STRATEGIES = ["save_all", "min_cut", "recompute_all", *BUDGETS, MinCut(budget=0.2)]
-FEW = ["save_all", "min_cut", "recompute_all", BUDGETS[2]]
+FEW = ["save_all", "min_cut", "recompute_all", BUDGETS[1]]
 
 
 class Fork(nn.Module):
@@ -93,7 +95,7 @@ def test_the_strategies_differ(compiled):
         assert plans[strategy.name].bytes <= strategy.budget * whole
         assert plans[strategy.name].notes == ()
     sizes = [plans[strategy.name].bytes for strategy in BUDGETS]
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[2] > sizes[-1] == 0
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[1] > sizes[2] == 0
 
 
 def test_what_is_saved_is_what_the_plan_says(compiled):
@@ -165,7 +167,7 @@ def test_masks_are_bytes_and_drawn_once(strategy, monkeypatch):
     torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("strategy", sampled(["min_cut", BUDGETS[2], "save_all"], ["min_cut", BUDGETS[2]]), ids=label)
+@pytest.mark.parametrize("strategy", sampled(["min_cut", BUDGETS[1], "save_all"], ["min_cut", BUDGETS[1]]), ids=label)
 def test_checkpoint_around_a_dispatched_module(strategy):
     module, x = make("BertLayer")
     copied = dispatched(module, x, strategy)
@@ -215,7 +217,7 @@ class Stack(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "strategy", sampled(["min_cut", BUDGETS[2], "recompute_all"], ["min_cut", BUDGETS[2]]), ids=label
+    "strategy", sampled(["min_cut", BUDGETS[1], "recompute_all"], ["min_cut", BUDGETS[1]]), ids=label
 )
 def test_a_loop_of_layers(strategy):
     torch.manual_seed(0)

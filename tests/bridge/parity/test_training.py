@@ -72,7 +72,8 @@ def test_whole_model_float64(attention):
     assert not stats(dispatched).misses
 
 
-@pytest.mark.parametrize("partition", sampled(["save_all", "min_cut"], ["min_cut"]))
+@pytest.mark.sweep
+@pytest.mark.parametrize("partition", ["save_all", "min_cut"])
 def test_whole_model_float32(partition):
     torch.manual_seed(0)
     eager = masked_lm()
