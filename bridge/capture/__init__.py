@@ -15,7 +15,9 @@ from bridge.capture.dynamic_shapes import DynamicDim, dynamic_dims
 from bridge.capture.eager_error import raise_if_eager_raises
 from bridge.capture.fake_run import FakeRun, fake_run, forget_real_tensors
 from bridge.capture.isolated_rng import IsolatedRNG, with_generator
+from bridge.capture.loops.any_length import ReplayOfAnyLength
 from bridge.capture.loops.attempt import Looped, recorded
+from bridge.capture.loops.folded import of_any_length
 from bridge.capture.loops.operators import MARKS as LOOP_MARKS
 from bridge.capture.module_calls import forward_here
 from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, number_tensor, with_number_inputs
@@ -72,6 +74,7 @@ __all__ = [
     "Place",
     "Reading",
     "Recomputed",
+    "ReplayOfAnyLength",
     "SizeTrace",
     "StepMasks",
     "TensorForm",
@@ -93,6 +96,7 @@ __all__ = [
     "normalize_sample",
     "number_tensor",
     "numbers_read",
+    "of_any_length",
     "one_capture_at_a_time",
     "packed_layers",
     "raise_if_eager_raises",

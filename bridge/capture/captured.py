@@ -14,6 +14,7 @@ from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported
 from bridge.base.torch_internals import pytree
 from bridge.capture.counters import Counter
+from bridge.capture.loops.any_length import ReplayOfAnyLength
 from bridge.capture.observation import Draw, Observation, Output
 from bridge.capture.readings import Reading
 from bridge.capture.recomputed import Recomputed
@@ -52,6 +53,8 @@ class Captured:
         device: of all tensors.
         as_eager: whether it takes eager's branches where forward asks if it is traced, and those would be others.
         loops: whether its graph has one step in the place of a recorded loop's (:mod:`bridge.capture.loops`).
+        recording: the folded form of what was recorded then (:mod:`bridge.capture.loops.folded`), if it has one.
+        any_length: where such a loop is of any length: which lengths are proven, and how others are.
     """
 
     module_name: str
@@ -79,6 +82,8 @@ class Captured:
     device: torch.device = HOST
     as_eager: bool = False
     loops: bool = False
+    recording: Any = None
+    any_length: ReplayOfAnyLength | None = None
 
     @property
     def problems(self) -> list[Unsupported]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from bridge.base.collector import collection_paused
 from bridge.base.devices import working_for
-from bridge.base.errors import UnsupportedModule
+from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.log import channel
 from bridge.base.torch_cuda import settle_attention_order
 from bridge.base.torch_export import export_tracer
@@ -202,10 +202,15 @@ def _capture(
     looped: Looped | None = None,
 ) -> Captured:
     """:func:`capture` in the branches of now; ``first``: the module's state as it is."""
-    if not dims and (looped := looped or looped_call(module, args, kwargs, first)) is not None:
-        captured = _capture_looped(module, args, kwargs, first, looped)
+    if looped is None and not dims:
+        looped = looped_call(module, args, kwargs, first)
+    if looped is not None:
+        captured = _capture_looped(module, args, kwargs, dims, first, looped)
         if captured is not None:
             return captured
+        if dims:
+            reason = "steps that are the same for all lengths cannot be traced for all of them"
+            raise UnsupportedModule(type(module).__name__, [Unsupported("a loop", "forward", reason)])
     traced = traced_and_settled(module, args, kwargs, dims, first)
     captured = traced.captured
     forget_real_tensors([fake for fake in traced.fakes if isinstance(fake, FakeTensor)])
@@ -236,12 +241,18 @@ def _capture(
 
 
 def _capture_looped(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], first: PythonState, looped: Looped
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    dims: Sequence[DynamicDim],
+    first: PythonState,
+    looped: Looped,
 ) -> Captured | None:
     """The captured call with one step of each loop in its graph; ``None`` where it has to be traced as it is."""
+    replay = looped.replay if looped.any_length is None else looped.any_length
     try:
-        with not_ended(), capturing(module), forward_here(module, looped.replay.of(module)):
-            traced = trace(module, args, kwargs, (), ())
+        with not_ended(), capturing(module), forward_here(module, replay.of(module)):
+            traced = trace(module, args, kwargs, dims, ())
     except Exception as error:  # of what the replay cannot do on fake tensors, the call itself may be traced
         log.debug("%s is traced without its loops", type(module).__name__, exc_info=error)
         return None
@@ -250,10 +261,12 @@ def _capture_looped(
     captured = traced.captured
     forget_real_tensors([fake for fake in traced.fakes if isinstance(fake, FakeTensor)])
     real = replace(looped.observation, calls=captured.observation.calls)  # of all steps, which are one here
-    observation, differences = as_in_eager(captured.observation, real)
+    compare = as_in_eager if captured.extents is None else as_in_eager_at_sample
+    observation, differences = compare(captured.observation, real)
     problems = [*observation.unsupported, *differences]
     if problems or [spec.kind for spec in captured.module_tensors].count("attribute"):
         log.debug("%s is traced without its loops: %s", type(module).__name__, problems)
         return None
     observation.reads_validation |= real.reads_validation
-    return replace(captured, observation=observation, fake_observation=captured.observation, loops=True)
+    recorded = {"recording": looped.form, "any_length": looped.any_length}
+    return replace(captured, observation=observation, fake_observation=captured.observation, loops=True, **recorded)

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from bridge.base.default_device import default_device_of_forward
-from bridge.base.devices import HOST, TYPES
+from bridge.base.devices import HOST, TYPES, working_for
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.interrupts import raise_deferred
 from bridge.base.torch_internals import pytree
-from bridge.capture import DynamicDim, NumberPlace, device_of_call, one_capture_at_a_time
+from bridge.capture import (
+    DynamicDim,
+    Looped,
+    NumberPlace,
+    check_call,
+    device_of_call,
+    one_capture_at_a_time,
+    recorded,
+)
 from bridge.compile import Backend, Choices, RecordedGraphs, backend_for
 from bridge.dispatch.entry import Entry
 from bridge.dispatch.frozen import FrozenPrograms
@@ -26,7 +34,7 @@ from bridge.lowering import lower_once
 from bridge.rng import begin_check
 from bridge.state import PythonState
 
-__all__ = ["backend_of_call", "compile_entry", "require_capturable"]
+__all__ = ["backend_of_call", "compile_entry", "recorded_call", "require_capturable"]
 
 
 def backend_of_call(wanted: Backend | None, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Backend:
@@ -65,6 +73,7 @@ def compile_entry(
     freeze: bool = False,
     graphs: RecordedGraphs | None = None,
     choices: Choices | None = None,
+    looped: Looped | None = None,
 ) -> Entry | None:
     """Captures, lowers and compiles ``module(*args, **kwargs)`` in the current mode; the module is not changed.
 
@@ -75,10 +84,34 @@ def compile_entry(
         freeze: whether the module's tensors become constants, if no gradients are wanted.
         graphs: control of the programs' recorded graphs; ``None``: there are none.
         choices: to compile it with; ``None``: those that were tuned for the call, default ones where none were.
+        looped: the call with loops of any length, which ``dims`` tell.
 
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower`.
     """
+    with _compiling(args, kwargs) as (args, kwargs, gradients):
+        frozen = freeze and not gradients
+        entry = _compile_entry(module, args, kwargs, partition, backend, numbers, dims, frozen, graphs, choices, looped)
+    if entry is None:
+        return None
+    entry.partition, entry.backend, entry.dims = partition, backend, frozenset(dims)
+    return entry
+
+
+def recorded_call(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Looped | None:
+    """A call with its loops, recorded in the current mode; ``None`` where that cannot be. The module is not changed."""
+    with _compiling(args, kwargs) as (args, kwargs, _):
+        try:
+            check_call(module, args, kwargs)
+            with working_for(device_of_call(module, args, kwargs)):
+                return recorded(module, args, kwargs)
+        except UnsupportedModule:
+            return None
+
+
+@contextmanager
+def _compiling(args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[tuple, dict[str, Any], bool]]:
+    """The modes in which a call is compiled; gives the call's arguments, and whether gradients are wanted."""
     gradients = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     # to the code that is compiled, inference mode is the same as no_grad
     modes = torch.inference_mode(False), torch.set_grad_enabled(gradients), default_device_of_forward()
@@ -87,13 +120,7 @@ def compile_entry(
             stack.enter_context(mode)
         if not gradients:
             args, kwargs = pytree.tree_map_only(torch.Tensor, _outside_inference, (args, kwargs))
-        entry = _compile_entry(
-            module, args, kwargs, partition, backend, numbers, dims, freeze and not gradients, graphs, choices
-        )
-    if entry is None:
-        return None
-    entry.partition, entry.backend, entry.dims = partition, backend, frozenset(dims)
-    return entry
+        yield args, kwargs, gradients
 
 
 def _outside_inference(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,6 +144,7 @@ def _compile_entry(
     freeze: bool,
     graphs: RecordedGraphs | None,
     choices: Choices | None,
+    looped: Looped | None,
 ) -> Entry | None:
     started = time.perf_counter()
     before = PythonState(module)
@@ -128,7 +156,7 @@ def _compile_entry(
     try:
         if numbers is None:
             with nullcontext() if reads is None else reads.watched():
-                places, lowered = (), lower_once(module, args, kwargs, **how, dims=dims)
+                places, lowered = (), lower_once(module, args, kwargs, **how, dims=dims, looped=looped)
             if choices is None and not dims:
                 tuned = kept_tuned(lowered, backend, freeze)
                 choices = None if tuned is None else tuned.choices

@@ -27,7 +27,7 @@ from bridge.base.guard_failure import INTERPRETER, RUN
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.log import channel
 from bridge.base.torch_internals import MODULE_CALL, has_global_hooks, is_exporting
-from bridge.capture import DynamicDim, is_capturing, is_traced_here, same_numbers, uninitialized
+from bridge.capture import DynamicDim, Looped, is_capturing, is_traced_here, same_numbers, uninitialized
 from bridge.compile import Backend, RecordedGraphs
 from bridge.dispatch.advice import advice
 from bridge.dispatch.budget import CompileBudget
@@ -84,7 +84,7 @@ class Dispatcher:
         self.budget = CompileBudget()
         self._unsupported: dict[str, None] = {}
         self._filled: set[str] = set()  # conditions under which forward has filled a cache
-        self._generalization = Generalization(self.entries, self.add, self._options)
+        self._generalization = Generalization(self.entries, self._added, self._options)
         self._missed = ("", 0)  # the cause of the latest misses, and how many they were
         self._adding = threading.RLock()
         self._warned: set[Any] = set()
@@ -240,7 +240,7 @@ class Dispatcher:
                     entry = self._frozen_anew(module, args, kwargs)
                     if entry is not None:
                         return entry, entry.guard.match(module, args, kwargs)
-                entry = self._generalization(module, args, kwargs) or self.add(module, args, kwargs)
+                entry = self._generalization(module, args, kwargs) or self._added(module, args, kwargs)
                 inputs = entry.guard.match(module, args, kwargs)
                 if entry in failure.tried:
                     self._leave_to_eager(type(module).__name__, failure, "it reads other numbers at every run")
@@ -307,6 +307,22 @@ class Dispatcher:
         ``dims``: the dimensions of arguments whose sizes vary.
         """
         require_capturable(type(module).__name__)
+        if not dims:
+            backend = self._options(module, args, kwargs)["backend"]
+            self._generalization.of_any_length(module, args, kwargs, lambda known: self._is_alike(known, backend))
+        return self._added(module, args, kwargs, dims)
+
+    def _added(
+        self,
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+        dims: Sequence[DynamicDim] = (),
+        looped: Looped | None = None,
+    ) -> Entry:
+        """:meth:`add` of a call that no entry can be made to serve; ``looped``: the call with loops of any length, as
+        ``dims`` say."""
+        require_capturable(type(module).__name__)
         options = self._options(module, args, kwargs)
         backend, tuner = options["backend"], installed_tuner()
         if tuner is not None and not dims:
@@ -319,7 +335,7 @@ class Dispatcher:
             if is_alike and not has_other_choices(served):
                 log.info("%r serves the call already", served)
                 return served
-        entry = compile_entry(module, args, kwargs, **options, dims=dims)
+        entry = compile_entry(module, args, kwargs, **options, dims=dims, looped=looped)
         replaced = [served for served in fitting if same_numbers(served.readings, entry.readings)]
         for served in replaced:
             if self._is_alike(served, backend) and set(dims) <= served.dims and served.tuned == entry.tuned:

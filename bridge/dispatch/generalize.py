@@ -9,24 +9,29 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
+from bridge.base.devices import HOST
 from bridge.base.errors import UnsupportedModule, is_out_of_memory, is_refused_by_eager
 from bridge.base.guard_failure import GuardFailure
 from bridge.base.log import channel
-from bridge.capture import DynamicDim, NumberPlace
-from bridge.dispatch.compile_entry import compile_entry, require_capturable
+from bridge.base.torch_internals import pytree
+from bridge.capture import DynamicDim, Looped, NumberPlace, Output, ReplayOfAnyLength, of_any_length
+from bridge.dispatch.compile_entry import compile_entry, recorded_call, require_capturable
 from bridge.dispatch.entries import Entries
 from bridge.dispatch.entry import Entry
+from bridge.dispatch.observed import Observed, observed_for
 from bridge.dispatch.varying import FixedDims, varying_dims
 
 __all__ = ["Generalization"]
 
 log = channel("dispatch")
 
-#: How often it is tried to make inputs of the same numbers.
+#: How often it is tried to make inputs of the same numbers, and entries of any length that serve no further one.
 MAX_ATTEMPTS = 2
 
 
@@ -75,6 +80,8 @@ class Generalization:
 
         If the sizes are refused, each gets an entry of its own, which is logged.
         """
+        if (found := self.of_any_length(module, args, kwargs)) is not None:
+            return found
         for known in reversed(self._entries.all):
             if dims := varying_dims(known.guard, module.forward, args, kwargs):
                 break
@@ -85,9 +92,67 @@ class Generalization:
         dims = self._fixed.left(module.training, dims)
         if not dims:
             return None
+        return self._for_all_sizes(module, args, kwargs, dims, known)
+
+    def of_any_length(
+        self,
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+        is_meant: Callable[[Entry], bool] = lambda _: True,
+    ) -> Entry | None:
+        """An entry whose recorded loops are of any length, and which serves that of the call: its steps are recorded,
+        and those of the entry.
+
+        One that there is, or a new one, where the call and an entry of another length are recorded alike but for the
+        length. ``is_meant``: which entries may serve it.
+        """
+        near: list[tuple[Entry, DynamicDim]] = []
+        for known in reversed(self._entries.all):
+            captured = known.lowered.captured
+            if captured.loops and captured.device == HOST and is_meant(known):
+                dims = varying_dims(known.guard, module.forward, args, kwargs)
+                near += [(known, dims[0])] if len(dims) == 1 else []
+        looped = recorded_call(module, args, kwargs) if near else None
+        if looped is None or looped.form is None:
+            return None
+        leaves = pytree.tree_leaves((args, kwargs))
+        for known, dim in near:
+            size = leaves[dim.leaf].shape[dim.dimension]
+            if _proves(known, dim, looped, size, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]):
+                try:
+                    known.guard.match(module, args, kwargs)
+                    return known
+                except GuardFailure:  # it differs in something else, which the recording may have been another for
+                    known.lowered.captured.any_length.proven.discard(size)
+        made = [known.lowered.captured.any_length for known in self._entries.all]
+        if sum(each is not None and len(each.proven) == 1 for each in made) >= MAX_ATTEMPTS:
+            return None
+        for known, dim in near:
+            captured, size = known.lowered.captured, leaves[dim.leaf].shape[dim.dimension]
+            if captured.any_length is not None or captured.recording is None:
+                continue
+            then = captured.arguments[sum(captured.argument_is_tensor[: dim.leaf])].shape[dim.dimension]
+            form = of_any_length(captured.recording, then, looped.form, size)
+            if form is not None and self._fixed.left(module.training, (dim,)):
+                replay = ReplayOfAnyLength(form, dim.leaf, dim.dimension, {size})
+                again = replace(looped, any_length=replay)
+                return self._for_all_sizes(module, args, kwargs, (dim,), known, again)
+        return None
+
+    def _for_all_sizes(
+        self,
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+        dims: tuple[DynamicDim, ...],
+        known: Entry,
+        looped: Looped | None = None,
+    ) -> Entry | None:
+        """A new entry for all sizes of these dimensions; ``None`` if they are refused."""
         name, entry = type(module).__name__, None
         try:
-            entry = self._add(module, args, kwargs, dims)
+            entry = self._add(module, args, kwargs, dims, looped)
             entry.guard.match(module, args, kwargs)
         except Exception as error:  # whatever goes wrong with all sizes, this one can still be compiled
             if is_refused_by_eager(error) or is_out_of_memory(error):
@@ -105,6 +170,26 @@ class Generalization:
         else:
             log.info("%s is compiled for sizes that vary from its second size on: %s", name, entry.bound)
         return entry
+
+
+def _proves(known: Entry, dim: DynamicDim, looped: Looped, size: int, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a recording of this size says that an entry of any length serves it, with results as eager's."""
+    captured, sizes = known.lowered.captured, known.guard.sizes
+    replay = captured.any_length
+    if replay is None or sizes is None or (replay.leaf, replay.dimension) != (dim.leaf, dim.dimension):
+        return False
+    if size in replay.proven or sizes.broken(tensors) is not None:
+        return False
+    outputs = observed_for(Observed((), tuple(captured.outputs)), captured.extents)(sizes.of(tensors)).outputs
+    if list(map(_layout, outputs)) != list(map(_layout, looped.observation.outputs)):
+        return False
+    return replay.prove(looped.form, size)
+
+
+def _layout(output: Output) -> tuple:
+    """How a result lies in memory, and whose that is."""
+    where = output.alias_of, output.is_same_object, output.offset
+    return output.is_tensor, *where, output.shape, output.stride, output.dtype, output.requires_grad
 
 
 def _places(dims: Sequence[DynamicDim]) -> str:

@@ -125,6 +125,7 @@ def kept_lowering(
     run: FakeRun,
     eagers: FakeRun | None = None,
     readings: Sequence[Reading] = (),
+    recording: Any = None,
 ) -> LoweredCall | None:
     """The lowered call of the disk cache that ran the same operators.
 
@@ -132,6 +133,7 @@ def kept_lowering(
         run: the fake run that says so.
         eagers: the one in the branches of eager, of a call that asks whether it is traced.
         readings: what forward read out of tensors before, and was given in that run; ``observed`` has them.
+        recording: the folded form of its loops, if they were recorded.
     """
     key = _key(call, observed, module)
     found = None if key is None else current_store().get(_LOWERING, key)
@@ -150,6 +152,7 @@ def kept_lowering(
         "in_spec": run.in_spec,
         "observation": run.observation,
         "readings": tuple(readings),
+        "recording": recording,
         "device": current_device(),
     }
     log.info("%s is lowered already, in the disk cache", type(module).__name__)

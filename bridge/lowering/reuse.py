@@ -96,6 +96,7 @@ def lower_once(
     grad: bool,
     partition: Any,
     dims: Sequence[DynamicDim] = (),
+    looped: Looped | None = None,
 ) -> LoweredCall:
     """``module(*args, **kwargs)``, lowered, or the lowered call of an equal one.
 
@@ -106,6 +107,7 @@ def lower_once(
         partition: a strategy of :func:`partition.partition`. What was lowered with a strategy object that could
             change is not shared.
         dims: dimensions of arguments whose sizes vary.
+        looped: the call with loops of any length, which is not shared.
 
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower.lower`.
@@ -114,17 +116,22 @@ def lower_once(
     device = device_of_call(module, args, kwargs)
     settle_attention_order(device)
     with working_for(device):
-        return _lower_once(module, args, kwargs, grad, partition, dims)
+        return _lower_once(module, args, kwargs, grad, partition, dims, looped)
 
 
 def _lower_once(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], grad: bool, partition: Any, dims: Sequence[DynamicDim]
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    grad: bool,
+    partition: Any,
+    dims: Sequence[DynamicDim],
+    looped: Looped | None,
 ) -> LoweredCall:
     started = time.perf_counter()
-    call_key = call_key_of(module, args, kwargs, grad, partition, dims)
+    call_key = None if looped is not None else call_key_of(module, args, kwargs, grad, partition, dims)
     known = _LOWERED.get(call_key) if call_key is not None else None
     on_disk = None if dims else call_on_disk(call_key)
-    looped = None
     for as_eager in _branches(known, on_disk):
         alike = [lowered.captured for lowered in (known or {}).values() if _by_eagers(lowered.captured) == as_eager]
         if not (dims or as_eager) and (has_loops_on_disk(on_disk) or any(each.loops for each in alike)):
@@ -137,7 +144,9 @@ def _lower_once(
             log.info("%s runs the operators of a call that is lowered already", type(module).__name__)
             return found
         if on_disk is not None and key is not None:
-            found = kept_lowering(on_disk, key, module, seen.tensors, seen.run, seen.eagers, seen.readings)
+            recording = None if looped is None else looped.form
+            seen_so = seen.tensors, seen.run, seen.eagers, seen.readings, recording
+            found = kept_lowering(on_disk, key, module, *seen_so)
         if found is not None:
             forget_real_tensors(seen.run.arguments)
             found.seconds = time.perf_counter() - started

@@ -41,7 +41,8 @@ class MarkedLoop:
             node: next(last.args[0] for last in self.last if last.args[2] == node.args[3]) for node in self.first
         }
         ys: dict[fx.Node, list[torch.Tensor]] = {node: [] for node in self.steps}
-        for step in reversed(range(self.length)) if self.reverse else range(self.length):
+        length = env[self.length] if isinstance(self.length, fx.Node) else self.length
+        for step in reversed(range(length)) if self.reverse else range(length):
             inner.update((node, env[node.args[0]][step]) for node in self.part)
             for node in self.body:
                 inner[node] = call(node, inner)

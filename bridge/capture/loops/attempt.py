@@ -12,8 +12,8 @@ from __future__ import annotations
 import dis
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
 from types import CodeType
 from typing import Any
 
@@ -27,18 +27,20 @@ from bridge.base.torch_internals import pytree
 from bridge.capture.eager_run import nothing_saved, owned_state
 from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.loops.alive import evenly_alive
+from bridge.capture.loops.any_length import ReplayOfAnyLength
 from bridge.capture.loops.find import find_loops
+from bridge.capture.loops.folded import folded
 from bridge.capture.loops.recorder import CallRecorder, NotRecordedError
 from bridge.capture.loops.replay import Replay
 from bridge.capture.loops.uncomputed import INTEGERS
 from bridge.capture.loops.watch import OperatorWatch
-from bridge.capture.observation import Observation
+from bridge.capture.observation import Observation, Output
 from bridge.capture.observe import observe
 from bridge.capture.own_functions import OwnFunctions
 from bridge.capture.own_leaves import own_leaves
 from bridge.capture.thread_isolation import capturing
 from bridge.capture.tracing import eagers_branches
-from bridge.state import PythonState, functions_of, generators_put_back, module_tensors, with_helpers
+from bridge.state import PythonState, constant_key, functions_of, generators_put_back, module_tensors, with_helpers
 
 __all__ = ["LEAST_OPERATORS", "Looped", "looped_call", "recorded"]
 
@@ -50,10 +52,35 @@ LEAST_OPERATORS = 100
 
 @dataclass(frozen=True)
 class Looped:
-    """A call with loops: the observation of its eager run, and how it is replayed."""
+    """A call with loops: the observation of its eager run, and how it is replayed.
+
+    Attributes:
+        any_length: its loops for all sizes of a dimension; ``None``: they are of this length.
+    """
 
     observation: Observation
     replay: Replay
+    any_length: ReplayOfAnyLength | None = None
+
+    @cached_property
+    def form(self) -> tuple | None:
+        """What it does and what eager returns, the same for all lengths (:mod:`bridge.capture.loops.folded`); ``None``
+        if that has no such form."""
+        outputs = [_described(output) for output in self.observation.outputs]
+        if None in outputs:
+            return None
+        try:
+            return folded(self.replay), tuple(outputs), self.observation.reads_validation
+        except NotRecordedError as error:
+            log.debug("a loop of one length: %s", error)
+            return None
+
+
+def _described(output: Output) -> tuple | None:
+    """What is known of a result; ``None`` where it cannot be compared."""
+    value = constant_key(output.value)
+    rest = [getattr(output, each.name) for each in fields(output) if each.name != "value"]
+    return None if value is None else (value, *rest)
 
 
 def looped_call(module: nn.Module, args: tuple, kwargs: dict[str, Any], first: PythonState) -> Looped | None:

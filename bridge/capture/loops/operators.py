@@ -20,10 +20,12 @@ import torch.fx
 __all__ = ["FIRST", "LAST", "MARKS", "PART", "STEPS"]
 
 _library = torch.library.Library("tvm_dispatch", "FRAGMENT")
-_library.define("loop_first(Tensor first, Tensor[] sources, int loop, int place, int length, bool reverse) -> Tensor")
+_library.define(
+    "loop_first(Tensor first, Tensor[] sources, int loop, int place, SymInt length, bool reverse) -> Tensor"
+)
 _library.define("loop_part(Tensor whole, int loop, int place) -> Tensor")
 _library.define("loop_last(Tensor next, int loop, int place) -> Tensor")
-_library.define("loop_steps(Tensor y, int loop, int place, int length) -> Tensor")
+_library.define("loop_steps(Tensor y, int loop, int place, SymInt length) -> Tensor")
 
 
 def _like(tensor: torch.Tensor, *_: Any) -> torch.Tensor:

@@ -21,7 +21,7 @@ from bridge.capture.loops.masks import all_steps, draws_of, dropped, dropping
 from bridge.capture.loops.operators import FIRST, LAST, PART, STEPS
 from bridge.capture.loops.parts import in_order, moved, narrowed, put, take
 
-__all__ = ["Replay"]
+__all__ = ["Replay", "attribute_of", "sources_of", "tensors_in"]
 
 _JOINS = ("stack", "cat", "concat", "concatenate")
 
@@ -77,10 +77,11 @@ class Replay:
     def _note(self, values: Sequence[int], number: int, found: dict[Made, None]) -> None:
         for value in values:
             place = self.place(value)
-            if place is not None and place[0] == number and not self._is_last(place):
+            if place is not None and place[0] == number and not self.is_last(place):
                 found.setdefault(place[2])
 
-    def _is_last(self, place: tuple[int, int, Made]) -> bool:
+    def is_last(self, place: tuple[int, int, Made]) -> bool:
+        """Whether a value of a loop is a carry, or what was written, after the last step."""
         loop = self.loops[place[0]]
         carried = any((carry.row, carry.leaf) == place[2] and carry.of is None for carry in loop.carries)
         return place[1] == loop.steps - 1 and (carried or place[2].row in loop.written)
@@ -92,6 +93,34 @@ class Replay:
     def is_called(self, row: int) -> bool:
         """Whether the results need a row, or it draws."""
         return self._called[row]
+
+    def joined(self, row: Call) -> tuple[bool, int, list[list[int]]] | None:
+        """A call of ``stack`` or ``cat`` of adjacent steps' results: whether it stacks, along which dimension, and the
+        values, those of adjacent steps together; ``None`` for other calls."""
+        kind, values = self.calls.kinds[row.kind], row.reads
+        if kind.name not in _JOINS or not kind.args or not isinstance(kind.args[0], list | tuple):
+            return None
+        groups = list(self._groups(values))
+        if len(groups) == len(values) or len({self.calls.forms[value].shape for value in values}) > 1:
+            return None
+        rank = len(self.calls.forms[values[0]].shape)
+        given, stacks = kind.args[1] if len(kind.args) > 1 else kind.kwargs.get("dim", 0), kind.name == "stack"
+        return stacks, given % (rank + 1 if stacks else rank), groups
+
+    def _groups(self, values: Sequence[int]) -> list[list[int]]:
+        """Values in a row of which each is of the step after (or before) that of the one before."""
+        groups: list[list[int]] = []
+        places = [self.place(value) for value in values]
+        for index, (value, place) in enumerate(zip(values, places, strict=True)):
+            before = places[index - 1] if index else None
+            adjacent = None not in (place, before) and place[::2] == before[::2] and abs(place[1] - before[1]) == 1
+            if adjacent and len(groups[-1]) > 1:
+                adjacent = place[1] - before[1] == before[1] - places[index - 2][1]
+            if adjacent:
+                groups[-1].append(value)
+            else:
+                groups.append([value])
+        return groups
 
     def ys(self, number: int) -> list[Made]:
         """The results of a step that leave the loop for all steps."""
@@ -141,7 +170,7 @@ class _Run:
         row, leaf = self.calls.made[value]
         if row < 0:
             source = self.calls.inputs[leaf]
-            return self.arguments[source] if isinstance(source, int) else _attribute(self.module, source)
+            return self.arguments[source] if isinstance(source, int) else attribute_of(self.module, source)
         place = self.replay.place(value)
         if place is None:
             part = self.calls.part(value)
@@ -162,7 +191,7 @@ class _Run:
             return
         joined = self._joined(row)
         result = self._again(row, [self.tensor(value) for value in row.reads]) if joined is None else joined
-        self.tensors.update(zip(row.makes, _tensors(result), strict=True))
+        self.tensors.update(zip(row.makes, tensors_in(result), strict=True))
 
     def _again(self, row: Call, tensors: Sequence[torch.Tensor]) -> Any:
         if row.part is not None:  # rows of one kind may take parts from different places
@@ -187,32 +216,12 @@ class _Run:
 
     def _joined(self, row: Call) -> torch.Tensor | None:
         """``stack`` or ``cat`` of a list of values, those of adjacent steps as one tensor; ``None`` for other calls."""
-        kind, values = self.calls.kinds[row.kind], row.reads
-        if kind.name not in _JOINS or not kind.args or not isinstance(kind.args[0], list | tuple):
+        joined = self.replay.joined(row)
+        if joined is None:
             return None
-        groups = list(self._groups(values))
-        if len(groups) == len(values) or len({self.calls.forms[value].shape for value in values}) > 1:
-            return None
-        rank = len(self.calls.forms[values[0]].shape)
-        given, stacks = kind.args[1] if len(kind.args) > 1 else kind.kwargs.get("dim", 0), kind.name == "stack"
-        dim = given % (rank + 1 if stacks else rank)
+        stacks, dim, groups = joined
         pieces = [self._piece(group, dim, stacks) for group in groups]
         return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
-
-    def _groups(self, values: Sequence[int]) -> list[list[int]]:
-        """Values in a row of which each is of the step after (or before) that of the one before."""
-        groups: list[list[int]] = []
-        places = [self.replay.place(value) for value in values]
-        for index, (value, place) in enumerate(zip(values, places, strict=True)):
-            before = places[index - 1] if index else None
-            adjacent = None not in (place, before) and place[::2] == before[::2] and abs(place[1] - before[1]) == 1
-            if adjacent and len(groups[-1]) > 1:
-                adjacent = place[1] - before[1] == before[1] - places[index - 2][1]
-            if adjacent:
-                groups[-1].append(value)
-            else:
-                groups.append([value])
-        return groups
 
     def _piece(self, values: Sequence[int], dim: int, stacks: bool) -> torch.Tensor:
         if len(values) == 1:
@@ -240,7 +249,7 @@ class _Run:
             for place, index in enumerate(loop.numbers, start=len(parts))
         }
         masks = self._masks(loop, number, len(parts) + len(numbers), reverse)
-        sources = _sources(loop, self.calls)
+        sources = sources_of(loop, self.calls)
 
         def source(role: Role) -> torch.Tensor:
             if isinstance(role, Parts):
@@ -277,7 +286,7 @@ class _Run:
                 continue
             numbered = index in numbers
             result = self._with_numbers(row, read, numbers[index]) if numbered else self._again(row, read)
-            made.update((Made(index, leaf), each) for leaf, each in enumerate(_tensors(result)))
+            made.update((Made(index, leaf), each) for leaf, each in enumerate(tensors_in(result)))
         self.reverse.append(reverse)
         self._finish(loop, number, first, made)
 
@@ -353,7 +362,7 @@ class _Run:
         return whole.flip(0) if self._falls(parts) != reverse else whole
 
 
-def _sources(loop: Loop, calls: Calls) -> dict[Carry, list[Role]]:
+def sources_of(loop: Loop, calls: Calls) -> dict[Carry, list[Role]]:
     """What autograd reaches from each carry after enough steps: constants, parts, carries' first values."""
     direct: dict[Made, dict[Role, None]] = {}
     for index, roles in enumerate(loop.roles):
@@ -379,10 +388,10 @@ def _closed(carry: Carry, direct: dict[Made, dict[Role, None]]) -> list[Role]:
     return list(found)
 
 
-def _attribute(module: nn.Module, path: str) -> torch.Tensor:
+def attribute_of(module: nn.Module, path: str) -> torch.Tensor:
     owner, _, name = path.rpartition(".")
     return getattr(module.get_submodule(owner), name)
 
 
-def _tensors(result: Any) -> list[torch.Tensor]:
+def tensors_in(result: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]

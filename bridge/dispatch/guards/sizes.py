@@ -7,7 +7,7 @@ every argument is looked at. What the lowering concluded about sizes is ``scope.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -44,6 +44,7 @@ class ArgumentSizes:
         shapes, strides: of each argument tensor.
         names: how a failure calls each tensor.
         lines: of guards of the scope, where the question was asked.
+        proven: a tensor, a dimension of it, and the sizes that this may have: a growing collection. ``None``: any.
 
     Raises:
         ValueError: a symbol that no dimension of an argument tells.
@@ -63,8 +64,9 @@ class ArgumentSizes:
         strides: Sequence[Sequence[Dim]],
         names: Sequence[str],
         lines: Mapping[Guard, str] = MappingProxyType({}),
+        proven: tuple[int, int, Collection[int]] | None = None,
     ):
-        self.scope, self._lines = scope, lines
+        self.scope, self._lines, self._proven = scope, lines, proven
         self._shapes = [tuple(shape) for shape in shapes]
         self._names = names
         self._places = {symbol.name: _place_of(symbol.name, self._shapes) for symbol in scope.samples}
@@ -99,6 +101,10 @@ class ArgumentSizes:
 
     def failure(self, tensors: Sequence[torch.Tensor]) -> GuardFailure | None:
         """How the shapes of dense tensors differ from those that were compiled; ``None`` if they do not."""
+        return self.broken(tensors) or self._unproven(tensors)
+
+    def broken(self, tensors: Sequence[torch.Tensor]) -> GuardFailure | None:
+        """The same, for sizes that are not proven yet, too."""
         for shape, name, tensor in zip(self._shapes, self._names, tensors, strict=True):
             if tensor.dim() != len(shape):
                 return _another_shape(name, shape, tensor)
@@ -113,6 +119,16 @@ class ArgumentSizes:
                 return _another_shape(name, expected, tensor)
         broken = self._broken(sizes)
         return None if broken is None else self._outside(broken, sizes)
+
+    def _unproven(self, tensors: Sequence[torch.Tensor]) -> GuardFailure | None:
+        if self._proven is None:
+            return None
+        tensor, dimension, sizes = self._proven
+        size, name = tensors[tensor].shape[dimension], self._names[tensor]
+        if size in sizes:
+            return None
+        what = f"dimension {dimension} is {size}, for which nothing has told yet that the same steps are made"
+        return GuardFailure(ARGUMENTS, f"shape of {name}", what)
 
     def strided(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether tensors whose shapes fit have the strides that were compiled for these sizes."""
@@ -175,7 +191,10 @@ def argument_sizes(captured: Captured, names: Sequence[str]) -> ArgumentSizes | 
         return None
     try:
         shapes, strides = captured.argument_shapes, captured.argument_strides
-        return ArgumentSizes(captured.extents, shapes, strides, names, captured.lines)
+        known, proven = captured.any_length, None
+        if known is not None:
+            proven = sum(captured.argument_is_tensor[: known.leaf]), known.dimension, known.proven
+        return ArgumentSizes(captured.extents, shapes, strides, names, captured.lines, proven)
     except ValueError as error:
         problem = Unsupported("dynamic_shapes", f"{captured.module_name}.forward", str(error))
         raise UnsupportedModule(captured.module_name, [problem], cause=error) from None

@@ -300,7 +300,7 @@ def test_records_know_every_field():
     known = {
         Captured: "module_name graph placeholders module_tensors arguments argument_leaves argument_is_tensor in_spec "
         "results mutated observation fake_observation draw_of literals counters readings read recomputed extents "
-        "argument_shapes argument_strides lines device as_eager loops",
+        "argument_shapes argument_strides lines device as_eager loops recording any_length",
         Imported: "function output_of num_outputs dropout_draws input_draws leaves_state checks",
         LoweredCall: "captured imported wanted differentiable stages partitioned seconds sample content",
         Draw: "op shape stride dtype args kwargs device operand advance steps",

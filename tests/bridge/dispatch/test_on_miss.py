@@ -139,17 +139,17 @@ def test_the_least_recently_used_entry_leaves(caplog):
 
 
 class Steps(Scale):
-    """A loop over the rows."""
+    """A loop over the rows, with a float that is made of the length."""
 
     def forward(self, x):
         state, states = x[0], []
         for row in x:
-            state = torch.tanh(row + self.weight * state)
+            state = torch.tanh(row + self.weight * state) * (1.0 / len(x))
             states.append(state)
         return torch.stack(states)
 
 
-def test_lengths_of_a_recorded_loop_are_entries_of_their_own_without_a_try_of_all_sizes(monkeypatch):
+def test_lengths_of_a_loop_that_are_not_alike_are_entries_of_their_own_without_a_try_of_all_sizes(monkeypatch):
     monkeypatch.setattr("bridge.capture.loops.attempt.LEAST_OPERATORS", 1)
     monkeypatch.setattr("bridge.dispatch.dispatcher.MAX_ENTRIES", 1)
     compiled = []
