@@ -9,19 +9,15 @@ STEPS = 15
 SLOW = ("char_model", "diffusion_unet", "lstm", "mae", "mamba", "neural_ode", "vit")
 """Over three seconds, most of them to add."""
 
-SWEEP = {
-    *("byol", "char_model", "convnet", "diffusion_unet", "distillation", "dqn", "flow", "gan", "gnn", "lora_module"),
-    *("lstm", "mae", "masked_encoder", "mixup", "moe_dense", "moe_expert_choice", "sac", "segmentation", "simclr"),
-    *("super_resolution", "tabular", "triplet", "tts_conv", "vae", "vit"),
-}
-"""Whose operators and whose way of training another script or test has, too: targets that follow, frozen parts,
-attention, convolutions, U-Nets, experts, critics, contrasts, indices. Those that always run differ in how they train
-(accumulation, double backward, hooks, several networks, numbers that decide) or in their layers."""
+ALWAYS = {"accumulation", "clip", "dlrm", "lora_hook", "maml", "moe_token_choice", "ppo", "vqvae", "word2vec"}
+"""Which train in a way of their own: accumulation with an averaged copy, two towers, bags, hooks, double backward,
+numbers that decide, several epochs of one batch, a straight-through gradient, negative samples. The layers of the
+others (U-Nets, transformers, loops over time, experts, adversaries) are those of models that other tests train."""
 
 
 def _parameters():
     for name in names():
-        marks = [pytest.mark.slow] * (name in SLOW) + [pytest.mark.sweep] * (name in SWEEP)
+        marks = [pytest.mark.slow] * (name in SLOW) + [pytest.mark.sweep] * (name not in ALWAYS)
         yield pytest.param(name, marks=marks)
 
 
