@@ -104,7 +104,8 @@ class OfAnyLength:
 
 
 def of_any_length(one: Any, size: int, other: Any, other_size: int) -> OfAnyLength | None:
-    """The form that two folded ones are of their sizes; ``None`` if they differ in more than such integers."""
+    """The form that two folded ones are of their sizes; ``None`` if they differ in more than such integers, if no loop
+    is longer for it, or if what a step does depends on the size, but for strides: a body is compiled for one."""
 
     def varying(a: int, b: int) -> Any:
         if a == b:
@@ -113,7 +114,30 @@ def of_any_length(one: Any, size: int, other: Any, other_size: int) -> OfAnyLeng
         return _DIFFERENT if left else Varying(factor, a - factor * size)
 
     found = None if size == other_size else _pair(one, other, varying)
-    return None if found is None or found is _DIFFERENT else OfAnyLength(found)
+    if found is None or found is _DIFFERENT:
+        return None
+    (made, *_), *_ = found
+    loops = [each for each in made if isinstance(each, FoldedLoop)]
+    is_longer = any(isinstance(loop.steps, Varying) for loop in loops)
+    return OfAnyLength(found) if is_longer and not any(map(_has_steps_that_vary, loops)) else None
+
+
+def _has_steps_that_vary(loop: FoldedLoop) -> bool:
+    calls = [row for row in loop.rows if isinstance(row, FoldedCall)]
+    given = [(call.args, call.kwargs, call.part, call.number) for call in calls]
+    shapes = [form[0] for call in calls for form in call.forms]
+    return _varies((given, shapes, [part[4] for part in loop.parts]))
+
+
+def _varies(form: Any) -> bool:
+    """Whether there is an integer that varies in a form."""
+    if isinstance(form, tuple | list):
+        return any(map(_varies, form))
+    if type(form) is dict:
+        return any(map(_varies, form.values()))
+    if type(form) is slice:
+        return _varies((form.start, form.stop, form.step))
+    return type(form) is Varying
 
 
 _DIFFERENT = object()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -121,6 +122,21 @@ STEPS = {
 def test_what_depends_on_the_length_is_eagers(name):
     """Lengths that do other things have entries of their own, or share one of those that do the same."""
     compared(Cell(STEPS[name]), [9, 14, 20, 13])
+
+
+@pytest.mark.parametrize("name", ["another batch", "all of the steps in each"])
+def test_steps_that_depend_on_the_size_are_of_one_size(name, caplog):
+    def attends(self, x, state, t):
+        return plain(self, x, state, t) + (x * state.unsqueeze(1)).sum(1)
+
+    eager = Cell(plain if name == "another batch" else attends).double()
+    ours = add_tvm_dispatch(copy.deepcopy(eager), on_miss="compile")
+    with caplog.at_level(logging.WARNING, "bridge"):
+        for size in (9, 11):
+            x = torch.randn((size, 9, 3) if name == "another batch" else (2, size, 3), dtype=torch.float64)
+            torch.testing.assert_close(ours(x), eager(x), rtol=1e-10, atol=1e-12)
+    assert len(stats(ours).entries) == 2 and not any("of its own" in each.getMessage() for each in caplog.records)
+    assert all(entry.lowered.captured.any_length is None for entry in stats(ours).entries)
 
 
 def test_other_state_of_the_module_is_another_entry():
