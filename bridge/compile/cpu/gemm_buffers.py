@@ -42,11 +42,14 @@ class RegisterTile:
         heights: rows, ascending: the last rows of a block use the smallest that holds them. The last is the tile's.
         vector: bytes of a vector register.
         panels: of a packed block of ``b``, at most: 196 kB, a part of a second-level cache.
+        strips: of ``a`` that meet a panel of a ``b`` that was packed before, at most: 224 kB of float32. Each block of
+            so many reads ``b`` from where it lies; with a third of them, a weight of 768 x 3072 cost a tenth more.
     """
 
     heights: tuple[int, ...]
     vector: int
     panels: int
+    strips: int
 
     @property
     def rows(self) -> int:
@@ -62,10 +65,10 @@ class RegisterTile:
         return VECTORS * self.lanes(dtype)
 
 
-WIDE = RegisterTile((4, 8, 14), 64, 6)
+WIDE = RegisterTile((4, 8, 14), 64, 6, 14)
 """28 accumulators of AVX-512's 32 registers."""
 
-NARROW = RegisterTile((2, 4, 6), 32, 12)
+NARROW = RegisterTile((2, 4, 6), 32, 12, 28)
 """12 accumulators of AVX2's 16 registers; two hold ``b``, one ``a``."""
 
 

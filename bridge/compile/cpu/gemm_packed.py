@@ -20,10 +20,7 @@ from bridge.compile.cpu.gemm_tile import Strip, multiply_tile
 from bridge.compile.cpu.transpose import transposition
 from bridge.compile.loop_ir.product import FIELDS
 
-__all__ = ["MOST_STRIPS", "packed_gemm_function", "packing_function", "strip_rows"]
-
-MOST_STRIPS = 8
-"""Of one task."""
+__all__ = ["packed_gemm_function", "packing_function", "strip_rows"]
 
 
 def strip_rows(tile: RegisterTile, rows: int) -> int:
@@ -57,7 +54,7 @@ def packing_function(dtype: str, tile: RegisterTile) -> PrimFunc:
 def packed_gemm_function(dtype: str, tile: RegisterTile) -> PrimFunc:
     """``gemm(a, panels, c, descriptor)``, for products that all read the same panels; see
     :func:`bridge.compile.cpu.gemm.gemm_function`."""
-    g = Buffers(dtype, tile, MOST_STRIPS)
+    g = Buffers(dtype, tile, tile.strips)
     scope = _with_fields(g)
     tall = scope.name(quotient_up(g.field["m"], g.field["block_rows"]), "tall")
     wide = scope.name(quotient_up(g.field["n"], g.field["block_columns"]), "wide")

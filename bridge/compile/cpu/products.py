@@ -25,7 +25,7 @@ from bridge.base.interrupts import held
 from bridge.base.log import channel
 from bridge.compile.cpu.attainable import attainable_rate
 from bridge.compile.cpu.gemm_buffers import RegisterTile, register_tile
-from bridge.compile.cpu.gemm_packed import MOST_STRIPS, strip_rows
+from bridge.compile.cpu.gemm_packed import strip_rows
 from bridge.compile.cpu.kept_times import kept_times
 from bridge.compile.cpu.measure import in_a_plain_thread, seconds_of
 from bridge.compile.cpu.product_ways import Multiply, Trial, library_ways
@@ -249,7 +249,9 @@ class CpuProducts:
         assert tile is not None, f"{way} is no way on {self.target}"
         panel, m, n = tile.columns(product.element_type), product.m, product.n
         if way == IN_PANELS:
-            rows = MOST_STRIPS * strip_rows(tile, m)
+            height = strip_rows(tile, m)
+            parts = maximum(1, _quotient_up(m, tile.strips * height))
+            rows = maximum(1, _quotient_up(m, parts * height)) * height
             return rows, _quotient_up(_quotient_up(n, panel), self.threads) * panel
         tallest, widest = _tasks(tile)[way]
         parts = maximum(1, _quotient_up(m, tallest))

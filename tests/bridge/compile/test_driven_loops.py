@@ -93,7 +93,7 @@ def test_a_packed_product_has_the_bits_of_the_generated_one(unit):
     if policy.packing(IN_PANELS, ProductShape("float32", 1, 4, 4, 4)) is None:
         pytest.skip("no products are generated for this processor")
     torch.manual_seed(0)
-    for m, k, n in [(1, 13, 64), (5, 300, 70), (16, 256, 96), (130, 17, 33), (14, 520, 32)]:
+    for m, k, n in [(1, 13, 64), (5, 300, 70), (16, 256, 96), (130, 17, 33), (14, 520, 32), (417, 3, 17)]:
         product = ProductShape("float32", 1, m, n, k, LayoutClass(), LayoutClass(unit, lasting=True))
         trial, found = Trial.of(product), []
         trial.a.copy_(torch.randn_like(trial.a)), trial.b.copy_(torch.randn_like(trial.b))
