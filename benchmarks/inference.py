@@ -170,7 +170,7 @@ def measure(size: str, options: argparse.Namespace) -> Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", default="", help="a size by name: " + ", ".join(SIZES))
+    parser.add_argument("--only", default="", choices=("", *SIZES), help="a size by name")
     parser.add_argument("--peers", default=",".join(PEERS), help="of %(default)s")
     parser.add_argument("--seconds", type=float, default=30.0, help="of rounds, for each size")
     parser.add_argument("--threads", type=int, help="torch.set_num_threads")
