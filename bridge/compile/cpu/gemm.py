@@ -15,17 +15,16 @@ as far off at 3072).
 from __future__ import annotations
 
 import functools
+from functools import partial
 
-import tvm
 from tvm import tirx
-from tvm.tirx import BufferLoad, Expr, ForKind, PrimFunc, SeqStmt, Var
+from tvm.tirx import Expr, PrimFunc, Var
 
-from bridge.compile.codegen.tir import INDEX, Scope, const, loop, loop_function
+from bridge.compile.codegen.tir import INDEX, Scope, const, loop
+from bridge.compile.cpu.gemm_blocks import Block, product_of_blocks
 from bridge.compile.cpu.gemm_buffers import DEPTH, Buffers, RegisterTile, quotient_up, smaller
 from bridge.compile.cpu.gemm_pack import pack_a, pack_b
 from bridge.compile.cpu.gemm_tile import Strip, multiply_tile
-from bridge.compile.cpu.transpose import transposition
-from bridge.compile.loop_ir.product import FIELDS
 
 __all__ = ["gemm_function"]
 
@@ -38,38 +37,19 @@ def gemm_function(dtype: str, tile: RegisterTile) -> PrimFunc:
     multiple of the tile's.
     """
     g = Buffers(dtype, tile)
-    scope = Scope()
-    g.field = field = {
-        name: scope.name(BufferLoad(g.descriptor, [const(position)]), name) for position, name in enumerate(FIELDS)
-    }
-    tall = scope.name(quotient_up(field["m"], field["block_rows"]), "tall")
-    wide = scope.name(quotient_up(field["n"], field["block_columns"]), "wide")
-    tasks = field["outer"] * field["inner"] * tall * wide
-    scope.add(loop(tasks, lambda body, index: _task(g, body, index, tall, wide), ForKind.PARALLEL))
-    declared = [tirx.DeclBuffer(buffer, data=param) for buffer, param in zip(g.operands, g.params, strict=True)]
-    text = tvm.ir.StringImm(transposition(dtype, g.lanes))
-    body = tirx.AttrStmt(tirx.const(0, "int32"), "pragma_import_llvm", text, SeqStmt([*declared, *scope.stmts]))
-    return loop_function(g.params, body, shared=True)
+    return product_of_blocks(g, partial(_task, g))
 
 
-def _task(g: Buffers, scope: Scope, index: Var, tall: Var, wide: Var) -> None:
+def _task(g: Buffers, scope: Scope, block: Block) -> None:
     """One block of the result: all of ``k`` in chunks."""
-    field = g.field
-    block = scope.name(tirx.truncmod(index, tall * wide), "block")
-    batch = scope.name(tirx.truncdiv(index, tall * wide), "batch")
-    outer = scope.name(tirx.truncdiv(batch, field["inner"]), "outer_index")
-    inner = scope.name(tirx.truncmod(batch, field["inner"]), "inner_index")
-    row = scope.name(tirx.truncdiv(block, wide) * field["block_rows"], "row")
-    column = scope.name(tirx.truncmod(block, wide) * field["block_columns"], "column")
-    rows = scope.name(smaller(field["m"] - row, field["block_rows"]), "rows")
-    width = scope.name(smaller(field["n"] - column, field["block_columns"]), "width")
+    field, rows, width = g.field, block.rows, block.width
 
     def start(operand: str, along: str, position: Expr) -> Expr:
-        steps = outer * field[f"{operand}_outer"] + inner * field[f"{operand}_inner"]
+        steps = block.product(g, operand)
         return scope.name(steps + position * field[f"{operand}_{along}"], f"{operand}_start")
 
-    a, b = start("a", "row", row), start("b", "column", column)
-    c = scope.name(start("c", "row", row) + column, "c_block")
+    a, b = start("a", "row", block.row), start("b", "column", block.column)
+    c = scope.name(start("c", "row", block.row) + block.column, "c_block")
     panels = scope.name(quotient_up(width, const(g.columns)), "panels")
     scope.add(*g.allocations)
 

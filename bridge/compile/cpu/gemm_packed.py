@@ -8,17 +8,16 @@ product of few. An element of the result has the bits that it has there: the sam
 from __future__ import annotations
 
 import functools
+from functools import partial
 
-import tvm
 from tvm import tirx
-from tvm.tirx import BufferLoad, Expr, ForKind, PrimFunc, SeqStmt, Var
+from tvm.tirx import Expr, ForKind, PrimFunc, Var
 
-from bridge.compile.codegen.tir import INDEX, Scope, const, loop, loop_function
+from bridge.compile.codegen.tir import INDEX, Scope, const, loop
+from bridge.compile.cpu.gemm_blocks import Block, function_of, product_of_blocks, with_fields
 from bridge.compile.cpu.gemm_buffers import DEPTH, Buffers, RegisterTile, quotient_up, smaller
 from bridge.compile.cpu.gemm_pack import pack_a, pack_b
 from bridge.compile.cpu.gemm_tile import Strip, multiply_tile
-from bridge.compile.cpu.transpose import transposition
-from bridge.compile.loop_ir.product import FIELDS
 
 __all__ = ["packed_gemm_function", "packing_function", "strip_rows"]
 
@@ -38,7 +37,7 @@ def packing_function(dtype: str, tile: RegisterTile) -> PrimFunc:
     """``pack(b, panels, descriptor)``: all of ``b`` as ``[panel][k][column]``; the last panel is not filled up."""
     g = Buffers(dtype, tile)
     g.b_panels = g.c
-    scope = _with_fields(g)
+    scope = with_fields(g)
     field = g.field
     count = quotient_up(field["n"], const(g.columns))
 
@@ -47,7 +46,7 @@ def packing_function(dtype: str, tile: RegisterTile) -> PrimFunc:
         pack_b(g, body, index, const(0), field["k"], field["n"], target)
 
     scope.add(loop(count, panel, ForKind.PARALLEL))
-    return _function(g, scope, first=1)
+    return function_of(g, scope, first=1)
 
 
 @functools.cache
@@ -55,51 +54,21 @@ def packed_gemm_function(dtype: str, tile: RegisterTile) -> PrimFunc:
     """``gemm(a, panels, c, descriptor)``, for products that all read the same panels; see
     :func:`bridge.compile.cpu.gemm.gemm_function`."""
     g = Buffers(dtype, tile, tile.strips)
-    scope = _with_fields(g)
-    tall = scope.name(quotient_up(g.field["m"], g.field["block_rows"]), "tall")
-    wide = scope.name(quotient_up(g.field["n"], g.field["block_columns"]), "wide")
-    tasks = g.field["outer"] * g.field["inner"] * tall * wide
-    scope.add(loop(tasks, lambda body, index: _task(g, body, index, tall, wide), ForKind.PARALLEL))
-    return _function(g, scope)
+    return product_of_blocks(g, partial(_task, g))
 
 
-def _with_fields(g: Buffers) -> Scope:
-    scope = Scope()
-    g.field = {
-        name: scope.name(BufferLoad(g.descriptor, [const(position)]), name) for position, name in enumerate(FIELDS)
-    }
-    return scope
-
-
-def _function(g: Buffers, scope: Scope, first: int = 0) -> PrimFunc:
-    """Of the parameters from the ``first`` on."""
-    params = g.params[first:]
-    declared = [tirx.DeclBuffer(buffer, data=param) for buffer, param in zip(g.operands[first:], params, strict=True)]
-    text = tvm.ir.StringImm(transposition(g.dtype, g.lanes))
-    body = tirx.AttrStmt(tirx.const(0, "int32"), "pragma_import_llvm", text, SeqStmt([*declared, *scope.stmts]))
-    return loop_function(params, body, shared=True)
-
-
-def _task(g: Buffers, scope: Scope, index: Var, tall: Var, wide: Var) -> None:
+def _task(g: Buffers, scope: Scope, block: Block) -> None:
     """One block of the result: all of ``k`` in chunks. A panel's chunk stays near while all strips meet it."""
-    field, columns = g.field, const(g.columns)
-    block = scope.name(tirx.truncmod(index, tall * wide), "block")
-    batch = scope.name(tirx.truncdiv(index, tall * wide), "batch")
-    outer = scope.name(tirx.truncdiv(batch, field["inner"]), "outer_index")
-    inner = scope.name(tirx.truncmod(batch, field["inner"]), "inner_index")
-    row = scope.name(tirx.truncdiv(block, wide) * field["block_rows"], "row")
-    column = scope.name(tirx.truncmod(block, wide) * field["block_columns"], "column")
-    rows = scope.name(smaller(field["m"] - row, field["block_rows"]), "rows")
-    width = scope.name(smaller(field["n"] - column, field["block_columns"]), "width")
+    field, columns, rows, width = g.field, const(g.columns), block.rows, block.width
     panels = scope.name(quotient_up(width, columns), "panels")
     strips = scope.name(quotient_up(rows, field["strip_rows"]), "strips")
 
     def start(operand: str) -> Expr:
-        return outer * field[f"{operand}_outer"] + inner * field[f"{operand}_inner"] + row * field[f"{operand}_row"]
+        return block.product(g, operand) + block.row * field[f"{operand}_row"]
 
     a = scope.name(start("a"), "a_start")
-    b = scope.name(column * field["k"], "b_start")
-    c = scope.name(start("c") + column, "c_start")
+    b = scope.name(block.column * field["k"], "b_start")
+    c = scope.name(start("c") + block.column, "c_start")
     scope.add(*g.allocations)
 
     def chunk(body: Scope, index: Var) -> None:
