@@ -18,13 +18,18 @@ __all__ = ["collection_paused", "only_new_objects_collected"]
 _IMMORTAL = 1000 if sys.version_info[:2] == (3, 12) else 0
 
 
+def _has_frozen() -> bool:
+    """Whether somebody has frozen objects himself; takes as long as counting them."""
+    return gc.get_freeze_count() > _IMMORTAL
+
+
 @contextmanager
 def only_new_objects_collected() -> Iterator[None]:
     """While active, collections pass over the objects that there were before; garbage among them goes afterwards.
 
     Where somebody has frozen objects himself (before a fork, say), nothing changes: they could not be told apart.
     """
-    if gc.get_freeze_count() > _IMMORTAL:
+    if _has_frozen():
         yield
         return
     gc.freeze()

@@ -10,13 +10,18 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch
+from bridge.base import collector
 from bridge.base.collector import collection_paused, only_new_objects_collected
 from bridge.lowering import reuse
 
 
+_HAS_FROZEN = collector._has_frozen
+
+
 @pytest.fixture(autouse=True)
-def nothing_is_frozen():
-    """As in a process of a user's; the tests' own freezes what it has collected (conftest.py)."""
+def nothing_is_frozen(monkeypatch):
+    """As in a process of a user's; the tests' own freezes what it has collected, and knows it (conftest.py)."""
+    monkeypatch.setattr(collector, "_has_frozen", _HAS_FROZEN)
     gc.unfreeze()
     yield
     gc.collect()
