@@ -14,7 +14,6 @@ from bridge.base import collector
 from bridge.base.collector import collection_paused, only_new_objects_collected
 from bridge.lowering import reuse
 
-
 _HAS_FROZEN = collector._has_frozen
 
 
