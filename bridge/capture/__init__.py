@@ -18,6 +18,7 @@ from bridge.capture.isolated_rng import IsolatedRNG, with_generator
 from bridge.capture.loops.any_length import ReplayOfAnyLength
 from bridge.capture.loops.attempt import Looped, recorded
 from bridge.capture.loops.folded import of_any_length
+from bridge.capture.loops.listener import loops_tell
 from bridge.capture.loops.operators import MARKS as LOOP_MARKS
 from bridge.capture.module_calls import forward_here
 from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, number_tensor, with_number_inputs
@@ -93,6 +94,7 @@ __all__ = [
     "is_implied",
     "is_number",
     "is_traced_here",
+    "loops_tell",
     "normalize_sample",
     "number_tensor",
     "numbers_read",

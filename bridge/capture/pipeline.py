@@ -34,6 +34,7 @@ from bridge.capture.first_attention import (
     not_ended,
 )
 from bridge.capture.loops.attempt import Looped, looped_call
+from bridge.capture.loops.listener import loops_found
 from bridge.capture.module_calls import forward_here
 from bridge.capture.preconditions import check_call, device_of_call
 from bridge.capture.symbolic_capture import as_in_eager_at_sample
@@ -204,6 +205,8 @@ def _capture(
     """:func:`capture` in the branches of now; ``first``: the module's state as it is."""
     if looped is None and not dims:
         looped = looped_call(module, args, kwargs, first)
+        if looped is not None:
+            loops_found()
     if looped is not None:
         captured = _capture_looped(module, args, kwargs, dims, first, looped)
         if captured is not None:

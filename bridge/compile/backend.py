@@ -167,8 +167,9 @@ class Backend(ABC):
         """A Relax module → code of TVM's default pipeline for this target, which TVM's runtime runs without torch."""
 
     @abstractmethod
-    def prepare(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Begins, in the background, what compiling a module of such tensors will most likely need."""
+    def prepare(self, tensors: Sequence[torch.Tensor], in_loops: bool = False) -> None:
+        """Begins, in the background, what compiling a module of such tensors will most likely need; ``in_loops``: what
+        its loops will."""
 
     @abstractmethod
     def executor(self, program: Any) -> Callable[..., list[torch.Tensor]]:

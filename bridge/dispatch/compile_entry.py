@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from bridge.capture import (
     NumberPlace,
     check_call,
     device_of_call,
+    loops_tell,
     one_capture_at_a_time,
     recorded,
 )
@@ -89,7 +91,8 @@ def compile_entry(
     Raises:
         UnsupportedModule, CompilationError: as :func:`bridge.lower`.
     """
-    with _compiling(args, kwargs) as (args, kwargs, gradients):
+    backend.prepare([*module.parameters()])  # first: entering imports Dynamo, which takes as long as a build
+    with _compiling(args, kwargs) as (args, kwargs, gradients), loops_tell(partial(_prepare_loops, module, backend)):
         frozen = freeze and not gradients
         entry = _compile_entry(module, args, kwargs, partition, backend, numbers, dims, frozen, graphs, choices, looped)
     if entry is None:
@@ -150,7 +153,6 @@ def _compile_entry(
     before = PythonState(module)
     reads = before.attribute_reads() if numbers is None and not dims else None
     how, tuned = {"grad": torch.is_grad_enabled(), "partition": partition}, None
-    backend.prepare([*module.parameters()])
     if backend.device.type == "cuda" and any(map(_drops, module.modules())):
         begin_check(backend.device)
     try:
@@ -186,6 +188,10 @@ def _compile_entry(
     except BaseException:
         before.restore()
         raise
+
+
+def _prepare_loops(module: nn.Module, backend: Backend) -> None:
+    backend.prepare([*module.parameters()], in_loops=True)
 
 
 def _drops(module: nn.Module) -> bool:

@@ -142,11 +142,11 @@ class CpuBackend(Backend):
         """For any processor of this architecture."""
         return tvm.compile(module, Target("llvm"))
 
-    def prepare(self, tensors: Sequence[torch.Tensor]) -> None:
+    def prepare(self, tensors: Sequence[torch.Tensor], in_loops: bool = False) -> None:
         """Begins to build the kernels of matrix products, where there is a processor that would idle meanwhile."""
         if torch.get_num_threads() > 1 and not torch.are_deterministic_algorithms_enabled():
-            generated = generated_types(self.target, tensors)
-            self.build([self._product(name) for name in generated])
+            for name in generated_types(self.target, tensors):
+                self.build(self._packed(name) if in_loops else [self._product(name)])
 
     def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan | PackPlan) -> PrimFunc:
         match plan:

@@ -92,7 +92,7 @@ class CudaBackend(Backend):
     def executable(self, module: IRModule) -> relax.VMExecutable:
         return build_executable(module, self.arch)
 
-    def prepare(self, tensors: Sequence[torch.Tensor]) -> None:
+    def prepare(self, tensors: Sequence[torch.Tensor], in_loops: bool = False) -> None:
         """Nothing: what NVRTC compiles is known when plans are."""
 
     def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan | TogetherPlan) -> PrimFunc:

@@ -2,7 +2,7 @@
 
 LLVM works without the interpreter's lock, so on two processors its work costs no time of the compiler's own passes. One
 build runs at a time: LLVM's options belong to the process; while it waits for another compiler, the next one may begin.
-A fork waits for all of them, a child has none.
+What needs no compiler is done before a build's turn. A fork waits for all of them, a child has none.
 """
 
 from __future__ import annotations
@@ -33,10 +33,15 @@ class Build(Generic[Result]):
 
     Attributes:
         seconds: what it took, 0 before its end.
+
+    Args:
+        work: one at a time.
+        first: what is done before that, beside other builds.
     """
 
-    def __init__(self, work: Callable[[], Result]):
+    def __init__(self, work: Callable[[], Result], first: Callable[[], object] = lambda: None):
         self.seconds = 0.0
+        self._first: Callable[[], object] | None = first
         self._work: Callable[[], Result] | None = work
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="bridge-build")
@@ -62,6 +67,7 @@ class Build(Generic[Result]):
 
     def _run(self) -> None:
         try:
+            self._first()
             with _ONE_AT_A_TIME:
                 _THIS_THREAD.builds = True
                 started = time.perf_counter()
@@ -70,7 +76,7 @@ class Build(Generic[Result]):
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
             self._error = error
         finally:
-            self._work = None
+            self._work = self._first = None
             _THIS_THREAD.builds = False
             _RUNNING.discard(self._thread)
 

@@ -17,7 +17,7 @@ from bridge.compile.backend import Built
 from bridge.compile.codegen.tir import LOOPS_ATTR, SHARED_ATTR
 from bridge.compile.runtime.background import Build
 from bridge.compile.runtime.cache import WeakCache
-from bridge.compile.runtime.kernel_store import Libraries, stored_or_built
+from bridge.compile.runtime.kernel_store import KernelTexts, Libraries, stored_or_built
 
 __all__ = ["build_kernels", "clear_kernels"]
 
@@ -76,7 +76,8 @@ def build_kernels(
         for (loops, alone), chosen in wanted.items():
             raise_deferred()
             functions = {name: func for name, (_, func) in chosen.items()}
-            made = Build(partial(stored_or_built, functions, loops, key, libraries))
+            kernels = KernelTexts(functions)
+            made = Build(partial(stored_or_built, kernels, loops, key, libraries), kernels.read)
             for name, (own, func) in chosen.items():
                 built = Built(
                     lambda name=name, made=made: made.result()[name],

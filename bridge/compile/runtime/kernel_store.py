@@ -11,7 +11,7 @@ import json
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import tvm
@@ -23,7 +23,7 @@ from bridge.base.log import channel
 from bridge.compile.backend import Built
 from bridge.compile.runtime.canonical import canonical_text, functions_of
 
-__all__ = ["KeptFunctions", "Libraries", "kept_kernels", "stored_or_built"]
+__all__ = ["KeptFunctions", "KernelTexts", "Libraries", "kept_kernels", "stored_or_built"]
 
 _LOG = channel("cache")
 
@@ -58,17 +58,38 @@ class Libraries(Protocol):
         """A library from its bytes. ``RuntimeError`` or ``OSError`` where the system does not load it."""
 
 
+class KernelTexts:
+    """PrimFuncs by name, with their canonical texts, which no compiler is needed for.
+
+    Attributes:
+        store: where machine code is kept.
+    """
+
+    def __init__(self, functions: Mapping[str, PrimFunc]):
+        self.functions, self.store = functions, current_store()
+
+    @cached_property
+    def by_name(self) -> Mapping[str, str] | None:
+        """The texts; ``None`` where none are needed, or none hold the functions."""
+        if not self.store.is_usable:
+            return None
+        try:
+            return {name: canonical_text([func]) for name, func in self.functions.items()}
+        except ValueError as error:
+            _LOG.info("kernels are not kept: %s", error)
+            return None
+
+    def read(self) -> None:
+        """Makes the texts."""
+        _ = self.by_name
+
+
 def stored_or_built(
-    functions: Mapping[str, PrimFunc], loops: bool, backend: str, libraries: Libraries
+    kernels: KernelTexts, loops: bool, backend: str, libraries: Libraries
 ) -> tvm.runtime.Module | KeptFunctions:
     """Machine code by name. Of several processes that want the same functions at once, one builds them."""
-    store, made_for = current_store(), libraries.key
-    if made_for is None or not store.is_usable:
-        return libraries.build(functions, loops)
-    try:
-        texts = {name: canonical_text([func]) for name, func in functions.items()}
-    except ValueError as error:
-        _LOG.info("kernels are not kept: %s", error)
+    functions, store, made_for, texts = kernels.functions, kernels.store, libraries.key, kernels.by_name
+    if made_for is None or texts is None:
         return libraries.build(functions, loops)
     keys = {name: of_this_package(_KERNEL, backend, made_for, loops, text) for name, text in texts.items()}
     found = KeptFunctions(_stored(store, keys, libraries))
