@@ -2,19 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from bridge.capture.loops.calls import HERE, NUMBER
 from bridge.state import constant_key
 
-__all__ = ["NotComparedError", "key_of", "leaves_of", "told"]
+__all__ = ["Arguments", "NotComparedError", "Told", "key_of", "leaves_of", "told"]
 
 
 class NotComparedError(Exception):
     """An argument is no tensor and no constant: what it is."""
+
+
+class Told(NamedTuple):
+    """A call's arguments: ``args`` and ``kwargs`` as its kind has them, each with its key.
+
+    Attributes:
+        number: of the function with these keys.
+    """
+
+    number: int
+    args: tuple
+    constants: Any
+    kwargs: dict[str, Any]
+    named_constants: Any
+
+
+_MOST = 1 << 12
+_PLAIN = type(None), bool, int, float, complex, str, bytes, type(Ellipsis)
+_CONSTANTS = frozenset((*_PLAIN, torch.dtype, torch.device, torch.layout, torch.memory_format))
+
+
+class Arguments:
+    """Arguments of calls, each told once: those of a loop's steps are, but for the tensors, the same objects again."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple, int] = {}
+        self._by_identity: dict[tuple, tuple[Told, list]] = {}
+
+    def told(self, func: Any, args: tuple, kwargs: dict[str, Any], given: list[torch.Tensor]) -> Told:
+        """Those of a call; the tensors in them are appended to ``given``, which is empty."""
+        key, others = [func], []
+        _note(args, key, others, given)
+        for name, arg in kwargs.items():
+            key.append(name)
+            _note((arg,), key, others, given)
+        known = self._by_identity.get(place := tuple(key))
+        if known is not None:
+            return known[0]
+        given.clear()
+        own, constants = told(args, given)
+        named, named_constants = told(kwargs, given)
+        number = self._numbers.setdefault((func, constants, named_constants), len(self._numbers))
+        found = Told(number, own, constants, named, named_constants)
+        if len(self._by_identity) < _MOST and all(map(_cannot_change, others)):
+            self._by_identity[place] = found, others  # which live as long, so that no other object has their identity
+        return found
+
+
+def _note(args: Iterable[Any], key: list, others: list, given: list[torch.Tensor]) -> None:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            given.append(arg)
+            key.append(HERE)
+        else:
+            others.append(arg)
+            key.append(id(arg))
+
+
+def _cannot_change(arg: Any) -> bool:
+    return type(arg) in _CONSTANTS or (type(arg) in (tuple, torch.Size) and all(map(_cannot_change, arg)))
 
 
 def told(arg: Any, given: list[torch.Tensor]) -> tuple[Any, Any]:

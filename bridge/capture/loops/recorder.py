@@ -24,7 +24,7 @@ from bridge.base.torch_autograd import no_torch_dispatch
 from bridge.base.torch_internals import len_dispatch_stack
 from bridge.capture.autograd_uses import use_of_autograd
 from bridge.capture.draw_recorder import DrawRecorder
-from bridge.capture.loops.arguments import NotComparedError, key_of, leaves_of, told
+from bridge.capture.loops.arguments import Arguments, NotComparedError, Told, key_of, leaves_of
 from bridge.capture.loops.calls import (
     HERE,
     Call,
@@ -40,7 +40,7 @@ from bridge.capture.loops.calls import (
 )
 from bridge.capture.loops.functions import DRAWING, METADATA, NEVER, VIEWS
 from bridge.capture.loops.in_place import keeps_form, out_of_place
-from bridge.capture.loops.uncomputed import Like, Uncomputed
+from bridge.capture.loops.uncomputed import Answer, Like, Uncomputed
 from bridge.capture.loops.writes import Writes
 from bridge.capture.observation import Draw
 
@@ -85,9 +85,11 @@ class CallRecorder(TorchFunctionMode):
         self._grad = torch.is_grad_enabled()
         self._writing: dict[Any, bool] = {}
         self._like: dict[tuple, Like] = {}
+        self._like_but_for_number: dict[tuple, Like] = {}
         self._kinds: dict[tuple, int] = {}
         self._layouts: dict[tuple, int] = {}
-        self._layout_of: list[int] = []
+        self._look_of: list[int] = []  # twice the number of a value's layout, and whether autograd follows it
+        self._arguments = Arguments()
         self._known: dict[int, tuple[weakref.ref, int]] = {}
         self._writes = Writes()
         self._elements = self._elements_drawn = 0
@@ -105,6 +107,8 @@ class CallRecorder(TorchFunctionMode):
         sys.setprofile(None)  # what is called here is torch's, or the recorder's own
         try:
             return self._recorded(func, args, kwargs or {})
+        except NotComparedError as error:
+            self.fail(str(error))
         finally:
             sys.setprofile(listener)
 
@@ -121,34 +125,49 @@ class CallRecorder(TorchFunctionMode):
             return self._modify(func, args, kwargs, *modified)
         writes = self._check(func)
         given: list[torch.Tensor] = []
-        told, constants, named, named_constants = self._told(args, kwargs, given)
-        reads = tuple([self._number(tensor) for tensor in given])
+        told = self._arguments.told(func, args, kwargs, given)
+        reads = tuple(map(self._number, given))
         if writes:
             write = self._copy if func.__name__ == "copy_" else self._write
-            return write(func, told, args, named, reads)
-        forms = self.calls.forms
-        layouts = tuple([(self._layout_of[value], forms[value].requires_grad) for value in reads])
-        call = func, constants, named_constants, layouts
+            return write(func, told.args, args, told.kwargs, reads)
+        call = told.number, tuple([self._look_of[value] for value in reads])
         like = self._like.get(call)
         if like is not None and len_dispatch_stack() == self.modes:  # none of forward's own
             result = self._make_again(func, args, kwargs, given, reads, like)
         else:
-            result = self._make(func, args, kwargs, told, named, given, reads, call)
+            result = self._make(func, args, kwargs, told, given, reads, call)
         return iter(result) if iterates else result
 
     def _make_again(self, func, args, kwargs, given, reads, like) -> Any:
         """Makes a call like one before, which no mode need watch, and adds its row."""
-        result = None if self.uncomputed is None else self.uncomputed.answer(like.asked, given)
-        if result is None:
-            self.operators += like.operators
-            with no_torch_dispatch():
-                result = func(*args, **kwargs)
+        if like.answer is not None:
+            return self._leave_out(reads, given, like.answer, like.forms, like.kind, like.number)
+        self.operators += like.operators
+        with no_torch_dispatch():
+            result = func(*args, **kwargs)
         self._note(func, like.kind, reads, self._made(func, result, like.forms), None, like.number)
         return result
 
-    def _make(self, func, args, kwargs, told, named, given, reads, call) -> Any:
+    def _leave_out(self, reads, given, answer: Answer, known, kind: int, number: int | float | None) -> Any:
+        """Adds the row of a call that is not computed; ``known``: the forms of its results."""
+        results, row = self.uncomputed.results(answer, given), len(self.calls.rows)
+        makes: list[int] = []
+        self._elements += answer.numel
+        if self._elements > _SMALL + _EACH * row:
+            self.fail("large tensors")
+        for leaf, (tensor, (form, look)) in enumerate(zip(results, known, strict=True)):
+            if tensor.requires_grad is not form.requires_grad:
+                self.fail("results that autograd follows otherwise than those of a call like it")
+            makes.append(self._noted(tensor, form, look, Made(row, leaf), is_alone=True))
+        self.uncomputed.left_out_are(makes)
+        self._writes.read(reads)
+        self.calls.rows.append(Call(kind, reads, tuple(makes), None, None, number))
+        return tuple(results) if answer.is_tuple else results[0]
+
+    def _make(self, func, args, kwargs, call_told: Told, given, reads, call) -> Any:
         """Makes the call and adds its row."""
         forms, before = self.calls.forms, self.operators
+        told, named = call_told.args, call_told.kwargs
         part = number = None
         if told and told[0] is HERE:
             part = part_of(func, told, named, reads[0], forms[reads[0]])
@@ -163,24 +182,25 @@ class CallRecorder(TorchFunctionMode):
                 self._note(func, kind, reads, makes, part)
             return result
         told, number = numbered(func.__name__, told, named, [forms[value] for value in reads])
-        constants = call[1:3] if number is None else (key_of(told), call[2])
-        asked = func, constants, call[3]
-        draws = func in DRAWING
-        result = None if self.uncomputed is None or draws else self.uncomputed.answer(asked, given)
-        if result is None:
-            versions, self.is_inside, self._may_draw = [tensor._version for tensor in given], True, draws
-            result = func(*args, **kwargs)
-            self.is_inside = self._may_draw = False
-            if versions != [tensor._version for tensor in given]:
-                self.fail(f"{func} writes")
-            if not (self.uncomputed is None or draws):
-                self.uncomputed.learn(asked, given, result)
+        constants = (call_told.constants if number is None else key_of(told)), call_told.named_constants
+        asked = func, constants, call[1]
+        draws, like = func in DRAWING, self._like_but_for_number.get(asked)
+        if like is not None and like.answer is not None and len_dispatch_stack() == self.modes:
+            self._like[call] = like._replace(number=number)
+            return self._leave_out(reads, given, like.answer, like.forms, like.kind, number)
+        versions, self.is_inside, self._may_draw = [tensor._version for tensor in given], True, draws
+        result = func(*args, **kwargs)
+        self.is_inside = self._may_draw = False
+        if versions != [tensor._version for tensor in given]:
+            self.fail(f"{func} writes")
+        answer = None if self.uncomputed is None or draws else self.uncomputed.learned(asked, given, result)
         makes = self._made(func, result)
         if makes:
             kind = self._kind(Kind(func, told, named), constants, reads, makes)
             if not draws:
-                known = tuple([(forms[value], self._layout_of[value]) for value in makes])
-                self._like[call] = Like(kind, number, asked, known, self.operators - before)
+                known = tuple([(forms[value], self._look_of[value]) for value in makes])
+                like = Like(kind, number, answer, known, self.operators - before)
+                self._like[call] = self._like_but_for_number[asked] = like
             self._note(func, kind, reads, makes, None, number)
         return result
 
@@ -264,8 +284,8 @@ class CallRecorder(TorchFunctionMode):
         """``tensor.add_(other)``: from now on the tensor is another value, the result of ``same``; its row is added."""
         self._check(same)
         given: list[torch.Tensor] = []
-        told, _, named, named_constants = self._told(args, named, given)
-        reads, forms = tuple([self._number(tensor) for tensor in given]), self.calls.forms
+        told, _, named, named_constants = self._arguments.told(func, args, named, given)[1:]
+        reads, forms = tuple(map(self._number, given)), self.calls.forms
         if not told or told[0] is not HERE or not keeps_form([forms[value] for value in reads]):
             self.fail("a write that may round or lie otherwise than a result")
         if self.calls.made[reads[0]].row < 0 or not self._writes.is_alone(given[0]):
@@ -311,13 +331,6 @@ class CallRecorder(TorchFunctionMode):
             self.fail("autocast")
         return writes
 
-    def _told(self, args: tuple, kwargs: dict[str, Any], given: list[torch.Tensor]) -> tuple[tuple, Any, dict, Any]:
-        """Arguments as :func:`told` has them, each with its key."""
-        try:
-            return *told(args, given), *told(kwargs, given)
-        except NotComparedError as error:
-            self.fail(str(error))
-
     def _number(self, tensor: torch.Tensor) -> int:
         found = self._known.get(id(tensor))
         if found is None or found[0]() is not tensor:
@@ -332,15 +345,17 @@ class CallRecorder(TorchFunctionMode):
         ):
             self.fail("a tensor that is not a plain one")
         form = Form(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
-        return self._noted(tensor, form, self._layouts.setdefault(form.layout, len(self._layouts)), made)
+        layout = self._layouts.setdefault(form.layout, len(self._layouts))
+        return self._noted(tensor, form, 2 * layout + form.requires_grad, made)
 
-    def _noted(self, tensor: torch.Tensor, form: Form, layout: int, made: Made) -> int:
+    def _noted(self, tensor: torch.Tensor, form: Form, look: int, made: Made, is_alone: bool = False) -> int:
+        """Adds a value; ``is_alone``: no other tensor lies in its memory."""
         number = len(self.calls.forms)
         self.calls.forms.append(form)
         self.calls.made.append(made)
-        self._layout_of.append(layout)
+        self._look_of.append(look)
         self._known[id(tensor)] = reference, _ = weakref.ref(tensor), number
-        self._writes.note(tensor, reference)
+        self._writes.note(tensor, reference, is_alone)
         return number
 
     def _made(self, func: Any, result: Any, like: tuple[tuple[Form, int], ...] = ()) -> tuple[int, ...]:
@@ -368,15 +383,15 @@ class CallRecorder(TorchFunctionMode):
 
     def _same(self, tensor: torch.Tensor, known: tuple[Form, int], made: Made) -> int:
         """As :meth:`_new`, of a tensor that has this form."""
-        form, layout = known
+        form = known[0]
         is_such = type(tensor) is torch.Tensor and tensor.shape == form.shape and tensor.stride() == form.stride
         if not is_such or tensor.dtype is not form.dtype or tensor.requires_grad is not form.requires_grad:
             self.fail("results of other layouts than those of a call like it")
-        return self._noted(tensor, form, layout, made)
+        return self._noted(tensor, *known, made)
 
     def _kind(self, kind: Kind, constants: tuple, reads: tuple[int, ...], makes: tuple[int, ...]) -> int:
         """The number of a kind on these layouts."""
-        layouts = tuple([self._layout_of[number] for number in (*reads, *makes)])
+        layouts = tuple([self._look_of[number] >> 1 for number in (*reads, *makes)])
         number = self._kinds.setdefault((kind.func, constants, layouts), len(self.calls.kinds))
         if number == len(self.calls.kinds):
             self.calls.kinds.append(kind)

@@ -22,7 +22,7 @@ from bridge.base.torch_autograd import connected
 from bridge.base.torch_internals import empty_strided, storage_id
 from bridge.capture.loops.calls import Form
 
-__all__ = ["INTEGERS", "LEAST_ELEMENTS", "Like", "Uncomputed"]
+__all__ = ["INTEGERS", "LEAST_ELEMENTS", "Answer", "Like", "Uncomputed"]
 
 INTEGERS = "integers that are made of numbers"
 """Why a recording ends that does not compute, and one that does would not."""
@@ -31,36 +31,38 @@ LEAST_ELEMENTS = 1 << 13
 """Elements that a call reads and makes from which leaving it out takes less time than computing it."""
 
 
-class Like(NamedTuple):
-    """What is known of a call that was made and watched: what it does is a function of the torch function, its
-    constants and the layouts of what it reads, so that the next like it does the same.
-
-    Attributes:
-        kind, number: of its row.
-        asked: as :class:`Uncomputed` is asked for it.
-        forms: of its results, each with the number of its layout.
-        operators: how many it runs.
-    """
-
-    kind: int
-    number: int | float | None
-    asked: tuple
-    forms: tuple[tuple[Form, int], ...]
-    operators: int
-
-
-class _Answer(NamedTuple):
+class Answer(NamedTuple):
     """What is known of the results of a kind.
 
     Attributes:
         forms: shape, strides and element type of each.
         is_tuple: whether they are a tuple.
         reached: which of the tensors that it reads autograd reaches from the results; ``None``: none requires grad.
+        numel: elements of the first one.
     """
 
     forms: tuple[tuple, ...]
     is_tuple: bool
     reached: tuple[int, ...] | None
+    numel: int
+
+
+class Like(NamedTuple):
+    """What is known of a call that was made and watched: what it does is a function of the torch function, its
+    constants and the layouts of what it reads, so that the next like it does the same.
+
+    Attributes:
+        kind, number: of its row.
+        answer: how it is left out; ``None``: it is not.
+        forms: of its results, each with a number that tells its layout and whether autograd follows it.
+        operators: how many it runs.
+    """
+
+    kind: int
+    number: int | float | None
+    answer: Answer | None
+    forms: tuple[tuple[Form, int], ...]
+    operators: int
 
 
 class Uncomputed:
@@ -72,30 +74,30 @@ class Uncomputed:
 
     def __init__(self) -> None:
         self.left_out = 0
-        self._answers: dict[tuple, _Answer | None] = {}
+        self._answers: dict[tuple, Answer | None] = {}
         self._values: set[int] = set()
-        self._making = False
 
-    def answer(self, asked: tuple, given: Sequence[torch.Tensor]) -> Any:
-        """The results of a call that need no computing; ``None`` for any other."""
-        known = self._answers.get(asked)
-        self._making = known is not None
-        if known is None:
-            return None
+    def results(self, known: Answer, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The results of a call, in memory of their own, that is left out."""
         self.left_out += 1
         results = [empty_strided(*form) for form in known.forms]
         if known.reached is not None:
             results = connected(results, [given[place] for place in known.reached])
-        return tuple(results) if known.is_tuple else results[0]
+        return results
 
-    def learn(self, asked: tuple, given: Sequence[torch.Tensor], result: Any) -> None:
+    def learned(self, asked: tuple, given: Sequence[torch.Tensor], result: Any) -> Answer | None:
         """A call was computed: the next like it need not be, if its results are floating-point memory of their own."""
         if asked not in self._answers:
             self._answers[asked] = _answer(given, result)
+        return self._answers[asked]
+
+    def left_out_are(self, makes: Sequence[int]) -> None:
+        """Notes the values of a call that was left out, which are of floating point."""
+        self._values.update(makes)
 
     def made(self, reads: Sequence[int], makes: Sequence[int], forms: Sequence[Form]) -> str | None:
-        """Notes the values of a call. Why the recording ends, if it does."""
-        if not self._making and self._values.isdisjoint(reads):
+        """Notes the values of a call that was made. Why the recording ends, if it does."""
+        if self._values.isdisjoint(reads):
             return None
         self._values.update(makes)
         if any(not forms[value].dtype.is_floating_point and forms[value].dtype != torch.bool for value in makes):
@@ -103,7 +105,7 @@ class Uncomputed:
         return None
 
 
-def _answer(given: Sequence[torch.Tensor], result: Any) -> _Answer | None:
+def _answer(given: Sequence[torch.Tensor], result: Any) -> Answer | None:
     is_tuple = type(result) is tuple
     results = result if is_tuple else (result,)
     if connected is None or not given or not all(type(each) is torch.Tensor for each in results):
@@ -122,7 +124,7 @@ def _answer(given: Sequence[torch.Tensor], result: Any) -> _Answer | None:
         return None
     reached = tuple(_reached(given, results)) if follows.pop() else None
     forms = tuple((tuple(each.shape), each.stride(), each.dtype) for each in results)
-    return _Answer(forms, is_tuple, reached)
+    return Answer(forms, is_tuple, reached, results[0].numel())
 
 
 def _reached(given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> list[int]:

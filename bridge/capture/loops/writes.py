@@ -31,8 +31,11 @@ class Writes:
         self._sharing: dict[int, list[weakref.ref]] = {}
         self._part: tuple[int, weakref.ref] | None = None
 
-    def note(self, tensor: torch.Tensor, reference: weakref.ref) -> None:
-        """A tensor has a value from now on."""
+    def note(self, tensor: torch.Tensor, reference: weakref.ref, is_alone: bool = False) -> None:
+        """A tensor has a value from now on; ``is_alone``: its memory is new."""
+        if is_alone:
+            self._sharing[storage_id(tensor)] = [reference]
+            return
         sharing = self._sharing.setdefault(storage_id(tensor), [])
         if sharing:  # memory is used again and again
             sharing[:] = [each for each in sharing if each() is not None and each() is not tensor]

@@ -10,7 +10,7 @@ import torch
 from autodiff.ir import bindings
 from autodiff.scan import is_scan, scan_of
 from bridge import add_tvm_dispatch, lower, stats
-from bridge.capture import LOOP_MARKS
+from bridge.capture import LOOP_MARKS, loops_tell, pipeline
 from bridge.capture.loops import attempt
 from bridge.capture.passes import kinds
 from bridge.lowering import reuse
@@ -46,6 +46,18 @@ LAST_PART_FIRST = "layer norm lstm, last part first"
 def test_numbers_and_gradients_are_eagers(name, steps):
     module = check_module(MODULES[name], lambda: torch.randn(2, steps, 3, requires_grad=True), calls=1)
     assert bool(marks_of(stats(module).entries[0].lowered)) == (steps > 2)
+
+
+def test_loops_are_told_before_they_are_traced(monkeypatch):
+    """So that what they need is built meanwhile."""
+    heard, trace = [], pipeline.trace
+    monkeypatch.setattr(pipeline, "trace", lambda *given: heard.append("traced") or trace(*given))
+    x = torch.randn(2, 9, 3)
+    with loops_tell(lambda: heard.append("loops")):
+        lower(MODULES["lstm"](), x)
+        assert heard == ["loops", "traced"]
+        lower(torch.nn.Linear(3, 3), x)
+    assert heard == ["loops", "traced"]
 
 
 ALIKE = ("stacked, layer by layer", "buffers, last part first", "buffers, copied into")

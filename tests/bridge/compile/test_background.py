@@ -50,6 +50,15 @@ def test_another_one_begins_while_one_waits():
     assert first.result() and second.result() is None
 
 
+def test_what_needs_no_compiler_is_done_before_its_turn():
+    gate, done = threading.Event(), threading.Event()
+    waits = Build(lambda: gate.wait(60))
+    build = Build(lambda: 4, done.set)
+    assert done.wait(60)
+    gate.set()
+    assert waits.result() and build.result() == 4
+
+
 def test_without_threads_it_is_done_at_once(monkeypatch):
     def none_left(thread):
         raise RuntimeError("can't start new thread")
