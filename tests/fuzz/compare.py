@@ -185,8 +185,11 @@ def _left(module: nn.Module) -> list[Tensor]:
 
 
 def _level(module: nn.Module, reference: nn.Module) -> None:
-    """Gives the reference's buffers to a module: what rounding made of them in one call is no fault of the next."""
-    with torch.no_grad():
+    """Gives the reference's buffers to a module: what rounding made of them in one call is no fault of the next.
+
+    In inference mode, which alone may write a buffer that a call in it made.
+    """
+    with torch.inference_mode():
         for one, other in zip(module.buffers(), reference.buffers(), strict=True):
             if not torch.equal(one, other):
                 one.copy_(other)

@@ -24,14 +24,21 @@ def averages_cumulatively(layer: nn.Module) -> bool:
 
 
 def cumulative_forward(self: BatchNormBase, x: Tensor) -> Tensor:
-    """``_BatchNorm.forward`` with the share of the new batch, ``1 / num_batches_tracked``, as a tensor."""
+    """``_BatchNorm.forward`` with the share of the new batch, ``1 / num_batches_tracked``, as a tensor.
+
+    As torch's kernel, it computes statistics of half types in float32, and leaves the running ones as they are where
+    there are no elements.
+    """
     self._check_input_dim(x)
     self.num_batches_tracked.add_(1)
     y = functional.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+    if x.numel() == 0:
+        return y
     with torch.no_grad():
         axes = [axis for axis in range(x.dim()) if axis != 1]
-        share = 1.0 / self.num_batches_tracked.to(self.running_mean.dtype)
-        new = (x.mean(axes), x.var(axes))
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        share = 1.0 / self.num_batches_tracked.to(wide.dtype)
+        new = (wide.mean(axes), wide.var(axes))
         for running, batch in zip((self.running_mean, self.running_var), new, strict=True):
-            running.copy_((1.0 - share) * running + share * batch)
+            running.copy_(((1.0 - share) * running.to(wide.dtype) + share * batch).to(running.dtype))
     return y

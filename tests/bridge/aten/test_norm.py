@@ -40,6 +40,29 @@ def test_batch_norm_of_rows():
     check_module(lambda: nn.BatchNorm1d(4, momentum=None), lambda: leaf(7, 4), calls=3)
 
 
+def averaged(x, dispatched):
+    """A cumulative average's running statistics after three batches."""
+    norm = nn.BatchNorm2d(3, momentum=None)
+    if dispatched:
+        add_tvm_dispatch(norm, x)
+    for factor in (1, 2, 3):
+        norm(x * factor)
+    assert not dispatched or stats(norm).hits == 3
+    return list(norm.buffers())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_cumulative_average_of_half_types_is_of_statistics_in_float32(dtype):
+    x = (torch.randn(16, 3, 5, 5) + 3).to(dtype)
+    for ours, eager in zip(averaged(x, True), averaged(x, False), strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_without_elements_leaves_a_cumulative_average_as_it_is():
+    x = torch.empty(0, 3, 5, 5)
+    assert all(map(torch.equal, averaged(x, True), averaged(x, False)))
+
+
 def test_cumulative_average_in_a_model_that_keeps_its_modules():
     model = check_module(
         lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None), nn.ReLU()), lambda: leaf(5, 3), calls=3
