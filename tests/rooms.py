@@ -59,7 +59,7 @@ COMPILE = (
         "cpu",
         "cuda",
     ),
-    *("targets", "signature", "kept_function", "pipeline", "__init__"),
+    *("targets", "signature", "kept_function", "chosen_chains", "pipeline", "__init__"),
 )
 """Rooms of ``bridge/compile/``, likewise."""
 

@@ -21,6 +21,7 @@ from tvm.tirx import PrimFunc
 from bridge.compile.loop_ir.pool import PoolPlan
 from bridge.compile.loop_ir.product import PackPlan, ProductPlan
 from bridge.compile.schedule.calls import CallShape
+from bridge.compile.schedule.chain_plan import ChainPlan
 from bridge.compile.schedule.choices import NO_CHOICES, Alternative, Choices
 from bridge.compile.schedule.column_plan import ColumnPlan
 from bridge.compile.schedule.limits import Limits
@@ -127,7 +128,7 @@ class Backend(ABC):
         """Choices for matrix products on a number of threads; ``deterministic``: the same in every process."""
 
     @abstractmethod
-    def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan | PackPlan | TogetherPlan) -> PrimFunc:
+    def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan | PackPlan | TogetherPlan | ChainPlan) -> PrimFunc:
         """The kernel of a plan. It follows from the plan alone: equal plans share one.
 
         A product's is one for all plans of an element type: it reads

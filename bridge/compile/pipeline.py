@@ -3,6 +3,7 @@
     translate     Relax → neutral loop graph                          bridge.compile.translate
     name          GELU of half types by the normal distribution       bridge.compile.passes.normal_functions
     moments       variances of columns by sums of squares             bridge.compile.passes.moments
+    chains        attention's three steps as one, where quicker       bridge.compile.chosen_chains
     choose        where values lie, how products are computed         bridge.compile.passes.choose_layouts
     optimize      loop graph → loop graph, pass by pass               bridge.compile.passes
     accumulate    sums of products in place, where that is allowed    bridge.compile.passes.accumulate
@@ -38,6 +39,7 @@ from bridge.artifact import current_store, of_this_package
 from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
 from bridge.compile.backend import Backend
+from bridge.compile.chosen_chains import chosen_chains
 from bridge.compile.cuda.executor import POOLS
 from bridge.compile.cuda.nvrtc import clear_compiled
 from bridge.compile.cuda.recorder import STREAMS
@@ -237,7 +239,9 @@ class _Graphs:
         if policy.joins:
             neutral = join_products(neutral, options.grad_outs)
         neutral = split_products(neutral, partial(policy.parts, is_step=is_step), is_step)
-        placed = choose_layouts(neutral, self._backend, policy, options.grad_outs, options.constants, lasting)
+        chained = chosen_chains(neutral, options, policy, optimize)
+        counts = options.grad_outs, options.constants, lasting
+        placed = choose_layouts(neutral, self._backend, policy, *counts, chained)
         graph = optimize(placed, self._backend)
         self.calls = calls_in(graph)
         if self._backend.choices.calls and not options.deterministic:

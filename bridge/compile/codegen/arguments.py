@@ -48,10 +48,15 @@ class LaunchArguments:
             number: Expr = BufferLoad(self._descriptor, [const(index)])
             self.stmts.append(Bind(variable, number if index_type == INDEX else tirx.Cast(index_type, number)))
 
-    def part(self, first: int, count: int) -> LaunchArguments:
-        """The integers of one of several plans, ``count`` from ``first`` on, as if they were all."""
+    def part(self, first: int, count: int, index_type: str | None = None) -> LaunchArguments:
+        """The integers of one of several plans, ``count`` from ``first`` on, as if they were all; of its index type."""
         found = copy.copy(self)
         found._first, found._variables = first, self._variables[first : first + count]
+        if index_type not in (None, self.index_type):
+            found.index_type, wide = index_type, found._variables
+            found._variables = [Var(f"m{index}", index_type) for index in range(count)]
+            casts = zip(found._variables, wide, strict=True)
+            self.stmts += [Bind(short, tirx.Cast(index_type, number)) for short, number in casts]
         return found
 
     def __call__(self, number: Number) -> Expr:

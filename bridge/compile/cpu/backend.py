@@ -16,6 +16,7 @@ from tvm.tirx import PrimFunc
 from bridge.compile.backend import Backend, Built
 from bridge.compile.cpu.build import CpuLibraries, kernel_source
 from bridge.compile.cpu.call_forms import seconds_of_forms
+from bridge.compile.cpu.chain import chain_function
 from bridge.compile.cpu.columns import generate_columns
 from bridge.compile.cpu.gemm import gemm_function
 from bridge.compile.cpu.gemm_buffers import register_tile
@@ -34,6 +35,7 @@ from bridge.compile.runtime.kernel_store import kept_kernels
 from bridge.compile.runtime.loop_step import Loop
 from bridge.compile.runtime.program import Program
 from bridge.compile.schedule.calls import CallShape
+from bridge.compile.schedule.chain_plan import ChainPlan
 from bridge.compile.schedule.choices import Alternative
 from bridge.compile.schedule.column_plan import ColumnPlan
 from bridge.compile.schedule.limits import Limits
@@ -148,8 +150,12 @@ class CpuBackend(Backend):
             for name in generated_types(self.target, tensors):
                 self.build(self._packed(name) if in_loops else [self._product(name)])
 
-    def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan | PackPlan) -> PrimFunc:
+    def kernel(self, plan: RowPlan | ColumnPlan | ProductPlan | PackPlan | ChainPlan) -> PrimFunc:
         match plan:
+            case ChainPlan():
+                tile = register_tile(self.target)
+                assert tile is not None, self.target
+                return chain_function(plan, tile)
             case PackPlan():
                 return self._packed(plan.element_type)[0][1]
             case ProductPlan(packing=Packing()):

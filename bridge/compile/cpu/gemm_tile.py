@@ -25,7 +25,8 @@ class Strip:
         count: rows.
         width: columns of the block.
         onto: 1 if the products are added to what ``c`` holds, else 0.
-        packed: index of the strip's packed rows in ``a_panel``.
+        packed: index of the strip's rows in ``a_panel``.
+        steps: there, from term to term and from row to row; ``None``: they are packed.
     """
 
     target: Expr
@@ -34,6 +35,7 @@ class Strip:
     width: Var
     onto: Var
     packed: Expr
+    steps: tuple[int, int] | None = None
 
 
 def multiply_tile(g: Buffers, scope: Scope, panel: Var, strip: Strip, source: Expr) -> None:
@@ -63,6 +65,7 @@ class _Tile:
     def multiply(self, source: Var) -> Stmt:
         """The sums of a chunk of ``k``, then stored or added to the result; ``source``: the panel's index."""
         g, sums, part = self.g, self.sums, self._part
+        along, down = self.strip.steps or (g.pitch, 1)
         zero = Emitter(g.lanes).const(0.0, g.dtype)
         scope = Scope()
         scope.add(self.allocation, *(g.store(sums, part(*which), zero) for which in self.parts))
@@ -72,9 +75,8 @@ class _Tile:
             start = source + k * const(g.columns)
             b = [emit.bind(g.load(g.b_panels, start + const(v * g.lanes))) for v in range(VECTORS)]
             for i in range(self.rows):
-                a = Broadcast(
-                    emit.bind(BufferLoad(g.a_panel, [self.strip.packed + k * const(g.pitch) + const(i)])), g.lanes
-                )
+                at = self.strip.packed + k * const(along) + const(i * down)
+                a = Broadcast(emit.bind(BufferLoad(g.a_panel, [at])), g.lanes)
                 for vector in range(VECTORS):
                     total = emit.fma(a, b[vector], g.load(sums, part(i, vector)))
                     emit.stmts.append(g.store(sums, part(i, vector), total))

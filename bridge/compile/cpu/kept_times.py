@@ -20,20 +20,25 @@ _KIND = "product"
 
 
 def kept_times(
-    target: str, threads: int, product: ProductShape, ways: Sequence[str], measure: Callable[[], Mapping[str, float]]
+    target: str,
+    threads: int,
+    product: ProductShape | str,
+    ways: Sequence[str],
+    measure: Callable[[], Mapping[str, float]],
 ) -> Mapping[str, float]:
     """What ``measure`` returns: seconds of some of the ways; from the disk cache where it was measured before.
 
     Args:
         target: what generated ways are built for.
         threads: that products run on.
-        product: the class.
+        product: the class, or a chain of products as text.
         ways: the candidates.
     """
     store = current_store()
     if not store.is_usable:
         return measure()
-    key = of_this_package(_KIND, target, threads, fingerprint(), str(product), astuple(product), list(ways))
+    plain = product if isinstance(product, str) else astuple(product)
+    key = of_this_package(_KIND, target, threads, fingerprint(), str(product), plain, list(ways))
 
     def look() -> Mapping[str, float] | None:
         found = store.get(_KIND, key)

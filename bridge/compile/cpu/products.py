@@ -32,6 +32,7 @@ from bridge.compile.cpu.product_ways import Multiply, Trial, library_ways
 from bridge.compile.loop_ir.product import Packing
 from bridge.compile.runtime.background import settle
 from bridge.compile.schedule.products import (
+    CHAINED,
     GENERATED,
     IN_PANELS,
     PACKED,
@@ -122,6 +123,10 @@ class CpuProducts:
     widened = frozenset()
     packs = True
     turns = True
+
+    @property
+    def chains(self) -> bool:
+        return not self.deterministic and register_tile(self.target) is not None
 
     def choose(self, product: ProductShape) -> str:
         """The fastest way for the product's class, measured when the class is first met."""
@@ -233,6 +238,16 @@ class CpuProducts:
     def parts(self, product: ProductShape, is_step: bool = False, is_carried: bool = False) -> int:
         return 1
 
+    def seconds_of_chain(
+        self, text: str, ways: Sequence[str], make: Callable[[], Mapping[str, Callable[[], object]]]
+    ) -> Mapping[str, float]:
+        def measure() -> Mapping[str, float]:
+            runs = make()
+            settle()
+            return in_a_plain_thread(partial(seconds_of, runs))
+
+        return kept_times(str(self.target), self.threads, text, ways, measure)
+
     def packing(self, way: str, product: ProductShape) -> Packing | None:
         tile = register_tile(self.target)
         if way != IN_PANELS or tile is None:
@@ -253,6 +268,8 @@ class CpuProducts:
             parts = maximum(1, _quotient_up(m, tile.strips * height))
             rows = maximum(1, _quotient_up(m, parts * height)) * height
             return rows, _quotient_up(_quotient_up(n, panel), self.threads) * panel
+        if way == CHAINED:
+            return self._chained_rows(product, tile), minimum(tile.panels, _quotient_up(n, panel)) * panel
         tallest, widest = _tasks(tile)[way]
         parts = maximum(1, _quotient_up(m, tallest))
         rows = maximum(1, _quotient_up(m, parts * tile.rows)) * tile.rows
@@ -260,6 +277,12 @@ class CpuProducts:
         wanted = (2 * self.threads - 1) // maximum(1, product.batch * _quotient_up(m, rows))
         panels = minimum(minimum(widest, _quotient_up(n, panel)), (n - 1) // maximum(1, panel * wanted))
         return rows, maximum(1, panels) * panel
+
+    def _chained_rows(self, product: ProductShape, tile: RegisterTile) -> Dim:
+        """Rows of one task of a chain: all of a product's, for each task packs its operands, or enough for threads."""
+        even = self.threads == 1 or product.batch % self.threads == 0 or product.batch >= 4 * self.threads
+        parts = 1 if even else _quotient_up(4 * self.threads, product.batch)
+        return maximum(1, _quotient_up(_quotient_up(product.m, parts), tile.rows)) * tile.rows
 
 
 def measured(policy: CpuProducts, product: ProductShape, ways: Sequence[str]) -> dict[str, float]:

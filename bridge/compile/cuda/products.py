@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autodiff.extents import Extent
@@ -49,6 +49,7 @@ class CudaProducts:
     tf32: bool = False
 
     keeps_order = True
+    chains = False
     joins = True
     packs = False
 
@@ -113,6 +114,9 @@ class CudaProducts:
         while 2 * count * tiles <= 2 * _TILES and product.k % (16 * count) == 0 and product.k // (2 * count) >= _WORTH:
             count *= 2
         return count
+
+    def seconds_of_chain(self, text: str, ways: Sequence[str], make: Callable) -> Mapping[str, float]:
+        return {}
 
     def packing(self, way: str, product: ProductShape) -> None:
         return None

@@ -8,7 +8,7 @@ products are :mod:`bridge.compile.passes.choose_products`'s, concatenations :mod
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from bridge.compile.loop_ir.graph import Graph, Node, Operand, Pointwise, Reduction, Scalar, Value, whole
@@ -24,16 +24,23 @@ __all__ = ["choose_layouts"]
 
 
 def choose_layouts(
-    graph: Graph, rules: Rules, products: ProductPolicy, grad_outs: int = 0, constants: int = 0, lasting: int = 0
+    graph: Graph,
+    rules: Rules,
+    products: ProductPolicy,
+    grad_outs: int = 0,
+    constants: int = 0,
+    lasting: int = 0,
+    chained: Collection[MatMul] = (),
 ) -> Graph:
     """The graph without neutral nodes, by a backend's rules and its choices for matrix products.
 
     Results are values of their own, or parameters themselves. ``grad_outs``, ``constants``: see
     :class:`~bridge.compile.options.CompileOptions`; ``lasting``: parameters, the last ones, that are the same in every
-    step of the loop whose body the graph is.
+    step of the loop whose body the graph is; ``chained``: products that are computed in chains
+    (:mod:`bridge.compile.passes.chains`).
     """
     same, steady = (frozenset(graph.params[len(graph.params) - count :]) for count in (constants, lasting))
-    walk = _Walk(rules, ProductChoice(products, _readers(graph.nodes), same, steady))
+    walk = _Walk(rules, ProductChoice(products, _readers(graph.nodes), same, steady, chained))
     walk.gradients.update(graph.params[len(graph.params) - grad_outs :])
     for node in graph.nodes:
         walk.add(node)

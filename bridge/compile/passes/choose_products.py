@@ -19,6 +19,7 @@ from bridge.compile.loop_ir.product import Geometry, ProductPlan
 from bridge.compile.loop_ir.views import View
 from bridge.compile.passes.placed import Placed
 from bridge.compile.schedule.products import (
+    CHAINED,
     GENERATED,
     IN_PANELS,
     PACKED,
@@ -42,6 +43,7 @@ class ProductChoice:
         readers: of each value of the neutral graph, the nodes that read it.
         constants: values that are the same at each call.
         lasting: parameters that are the same in every step of the loop whose body the graph is.
+        chained: products that are computed in chains.
     """
 
     def __init__(
@@ -50,11 +52,13 @@ class ProductChoice:
         readers: Mapping[Value, Sequence[Node | Neutral]],
         constants: Collection[Value] = (),
         lasting: Collection[Value] = (),
+        chained: Collection[MatMul] = (),
     ) -> None:
         self.policy = policy
         self.readers = readers
         self.constants = constants
         self.lasting = lasting if policy.packs else ()
+        self.chained = chained
 
     def choose(
         self,
@@ -77,7 +81,10 @@ class ProductChoice:
         extents = node.out.shape
         batch = views.broadcast(a.shape[:-2], b.shape[:-2])
         constant, lasting = b.value in self.constants and _is_whole(b), b.value in self.lasting
-        way = self._way(a.dtype, usual_a, usual_b, batch, constant, lasting)
+        if node in self.chained and _geometry(a.view, b.view, batch, None) is not None:
+            way = CHAINED
+        else:
+            way = self._way(a.dtype, usual_a, usual_b, batch, constant, lasting)
         order = order_of_readers(self.readers.get(node.out, ())) if len(batch) + 2 == len(extents) else None
         rows = _rows(a.view, b.view)
         if rows is not None and (order is None or not is_generated(way)):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from tvm.tirx import PrimFunc
 
-from autodiff.extents import Dim, Extent, ExtentScope, below, same, sample_of
+from autodiff.extents import Dim, ExtentScope, same, sample_of
 from autodiff.ir import itemsize
 from bridge.base.interrupts import raise_deferred
 from bridge.compile.backend import Backend, Built
@@ -23,7 +23,6 @@ from bridge.compile.loop_ir.graph import (
     Operand,
     Positions,
     Product,
-    Reduction,
     Value,
     whole,
 )
@@ -36,12 +35,10 @@ from bridge.compile.runtime.layout import Layout, Register
 from bridge.compile.runtime.loop import scratch_bytes
 from bridge.compile.runtime.loop_step import Instruction, Loop
 from bridge.compile.runtime.program import Program
-from bridge.compile.schedule.column_plan import plan_columns
+from bridge.compile.runtime.step_kernels import chained, guard_indices, kernel_of, one
 from bridge.compile.schedule.fuse import Group, fuse
-from bridge.compile.schedule.limits import Rules
-from bridge.compile.schedule.plan_rows import plan_rows
 from bridge.compile.schedule.read_again import read_again
-from bridge.compile.schedule.together import plan_together, together
+from bridge.compile.schedule.together import together
 
 __all__ = ["assemble"]
 
@@ -71,11 +68,12 @@ def assemble(
     groups = [group for group in groups if any(value in stored for value in group.made)]
     generate = functools.cache(backend.kernel)
     reached: dict[Dim, None] = {}
-    steps = together(groups, backend)
-    kernels = [_kernel(step, stored, backend, generate, reached) for step in steps]
-    _guard_indices(reached)
+    results = {operand.value for operand in graph.results}
+    steps = chained(together(groups, backend), stored, results, backend)
+    kernels = [kernel_of(step, stored, backend, generate, reached) for step in steps]
+    guard_indices(reached)
     clock.stop("generate")
-    linker = _Linker(graph, [_one(step) for step in steps], kernels, name, bodies or {}, generate)
+    linker = _Linker(graph, [one(step) for step in steps], kernels, name, bodies or {}, generate)
     built = backend.build(list(linker.functions.items()))
     program = linker.finish(built, timings, backend, variables, scope)
     clock.stop("plan")
@@ -101,55 +99,6 @@ def _stored(graph: Graph, groups: list[Group]) -> set[Value]:
         if any(value in stored for value in group.made):
             stored.update(operand.value for _, operand in group.reads())
     return stored
-
-
-def _guard_indices(reached: Iterable[Dim]) -> None:
-    """Guards that tensors of so many elements are within the reach of a short index, the largest ones only."""
-    guarded: list[Extent] = []
-    for count in sorted((count for count in reached if isinstance(count, Extent)), key=sample_of, reverse=True):
-        if any(below(count - larger, 1) for larger in guarded):
-            continue
-        guarded.append(count)
-        if count >= 2**31:
-            raise AssertionError(f"a tensor of {count} elements is read with a short index")
-
-
-def _one(step: Sequence[Group]) -> Group:
-    """Groups that are launched together, as one whose nodes are theirs."""
-    if len(step) == 1:
-        return step[0]
-    made = {value: node for group in step for value, node in group.made.items()}
-    return Group(step[0].index, [node for group in step for node in group.nodes], 0, made=made, fusable=False)
-
-
-def _kernel(
-    step: Sequence[Group], stored: set[Value], rules: Rules, generate: Callable, reached: dict[Dim, None]
-) -> Kernel | LibraryCall | None:
-    """How groups are computed, ``generate`` making kernels of plans; ``None`` if all that one makes has no elements.
-
-    ``reached`` collects the numbers of elements of tensors whose indices are short.
-    """
-    group, node = step[0], step[0].nodes[0]
-    if all(same(value.numel, 0) for value in group.made):
-        return None
-    if isinstance(node, LibraryCall):
-        return node
-    if isinstance(node, Product):
-        values = tuple(operand.value for operand in node.operands[:2])
-        ops = ("matmul",) if node.onto is None else ("matmul", "add")
-        return Kernel(generate(node.plan), values, node.outs, (), ops, node.plan.descriptor(node.onto is not None))
-    if isinstance(node, Fallback):
-        return Kernel(node.kernel, tuple(op.value for op in node.operands), node.outs, (), (node.op,))
-    if len(step) > 1:
-        planned = plan_together(step, stored, rules)
-    elif isinstance(node, Reduction) and not group.fusable:
-        planned = plan_columns(node, rules)
-    else:
-        planned = plan_rows(group, stored, rules)
-    if planned.plan.index_type == "int32":
-        reached.update(dict.fromkeys(value.numel for value in (*planned.inputs, *planned.outputs)))
-    func = generate(planned.plan)
-    return Kernel(func, planned.inputs, planned.outputs, planned.scratch, planned.ops, planned.scalars)
 
 
 class _Linker:
@@ -197,6 +146,8 @@ class _Linker:
                 self._loop(kernel, bodies[kernel.scan.body])
             elif isinstance(kernel, LibraryCall):
                 self._library(kernel)
+            elif isinstance(group.nodes[0], Product) and len(group.nodes) > 1:
+                self._chain(group, kernel)
             elif isinstance(group.nodes[0], Product):
                 self._product(group.nodes[0], kernel)
             else:
@@ -309,6 +260,18 @@ class _Linker:
         offsets = (a_offset * size, 0 if node.plan.packing else b_offset * size, 0)
         names = self._names(arguments), self._names((result,))
         self.steps.append(Launch(name, *names, kernel.ops, arguments, (result,), kernel.scalars, offsets, inside))
+
+    def _chain(self, group: Group, kernel: Kernel) -> None:
+        """A chain reads its products' operands at addresses, as they do."""
+        arguments, results = (tuple(map(self.slot, values)) for values in (kernel.inputs, kernel.outputs))
+        name = self.kernel_names.setdefault(kernel.func, self._kernel_name(kernel))
+        self.functions[name] = kernel.func
+        first, last = group.nodes[0].plan, group.nodes[-1].plan
+        begin = [offset * itemsize(first.element_type) for offset in (*first.offsets, last.offsets[1])]
+        offsets = (*begin, *[0] * (len(arguments) + len(results) - len(begin)))
+        inside = contents(group.nodes, kernel.outputs, self._name)
+        names = self._names(arguments), self._names(results)
+        self.steps.append(Launch(name, *names, kernel.ops, arguments, results, kernel.scalars, offsets, inside))
 
     def _packed(self, node: Product, b: int, scalars: tuple[Dim, ...]) -> int:
         """The slot of a product's packed operand; one for all products that read it alike."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +10,7 @@ from autodiff.extents import Dim
 from bridge.compile.loop_ir.product import Packing
 
 __all__ = [
+    "CHAINED",
     "GENERATED",
     "IN_PANELS",
     "PACKED",
@@ -30,6 +31,10 @@ PACKED = "packed"
 IN_PANELS = f"{GENERATED} in panels"
 """Generated code that finds ``b`` packed: of products whose ``b`` is the same in every step of a loop, or a constant.
 The bits are those of the other generated ways."""
+
+CHAINED = f"{GENERATED} in a chain"
+"""Generated code for both products of a chain (:mod:`bridge.compile.schedule.chain_plan`); the bits are those of the
+other generated ways. A policy does not choose it: the chain's steps are measured together."""
 
 
 def is_generated(way: str) -> bool:
@@ -98,6 +103,7 @@ class ProductPolicy(Protocol):
         joins: whether small products of gradients had better be joined: see :mod:`bridge.compile.passes.join_products`.
         widened: element types of which a library's product can have a float32 result.
         packs: whether it makes a difference that an operand is the same in every step of a loop.
+        chains: whether generated products may be joined with the rows between them.
         turns: whether a product of every step is as good of a transposed weight as of a copy that is made of it first.
     """
 
@@ -106,6 +112,7 @@ class ProductPolicy(Protocol):
     widened: frozenset[str]
     packs: bool
     turns: bool
+    chains: bool
 
     def choose(self, product: ProductShape) -> str:
         """The way to compute a product: the name of a library kernel, or :data:`GENERATED` and a blocking."""
@@ -132,6 +139,11 @@ class ProductPolicy(Protocol):
         Args:
             is_step: in a step of a loop; ``is_carried``: the next step adds them up.
         """
+
+    def seconds_of_chain(
+        self, text: str, ways: Sequence[str], make: Callable[[], Mapping[str, Callable[[], object]]]
+    ) -> Mapping[str, float]:
+        """Seconds of functions that compute the same chain, which ``make`` makes; ``text``: what that is."""
 
     def packing(self, way: str, product: ProductShape) -> Packing | None:
         """How a way's ``b`` is packed before; ``None`` where it is not."""

@@ -58,6 +58,10 @@ class RowValues:
         """Index of the element at ``position`` of the row in a dense tensor of the space's size."""
         return self.row * self.number(self.plan.length) + position
 
+    def place_of(self, tensor: int, index: Expr) -> Expr:
+        """Index of an input's element, by its index in the tensor: another one where only a part is in memory."""
+        return index
+
     def per_row_values(self, level: int) -> None:
         """Computes, and stores where wanted, the per-row values that wait for ``level`` reductions at most."""
         for index, node in enumerate(self.plan.nodes):

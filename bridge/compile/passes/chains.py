@@ -1,0 +1,184 @@
+"""Chains: which batched products, with the rows between them, one kernel may compute; each as a graph of its own.
+
+Found before layouts are chosen, because both products have to be generated code
+(:mod:`bridge.compile.schedule.chain_plan`). Whether a chain is quicker than its three steps, a trial of the graph
+decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+
+from autodiff.ir import itemsize
+from bridge.compile.loop_ir.graph import Graph, Node, Operand, Pointwise, Reduction, Scalar, Value, whole
+from bridge.compile.loop_ir.neutral import MatMul, Neutral, Result, Shaped
+
+__all__ = ["Chain", "chains_in"]
+
+_SMALLEST = 2**17
+"""Scores from which on a chain is tried: fewer stay in a core's cache between one kernel and the next."""
+
+_DEEPEST = 256
+"""Terms of the first product at most, which are one chunk of its sums."""
+
+_STACK = 3 * 2**19
+"""Bytes at most of what a task keeps: both operands packed, and some rows of the scores. They lie on the stack."""
+
+_ROWS, _COLUMNS = 32, 64
+"""What a register tile's rows, in both forms, and its columns are fewer than."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Two products of a neutral graph, the first one's result read by the nodes between them and those by the second
+    one alone.
+
+    Attributes:
+        nodes: of the graph, in order: the views that the products read, both, what is between them, and the views
+            through which others read the result.
+    """
+
+    first: MatMul
+    second: MatMul
+    nodes: tuple[Node | Neutral, ...]
+
+    @property
+    def text(self) -> str:
+        """What decides how long it takes, as text."""
+        names: dict[Value, str] = {}
+
+        def told(operand: Operand | Scalar) -> str:
+            if isinstance(operand, Scalar):
+                return f"{operand.number!r} {operand.shape}"
+            value = operand.value
+            name = names.setdefault(value, f"v{len(names)} {value.dtype} {value.shape}")
+            return f"{name} by {operand.view.shape} {operand.view.strides} {operand.view.offset}"
+
+        lines = []
+        for node in self.nodes:
+            op = getattr(node, "op", type(node).__name__)
+            how = f"{node.function.__name__} {node.arguments}" if isinstance(node, Shaped) else ""
+            lines.append(f"{told(whole(node.out))} = {op} {how}({', '.join(map(told, node.operands))})")
+        return "; ".join(lines)
+
+    def graph(self, constants: dict[Value, object]) -> tuple[Graph, frozenset[MatMul]]:
+        """The chain alone, a function of what it reads, and its products there."""
+        moved: dict[Value, Value] = {}
+        params, used = [], {}
+
+        def there(operand: Operand | Scalar) -> Operand | Scalar:
+            if isinstance(operand, Scalar):
+                return operand
+            value = operand.value
+            if value in constants:
+                used[value] = constants[value]
+                return operand
+            if value not in moved:
+                moved[value] = Value(value.name, value.shape, value.dtype, "param")
+                params.append(moved[value])
+            return Operand(moved[value], operand.view)
+
+        nodes: list[Node | Neutral] = []
+        for node in self.nodes:
+            operands = tuple(map(there, node.operands))
+            out = moved[node.out] = Value(node.out.name, node.out.shape, node.out.dtype)
+            match node:
+                case MatMul():
+                    nodes.append(MatMul(*operands[:2], out))
+                case Pointwise():
+                    nodes.append(replace(node, operands=operands, out=out))
+                case _:
+                    nodes.append(replace(node, operand=operands[0], out=out))
+        products = frozenset(node for node in nodes if isinstance(node, MatMul))
+        read = {operand.value for node in nodes for operand in node.operands if isinstance(operand, Operand)}
+        for out in [node.out for node in nodes if node.out not in read]:
+            nodes.append(Result(whole(out), Value(out.name, out.shape, out.dtype)))
+        return Graph(params, used, nodes, []), products
+
+
+def chains_in(graph: Graph) -> Iterator[Chain]:
+    """The chains of a neutral graph whose sizes are numbers, where keeping the scores in a cache may be worth it."""
+    makers = {out: node for node in graph.nodes for out in node.outs}
+    for place, node in enumerate(graph.nodes):
+        if isinstance(node, MatMul) and _may_begin(node):
+            found = _behind(graph, place)
+            if found is not None:
+                yield _with_views(graph, node, *found, makers)
+
+
+def _may_begin(node: MatMul) -> bool:
+    """Whether a product's sizes are those of a chain's first one."""
+    shapes = node.a.shape, node.b.shape, node.out.shape
+    if node.bias is not None or len(node.out.shape) < 3 or node.out.dtype not in ("float32", "float64"):
+        return False
+    if not all(isinstance(extent, int) for shape in shapes for extent in shape):
+        return False
+    batch = node.out.shape[:-2]
+    alike = node.a.shape[:-2] == batch == node.b.shape[:-2] and len({node.a.dtype, node.b.dtype, node.out.dtype}) == 1
+    return alike and math.prod(node.out.shape) >= _SMALLEST and 0 < node.a.shape[-1] <= _DEEPEST
+
+
+def _may_end(first: MatMul, node: MatMul) -> bool:
+    """Whether a product that reads what becomes of the first one's result is a chain's second one."""
+    k, n, columns = first.a.shape[-1], first.out.shape[-1], node.out.shape[-1]
+    batch = node.out.shape[:-2]
+    if node.bias is not None or node.b.shape != (*batch, n, columns) or node.a.shape[:-2] != batch or columns == 0:
+        return False
+    kept = _whole(n) * (k + _ROWS) + n * _whole(columns)
+    return node.out.dtype == first.out.dtype == node.b.dtype and kept * itemsize(node.out.dtype) <= _STACK
+
+
+def _whole(columns: int) -> int:
+    return -(-columns // _COLUMNS) * _COLUMNS
+
+
+def _behind(graph: Graph, place: int) -> tuple[list[Node | Neutral], MatMul] | None:
+    """What is between the product at a place and the only one that reads what becomes of it; ``None``: none, or
+    something else reads that too."""
+    first, second = graph.nodes[place], None
+    inside, between = {first.out}, []
+    for node in graph.nodes[place + 1 :]:
+        if not _reads(node, inside):
+            continue
+        if isinstance(node, MatMul):
+            if second is not None or _reads_operand(node.b, inside) or not _may_end(first, node):
+                return None
+            second = node
+        elif isinstance(node, Pointwise | Shaped) or (isinstance(node, Reduction) and node.inner == 1):
+            between.append(node)
+            inside.add(node.out)
+        else:
+            return None
+    if second is None or any(operand.value in inside for operand in graph.results):
+        return None
+    return between, second
+
+
+def _reads(node: Node | Neutral, values: Collection[Value]) -> bool:
+    return any(_reads_operand(operand, values) for operand in node.operands)
+
+
+def _reads_operand(operand: Operand | Scalar, values: Collection[Value]) -> bool:
+    return isinstance(operand, Operand) and operand.value in values
+
+
+def _with_views(
+    graph: Graph, first: MatMul, between: list[Node | Neutral], second: MatMul, makers: dict[Value, Node | Neutral]
+) -> Chain:
+    """The chain with the views in front of it and behind it."""
+    wanted = {first, second, *between}
+    todo = [operand for node in (first, second, *between) for operand in node.operands]
+    while todo:
+        operand = todo.pop()
+        maker = makers.get(operand.value) if isinstance(operand, Operand) else None
+        if isinstance(maker, Shaped) and maker not in wanted:
+            wanted.add(maker)
+            todo += maker.operands
+    behind = {second.out}
+    for node in graph.nodes:
+        if isinstance(node, Shaped) and _reads(node, behind):
+            wanted.add(node)
+            behind.add(node.out)
+    return Chain(first, second, tuple(node for node in graph.nodes if node in wanted))
