@@ -20,7 +20,7 @@ from bridge.lowering import LoweredCall, reuse
 from tests.device import DEVICE, factories_on, moved
 from tests.frames import quick_checkcache, quick_getmodule
 
-KEPT_KERNELS = 1500
+KEPT_KERNELS = 600
 """Of the last that were built; three or so are one library, of two megabytes."""
 
 os.environ["BRIDGE_CACHE"] = "0"  # of processes that tests start, too; what tests the cache has one of its own
