@@ -23,6 +23,7 @@ from bridge.capture.loops.operators import MARKS as LOOP_MARKS
 from bridge.capture.module_calls import forward_here
 from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, number_tensor, with_number_inputs
 from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter, StepMasks
+from bridge.capture.observation_key import observation_key
 from bridge.capture.own_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
 from bridge.capture.passes.packed_layers import PACKED_LAYERS, packed_layers
 from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, SLOPE_DRAWS, UPSAMPLES, WHOLE
@@ -98,6 +99,7 @@ __all__ = [
     "normalize_sample",
     "number_tensor",
     "numbers_read",
+    "observation_key",
     "of_any_length",
     "one_capture_at_a_time",
     "packed_layers",

@@ -43,6 +43,7 @@ from bridge.capture.first_attention import (
     is_attempt,
     not_ended,
 )
+from bridge.capture.first_call import refuse_another_first_call
 from bridge.capture.free_tensors import free_tensors
 from bridge.capture.number_index import computes_with_numbers
 from bridge.capture.own_functions import OwnFunctions
@@ -87,6 +88,9 @@ def traced_and_settled(
 
     An attribute that the second run leaves alone (a window size that is clipped once) is a constant from then on; one
     that is only counted up is noted and put back; anything else that changes at every call is refused.
+
+    Raises:
+        CacheNotFilled: the call that sets it does something else than later ones.
     """
     name = type(module).__name__
     before = first
@@ -105,13 +109,19 @@ def traced_and_settled(
             before.restore_caches()
             changed = before.changes()
             counters = counters_of(module, *call, changed, traced.captured.readings, traced.sizes) if changed else None
+    if before is not first and not traced.captured.problems and not (changed and counters is None):
+        refuse_another_first_call(module, args, kwargs, first, before, traced.captured.readings)
     if counters is not None:
         for each in counters:
             module.get_submodule(each.path).__dict__[each.name] = first.value_of(each.path, each.name)
         return traced._replace(captured=replace(traced.captured, counters=tuple(counters)))
     reason = "Python state that forward changes at every call; a compiled call runs no Python"
     hint = "keep it in a buffer, or change it outside of forward"
-    traced.captured.problems.extend(Unsupported(what, f"{name}.forward", reason, hint) for what in changed)
+    states = [Unsupported(what, f"{name}.forward", reason, hint) for what in changed]
+    if states and traced.captured.problems:  # they may be the first call's alone: weights that begin with its batch
+        first.restore()
+        raise CacheNotFilled(name, [*traced.captured.problems, *states])
+    traced.captured.problems.extend(states)
     return traced
 
 

@@ -22,7 +22,6 @@ import atexit
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -32,14 +31,12 @@ from bridge.base.devices import working_for
 from bridge.base.errors import CompilationError
 from bridge.base.log import channel
 from bridge.base.torch_cuda import settle_attention_order
-from bridge.base.torch_shapes import fixed
 from bridge.capture import (
     Captured,
     DynamicDim,
     FakeRun,
     Looped,
     Observation,
-    Output,
     Reading,
     SizeTrace,
     capture,
@@ -53,6 +50,7 @@ from bridge.capture import (
     given,
     is_implied,
     numbers_read,
+    observation_key,
     raise_if_eager_raises,
     recorded,
     sized_run,
@@ -69,7 +67,7 @@ from bridge.lowering.kept import (
 )
 from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.pipeline import lower_captured
-from bridge.state import ModuleTensor, PythonState, constant_key, generators_put_back, module_tensors
+from bridge.state import ModuleTensor, PythonState, generators_put_back, module_tensors
 
 __all__ = ["clear_lowered", "lower_once"]
 
@@ -163,21 +161,21 @@ def _lower_once(
         raise
     lowered.seconds = time.perf_counter() - started
     if dims:
-        observation_key = _observe_all_sizes(module, args, kwargs, dims, captured) if call_key is not None else None
+        observed_key = _observe_all_sizes(module, args, kwargs, dims, captured) if call_key is not None else None
     else:
-        observation_key = _observation_key(captured.fake_observation, captured.readings)
+        observed_key = observation_key(captured.fake_observation, captured.readings)
         if captured.loops:
-            observation_key = _with_loops(observation_key, captured.observation)
+            observed_key = _with_loops(observed_key, captured.observation)
         elif captured.as_eager:
-            observation_key = _as_eager_key(captured.fake_observation, captured.readings)
-        elif observation_key is not None and captured.fake_observation.asks:
+            observed_key = _as_eager_key(captured.fake_observation, captured.readings)
+        elif observed_key is not None and captured.fake_observation.asks:
             eagers = _eagers_run(module, args, kwargs, PythonState(module))
-            observation_key = (*observation_key, None if eagers is None else _observation_key(eagers.observation, ()))
+            observed_key = (*observed_key, None if eagers is None else observation_key(eagers.observation, ()))
     owned = all(tensor.kind != "attribute" for tensor in captured.module_tensors)
-    if call_key is not None and observation_key is not None and owned and not captured.counters:
-        _remember(call_key, observation_key, lowered)
+    if call_key is not None and observed_key is not None and owned and not captured.counters:
+        _remember(call_key, observed_key, lowered)
         if on_disk is not None and not captured.problems:
-            keep_lowering(on_disk, observation_key, module, lowered)
+            keep_lowering(on_disk, observed_key, module, lowered)
     return lowered
 
 
@@ -202,10 +200,10 @@ def _with_loops(key: tuple | None, observation: Observation) -> tuple | None:
     return None if key is None else (*key, "loops", observation.reads_validation)
 
 
-def _remember(call_key: tuple, observation_key: tuple, lowered: LoweredCall) -> None:
+def _remember(call_key: tuple, observed_key: tuple, lowered: LoweredCall) -> None:
     for key in [key for key, held in _LOWERED.items() if not held]:
         del _LOWERED[key]
-    _LOWERED.setdefault(call_key, WeakValueDictionary())[observation_key] = lowered
+    _LOWERED.setdefault(call_key, WeakValueDictionary())[observed_key] = lowered
 
 
 class _Seen(NamedTuple):
@@ -250,6 +248,7 @@ def _observe(
     first = before = PythonState(module)
     if looped is not None:
         return _observe_looped(module, args, kwargs, first, looped)
+    key_of, earlier = _as_eager_key if as_eager else observation_key, None
     for _ in range(2):
         try:
             with eagers_branches() if as_eager else nullcontext():
@@ -257,19 +256,22 @@ def _observe(
         except Exception:  # noqa: BLE001 - the capture that follows meets it again, and says what it is
             first.restore()
             return _Seen()
+        observation, readings, tensors, run, about_sizes = observed
+        key = key_of(observation, readings)
         before.restore_caches()
         if not before.changes():
             break
-        before = PythonState(module)
+        before, earlier = PythonState(module), key
     else:
         first.restore()
         return _Seen()
-    observation, readings, tensors, run, about_sizes = observed
-    key = (_as_eager_key if as_eager else _observation_key)(observation, readings)
+    if before is not first and key != earlier:  # what the first call does is not known: the capture says so
+        first.restore()
+        return _Seen()
     eagers = run if as_eager else None
     if key is not None and observation.asks:
         eagers = None if dims else _eagers_run(module, args, kwargs, before, run)
-        eagers_key = None if eagers is None else _observation_key(eagers.observation, ())
+        eagers_key = None if eagers is None else observation_key(eagers.observation, ())
         key = None if dims else (*key, eagers_key)
     if key is None:
         first.restore()
@@ -289,7 +291,7 @@ def _observe_looped(
         return _Seen()
     finally:
         first.restore()
-    return _Seen(_with_loops(_observation_key(run.observation, ()), looped.observation), tensors, run)
+    return _Seen(_with_loops(observation_key(run.observation, ()), looped.observation), tensors, run)
 
 
 def _observed(
@@ -346,28 +348,7 @@ def _observe_all_sizes(
     return key if key is not None and is_implied(key[-1], captured) else None
 
 
-def _observation_key(observation: Observation, readings: Sequence[Reading]) -> tuple | None:
-    """What a call did; ``None`` where that cannot be compared with another one."""
-    outputs = [_output_key(output) for output in observation.outputs]
-    if observation.trace is None or observation.unsupported or observation.objects or None in outputs:
-        return None
-    reads = tuple(reading.key for reading in readings), observation.reads_validation
-    again = tuple(sorted(observation.checkpointed))  # what is refused of them is asked at the capture alone
-    return observation.trace, tuple(outputs), observation.out_spec, reads, again
-
-
 def _as_eager_key(observation: Observation, readings: Sequence[Reading]) -> tuple | None:
     """The same of a call in eager's branches: what it does there is what was lowered, whatever is traced elsewhere."""
-    key = _observation_key(observation, readings)
+    key = observation_key(observation, readings)
     return None if key is None else (*key, "as eager")
-
-
-def _output_key(output: Output) -> tuple | None:
-    value = constant_key(output.value)
-    rest = tuple(_fixed(getattr(output, field.name)) for field in fields(output) if field.name != "value")
-    return None if value is None else (value, rest)
-
-
-def _fixed(value: Any) -> Any:
-    """Sizes as expressions, which hash and compare without asking anything."""
-    return tuple(map(fixed, value)) if type(value) is tuple else fixed(value)

@@ -123,8 +123,8 @@ def test_another_length_is_made_of_what_is_known(monkeypatch):
 def test_equal_modules_share_what_was_lowered(monkeypatch):
     """Found by one step of each loop; the second module is recorded once, whether it is found or not."""
     seen, recordings = [], []
-    observe, run = reuse._observation_key, attempt._RecordedRun.of
-    monkeypatch.setattr(reuse, "_observation_key", lambda *given: seen.append(len(given[0].trace)) or observe(*given))
+    observe, run = reuse.observation_key, attempt._RecordedRun.of
+    monkeypatch.setattr(reuse, "observation_key", lambda *given: seen.append(len(given[0].trace)) or observe(*given))
     monkeypatch.setattr(attempt._RecordedRun, "of", lambda *given: recordings.append(1) or run(*given))
 
     def lowered(module, steps=11):

@@ -1,0 +1,155 @@
+"""Modules whose first call does something else: eager makes it, and what later calls do is compiled."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from bridge import UnsupportedModule, add_tvm_dispatch, stats
+
+
+class _Once(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.started = False
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x):
+        started, self.started = self.started, True
+        return self.later(x) if started else self.first(x)
+
+    def later(self, x):
+        return (x - self.mean) * self.weight
+
+
+class StartsABuffer(_Once):
+    """A moving mean that begins with the first batch's."""
+
+    def first(self, x):
+        self.mean.copy_(x.detach().mean(0))
+        return self.later(x)
+
+    def later(self, x):
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return super().later(x)
+
+
+class StartsAParameter(_Once):
+    """An ActNorm's."""
+
+    def first(self, x):
+        with torch.no_grad():
+            self.weight.copy_(1 / x.std(0))
+        return self.later(x)
+
+
+class AnotherFormula(_Once):
+    def first(self, x):
+        return self.later(x) * 2
+
+
+class AnotherNumber(_Once):
+    def __init__(self):
+        super().__init__()
+        self.scale = 3.0
+
+    def first(self, x):
+        self.scale = 1.5
+        return self.later(x) * 3.0
+
+    def later(self, x):
+        return super().later(x) * self.scale
+
+
+class DrawsOnce(_Once):
+    def first(self, x):
+        return self.later(x + torch.rand_like(x))
+
+
+class DropsLater(_Once):
+    def first(self, x):
+        return super().later(x)
+
+    def later(self, x):
+        return torch.dropout(super().later(x), 0.5, True)
+
+
+class TheSame(_Once):
+    """An attribute is set, and that is all: a window that is clipped."""
+
+    def first(self, x):
+        return self.later(x)
+
+
+OTHERS = [StartsABuffer, StartsAParameter, AnotherFormula, AnotherNumber, DrawsOnce, DropsLater]
+
+
+def trained(module, calls=4):
+    """Results, gradients and buffers of some calls, and the generator's state behind them."""
+    found = []
+    torch.manual_seed(3)
+    for call in range(calls):
+        x = torch.randn(6, 4, dtype=torch.float64) * (call + 1)
+        y = module(x)
+        module.zero_grad()
+        y.sum().backward()
+        found += [
+            y.detach(),
+            module.weight.grad.clone(),
+            *(each.detach().clone() for each in module.state_dict().values()),
+        ]
+    return [*found, torch.get_rng_state().double()]
+
+
+@pytest.mark.composes(
+    "what forward does once, at its first call",
+    "the first call is eager's; with a sample refused by name, until the module has been called",
+    section="Guards",
+)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_the_first_call_is_eagers(kind):
+    module = kind()
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module)
+    for ours, theirs in zip(trained(module), trained(eager), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    assert stats(module).hits == 3 and module.started is True
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_of_a_sample_the_first_call_is_refused_by_name(kind):
+    module = kind()
+    eager = copy.deepcopy(module)
+    with pytest.raises(UnsupportedModule, match=r"self\.started: Python state that forward"):
+        add_tvm_dispatch(module, (torch.randn(6, 4, dtype=torch.float64),))
+    assert module.started is False
+    for ours, theirs in zip(trained(module), trained(eager), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_after_the_first_call_it_may_be_added(kind):
+    """Lowered before for another module, too."""
+    for _ in range(2):
+        module = kind()
+        eager = copy.deepcopy(module)
+        for each in (module, eager):
+            torch.manual_seed(1)
+            each(torch.randn(6, 4, dtype=torch.float64))
+        add_tvm_dispatch(module, (torch.randn(6, 4, dtype=torch.float64),))
+        for ours, theirs in zip(trained(module), trained(eager), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+        assert stats(module).hits == 4
+    with pytest.raises(UnsupportedModule):  # what is known of later calls says nothing about a first one
+        add_tvm_dispatch(kind(), (torch.randn(6, 4, dtype=torch.float64),))
+
+
+def test_an_attribute_that_changes_nothing_is_set_by_the_sample():
+    module = TheSame()
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, (torch.randn(6, 4, dtype=torch.float64),))
+    for ours, theirs in zip(trained(module), trained(eager), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    assert stats(module).hits == 4
