@@ -114,8 +114,13 @@ def addcdiv(importer, node, x, a, b, *, value=1):
 
 @converts(aten.binary_cross_entropy_with_logits.default)
 def binary_cross_entropy_with_logits(importer, node, x, target, weight=None, pos_weight=None, reduction=1):
-    """dx = g (s - t) with s = sigmoid(x), dt = -g x; with p = pos_weight g ((p t + 1 - t) s - p t)"""
-    fake = node.args[0].meta["val"]
+    """dx = g (s - t) with s = sigmoid(x), dt = -g x; with p = pos_weight g ((p t + 1 - t) s - p t)
+
+    torch writes the loss in place of ``1 - target``: it has the target's type, whatever that of ``x`` is.
+    """
+    fake, of_target = node.args[0].meta["val"], dtype(target)
+    wide = torch.promote_types(fake.dtype, getattr(torch, of_target))
+    fake, x = TensorForm(fake.shape, wide), importer.cast(x, str(wide)[6:])
     target, weight, pos_weight = (
         None if each is None else importer.expand(importer.cast(each, dtype(x)), fake.shape)
         for each in (target, weight, pos_weight)
@@ -139,6 +144,7 @@ def binary_cross_entropy_with_logits(importer, node, x, target, weight=None, pos
     loss = with_derivative(importer, loss, linear)
     if weight is not None:
         loss = importer.emit(op.multiply(loss, weight))
+    loss = importer.cast(loss, of_target)
     return loss if reduction == 0 else importer.emit((op.mean if reduction == 1 else op.sum)(loss))
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bridge import UnsupportedModule, add_tvm_dispatch, examine
+from bridge import UnsupportedModule, add_tvm_dispatch, examine, stats
 from bridge.compile import clear_cache
 from bridge.compile.translate import TRANSLATIONS
 from tests.bridge.compare import Call, Function, check_module
@@ -190,6 +190,28 @@ class NormalizedLSTM(nn.Module):
             hidden = o.sigmoid() * self.cell_norm(cell).tanh()
             outputs.append(hidden)
         return torch.stack(outputs, dim=1), cell
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    ("of_x", "of_flags"),
+    [(torch.float64, torch.float32), (torch.float32, torch.float64), (torch.bfloat16, torch.float32)],
+    ids=str,
+)
+def test_the_loss_of_logits_has_the_type_of_its_flags(of_x, of_flags, reduction):
+    flags, found = torch.rand(4, 5).to(of_flags), []
+    module = Function(lambda x, flags: F.binary_cross_entropy_with_logits(x, flags, reduction=reduction))
+    values = torch.randn(4, 5).to(of_x)
+    for dispatched in (False, True):
+        x = values.clone().requires_grad_()
+        if dispatched:
+            add_tvm_dispatch(module, (x, flags))
+        loss = module(x, flags)
+        found.append((loss.detach(), *torch.autograd.grad(loss.sum(), x)))
+    assert stats(module).hits == 1
+    wide = 1e-2 if of_x == torch.bfloat16 else 1e-5
+    for eager, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=wide, atol=wide)  # types, too
 
 
 def test_recurrence_written_by_hand():
