@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,12 +10,15 @@ from typing import Any
 
 from torch import nn
 
+from bridge.base.locks import free_in_children
 from bridge.base.torch_internals import COMPILED_CALL
 from bridge.compile import Backend
 from bridge.dispatch.dispatcher import Dispatcher
 from bridge.dispatch.outer_compiler import mark, unmark
 
 __all__ = ["DispatchOptions", "dispatcher_of", "install", "uninstall"]
+
+_INSTALLING = free_in_children(threading.RLock())
 
 
 def dispatcher_of(module: nn.Module) -> Dispatcher | None:
@@ -65,9 +69,10 @@ class DispatchOptions:
 def install(module: nn.Module, dispatcher: Dispatcher) -> None:
     """Puts a dispatcher on its module. One that another thread has put there meanwhile takes over what it has."""
     dispatcher.budget.clear()
-    if module.__dict__.get(COMPILED_CALL) is None:
-        module.__dict__.pop(COMPILED_CALL, None)
-    installed = module.__dict__.setdefault(COMPILED_CALL, dispatcher)
+    with _INSTALLING:  # or one thread takes off, for the None that it has seen, what another one has put there since
+        if module.__dict__.get(COMPILED_CALL) is None:
+            module.__dict__[COMPILED_CALL] = dispatcher
+        installed = module.__dict__[COMPILED_CALL]
     if installed is not dispatcher:
         installed.adopt(dispatcher.entries.all)
         installed.learns |= dispatcher.learns
