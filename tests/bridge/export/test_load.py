@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections import namedtuple
@@ -20,7 +21,7 @@ from bridge import (
     save_compiled,
     stats,
 )
-from bridge.export import Record
+from bridge.export import Record, entry_data
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -283,6 +284,14 @@ def test_damage_is_noticed_in_every_file(tmp_path):
                 load_compiled(tmp_path / "saved")
         file.write_bytes(whole)
     load_compiled(tmp_path / "saved")
+
+
+def test_settings_that_mean_the_same_are_accepted(monkeypatch):
+    """A precision that nobody set, and the one that it stands for."""
+    for now, then, is_refused in (("none", "ieee", False), ("ieee", "none", False), ("tf32", "ieee", True)):
+        monkeypatch.setattr(entry_data, "_settings", lambda device, now=now: {"precision": now})
+        with pytest.raises(ValueError, match="saved for precision") if is_refused else contextlib.nullcontext():
+            entry_data.refuse_other_settings({"settings": {"precision": then}}, torch.device("cuda"))
 
 
 def test_another_machine_or_version_is_told(tmp_path):
