@@ -8,6 +8,7 @@ captured is the later call. So the two are observed, and where they differ the f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -50,12 +51,12 @@ def refuse_another_first_call(
 def _key(
     module: nn.Module, args: tuple, kwargs: dict[str, Any], state: PythonState, readings: Sequence[Reading]
 ) -> tuple | None:
-    """What a call from a state does; ``None`` where that cannot be told."""
+    """What a call from a state does, but for what is refused anyway; ``None`` where that cannot be told."""
     state.restore()
     try:
         with capturing(module), given(module, readings):
             run = fake_run(module, *module_tensors(module), args, kwargs)
-        return observation_key(run.observation, readings)
+        return observation_key(replace(run.observation, unsupported=[], objects=[]), readings)
     except Exception:  # noqa: BLE001 - what it raises, it raises in eager
         return None
     finally:

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from types import CodeType, FunctionType
 from typing import Any
 
-__all__ = ["AttributeReads"]
+__all__ = ["AttributeReads", "original_of"]
 
 _GETATTRIBUTE = "__getattribute__"
 _OURS = __name__.partition(".")[0]
@@ -77,7 +77,16 @@ class AttributeReads:
                 names[id(self)] = None
             return value
 
+        read.__wrapped__ = original
         return read
+
+
+def original_of(function: FunctionType) -> FunctionType | None:
+    """The function itself; of a reader, what it stands for while objects are watched, if that is Python's."""
+    if function.__module__ != __name__:
+        return function
+    inner = function.__dict__.get("__wrapped__")
+    return inner if isinstance(inner, FunctionType) else None
 
 
 def _is_ours(module: str | None) -> bool:

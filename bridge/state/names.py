@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.state.attribute_reads import original_of
 from bridge.state.reachable import is_installed
 
 __all__ = [
@@ -62,6 +63,7 @@ def functions_of(kind: type) -> Iterator[FunctionType]:
     for base in written_bases(kind):
         for name, value in vars(base).items() if not is_torchs(base) else ():
             function = as_function(value)
+            function = None if function is None else original_of(function)
             if name not in NOT_FORWARD and function is not None:
                 yield function
 
