@@ -100,13 +100,31 @@ def _forward_as_exported(module: nn.Module, signature: inspect.Signature | None)
 
     @functools.wraps(forward)
     def packing(*args: Any, **kwargs: Any) -> Any:
-        with SymbolicNumberIndices():
+        with SymbolicNumberIndices(), _replaced_buffers_written(module):
             return packed(forward(*args, **kwargs))
 
     if signature is not None:
         packing.__signature__ = signature
     with forward_here(module, packing):
         yield
+
+
+@contextmanager
+def _replaced_buffers_written(root: nn.Module) -> Iterator[None]:
+    """What forward sets a buffer of an inner module to, ``self.mean = self.mean * 0.9``, is written into the old one.
+
+    torch.export notes what becomes of the outermost module's own buffers, and loses, silently, what becomes of others.
+    """
+    inner = [each for each in root.modules() if each._buffers is not root._buffers]
+    before = [(each, name, buffer) for each in inner for name, buffer in each._buffers.items() if buffer is not None]
+    yield
+    replaced = [(each, name, buffer) for each, name, buffer in before if each._buffers.get(name) is not buffer]
+    values = [each._buffers.get(name) for each, name, _ in replaced]
+    for (each, name, buffer), value in zip(replaced, values, strict=True):
+        if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (buffer.shape, buffer.dtype):
+            with torch.no_grad():  # of another form, it is refused by name
+                buffer.copy_(value)
+        each._buffers[name] = buffer
 
 
 def _spelled_out(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> inspect.Signature | None:

@@ -71,6 +71,7 @@ def observe(
     trace = OpTrace(inputs) if traced else None
     draws = DrawRecorder(observation.draws, rules.complain, trace, inputs, advance, real=not traced)
     recorders = recorders or (InPlaceWatcher(rules, observation.calls), draws)
+    before = dict(state)
     geometry, versions = [_geometry(tensor) for tensor in inputs], [_version(tensor) for tensor in inputs]
     number_indices, asked = NumberIndices(), times_forward_asked()
     stand_ins = (RecurrentStandIns(), WholeFunctions(), number_indices) if traced else ()
@@ -95,6 +96,10 @@ def observe(
     if spec_now != argument_spec or any(now is not then for now, then in zip(leaves_now, argument_leaves, strict=True)):
         reason = "changes a list, a dict or an object that was passed to the module"
         rules.unsupported.append(Unsupported("an argument", "forward", reason, "work on a copy of it"))
+    for name, tensor in before.items():
+        if state[name] is not tensor:
+            is_parameter = any(tensor is each for each in parameters)
+            _judge_replaced(name, tensor, state[name], is_parameter, inputs, rules)
     for tensor in set(state.values()) - set(parameters):
         if tensor.requires_grad and tensor.grad_fn is not None:
             rules.complain("buffer", "forward leaves a buffer that requires grad", "update it under torch.no_grad()")
@@ -110,6 +115,26 @@ def observe(
     # a trace has no backward of the user's own, which two calls with equal traces may have different ones of
     observation.trace = trace.finish(leaves, list(state.items())) if trace and not applied.any else None
     return observation
+
+
+def _judge_replaced(
+    name: str, before: torch.Tensor, after: Any, is_parameter: bool, inputs: Sequence[torch.Tensor], rules: InPlaceRules
+) -> None:
+    """A buffer that forward sets to another tensor, ``self.mean = self.mean * 0.9``: a compiled call writes the numbers
+    where the old one lies, which is the same for those who read them under this name alone."""
+    others = {storage_id(each) for each in inputs if each is not before}
+    if is_parameter:
+        rules.complain(f"parameter '{name}'", "forward sets it to another tensor", "write into it, outside of forward")
+    elif not isinstance(after, torch.Tensor) or (before.dtype, before.shape) != (after.dtype, after.shape):
+        form = f"{after.dtype} of shape {tuple(after.shape)}" if isinstance(after, torch.Tensor) else repr(after)
+        reason = f"becomes {form}, was {before.dtype} of shape {tuple(before.shape)}"
+        rules.complain(f"buffer '{name}'", reason, "keep its form")
+    elif storage_id(before) in others:
+        reason = "is set to another tensor, where the old one has a second name"
+        rules.complain(f"buffer '{name}'", reason, "write into it (copy_)")
+    elif storage_id(after) in others:
+        reason = "is set to memory that has another name, of an argument or of the module's"
+        rules.complain(f"buffer '{name}'", reason, "clone it")
 
 
 def _geometry(tensor: torch.Tensor) -> tuple:

@@ -1,0 +1,139 @@
+"""Buffers that forward sets to another tensor, in the outermost module and inside of it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from bridge import UnsupportedModule, add_tvm_dispatch, stats
+
+PLACES = ("outermost", "inside")
+
+
+class Tracks(nn.Module):
+    """``how`` the mean is moved."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64) * 2)
+        self.register_buffer("mean", torch.ones(4, dtype=torch.float64))
+        self.register_buffer("other", torch.zeros(4, dtype=torch.float64))
+
+    def forward(self, x):
+        now = x.detach().mean(0)
+        y = x * self.weight * self.mean
+        if self.how == "moves":
+            self.mean = self.mean * 0.9 + now * 0.1
+        elif self.how == "by a number":
+            self.mean = self.mean + now if self.mean.max() < 3 else self.mean * 0.5
+        elif self.how == "twice":
+            self.mean = self.mean * 0.9
+            self.mean = self.mean + now
+        elif self.how == "both":
+            self.mean, self.other = self.other + now, self.mean * 1.0
+        elif self.how == "in the registry":
+            self._buffers["mean"] = self.mean * 0.9 + now * 0.1
+        elif self.how == "in a loop":
+            for row in x.unbind(0):
+                self.mean = torch.tanh(self.mean * 0.9 + row.detach() * 0.1) * 0.9
+                y = y + torch.sin(row * self.weight) * self.mean
+        return y * self.mean
+
+
+class Wrong(Tracks):
+    def forward(self, x):
+        y = x * self.weight
+        if self.how == "another form":
+            self.mean = self.mean.float()
+        elif self.how == "nothing":
+            self.mean = None
+        elif self.how == "the argument's memory":
+            self.mean = x.detach()[0]
+        elif self.how == "exchanged":
+            self.mean, self.other = self.other, self.mean
+        elif self.how == "a parameter":
+            self.weight = nn.Parameter(self.weight.detach() * 0.5)
+        return y
+
+
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.linear, self.inner = nn.Linear(4, 4, dtype=torch.float64), inner
+
+    def forward(self, x):
+        return self.inner(self.linear(x))
+
+
+def made(inner, place):
+    torch.manual_seed(0)
+    return inner if place == "outermost" else Around(inner)
+
+
+def trained(module, rows=6):
+    """Two calls before their backward, then two steps; what they give, and the buffers behind them."""
+    torch.manual_seed(3)
+    found = []
+    for together in (2, 1, 1):
+        losses = [module(torch.randn(rows, 4, dtype=torch.float64)).square().sum() for _ in range(together)]
+        module.zero_grad()
+        sum(losses).backward()
+        found += [loss.detach() for loss in losses] + [each.grad.clone() for each in module.parameters()]
+        found += [each.clone() for each in module.buffers()]
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("how", ["moves", "by a number", "twice", "both", "in the registry"])
+def test_they_have_eagers_numbers(how, place):
+    module = made(Tracks(how), place)
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, (torch.randn(6, 4, dtype=torch.float64),))
+    for ours, theirs in zip(trained(module), trained(eager), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    assert stats(module).hits >= 1
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_in_steps_of_a_loop(place):
+    module = made(Tracks("in a loop"), place)
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, (torch.randn(40, 4, dtype=torch.float64),))
+    for ours, theirs in zip(trained(module, 40), trained(eager, 40), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    assert stats(module).hits == 4
+
+
+def test_for_sizes_that_vary():
+    module = made(Tracks("moves"), "inside")
+    eager = copy.deepcopy(module)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    add_tvm_dispatch(module, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    for rows in (6, 9):
+        for ours, theirs in zip(trained(module, rows), trained(eager, rows), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    assert stats(module).hits == 8
+
+
+CASES = [("the argument's memory", "outermost")]
+CASES += [(how, place) for how in ("another form", "nothing", "exchanged", "a parameter") for place in PLACES]
+
+
+@pytest.mark.parametrize(("how", "place"), CASES)
+def test_what_cannot_be_written_is_refused(how, place):
+    module = made(Wrong(how), place)
+    before = dict(module.state_dict(keep_vars=True))
+    with pytest.raises(UnsupportedModule):
+        add_tvm_dispatch(module, (torch.randn(6, 4, dtype=torch.float64),))
+    after = module.state_dict(keep_vars=True)
+    assert all(after[name] is tensor for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_second_name_is_refused(place):
+    inner = Tracks("moves")
+    inner.register_buffer("again", inner.mean)
+    with pytest.raises(UnsupportedModule):
+        add_tvm_dispatch(made(inner, place), (torch.randn(6, 4, dtype=torch.float64),))
