@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from bridge.base.devices import TYPES
 from bridge.base.errors import Unsupported, user_line
 from bridge.base.threads import stack_of
 from bridge.base.torch_internals import (
@@ -20,10 +21,16 @@ from bridge.base.torch_internals import (
     saved_tensors_hooks,
 )
 
-__all__ = ["derivatives_noted", "use_of_autograd"]
+__all__ = ["derivatives_noted", "state_of_autograd", "use_of_autograd"]
 
 _HOOKS = ("register_hook", "retain_grad", "register_post_accumulate_grad_hook")
 _ELSEWHERE = "do it around the call, in the training loop"
+
+
+def state_of_autograd() -> tuple:
+    """What :func:`use_of_autograd` depends on beside the function, in this thread; grad mode and autocast, too."""
+    modes = torch.is_grad_enabled(), *map(torch.is_autocast_enabled, TYPES)
+    return forward_ad_level(), saved_tensors_hooks(), modes
 
 
 def use_of_autograd(func: Any, name: str) -> tuple[str, str, str | None] | None:

@@ -36,6 +36,12 @@ class TwoSidedRegistry(dict):
     def _side(self) -> dict[str, Any]:
         return self._here if is_capturing() else self._real
 
+    def __contains__(self, name: object) -> bool:  # these two at each read of a parameter, without a call between
+        return name in (self._here if is_capturing() else self._real)
+
+    def __getitem__(self, name: str) -> Any:
+        return (self._here if is_capturing() else self._real)[name]
+
     def __getattr__(self, name: str) -> Any:  # what an OrderedDict has besides
         return getattr(self._side(), name)
 
@@ -51,7 +57,7 @@ def _of_side(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    *("__contains__", "__delitem__", "__eq__", "__getitem__", "__ior__", "__iter__", "__len__", "__ne__", "__or__"),
+    *("__delitem__", "__eq__", "__ior__", "__iter__", "__len__", "__ne__", "__or__"),
     *("__repr__", "__reversed__", "__ror__", "__setitem__", "clear", "copy", "get", "items", "keys", "pop", "popitem"),
     *("setdefault", "update", "values"),
 ):

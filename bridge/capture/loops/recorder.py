@@ -22,7 +22,7 @@ from bridge.base.devices import HOST, TYPES
 from bridge.base.interrupts import raise_deferred
 from bridge.base.torch_autograd import no_torch_dispatch
 from bridge.base.torch_internals import len_dispatch_stack
-from bridge.capture.autograd_uses import use_of_autograd
+from bridge.capture.autograd_uses import state_of_autograd, use_of_autograd
 from bridge.capture.draw_recorder import DrawRecorder
 from bridge.capture.loops.arguments import Arguments, NotComparedError, Told, key_of, leaves_of
 from bridge.capture.loops.calls import (
@@ -84,10 +84,10 @@ class CallRecorder(TorchFunctionMode):
         self.uncomputed = None if computes else Uncomputed()
         self._grad = torch.is_grad_enabled()
         self._writing: dict[Any, bool] = {}
+        self._fine: tuple | None = None
         self._like: dict[tuple, Like] = {}
         self._like_but_for_number: dict[tuple, Like] = {}
-        self._kinds: dict[tuple, int] = {}
-        self._layouts: dict[tuple, int] = {}
+        self._kinds, self._layouts = dict[tuple, int](), dict[tuple, int]()
         self._look_of: list[int] = []  # twice the number of a value's layout, and whether autograd follows it
         self._arguments = Arguments()
         self._known: dict[int, tuple[weakref.ref, int]] = {}
@@ -150,8 +150,7 @@ class CallRecorder(TorchFunctionMode):
 
     def _leave_out(self, reads, given, answer: Answer, known, kind: int, number: int | float | None) -> Any:
         """Adds the row of a call that is not computed; ``known``: the forms of its results."""
-        results, row = self.uncomputed.results(answer, given), len(self.calls.rows)
-        makes: list[int] = []
+        results, row, makes = self.uncomputed.results(answer, given), len(self.calls.rows), []
         self._elements += answer.numel
         if self._elements > _SMALL + _EACH * row:
             self.fail("large tensors")
@@ -317,7 +316,9 @@ class CallRecorder(TorchFunctionMode):
 
     def _check(self, func: Any) -> bool:
         """Whether a call writes a part of a tensor. The recording ends if it could have another part in forward."""
-        writes = self._writing.get(func)
+        writes, state = self._writing.get(func), state_of_autograd()
+        if writes is not None and state == self._fine:  # both were looked at before
+            return writes
         if writes is None:
             name = getattr(func, "__name__", None)
             if name is None or (name in ("__get__", "__set__", "__delete__") and func not in VIEWS):
@@ -329,6 +330,7 @@ class CallRecorder(TorchFunctionMode):
             self.fail("a use of autograd")
         if any(map(torch.is_autocast_enabled, TYPES)):
             self.fail("autocast")
+        self._fine = state
         return writes
 
     def _number(self, tensor: torch.Tensor) -> int:
