@@ -18,6 +18,10 @@ __all__ = ["collection_paused", "only_new_objects_collected"]
 _IMMORTAL = 1000 if sys.version_info[:2] == (3, 12) else 0
 
 
+_OURS: list[bool] = []
+"""One for each stretch of work whose objects are frozen by :func:`only_new_objects_collected`."""
+
+
 def _has_frozen() -> bool:
     """Whether somebody has frozen objects himself; takes as long as counting them."""
     return gc.get_freeze_count() > _IMMORTAL
@@ -33,19 +37,27 @@ def only_new_objects_collected() -> Iterator[None]:
         yield
         return
     gc.freeze()
+    _OURS.append(True)
     try:
         yield
     finally:
+        _OURS.pop()
         gc.unfreeze()
 
 
 @contextmanager
-def collection_paused() -> Iterator[None]:
-    """While active, nothing is collected: around imports, whose objects stay."""
+def collection_paused(*, objects_stay: bool = False) -> Iterator[None]:
+    """While active, nothing is collected: around imports, whose objects stay.
+
+    ``objects_stay``: inside of :func:`only_new_objects_collected` they are passed over, too; the next collection would
+    walk through all of them.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        if objects_stay and _OURS:
+            gc.freeze()
         if enabled:
             gc.enable()

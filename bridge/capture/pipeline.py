@@ -102,7 +102,7 @@ def _captured_on(
     """The captured call on the device of its tensors; in eager's branches where those are others and can be traced."""
     device = device_of_call(module, args, kwargs)
     settle_attention_order(device)
-    with collection_paused():
+    with collection_paused(objects_stay=True):
         export_tracer()  # before what it does to the process is replaced
     with working_for(device):
         asked, refused = times_forward_asked(), None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -118,15 +118,19 @@ _capturing = free_in_children(threading.RLock())
 def one_capture_at_a_time() -> Iterator[None]:
     """The lock of those who trace, which a thread may take again: one module is captured, or one of Dynamo's graphs."""
     # Here, since this imports Dynamo, which remembers what it finds in nn.Module, where a capture replaces it.
-    with collection_paused():
+    with ExitStack() as importing:
+        if "torch._dynamo" not in sys.modules:
+            importing.enter_context(collection_paused())
         dynamos = compile_lock()
-    with held(_capturing), held(dynamos):
-        if getattr(_thread, "holds", False):  # to ask for frozen objects is to count them all
-            yield
-            return
-        _thread.holds = True
-        try:
-            with only_new_objects_collected():
+        with held(_capturing), held(dynamos):
+            if getattr(_thread, "holds", False):  # to ask for frozen objects is to count them all
+                importing.close()
                 yield
-        finally:
-            _thread.holds = False
+                return
+            _thread.holds = True
+            try:
+                with only_new_objects_collected():
+                    importing.close()  # what was imported is among what there was before
+                    yield
+            finally:
+                _thread.holds = False

@@ -45,6 +45,17 @@ def test_what_was_there_is_passed_over_and_collected_afterwards():
     assert old() is None
 
 
+@pytest.mark.parametrize("stay", [True, False])
+def test_imported_objects_are_passed_over(stay):
+    gc.collect()  # as above
+    with collection_paused(), only_new_objects_collected():
+        before = gc.get_freeze_count()
+        with collection_paused(objects_stay=stay):
+            made = [Cycle() for _ in range(1000)]
+        assert (gc.get_freeze_count() >= before + len(made)) == stay
+    assert gc.get_freeze_count() == 0
+
+
 def test_objects_that_the_user_froze_stay_frozen():
     gc.freeze()
     try:
