@@ -13,7 +13,7 @@ from bridge.compile.codegen.rounding import rounded
 from bridge.compile.codegen.tir import sequence
 from bridge.compile.cpu.row_scope import RowScope
 from bridge.compile.cpu.row_step import Accumulators, Step
-from bridge.compile.cpu.steps import Steps, vectors_and_tail
+from bridge.compile.cpu.steps import Steps, narrowed, vectors_and_tail
 from bridge.compile.schedule.reduction import combine, fold_lanes, identity
 from bridge.compile.schedule.row_plan import RowPass
 
@@ -77,7 +77,8 @@ def _steps(scope: RowScope, widths: Sequence[int]) -> tuple[list[Steps], list[St
         vectors = number(last // wide)
         left = number(walk.vectors) - scope.row * vectors
         return [Steps(wide, 1, number(0), scope.head.name_index(tirx.min(left, vectors), "vectors"))], []
-    return vectors_and_tail(number, last, wide, widths)
+    turns, tail = vectors_and_tail(number, last, wide, widths)
+    return turns, narrowed(number, last, wide, tail)
 
 
 def _first_that_divides(scope: RowScope, widths: Sequence[int], loops: Sequence[Stmt]) -> list[Stmt]:
@@ -98,7 +99,8 @@ def _accumulators(scope: RowScope, rows: Sequence[int], steps: Sequence[Steps]) 
     accumulators: dict[tuple[int, int], Buffer] = {}
     most: dict[int, int] = {}  # vectors of each number of lanes
     for part in steps:
-        most[part.lanes] = max(part.copies, most.get(part.lanes, 0))
+        lanes = part.lanes if part.lanes == scope.plan.lanes else 1
+        most[lanes] = max(part.copies, most.get(lanes, 0))
     for index in rows:
         node = scope.plan.nodes[index]
         dtype = compute_type(node.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, Stmt
+from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, Shuffle, Stmt
 
 from bridge.compile.codegen.emit import Emitter
 from bridge.compile.codegen.pointwise import compute_type
@@ -68,6 +68,9 @@ class Step:
             e.stmts.append(BufferStore(buffer, self._value(node), [e.index(at, 1)]))
         for node in row_pass.reductions:
             operand = e.cast(self._read(nodes[node].operands[0]), compute_type(nodes[node].dtype))
+            if nodes[node].reduces == "row" and (node, e.lanes) not in self.accumulators:
+                self._add_one_by_one(node, operand)
+                continue
             if nodes[node].reduces == "row":
                 buffer = self.accumulators[node, e.lanes]
                 at = e.index(scope.number(self.copy * e.lanes), 1)
@@ -77,6 +80,14 @@ class Step:
             old = e.bind(BufferLoad(buffer, [at]))
             e.stmts.append(BufferStore(buffer, combine(e, nodes[node].op, old, operand), [at]))
         return e.stmts
+
+    def _add_one_by_one(self, node: int, operand: Expr) -> None:
+        """A narrower vector's lanes: the columns behind the vectors, in order."""
+        e, buffer, at = Emitter(1), self.accumulators[node, 1], self.scope.number(0)
+        vector, total = self.e.bind(operand), e.bind(BufferLoad(buffer, [at]))
+        for lane in range(self.e.lanes):
+            total = e.bind(combine(e, self.plan.nodes[node].op, total, e.bind(Shuffle([vector], [lane]))))
+        self.e.stmts += [*e.stmts, BufferStore(buffer, total, [at])]
 
     def _value(self, node: int) -> Expr:
         """A node's elementwise value at this step."""

@@ -1,0 +1,42 @@
+"""Columns behind the vectors: walked in a narrower vector, in the bits of one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tvm.relax import op as R
+
+from bridge.compile import clear_cache, compile_function, host_backend
+from bridge.compile.cpu import row
+from bridge.compile.cpu.steps import narrowed
+from tests.bridge.compile_helpers import function
+
+LANES = host_backend().order.lanes
+
+
+def softmax(emit, x):
+    return [emit(R.nn.softmax(x))]
+
+
+def compared(emit, x):
+    return [emit(R.greater(x, emit(R.mean(x, axis=[-1], keepdims=True))))]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("body", [softmax, compared])
+@pytest.mark.parametrize("left", [1, LANES // 2 - 1, LANES // 2, LANES // 2 + 3, LANES - 1])
+@pytest.mark.parametrize("vectors", [0, 3])
+def test_bits(monkeypatch, dtype, body, left, vectors):
+    found, narrow = [], []
+    x = torch.randn(9, vectors * LANES + left).to(getattr(torch, dtype))
+
+    def seen(*arguments):
+        narrow.append(any(part.lanes > 1 for part in narrowed(*arguments)))
+        return narrowed(*arguments)
+
+    for walk in (seen, lambda _number, _extent, _lanes, tail: list(tail)):
+        clear_cache()
+        monkeypatch.setattr(row, "narrowed", walk)
+        found += compile_function(function([(tuple(x.shape), dtype)], body), name="test")([x])
+    assert any(narrow) == (left >= 4)
+    assert torch.equal(*found)
