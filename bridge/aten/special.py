@@ -120,7 +120,7 @@ def binary_cross_entropy_with_logits(importer, node, x, target, weight=None, pos
     """
     fake, of_target = node.args[0].meta["val"], dtype(target)
     wide = torch.promote_types(fake.dtype, getattr(torch, of_target))
-    fake, x = TensorForm(fake.shape, wide), importer.cast(x, str(wide)[6:])
+    fake, x = TensorForm(fake.shape, wide), importer.cast(x, str(wide).removeprefix("torch."))
     target, weight, pos_weight = (
         None if each is None else importer.expand(importer.cast(each, dtype(x)), fake.shape)
         for each in (target, weight, pos_weight)

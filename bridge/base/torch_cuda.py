@@ -14,7 +14,6 @@ import torch
 from bridge.base.torch_internals import find
 
 __all__ = [
-    "SAME_SETTINGS",
     "SETTINGS",
     "convolves_by_cudnn",
     "cudnn_flags",
@@ -22,6 +21,7 @@ __all__ = [
     "current_stream",
     "empty_strided",
     "gpu_features",
+    "meaning_the_same",
     "memory_of_pool",
     "products_are_tf32",
     "read_settings",
@@ -150,5 +150,11 @@ def settle_attention_order(device: torch.device) -> None:
         _fused_choice(one, one, one)
 
 
-SAME_SETTINGS: tuple[tuple[Any, ...], ...] = (("none", "ieee"),)
+_SAME: tuple[tuple[Any, ...], ...] = (("none", "ieee"),)
 """Values of a setting that mean the same."""
+
+
+def meaning_the_same(value: Any) -> tuple[Any, ...]:
+    """A setting's value, then the others that mean the same."""
+    others = [other for same in _SAME if value in same for other in same if other != value]
+    return value, *others

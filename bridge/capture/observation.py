@@ -162,6 +162,7 @@ class Observation:
         counted: indices of the inputs whose version it has moved on. A batch norm writes its running statistics without
             that: autograd takes them for unchanged, and so does a backward that has saved them.
         checkpointed: indices of the inputs that checkpoints read which the backward runs again, each with the line.
+        replaced: names of the parameters and buffers that forward sets to another tensor.
     """
 
     outputs: list[Output] = field(default_factory=list)
@@ -178,3 +179,4 @@ class Observation:
     objects: list[Any] = field(default_factory=list)
     counted: frozenset[int] = frozenset()
     checkpointed: dict[int, str] = field(default_factory=dict)
+    replaced: list[str] = field(default_factory=list)

@@ -96,10 +96,10 @@ def observe(
     if spec_now != argument_spec or any(now is not then for now, then in zip(leaves_now, argument_leaves, strict=True)):
         reason = "changes a list, a dict or an object that was passed to the module"
         rules.unsupported.append(Unsupported("an argument", "forward", reason, "work on a copy of it"))
-    for name, tensor in before.items():
-        if state[name] is not tensor:
-            is_parameter = any(tensor is each for each in parameters)
-            _judge_replaced(name, tensor, state[name], is_parameter, inputs, rules)
+    observation.replaced = [name for name, tensor in before.items() if state[name] is not tensor]
+    for name in observation.replaced:
+        is_parameter = any(before[name] is each for each in parameters)
+        _judge_replaced(name, before[name], state[name], is_parameter, inputs, rules)
     for tensor in set(state.values()) - set(parameters):
         if tensor.requires_grad and tensor.grad_fn is not None:
             rules.complain("buffer", "forward leaves a buffer that requires grad", "update it under torch.no_grad()")

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bridge.base.devices import HOST
 from bridge.base.errors import Unsupported, UnsupportedModule
 from bridge.base.modes import autocast_setting
-from bridge.base.torch_cuda import SAME_SETTINGS, SETTINGS
+from bridge.base.torch_cuda import SETTINGS, meaning_the_same
 from bridge.capture import Captured, Draw, Observation
 from bridge.compile import DrawnMask
 from bridge.dispatch import Backward, CallStep, Draws, Entry, Save
@@ -210,7 +210,7 @@ def refuse_other_settings(data: dict[str, Any], device: torch.device) -> None:
     """``ValueError`` naming a setting of torch that is not as it was when an entry was saved."""
     now = _settings(device)
     for name, then in data["settings"].items():
-        if now.get(name) != then and not any({now.get(name), then} <= {*same} for same in SAME_SETTINGS):
+        if now.get(name) not in meaning_the_same(then):
             raise ValueError(f"saved for {name}: {then}, here it is {now.get(name)}")
 
 

@@ -130,7 +130,7 @@ class _RecordedRun:
         arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         owned, state = owned_state(module, tensors, real_tensors)
         parameters = [tensor for spec, tensor in zip(tensors, owned, strict=True) if spec.kind == "parameter"]
-        named, before = {spec.name: tensor for spec, tensor in zip(tensors, owned, strict=True)}, dict(state)
+        named = {spec.name: tensor for spec, tensor in zip(tensors, owned, strict=True)}
         self._recorder = recorder = CallRecorder(arguments, named, self._computes)
         with IsolatedRNG(), nothing_saved():
             given = module, state, parameters, [*owned, *arguments], args, kwargs, nullcontext()
@@ -139,7 +139,7 @@ class _RecordedRun:
         left_out = 0 if recorder.uncomputed is None else recorder.uncomputed.left_out
         if run.unsupported or run.objects or recorder.operators + left_out < LEAST_OPERATORS:
             return None
-        if any(state[name] is not tensor for name, tensor in before.items()):  # a replay makes calls and sets nothing
+        if run.replaced:  # a replay makes calls and sets nothing
             return None
         calls = recorder.finish(run.results, run.out_spec)
         replay = Replay(calls, evenly_alive(calls, find_loops(calls)))

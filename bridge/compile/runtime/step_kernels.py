@@ -14,7 +14,7 @@ from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.plan_rows import plan_rows
 from bridge.compile.schedule.together import plan_together
 
-__all__ = ["chained", "guard_indices", "is_chain", "kernel_of", "one"]
+__all__ = ["chained", "guard_indices", "kernel_of", "one"]
 
 
 def chained(
@@ -27,7 +27,7 @@ def chained(
     return [list(chains.get(step[0], step)) for step in steps if step[0] not in early]
 
 
-def is_chain(step: Sequence[Group]) -> bool:
+def _is_chain(step: Sequence[Group]) -> bool:
     """Whether groups that are launched as one are a chain."""
     return len(step) > 1 and isinstance(step[0].nodes[0], Product)
 
@@ -63,13 +63,13 @@ def kernel_of(
         return None
     if isinstance(node, LibraryCall):
         return node
-    if isinstance(node, Product) and not is_chain(step):
+    if isinstance(node, Product) and not _is_chain(step):
         values = tuple(operand.value for operand in node.operands[:2])
         ops = ("matmul",) if node.onto is None else ("matmul", "add")
         return Kernel(generate(node.plan), values, node.outs, (), ops, node.plan.descriptor(node.onto is not None))
     if isinstance(node, Fallback):
         return Kernel(node.kernel, tuple(op.value for op in node.operands), node.outs, (), (node.op,))
-    if is_chain(step):
+    if _is_chain(step):
         planned = plan_chain(step, stored, rules)
         assert planned is not None
     elif len(step) > 1:

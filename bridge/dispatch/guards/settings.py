@@ -6,12 +6,11 @@ Library calls follow the settings when they run, as eager does; what was chosen 
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
 
 import torch
 
 from bridge.base.guard_failure import INTERPRETER, GuardFailure
-from bridge.base.torch_cuda import SAME_SETTINGS, SETTINGS, read_settings, settle_attention_order
+from bridge.base.torch_cuda import SETTINGS, meaning_the_same, read_settings, settle_attention_order
 from bridge.dispatch.guards.condition import differs
 
 __all__ = ["SettingsGuard"]
@@ -26,7 +25,7 @@ class SettingsGuard:
 
     def __init__(self, device: torch.device) -> None:
         settle_attention_order(device)  # or an entry would miss from the first attention on, whoever calls it
-        self._accepted = [_meaning_the_same(value) for value in read_settings()]
+        self._accepted = [meaning_the_same(value) for value in read_settings()]
         self.states = tuple(product(*self._accepted))
 
     def failure(self) -> GuardFailure | None:
@@ -35,9 +34,3 @@ class SettingsGuard:
             if value not in accepted:
                 return differs(INTERPRETER, name, accepted[0], value)
         return None
-
-
-def _meaning_the_same(value: Any) -> tuple[Any, ...]:
-    """The value, then the others."""
-    others = [other for same in SAME_SETTINGS if value in same for other in same if other != value]
-    return value, *others

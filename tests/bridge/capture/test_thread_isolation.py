@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ import bridge
 from bridge import UnsupportedModule, add_tvm_dispatch, lower, stats
 from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.tracing import is_capturing
+from bridge.dispatch import options
 from tests.bridge.models import MLP
 
 pytestmark = pytest.mark.composes("two threads: two modules, one module; adding beside them")
@@ -303,6 +305,35 @@ def test_two_threads_add_the_first_entries():
     add_tvm_dispatch(module, rows(7))
     other.join(PATIENCE)
     assert sorted(entry.lowered.captured.arguments[0].shape[0] for entry in stats(module).entries) == [5, 7]
+
+
+def test_a_dispatcher_is_not_taken_off_by_who_has_seen_none(monkeypatch):
+    """Another thread puts its own there right after this one has looked: at the second use of the place's name."""
+    uses: list[None] = []
+
+    class Place(str):
+        def __hash__(self) -> int:
+            if threading.current_thread() is threading.main_thread():
+                uses.append(None)
+                if len(uses) == 2:
+                    other.start()
+                    other.join(0.3)  # it waits for this thread, or has been
+            return super().__hash__()
+
+        __eq__ = str.__eq__
+
+    def stand_in() -> SimpleNamespace:
+        entries = SimpleNamespace(all=[object()])
+        return SimpleNamespace(budget={}, learns=False, entries=entries, adopt=entries.all.extend)
+
+    module, ours, theirs = MLP(), stand_in(), stand_in()
+    monkeypatch.setattr(options, "COMPILED_CALL", Place(options.COMPILED_CALL))
+    monkeypatch.setattr(options, "mark", lambda module: None)
+    other = threading.Thread(target=lambda: options.install(module, theirs), daemon=True)
+    options.install(module, ours)
+    other.join(PATIENCE)
+    entries = module.__dict__.pop(str(options.COMPILED_CALL)).entries.all
+    assert len(uses) >= 2 and len(entries) == 2
 
 
 def test_no_thread_is_left_behind():
