@@ -111,17 +111,24 @@ def _forward_as_exported(module: nn.Module, signature: inspect.Signature | None)
 
 @contextmanager
 def _replaced_buffers_written(root: nn.Module) -> Iterator[None]:
-    """What forward sets a buffer of an inner module to, ``self.mean = self.mean * 0.9``, is written into the old one.
+    """What forward sets a buffer to, ``self.mean = self.mean * 0.9``, is written into the old one.
 
-    torch.export notes what becomes of the outermost module's own buffers, and loses, silently, what becomes of others.
+    torch.export notes what becomes of the outermost module's own buffers where they are set as attributes, and loses,
+    silently, what becomes of others: those of inner modules, and what is put into ``_buffers``.
     """
-    inner = [each for each in root.modules() if each._buffers is not root._buffers]
-    before = [(each, name, buffer) for each in inner for name, buffer in each._buffers.items() if buffer is not None]
+    modules = list(root.modules())
+    before = [(each, name, buffer) for each in modules for name, buffer in each._buffers.items() if buffer is not None]
     yield
-    replaced = [(each, name, buffer) for each, name, buffer in before if each._buffers.get(name) is not buffer]
-    values = [each._buffers.get(name) for each, name, _ in replaced]
-    for (each, name, buffer), value in zip(replaced, values, strict=True):
-        if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (buffer.shape, buffer.dtype):
+    for each, name, buffer in before:
+        value = each._buffers.get(name)
+        if value is buffer:
+            continue
+        is_alike = isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (buffer.shape, buffer.dtype)
+        if each._buffers is root._buffers:
+            if is_alike:
+                nn.Module.__setattr__(each, name, value)  # torch.export hears of it
+            continue
+        if is_alike:
             with torch.no_grad():  # of another form, it is refused by name
                 buffer.copy_(value)
         each._buffers[name] = buffer
