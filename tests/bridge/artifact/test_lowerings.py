@@ -307,7 +307,7 @@ def test_records_know_every_field():
         Operand: "dtype stride offset of",
         Output: "value is_tensor alias_of is_same_object shape stride offset dtype is_conjugate requires_grad reaches",
         Observation: "outputs out_spec draws unsupported calls trace results differentiates reads_validation asks "
-        "attends_otherwise objects counted checkpointed",
+        "attends_otherwise objects counted checkpointed replaced",
     }
     assert {kind: " ".join(each.name for each in fields(kind)) for kind in known} == known
 
