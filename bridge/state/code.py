@@ -40,12 +40,13 @@ from bridge.state.names import (
 )
 from bridge.state.reachable import Contents, Fields, Reached
 from bridge.state.values import same
-from bridge.state.write_counts import dict_versions, same_versions
+from bridge.state.write_counts import dict_versions
 
 __all__ = ["CodeGuard"]
 
 _CODE = attrgetter("__code__")
 _DEFAULTS = attrgetter("__defaults__", "__kwdefaults__")
+_EACH_DEFAULTS = attrgetter("__defaults__"), attrgetter("__kwdefaults__")
 _call = getattr(operator, "call", lambda read, source: read(source))  # in C since Python 3.11
 
 
@@ -74,9 +75,15 @@ class CodeGuard:
             kinds.update(reached.kinds)
         self._codes = list(map(_CODE, self._functions))
         self._contents = [*reached.contents, *_environment(self._functions)]
-        self._counted = {each: each.counted for each in self._contents if each.counted is not None}
+        self._counted = [each for each in self._contents if each.counted is not None]
         self._uncounted = [each for each in self._contents if each.counted is None]
+        self._dicts = [*self._counted_names.dicts, *(each.counted for each in self._counted)]
         self._versions: list[int] | None = None
+        for getter, sources, expected in (
+            *self._counted_names.classes,
+            (_CODE, self._functions, self._codes),
+        ):
+            self._expect_each(getter, sources, expected)
 
     def _note_all(self, kinds: Iterable[type], functions: Sequence[FunctionType], reached: Reached) -> Reached:
         self._read: list[tuple[Callable[[Any], Any], Any]] = []
@@ -150,7 +157,10 @@ class CodeGuard:
         values = read(source)
         self._read.append((read, source))
         self._values += values
-        if dicts is None:
+        if read is _DEFAULTS:
+            for getter, value in zip(_EACH_DEFAULTS, values, strict=True):
+                self._expect_each(getter, [source], [value])
+        elif dicts is None:
             single = getattr(read, "single", None)
             getters, sources, expected = self._several if single is None else self._single
             getters.append(single or read)
@@ -166,6 +176,11 @@ class CodeGuard:
             elif contents and _is_users(value):
                 self._reached.add(reason, value)
 
+    def _expect_each(self, getter: Callable[[Any], Any], sources: Sequence[Any], expected: Sequence[Any]) -> None:
+        """:meth:`unchanged` asks what ``getter`` gives for each of these sources."""
+        for each, to in zip(([getter] * len(sources), sources, expected), self._single, strict=True):
+            to += each
+
     def mentions(self, *names: str) -> bool:
         """Whether one of these names occurs in the code."""
         return any(not set(names).isdisjoint(names_of(function.__code__)) for function in self._functions)
@@ -179,22 +194,21 @@ class CodeGuard:
         try:
             if not all(map(is_, map(_call, *self._single[:2]), self._single[2])):
                 return False
-            if not all(map(is_, chain.from_iterable(map(_call, *self._several[:2])), self._several[2])):
+            if self._several[0] and not all(
+                map(is_, chain.from_iterable(map(_call, *self._several[:2])), self._several[2])
+            ):
                 return False
         except (KeyError, AttributeError, ValueError):  # gone, or an empty cell
             return False
-        if not self._counted_names.unchanged():
+        if self._uncounted and not all(contents.unchanged() for contents in self._uncounted):
             return False
-        if not all(map(is_, map(_CODE, self._functions), self._codes)):
-            return False
-        if not all(contents.unchanged() for contents in self._uncounted):
-            return False
-        if same_versions(self._counted.values(), self._versions):
+        versions = dict_versions(self._dicts)  # before the look: what is written meanwhile is seen next time
+        if versions is not None and versions == self._versions:
             return True
-        versions = dict_versions(self._counted.values())  # before the look: what is written meanwhile is seen next time
-        unchanged = all(contents.unchanged() for contents in self._counted)
-        self._versions = versions if unchanged else None
-        return unchanged
+        if not self._counted_names.unchanged() or not all(contents.unchanged() for contents in self._counted):
+            return False
+        self._versions = versions
+        return True
 
     def match(self) -> None:
         """Raises :class:`GuardFailure`, naming the first thing that is not what it was; equal plain values are."""

@@ -35,11 +35,15 @@ class _Look(NamedTuple):
 
 
 class CountedNames:
-    """Names and what they were; threads may ask at the same time."""
+    """Names and what they were; threads may ask at the same time.
+
+    Attributes:
+        dicts: the dictionaries that decide what the names are, as long as :attr:`classes` are as they were.
+    """
 
     def __init__(self) -> None:
         self._looks: dict[int, list[_Look]] = {}  # by the dictionary's id
-        self._dicts: list[dict[str, Any]] = []
+        self.dicts: list[dict[str, Any]] = []
         self._classes: list[type] = []
         self._metas: list[type] = []
         self._bases: list[tuple[type, ...]] = []
@@ -50,24 +54,27 @@ class CountedNames:
         look = _Look(read, source, tuple(values))
         for each in dicts:
             if id(each) not in self._looks:
-                self._dicts.append(each)
+                self.dicts.append(each)
             self._looks.setdefault(id(each), []).append(look)
         if isinstance(source, type):
             self._classes.append(source)
             self._metas.append(type(source))
             self._bases.append(source.__mro__)
 
+    @property
+    def classes(self) -> tuple[tuple[Callable[[type], Any], list[type], list[Any]], ...]:
+        """What else decides: getters, the classes that each is for, and what it has to give for each of these."""
+        return (type, self._classes, self._metas), (_BASES, self._classes, self._bases)
+
     def unchanged(self) -> bool:
         """Whether all of them are the very same."""
-        if not all(map(is_, map(type, self._classes), self._metas)):
+        if not all(all(map(is_, map(getter, sources), then)) for getter, sources, then in self.classes):
             return False
-        if not all(map(is_, map(_BASES, self._classes), self._bases)):
-            return False
-        now, then = dict_versions(self._dicts), self._versions
+        now, then = dict_versions(self.dicts), self._versions
         if now is not None and now == then:
             return True
         looks: dict[int, _Look] = {}
-        for place, each in enumerate(self._dicts):
+        for place, each in enumerate(self.dicts):
             if now is None or then is None or now[place] != then[place]:
                 looks.update((id(look), look) for look in self._looks[id(each)])
         if not all(look.unchanged() for look in looks.values()):
