@@ -132,7 +132,7 @@ def parts(module: nn.Module, x: Tensor) -> dict[str, Callable[[], object]]:
     wanted = [inputs[i] for i in entry.lowered.wanted]
     return {
         "guard": lambda: entry.guard.quick(module, (x,), {}),
-        "draws": lambda: _act(entry.run.before, call),
+        "draws": lambda: _draw(entry.run.before, call),
         "function": lambda: _function(results, saved, gradients, wanted, grad_outs),
         "forward steps": lambda: _without_grad(_act, entry.run.forward, call),
         "backward steps": lambda: _without_grad(_backward, entry, saved + grad_outs),
@@ -149,6 +149,11 @@ def _function(
 def _act(actions: list[Action], call: Call) -> None:
     for act in actions:
         act(call)
+
+
+def _draw(actions: list[Action], call: Call) -> None:
+    call.primals = call.inputs  # draws are put behind them
+    _act(actions, call)
 
 
 def _without_grad(run: Callable, *args: object) -> None:
