@@ -45,8 +45,7 @@ from bridge.state.write_counts import dict_versions
 __all__ = ["CodeGuard"]
 
 _CODE = attrgetter("__code__")
-_DEFAULTS = attrgetter("__defaults__", "__kwdefaults__")
-_EACH_DEFAULTS = attrgetter("__defaults__"), attrgetter("__kwdefaults__")
+_DEFAULTS = "__defaults__", "__kwdefaults__"
 _call = getattr(operator, "call", lambda read, source: read(source))  # in C since Python 3.11
 
 
@@ -79,11 +78,8 @@ class CodeGuard:
         self._uncounted = [each for each in self._contents if each.counted is None]
         self._dicts = [*self._counted_names.dicts, *(each.counted for each in self._counted)]
         self._versions: list[int] | None = None
-        for getter, sources, expected in (
-            *self._counted_names.classes,
-            (_CODE, self._functions, self._codes),
-        ):
-            self._expect_each(getter, sources, expected)
+        for each in (*self._counted_names.classes, (_CODE, self._functions, self._codes)):
+            self._expect_each(*each)
 
     def _note_all(self, kinds: Iterable[type], functions: Sequence[FunctionType], reached: Reached) -> Reached:
         self._read: list[tuple[Callable[[Any], Any], Any]] = []
@@ -97,12 +93,11 @@ class CodeGuard:
             self._note_class(kind)
         self._functions = with_helpers((*chain.from_iterable(map(functions_of, kinds)), *functions))
         self._note_names()
+        defaults = {name: _tuple_of(attrgetter, [name]) for name in _DEFAULTS}
         for function in self._functions:
             if function.__defaults__ or function.__kwdefaults__:
-                reasons = dict.fromkeys(
-                    ("__defaults__", "__kwdefaults__"), f"default arguments of {function.__qualname__}"
-                )
-                self._note(_DEFAULTS, function, reasons)
+                for name, read in defaults.items():
+                    self._note(read, function, {name: f"default arguments of {function.__qualname__}"})
         return self.__dict__.pop("_reached")
 
     def _note_class(self, kind: type) -> None:
@@ -157,17 +152,15 @@ class CodeGuard:
         values = read(source)
         self._read.append((read, source))
         self._values += values
-        if read is _DEFAULTS:
-            for getter, value in zip(_EACH_DEFAULTS, values, strict=True):
-                self._expect_each(getter, [source], [value])
-        elif dicts is None:
-            single = getattr(read, "single", None)
-            getters, sources, expected = self._several if single is None else self._single
-            getters.append(single or read)
+        if dicts is not None:
+            self._counted_names.add(read, source, values, dicts)
+        elif (single := getattr(read, "single", None)) is not None:
+            self._expect_each(single, [source], values)
+        else:
+            getters, sources, expected = self._several
+            getters.append(read)
             sources.append(source)
             expected += values
-        else:
-            self._counted_names.add(read, source, values, dicts)
         self._reasons += reasons.values()
         self._places += [(source if owner is None else owner, name) for name in reasons]
         for value, reason in zip(values, reasons.values(), strict=True):

@@ -191,6 +191,38 @@ def test_all_of_it_as_it_was_is_dispatched(module):
     assert stats(module).hits == 1
 
 
+def test_another_base_of_a_class_is_seen_and_named():
+    """No dictionary of the class is written to. Put back, bases are equal, not the same: a call is compared whole."""
+
+    class Low:
+        offset = 1.0
+
+    class High:
+        offset = 2.0
+
+    class Offset(Low):
+        def __call__(self, x):
+            return x + self.offset
+
+    class Adds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.act = nn.Linear(6, 6), Offset()
+
+        def forward(self, x):
+            return self.act(self.linear(x))
+
+    module, x = Adds(), torch.ones(4, 6)
+    add_tvm_dispatch(module, x)
+    module(x)
+    Offset.__bases__ = (High,)
+    torch.testing.assert_close(module(x), module.forward(x))
+    assert list(stats(module).misses) == ["attribute 'offset' of class Offset changed"]
+    Offset.__bases__ = (Low,)
+    torch.testing.assert_close(module(x), module.forward(x))
+    assert stats(module).hits == 2
+
+
 def test_a_parent_kept_in_an_attribute_is_not_walked_through():
     """A back-reference would make everything that a parent holds a condition; its own settings are."""
     parent = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
