@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.gpu_clock import AHEAD_CYCLES, Step, by_turns, copy_bandwidth, show_kernels
 from benchmarks.gpu_peers import PEERS, PRECISIONS, Batch, peer, settle
-from benchmarks.train_blocks import BLOCKS
+from benchmarks.train_blocks import BLOCKS, bert_layer
 from bridge import stats
 from bridge.compile import CallLibrary, Instruction, View
 from bridge.compile.runtime import executor
@@ -127,6 +127,7 @@ def in_a_row(run: Step, steps: int) -> Step:
 def measure(block: str, shape: tuple[int, ...], name: str, options: argparse.Namespace, bandwidth: float) -> None:
     """Prints the times of all peers, then our steps."""
     precision, (make, _) = PRECISIONS[name], BLOCKS[block]
+    make = make if options.attention == "eager" else partial(bert_layer, options.attention)
     torch.manual_seed(0)
     device, batch = torch.device("cuda"), Batch((torch.randn(shape, requires_grad=True),))
     head = f"{block.partition(' (')[0]} {shape} {name}"
@@ -159,6 +160,7 @@ def main() -> None:
     parser.add_argument("--shape", nargs="+", default=SHAPES, help="its leading extents, as in 32,328")
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=("fp32", "tf32", "amp"))
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=("eager",))
+    parser.add_argument("--attention", choices=("eager", "sdpa"), default="eager", help="transformers', of a BertLayer")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=0, metavar="N", help="also the N longest steps of our programs")
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="also the N longest kernels of each peer")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["KNOWN", "advance", "launched", "mask", "philox4x32_10"]
+__all__ = ["KNOWN", "advance", "launched", "mask", "mask_in_a_row", "philox4x32_10"]
 
 KNOWN = (
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
@@ -41,7 +41,10 @@ def advance(count: int, most: int) -> int:
 
 
 def mask(count: int, rate: float, width: int, threads: int, seed: int, offset: int) -> np.ndarray:
-    """The mask of so many elements, as the threads of eager's kernel draw it: in floating point, thread by thread."""
+    """The mask of so many elements, as the threads of eager's kernel draw it: in floating point, thread by thread; of a
+    width of 0, attention's."""
+    if width == 0:
+        return mask_in_a_row(count, rate, seed, offset)
     kept = np.zeros(count, dtype=bool)
     thread = np.arange(threads, dtype=np.uint64)
     key, keep = (seed % 2**32, seed % 2**64 >> 32), np.float32(1 - rate)
@@ -65,3 +68,12 @@ def mask(count: int, rate: float, width: int, threads: int, seed: int, offset: i
                 kept[at[inside]] = (uniform < keep)[inside]
             call += 1
     return kept
+
+
+def mask_in_a_row(count: int, rate: float, seed: int, offset: int) -> np.ndarray:
+    """The mask of so many weights of attention, as its kernel draws it: numbers of one sequence."""
+    call = np.arange(offset // 4, offset // 4 + count // 4 + 2, dtype=np.uint64)
+    words = call & np.uint64(0xFFFFFFFF), call >> np.uint64(32), np.zeros_like(call), np.zeros_like(call)
+    numbers = np.stack(philox4x32_10(words, (seed % 2**32, seed % 2**64 >> 32)), axis=-1).ravel()[offset % 4 :][:count]
+    uniform = numbers.astype(np.float32) * np.float32(2**-32) + np.float32(2**-33)
+    return uniform > np.float32(rate)

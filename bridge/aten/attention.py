@@ -1,21 +1,28 @@
-"""Scaled dot-product attention → library functions: one for each of torch's fused kernels."""
+"""Scaled dot-product attention → library functions: one for each of torch's fused kernels; or products and a softmax.
+
+The efficient kernel's formula takes its place where that is quicker (:func:`bridge.capture.attends_by_products`): the
+dropout is the kernel's, drawn by its rule, and so are results where nothing may be attended to.
+"""
 
 from __future__ import annotations
 
 import torch
 from tvm import relax
 
-from autodiff.ir import dtype, shape
+from autodiff.constants import const
+from autodiff.ir import TensorType, Var, dtype, shape
 from bridge.aten.dims import numbers_only
 from bridge.aten.placed_draws import state_before
 from bridge.aten.registry import UnsupportedUse, converts
 from bridge.base.torch_internals import aten
-from bridge.capture import TensorForm
+from bridge.capture import TensorForm, attends_by_products
 
 __all__: list[str] = []
 
 op = relax.op
 
+_LOG2_E = 1.4426950408889634
+"""By which the efficient kernel multiplies scores, in float32, before it raises 2 to them."""
 _ROWS = 32
 """The efficient kernel's logsumexp has a multiple of so many rows."""
 
@@ -42,7 +49,59 @@ def cuda_flash(importer, node, q, k, v, dropout_p=0.0, is_causal=False, return_d
 
 @converts(aten._scaled_dot_product_efficient_attention.default)
 def cuda_efficient(importer, node, q, k, v, mask, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
+    if _is_formula(importer, node, dropout_p):
+        return _by_products(importer, node, q, k, v, mask, dropout_p, is_causal, scale), None
     return _attention(importer, node, "efficient", q, k, v, mask, dropout_p, is_causal, scale)
+
+
+def _is_formula(importer, node, rate):
+    """Whether products are taken; where it drops, eager's draw was observed as their mask, or it was not."""
+    index = importer.captured.draw_of.get(node.name)
+    if rate and index is not None:
+        chosen = importer.captured.draws[index].is_attention_mask
+    else:
+        chosen = attends_by_products(node.target, *(each.meta["val"] for each in node.args[:3]))
+    is_read = {user.args[1] for user in node.users} > {0}
+    if chosen and is_read and rate:
+        raise UnsupportedUse("the logsumexp of attention that drops", "call scaled_dot_product_attention")
+    return chosen and not is_read
+
+
+def _by_products(importer, node, q, k, v, mask, rate, is_causal, scale):
+    """The kernel's formula. A row in which nothing may be attended to is zero, and so are its gradients."""
+    emit = importer.emit
+    if scale is None:
+        numbers_only("attention", shape(q)[-1])
+        scale = shape(q)[-1] ** -0.5
+    scores = emit(op.matmul(q, emit(op.permute_dims(k, [0, 1, 3, 2]))))
+    scores = emit(op.multiply(scores, const(float(scale), scores)))
+    if mask is not None:
+        scores = emit(op.add(scores, mask))
+    if is_causal:
+        rows, columns = (emit(op.arange(0, extent, 1, "int64")) for extent in shape(scores)[2:])
+        seen = emit(op.greater_equal(importer.reshape(rows, (shape(rows)[0], 1)), columns))
+        scores = emit(op.where(seen, scores, importer.constant(float("-inf"), dtype(scores))))
+    if mask is None:
+        weights = emit(op.nn.softmax(scores, -1))
+    else:
+        low = emit(op.max(scores, axis=[-1], keepdims=True))  # the kernel's exponents are those of 2, and overflow
+        nothing, none = emit(op.multiply(low, const(_LOG2_E, low))), importer.constant(float("-inf"), dtype(low))
+        nothing, zero = emit(op.equal(nothing, none)), importer.constant(0, dtype(low))
+        weights = emit(op.nn.softmax(emit(op.where(nothing, zero, scores)), -1))
+        weights = emit(op.where(nothing, zero, weights))
+    if rate:
+        weights = emit(op.multiply(weights, _noise(importer, node, weights, rate)))
+    return emit(op.matmul(weights, v))
+
+
+def _noise(importer, node, weights, rate):
+    """What the kernel multiplies by: zero, or the reciprocal of what is kept, which it rounds once."""
+    index = importer.captured.draw_of[node.name]
+    if importer.draws.is_chained(index):
+        raise UnsupportedUse("dropout of attention behind a draw on the host whose distribution is computed")
+    mask = importer.draw_params[index] = Var(f"draw_{index}", TensorType(shape(weights), "bool"))
+    kept = 1 / (1 - torch.tensor(rate, dtype=torch.float32).item())
+    return importer.emit(op.multiply(importer.cast(mask, dtype(weights)), const(kept, weights)))
 
 
 @converts(aten._scaled_dot_product_cudnn_attention.default)

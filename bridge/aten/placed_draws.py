@@ -31,6 +31,7 @@ def unplaced(captured: Captured) -> list[Unsupported]:
     if any(draw.is_computed for draw in captured.draws):
         reason = "draws inside of the program, as does one on the host whose distribution is computed"
     else:
+        draws = [draw for draw in captured.draws if draw.is_placed or draw.is_attention_mask]
         draws = [draw for draw in draws if draw.advance is None]
         reason = "draws inside of a kernel that does not tell how far it moves the generator"
         if captured.extents is not None:

@@ -5,6 +5,7 @@ Like :mod:`bridge.base.torch_internals`, and for the same lint test: no other fi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from bridge.base.torch_internals import find
 
 __all__ = [
     "SETTINGS",
+    "attention_may_be_formula",
     "convolves_by_cudnn",
     "cudnn_flags",
     "current_device",
@@ -22,6 +24,7 @@ __all__ = [
     "empty_strided",
     "gpu_features",
     "meaning_the_same",
+    "memory_of",
     "memory_of_pool",
     "products_are_tf32",
     "read_settings",
@@ -108,6 +111,18 @@ def read_settings() -> tuple[Any, ...]:
 def products_are_tf32() -> bool:
     """Whether products of float32 on a GPU may be rounded to TF32 now."""
     return str(_precision("cuda", "matmul")) == "tf32"
+
+
+attention_may_be_formula: Callable[[], bool] = find("torch._C._get_math_sdp_enabled")
+"""Whether torch may compute attention by its formula now."""
+
+
+@functools.cache
+def memory_of(device: torch.device) -> int | None:
+    """Bytes of a CUDA device; ``None`` where it is not there: what is compiled for one is looked at on a host."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 _conv_backend: Callable[..., Any] = find("torch._C._select_conv_backend", lambda *_: None)

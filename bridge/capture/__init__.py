@@ -25,6 +25,7 @@ from bridge.capture.numbers import NotArithmeticError, NumberPlace, is_number, n
 from bridge.capture.observation import Draw, Observation, Operand, Output, Parameter, StepMasks
 from bridge.capture.observation_key import observation_key
 from bridge.capture.own_functions import CUSTOM_GRADIENT, ONCE, OWN, TANGENT, UNKNOWN, WITH_GRADIENT
+from bridge.capture.passes.attention_draws import attends_by_products
 from bridge.capture.passes.packed_layers import PACKED_LAYERS, packed_layers
 from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, SLOPE_DRAWS, UPSAMPLES, WHOLE
 from bridge.capture.passes.recurrent import RECURRENT_LAYERS
@@ -80,6 +81,7 @@ __all__ = [
     "SizeTrace",
     "StepMasks",
     "TensorForm",
+    "attends_by_products",
     "capture",
     "capturing",
     "check_call",

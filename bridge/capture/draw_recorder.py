@@ -14,7 +14,12 @@ from bridge.capture.checkpoints import DRAWS_ANEW, draws_anew
 from bridge.capture.isolated_rng import with_generator
 from bridge.capture.observation import Draw, Operand, Parameter
 from bridge.capture.op_trace import OpTrace
-from bridge.capture.passes.attention_draws import attention_advance, attention_rate, is_attention
+from bridge.capture.passes.attention_draws import (
+    attends_by_products,
+    attention_advance,
+    attention_rate,
+    is_attention,
+)
 from bridge.capture.passes.preserved_ops import COMPUTED_DRAWS, CUDA_ATTENTION, SLOPE_DRAWS
 from bridge.capture.unwatched import unwatched
 
@@ -99,11 +104,7 @@ class DrawRecorder(TorchDispatchMode):
         if draws_anew():
             self.complain(str(func), DRAWS_ANEW)
         if func in CUDA_ATTENTION:
-            out, rate = result[0], attention_rate(func, args, kwargs)
-            form = str(func), tuple(out.shape), (), out.dtype, (rate,), (), out.device
-            measured = self._advance()
-            advance = attention_advance(func, *args[:2]) if measured is None else measured
-            self.draws.append(Draw(*form, advance=advance))
+            self._record_attention(func, *args[:3], attention_rate(func, args, kwargs), result[0])
             return
         if func in SLOPE_DRAWS:
             self._record_slopes(func, *args[:4])
@@ -137,6 +138,16 @@ class DrawRecorder(TorchDispatchMode):
         shape, given = tuple(result.shape), tuple(kwargs.items())
         form = str(func), shape, result.stride(), result.dtype, tuple(rest), given, result.device, operand
         self.draws.append(Draw(*form, advance=self._advance()))
+
+    def _record_attention(self, func, query, key, value, rate, out) -> None:
+        """The state that its kernel begins with; where products take the kernel's place, the mask of the weights."""
+        shape, stride, dtype = tuple(out.shape), (), out.dtype
+        if attends_by_products(func, query, key, value, rate):
+            _, heads, rows, columns = shape = (*query.shape[:3], key.shape[2])
+            stride, dtype = (heads * rows * columns, rows * columns, columns, 1), torch.bool
+        measured = self._advance()
+        advance = attention_advance(func, query, key) if measured is None else measured
+        self.draws.append(Draw(str(func), shape, stride, dtype, (rate,), (), out.device, advance=advance))
 
     def _record_slopes(self, func, x, slopes, lower, upper) -> None:
         """What was drawn is what the operator multiplies by, which it writes into its second argument."""

@@ -75,8 +75,8 @@ class Draw:
         kwargs: its keyword arguments.
         device: of the tensor, and of the generator that it is drawn from.
         operand: what a fused dropout (``aten.native_dropout``) reads; the tensor that it fills is the mask.
-        advance: how far a placed draw moves its generator's offset, as the eager run measured it; of a fake run, by a
-            rule, or ``None`` where there is none.
+        advance: how far a placed draw, or attention's mask, moves its generator's offset, as the eager run measured it;
+            of a fake run, by a rule, or ``None`` where there is none.
         steps: what it is made of, if its rows are what the steps of a loop draw.
     """
 
@@ -98,7 +98,14 @@ class Draw:
         The dropout of fused attention, which is drawn inside of its kernel, and a GPU's draw with computed parameters:
         how far these move the generator depends on no number.
         """
+        if self.is_attention_mask:
+            return False
         return is_fused_attention(self) or (self.device != HOST and self._has_parameters)
+
+    @property
+    def is_attention_mask(self) -> bool:
+        """Whether it is the mask of the weights of an attention that products compute in its kernel's place."""
+        return is_fused_attention(self) and self.dtype == torch.bool
 
     @property
     def is_computed(self) -> bool:

@@ -1,6 +1,7 @@
 """The compiler: :func:`compile_function` turns a Relax function into a :class:`Program`, a list of instructions."""
 
 from bridge.compile.backend import Backend, Built
+from bridge.compile.codegen.philox import IN_A_ROW
 from bridge.compile.cpu.backend import host_backend
 from bridge.compile.cpu.host import features as host_features
 from bridge.compile.cpu.mt19937 import PER_BLOCK
@@ -41,6 +42,7 @@ __all__ = [
     "DEGREE",
     "DOUBLE",
     "FLOAT",
+    "IN_A_ROW",
     "LIMITS",
     "MODES",
     "NO_CHOICES",

@@ -61,7 +61,7 @@ def alignments(draws: Sequence[Draw], computed: Collection[int]) -> dict[int, in
     """
     found: dict[int, int] = {}
     for draw in (draws[index] for index in computed):
-        of = draw.operand.of
+        of = None if draw.operand is None else draw.operand.of
         if of is not None:
             found[of] = max(found.get(of, 1), alignment_of(draw))
     return {of: least for of, least in found.items() if least > 1}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -220,6 +221,8 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
             tensors = tensors[:1]
         parameters = tensors[len(tensors) - count :]
         draw = drawn.at(index, parameters)
+        if captured.draws[index].is_attention_mask:
+            return _attention(args, kwargs, draw), None
         if captured.draws[index].is_placed:
             return _placed(node, captured.draws[index], args, kwargs, parameters, draw)
         if node.target is aten.native_dropout.default and draw is not None:
@@ -238,6 +241,19 @@ def _as_drawn(node: fx.Node, args: tuple, draw: torch.Tensor) -> Any:
         return args[0] * slopes, slopes
     wanted = node.meta["val"].dtype
     return as_complex(draw) if wanted.is_complex and not draw.is_complex() else draw.to(wanted)
+
+
+def _attention(args: tuple, kwargs: dict[str, Any], kept: torch.Tensor) -> torch.Tensor:
+    """The efficient kernel's result, with the weights that its mask keeps: see its conversion."""
+    query, key, value, mask, _, rate, is_causal = (*args, False)[:7]
+    scale = kwargs.get("scale")
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if mask is None else scores + mask
+    if is_causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    nothing = (scores * math.log2(math.e)).amax(-1, keepdim=True) == -torch.inf
+    weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
+    return (weights * kept / (1 - rate)) @ value
 
 
 def _placed(

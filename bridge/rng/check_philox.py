@@ -7,13 +7,15 @@ elements are loaded. A GPU, or a torch, that draws otherwise has its masks drawn
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from tvm import relax
 
 from bridge.base.generators import default_generator, on_side_states
 from bridge.base.log import channel
-from bridge.compile import Compilation, CompileOptions, DrawnMask, Gpu, backend_for, gpu_of
+from bridge.compile import IN_A_ROW, Compilation, CompileOptions, DrawnMask, Gpu, backend_for, gpu_of
+from bridge.rng.attention_mask import mask_of_attention
 
 __all__ = ["begin_check", "checked_gpu"]
 
@@ -31,6 +33,8 @@ _CASES = (
     (torch.float16, 4, 4),
 )
 """Type, elements that a thread loads at once, first element of the tensor in its memory."""
+_ATTENTIONS = ((2, 3, 37, 45), (1, 2, 130, 200))
+"""Weights of attention: whole blocks of its kernel and parts of them; rows that begin anywhere in a call's four."""
 
 
 _BEGUN: dict[torch.device, Compilation | None] = {}
@@ -71,6 +75,12 @@ def _draws_alike(device: torch.device, gpu: Gpu) -> bool:
             masks.append(torch.native_dropout(dropped, _RATE, True)[1])
             if generator.get_offset() != offset + gpu.advance(count):
                 return False
+        for shape in _ATTENTIONS:
+            offset = generator.get_offset()
+            states.append((_SEED - 2**64, offset))
+            masks.append(mask_of_attention(shape, _RATE, device).flatten())
+            if generator.get_offset() != offset + -(-math.prod(shape) // 4) * 4:
+                return False
     compilation = _BEGUN.get(device) or _compilation(device)
     program = compilation.finish()
     _BEGUN[device] = None
@@ -95,7 +105,9 @@ def _count(gpu: Gpu, width: int, place: int) -> int:
 def _compilation(device: torch.device) -> Compilation:
     """States → masks of all cases, as kernels compute them."""
     gpu = gpu_of(device)
+    widths = [width for _, width, _ in _CASES] + [IN_A_ROW] * len(_ATTENTIONS)
     counts = [_count(gpu, width, place) for place, (_, width, _) in enumerate(_CASES)]
+    counts += map(math.prod, _ATTENTIONS)
     params = [relax.Var(f"mask_{place}", relax.TensorType((count,), "bool")) for place, count in enumerate(counts)]
     builder = relax.BlockBuilder()
     with builder.function("masks", params):
@@ -104,7 +116,7 @@ def _compilation(device: torch.device) -> Compilation:
         builder.emit_func_output(relax.Tuple(results))
     drawn = {
         place: DrawnMask(_RATE, width, gpu.launched(count))
-        for place, ((_, width, _), count) in enumerate(zip(_CASES, counts, strict=True))
+        for place, (width, count) in enumerate(zip(widths, counts, strict=True))
     }
     options = CompileOptions.current(backend_for(device))
     return Compilation(builder.get()["masks"], "masks", options, drawn)

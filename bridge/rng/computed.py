@@ -14,7 +14,7 @@ import torch
 
 from autodiff.extents import Dim, divides, same
 from bridge.capture import Draw
-from bridge.compile import DrawnMask, Gpu
+from bridge.compile import IN_A_ROW, DrawnMask, Gpu
 from bridge.rng.fused import NATIVE_DROPOUT
 
 __all__ = ["alignment_of", "computed_mask"]
@@ -32,14 +32,16 @@ def computed_mask(draw: Draw, gpu: Callable[[], Gpu | None]) -> DrawnMask | None
     Args:
         gpu: the size of the GPU, asked for last; ``None`` where it does not draw as expected.
     """
+    if draw.device.type != "cuda" or draw.is_computed:
+        return None
+    if draw.is_attention_mask:
+        return DrawnMask(draw.args[0], IN_A_ROW, 1) if _count(draw) < 2**31 and gpu() is not None else None
     operand = draw.operand
-    if draw.op != NATIVE_DROPOUT or draw.device.type != "cuda" or draw.is_computed:
+    if draw.op != NATIVE_DROPOUT:
         return None
     if operand.dtype not in _TYPES or not _is_dense(draw.shape, operand.stride):
         return None
-    count: Dim = 1
-    for extent in draw.shape:
-        count = count * extent
+    count = _count(draw)
     width = _width(count, operand.offset, operand.dtype.itemsize)
     if width is None or count >= 2**31 or (size := gpu()) is None:
         return None
@@ -49,10 +51,15 @@ def computed_mask(draw: Draw, gpu: Callable[[], Gpu | None]) -> DrawnMask | None
 def alignment_of(draw: Draw) -> int:
     """Bytes: how many elements a thread of eager's kernel loads at once changes with addresses below these alone."""
     size = draw.operand.dtype.itemsize
+    return (_width(_count(draw), 0, size) or _WIDEST // size) * size
+
+
+def _count(draw: Draw) -> Dim:
+    """Elements of a draw."""
     count: Dim = 1
     for extent in draw.shape:
         count = count * extent
-    return (_width(count, 0, size) or _WIDEST // size) * size
+    return count
 
 
 def _is_dense(shape: Sequence[Dim], stride: Sequence[Dim]) -> bool:

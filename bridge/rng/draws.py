@@ -2,7 +2,8 @@
 
 Each is made on its device, from that device's default generator. On the CPU, Bernoulli draws that follow each other,
 dropout masks first of all, are made by compiled code (:mod:`bridge.rng.cpu`) where that is faster and gives torch's
-bits; a GPU's dropout masks by the kernel that eager's dropout is (:mod:`bridge.rng.fused`); everything else by torch.
+bits; a GPU's dropout masks by the kernel that eager's dropout is (:mod:`bridge.rng.fused`,
+:mod:`bridge.rng.attention_mask`); everything else by torch.
 Where the program computes a GPU's mask, or makes a GPU's draw in its place, the generator's state is made instead
 (:mod:`bridge.rng.states`).
 """
@@ -23,6 +24,7 @@ from bridge.base.guard_failure import RUN, GuardFailure
 from bridge.base.torch_internals import no_torch_function, schema
 from bridge.capture import Draw, StepMasks, with_generator
 from bridge.rng import cpu as mt19937
+from bridge.rng.attention_mask import AttentionMask
 from bridge.rng.fused import NATIVE_DROPOUT, FusedDropout, FusedSteps
 from bridge.rng.states import GeneratorStates
 from bridge.rng.undo import undo_draws
@@ -69,7 +71,7 @@ class Draws:
         self._used = tuple(used)
         self._count = len(draws)
         for index in masks:
-            if draws[index].op not in (_BERNOULLI, NATIVE_DROPOUT):
+            if draws[index].op not in (_BERNOULLI, NATIVE_DROPOUT) and not draws[index].is_attention_mask:
                 raise UnsupportedModule(
                     module_name, [Unsupported(draws[index].op, module_name, "not a dropout's draw")]
                 )
@@ -218,6 +220,8 @@ def _replay(draw: Draw, module_name: str) -> _Maker:
         return FusedDropout(draw).draw
     if draw.steps is not None:
         return FusedSteps(draw).draw
+    if draw.is_attention_mask:
+        return AttentionMask(draw).draw
     _, name, overload = draw.op.split(".")
     operator = getattr(getattr(torch.ops.aten, name), overload)
     first = schema(operator).arguments[0]

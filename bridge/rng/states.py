@@ -45,7 +45,9 @@ class GeneratorStates:
         self._form = (len(draws), 2), (2, 1), torch.int64
 
     def _advance(self, draw: Draw) -> int:
-        return draw.advance if draw.is_placed else gpu_of(self._device).advance(torch.Size(draw.shape).numel())
+        if draw.is_placed or draw.is_attention_mask:
+            return draw.advance
+        return gpu_of(self._device).advance(torch.Size(draw.shape).numel())
 
     def draw(self, generator: torch.Generator | None, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Seed and offset of each, from the device's default generator: int64 on the device, or uint64 on the host.

@@ -1,4 +1,5 @@
-"""Dropout of fused attention: a call of a torch operator → its rate, and how far its kernel moves a generator."""
+"""Fused attention of CUDA: a call of a torch operator → its rate of dropout, how far its kernel moves a generator, and
+whether it is computed by products, as a formula, in the kernel's place."""
 
 from __future__ import annotations
 
@@ -7,11 +8,20 @@ from typing import Any
 
 import torch
 
-from bridge.base.torch_internals import schema
+from autodiff.extents import sample_of
+from bridge.base.torch_cuda import attention_may_be_formula, memory_of
+from bridge.base.torch_internals import aten, schema
+from bridge.base.torch_shapes import hint
 
-__all__ = ["attention_advance", "attention_rate", "is_attention"]
+__all__ = ["EFFICIENT", "attends_by_products", "attention_advance", "attention_rate", "is_attention"]
 
+EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 _RATE = "dropout_p"
+_MOST_WEIGHTS = 2
+"""Bytes of attention's weights, as a part of those of queries, keys, values and results, up to which products take
+less time and their memory is no matter: 512 rows of 64 elements each."""
+_PART_OF_MEMORY = 256
+"""Of the GPU, that the weights of one attention take at most."""
 _FLASH = 32
 """How far flash attention moves a generator for each head of each element of a batch."""
 
@@ -38,3 +48,30 @@ def attention_advance(operator: Any, query: torch.Tensor, key: torch.Tensor) -> 
     if "flash" in str(operator):
         return heads * _FLASH
     return (heads * query.shape[2] * key.shape[2] + 3) // 4 * 4
+
+
+def attends_by_products(operator: Any, query: Any, key: Any, value: Any, rate: float = 0.0) -> bool:
+    """Whether the weights are computed: two products and a softmax take the efficient kernel's place.
+
+    In float32 they take less time, in TF32 a third, and the kernel's dropout is known by a rule
+    (:mod:`bridge.rng.attention_mask`); but the weights lie in memory. Where sizes vary, those of the sample decide:
+    either is right. Who forbids torch the formula (``torch.backends.cuda.enable_math_sdp``, ``sdpa_kernel``) gets the
+    kernel.
+
+    Args:
+        query, key, value: tensors or their forms, of (batch, head, row, column).
+        rate: of its dropout.
+    """
+    if operator is not EFFICIENT or query.dtype != torch.float32 or query.device.type != "cuda":
+        return False
+    if torch.tensor(rate, dtype=torch.float32) == 1:  # the kernel divides by zero
+        return False
+    sizes = [[sample_of(hint(extent)) for extent in each.shape] for each in (query, key, value)]
+    if any(len(each) != 4 or None in each for each in sizes) or len({tuple(each[:2]) for each in sizes}) > 1:
+        return False
+    (batch, heads, rows, depth), (*_, columns, _), (*_, width) = sizes
+    weights, others = rows * columns, rows * (depth + width) + columns * (depth + width)
+    if not 0 < weights <= _MOST_WEIGHTS * others or not attention_may_be_formula():
+        return False
+    total = memory_of(query.device)
+    return total is None or 4 * batch * heads * weights <= total // _PART_OF_MEMORY

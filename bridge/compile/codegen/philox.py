@@ -1,4 +1,4 @@
-"""Philox 4x32-10 and the masks of a GPU's fused dropout: an element's number → whether eager's dropout keeps it.
+"""Philox 4x32-10 and the masks of a GPU's fused dropouts: an element's number → whether eager's dropout keeps it.
 
 Philox (Salmon et al., 2011) is a function: a key and a counter give four 32-bit numbers, so a mask can be computed
 wherever it is read. torch's kernel numbers its threads; thread t takes its numbers from the counters of which t is the
@@ -6,8 +6,12 @@ upper half, four a call, and the generator's offset says how many calls came bef
 which call and as which of the four numbers follows from the size of the launch and from how many elements a thread
 loads at once (:func:`place`).
 
+Attention's kernel (the efficient one) takes all its numbers from one sequence instead, element after element of its
+weights.
+
 Products are of 64 bits, of which CUDA makes one instruction. Nothing here is a float: eager compares
-``float(u) * 2**-32 + 2**-33 < float(1 - rate)``, which never falls as ``u`` grows, so it is a comparison of integers.
+``float(u) * 2**-32 + 2**-33 < float(1 - rate)``, attention ``... > float(rate)``; the left side never falls as ``u``
+grows, so these are comparisons of integers.
 """
 
 from __future__ import annotations
@@ -18,9 +22,11 @@ from tvm.tirx import Expr
 
 from bridge.compile.codegen.emit import Emitter, element_type
 
-__all__ = ["NUMBERS", "WIDTHS", "kept", "numbers_of", "philox4x32_10", "place", "threshold"]
+__all__ = ["IN_A_ROW", "NUMBERS", "WIDTHS", "is_kept", "kept", "numbers_of", "philox4x32_10", "place", "threshold"]
 
-WIDTHS = (1, 2, 4, 8)
+IN_A_ROW = 0
+"""The width that stands for attention's numbers: one sequence for all elements."""
+WIDTHS = (IN_A_ROW, 1, 2, 4, 8)
 """How many elements a thread of torch's kernel may load at once."""
 
 NUMBERS = 4
@@ -33,14 +39,14 @@ _WORD = "uint32"
 _WIDE = "uint64"
 
 
-def threshold(rate: float) -> int:
-    """The least 32-bit number for which eager drops an element at this rate."""
-    keep = np.float32(1 - rate)
-    low, high = 0, 2**32 - 1  # the largest number gives 1.0, which is dropped at every rate
+def threshold(rate: float, width: int = 1) -> int:
+    """The least 32-bit number for which eager drops an element at this rate; attention keeps it from one on."""
+    low, high = 0, 2**32 - 1  # the largest number gives 1.0, which is dropped, by attention kept, at every rate
     while low < high:
         middle = (low + high) // 2
         uniform = np.float32(middle) * np.float32(2**-32) + np.float32(2**-33)
-        low, high = (middle + 1, high) if uniform < keep else (low, middle)
+        is_below = uniform <= np.float32(rate) if width == IN_A_ROW else uniform < np.float32(1 - rate)
+        low, high = (middle + 1, high) if is_below else (low, middle)
     return low
 
 
@@ -85,6 +91,10 @@ def place(e: Emitter, width: int, index: Expr, threads: Expr) -> tuple[Expr, Exp
         threads: of eager's launch.
     """
     kind = _WIDE if element_type(index) == "int64" else _WORD
+    if width == IN_A_ROW:
+        index = e.bind(e.cast(index, kind), "index")
+        call = e.bind(e.cast(tirx.shift_right(index, e.const(2, kind)), _WORD), "call")
+        return call, _zero(e), e.bind(e.cast(tirx.bitwise_and(index, e.const(3, kind)), _WORD), "component")
     index, threads = e.bind(e.cast(index, kind), "index"), e.cast(threads, kind)
     # of all threads: a load of so many elements each, or, where they load one, as many as a call has numbers
     round_of = e.bind(tirx.Mul(threads, e.const(NUMBERS if width == 1 else width, kind)), "round")
@@ -109,7 +119,12 @@ def kept(e: Emitter, width: int, index: Expr, seed: Expr, offset: Expr, threads:
     word = numbers[3]
     for which in (2, 1, 0):
         word = e.select(tirx.EQ(component, e.const(which, _WORD)), numbers[which], word)
-    return tirx.LT(e.bind(word, "word"), e.cast(least, _WORD))
+    return is_kept(width, e.bind(word, "word"), e.cast(least, _WORD))
+
+
+def is_kept(width: int, number: Expr, least: Expr) -> Expr:
+    """Whether eager keeps an element for which it draws a number; ``least``: see :func:`threshold`."""
+    return tirx.GE(number, least) if width == IN_A_ROW else tirx.LT(number, least)
 
 
 def _zero(e: Emitter) -> Expr:

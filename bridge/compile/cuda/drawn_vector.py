@@ -1,7 +1,8 @@
 """Masks vector by vector: a computed mask whose lanes take the numbers of one call of the generator → that call, once.
 
-A thread of eager's kernel that loads four elements or eight decides about four neighbours with one call's four numbers.
-Our thread takes the same four where its vectors begin at multiples of four.
+A thread of eager's kernel that loads four elements or eight decides about four neighbours with one call's four numbers,
+and so does attention's, which takes one sequence of them. Our thread takes the same four where its vectors begin at
+multiples of four.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Protocol
 from tvm import tirx
 from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr
 
-from bridge.compile.codegen.philox import NUMBERS, numbers_of, place
+from bridge.compile.codegen.philox import IN_A_ROW, NUMBERS, is_kept, numbers_of, place
 from bridge.compile.codegen.pointwise import MASKS
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer
 from bridge.compile.cuda.scope import ThreadScope
@@ -40,7 +41,7 @@ def is_at_multiples(access: Access, count: int) -> bool:
 def drawn_vector(step: _Step, node: Compute) -> Expr | None:
     """Whether this lane's element is kept; ``None``: no mask, or each lane has a call of its own."""
     width = MASKS.get(node.op, 1)
-    if width < NUMBERS or step.lanes % NUMBERS or node.per_row:
+    if (width < NUMBERS and width != IN_A_ROW) or step.lanes % NUMBERS or node.per_row:
         return None
     index, *others = node.operands
     if index.access.columns[-1] != 1 or not is_at_multiples(index.access, NUMBERS):
@@ -59,4 +60,4 @@ def drawn_vector(step: _Step, node: Compute) -> Expr | None:
         call, thread, _ = place(e, width, begin + tirx.const(first, index_type), threads)
         for lane, number in enumerate(numbers_of(e, seed, offset, call, thread)):
             e.stmts.append(BufferStore(words, number, [tirx.const(first + lane, index_type)]))
-    return step.e.bind(tirx.LT(BufferLoad(words, [step.lane]), step.e.cast(least, "uint32")))
+    return step.e.bind(is_kept(width, BufferLoad(words, [step.lane]), step.e.cast(least, "uint32")))

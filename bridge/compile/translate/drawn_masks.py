@@ -1,6 +1,6 @@
 """Masks that kernels compute: a parameter that is the generator's state in place of a mask → a point-wise node.
 
-The mask of eager's fused dropout follows from the generator's seed and offset (:mod:`bridge.compile.codegen.philox`).
+The mask of eager's fused dropouts follows from the generator's seed and offset (:mod:`bridge.compile.codegen.philox`).
 A kernel that reads it computes it, forward and backward; it lies in memory only where a kernel that is not generated
 reads it.
 """
@@ -28,8 +28,8 @@ class DrawnMask:
 
     Attributes:
         rate: the probability of a zero.
-        width: how many elements a thread of its kernel loads at once.
-        threads: of its launch.
+        width: how many elements a thread of its kernel loads at once, of :data:`philox.WIDTHS`.
+        threads: of its launch; attention's mask does not depend on them.
     """
 
     rate: float
@@ -42,5 +42,5 @@ def drawn_mask(builder: Builder, mask: DrawnMask, state: Value, extents: Sequenc
     every = (0,) * len(extents)
     seed, offset = (Operand(state, View(tuple(extents), every, place)) for place in range(2))
     index = whole(Value(f"{state.name}_index", tuple(extents), "int64", "index"))
-    numbers = Scalar(mask.threads, "int64"), Scalar(threshold(mask.rate), "int64")
+    numbers = Scalar(mask.threads, "int64"), Scalar(threshold(mask.rate, mask.width), "int64")
     return builder.pointwise(f"dropout_mask_{mask.width}", [index, seed, offset, *numbers], "bool")

@@ -39,6 +39,12 @@ def test_the_threshold_is_where_eagers_comparison_changes(rate):
     uniform = around.astype(np.uint32).astype(np.float32) * np.float32(2**-32) + np.float32(2**-33)
     assert np.array_equal(uniform < np.float32(1 - rate), around < least)
     assert philox.threshold(0.1) == 0xE6666580
+    if np.float32(rate) == 1:  # attention multiplies by infinity then: its kernel's
+        return
+    least = philox.threshold(rate, philox.IN_A_ROW)
+    around = np.clip(np.arange(least - 600, least + 600), 0, 2**32 - 1)
+    uniform = around.astype(np.uint32).astype(np.float32) * np.float32(2**-32) + np.float32(2**-33)
+    assert np.array_equal(uniform > np.float32(rate), around >= least)
 
 
 FUNCTIONS = {
@@ -52,7 +58,16 @@ FUNCTIONS = {
     "itself": lambda e, x, m: op.logical_not(m),
     "gathered": lambda e, x, m: op.cumsum(e(op.astype(m, "float32")), axis=1),
 }
-SHAPES = [((5, 7, 33), 1), ((5, 6, 33), 2), ((3, 8, 36), 4), ((3, 8, 32), 8), ((2, 3, 1000), 8), ((1, 1, 4), 4)]
+SHAPES = [
+    ((5, 7, 33), 1),
+    ((5, 6, 33), 2),
+    ((3, 8, 36), 4),
+    ((3, 8, 32), 8),
+    ((2, 3, 1000), 8),
+    ((1, 1, 4), 4),
+    ((3, 9, 36), 0),
+    ((3, 5, 33), 0),
+]
 
 
 def compiled(name, shape, drawn=None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import contextmanager
 
 import pytest
@@ -44,7 +45,14 @@ def eager(monkeypatch):
     def aside(*_):
         yield
 
+    def mask_of_attention(shape, rate, device):
+        count = math.prod(shape)
+        mask = philox.mask_in_a_row(count, rate, check_philox._SEED, generator.offset + wrong.get("begin", 0))
+        generator.offset += wrong.get("beyond", 0) + -(-count // 4) * 4
+        return torch.from_numpy(mask).view(shape)
+
     monkeypatch.setattr(torch, "native_dropout", native_dropout)
+    monkeypatch.setattr(check_philox, "mask_of_attention", mask_of_attention)
     monkeypatch.setattr(check_philox, "default_generator", lambda device: generator)
     monkeypatch.setattr(check_philox, "on_side_states", aside)
     monkeypatch.setattr(check_philox, "_side", lambda device: None)
@@ -69,7 +77,11 @@ def test_eagers_rule_is_recognized(eager, is_begun, monkeypatch):
     assert made == [HOST]
 
 
-@pytest.mark.parametrize("wrong", [{"width": 2}, {"width": 16}, {"threads": 256}, {"advance": 4}], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [{"width": 2}, {"width": 16}, {"threads": 256}, {"advance": 4}, {"begin": 4}, {"beyond": 4}],
+    ids=str,
+)
 def test_another_rule_is_found_and_told_once(eager, wrong, caplog):
     eager.update(wrong)
     with caplog.at_level(logging.WARNING, "bridge.philox"):
