@@ -6,6 +6,7 @@ dropout is the kernel's, drawn by its rule, and so are results where nothing may
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from tvm import relax
 
@@ -100,7 +101,7 @@ def _noise(importer, node, weights, rate):
     if importer.draws.is_chained(index):
         raise UnsupportedUse("dropout of attention behind a draw on the host whose distribution is computed")
     mask = importer.draw_params[index] = Var(f"draw_{index}", TensorType(shape(weights), "bool"))
-    kept = 1 / (1 - torch.tensor(rate, dtype=torch.float32).item())
+    kept = 1 / (1 - float(np.float32(rate)))
     return importer.emit(op.multiply(importer.cast(mask, dtype(weights)), const(kept, weights)))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from autodiff.extents import sample_of
@@ -64,7 +65,7 @@ def attends_by_products(operator: Any, query: Any, key: Any, value: Any, rate: f
     """
     if operator is not EFFICIENT or query.dtype != torch.float32 or query.device.type != "cuda":
         return False
-    if torch.tensor(rate, dtype=torch.float32) == 1:  # the kernel divides by zero
+    if np.float32(rate) == 1:  # the kernel divides by zero
         return False
     sizes = [[sample_of(hint(extent)) for extent in each.shape] for each in (query, key, value)]
     if any(len(each) != 4 or None in each for each in sizes) or len({tuple(each[:2]) for each in sizes}) > 1:
