@@ -253,7 +253,8 @@ def _attention(args: tuple, kwargs: dict[str, Any], kept: torch.Tensor) -> torch
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
     nothing = (scores * math.log2(math.e)).amax(-1, keepdim=True) == -torch.inf
     weights = scores.masked_fill(nothing, 0.0).softmax(-1).masked_fill(nothing, 0.0)
-    return (weights * kept / (1 - rate)) @ value
+    result = (weights * kept / (1 - rate)) @ value
+    return result.transpose(1, 2).contiguous().transpose(1, 2)  # as eager's lies
 
 
 def _placed(

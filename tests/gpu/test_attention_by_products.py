@@ -22,7 +22,7 @@ SHAPES = [
     ((2, 3, 37), 45, 32),
     ((4, 12, 128), 128, 64),
     ((1, 2, 1), 9, 8),
-    ((1, 1, 197), 197, 16),
+    ((1, 1, 197), 197, 64),
     ((2, 2, 64), 328, 64),
 ]
 MASKS = ["none", "causal", "bool", "float", "nothing to attend to", "the lowest number"]
@@ -96,7 +96,7 @@ def test_sizes_that_vary():
     rows = torch.export.Dim("rows", min=2, max=300)
     given = sample((2, 3, 40), 40, 32, "none")
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        add_tvm_dispatch(ours, tuple(given), dynamic_shapes=({2: rows},) * 3 + (None,))
+        add_tvm_dispatch(ours, tuple(given), dynamic_shapes=({2: rows},) * 3)
         for seed in range(24):
             given = sample((2, 3, (40, 13, 128, 77)[seed % 4]), (40, 13, 128, 77)[seed % 4], 32, "none")
             (wanted, drawn), (found, moved) = step(eager, given, seed), step(ours, given, seed)

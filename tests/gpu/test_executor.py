@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tvm.relax import op
 
 from bridge import add_tvm_dispatch, stats
@@ -231,6 +232,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("side_by_side", [False, True])
+@sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION])
 def test_scaled_dot_product_attention_is_eagers_kernel(dtype, is_causal, side_by_side):
     module, eager = Attention(is_causal, side_by_side), Attention(is_causal, side_by_side)
     for rows in (64, 37):

@@ -139,7 +139,7 @@ def test_bits_of_the_forward_are_eagers():
         for module in (eager, ours):
             torch.manual_seed(2**63 + 99)
             found.append([module(*tensors) for _ in range(2)])
-        if dtype == torch.float64:  # by products
+        if dtype in (torch.float32, torch.float64):  # by products
             torch.testing.assert_close(*found)
         else:
             assert all(map(torch.equal, *found)), dtype

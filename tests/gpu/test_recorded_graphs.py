@@ -176,7 +176,9 @@ def test_states_of_masks_are_the_generators(seed):
     shapes = [(3, 5), (700, 999), (1 << 22,)]
     advances = [gpu_of(device).advance(torch.Size(shape).numel()) for shape in shapes]
     given = {"device": device, "dtype": torch.float32}
-    there = GeneratorStates([SimpleNamespace(**given, shape=shape, is_placed=False) for shape in shapes])
+    there = GeneratorStates(
+        [SimpleNamespace(**given, shape=shape, is_placed=False, is_attention_mask=False) for shape in shapes]
+    )
     here = GeneratorStates([SimpleNamespace(**given, advance=advance, is_placed=True) for advance in advances])
     generator = torch.cuda.default_generators[device.index]
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
