@@ -24,7 +24,7 @@ from bridge.base.errors import (
     is_refused_by_eager,
 )
 from bridge.base.guard_failure import INTERPRETER, RUN
-from bridge.base.interrupts import interrupts_deferred
+from bridge.base.interrupts import interrupts_deferred, raise_deferred
 from bridge.base.log import channel
 from bridge.base.torch_internals import MODULE_CALL, has_global_hooks, is_exporting
 from bridge.capture import DynamicDim, Looped, is_capturing, is_traced_here, same_numbers, uninitialized
@@ -345,6 +345,7 @@ class Dispatcher:
         if entry.worth is not None and entry.worth.is_slower and TOO_SMALL not in self._warned:
             self._warned.add(TOO_SMALL)
             log.warning("%s: %s. %s", type(module).__name__, entry.worth, TOO_SMALL)
+        raise_deferred()  # before the module is changed, not after it
         with self._adding:
             self.entries.replace(replaced, entry)
         log.info("added %r", entry)

@@ -20,6 +20,7 @@ from torch import nn
 from bridge.base.devices import working_for
 from bridge.base.errors import Unsupported, UnsupportedModule, is_refused_by_eager
 from bridge.base.guard_failure import GuardFailure
+from bridge.base.interrupts import raise_deferred
 from bridge.base.log import channel
 from bridge.base.torch_internals import pytree
 from bridge.capture import device_of_call
@@ -122,6 +123,7 @@ def add_parts(
             raise refused
         paths = list(chosen.found)
         shares = shares_of(module, args, kwargs, paths)
+        raise_deferred()  # before modules are changed, not after it
         undone.pop_all()
     parts = _PARTS.setdefault(module, Parts())
     for path, dispatcher in chosen.found.items():

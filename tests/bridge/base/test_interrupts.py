@@ -5,6 +5,7 @@ import signal
 import socket
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,10 +14,18 @@ import autodiff
 from bridge import add_tvm_dispatch, stats
 from bridge.base.interrupts import interrupts_deferred, raise_deferred
 from bridge.capture import one_capture_at_a_time
+from bridge.dispatch import dispatcher, parts
 from bridge.lowering.reuse import clear_lowered
 from tests import interrupts
 
 WAYS = {**interrupts.WAYS, "Dynamo": interrupts.by_dynamo}
+
+
+class ByNumpy(nn.Module):
+    """Cannot be captured."""
+
+    def forward(self, x):
+        return x * float(np.median(x.detach().numpy()))
 
 
 class UsersError(Exception):
@@ -80,6 +89,22 @@ def test_is_raised_at_the_next_boundary(way, in_the_middle, handler):
     in_the_middle(lambda: None)
     wanted, x = nn.Linear(11, 2).double(), x.double()
     assert torch.allclose(add_tvm_dispatch(wanted, x)(x), wanted.forward(x))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_measured_last_is_before_the_change(whole, monkeypatch, handler):
+    """The last work of all, behind the compiling: the measurement of what a dispatch is worth, or of parts' shares."""
+    place, name = (dispatcher, "measure_worth") if whole else (parts, "shares_of")
+    measure = getattr(place, name)
+    monkeypatch.setattr(place, name, lambda *args: (interrupts.by_kill(), measure(*args))[1])
+    module, x = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), *[] if whole else [ByNumpy()]), torch.randn(4, 12)
+    before = interrupts.module_state(module)
+    with pytest.raises(KeyboardInterrupt):
+        add_tvm_dispatch(module, x, whole=whole)
+    assert interrupts.module_state(module) == before
+    monkeypatch.setattr(place, name, measure)
+    add_tvm_dispatch(module, x, whole=whole)
+    assert interrupts.module_state(module) != before
 
 
 def test_a_second_one_breaks_at_once(in_the_middle, handler):
