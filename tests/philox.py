@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["KNOWN", "advance", "launched", "mask", "mask_in_a_row", "philox4x32_10"]
+__all__ = ["KNOWN", "SHAPES", "advance", "launched", "mask", "mask_in_a_row", "philox4x32_10"]
 
 KNOWN = (
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
@@ -16,6 +16,17 @@ KNOWN = (
     ),
 )
 """(counter, key, numbers): known answers, from Random123, the library of the authors of the generator."""
+
+SHAPES = (
+    ((5, 7, 33), 1),
+    ((5, 6, 33), 2),
+    ((3, 8, 36), 4),
+    ((3, 8, 32), 8),
+    ((2, 3, 1000), 8),
+    ((3, 9, 36), 0),
+    ((3, 5, 33), 0),
+)
+"""(shape, elements that a thread of eager's kernel loads at once; 0: attention's) of masks."""
 
 
 def philox4x32_10(counter, key) -> list[np.ndarray]:

@@ -113,7 +113,7 @@ def products_are_tf32() -> bool:
     return str(_precision("cuda", "matmul")) == "tf32"
 
 
-attention_may_be_formula: Callable[[], bool] = find("torch._C._get_math_sdp_enabled")
+attention_may_be_formula: Callable[[], bool] = SETTINGS["attention by formula"]
 """Whether torch may compute attention by its formula now."""
 
 

@@ -14,9 +14,9 @@ from bridge.base.torch_cuda import attention_may_be_formula, memory_of
 from bridge.base.torch_internals import aten, schema
 from bridge.base.torch_shapes import hint
 
-__all__ = ["EFFICIENT", "attends_by_products", "attention_advance", "attention_rate", "is_attention"]
+__all__ = ["attends_by_products", "attention_advance", "attention_rate", "is_attention"]
 
-EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+_EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 _RATE = "dropout_p"
 _MOST_WEIGHTS = 2
 """Bytes of attention's weights, as a part of those of queries, keys, values and results, up to which products take
@@ -63,7 +63,7 @@ def attends_by_products(operator: Any, query: Any, key: Any, value: Any, rate: f
         query, key, value: tensors or their forms, of (batch, head, row, column).
         rate: of its dropout.
     """
-    if operator is not EFFICIENT or query.dtype != torch.float32 or query.device.type != "cuda":
+    if operator is not _EFFICIENT or query.dtype != torch.float32 or query.device.type != "cuda":
         return False
     if np.float32(rate) == 1:  # the kernel divides by zero
         return False

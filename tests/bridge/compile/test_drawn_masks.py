@@ -58,16 +58,7 @@ FUNCTIONS = {
     "itself": lambda e, x, m: op.logical_not(m),
     "gathered": lambda e, x, m: op.cumsum(e(op.astype(m, "float32")), axis=1),
 }
-SHAPES = [
-    ((5, 7, 33), 1),
-    ((5, 6, 33), 2),
-    ((3, 8, 36), 4),
-    ((3, 8, 32), 8),
-    ((2, 3, 1000), 8),
-    ((1, 1, 4), 4),
-    ((3, 9, 36), 0),
-    ((3, 5, 33), 0),
-]
+SHAPES = [*reference.SHAPES, ((1, 1, 4), 4)]
 
 
 def compiled(name, shape, drawn=None):
