@@ -9,9 +9,10 @@ not run is left out, and named.
     python -m benchmarks recurrent --only "LSTM by hand" --peers eager,layer,compile --shape 64,100,512
     python -m benchmarks recurrent --device cuda --precision tf32 --only "LSTM by hand" --peers layer,launched
 
-Peers: ``layer`` is ``nn.LSTM`` or ``nn.GRU``; ``unrolled`` is ours with the steps one after the other; ``compile`` and
-``reduce-overhead`` are modes of ``torch.compile``, which takes minutes for a hundred steps. On a GPU ours is recorded
-as CUDA graphs, ``launched`` is ours without them, ``graphed`` is eager recorded by ``make_graphed_callables``.
+Peers: ``layer`` is ``nn.LSTM`` or ``nn.GRU``; ``unrolled`` is ours with the steps one after the other, of those that
+Python writes (a layer of torch's has none); ``compile`` and ``reduce-overhead`` are modes of ``torch.compile``, which
+takes minutes for a hundred steps. On a GPU ours is recorded as CUDA graphs, ``launched`` is ours without them,
+``graphed`` is eager recorded by ``make_graphed_callables``.
 """
 
 from __future__ import annotations
@@ -161,6 +162,8 @@ def made(network: Network, names: list[str], module: nn.Module, x: Tensor) -> di
     makes of another rounding of TF32 in the first steps other numbers in the hundredth.
     """
     ways: dict[str, Any] = {**PEERS, "layer": network.layer and partial(layer, network.layer)}
+    if isinstance(module, nn.RNNBase):
+        ways["unrolled"] = None
     exact = _result(copy.deepcopy(module).double(), x.double())
     allowed = MOST_ROUNDING * float((_result(module, x) - exact).norm()) + 1e-5 * float(exact.norm())
     grad, found = torch.randn_like(exact, dtype=x.dtype), {}

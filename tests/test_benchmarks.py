@@ -141,3 +141,13 @@ def test_recurrent(tmp_path, monkeypatch, capsys):
     (row,) = Results.load(path).rows
     assert {"ours_ms", "unrolled_ms", "eager_ms", "layer_ms", "ours_to_unrolled"} <= row.keys()
     assert row["best"] in ("eager", "layer") and "| ours / quickest other |" in capsys.readouterr().out
+
+
+def test_a_recurrent_layer_of_torchs_has_no_steps_to_unroll(tmp_path, monkeypatch):
+    path = tmp_path / "recurrent.json"
+    monkeypatch.setattr("sys.argv", ["python"])
+    monkeypatch.setenv("BRIDGE_CACHE", "0")
+    options = ["--only", "nn.LSTM", "--peers", "unrolled,eager", "--shape", "8,5,128"]
+    main(["recurrent", "--quick", *options, "--json", str(path)])
+    (row,) = Results.load(path).rows
+    assert "unrolled_ms" not in row and row["best"] == "eager"

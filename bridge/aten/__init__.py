@@ -24,11 +24,13 @@ from bridge.aten import (
 from bridge.aten.draws import described_draw
 from bridge.aten.imported import Imported
 from bridge.aten.importer import import_graph
+from bridge.aten.recurrent import LayerShape, layers_chosen_by
 from bridge.aten.registry import CONVERSIONS, UnsupportedUse
 
 __all__ = [
     "CONVERSIONS",
     "Imported",
+    "LayerShape",
     "UnsupportedUse",
     "activations",
     "arithmetic",
@@ -38,6 +40,7 @@ __all__ = [
     "described_draw",
     "import_graph",
     "indexing",
+    "layers_chosen_by",
     "linalg",
     "loops",
     "nn",

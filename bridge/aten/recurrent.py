@@ -1,9 +1,9 @@
 """Recurrent layers → library functions or loops, one for each direction of each layer; these are put together.
 
 A call of a whole ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN`` is taken apart here. It becomes loops, of one product and one
-launch a step (:mod:`bridge.aten.recurrent_loops`); where the batch varies, a library function, cells step by step, and
-on the processor oneDNN's kernel of a narrow LSTM. On a GPU it stays whole where cuDNN's kernels are quicker
-(:mod:`bridge.aten.cudnn_layers`). Dropout between layers has been taken out before
+launch a step (:mod:`bridge.aten.recurrent_loops`); where the batch varies, a library function, cells step by step. An
+LSTM on the processor stays oneDNN's kernel, where :func:`layers_chosen_by` says so. On a GPU a call stays whole where
+cuDNN's kernels are quicker (:mod:`bridge.aten.cudnn_layers`). Dropout between layers has been taken out before
 (:mod:`bridge.capture.passes.recurrent`).
 """
 
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from tvm import relax
@@ -27,7 +29,7 @@ from bridge.base.devices import HOST, current_device
 from bridge.base.torch_internals import aten
 from bridge.capture import PACKED_LAYERS, RECURRENT_LAYERS, TensorForm
 
-__all__ = ["recurrent_layer", "whole_layers"]
+__all__ = ["LayerShape", "layers_chosen_by", "recurrent_layer", "whole_layers"]
 
 op = relax.op
 
@@ -35,8 +37,31 @@ _TENSORS = 7  # of oneDNN's operator: x, four weights and biases, two states
 _HAS_BIASES = 5  # among the operator's options
 
 _WIDE = 256
-"""Elements of an LSTM's state from which on a loop takes less time than oneDNN's kernel: 0.86 to 0.94 of it, once 1.02;
-of 128 elements 1.13 (Xeon, two threads, 16 to 128 rows)."""
+"""Elements of an LSTM's state from which on a length may vary: a loop serves all lengths, and takes 0.7 to 1.4 of the
+time of oneDNN's kernel, which is of one length; of 128 elements 1.1 to 1.3 (Xeons, two threads, 8 to 128 rows)."""
+
+
+class LayerShape(NamedTuple):
+    """An LSTM's layer in one direction, in float32 on the host, of known sizes: what its time depends on."""
+
+    steps: int
+    rows: int
+    inputs: int
+    size: int
+    biases: bool
+
+
+_CHOOSE: ContextVar[Callable[[LayerShape], bool]] = ContextVar("bridge_layers", default=lambda _: False)
+
+
+@contextmanager
+def layers_chosen_by(is_looped: Callable[[LayerShape], bool]) -> Iterator[None]:
+    """While graphs are imported: which of those layers are loops; by default all are oneDNN's kernel."""
+    token = _CHOOSE.set(is_looped)
+    try:
+        yield
+    finally:
+        _CHOOSE.reset(token)
 
 
 @converts(RECURRENT_LAYERS)
@@ -47,23 +72,28 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
     projected = len(weights) // (layers * (2 if both_ways else 1)) % 2 == 1
     x = importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x
     steps, *of_step = shape(x)
-    known = not has_extents([of_step, *map(shape, states)])
-    fused = cell == "lstm" and dtype(x) == "float32" and not projected and torch.backends.mkldnn.enabled
-    looped = known and (current_device() != HOST or not fused or shape(weights[1])[1] >= _WIDE)
-    if has_extents(steps) and (current_device() != HOST or (fused and not looped)):
-        kind = "oneDNN's kernel" if current_device() == HOST else "a loop"
+    known, on_host = not has_extents([of_step, *map(shape, states)]), current_device() == HOST
+    fused = cell == "lstm" and dtype(x) == "float32" and not projected and torch.backends.mkldnn.enabled and on_host
+    varies = has_extents(steps)
+    if varies and not (on_host and (not fused or (known and shape(weights[1])[1] >= _WIDE))):
+        kind = "oneDNN's kernel" if on_host else "a loop"
         raise UnsupportedUse(f"a length that varies: {kind} is of one length, and quicker than steps one by one")
-    of_cudnn = looped and current_device() != HOST and not projected and dtype(x) in CUDNN_TYPES
+    of_cudnn = known and not on_host and not projected and dtype(x) in CUDNN_TYPES
     of_cudnn = of_cudnn and torch.backends.cudnn.enabled
     if of_cudnn and cudnn_is_quicker(cell, x, states):
         x, *last = cudnn_layers(importer, cell, x, states, weights, bool(biases), layers, bool(both_ways))
         return importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x, *last
-    fused = fused and known and not looped  # oneDNN alone knows the bytes of its workspace, of given sizes
+
+    def is_looped(x: Expr, own: Sequence[Expr]) -> bool:
+        if not known or not fused or varies:
+            return known
+        return _CHOOSE.get()(LayerShape(*shape(x), shape(own[1])[1], bool(biases)))
 
     def layer(x: Expr, own: Sequence[Expr], first: Sequence[Expr], reverse: bool) -> list[Expr]:
-        if looped:
+        if is_looped(x, own):
             return looped_layer(importer, cell, reverse, x, own, bool(biases), first)
-        options = {"cell": cell, "reverse": reverse, "biases": bool(biases), "fused": fused}
+        # oneDNN alone knows the bytes of its workspace, of given sizes
+        options = {"cell": cell, "reverse": reverse, "biases": bool(biases), "fused": fused and known}
         return _layer(importer, options, [x, *own, *first], len(states))
 
     x, *last = _through_layers(importer, layer, x, states, weights, layers, both_ways)

@@ -4,6 +4,8 @@ from bridge.compile.backend import Backend, Built
 from bridge.compile.codegen.philox import IN_A_ROW
 from bridge.compile.cpu.backend import host_backend
 from bridge.compile.cpu.host import features as host_features
+from bridge.compile.cpu.kept_times import kept_times
+from bridge.compile.cpu.measure import seconds_of
 from bridge.compile.cpu.mt19937 import PER_BLOCK
 from bridge.compile.cpu.mt19937_draw import bernoulli_function
 from bridge.compile.cpu.mt19937_engine import DOUBLE, FLOAT, STATE_WORDS, WORDS
@@ -90,11 +92,13 @@ __all__ = [
     "hold_function",
     "host_backend",
     "host_features",
+    "kept_times",
     "load_program",
     "private_memory",
     "products_and_calls",
     "same_code",
     "save_program",
+    "seconds_of",
     "settle",
     "swap_function",
     "tensor_of",

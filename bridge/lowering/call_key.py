@@ -13,6 +13,7 @@ from bridge.base.devices import current_device
 from bridge.base.modes import autocast_setting, cuda_autocast_setting
 from bridge.base.torch_internals import pytree, storage_id
 from bridge.capture import DynamicDim
+from bridge.compile import backend_for
 from bridge.state import constant_key, module_tensors
 
 __all__ = ["call_key_of"]
@@ -38,7 +39,14 @@ def call_key_of(
         return None
     classes = tuple((path, type(child)) for path, child in module.named_modules(remove_duplicate=False))
     modes = (grad, torch.get_default_dtype(), current_device(), autocast_setting(), cuda_autocast_setting())
-    return classes, tuple(tensors), tuple(places), tuple(keys), spec, modes, strategy, tuple(dims)
+    measured = _measured() if any(issubclass(kind, nn.RNNBase) for _, kind in classes) else ()
+    return classes, tuple(tensors), tuple(places), tuple(keys), spec, modes, strategy, tuple(dims), measured
+
+
+def _measured() -> tuple:
+    """What the choice between the forms of a recurrent layer depends on beside its shape."""
+    settings = torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()
+    return torch.get_num_threads(), str(backend_for(None).machine()), *settings
 
 
 def _tensor_key(tensor: torch.Tensor) -> tuple:

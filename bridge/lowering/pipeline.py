@@ -16,12 +16,13 @@ from typing import Any
 import autodiff
 from autodiff.ir import Function
 from autodiff.scan import hoist, roll_up
-from bridge.aten import Imported, import_graph
+from bridge.aten import Imported, import_graph, layers_chosen_by
 from bridge.base.devices import HOST, working_for
 from bridge.base.log import channel
 from bridge.capture import Captured
 from bridge.lowering.lowered import LoweredCall
 from bridge.lowering.origin import origins
+from bridge.lowering.recurrent_trial import loop_is_quicker
 from bridge.lowering.stage import Stage
 from bridge.reference import run_graph
 from partition import differentiable_scans
@@ -48,7 +49,8 @@ def lower_captured(
         UnsupportedModule: an operator is not handled exactly.
         CompilationError: a pass failed; a bug of this package.
     """
-    with working_for(captured.device):
+    as_here = partial(_lower, grad=grad, partition=partition, capture_seconds=0.0)
+    with working_for(captured.device), layers_chosen_by(partial(loop_is_quicker, as_here, grad)):
         return _lower(captured, grad, partition, capture_seconds)
 
 

@@ -1,0 +1,138 @@
+"""Trial of a recurrent layer: oneDNN's kernel and our loop over a few steps, compiled and timed → which one is taken.
+
+Which is quicker depends on the sizes, on the processor and on the number of threads. Both forms of one layer in one
+direction are lowered and compiled as any module is, the backward too where gradients are wanted, and run by turns. The
+seconds are remembered like those of products, in this process and in the disk cache.
+
+They run in the calling thread, not in one of their own as products do: OpenMP lets the threads of a second team sleep
+at the end of each parallel region where there are more of them than processors, and oneDNN's kernel, of several regions
+a step, would take three times as long as it does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from autodiff.ir import dtype, shape
+from bridge.aten import LayerShape, layers_chosen_by
+from bridge.base.errors import CompilationError, UnsupportedModule
+from bridge.base.interrupts import held
+from bridge.base.log import channel
+from bridge.base.torch_internals import unset_fake_temporarily
+from bridge.capture import Captured, capture
+from bridge.compile import CompileOptions, backend_for, compile_function, kept_times, seconds_of, settle
+from bridge.lowering.lowered import LoweredCall
+
+__all__ = ["clear_trials", "loop_is_quicker"]
+
+log = channel("compile")
+
+_KERNEL, _LOOP = "oneDNN's kernel", "loop"
+
+_WORTH = 0.97
+"""What the loop takes at most, of the kernel's time, where it is taken: the kernel has eager's very numbers."""
+
+_SMALL = 2**19
+"""Multiplications of a step below which the kernel is taken: a step of a loop, launched, takes as long as its product,
+and a trial costs a compilation."""
+
+_FEWEST_STEPS, _MOST_STEPS, _MULTIPLICATIONS = 8, 32, 2**28
+"""Steps of a trial, and what they multiply if they are more than the fewest: about ten milliseconds."""
+
+_NUMBER = 0.01
+"""Of all elements: no form's speed depends on the numbers."""
+
+Lower = Callable[[Captured], LoweredCall]
+
+_QUICKER: dict[tuple, bool] = {}
+_LOCK = threading.RLock()
+
+
+def clear_trials() -> None:
+    """Forget every choice made in this process."""
+    with _LOCK:
+        _QUICKER.clear()
+
+
+def loop_is_quicker(lower: Lower, grad: bool, layer: LayerShape) -> bool:
+    """Whether the loop takes clearly less time than the kernel, for a layer of this shape on this machine.
+
+    False without a trial where torch's deterministic algorithms are asked for: then nothing is measured.
+
+    Args:
+        lower: of a captured call, with or without gradients as ``grad`` says.
+    """
+    if torch.are_deterministic_algorithms_enabled() or 4 * layer.rows * layer.size**2 < _SMALL:
+        return False
+    multiplications = 4 * layer.rows * layer.size * (layer.size + layer.inputs)
+    steps = max(_FEWEST_STEPS, min(_MOST_STEPS, _MULTIPLICATIONS // multiplications))
+    layer = layer._replace(steps=min(layer.steps, steps))
+    threads = torch.get_num_threads()
+    key = threads, grad, layer
+    with held(_LOCK):
+        if key not in _QUICKER:
+            _QUICKER[key] = _tried(lower, grad, layer, threads)
+        return _QUICKER[key]
+
+
+def _tried(lower: Lower, grad: bool, layer: LayerShape, threads: int) -> bool:
+    text = f"recurrent {'training' if grad else 'inference'} {tuple(layer)}"
+    try:
+        measure = partial(_seconds, lower, grad, layer)
+        seconds = kept_times(backend_for(None).key, threads, text, [_KERNEL, _LOOP], measure)
+    except (UnsupportedModule, CompilationError, NotImplementedError, RuntimeError) as error:
+        log.info("%s: no trial, oneDNN's kernel is taken: %s", text, error)
+        return False
+    told = ", ".join(f"{name} {1e6 * spent / layer.steps:.0f} us a step" for name, spent in seconds.items())
+    log.info("%s: %s", text, told)
+    return len(seconds) == 2 and seconds[_LOOP] <= _WORTH * seconds[_KERNEL]
+
+
+def _seconds(lower: Lower, grad: bool, layer: LayerShape) -> dict[str, float]:
+    with unset_fake_temporarily(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        runs = _runs(lower, grad, layer)
+        settle()  # what is built meanwhile takes a processor from what is measured
+        with torch.no_grad():
+            return seconds_of(runs)
+
+
+def _runs(lower: Lower, grad: bool, layer: LayerShape) -> dict[str, Callable[[], object]]:
+    """A step of a training, or of inference, by each form."""
+    with torch.device("meta"):
+        module = nn.LSTM(layer.inputs, layer.size, bias=layer.biases, dtype=torch.float32)
+    module = module.to_empty(device="cpu").train(grad)
+    extents = (layer.steps, layer.rows, layer.inputs), *[(1, layer.rows, layer.size)] * 2
+    arguments = [torch.empty(each, dtype=torch.float32) for each in extents]
+    primals = [each.detach().fill_(_NUMBER) for each in (*module.parameters(), *arguments)]
+    x, *states = arguments
+    with torch.set_grad_enabled(grad):
+        captured = capture(module, (x.requires_grad_(grad), tuple(states)), {})
+        runs = {}
+        for name, is_looped in ((_KERNEL, False), (_LOOP, True)):
+            with layers_chosen_by(lambda _, is_looped=is_looped: is_looped):
+                runs[name] = _run(lower(captured), primals)
+    return runs
+
+
+def _run(lowered: LoweredCall, primals: Sequence[torch.Tensor]) -> Callable[[], object]:
+    options = CompileOptions.current(backend_for(None))
+    forward = compile_function(lowered.forward, name="trial_forward", options=options)
+    if lowered.backward is None:
+        return lambda: forward(primals)
+    options = replace(options, sums_in_place=True, grad_outs=len(lowered.differentiable))
+    backward = compile_function(lowered.backward, name="trial_backward", options=options)
+    names = (*lowered.parameter_names, *(None,) * lowered.num_results, *lowered.capture_names)
+    params = [(str(each.name), tuple(shape(each)), getattr(torch, dtype(each))) for each in lowered.backward.params]
+    given = {name: torch.full(extents, _NUMBER, dtype=kind) for name, extents, kind in params if name not in names}
+
+    def step() -> object:
+        made = dict(zip(names, (*primals, *forward(primals)), strict=True))
+        return backward([made[name] if name in made else given[name] for name, *_ in params])
+
+    return step
