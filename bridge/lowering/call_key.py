@@ -45,8 +45,9 @@ def call_key_of(
 
 def _measured() -> tuple:
     """What the choice between the forms of a recurrent layer depends on beside its shape."""
+    host = backend_for(None)
     settings = torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()
-    return torch.get_num_threads(), str(backend_for(None).machine()), *settings
+    return host.threads(), str(host.machine()), *settings
 
 
 def _tensor_key(tensor: torch.Tensor) -> tuple:

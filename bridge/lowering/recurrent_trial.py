@@ -21,6 +21,7 @@ from torch import nn
 
 from autodiff.ir import dtype, shape
 from bridge.aten import LayerShape, layers_chosen_by
+from bridge.base.devices import HOST
 from bridge.base.errors import CompilationError, UnsupportedModule
 from bridge.base.interrupts import held
 from bridge.base.log import channel
@@ -73,7 +74,7 @@ def loop_is_quicker(lower: Lower, grad: bool, layer: LayerShape) -> bool:
     multiplications = 4 * layer.rows * layer.size * (layer.size + layer.inputs)
     steps = max(_FEWEST_STEPS, min(_MOST_STEPS, _MULTIPLICATIONS // multiplications))
     layer = layer._replace(steps=min(layer.steps, steps))
-    threads = torch.get_num_threads()
+    threads = backend_for(None).threads()
     key = threads, grad, layer
     with held(_LOCK):
         if key not in _QUICKER:
@@ -95,7 +96,7 @@ def _tried(lower: Lower, grad: bool, layer: LayerShape, threads: int) -> bool:
 
 
 def _seconds(lower: Lower, grad: bool, layer: LayerShape) -> dict[str, float]:
-    with unset_fake_temporarily(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+    with unset_fake_temporarily(), HOST, torch.autocast(HOST.type, enabled=False):
         runs = _runs(lower, grad, layer)
         settle()  # what is built meanwhile takes a processor from what is measured
         with torch.no_grad():
@@ -106,7 +107,7 @@ def _runs(lower: Lower, grad: bool, layer: LayerShape) -> dict[str, Callable[[],
     """A step of a training, or of inference, by each form."""
     with torch.device("meta"):
         module = nn.LSTM(layer.inputs, layer.size, bias=layer.biases, dtype=torch.float32)
-    module = module.to_empty(device="cpu").train(grad)
+    module = module.to_empty(device=HOST).train(grad)
     extents = (layer.steps, layer.rows, layer.inputs), *[(1, layer.rows, layer.size)] * 2
     arguments = [torch.empty(each, dtype=torch.float32) for each in extents]
     primals = [each.detach().fill_(_NUMBER) for each in (*module.parameters(), *arguments)]
