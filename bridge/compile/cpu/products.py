@@ -32,12 +32,14 @@ from bridge.compile.cpu.product_ways import Multiply, Trial, library_ways
 from bridge.compile.loop_ir.product import Packing
 from bridge.compile.runtime.background import settle
 from bridge.compile.schedule.products import (
+    BY_ROWS,
     CHAINED,
     GENERATED,
     IN_PANELS,
     PACKED,
     ProductShape,
     is_generated,
+    is_in_panels,
     product_of_plain,
 )
 
@@ -77,6 +79,9 @@ are of more even lengths."""
 
 _TUNED = ((28, 1), (56, 1), (224, 1), (448, 1), (1344, 2), (448, 2), (112, 2), (1344, 6))
 """Further tasks, which only tuning tries: rows at most, and the part of the widest block of ``b``, as a divisor."""
+
+_STEPS_AT_A_TIME = 4e-4
+"""Seconds that products of a loop's steps are measured at a time: one finds in the caches what the last one left."""
 
 _USUAL = (GENERATED, f"{GENERATED} short")
 """Ways in generated code that are measured at a product's first use."""
@@ -187,9 +192,10 @@ class CpuProducts:
         limit = min(times.values(), default=0.0) / _WORTH
         # Steps of a loop that are generated code alone need no Python between them. A weight is measured in the cache;
         # a call finds it in memory, where one that is laid out is read once, and any other copied first.
-        laid_out = (PACKED, IN_PANELS)
+        laid_out = (PACKED, IN_PANELS, BY_ROWS)
+        first = {way: place for place, way in enumerate((usual, PACKED, BY_ROWS))}
         preferred = sorted(
-            times, key=lambda way: (way not in laid_out, way != usual, way != PACKED, not is_generated(way))
+            times, key=lambda way: (way not in laid_out, first.get(way, len(first)), not is_generated(way))
         )
         best = next((way for way in preferred if times[way] <= limit), usual)
         told = ", ".join(f"{way} {1e3 * seconds:.3f}" for way, seconds in times.items())
@@ -206,8 +212,11 @@ class CpuProducts:
         panels = _quotient_up(product.n, width)
         if panels * width * _quotient_up(product.m, low) * low > _WASTE * product.m * product.n:
             return ways
+        if product.b.lasting and product.batch == 1:
+            has_rows = 1 < self.threads and low * self.threads <= product.m
+            return [*ways, IN_PANELS, *[BY_ROWS] * has_rows]
         if product.b.lasting:
-            return [*ways, IN_PANELS] if product.batch == 1 else ways
+            return ways
         if product.b.constant:
             return [*ways, IN_PANELS]
         tasks = _tasks(tile)
@@ -229,7 +238,7 @@ class CpuProducts:
         found = {way: trial.library(way) for way in ways if not is_generated(way)}
         for way in filter(is_generated, ways):
             plan = trial.plan(way, self.block(way, product), self.packing(way, product))
-            if way == IN_PANELS:
+            if is_in_panels(way):
                 found[way] = trial.packed(*self.packed(product.element_type), plan)
             else:
                 found[way] = trial.generated(self.multiply(product.element_type), plan)
@@ -250,10 +259,11 @@ class CpuProducts:
 
     def packing(self, way: str, product: ProductShape) -> Packing | None:
         tile = register_tile(self.target)
-        if way != IN_PANELS or tile is None:
+        if not is_in_panels(way) or tile is None:
             return None
         columns = tile.columns(product.element_type)
-        return Packing(strip_rows(tile, product.m), _quotient_up(product.n, columns) * columns * product.k)
+        rows = product.m if way == IN_PANELS else _quotient_up(product.m, self.threads)
+        return Packing(strip_rows(tile, rows), _quotient_up(product.n, columns) * columns * product.k)
 
     def block(self, way: str, product: ProductShape) -> tuple[Dim, Dim]:
         """Rows and columns of one task: tall blocks, because each packs its part of ``b``; enough for every thread.
@@ -268,6 +278,10 @@ class CpuProducts:
             parts = maximum(1, _quotient_up(m, tile.strips * height))
             rows = maximum(1, _quotient_up(m, parts * height)) * height
             return rows, _quotient_up(_quotient_up(n, panel), self.threads) * panel
+        if way == BY_ROWS:
+            each = _quotient_up(m, self.threads)
+            parts = _quotient_up(each, tile.strips * strip_rows(tile, each))
+            return _quotient_up(each, parts), _quotient_up(n, panel) * panel
         if way == CHAINED:
             return self._chained_rows(product, tile), minimum(tile.panels, _quotient_up(n, panel)) * panel
         tallest, widest = _tasks(tile)[way]
@@ -291,8 +305,10 @@ def measured(policy: CpuProducts, product: ProductShape, ways: Sequence[str]) ->
     Those of libraries first: where torch's own is near what the processor can do, ours need not be built.
     """
 
+    options = {"at_a_time": _STEPS_AT_A_TIME} if product.b.lasting else {}
+
     def seconds(ways: Sequence[str]) -> dict[str, float]:
-        return in_a_plain_thread(lambda: seconds_of(policy.runs(product, Trial.of(product), ways)))
+        return in_a_plain_thread(lambda: seconds_of(policy.runs(product, Trial.of(product), ways), **options))
 
     settle()  # what is built meanwhile takes a processor from what is measured
     libraries, ours = ([way for way in ways if is_generated(way) is wanted] for wanted in (False, True))

@@ -29,12 +29,15 @@ from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.emit import stack_buffer
 from bridge.compile.loop_ir.access import Argument
 
-__all__ = ["CONNECT", "connect_function", "if_worth", "launcher", "module_of"]
+__all__ = ["CONNECT", "connect_function", "end_team", "if_worth", "launcher", "module_of"]
 
 _LOG = channel("compile")
 
 _OPENMP = ("GOMP_parallel", "omp_get_max_threads", "omp_get_num_threads", "omp_get_thread_num", "omp_set_num_threads")
 """What the launcher and :func:`if_worth` call."""
+
+_SOFT = 1
+"""OpenMP's ``omp_pause_soft``."""
 
 CONNECT = "bridge_connect_threads"
 """Name of the function, in every module of kernels, that takes the launcher's address."""
@@ -148,6 +151,17 @@ def launcher() -> int | None:
         return None
     torch.get_num_threads()
     return module["launcher"]()
+
+
+def end_team() -> None:
+    """The calling thread's OpenMP threads end; its next parallel region starts others, in a tenth of a millisecond.
+
+    GNU's run time lets threads wait awake for the next region only as long as there are no more of them than
+    processors: of two teams both sleep, and a small product takes ten times as long. Others' threads are left alone.
+    """
+    symbols = ctypes.CDLL(None)
+    if hasattr(symbols, "omp_pause_resource_all") and not hasattr(symbols, "__kmpc_fork_call"):
+        symbols.omp_pause_resource_all(_SOFT)
 
 
 def connect_function() -> PrimFunc:

@@ -21,12 +21,12 @@ from bridge.compile.passes.placed import Placed
 from bridge.compile.schedule.products import (
     CHAINED,
     GENERATED,
-    IN_PANELS,
     PACKED,
     LayoutClass,
     ProductPolicy,
     ProductShape,
     is_generated,
+    is_in_panels,
 )
 
 __all__ = ["ProductChoice", "order_of_readers"]
@@ -150,7 +150,7 @@ class ProductChoice:
         if not same(column, 1):  # the product of the transposes writes the transposed result
             a, b, geometry = b, a, geometry.transposed()
         is_constant = b.value in self.constants
-        if way == IN_PANELS and not (is_constant or b.value in self.lasting):
+        if is_in_panels(way) and not (is_constant or b.value in self.lasting):
             way = GENERATED  # of the other operand, or of a copy
         out = placed.fresh(stored.shape, a.dtype)
         placed.nodes.append(Product((a, b), out, self._plan(way, a.dtype, geometry, is_constant)))

@@ -10,6 +10,7 @@ from autodiff.extents import Dim
 from bridge.compile.loop_ir.product import Packing
 
 __all__ = [
+    "BY_ROWS",
     "CHAINED",
     "GENERATED",
     "IN_PANELS",
@@ -18,6 +19,7 @@ __all__ = [
     "ProductPolicy",
     "ProductShape",
     "is_generated",
+    "is_in_panels",
     "product_of_plain",
 ]
 
@@ -32,9 +34,18 @@ IN_PANELS = f"{GENERATED} in panels"
 """Generated code that finds ``b`` packed: of products whose ``b`` is the same in every step of a loop, or a constant.
 The bits are those of the other generated ways."""
 
+BY_ROWS = f"{IN_PANELS} by rows"
+"""The same, each thread with rows of its own, as many as it has of the kernels around the product: in a loop it reads
+what it wrote itself. All threads read all panels."""
+
 CHAINED = f"{GENERATED} in a chain"
 """Generated code for both products of a chain (:mod:`bridge.compile.schedule.chain_plan`); the bits are those of the
 other generated ways. A policy does not choose it: the chain's steps are measured together."""
+
+
+def is_in_panels(way: str) -> bool:
+    """Whether a way is generated code that finds ``b`` packed."""
+    return way.startswith(IN_PANELS)
 
 
 def is_generated(way: str) -> bool:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, remove_tvm_dispatch
 from bridge.compile import clear_cache, clear_choices, host_backend
-from bridge.compile.cpu.gemm_buffers import NARROW, WIDE
+from bridge.compile.cpu.gemm_buffers import NARROW, WIDE, register_tile
 from bridge.compile.cpu.gemm_packed import strip_rows
 from bridge.compile.cpu.product_ways import Trial
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.runtime.loop_frame import LoopFrames
-from bridge.compile.schedule.products import GENERATED, IN_PANELS, LayoutClass, ProductShape
+from bridge.compile.schedule.products import BY_ROWS, GENERATED, IN_PANELS, LayoutClass, ProductShape
 from bridge.lowering.reuse import clear_lowered
 
 
@@ -87,9 +89,10 @@ def test_driven_steps_give_the_bits_of_steps_one_by_one(packed, monkeypatch):
     torch.testing.assert_close(first, eager, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize("unit", ["row", "column"])
-def test_a_packed_product_has_the_bits_of_the_generated_one(unit):
-    policy = host_backend().products(2, deterministic=False)
+def test_a_packed_product_has_the_bits_of_the_generated_one(unit, threads):
+    policy = host_backend().products(threads, deterministic=False)
     if policy.packing(IN_PANELS, ProductShape("float32", 1, 4, 4, 4)) is None:
         pytest.skip("no products are generated for this processor")
     torch.manual_seed(0)
@@ -97,11 +100,51 @@ def test_a_packed_product_has_the_bits_of_the_generated_one(unit):
         product = ProductShape("float32", 1, m, n, k, LayoutClass(), LayoutClass(unit, lasting=True))
         trial, found = Trial.of(product), []
         trial.a.copy_(torch.randn_like(trial.a)), trial.b.copy_(torch.randn_like(trial.b))
-        for run in policy.runs(product, trial, [GENERATED, IN_PANELS]).values():
+        for run in policy.runs(product, trial, [GENERATED, IN_PANELS, BY_ROWS]).values():
             trial.c.fill_(float("nan"))
             run()
             found.append(trial.c.clone())
-        assert torch.equal(*found), (m, k, n)
+        assert all(torch.equal(found[0], each) for each in found), (m, k, n)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 16])
+def test_each_thread_has_rows_of_its_own_and_memory_for_their_strips(threads):
+    policy, tile = host_backend().products(threads, deterministic=False), register_tile(host_backend().target)
+    if tile is None:
+        pytest.skip("no products are generated for this processor")
+    for m in range(tile.heights[0] * threads, 1200):
+        product = ProductShape("float32", 1, m, 70, 30, LayoutClass("row"), LayoutClass("row", lasting=True))
+        (rows, columns), packing = policy.block(BY_ROWS, product), policy.packing(BY_ROWS, product)
+        tasks = -(-m // rows)
+        assert columns >= 70 and rows * (tasks - 1) < m
+        assert -(-rows // packing.strip_rows) <= tile.strips
+
+
+def test_rows_are_for_each_thread_where_each_has_some():
+    """In a loop alone: around it each thread finds what it wrote itself."""
+    if register_tile(host_backend().target) is None:
+        pytest.skip("no products are generated for this processor")
+
+    def offered(m: int, threads: int, **constant: bool) -> bool:
+        b = LayoutClass("row", **constant)
+        product = ProductShape("float32", 1, m, 256, 256, LayoutClass("row"), b)
+        return BY_ROWS in host_backend().products(threads, deterministic=False).ways(product)
+
+    assert offered(16, 2, lasting=True) and offered(64, 16, lasting=True)
+    assert not offered(16, 16, lasting=True) and not offered(16, 1, lasting=True)
+    assert not offered(16, 2) and not offered(16, 2, constant=True)
+
+
+@pytest.mark.parametrize(("seconds", "wanted"), [(0.9, BY_ROWS), (1.04, BY_ROWS), (1.1, IN_PANELS)])
+def test_rows_are_taken_where_they_are_about_as_quick(seconds, wanted):
+    if register_tile(host_backend().target) is None:
+        pytest.skip("no products are generated for this processor")
+    clear_choices()
+    times = {"mm": 3.0, IN_PANELS: 1.0, BY_ROWS: seconds}
+    policy = replace(host_backend().products(2, deterministic=False), measure=lambda *_: times)
+    product = ProductShape("float32", 1, 16, 256, 256, LayoutClass("row"), LayoutClass("row", lasting=True))
+    assert policy.choose(product) == wanted
+    clear_choices()
 
 
 def test_strips_are_of_the_height_that_computes_least_in_vain():

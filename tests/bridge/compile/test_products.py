@@ -356,6 +356,9 @@ def test_functions_take_turns_and_what_raises_is_left_out():
     assert times["a"] == pytest.approx(1e-4)
     assert calls[:6] == ["a", "b", "slow"] * 2
     assert calls.count("slow") == 3
+    calls.clear()
+    seconds_of({"a": takes("a", 1e-4), "b": takes("b", 5e-5)}, lambda: now, at_a_time=4e-4)
+    assert calls[:14] == ["a", "b", *"aaaa", *"bbbbbbbb"]
 
 
 @pytest.mark.parametrize("processor, is_offered", [("haswell", True), ("sandybridge", False)])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from tvm.relax import op as R
 
 from bridge.compile import compile_function
-from bridge.compile.cpu.threads import launcher
+from bridge.compile.cpu.threads import end_team, launcher
 from tests.bridge.compile_helpers import assert_same, function
 
 
@@ -48,6 +49,21 @@ def launch(status: int = 0, address: int | None = None) -> tuple[int, list[tuple
 def test_as_many_tasks_as_torch_has_threads(count):
     torch.set_num_threads(count)
     assert launch() == (0, [(index, count) for index in range(count)])
+
+
+@pytest.mark.skipif(hasattr(ctypes.CDLL(None), "__kmpc_fork_call"), reason="another OpenMP run time than GNU's")
+def test_a_team_ends_and_the_next_region_has_another():
+    def team() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    torch.set_num_threads(5)
+    assert launch()[0] == 0
+    before = team()
+    end_team()
+    assert team() == before - 4
+    end_team()  # of none
+    assert launch() == (0, [(index, 5) for index in range(5)])
+    assert team() == before
 
 
 def test_a_failing_task_is_reported():
