@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import tempfile
 from pathlib import Path
 
@@ -153,12 +154,23 @@ def launcher() -> int | None:
     return module["launcher"]()
 
 
+_FORKED: list[bool] = []
+"""One in a process that was forked from another one with this module."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _FORKED.append(True))
+
+
 def end_team() -> None:
     """The calling thread's OpenMP threads end; its next parallel region starts others, in a tenth of a millisecond.
 
     GNU's run time lets threads wait awake for the next region only as long as there are no more of them than
     processors: of two teams both sleep, and a small product takes ten times as long. Others' threads are left alone.
+    A forked process has none of the threads that its run time remembers, and would wait for them: there, and where
+    torch runs on one thread, as such a process has to, nothing is done.
     """
+    if _FORKED or torch.get_num_threads() == 1:
+        return
     symbols = ctypes.CDLL(None)
     if hasattr(symbols, "omp_pause_resource_all") and not hasattr(symbols, "__kmpc_fork_call"):
         symbols.omp_pause_resource_all(_SOFT)

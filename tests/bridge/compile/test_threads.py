@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 from tvm.relax import op as R
 
 from bridge.compile import compile_function
+from bridge.compile.cpu.measure import in_a_plain_thread
 from bridge.compile.cpu.threads import end_team, launcher
 from tests.bridge.compile_helpers import assert_same, function
 
@@ -64,6 +67,20 @@ def test_a_team_ends_and_the_next_region_has_another():
     end_team()  # of none
     assert launch() == (0, [(index, 5) for index in range(5)])
     assert team() == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX")
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_forked_process_measures(count):
+    """Its OpenMP remembers threads that it has not got."""
+    torch.set_num_threads(2)
+    assert launch()[0] == 0
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # a wait for those threads never ends
+        torch.set_num_threads(count)
+        os._exit(in_a_plain_thread(lambda: 7))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_a_failing_task_is_reported():
