@@ -259,12 +259,11 @@ def absolute(importer, node, x):
     c, d = (importer.emit(op.divide(part, scale)) for part in (a, x.imaginary))
     total = _add(importer, _multiply(importer, c, c), _multiply(importer, d, d))
     root = _multiply(importer, scale, importer.emit(op.sqrt(total)))
-    size = stop_gradient(importer, node, root)
-    u, v = (stop_gradient(importer, node, importer.emit(op.divide(part, size))) for part in (a, x.imaginary))
-    turned = _add(importer, _multiply(importer, a, u), _multiply(importer, x.imaginary, v))
-    moved = _subtract(importer, turned, stop_gradient(importer, node, turned))
-    infinity = where(importer, infinite, importer.constant(math.inf, dtype(a)), size)
-    found = where(importer, infinite, with_derivative(importer, infinity, root), _add(importer, size, moved))
+    none, infinity = (importer.constant(value, dtype(a)) for value in (math.nan, math.inf))
+    size = stop_gradient(importer, node, where(importer, infinite, infinity, root))
+    u, v = (where(importer, infinite, none, importer.emit(op.divide(part, size))) for part in (a, x.imaginary))
+    turned = _add(importer, times(importer, a, u), times(importer, x.imaginary, v))
+    found = with_derivative(importer, size, turned)
     return importer.emit(op.where(zero, importer.constant(0, dtype(x.real)), found))
 
 
