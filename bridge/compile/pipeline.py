@@ -54,6 +54,7 @@ from bridge.compile.passes.dead_code import eliminate_dead_code
 from bridge.compile.passes.join_products import join_products
 from bridge.compile.passes.moments import add_moments_at_once
 from bridge.compile.passes.normal_functions import name_normal_functions
+from bridge.compile.passes.pad_products import pad_products
 from bridge.compile.passes.permutations import recompute_permutations
 from bridge.compile.passes.pool_gradients import generate_pool_gradients
 from bridge.compile.passes.positions import count_where_read
@@ -239,6 +240,7 @@ class _Graphs:
         if policy.joins:
             neutral = join_products(neutral, options.grad_outs)
         neutral = split_products(neutral, partial(policy.parts, is_step=is_step), is_step)
+        neutral = pad_products(neutral, policy.unit)
         chained = chosen_chains(neutral, options, policy, optimize)
         counts = options.grad_outs, options.constants, lasting
         placed = choose_layouts(neutral, self._backend, policy, *counts, chained)

@@ -8,7 +8,7 @@ import torch
 
 from bridge.base.mkl import multiply_packed
 from bridge.base.torch_internals import linear_pointwise
-from bridge.library.padded_products import product
+from bridge.library.padding import pad_into
 from bridge.library.registry import out_kernel
 
 __all__: list[str] = []
@@ -19,11 +19,17 @@ Tensors = Sequence[torch.Tensor]
 @out_kernel("mm")
 def _mm(outs: Tensors, args: Tensors) -> None:
     """A product of matrices."""
-    product(args[0], args[1], outs[0])
+    torch.mm(args[0], args[1], out=outs[0])
 
 
 _ZEROS: dict[tuple[torch.device, int], torch.Tensor] = {}
 """By their number, a power of two. None goes: recorded graphs read them at their addresses."""
+
+
+@out_kernel("pad")
+def _pad(outs: Tensors, args: Tensors) -> None:
+    """A matrix with zeros behind its rows and columns."""
+    pad_into(outs[0], args[0])
 
 
 @out_kernel("mm_lt")
@@ -51,7 +57,7 @@ def _mm_biased(outs: Tensors, args: Tensors) -> None:
 @out_kernel("mm_wide")
 def _mm_wide(outs: Tensors, args: Tensors) -> None:
     """A product of matrices of a half type with a float32 result, on a GPU."""
-    product(args[0], args[1], outs[0])
+    torch.mm(args[0], args[1], out_dtype=outs[0].dtype, out=outs[0])
 
 
 @out_kernel("bmm")

@@ -49,7 +49,7 @@ INTO_GIVEN: dict[str, Function] = {}
 ``function(outs, *arguments)`` returns whether it has."""
 
 NEVER_RAISE = frozenset(
-    "mm mm_lt mm_wide mm_biased bmm bmm_wide mm_swapped linear packed cat stack cumsum cumprod convolution "
+    "mm mm_lt mm_wide mm_biased bmm bmm_wide mm_swapped linear packed pad cat stack cumsum cumprod convolution "
     "convolution_last convolution_in_channels_last convolution_by_product max_pool "
     "max_pool_last avg_pool adaptive_avg_pool attention flip adaptive_max_pool upsample "
     "scaled_dot_product_flash_attention recurrent_layer recurrent_layers sort topk erfc atan2".split()

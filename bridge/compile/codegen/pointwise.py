@@ -203,6 +203,7 @@ RULES: dict[str, Rule] = {
     "right_shift": lambda e, a, b: tirx.shift_right(a, b),
     "where": lambda e, c, a, b: e.select(c, a, b),
     "copy": lambda e, x: x,
+    "pad": lambda e, x: x,
     "concat": lambda e, x: x,  # of the section's operand
     **{name: _mask(width) for name, width in MASKS.items()},
 }

@@ -12,7 +12,7 @@ __all__ = ["converted", "rounded"]
 
 def rounded(e: Emitter, value: Expr, dtype: str, op: str = "") -> Expr:
     """``value`` rounded to a stored type, in its compute type. What ``op`` only moves is rounded already."""
-    if compute_type(dtype) == dtype or op in ("copy", "concat"):
+    if compute_type(dtype) == dtype or op in ("copy", "concat", "pad"):
         return value
     return e.rounded(value, dtype)
 

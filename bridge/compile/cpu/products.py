@@ -257,6 +257,9 @@ class CpuProducts:
 
         return kept_times(str(self.target), self.threads, text, ways, measure)
 
+    def unit(self, product: ProductShape) -> int:
+        return 1
+
     def packing(self, way: str, product: ProductShape) -> Packing | None:
         tile = register_tile(self.target)
         if not is_in_panels(way) or tile is None:

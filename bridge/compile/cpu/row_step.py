@@ -58,10 +58,9 @@ class Step:
         """Statements that store, cache and accumulate what the pass has to."""
         e, scope, nodes = self.e, self.scope, self.plan.nodes
         for node in row_pass.stores:
-            index = e.index(scope.element(self.position), 1)
-            e.stmts.append(
-                BufferStore(scope.buffers.outputs[node], e.stored(self._value(node), nodes[node].dtype), [index])
-            )
+            buffer, index = scope.buffers.outputs[node], e.index(scope.result(node, self.position), 1)
+            e.stmts.append(BufferStore(buffer, e.stored(self._value(node), nodes[node].dtype), [index]))
+            e.stmts += scope.behind(node, buffer, self.position, e.lanes)
         for node in row_pass.cached:
             buffer = scope.row_buffers[node]
             at = scope.in_row_buffer(self.position)

@@ -24,6 +24,13 @@ _NARROW, _MISJUDGED = 128, 2**18
 """Columns, and elements, of a matrix of which cuBLAS takes 25 to 53 us for a product of 8 or 16 rows that takes
 cuBLASLt 2 to 10 (float32, H200, CUDA 13): with 128 columns; with more, where columns are dense."""
 
+_UNITS = {"bfloat16": 8, "float16": 8, "float32": 4}
+"""Numbers in 16 bytes. Products of 2048 rows by 1001 x 2048, whose rows begin anywhere, take 4 to 5.6 times as long in
+half types, in TF32 1.9 to 2.7 times; of 16384 by 30522 x 768, 2.4 to 3 and 1.9 to 2.6 times (H200)."""
+
+_LARGE, _NARROWEST = 2**31, 512
+"""Multiplications, and extents, from which on copies take less time than they save."""
+
 _TILE, _TILES, _INNER, _MOST_PARTS = 64, 128, 128, 16
 """Rows and columns of a tile of a small product; how many tiles fill a GPU; inner elements that one is worth; parts at
 most, which whoever reads the product adds up."""
@@ -114,6 +121,13 @@ class CudaProducts:
         while 2 * count * tiles <= 2 * _TILES and product.k % (16 * count) == 0 and product.k // (2 * count) >= _WORTH:
             count *= 2
         return count
+
+    def unit(self, product: ProductShape) -> int:
+        """16 bytes, where the multipliers of matrices compute and the product is worth a copy of its operands."""
+        if product.element_type not in _UNITS or (product.element_type == "float32" and not self.tf32):
+            return 1
+        is_large = product.multiplications >= _LARGE and min(product.m, product.n, product.k) >= _NARROWEST
+        return _UNITS[product.element_type] if is_large else 1
 
     def seconds_of_chain(self, text: str, ways: Sequence[str], make: Callable) -> Mapping[str, float]:
         return {}

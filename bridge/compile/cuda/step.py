@@ -183,14 +183,19 @@ class Step:
         return BufferLoad(local, [self.lane])
 
     def _store(self, node: int, value: Expr) -> None:
-        """Stores a value of every lane in the kernel's result."""
-        buffer, at = self.scope.buffers.outputs[node], self.scope.element(self.position)
+        """Stores a value of every lane in the kernel's result, and the zeros behind the row."""
+        buffer, at = self.scope.buffers.outputs[node], self.scope.result(node, self.position)
+        behind = self.scope.behind(node, buffer, self.position, self.lanes)
         if self.lanes == 1:
-            self.e.stmts.append(self.scope.if_valid(BufferStore(buffer, value, [at])))
+            self.e.stmts.append(self.scope.if_valid(sequence([BufferStore(buffer, value, [at]), *behind])))
+            return
+        at = self.before.name_index(at, "at")
+        if self.plan.nodes[node].behind % self._width(buffer):  # rows begin anywhere
+            self.e.stmts.append(self.scope.if_valid(BufferStore(buffer, value, [at + self.lane])))
+            self.after += [self.scope.if_valid(each) for each in behind]
             return
         local, allocation = local_buffer(self.lanes, storage_type(self.plan.nodes[node].dtype), "y")
         self.before.stmts.append(allocation)
         self.e.stmts.append(BufferStore(local, value, [self.lane]))
-        at = self.before.name_index(at, "at")
         stores = [BufferStore(buffer, BufferLoad(local, here), there) for there, here in self._pieces(buffer, at)]
-        self.after.append(self.scope.if_valid(sequence(stores)))
+        self.after.append(self.scope.if_valid(sequence([*stores, *behind])))

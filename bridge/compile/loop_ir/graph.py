@@ -36,6 +36,7 @@ __all__ = [
     "OneOperand",
     "OneOut",
     "Operand",
+    "Pad",
     "Pointwise",
     "Positions",
     "Product",
@@ -134,6 +135,19 @@ class Concat(Pointwise):
     """
 
     inner: Dim = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Pad(Pointwise):
+    """A matrix with zeros behind its columns, and behind its rows: ``out[i, j] = operand[i, j]``, and 0 elsewhere.
+
+    A kernel writes those behind columns, of a matrix that is read as it lies; with others it is a library call.
+    """
+
+    @property
+    def columns(self) -> Dim:
+        """Elements of a row that are the operand's."""
+        return self.operands[0].shape[-1]
 
 
 @dataclass(frozen=True, eq=False)

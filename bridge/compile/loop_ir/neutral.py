@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bridge.compile.loop_ir.graph import OneOperand, OneOut, Operand, Scalar, Value
-from bridge.compile.loop_ir.views import View
+from bridge.compile.loop_ir.views import View, permute
 
-__all__ = ["Dense", "Join", "MatMul", "Neutral", "Result", "Shaped"]
+__all__ = ["Dense", "Join", "MatMul", "Neutral", "Result", "Shaped", "is_turned"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,3 +73,9 @@ class Join(OneOut):
 
 
 Neutral = Shaped | Dense | Result | MatMul | Join
+
+
+def is_turned(node: Shaped) -> bool:
+    """Whether a node makes the transpose of a matrix that lies in memory by rows."""
+    is_reversed = node.arguments in (((1, 0),), (None,)) and len(node.out.shape) == 2
+    return node.function is permute and is_reversed and node.operand.is_whole

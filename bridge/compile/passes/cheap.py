@@ -12,14 +12,14 @@ from __future__ import annotations
 from autodiff.extents import sample_of
 from bridge.compile.codegen.pointwise import EXPENSIVE
 from bridge.compile.loop_ir import views
-from bridge.compile.loop_ir.graph import Concat, Node, Operand, Pointwise, Reduction, Scalar, Value
+from bridge.compile.loop_ir.graph import Concat, Node, Operand, Pad, Pointwise, Reduction, Scalar, Value
 from bridge.compile.schedule.limits import Limits
 
 __all__ = ["Producers", "box_of_arithmetic", "permuted_arithmetic"]
 
 
 class Producers:
-    """Of each value seen so far, the point-wise node that computes it; a concatenation is none."""
+    """Of each value seen so far, the point-wise node that computes it; of a concatenation, or padding, none."""
 
     def __init__(self, limits: Limits) -> None:
         self._free_reads = limits.free_reads
@@ -29,7 +29,7 @@ class Producers:
 
     def add(self, node: Node) -> None:
         """A node that later ones may read."""
-        if isinstance(node, Pointwise) and not isinstance(node, Concat):
+        if isinstance(node, Pointwise) and not isinstance(node, Concat | Pad):
             self._nodes[node.out] = node
             if node.op == "astype" and isinstance(node.operands[0], Operand):
                 self._amounts[node.out] = self._amount(node.operands[0].value)

@@ -11,7 +11,18 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from bridge.compile.loop_ir.graph import Graph, Node, Operand, Pointwise, Reduction, Scalar, Value, whole
+from bridge.compile.loop_ir.graph import (
+    Graph,
+    LibraryCall,
+    Node,
+    Operand,
+    Pad,
+    Pointwise,
+    Reduction,
+    Scalar,
+    Value,
+    whole,
+)
 from bridge.compile.loop_ir.neutral import Dense, Join, MatMul, Neutral, Result, Shaped
 from bridge.compile.loop_ir.views import View, alike, dense, expand, is_dense
 from bridge.compile.passes.choose_joins import join
@@ -84,6 +95,8 @@ class _Walk:
                 self._choose_product(node, *operands)
             case Join():
                 self.placed.nodes.append(join(self.placed, replace(node, operands=operands), self._rules))
+            case Pad():
+                self.placed.nodes.append(_padded(replace(node, operands=operands)))
             case Pointwise(op="copy"):
                 self._where[node.out] = self.placed.copy(*operands, node.out)
             case _ if operands == node.operands:
@@ -133,3 +146,10 @@ class _Walk:
                 return operand
         made = self.placed.copied(operand) if self._products.policy.keeps_order else None
         return self.placed.pointwise_copy(operand) if made is None else made
+
+
+def _padded(node: Pad) -> Pad | LibraryCall:
+    """A node of a kernel, where rows lie as the operand has them; a library call where not."""
+    (operand,), out = node.operands, node.out
+    in_a_kernel = operand.is_whole and alike(operand.shape[:-1], out.shape[:-1])
+    return node if in_a_kernel else LibraryCall("pad", (operand,), (out,))

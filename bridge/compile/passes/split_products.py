@@ -15,7 +15,7 @@ from dataclasses import replace
 from autodiff.ir import itemsize
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Graph, Node, Operand, Pointwise, Value, whole
-from bridge.compile.loop_ir.neutral import MatMul, Neutral, Result, Shaped
+from bridge.compile.loop_ir.neutral import MatMul, Neutral, Result, Shaped, is_turned
 from bridge.compile.schedule.products import LayoutClass, ProductShape
 
 __all__ = ["split_products"]
@@ -33,7 +33,7 @@ def split_products(graph: Graph, parts: Callable[[ProductShape], int], is_step: 
         for operand in node.operands:
             if isinstance(operand, Operand):
                 readers[operand.value].append(node)
-    turned = {node.out for node in graph.nodes if isinstance(node, Shaped) and _turns(node)}
+    turned = {node.out for node in graph.nodes if isinstance(node, Shaped) and is_turned(node)}
     nodes: list[Node | Neutral] = []
     for node in graph.nodes:
         count = _count(node, parts, turned) if isinstance(node, MatMul) and node.bias is None else 1
@@ -47,11 +47,6 @@ def split_products(graph: Graph, parts: Callable[[ProductShape], int], is_step: 
 def _is_added_up_by_readers(readers: Sequence[Node | Neutral]) -> bool:
     """Whether a kernel that reads the product can make the sum; it stores that where it is a result, too."""
     return not (any(isinstance(each, MatMul) for each in readers) or all(isinstance(each, Result) for each in readers))
-
-
-def _turns(node: Shaped) -> bool:
-    """Whether a matrix is the transpose of one that lies in memory by rows."""
-    return node.function is views.permute and node.arguments == ((1, 0),) and node.operand.is_whole
 
 
 def _count(node: MatMul, parts: Callable[[ProductShape], int], turned: Collection[Value]) -> int:

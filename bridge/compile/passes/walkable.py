@@ -15,6 +15,7 @@ from bridge.compile.loop_ir.graph import (
     LibraryCall,
     Node,
     Operand,
+    Pad,
     Pointwise,
     Reduction,
     Scalar,
@@ -32,7 +33,8 @@ __all__ = ["make_walkable"]
 def make_walkable(graph: Graph, rules: Rules) -> Graph:
     """The graph with every point-wise node and reduction reading views that share loops.
 
-    A concatenation is made of such views in the first place. A view with more axes than loops is copied by the library.
+    Concatenations and paddings are made of such views in the first place. A view with more axes than loops is copied by
+    the library.
     """
     copier = _Copier(rules)
     for node in graph.nodes:
@@ -49,7 +51,7 @@ class _Copier:
 
     def add(self, node: Node) -> None:
         match node:
-            case Concat():
+            case Concat() | Pad():
                 pass
             case Pointwise() if not self._is_walkable(node.operands, node.out.numel):
                 if node.op == "copy":

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from autodiff.extents import same
 from bridge.compile.loop_ir.graph import Graph, LibraryCall, Node, Operand, Pointwise, Reduction, Value
-from bridge.compile.loop_ir.views import alike
+from bridge.compile.loop_ir.views import alike, is_dense
 from bridge.compile.passes.dead_code import eliminate_dead_code
 from bridge.compile.schedule.limits import Rules
 
@@ -41,10 +41,16 @@ def widen_gradients(graph: Graph, rules: Rules, widened: Collection[str], grad_o
     for node in graph.nodes:
         if any(isinstance(operand, Operand) and operand.value in gradients for operand in node.operands):
             gradients.update(node.outs)
-        cast = _cast(node)
-        place = position.get(cast) if readers[cast] == 1 and cast in gradients else None
+        read = _cast(node)
+        place = None if read is None else position.get(read.value)
+        if place is not None:
+            is_alone = readers[read.value] == 1 and read.value in gradients
+            place = place if is_alone and (read.is_whole or isinstance(nodes[place], LibraryCall)) else None
         if place is not None and node.out.dtype == WIDE:
-            nodes[place] = _wide(nodes[place], node.out)
+            wide = node.out if read.is_whole else Value(node.out.name, read.value.shape, WIDE)
+            nodes[place] = _wide(nodes[place], wide)
+            if not read.is_whole:  # of a product with zeros behind its rows
+                nodes.append(Pointwise("copy", (Operand(wide, read.view),), node.out))
             continue
         if place is not None and isinstance(nodes[place], Reduction) and node.out.dtype in widened:
             position[node.out] = place  # rounded, and perhaps cast back
@@ -67,11 +73,12 @@ def _wide(node: LibraryCall | Reduction, out: Value) -> Node:
     return LibraryCall(_NAMES[node.name], node.operands, (out,), node.attrs)
 
 
-def _cast(node: Node) -> Value | None:
-    """What a node casts, element for element."""
+def _cast(node: Node) -> Operand | None:
+    """What a node casts, element for element: a value as it lies, or its first rows."""
     if type(node) is not Pointwise or node.op != "astype":
         return None
     (operand,) = node.operands
-    if not isinstance(operand, Operand) or not operand.is_whole or not alike(operand.value.shape, node.out.shape):
+    if not isinstance(operand, Operand) or not alike(operand.shape, node.out.shape):
         return None
-    return operand.value
+    begins = same(operand.view.offset, 0) and is_dense(operand.view)
+    return operand if begins and alike(operand.shape[1:], operand.value.shape[1:]) else None

@@ -126,7 +126,7 @@ def _text(operand: Operand | Scalar, name: Callable[[Value], str]) -> str:
 
 def _flops(node: Node) -> Dim:
     if isinstance(node, Pointwise):
-        return 0 if node.op in ("copy", "astype") else node.out.numel
+        return 0 if node.op in ("copy", "astype", "pad") else node.out.numel
     if isinstance(node, Reduction):
         return node.operand.view.numel
     if isinstance(node, Product):

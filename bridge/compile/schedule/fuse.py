@@ -29,6 +29,7 @@ from bridge.compile.loop_ir.graph import (
     LibraryCall,
     Node,
     Operand,
+    Pad,
     Pointwise,
     Product,
     Reduction,
@@ -81,6 +82,8 @@ def _single(index: int, node: Node, rules: Rules) -> Group:
     match node:
         case Concat():
             group = Group(index, [node], node.out.numel, node.inner * len(node.operands))
+        case Pad():
+            group = Group(index, [node], node.operands[0].view.numel, node.columns)
         case Pointwise():
             group = Group(index, [node], node.out.numel)
         case Reduction() if same(node.inner, 1):
@@ -281,7 +284,7 @@ def _common_space(first: Group, second: Group, rules: Rules) -> tuple[Dim, Dim |
 def _crosses(group: Group, node: Node, operand: Operand) -> bool:
     """Whether ``node`` reads a member's value at its own place of the iteration space."""
     producer = group.made[operand.value]
-    if isinstance(producer, Reduction) and not same(producer.inner, 1):
+    if isinstance(producer, Pad) or (isinstance(producer, Reduction) and not same(producer.inner, 1)):
         return False  # complete only when every row is done
     row_value = producer in group.per_row or isinstance(producer, Reduction)
     if not row_value:

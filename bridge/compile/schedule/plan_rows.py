@@ -9,7 +9,7 @@ from autodiff.extents import Dim, Extent, divides, maximum, minimum, same, sampl
 from autodiff.ir import itemsize
 from bridge.compile.codegen.pointwise import EXPENSIVE, MASKS, compute_type
 from bridge.compile.loop_ir.access import Argument, Number
-from bridge.compile.loop_ir.graph import Concat, Node, Operand, Pointwise, Reduction, Scalar, Value
+from bridge.compile.loop_ir.graph import Concat, Node, Operand, Pad, Pointwise, Reduction, Scalar, Value
 from bridge.compile.schedule.access import Arguments, access
 from bridge.compile.schedule.fuse import Group, space_of
 from bridge.compile.schedule.limits import Rules
@@ -183,7 +183,8 @@ class _Planner:
             reduces = "row" if same(node.inner, 1) else "column"
             return Compute(node.op, operands, node.out.dtype, reduces == "row", reduces)
         sections = self._sections(node) if isinstance(node, Concat) else ()
-        return Compute(node.op, operands, node.out.dtype, per_row, sections=sections)
+        behind = node.out.shape[-1] - node.columns if isinstance(node, Pad) else 0
+        return Compute(node.op, operands, node.out.dtype, per_row, sections=sections, behind=behind)
 
     def _sections(self, node: Concat) -> tuple[tuple[int, int], ...]:
         """The loops inside a row that walk sections, and how many sections a turn of theirs is."""

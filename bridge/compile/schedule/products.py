@@ -151,6 +151,9 @@ class ProductPolicy(Protocol):
             is_step: in a step of a loop; ``is_carried``: the next step adds them up.
         """
 
+    def unit(self, product: ProductShape) -> int:
+        """Numbers of which a product's extents along memory had better be multiples; 1: any will do. Of a sample."""
+
     def seconds_of_chain(
         self, text: str, ways: Sequence[str], make: Callable[[], Mapping[str, Callable[[], object]]]
     ) -> Mapping[str, float]:

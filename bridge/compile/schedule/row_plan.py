@@ -76,6 +76,7 @@ class Compute:
         reduces: ``"row"``, ``"column"`` or nothing.
         sections: ``(axis, count)`` of each loop inside a row that walks the sections of a concatenation, its operands,
             so many in a turn; none for others.
+        behind: zeros that are stored behind each row of the result.
     """
 
     op: str
@@ -84,6 +85,7 @@ class Compute:
     per_row: bool = False
     reduces: str = ""
     sections: tuple[tuple[int, int], ...] = ()
+    behind: int = 0
 
 
 @dataclass(frozen=True)

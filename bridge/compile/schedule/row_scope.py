@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
-from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, Stmt
+from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, IfThenElse, Stmt
 
 from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.emit import Emitter, element_type
 from bridge.compile.codegen.pointwise import RULES, compute_type
 from bridge.compile.codegen.rounding import converted, rounded
+from bridge.compile.codegen.tir import sequence
 from bridge.compile.loop_ir.access import Access, Term
 from bridge.compile.schedule.row_plan import Compute, Index, Literal, Made, Operand, Passed, Read, RowPlan
 
@@ -57,6 +58,22 @@ class RowValues:
     def element(self, position: Expr) -> Expr:
         """Index of the element at ``position`` of the row in a dense tensor of the space's size."""
         return self.row * self.number(self.plan.length) + position
+
+    def result(self, node: int, position: Expr) -> Expr:
+        """Index of the element at ``position`` of the row in a node's result."""
+        behind = self.plan.nodes[node].behind
+        at = self.element(position)
+        return at + self.row * self.number(behind) if behind else at
+
+    def behind(self, node: int, buffer: Buffer, position: Expr, lanes: int) -> list[Stmt]:
+        """Stores the zeros behind a row of a node's result, with its last vector; one begins at ``position``."""
+        count, number = self.plan.nodes[node].behind, self.number
+        if not count:
+            return []
+        first = self.result(node, position) + number(lanes)
+        zero = tirx.const(0, str(buffer.dtype))
+        zeros = [BufferStore(buffer, zero, [first + number(place)]) for place in range(count)]
+        return [IfThenElse(tirx.GE(position + number(lanes), number(self.plan.length)), sequence(zeros), None)]
 
     def place_of(self, tensor: int, index: Expr) -> Expr:
         """Index of an input's element, by its index in the tensor: another one where only a part is in memory."""

@@ -13,6 +13,7 @@ __all__ = [
     "column_sums",
     "fused_columns",
     "layer_norm_backward",
+    "padded",
     "rows_and_columns",
     "softmax",
     "strided",
@@ -87,6 +88,15 @@ def strided(a: Dim, b: Dim, c: Dim, dtype: str = "float32") -> Graph:
     )
 
 
+def padded(rows: Dim, columns: Dim, wide: Dim, dtype: str = "float32") -> Graph:
+    """Rows with zeros behind, of a kernel that reduces them and of one that does not; sums of their columns."""
+    b = Builder(dtype)
+    x = b.param(rows, columns)
+    normal = b.op("divide", x, b.reduce("max", b.op("square", x), rows, columns, 1, rows, 1))
+    sums = b.reduce("sum", normal, 1, rows, columns, columns)
+    return b.graph(b.pad(normal, wide), sums, b.pad(b.op("negative", b.param(rows, columns)), wide))
+
+
 GRAPHS: dict[str, Callable[[], Graph]] = {
     **{
         f"softmax {r} x {c}": lambda r=r, c=c: softmax(r, c)
@@ -103,5 +113,7 @@ GRAPHS: dict[str, Callable[[], Graph]] = {
     "softmax float16": lambda: softmax(33, 31, "float16"),
     "softmax float64": lambda: softmax(33, 64, "float64"),
     "mixed rows_and_columns": lambda: rows_and_columns(70, 128, "float64", ("float32", "int64", "int32")),
+    **{f"padded {e}": lambda e=e: padded(*e) for e in ((9, 30, 32), (5, 31, 40), (3, 1026, 1032), (7, 66, 67))},
+    "padded bfloat16": lambda: padded(40, 60, 64, "bfloat16"),
     "integers": lambda: column_sums(2, 40, 6, "max", "int64"),
 }

@@ -11,7 +11,7 @@ import torch
 from autodiff.extents import Dim, Extent, ExtentScope
 from bridge.compile.backend import Built
 from bridge.compile.cpu.backend import host_backend
-from bridge.compile.loop_ir.graph import Graph, Operand, Pointwise, Reduction, Scalar, Value, whole
+from bridge.compile.loop_ir.graph import Graph, Operand, Pad, Pointwise, Reduction, Scalar, Value, whole
 from bridge.compile.loop_ir.views import View, dense, expand, permute, reshape
 from bridge.compile.schedule.column_plan import plan_columns
 from bridge.compile.schedule.fuse import fuse
@@ -50,6 +50,12 @@ class Builder:
     def reduce(self, op: str, x: Operand, outer: Dim, reduced: Dim, inner: Dim, *shape: Dim) -> Operand:
         out = Value(f"v{len(self.nodes)}", shape, x.dtype)
         self.nodes.append(Reduction(op, x, outer, reduced, inner, out))
+        return whole(out)
+
+    def pad(self, x: Operand, columns: Dim) -> Operand:
+        """A matrix with zeros behind its rows."""
+        out = Value(f"v{len(self.nodes)}", (*x.shape[:-1], columns), x.dtype)
+        self.nodes.append(Pad("pad", (x,), out))
         return whole(out)
 
     def transposed(self, x: Operand, *axes: int) -> Operand:

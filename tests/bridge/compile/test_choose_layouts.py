@@ -39,6 +39,9 @@ class Policy:
     def block(self, way: str, product: ProductShape) -> tuple[int, int]:
         return 4, 32
 
+    def unit(self, product: ProductShape) -> int:
+        return 1
+
     def packing(self, way: str, product: ProductShape) -> Packing | None:
         return Packing(4, product.n * product.k) if way == IN_PANELS else None
 

@@ -1,0 +1,171 @@
+"""Padded products: matrices with zeros behind, written by the kernels that make them; numbers and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from tvm import relax
+from tvm.relax import op
+
+from bridge.compile import Launch, backend_for, clear_cache
+from bridge.compile.cpu.products import CpuProducts
+from bridge.compile.cuda.products import CudaProducts
+from bridge.compile.loop_ir.graph import Graph, Pad
+from bridge.compile.passes.choose_layouts import choose_layouts
+from bridge.compile.passes.pad_products import pad_products
+from bridge.compile.passes.widen import widen_gradients
+from bridge.compile.schedule.products import ProductShape
+from bridge.compile.translate import translate
+from bridge.lowering.reuse import clear_lowered
+from tests.bridge.compare import check_module
+from tests.bridge.compile.graph_text import text
+from tests.bridge.compile_helpers import function, program
+
+GPU = backend_for({"kind": "cuda", "arch": "sm_90"})
+PRODUCTS = GPU.products(1, False)
+
+
+def placed(params, body, unit: int = 8) -> Graph:
+    neutral = pad_products(translate(function(params, body), GPU), lambda product: unit)
+    return choose_layouts(neutral, GPU, PRODUCTS)
+
+
+def head(emit, hidden, weight, bias) -> list[relax.Var]:
+    logits = emit(op.add(emit(op.matmul(hidden, emit(op.permute_dims(weight)))), bias))
+    return [emit(op.exp(logits))]
+
+
+def backward(emit, hidden, weight, logits) -> list[relax.Var]:
+    """Two products read one gradient."""
+    grad = emit(op.exp(logits))
+    return [emit(op.matmul(grad, weight)), emit(op.matmul(emit(op.permute_dims(grad)), hidden))]
+
+
+def test_a_result_is_a_part_of_a_wider_one():
+    graph = placed([((16, 8), "bfloat16"), ((13, 8), "bfloat16"), ((13,), "bfloat16")], head)
+    assert text(graph) == [
+        "0 = library pad(p1)",
+        "1 = library mm(p0, 0[8,16:1,8+0])",
+        "2 = add(1[16,13:16,1+0], p2[16,13:0,1+0])",
+        "3 = exp(2)",
+        "return 3",
+    ]
+
+
+def test_a_kernel_writes_the_zeros_once_for_all_products():
+    params = [((16, 8), "bfloat16"), ((13, 8), "bfloat16"), ((16, 13), "bfloat16")]
+    graph = placed(params, backward)
+    assert text(graph) == [
+        "0 = exp(p2)",
+        "1 = pad(0)",
+        "2 = library pad(p1)",
+        "3 = library mm(1, 2)",
+        "4 = library mm(1[16,16:1,16+0], p0)",
+        "5 = copy(4[13,8:8,1+0])",
+        "return 3, 5",
+    ]
+    (pad,) = [node for node in graph.nodes if isinstance(node, Pad)]
+    assert pad.columns == 13 and pad.out.shape == (16, 16)
+
+
+@pytest.mark.parametrize("unit", [1, 13])
+def test_what_fits_stays_as_it_is(unit):
+    params = [((26, 13), "bfloat16"), ((13, 13), "bfloat16"), ((13,), "bfloat16")]
+    neutral = translate(function(params, head), GPU)
+    assert pad_products(neutral, lambda product: unit) is neutral
+
+
+def test_a_gradient_of_rows_with_zeros_behind_is_wide():
+    def body(emit, hidden, grad) -> list[relax.Var]:
+        product = emit(op.matmul(emit(op.permute_dims(grad)), hidden))
+        return [emit(op.astype(product, "float32"))]
+
+    graph = placed([((16, 8), "bfloat16"), ((16, 13), "bfloat16")], body)
+    assert text(widen_gradients(graph, GPU, PRODUCTS.widened, 1)) == [
+        "0 = pad(p1)",
+        "1 = library mm_wide(0[16,16:1,16+0], p0)",
+        "2 = copy(1[13,8:8,1+0])",
+        "return 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tf32", "extents", "unit"),
+    [
+        ("bfloat16", False, (2048, 1001, 2048), 8),
+        ("float16", False, (2048, 1001, 2048), 8),
+        ("float32", True, (2048, 1001, 2048), 4),
+        ("float32", False, (2048, 1001, 2048), 1),
+        ("float64", True, (2048, 1001, 2048), 1),
+        ("bfloat16", False, (64, 1001, 2048), 1),
+        ("bfloat16", False, (600, 1001, 600), 1),
+    ],
+)
+def test_which_products_are_padded_on_a_gpu(dtype, tf32, extents, unit):
+    assert CudaProducts(tf32).unit(ProductShape(dtype, 1, *extents)) == unit
+
+
+class Head(nn.Module):
+    """Logits of a vocabulary, their loss; the embedding and the head share a weight."""
+
+    def __init__(self, tied: bool = False, bias: bool = True, words: int = 13):
+        super().__init__()
+        self.embedding = nn.Embedding(words, 6)
+        self.head = nn.Linear(6, words, bias=bias)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.loss = nn.CrossEntropyLoss()
+
+    def forward(self, tokens):
+        logits = self.head(torch.tanh(self.embedding(tokens)))
+        return self.loss(logits.flatten(0, 1), tokens.flatten()), logits
+
+
+class Widths(nn.Module):
+    """Every extent of a product is odd; a product reads a product."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3, bias=False), nn.Linear(3, 11))
+
+    def forward(self, tokens):
+        return torch.softmax(self.layers(tokens.double()[..., None].expand(-1, -1, 5)), -1)
+
+
+@pytest.mark.parametrize("make", [Head, lambda: Head(True), lambda: Head(bias=False, words=31), Widths])
+@pytest.mark.parametrize("unit", [4, 8])
+def test_numbers_and_gradients(make, unit, monkeypatch):
+    padded = []
+
+    def asked(policy, product):
+        padded.append(product)
+        return unit
+
+    monkeypatch.setattr(CpuProducts, "unit", asked)
+    clear_cache(), clear_lowered()
+    check_module(make, lambda: torch.randint(0, 13, (3, 5)), dtype=torch.float64)
+    clear_cache(), clear_lowered()
+    assert padded
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize(("rows", "columns"), [(3, 13), (5, 30), (300, 66), (2, 1)])
+@pytest.mark.parametrize("normalized", [False, True])
+def test_a_kernels_zeros(rows, columns, dtype, normalized, monkeypatch):
+    """Behind rows of vectors with a rest, and of none; of a kernel that reduces the row, and of one that does not."""
+    monkeypatch.setattr(CpuProducts, "unit", lambda policy, product: 16)
+
+    def body(emit, x, weight) -> list[relax.Var]:
+        return [emit(op.matmul(emit(op.nn.softmax(x)) if normalized else emit(op.negative(x)), weight))]
+
+    x, weight = (torch.randn(extents).to(getattr(torch, dtype)) for extents in ((rows, columns), (columns, 4)))
+    clear_cache()
+    compiled = program([(tuple(each.shape), dtype) for each in (x, weight)], body)
+    clear_cache()
+    assert any("pad" in step.ops for step in compiled.steps if isinstance(step, Launch))
+    (found,) = compiled([x, weight])
+    wide = x.double()
+    expected = (torch.softmax(wide, -1).to(x.dtype).double() if normalized else -wide) @ weight.double()
+    tolerance = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 2e-2}[dtype]
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * columns**0.5)
