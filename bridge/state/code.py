@@ -25,6 +25,7 @@ from torch import nn
 
 from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.state.counted_names import CountedNames, dicts_of_class, dicts_of_namespace, steady_names
+from bridge.state.many_contents import ManyContents
 from bridge.state.names import (
     NOT_FORWARD,
     UNSET,
@@ -75,7 +76,7 @@ class CodeGuard:
         self._codes = list(map(_CODE, self._functions))
         self._contents = [*reached.contents, *_environment(self._functions)]
         self._counted = [each for each in self._contents if each.counted is not None]
-        self._uncounted = [each for each in self._contents if each.counted is None]
+        self._uncounted = ManyContents([each for each in self._contents if each.counted is None])
         self._dicts = [*self._counted_names.dicts, *(each.counted for each in self._counted)]
         self._versions: list[int] | None = None
         for each in (*self._counted_names.classes, (_CODE, self._functions, self._codes)):
@@ -193,7 +194,7 @@ class CodeGuard:
                 return False
         except (KeyError, AttributeError, ValueError):  # gone, or an empty cell
             return False
-        if self._uncounted and not all(contents.unchanged() for contents in self._uncounted):
+        if self._uncounted and not self._uncounted.unchanged():
             return False
         versions = dict_versions(self._dicts)  # before the look: what is written meanwhile is seen next time
         if versions is not None and versions == self._versions:

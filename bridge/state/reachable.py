@@ -59,6 +59,11 @@ class Contents:
         """The dictionary behind it, if the count of writes to that tells whether anything was changed."""
         return self._view if type(self._view) is dict else None
 
+    @property
+    def held_list(self) -> list[Any] | None:
+        """The object, if it is a list and of no class of its own."""
+        return self._view if type(self._view) is list else None
+
     def unchanged(self) -> bool:
         """Whether the object still holds the same objects, or plain values that are equal."""
         view = self._view
