@@ -55,6 +55,7 @@ from bridge.compile.passes.join_products import join_products
 from bridge.compile.passes.moments import add_moments_at_once
 from bridge.compile.passes.normal_functions import name_normal_functions
 from bridge.compile.passes.permutations import recompute_permutations
+from bridge.compile.passes.place_sections import place_sections
 from bridge.compile.passes.pool_gradients import generate_pool_gradients
 from bridge.compile.passes.positions import count_where_read
 from bridge.compile.passes.row_values import recompute_row_values
@@ -89,6 +90,7 @@ PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
     recompute_row_values,
     generate_pool_gradients,
     eliminate_dead_code,
+    place_sections,
 )
 """What every graph goes through, in order, once its layouts are chosen. None changes a bit of any value."""
 

@@ -49,6 +49,7 @@ LIMITS = Limits(
     joined_rows=8,
     section_operators=4,
     section_elements=0,
+    placed_sections=8,
     free_reads=4,
     access_bytes=0,
     single_elements=0,
@@ -76,5 +77,6 @@ ALTERNATIVES = (
     Alternative(OF_LIMITS, "terms", (8, 32)),
     Alternative(OF_LIMITS, "joined_sections", (1, 16)),
     Alternative(OF_LIMITS, "section_operators", (1, 12)),
+    Alternative(OF_LIMITS, "placed_sections", (0,)),
 )
 """What tuning tries. A vector of 32 lanes is two registers of AVX-512; 8 are one of AVX2."""

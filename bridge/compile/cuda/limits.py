@@ -103,6 +103,7 @@ LIMITS = Limits(
     joined_rows=8,
     section_operators=4,
     section_elements=2**18,
+    placed_sections=0,
     free_reads=4,
     access_bytes=ACCESS_BYTES,
     single_elements=2**17,

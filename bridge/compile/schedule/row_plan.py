@@ -76,6 +76,7 @@ class Compute:
         reduces: ``"row"``, ``"column"`` or nothing.
         sections: ``(axis, count)`` of each loop inside a row that walks the sections of a concatenation, its operands,
             so many in a turn; none for others.
+        places: where each operand is stored, of a concatenation that is written section by section; none for others.
     """
 
     op: str
@@ -84,6 +85,7 @@ class Compute:
     per_row: bool = False
     reduces: str = ""
     sections: tuple[tuple[int, int], ...] = ()
+    places: tuple[Access, ...] = ()
 
 
 @dataclass(frozen=True)
