@@ -233,7 +233,8 @@ class _Graphs:
         Equal bodies share one program, whatever the lengths of their loops are: made for a policy of its own, whose
         choices this one's then are.
         """
-        self._func, self._backend, self._policy = func, options.backend, policy
+        self._func, self._policy = func, policy
+        self._backend = options.backend.of_steps if is_step else options.backend
         func = turned_inside(func) if policy.turns else func
         func = carried_in_parts(func, partial(_parts_of_carry, policy))
         neutral = name_normal_functions(translate(func, self._backend, drawn), self._backend)

@@ -39,6 +39,7 @@ LIMITS = Limits(
     cheap_in_known_rows=4,
     cheap_shared=0,
     parallel_work=250_000,  # ten microseconds in vectors, where a launch costs two or three
+    parallel_steps=100_000,  # a step's threads have not gone to sleep
     parallel_columns=150_000,
     parallel_finish=32_768,
     parallel_legalized=16_384,
@@ -71,6 +72,7 @@ ALTERNATIVES = (
     Alternative(OF_LIMITS, "flat_row", (1024, 2048, 16_384)),
     Alternative(OF_LIMITS, "short_row", (64, 128, 512, 1024)),
     Alternative(OF_LIMITS, "parallel_work", (60_000, 1_000_000)),
+    Alternative(OF_LIMITS, "parallel_steps", (30_000, 250_000)),
     Alternative(OF_LIMITS, "parallel_columns", (40_000, 600_000)),
     Alternative(OF_LIMITS, "shared_elements", (512, 65_536)),
     Alternative(OF_LIMITS, "serial_elements", (8192, 131_072)),

@@ -93,6 +93,7 @@ LIMITS = Limits(
     cheap_in_known_rows=0,  # cached in registers
     cheap_shared=4,
     parallel_work=1,
+    parallel_steps=1,
     parallel_columns=1,
     parallel_finish=1,
     parallel_legalized=1,

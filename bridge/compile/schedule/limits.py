@@ -31,6 +31,7 @@ class Limits:
         cheap_in_known_rows: the same for rows whose length is known where code is generated.
         cheap_shared: the same for what is made of nothing but tensors that all rows share, if it is more.
         parallel_work: scalar operations of a kernel that are worth a launch of threads.
+        parallel_steps: that are in a step of a loop, whose threads have just run.
         parallel_columns: elements of a column reduction that are.
         parallel_finish: elements of partial sums that are.
         parallel_legalized: iterations of TVM's own kernels that are.
@@ -67,6 +68,7 @@ class Limits:
     cheap_in_known_rows: int
     cheap_shared: int
     parallel_work: int
+    parallel_steps: int
     parallel_columns: int
     parallel_finish: int
     parallel_legalized: int
