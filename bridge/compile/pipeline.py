@@ -244,7 +244,7 @@ class _Graphs:
         neutral = split_products(neutral, partial(policy.parts, is_step=is_step), is_step)
         chained = chosen_chains(neutral, options, policy, optimize)
         counts = options.grad_outs, options.constants, lasting
-        placed = choose_layouts(neutral, self._backend, policy, *counts, chained)
+        placed = choose_layouts(neutral, self._backend, policy, *counts, chained, dict(options.orders))
         graph = optimize(placed, self._backend)
         self.calls = calls_in(graph)
         if self._backend.choices.calls and not options.deterministic:
@@ -252,7 +252,7 @@ class _Graphs:
         if options.sums_in_place:
             graph = accumulate(graph)
         self._graph = widen_gradients(graph, self._backend, policy.widened, options.grad_outs)
-        inside = replace(options, grad_outs=0, constants=0)
+        inside = replace(options, grad_outs=0, constants=0, orders=())
         scans = [node.scan for node in self._graph.nodes if isinstance(node, LoopCall)]
         self._bodies = {scan.body: _body(scan, inside, policy) for scan in scans}
 

@@ -16,6 +16,7 @@ from torch.autograd import profiler
 
 from autodiff.extents import Guard
 from autodiff.ir import Function
+from bridge.base.devices import HOST
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.locks import free_in_children
@@ -38,10 +39,11 @@ from bridge.dispatch.call_steps import Backward
 from bridge.dispatch.computed_masks import ComputedMasks
 from bridge.dispatch.eager_backward import EagerBackward
 from bridge.dispatch.guards import Sizes
+from bridge.dispatch.results import memory_orders
 from bridge.dispatch.segmented import BoundSegment, SegmentedRun, make_token
 from bridge.lowering import LoweredCall, script
 
-__all__ = ["BackwardRun", "BoundPrograms", "Compiling", "Programs"]
+__all__ = ["BackwardRun", "BoundPrograms", "Compiling", "Programs", "orders_of"]
 
 Execute = Callable[..., list[torch.Tensor]]
 Graphed = Callable[[Program, Execute, Program], Execute]
@@ -51,6 +53,17 @@ _LATER = free_in_children(threading.RLock())
 
 _MOST_LATER = 8
 """Backwards of one pattern of grad_outs, by what they conclude about the sizes; the newest stay."""
+
+
+def orders_of(lowered: LoweredCall) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """In what order the forward has its outputs in memory: on the processor eager's, where sizes are known.
+
+    On a GPU, results are memory that graphs of launches are recorded for.
+    """
+    captured = lowered.captured
+    if captured.extents is not None or captured.device != HOST:
+        return ()
+    return memory_orders(captured.outputs, lowered.imported.output_of)
 
 
 class Programs:
@@ -95,7 +108,8 @@ class Programs:
         self._options = CompileOptions.current(backend)
         self.device, self.device_type = backend.device, backend.device.type
         self.masks = ComputedMasks(lowered, backend, addresses)
-        self._forward = forward = Compiling(lowered.forward_source, name, "forward", self._options, self.masks.forward)
+        options = replace(self._options, orders=orders_of(lowered))
+        self._forward = forward = Compiling(lowered.forward_source, name, "forward", options, self.masks.forward)
         if self._graphs is not None:
             forward.graphed = partial(
                 self._graphs.forward, outputs=lowered.imported.num_outputs, captures=lowered.num_results
