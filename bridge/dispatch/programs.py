@@ -16,7 +16,6 @@ from torch.autograd import profiler
 
 from autodiff.extents import Guard
 from autodiff.ir import Function
-from bridge.base.devices import HOST
 from bridge.base.errors import CompilationError, Unsupported, UnsupportedModule
 from bridge.base.interrupts import interrupts_deferred
 from bridge.base.locks import free_in_children
@@ -43,7 +42,7 @@ from bridge.dispatch.results import memory_orders
 from bridge.dispatch.segmented import BoundSegment, SegmentedRun, make_token
 from bridge.lowering import LoweredCall, script
 
-__all__ = ["BackwardRun", "BoundPrograms", "Compiling", "Programs", "orders_of"]
+__all__ = ["BackwardRun", "BoundPrograms", "Compiling", "Programs"]
 
 Execute = Callable[..., list[torch.Tensor]]
 Graphed = Callable[[Program, Execute, Program], Execute]
@@ -53,17 +52,6 @@ _LATER = free_in_children(threading.RLock())
 
 _MOST_LATER = 8
 """Backwards of one pattern of grad_outs, by what they conclude about the sizes; the newest stay."""
-
-
-def orders_of(lowered: LoweredCall) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """In what order the forward has its outputs in memory: on the processor eager's, where sizes are known.
-
-    On a GPU, results are memory that graphs of launches are recorded for.
-    """
-    captured = lowered.captured
-    if captured.extents is not None or captured.device != HOST:
-        return ()
-    return memory_orders(captured.outputs, lowered.imported.output_of)
 
 
 class Programs:
@@ -108,7 +96,7 @@ class Programs:
         self._options = CompileOptions.current(backend)
         self.device, self.device_type = backend.device, backend.device.type
         self.masks = ComputedMasks(lowered, backend, addresses)
-        options = replace(self._options, orders=orders_of(lowered))
+        options = replace(self._options, orders=memory_orders(lowered.captured, lowered.imported.output_of))
         self._forward = forward = Compiling(lowered.forward_source, name, "forward", options, self.masks.forward)
         if self._graphs is not None:
             forward.graphed = partial(

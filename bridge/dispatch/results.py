@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from bridge.base.complex_views import view_in
+from bridge.base.devices import HOST
 from bridge.base.objects import has_objects, unpacked
 from bridge.base.torch_internals import pytree
-from bridge.capture import Output
+from bridge.capture import Captured, Output
 
 __all__ = ["assembly", "memory_orders", "relaid", "result_layouts"]
 
@@ -67,16 +68,17 @@ def _leaf(observed: Output, position: int | None, computed: Any, inputs: list[to
     return view.conj() if observed.is_conjugate else view
 
 
-def memory_orders(
-    outputs: Sequence[Output], positions: Sequence[int | None]
-) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Places of the program's results that eager has in another order in memory, each with its axes in that order.
+def memory_orders(captured: Captured, positions: Sequence[int | None]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Places of the forward's results that it has in another order in memory, eager's, each with its axes in that
+    order: on the processor, where sizes are known. On a GPU, results are memory that graphs are recorded for.
 
     Args:
-        outputs, positions: as for :func:`assembly`.
+        positions: as for :func:`assembly`.
     """
     found = {}
-    for observed, position in zip(outputs, positions, strict=True):
+    if captured.extents is not None or captured.device != HOST:
+        return ()
+    for observed, position in zip(captured.outputs, positions, strict=True):
         stride = None if position is None or observed.dtype.is_complex else _other_order(observed)
         if stride is not None:
             order = tuple(sorted(range(len(stride)), key=lambda axis: -stride[axis]))
