@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 from tvm import relax
 
 from autodiff.extents import Dim
@@ -42,13 +43,18 @@ time of oneDNN's kernel, which is of one length; of 128 elements 1.1 to 1.3 (Xeo
 
 
 class LayerShape(NamedTuple):
-    """An LSTM's layer in one direction, in float32 on the host, of known sizes: what its time depends on."""
+    """An LSTM's layer in one direction, in float32 on the host, of known sizes: what its time depends on.
+
+    ``into_x``: whether its inputs have a gradient. A loop that need not compute it saves a product of three; oneDNN's
+    kernel always does.
+    """
 
     steps: int
     rows: int
     inputs: int
     size: int
     biases: bool
+    into_x: bool = True
 
 
 _CHOOSE: ContextVar[Callable[[LayerShape], bool]] = ContextVar("bridge_layers", default=lambda _: False)
@@ -71,6 +77,7 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
         raise UnsupportedUse("a recurrent layer of several element types")
     projected = len(weights) // (layers * (2 if both_ways else 1)) % 2 == 1
     x = importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x
+    given, is_input_fixed = x, not _needs_gradient(node.args[1])
     steps, *of_step = shape(x)
     known, on_host = not has_extents([of_step, *map(shape, states)]), current_device() == HOST
     fused = cell == "lstm" and dtype(x) == "float32" and not projected and torch.backends.mkldnn.enabled and on_host
@@ -87,7 +94,8 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
     def is_looped(x: Expr, own: Sequence[Expr]) -> bool:
         if not known or not fused or varies:
             return known
-        return _CHOOSE.get()(LayerShape(*shape(x), shape(own[1])[1], bool(biases)))
+        into_x = not (is_input_fixed and x is given)
+        return _CHOOSE.get()(LayerShape(*shape(x), shape(own[1])[1], bool(biases), into_x))
 
     def layer(x: Expr, own: Sequence[Expr], first: Sequence[Expr], reverse: bool) -> list[Expr]:
         if is_looped(x, own):
@@ -99,6 +107,19 @@ def whole_layers(importer, node, cell, x, states, weights, biases, layers, both_
     x, *last = _through_layers(importer, layer, x, states, weights, layers, both_ways)
     x = importer.emit(op.permute_dims(x, [1, 0, 2])) if batch_first else x
     return x, *last
+
+
+def _needs_gradient(value: fx.Node) -> bool:
+    """Whether a tensor that requires one reaches a value, as far as that is known."""
+    seen, stack = {value}, [value]
+    while stack:
+        node = stack.pop()
+        if node.op == "placeholder" and getattr(node.meta.get("val"), "requires_grad", True):
+            return True
+        new = [each for each in node.all_input_nodes if each not in seen]
+        seen.update(new)
+        stack += new
+    return False
 
 
 @converts(PACKED_LAYERS)

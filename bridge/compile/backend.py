@@ -82,6 +82,12 @@ class Backend(ABC):
         return replace(self, limits=limits, order=order, choices=choices)
 
     @property
+    def of_steps(self) -> Backend:
+        """This backend for the steps of loops: the same bits, of kernels that are started in threads earlier."""
+        limits = self.limits
+        return replace(self, limits=replace(limits, parallel_work=min(limits.parallel_work, limits.parallel_steps)))
+
+    @property
     def alternatives(self) -> tuple[Alternative, ...]:
         """Numbers that are worth a try with other values, the most promising first."""
         return ()

@@ -56,6 +56,7 @@ from bridge.compile.passes.moments import add_moments_at_once
 from bridge.compile.passes.normal_functions import name_normal_functions
 from bridge.compile.passes.pad_products import pad_products
 from bridge.compile.passes.permutations import recompute_permutations
+from bridge.compile.passes.place_sections import place_sections
 from bridge.compile.passes.pool_gradients import generate_pool_gradients
 from bridge.compile.passes.positions import count_where_read
 from bridge.compile.passes.row_values import recompute_row_values
@@ -90,6 +91,7 @@ PASSES: tuple[Callable[[Graph, Backend], Graph], ...] = (
     recompute_row_values,
     generate_pool_gradients,
     eliminate_dead_code,
+    place_sections,
 )
 """What every graph goes through, in order, once its layouts are chosen. None changes a bit of any value."""
 
@@ -232,7 +234,8 @@ class _Graphs:
         Equal bodies share one program, whatever the lengths of their loops are: made for a policy of its own, whose
         choices this one's then are.
         """
-        self._func, self._backend, self._policy = func, options.backend, policy
+        self._func, self._policy = func, policy
+        self._backend = options.backend.of_steps if is_step else options.backend
         func = turned_inside(func) if policy.turns else func
         func = carried_in_parts(func, partial(_parts_of_carry, policy))
         neutral = name_normal_functions(translate(func, self._backend, drawn), self._backend)
@@ -243,7 +246,7 @@ class _Graphs:
         neutral = pad_products(neutral, policy.unit)
         chained = chosen_chains(neutral, options, policy, optimize)
         counts = options.grad_outs, options.constants, lasting
-        placed = choose_layouts(neutral, self._backend, policy, *counts, chained)
+        placed = choose_layouts(neutral, self._backend, policy, *counts, chained, dict(options.orders))
         graph = optimize(placed, self._backend)
         self.calls = calls_in(graph)
         if self._backend.choices.calls and not options.deterministic:
@@ -251,7 +254,7 @@ class _Graphs:
         if options.sums_in_place:
             graph = accumulate(graph)
         self._graph = widen_gradients(graph, self._backend, policy.widened, options.grad_outs)
-        inside = replace(options, grad_outs=0, constants=0)
+        inside = replace(options, grad_outs=0, constants=0, orders=())
         scans = [node.scan for node in self._graph.nodes if isinstance(node, LoopCall)]
         self._bodies = {scan.body: _body(scan, inside, policy) for scan in scans}
 

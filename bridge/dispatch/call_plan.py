@@ -58,7 +58,8 @@ def plan_call(
     found.append(steps.Forward(name, given + draws, values))
     if imported.checks:
         found.append(steps.Checks(lowered.num_results - 1, imported.checks))
-    if layouts := result_layouts(observed.outputs, imported.output_of, forward.shared_results()):
+    seen = forward.shared_results(), forward.result_strides
+    if layouts := result_layouts(observed.outputs, imported.output_of, *seen):
         found.append(steps.Layout(tuple((place, values[place], stride) for place, stride in layouts)))
     first_buffer = imported.num_outputs
     if imported.leaves_state:

@@ -22,6 +22,7 @@ from bridge.compile import Backend, CompileOptions, EntryGraphs, Program, Record
 from bridge.dispatch.computed_masks import ComputedMasks
 from bridge.dispatch.guards import Sizes
 from bridge.dispatch.programs import Compiling
+from bridge.dispatch.results import memory_orders
 from bridge.lowering import FrozenCall, LoweredCall, freeze_call
 
 __all__ = ["FrozenPrograms"]
@@ -69,7 +70,8 @@ class FrozenPrograms:
         self.device, self.device_type = backend.device, backend.device.type
         self.masks = ComputedMasks(lowered, backend)  # none: a frozen call draws nothing
         self._is_symbolic = lowered.captured.extents is not None
-        same = replace(options, constants=len(results(self.frozen.constants)))
+        orders = memory_orders(lowered.captured, lowered.imported.output_of)
+        same = replace(options, constants=len(results(self.frozen.constants)), orders=orders)
         compiling = [
             Compiling(self.frozen.constants, name, "constants", options, {}),
             Compiling(self.frozen.call, name, "forward", same, {}),

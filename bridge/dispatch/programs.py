@@ -38,6 +38,7 @@ from bridge.dispatch.call_steps import Backward
 from bridge.dispatch.computed_masks import ComputedMasks
 from bridge.dispatch.eager_backward import EagerBackward
 from bridge.dispatch.guards import Sizes
+from bridge.dispatch.results import memory_orders
 from bridge.dispatch.segmented import BoundSegment, SegmentedRun, make_token
 from bridge.lowering import LoweredCall, script
 
@@ -95,7 +96,8 @@ class Programs:
         self._options = CompileOptions.current(backend)
         self.device, self.device_type = backend.device, backend.device.type
         self.masks = ComputedMasks(lowered, backend, addresses)
-        self._forward = forward = Compiling(lowered.forward_source, name, "forward", self._options, self.masks.forward)
+        options = replace(self._options, orders=memory_orders(lowered.captured, lowered.imported.output_of))
+        self._forward = forward = Compiling(lowered.forward_source, name, "forward", options, self.masks.forward)
         if self._graphs is not None:
             forward.graphed = partial(
                 self._graphs.forward, outputs=lowered.imported.num_outputs, captures=lowered.num_results

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from bridge.base.complex_views import view_in
+from bridge.base.devices import HOST
 from bridge.base.objects import has_objects, unpacked
 from bridge.base.torch_internals import pytree
-from bridge.capture import Output
+from bridge.capture import Captured, Output
 
-__all__ = ["assembly", "relaid", "result_layouts"]
+__all__ = ["assembly", "memory_orders", "relaid", "result_layouts"]
 
 
 def assembly(
@@ -67,8 +68,31 @@ def _leaf(observed: Output, position: int | None, computed: Any, inputs: list[to
     return view.conj() if observed.is_conjugate else view
 
 
+def memory_orders(captured: Captured, positions: Sequence[int | None]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Places of the forward's results that it has in another order in memory, eager's, each with its axes in that
+    order: on the processor, where sizes are known. On a GPU, results are memory that graphs are recorded for.
+
+    Args:
+        positions: as for :func:`assembly`.
+    """
+    found = {}
+    if captured.extents is not None or captured.device != HOST:
+        return ()
+    for observed, position in zip(captured.outputs, positions, strict=True):
+        stride = None if position is None or observed.dtype.is_complex else _other_order(observed)
+        if stride is not None:
+            order = tuple(sorted(range(len(stride)), key=lambda axis: -stride[axis]))
+            turned = torch.empty([observed.shape[axis] for axis in order], device="meta")
+            if tuple(stride[axis] for axis in order) == turned.stride():
+                found[position] = order
+    return tuple(sorted(found.items()))
+
+
 def result_layouts(
-    outputs: Sequence[Output], positions: Sequence[int | None], shared: Iterable[int]
+    outputs: Sequence[Output],
+    positions: Sequence[int | None],
+    shared: Iterable[int],
+    strides: Mapping[int, tuple[int, ...]],
 ) -> list[tuple[int, tuple[int, ...] | None]]:
     """The results of the forward that do not look like eager's yet, each with eager's strides.
 
@@ -77,13 +101,14 @@ def result_layouts(
     Args:
         outputs, positions: as for :func:`assembly`.
         shared: places of the program's results in memory that others can see.
+        strides: of those of the program's results that are views.
     """
-    strides = {
+    others = {
         position: stride
         for observed, position in zip(outputs, positions, strict=True)
-        if position is not None and (stride := _other_order(observed)) is not None
+        if position is not None and (stride := _other_order(observed)) not in (None, strides.get(position))
     }
-    return [(position, strides.get(position)) for position in sorted({*shared, *strides})]
+    return [(position, others.get(position)) for position in sorted({*shared, *others})]
 
 
 def relaid(stride: tuple[int, ...] | None) -> Callable[[torch.Tensor], torch.Tensor]:

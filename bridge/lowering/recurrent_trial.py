@@ -73,7 +73,7 @@ def loop_is_quicker(lower: Lower, grad: bool, layer: LayerShape) -> bool:
         return False
     multiplications = 4 * layer.rows * layer.size * (layer.size + layer.inputs)
     steps = max(_FEWEST_STEPS, min(_MOST_STEPS, _MULTIPLICATIONS // multiplications))
-    layer = layer._replace(steps=min(layer.steps, steps))
+    layer = layer._replace(steps=min(layer.steps, steps), into_x=grad and layer.into_x)
     threads = backend_for(None).threads()
     key = threads, grad, layer
     with held(_LOCK):
@@ -113,7 +113,7 @@ def _runs(lower: Lower, grad: bool, layer: LayerShape) -> dict[str, Callable[[],
     primals = [each.detach().fill_(_NUMBER) for each in (*module.parameters(), *arguments)]
     x, *states = arguments
     with torch.set_grad_enabled(grad):
-        captured = capture(module, (x.requires_grad_(grad), tuple(states)), {})
+        captured = capture(module, (x.requires_grad_(layer.into_x), tuple(states)), {})
         runs = {}
         for name, is_looped in ((_KERNEL, False), (_LOOP, True)):
             with layers_chosen_by(lambda _, is_looped=is_looped: is_looped):

@@ -39,6 +39,7 @@ LIMITS = Limits(
     cheap_in_known_rows=4,
     cheap_shared=0,
     parallel_work=250_000,  # ten microseconds in vectors, where a launch costs two or three
+    parallel_steps=100_000,  # a step's threads have not gone to sleep
     parallel_columns=150_000,
     parallel_finish=32_768,
     parallel_legalized=16_384,
@@ -49,6 +50,7 @@ LIMITS = Limits(
     joined_rows=8,
     section_operators=4,
     section_elements=0,
+    placed_sections=8,
     free_reads=4,
     access_bytes=0,
     single_elements=0,
@@ -70,11 +72,13 @@ ALTERNATIVES = (
     Alternative(OF_LIMITS, "flat_row", (1024, 2048, 16_384)),
     Alternative(OF_LIMITS, "short_row", (64, 128, 512, 1024)),
     Alternative(OF_LIMITS, "parallel_work", (60_000, 1_000_000)),
+    Alternative(OF_LIMITS, "parallel_steps", (30_000, 250_000)),
     Alternative(OF_LIMITS, "parallel_columns", (40_000, 600_000)),
     Alternative(OF_LIMITS, "shared_elements", (512, 65_536)),
     Alternative(OF_LIMITS, "serial_elements", (8192, 131_072)),
     Alternative(OF_LIMITS, "terms", (8, 32)),
     Alternative(OF_LIMITS, "joined_sections", (1, 16)),
     Alternative(OF_LIMITS, "section_operators", (1, 12)),
+    Alternative(OF_LIMITS, "placed_sections", (0,)),
 )
 """What tuning tries. A vector of 32 lanes is two registers of AVX-512; 8 are one of AVX2."""

@@ -23,7 +23,7 @@ _LOG = channel("compile")
 _DRIVER = """
 %value = type { i32, i32, i64 }  ; TVMFFIAny
 %call = type { ptr, ptr, i64 }  ; function, its arguments, their number
-%place = type { ptr, i64, i64, i64 }  ; where an address stands, this step's, the next one's, what two steps add
+%place = type { ptr, i64, i64, i64, i64 }  ; where an address stands, of this step, the next two, what two steps add
 
 define i32 @__tvm_ffi_drive(ptr %self, ptr %arguments, i32 %count, ptr %result) {
 entry:
@@ -58,10 +58,13 @@ put:
   %next.at = getelementptr %place, ptr %places, i64 %p, i32 2
   %next = load i64, ptr %next.at
   store i64 %next, ptr %now.at
-  %added.at = getelementptr %place, ptr %places, i64 %p, i32 3
-  %added = load i64, ptr %added.at
-  %later = add i64 %now, %added
+  %later.at = getelementptr %place, ptr %places, i64 %p, i32 3
+  %later = load i64, ptr %later.at
   store i64 %later, ptr %next.at
+  %added.at = getelementptr %place, ptr %places, i64 %p, i32 4
+  %added = load i64, ptr %added.at
+  %latest = add i64 %next, %added
+  store i64 %latest, ptr %later.at
   %p.next = add i64 %p, 1
   br label %place
 launch:

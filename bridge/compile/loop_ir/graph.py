@@ -1,8 +1,9 @@
 """Loop IR: a graph of nodes over strided views, between a Relax function and its kernels.
 
-Five kinds of node, each with *dense* results:
+Six kinds of node, each with *dense* results:
 
 * :class:`Pointwise` — element ``i`` of the result from elements of the operands' views at ``i``;
+* :class:`Sections` — a concatenation that is written by whoever computes its operands;
 * :class:`Reduction` — over the middle of ``(outer, reduced, inner)``: a row reduction where ``inner == 1``, a column
   reduction otherwise;
 * :class:`LibraryCall` — torch computes it (:mod:`bridge.library`); a :class:`LoopCall`, a program of its own;
@@ -42,6 +43,7 @@ __all__ = [
     "Product",
     "Reduction",
     "Scalar",
+    "Sections",
     "Value",
     "whole",
 ]
@@ -151,6 +153,30 @@ class Pad(Pointwise):
 
 
 @dataclass(frozen=True, eq=False)
+class Sections(OneOut):
+    """``out[o, s, i] = operands[s][o, i]``, each of ``inner`` elements: walked like its operands, of which every one
+    reads all of a value, and stored section by section. No kernel that writes it reads it.
+    """
+
+    op = "concat"
+    operands: tuple[Operand, ...]
+    out: Value
+    inner: Dim
+
+    @property
+    def elements(self) -> Dim:
+        """Of a section."""
+        return self.out.numel // len(self.operands)
+
+    @property
+    def places(self) -> tuple[Operand, ...]:
+        """Where each section lies in the result."""
+        shape, strides = (self.elements // self.inner, self.inner), (len(self.operands) * self.inner, 1)
+        offsets = (section * self.inner for section in range(len(self.operands)))
+        return tuple(Operand(self.out, View(shape, strides, offset)) for offset in offsets)
+
+
+@dataclass(frozen=True, eq=False)
 class Reduction(OneOperand, OneOut):
     """``out[o, i] = op over r of operand[o, r, i]``, the extents being ``outer * reduced * inner``.
 
@@ -211,7 +237,7 @@ class Product(OneOut):
     onto: Value | None = None
 
 
-Node = Pointwise | Reduction | LibraryCall | Fallback | Product
+Node = Pointwise | Sections | Reduction | LibraryCall | Fallback | Product
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ products are :mod:`bridge.compile.passes.choose_products`'s, concatenations :mod
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from bridge.compile.loop_ir.graph import (
@@ -24,7 +24,7 @@ from bridge.compile.loop_ir.graph import (
     whole,
 )
 from bridge.compile.loop_ir.neutral import Dense, Join, MatMul, Neutral, Result, Shaped
-from bridge.compile.loop_ir.views import View, alike, dense, expand, is_dense
+from bridge.compile.loop_ir.views import View, alike, dense, expand, is_dense, permute
 from bridge.compile.passes.choose_joins import join
 from bridge.compile.passes.choose_products import ProductChoice
 from bridge.compile.passes.placed import Placed, is_all_of_a_value
@@ -42,16 +42,17 @@ def choose_layouts(
     constants: int = 0,
     lasting: int = 0,
     chained: Collection[MatMul] = (),
+    orders: Mapping[int, Sequence[int]] | None = None,
 ) -> Graph:
     """The graph without neutral nodes, by a backend's rules and its choices for matrix products.
 
-    Results are values of their own, or parameters themselves. ``grad_outs``, ``constants``: see
+    Results are values of their own, or parameters themselves. ``grad_outs``, ``constants``, ``orders``: see
     :class:`~bridge.compile.options.CompileOptions`; ``lasting``: parameters, the last ones, that are the same in every
     step of the loop whose body the graph is; ``chained``: products that are computed in chains
     (:mod:`bridge.compile.passes.chains`).
     """
     same, steady = (frozenset(graph.params[len(graph.params) - count :]) for count in (constants, lasting))
-    walk = _Walk(rules, ProductChoice(products, _readers(graph.nodes), same, steady, chained))
+    walk = _Walk(rules, ProductChoice(products, _readers(graph.nodes), same, steady, chained), orders or {})
     walk.gradients.update(graph.params[len(graph.params) - grad_outs :])
     for node in graph.nodes:
         walk.add(node)
@@ -70,12 +71,13 @@ def _readers(nodes: Iterable[Node | Neutral]) -> dict[Value, list[Node | Neutral
 class _Walk:
     """Attributes: ``gradients``, all values that depend on the gradient of an output."""
 
-    def __init__(self, rules: Rules, products: ProductChoice) -> None:
+    def __init__(self, rules: Rules, products: ProductChoice, orders: Mapping[int, Sequence[int]]) -> None:
         self.placed = Placed()
         self.results: list[Operand] = []
         self.gradients: set[Value] = set()
         self._rules = rules
         self._products = products
+        self._orders = orders
         self._where: dict[Value, Operand] = {}  # results of neutral nodes, and copies that were there already
         self._usual: dict[Value, View] = {}  # how those would be read if no product were stored for its readers
 
@@ -90,7 +92,7 @@ class _Walk:
             case Dense():
                 self._where[node.out] = self.placed.dense(*operands)
             case Result():
-                self.results.append(self._result(*operands))
+                self.results.append(self._result(*operands, self._orders.get(len(self.results))))
             case MatMul():
                 self._choose_product(node, *operands)
             case Join():
@@ -139,7 +141,11 @@ class _Walk:
             return Operand(self.placed.copy(operand).value, whole(node.out).view)
         return Operand(operand.value, view)
 
-    def _result(self, operand: Operand | Scalar) -> Operand:
+    def _result(self, operand: Operand | Scalar, order: Sequence[int] | None = None) -> Operand:
+        if order is not None and isinstance(operand, Operand) and operand.value.source == "node":
+            turned = self._result(Operand(operand.value, permute(operand.view, order)))
+            back = [order.index(axis) for axis in range(len(order))]
+            return Operand(turned.value, permute(turned.view, back))
         if is_all_of_a_value(operand):
             value = operand.value
             if value.source == "node" or (value.source == "param" and alike(operand.shape, value.shape)):

@@ -20,6 +20,7 @@ from bridge.compile.backend import Built
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.bind import Action, Arrays, bind, last_uses
 from bridge.compile.runtime.forms import InputForms
+from bridge.compile.runtime.instructions import View
 from bridge.compile.runtime.layout import Layout
 from bridge.compile.runtime.loop_frame import Drive
 from bridge.compile.runtime.loop_step import Instruction
@@ -89,6 +90,8 @@ class Executor:
             (made.slot, partial(empty, made.shape, dense_strides(made.shape), made.torch_dtype))
             for made in layout.fresh
         ]
+        views = {step.writes[0] for step in (*layout.views, *steps) if isinstance(step, View)}
+        self._viewed = [i for i, slot in enumerate(layout.results) if slot in views]
         self._passed_on = [(i, slot) for i, slot in enumerate(layout.results) if slot < len(layout.params)]
         self._arena_bytes = layout.arena_bytes
         pool = ARENAS if pool is None else pool
@@ -139,6 +142,8 @@ class Executor:
                 registers[slot] = memory
         self._act(registers)
         results = [registers[slot] for slot in self._layout.results]
+        for i in self._viewed:  # autograd lets nobody write into an output that it knows as a view
+            results[i] = results[i].data
         for i, tensor in passed_on:
             results[i] = tensor
         return results

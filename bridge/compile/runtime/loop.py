@@ -4,8 +4,9 @@ A part of a tensor with the steps in front is a view, and a kernel of the body w
 that it is. A carry that is such a part is read from there in the next step; another one is written by turns into two
 places, so that no step writes what it reads.
 
-Where the backend has a driver and the body is kernels alone, Python runs the first step and the driver the others: then
-what is put into a slot is an address, see :mod:`bridge.compile.runtime.loop_frame`.
+Where the backend has a driver and the body is kernels alone, the driver runs the steps: then what is put into a slot is
+an address, see :mod:`bridge.compile.runtime.loop_frame`. Tensors of the memory that a loop works in are made once for
+each such memory: between the first products of a call and its steps, Python's caches are cold, and a tensor takes 4 us.
 
 Kernels on a GPU read vectors of 16 bytes. Where parts do not all begin at a multiple of that, they are those of a copy
 with gaps between them: one copy for all steps.
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from bridge.base.devices import HOST
 from bridge.compile.loop_ir.views import dense_strides
@@ -95,8 +97,16 @@ class _LoopAction:
         ]  # of which results are views
         self._following = dict((self._carried[carry], slot) for carry, slot in (*self._turns, *self._kept))
         self._first, self._actions, each = self._in_order(actions, views)
-        self._views = {step.writes[0]: step for step, _ in each if isinstance(step, View)}
-        self._each_view = [action for step, action in each if isinstance(step, View)]
+        self._each_view = [(step, action) for step, action in each if isinstance(step, View)]
+        types = {each.slot: each.torch_dtype for each in (*layout.params, *layout.arena, *layout.fresh)}
+        self._behind = {  # views: the slot of what they are of, and by how many bytes they begin behind it
+            view.writes[0]: (view.reads[0], view.offset and view.offset * types[view.reads[0]].itemsize)
+            for view, _ in self._each_view
+        }
+        ending = {*self._following.values()}
+        self._last_views = [action for view, action in self._each_view if view.writes[0] in ending]
+        self._ending = ending | {view.reads[0] for view, _ in self._each_view if view.writes[0] in ending}
+        self._lying: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._frames = None if self._copied or self._moved or loop.length < _FEWEST_DRIVEN else frames
 
     def _in_order(
@@ -120,12 +130,12 @@ class _LoopAction:
         return tuple(first), tuple(action for _, action in each), each
 
     def __call__(self, registers: list) -> None:
-        loop, layout = self._loop, self._loop.layout
+        loop = self._loop
         *outs, scratch = [registers[slot] for slot in loop.writes]
         given = [registers[slot] for slot in loop.reads]
         carries, xs = loop.carries, loop.xs
-        body: list = [None] * layout.size
-        layout.fill(body, scratch)
+        filled, places = self._in_memory(scratch)
+        body = filled.copy()
         for slot, tensor in zip(self._fixed, given[carries + xs :], strict=True):
             body[slot] = tensor
         for make_view in self._first:
@@ -134,7 +144,6 @@ class _LoopAction:
             body[slot] = tensor
         for register in self._unplaced:
             body[register.slot] = torch.empty(register.shape, dtype=register.torch_dtype, device=scratch.device)
-        places = self._places(scratch)
         stacks = [_apart(out) for out in outs[carries:]]
         wholes = {slot: _filled_apart(given[carries + x]) for x, slot in self._parts}
         wholes |= {each.slot: _shaped(stacks[y], each.shape) for y, each in self._written}
@@ -190,20 +199,26 @@ class _LoopAction:
         wholes: Mapping[int, torch.Tensor],
         turns: Mapping[int, Sequence[torch.Tensor]],
     ) -> None:
-        """The first step by its actions, the others by a driver; ``turns``: the places of carries, by slot."""
+        """All steps, by a driver; ``turns``: the places of carries, by slot."""
         order = range(self._loop.length)[:: -1 if self._loop.reverse else 1]
-        for step in (0, -1):
+
+        def first() -> list:
+            registers = body.copy()
             for slot, whole in wholes.items():
-                body[slot] = whole[order[step]]
+                registers[slot] = whole[order[0]]
             for slot, pair in turns.items():
-                body[slot] = pair[(len(order) - 1) % 2 if step else 0]
-            if step == 0:
-                for act in self._actions:
-                    act(body)
-                frames.run(len(order) - 1, body, self._addresses(frames.slots, body, wholes, turns))
-            else:
-                for make_view in self._each_view:
-                    make_view(body)
+                registers[slot] = pair[0]
+            for _, make_view in self._each_view:
+                make_view(registers)
+            return registers
+
+        frames.run(len(order), first, self._addresses(frames.slots, body, wholes, turns))
+        for slot in self._ending.intersection(wholes):
+            body[slot] = wholes[slot][order[-1]]
+        for slot in self._ending.intersection(turns):
+            body[slot] = turns[slot][(len(order) - 1) % 2]
+        for make_view in self._last_views:
+            make_view(body)
         last = [(carry, body[slot]) for carry, slot in self._following.items()]
         for carry, tensor in last:
             body[carry] = tensor
@@ -215,7 +230,7 @@ class _LoopAction:
         wholes: Mapping[int, torch.Tensor],
         turns: Mapping[int, Sequence[torch.Tensor]],
     ) -> dict[int, Addresses]:
-        """Where these lie, step by step."""
+        """Where these lie, step by step; ``body``: all that no step moves, and what the first one carries."""
         found: dict[int, Addresses] = {}
 
         def address(slot: int) -> Addresses:
@@ -237,9 +252,9 @@ class _LoopAction:
             if slot in self._following:
                 before = address(self._following[slot])
                 return Addresses(body[slot].data_ptr(), before.first, before.second, before.added)
-            if slot in self._views:
-                view = self._views[slot]
-                return address(view.reads[0]).behind(view.offset * body[slot].element_size())
+            if slot in self._behind:
+                base, count = self._behind[slot]
+                return address(base).behind(count)
             here = body[slot].data_ptr()
             return Addresses(here, here, here, 0)
 
@@ -249,6 +264,17 @@ class _LoopAction:
         """The parts of a tensor with the steps in front, in the order of the steps."""
         parts = whole.unbind(0)
         return parts[::-1] if self._loop.reverse else parts
+
+    @torch.inference_mode(False)  # they serve calls of any mode
+    def _in_memory(self, scratch: torch.Tensor) -> tuple[list, list[list[torch.Tensor]]]:
+        """The body's registers with those of its arena filled, and :meth:`_places`: kept as long as the memory is."""
+        found = self._lying.get(scratch)
+        if found is None:
+            memory = scratch.data  # views of the tensor itself would keep it
+            filled: list = [None] * self._loop.layout.size
+            self._loop.layout.fill(filled, memory)
+            found = self._lying[scratch] = filled, self._places(memory)
+        return found
 
     def _places(self, scratch: torch.Tensor) -> list[list[torch.Tensor]]:
         """Two tensors for each carry, behind the body's arena."""

@@ -21,8 +21,8 @@ __all__ = ["Addresses", "Drive", "LoopFrames", "is_framed"]
 
 Drive = Callable[[int, int, int, int, int], None]
 """``drive(steps, calls, how many, places, how many)``: runs the calls so many times, addresses put into place before
-each time. Both are memory of int64: three a call (function, arguments, their number), four a place (where, the first
-step's address, the second one's, what two steps add)."""
+each time. Both are memory of int64: three a call (function, arguments, their number), five a place (where, the
+addresses of the first three steps, what two steps add from the second one on)."""
 
 _POINTER, _TENSOR = 4, 7
 """Of TVM's types of arguments: an address, a DLTensor's address."""
@@ -71,17 +71,17 @@ class LoopFrames:
         self.slots = list(dict.fromkeys(slot for launch, *_ in launches for slot in (*launch.reads, *launch.writes)))
         self._free: list[_Frame] = []
 
-    def run(self, steps: int, registers: Sequence, addresses: Mapping[int, Addresses]) -> None:
-        """Runs so many steps from the second one on.
+    def run(self, steps: int, registers: Callable[[], Sequence], addresses: Mapping[int, Addresses]) -> None:
+        """Runs so many steps.
 
         Args:
-            registers: tensors of some step, for their shapes.
+            registers: makes tensors of some step, for their shapes; called where a frame is made.
             addresses: by slot, of each of ``slots``.
         """
         try:
             frame = self._free.pop()
         except IndexError:
-            frame = _Frame(self._launches, registers)
+            frame = _Frame(self._launches, registers())
         try:
             frame.place(addresses)
             self._drive(steps, frame.calls, len(self._launches), frame.places, len(frame.moving))
@@ -117,8 +117,8 @@ class _Frame:
                     self._moves(slot, behind, given + 16 * index + 8, wheres)
             calls += [function.__chandle__(), given, len(values)]
         self.calls = memory.put(calls)
-        self._placed = (ctypes.c_int64 * (4 * len(wheres)))()
-        self._placed[::4] = wheres
+        self._placed = (ctypes.c_int64 * (5 * len(wheres)))()
+        self._placed[::5] = wheres
         self.places = ctypes.addressof(self._placed)
         self._memory = memory  # alive as long as this
 
@@ -127,11 +127,10 @@ class _Frame:
         wheres.append(where)
 
     def place(self, addresses: Mapping[int, Addresses]) -> None:
-        """The addresses from the second step on."""
+        """The addresses from the first step on."""
         found = [addresses[slot].behind(behind) if behind else addresses[slot] for slot, behind in self.moving]
-        self._placed[1::4] = [each.second for each in found]
-        self._placed[2::4] = [each.third for each in found]
-        self._placed[3::4] = [each.added for each in found]
+        for word, numbers in enumerate(zip(*found, strict=True), start=1):
+            self._placed[word::5] = numbers
 
 
 class _Memory:

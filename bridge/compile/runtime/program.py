@@ -15,7 +15,7 @@ from bridge.base.lru import LeastRecentlyUsed
 from bridge.compile.backend import Backend, Built
 from bridge.compile.loop_ir.graph import Positions
 from bridge.compile.runtime.instance import Instances
-from bridge.compile.runtime.instructions import CallLibrary, Launch
+from bridge.compile.runtime.instructions import CallLibrary, Launch, View
 from bridge.compile.runtime.layout import Layout
 from bridge.compile.runtime.loop_step import Instruction, inner_steps
 from bridge.compile.runtime.plain import to_plain
@@ -138,9 +138,10 @@ class Program:
         With ``consume``, ``inputs`` is a list that is emptied, and each input is let go after the last step that reads
         it, so that its memory can serve again.
 
-        Results are new dense tensors (views of one another only where one is a reshape of another), or the input
-        object itself where a result is a parameter. Gradients are not recorded. ``ValueError`` if the number, a shape
-        an element type or the device of the inputs is not what the program was compiled for.
+        Results are new dense tensors (views of one another only where one is a reshape of another), in the order of
+        memory that the options ask for, or the input object itself where a result is a parameter. Gradients are not
+        recorded. ``ValueError`` if the number, a shape an element type or the device of the inputs is not what the
+        program was compiled for.
         """
         return self.executor(inputs, consume=consume)
 
@@ -167,6 +168,14 @@ class Program:
                 shared.append(result)
             taken.add(slot)
         return shared
+
+    @property
+    def result_strides(self) -> dict[int, tuple[int, ...]]:
+        """Of each result that is a view of what is computed; of none where sizes vary."""
+        if self.scope is not None:
+            return {}
+        views = {step.writes[0]: step for step in (*self.layout.views, *self.steps) if isinstance(step, View)}
+        return {place: views[slot].strides for place, slot in enumerate(self.layout.results) if slot in views}
 
     def launches(self, step: Launch) -> tuple[str, ...]:
         """What a launch of ``steps`` runs on, in words: the sample's, where sizes vary; nothing on a processor."""

@@ -31,6 +31,7 @@ class Limits:
         cheap_in_known_rows: the same for rows whose length is known where code is generated.
         cheap_shared: the same for what is made of nothing but tensors that all rows share, if it is more.
         parallel_work: scalar operations of a kernel that are worth a launch of threads.
+        parallel_steps: that are in a step of a loop, whose threads have just run.
         parallel_columns: elements of a column reduction that are.
         parallel_finish: elements of partial sums that are.
         parallel_legalized: iterations of TVM's own kernels that are.
@@ -41,6 +42,7 @@ class Limits:
         joined_rows: of such a concatenation at least: the library copies fewer by columns.
         section_operators: under an operand of a concatenation that are computed again inside its section.
         section_elements: a concatenation of so few is computed from what its operands' arithmetic reads, all of it.
+        placed_sections: of a concatenation at most that is written by the kernel which computes its operands; 0: none.
         free_reads: operands smaller than the result by this factor cost nothing to read again.
         access_bytes: that a thread of a kernel which combines nothing reads of a tensor at once: of half types up to
             twice the order's lanes; 0: always the order's.
@@ -66,6 +68,7 @@ class Limits:
     cheap_in_known_rows: int
     cheap_shared: int
     parallel_work: int
+    parallel_steps: int
     parallel_columns: int
     parallel_finish: int
     parallel_legalized: int
@@ -76,6 +79,7 @@ class Limits:
     joined_rows: int
     section_operators: int
     section_elements: int
+    placed_sections: int
     free_reads: int
     access_bytes: int
     single_elements: int

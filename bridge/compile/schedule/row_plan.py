@@ -77,6 +77,7 @@ class Compute:
         sections: ``(axis, count)`` of each loop inside a row that walks the sections of a concatenation, its operands,
             so many in a turn; none for others.
         behind: zeros that are stored behind each row of the result.
+        places: where each operand is stored, of a concatenation that is written section by section; none for others.
     """
 
     op: str
@@ -86,6 +87,7 @@ class Compute:
     reduces: str = ""
     sections: tuple[tuple[int, int], ...] = ()
     behind: int = 0
+    places: tuple[Access, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,21 @@ def test_the_forms_of_a_trial_do_the_same(measured):
         torch.testing.assert_close(one, other, **ROUNDING)
 
 
+def test_inputs_without_a_gradient_have_a_trial_of_their_own(measured):
+    """The loop saves a product of three there."""
+    forms(lstm(num_layers=2), sample(grad=False))
+    first, second = measured
+    counts = [[len(step()) for step in functions.values()] for functions in (first, second)]
+    assert counts == [[4, 4], [5, 5]], "the second layer's inputs have one"
+    embedded = nn.Sequential(nn.Linear(16, 16), lstm())
+    forms(embedded, sample(grad=False))
+    assert len(measured) == 3 and [len(step()) for step in measured[2].values()] == [5, 5]
+    with torch.no_grad():
+        forms(lstm(), sample(grad=True))
+        forms(lstm(), sample(grad=False))
+    assert len(measured) == 4
+
+
 def test_a_trial_is_made_once_per_machine_and_threads(measured, monkeypatch):
     forms(lstm(), sample())
     clear_lowered()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bridge.compile.loop_ir.graph import Concat, Graph, LibraryCall, Node, Operand, Product, Scalar, Value
+from bridge.compile.loop_ir.graph import Concat, Graph, LibraryCall, Node, Operand, Product, Scalar, Sections, Value
 from bridge.compile.loop_ir.neutral import Neutral
 from bridge.compile.loop_ir.views import dense
 
@@ -35,6 +35,8 @@ def _name(node: Node | Neutral) -> str:
     match node:
         case Concat():
             return "concat"
+        case Sections():
+            return "sections"
         case LibraryCall():
             return f"library {node.name}"
         case Product():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,9 @@ from bridge.compile.cpu.gemm_buffers import NARROW, WIDE, register_tile
 from bridge.compile.cpu.gemm_packed import strip_rows
 from bridge.compile.cpu.product_ways import Trial
 from bridge.compile.cpu.products import CpuProducts
+from bridge.compile.runtime.loop import _LoopAction
 from bridge.compile.runtime.loop_frame import LoopFrames
+from bridge.compile.runtime.pool import ARENAS
 from bridge.compile.schedule.products import BY_ROWS, GENERATED, IN_PANELS, LayoutClass, ProductShape
 from bridge.lowering.reuse import clear_lowered
 
@@ -83,10 +86,34 @@ def test_driven_steps_give_the_bits_of_steps_one_by_one(packed, monkeypatch):
         step(leaf)  # the second one finds a frame
         remove_tvm_dispatch(module)
     eager, first, *others = found
-    assert driven and len(set(driven)) == 1
+    assert driven and set(driven) == {len(x)}
     for other in others:
         assert all(map(torch.equal, first, other))
     torch.testing.assert_close(first, eager, rtol=1e-10, atol=1e-12)
+
+
+def test_tensors_of_a_loops_memory_are_made_once_and_go_with_it(packed, monkeypatch):
+    loops, places = [], _LoopAction._places
+
+    def count(loop, memory):
+        loops.append(loop)
+        return places(loop, memory)
+
+    monkeypatch.setattr(_LoopAction, "_places", count)
+    module, x = Lstm().double(), torch.randn(6, 3, 5, dtype=torch.float64, requires_grad=True)
+    add_tvm_dispatch(module, x)
+    with torch.inference_mode():  # whose tensors no other mode takes
+        module(x)
+    for _ in range(2):  # the first block of memory may be one for the forward alone
+        module(x)[0].sum().backward()
+    known = len(loops)
+    assert known and all(loop._lying for loop in loops)
+    for _ in range(3):
+        module(x)[0].sum().backward()
+    assert len(loops) == known
+    ARENAS.clear()
+    gc.collect()
+    assert not any(loop._lying for loop in loops)
 
 
 @pytest.mark.parametrize("threads", [2, 3])
