@@ -189,13 +189,14 @@ class Step:
         if self.lanes == 1:
             self.e.stmts.append(self.scope.if_valid(sequence([BufferStore(buffer, value, [at]), *behind])))
             return
-        at = self.before.name_index(at, "at")
         if self.plan.nodes[node].behind % self._width(buffer):  # rows begin anywhere
+            at = self.before.name_index(at, "at")
             self.e.stmts.append(self.scope.if_valid(BufferStore(buffer, value, [at + self.lane])))
             self.after += [self.scope.if_valid(each) for each in behind]
             return
         local, allocation = local_buffer(self.lanes, storage_type(self.plan.nodes[node].dtype), "y")
         self.before.stmts.append(allocation)
         self.e.stmts.append(BufferStore(local, value, [self.lane]))
+        at = self.before.name_index(at, "at")
         stores = [BufferStore(buffer, BufferLoad(local, here), there) for there, here in self._pieces(buffer, at)]
         self.after.append(self.scope.if_valid(sequence([*stores, *behind])))
