@@ -90,6 +90,24 @@ def test_a_gradient_of_rows_with_zeros_behind_is_wide():
     ]
 
 
+def test_what_a_late_sum_reads_of_it_is_copied_late():
+    """Else its kernel would have all that the sum waits for computed before other gradients."""
+
+    def body(emit, hidden, grad, other) -> list[relax.Var]:
+        wide = emit(op.astype(emit(op.matmul(emit(op.permute_dims(grad)), hidden)), "float32"))
+        return [emit(op.add(emit(op.negative(other)), wide))]
+
+    graph = placed([((16, 8), "bfloat16"), ((16, 13), "bfloat16"), ((13, 8), "float32")], body)
+    assert text(widen_gradients(graph, GPU, PRODUCTS.widened, 2)) == [
+        "0 = pad(p1)",
+        "1 = library mm_wide(0[16,16:1,16+0], p0)",
+        "2 = negative(p2)",
+        "3 = copy(1[13,8:8,1+0])",
+        "4 = add(2, 3)",
+        "return 4",
+    ]
+
+
 @pytest.mark.parametrize(
     ("dtype", "tf32", "extents", "unit"),
     [
