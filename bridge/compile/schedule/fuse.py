@@ -62,6 +62,7 @@ class Group:
     sources: set[Group] = field(default_factory=set)  # groups whose values this one reads
     users: set[Group] = field(default_factory=set)  # groups that read this one's values
     last: int = 0  # place of the last node of the group and of all that it depends on; ``index`` is that of its first
+    end: int = 0  # place of its own last node
     fusable: bool = True
 
     def is_per_row(self, value: Value) -> bool:
@@ -129,7 +130,7 @@ class _Fuser:
         for index, node in enumerate(self.graph.nodes):
             group = _single(index, node, self.rules)
             group.sources = {self.group_of[op.value] for _, op in group.reads() if op.value in self.group_of}
-            group.last = max([index, *(source.last for source in group.sources)])
+            group.last, group.end = max([index, *(source.last for source in group.sources)]), index
             for source in group.sources:
                 source.users.add(group)
             self._own(group)
@@ -174,7 +175,7 @@ class _Fuser:
         if space_of(union, self.rules) is None:
             return None
         both = {first, second}
-        union.last = max(first.last, second.last)
+        union.last, union.end = max(first.last, second.last), max(first.end, second.end)
         union.sources, union.users = (first.sources | second.sources) - both, (first.users | second.users) - both
         for old in both:
             self.groups.discard(old)
@@ -193,14 +194,18 @@ class _Fuser:
         return _reaches(second, first) or _reaches(first, second)
 
     def _ordered(self) -> list[Group]:
-        """Groups in an order of execution; ties by the place of their first node."""
+        """Groups in an order of execution; ties by the place of their last node.
+
+        By that of the first, a kernel that casts a gradient early and adds it to one that comes last would have all
+        that is computed first, and other gradients, which wait for nothing, at the end.
+        """
         done: dict[Group, None] = {}
-        stack = sorted(self.groups, key=lambda g: -g.index)
+        stack = sorted(self.groups, key=lambda g: -g.end)
         while stack:
             group = stack[-1]
             missing = [source for source in group.sources if source not in done]
             if missing:
-                stack.extend(sorted(missing, key=lambda g: -g.index))
+                stack.extend(sorted(missing, key=lambda g: -g.end))
             else:
                 stack.pop()
                 done.setdefault(group)

@@ -110,3 +110,24 @@ def test_what_stays_as_it_is(half, grad_outs, also):
     lines = text(widen_gradients(graph, GPU, WIDENED, grad_outs))
     assert lines[0].startswith("0 = library mm(")
     assert also is not None or lines == text(graph)
+
+
+def test_a_kernel_that_ends_late_waits_for_what_it_adds():
+    """It begins early; what is computed between is not put off until then."""
+
+    def body(emit, early, x, weight) -> list[relax.Var]:
+        first = emit(op.exp(early))
+        second = emit(op.matmul(x, weight))
+        alone = emit(op.matmul(weight, weight))
+        last = emit(op.matmul(second, weight))
+        return [emit(op.add(first, last)), alone]
+
+    graph = translated([((4, 8), "float32"), ((4, 8), "float32"), ((8, 8), "float32")], body)
+    groups = fuse(graph, GPU)
+    assert [[getattr(node, "op", "product") for node in group.nodes] for group in groups] == [
+        ["product"],
+        ["product"],
+        ["product"],
+        ["exp", "add"],
+    ]
+    assert groups[1].nodes[0].outs[0] is graph.results[1].value
