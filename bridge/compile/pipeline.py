@@ -3,6 +3,7 @@
     translate     Relax → neutral loop graph                          bridge.compile.translate
     name          GELU of half types by the normal distribution       bridge.compile.passes.normal_functions
     moments       variances of columns by sums of squares             bridge.compile.passes.moments
+    pad           large products whose rows begin anywhere, on a GPU  bridge.compile.passes.pad_products
     chains        attention's three steps as one, where quicker       bridge.compile.chosen_chains
     choose        where values lie, how products are computed         bridge.compile.passes.choose_layouts
     optimize      loop graph → loop graph, pass by pass               bridge.compile.passes

@@ -20,7 +20,7 @@ from bridge.compile.translate import translate
 from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compare import check_module
 from tests.bridge.compile.graph_text import text
-from tests.bridge.compile_helpers import function, program
+from tests.bridge.compile_helpers import function, program, run
 
 GPU = backend_for({"kind": "cuda", "arch": "sm_90"})
 PRODUCTS = GPU.products(1, False)
@@ -160,11 +160,23 @@ def test_numbers_and_gradients(make, unit, monkeypatch):
         padded.append(product)
         return unit
 
-    monkeypatch.setattr(CpuProducts, "unit", asked)
+    for policy in (CpuProducts, CudaProducts):  # that of the device under test
+        monkeypatch.setattr(policy, "unit", asked)
     clear_cache(), clear_lowered()
     check_module(make, lambda: torch.randint(0, 13, (3, 5)), dtype=torch.float64)
     clear_cache(), clear_lowered()
     assert padded
+
+
+def test_an_infinite_number_meets_no_zero(monkeypatch):
+    """Of the inner axis: both factors have zeros there."""
+    monkeypatch.setattr(CpuProducts, "unit", lambda policy, product: 8)
+    a, b = torch.ones(3, 13), torch.ones(13, 5)
+    a[1, 2], b[12, 4] = torch.inf, torch.inf
+    clear_cache()
+    (found,) = run([a, b], lambda emit, a, b: [emit(op.matmul(a, b))])
+    clear_cache()
+    assert torch.equal(found, a @ b)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
