@@ -11,6 +11,7 @@ from autodiff.ir import Function
 from .as_read import saved_as_read
 from .coloring import RecomputeAll, SaveAll
 from .graph import build_graph
+from .joined_behind import with_joined_behind
 from .kept_casts import with_kept_casts
 from .min_cut import MinCut
 from .plan import Plan, make_plan
@@ -49,6 +50,7 @@ def partition(
     cast_once: int = 0,
     rows_again: bool = False,
     short_chains: bool = False,
+    joined_behind: bool = False,
 ) -> Partitioned:
     """Cut a joint function into a forward and a backward.
 
@@ -64,6 +66,7 @@ def partition(
         rows_again: whether products are saved in the place of softmaxes, see :mod:`partition.rows_again`.
         short_chains: whether what would be computed from one block to the next is saved, see
             :mod:`partition.short_chains`.
+        joined_behind: whether what the backward would join of results is saved, see :mod:`partition.joined_behind`.
 
     Raises:
         ValueError: unknown strategy; counts that do not fit; a forward output that depends on a grad_out; a random
@@ -79,6 +82,8 @@ def partition(
         choice = with_short_chains(graph, choice)
     if cast_once:
         choice = with_kept_casts(graph, choice, cast_once)
+    if joined_behind:
+        choice = with_joined_behind(graph, choice)
     if as_read:
         choice = saved_as_read(graph, choice)
     plan, captured = make_plan(graph, chosen.name, choice, save_all=SaveAll().choose(graph), as_read=as_read)

@@ -56,6 +56,7 @@ from bridge.compile.passes.join_products import join_products
 from bridge.compile.passes.moments import add_moments_at_once
 from bridge.compile.passes.normal_functions import name_normal_functions
 from bridge.compile.passes.pad_products import pad_products
+from bridge.compile.passes.parts_apart import read_parts_apart
 from bridge.compile.passes.permutations import recompute_permutations
 from bridge.compile.passes.place_sections import place_sections
 from bridge.compile.passes.pool_gradients import generate_pool_gradients
@@ -243,6 +244,7 @@ class _Graphs:
         neutral = add_moments_at_once(neutral, self._backend)
         if policy.joins:
             neutral = join_products(neutral, options.grad_outs)
+        neutral = read_parts_apart(neutral, self._backend)
         neutral = split_products(neutral, partial(policy.parts, is_step=is_step), is_step)
         neutral = pad_products(neutral, policy.unit)
         chained = chosen_chains(neutral, options, policy, optimize)

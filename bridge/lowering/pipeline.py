@@ -113,6 +113,7 @@ def of_the_device(captured: Captured, strategy: Any) -> dict[str, Any]:
         "cast_once": len(captured.module_tensors) if on_gpu and by_default else 0,
         "rows_again": on_gpu and by_default,
         "short_chains": on_gpu and by_default,
+        "joined_behind": not on_gpu and by_default,
     }
 
 

@@ -10,6 +10,7 @@ from autodiff.ir import (
     Constant,
     Expr,
     Function,
+    IntImm,
     Tuple,
     TupleGetItem,
     TupleType,
@@ -33,6 +34,13 @@ def _axes(call):
 def _softmax(call, x):
     e = np.exp(x - x.max(axis=call.attrs.axis, keepdims=True))
     return e / e.sum(axis=call.attrs.axis, keepdims=True)
+
+
+def _slices(a, axes, begins, ends, steps):
+    found = [slice(None)] * a.ndim
+    for axis, *numbers in zip(axes, begins, ends, steps, strict=True):
+        found[axis] = slice(*numbers)
+    return tuple(found)
 
 
 OPS = {
@@ -64,6 +72,7 @@ OPS = {
     "relax.zeros": lambda call, *rest: np.zeros(shape(call), str(call.ty.dtype)),
     "relax.ones": lambda call, *rest: np.ones(shape(call), str(call.ty.dtype)),
     "relax.concat": lambda call, parts: np.concatenate(parts, axis=int(call.attrs.axis)),
+    "relax.strided_slice": lambda call, a, *places: a[_slices(a, *places)],
     "relax.split": lambda call, a: tuple(
         np.split(a, [int(i) for i in call.attrs.indices_or_sections], axis=int(call.attrs.axis))
         if hasattr(call.attrs.indices_or_sections, "__len__")
@@ -87,6 +96,8 @@ def evaluate(func: Function, args: list[np.ndarray]) -> list[np.ndarray]:
             return values[expr]
         if isinstance(expr, Constant):
             return numpy_value(expr)
+        if isinstance(expr, IntImm):
+            return int(expr.value)
         if isinstance(expr, Tuple):
             return tuple(read(field) for field in expr.fields)
         if isinstance(expr, TupleGetItem):

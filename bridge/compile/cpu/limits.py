@@ -51,6 +51,7 @@ LIMITS = Limits(
     section_operators=4,
     section_elements=0,
     placed_sections=8,
+    parts_apart=8,
     free_reads=4,
     access_bytes=0,
     single_elements=0,

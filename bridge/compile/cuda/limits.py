@@ -105,6 +105,7 @@ LIMITS = Limits(
     section_operators=4,
     section_elements=2**18,
     placed_sections=0,
+    parts_apart=0,
     free_reads=4,
     access_bytes=ACCESS_BYTES,
     single_elements=2**17,

@@ -208,9 +208,14 @@ class LibraryCall:
 
 @dataclass(frozen=True, eq=False)
 class LoopCall(LibraryCall):
-    """A scan (:mod:`autodiff.scan`): operands are dense tensors, ``outs`` its last carries and ys."""
+    """A scan (:mod:`autodiff.scan`): operands are dense tensors, ``outs`` its last carries and ys.
+
+    ``apart``: xs, by number, that lack the part of the step which is run last: it is a tensor of its own, with one step
+    in front. These are the last operands, in this order.
+    """
 
     scan: Scan | None = None
+    apart: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

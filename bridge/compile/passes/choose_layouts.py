@@ -7,13 +7,16 @@ products are :mod:`bridge.compile.passes.choose_products`'s, concatenations :mod
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from autodiff.extents import same
 from bridge.compile.loop_ir.graph import (
     Graph,
     LibraryCall,
+    LoopCall,
     Node,
     Operand,
     Pad,
@@ -101,6 +104,9 @@ class _Walk:
                 self.placed.nodes.append(_padded(replace(node, operands=operands)))
             case Pointwise(op="copy"):
                 self._where[node.out] = self.placed.copy(*operands, node.out)
+            case LoopCall():
+                operands = tuple(each if _is_made_of_parts(each) else self.placed.copy(each) for each in operands)
+                self.placed.nodes.append(replace(node, operands=operands))
             case _ if operands == node.operands:
                 self.placed.nodes.append(node)
             case Reduction():
@@ -152,6 +158,13 @@ class _Walk:
                 return operand
         made = self.placed.copied(operand) if self._products.policy.keeps_order else None
         return self.placed.pointwise_copy(operand) if made is None else made
+
+
+def _is_made_of_parts(operand: Operand) -> bool:
+    """Whether the elements lie one after another, from as many on as some parts with one step each have."""
+    view = operand.view
+    part = math.prod(view.shape[1:])
+    return is_dense(view) and (same(view.offset, 0) or (isinstance(view.offset, int) and view.offset % part == 0))
 
 
 def _padded(node: Pad) -> Pad | LibraryCall:

@@ -218,7 +218,8 @@ class _Linker:
         self.constants.update(zip(constants, (tensor for _, tensor in body.constants), strict=True))
         scan = node.scan
         memory = Value(f"{prefix}memory", (scratch_bytes(body.layout, scan.carries),), "uint8")
-        operands = [*node.operands, *map(whole, constants)]
+        given = len(node.operands) - len(node.apart)
+        operands = [*node.operands[:given], *map(whole, constants), *node.operands[given:]]
         for operand in operands:
             self.operand(operand)
         reads = tuple(map(self.operand, operands))
@@ -243,6 +244,7 @@ class _Linker:
                 scan.reverse,
                 tuple(slot for slot, _ in body.constants),
                 inside,
+                node.apart,
             )
         )
 

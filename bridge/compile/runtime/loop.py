@@ -2,7 +2,8 @@
 
 A part of a tensor with the steps in front is a view, and a kernel of the body writes a result straight into the part
 that it is. A carry that is such a part is read from there in the next step; another one is written by turns into two
-places, so that no step writes what it reads.
+places, so that no step writes what it reads. What the step that is run last reads may be no part, but a tensor of its
+own.
 
 Where the backend has a driver and the body is kernels alone, the driver runs the steps: then what is put into a slot is
 an address, see :mod:`bridge.compile.runtime.loop_frame`. Tensors of the memory that a loop works in are made once for
@@ -71,6 +72,7 @@ class _LoopAction:
         read.update(layout.results)
         self._parts = [(x, slot) for x, slot in enumerate(slots[carries : carries + loop.xs]) if slot in read]
         self._fixed = [*slots[carries + loop.xs :], *loop.constants]
+        self._apart = [(place, slots[carries + x]) for place, x in enumerate(loop.apart) if slots[carries + x] in read]
         lasting = set(slots[carries:])
         fresh = {register.slot: register for register in layout.fresh}
         memory = {slot: _memory_of(slot, loop) for slot in layout.results}
@@ -133,10 +135,11 @@ class _LoopAction:
         loop = self._loop
         *outs, scratch = [registers[slot] for slot in loop.writes]
         given = [registers[slot] for slot in loop.reads]
-        carries, xs = loop.carries, loop.xs
+        carries, xs, count = loop.carries, loop.xs, len(loop.reads) - len(loop.apart)
+        lasts = {slot: given[count + place][0] for place, slot in self._apart}
         filled, places = self._in_memory(scratch)
         body = filled.copy()
-        for slot, tensor in zip(self._fixed, given[carries + xs :], strict=True):
+        for slot, tensor in zip(self._fixed, given[carries + xs : count], strict=True):
             body[slot] = tensor
         for make_view in self._first:
             make_view(body)
@@ -148,9 +151,10 @@ class _LoopAction:
         wholes = {slot: _filled_apart(given[carries + x]) for x, slot in self._parts}
         wholes |= {each.slot: _shaped(stacks[y], each.shape) for y, each in self._written}
         if self._frames is None:
-            self._run_steps(body, wholes, places, stacks)
+            self._run_steps(body, wholes, lasts, places, stacks)
         else:
-            self._drive_steps(self._frames, body, wholes, {slot: places[carry] for carry, slot in self._turns})
+            turns = {slot: places[carry] for carry, slot in self._turns}
+            self._drive_steps(self._frames, body, wholes, lasts, turns)
         for out, slot in zip(outs, self._carried, strict=False):
             out.copy_(body[slot])
         for out, stack in zip(outs[carries:], stacks, strict=True):
@@ -161,6 +165,7 @@ class _LoopAction:
         self,
         body: list,
         wholes: Mapping[int, torch.Tensor],
+        lasts: Mapping[int, torch.Tensor],
         places: Sequence[Sequence[torch.Tensor]],
         stacks: Sequence[torch.Tensor],
     ) -> None:
@@ -169,11 +174,13 @@ class _LoopAction:
         Args:
             body: registers, all that is not a step's own filled.
             wholes: by slot, the tensors of which each step reads or writes a part.
+            lasts: by slot, what the step that is run last reads in the place of one.
             places: two of each carry.
             stacks: the ys.
         """
         actions = self._actions
         taken = {slot: self._steps_of(whole) for slot, whole in wholes.items()}
+        taken |= {slot: (*taken[slot], last) for slot, last in lasts.items()}
         taken |= {slot: cycle(places[carry]) for carry, slot in self._turns}
         copied = [(slot, iter(self._steps_of(stacks[y]))) for y, slot in self._copied]
         moved = [(carry, slot, cycle(places[carry])) for carry, slot in self._moved]
@@ -197,26 +204,30 @@ class _LoopAction:
         frames: LoopFrames,
         body: list,
         wholes: Mapping[int, torch.Tensor],
+        lasts: Mapping[int, torch.Tensor],
         turns: Mapping[int, Sequence[torch.Tensor]],
     ) -> None:
         """All steps, by a driver; ``turns``: the places of carries, by slot."""
-        order = range(self._loop.length)[:: -1 if self._loop.reverse else 1]
+        length, end = self._loop.length, 0 if self._loop.reverse else -1
 
         def first() -> list:
             registers = body.copy()
             for slot, whole in wholes.items():
-                registers[slot] = whole[order[0]]
+                registers[slot] = whole[-1 - end]
             for slot, pair in turns.items():
                 registers[slot] = pair[0]
             for _, make_view in self._each_view:
                 make_view(registers)
             return registers
 
-        frames.run(len(order), first, self._addresses(frames.slots, body, wholes, turns))
+        addresses = self._addresses(frames.slots, body, wholes, turns)
+        frames.run(length - bool(lasts), first, addresses)
+        if lasts:
+            frames.run(1, first, self._last_addresses(addresses, lasts))
         for slot in self._ending.intersection(wholes):
-            body[slot] = wholes[slot][order[-1]]
+            body[slot] = lasts[slot] if slot in lasts else wholes[slot][end]
         for slot in self._ending.intersection(turns):
-            body[slot] = turns[slot][(len(order) - 1) % 2]
+            body[slot] = turns[slot][(length - 1) % 2]
         for make_view in self._last_views:
             make_view(body)
         last = [(carry, body[slot]) for carry, slot in self._following.items()]
@@ -259,6 +270,20 @@ class _LoopAction:
             return Addresses(here, here, here, 0)
 
         return {slot: address(slot) for slot in slots}
+
+    def _last_addresses(
+        self, addresses: Mapping[int, Addresses], lasts: Mapping[int, torch.Tensor]
+    ) -> dict[int, Addresses]:
+        """Those of the step that is run last."""
+        found = {}
+        for slot, usual in addresses.items():
+            of, count = slot, 0
+            while of not in lasts and of not in self._following and of in self._behind:
+                of, more = self._behind[of]
+                count += more
+            here = lasts[of].data_ptr() + count if of in lasts else usual.at(self._loop.length - 1)
+            found[slot] = Addresses(here, here, here, 0)
+        return found
 
     def _steps_of(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
         """The parts of a tensor with the steps in front, in the order of the steps."""

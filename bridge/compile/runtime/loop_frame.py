@@ -52,6 +52,12 @@ class Addresses(NamedTuple):
         """Those of what lies so many bytes behind."""
         return Addresses(self.first + count, self.second + count, self.third + count, self.added)
 
+    def at(self, step: int) -> int:
+        """The address in a step, by number."""
+        if not step:
+            return self.first
+        return (self.second if step % 2 else self.third) + (step - 1) // 2 * self.added
+
 
 def is_framed(launches: Sequence[tuple[Launch, Callable]]) -> bool:
     """Whether the functions of these launches can be called by their addresses."""

@@ -19,7 +19,8 @@ class Loop:
     first with ``reverse``.
 
     ``reads``: the initial carries, tensors with the steps in front, of which each step reads its part, what every step
-    reads, then ``constants`` that fill those slots of the body. ``writes``: the last carries, tensors with the steps in
+    reads, then ``constants`` that fill those slots of the body, then the parts of xs that lie ``apart`` (see
+    :class:`~bridge.compile.loop_ir.graph.LoopCall`). ``writes``: the last carries, tensors with the steps in
     front, of which each step fills its part, and scratch memory: the body's arena and two places for each carry.
 
     The body's registers are its own: parameters are carries, ``xs`` parts and what every step reads; results are the
@@ -39,6 +40,7 @@ class Loop:
     reverse: bool = False
     constants: tuple[int, ...] = ()
     contents: Contents = field(default=Contents(), repr=False)
+    apart: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         order = ", last first" if self.reverse else ""

@@ -43,6 +43,7 @@ class Limits:
         section_operators: under an operand of a concatenation that are computed again inside its section.
         section_elements: a concatenation of so few is computed from what its operands' arithmetic reads, all of it.
         placed_sections: of a concatenation at most that is written by the kernel which computes its operands; 0: none.
+        parts_apart: concatenations at most whose parts a loop reads where they lie; 0: none.
         free_reads: operands smaller than the result by this factor cost nothing to read again.
         access_bytes: that a thread of a kernel which combines nothing reads of a tensor at once: of half types up to
             twice the order's lanes; 0: always the order's.
@@ -80,6 +81,7 @@ class Limits:
     section_operators: int
     section_elements: int
     placed_sections: int
+    parts_apart: int
     free_reads: int
     access_bytes: int
     single_elements: int
