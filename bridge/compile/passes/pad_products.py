@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from autodiff.extents import Dim, sample_of
+from autodiff.extents import Dim, same, sample_of
 from bridge.compile.loop_ir import views
 from bridge.compile.loop_ir.graph import Graph, Node, Operand, Pad, Value, whole
 from bridge.compile.loop_ir.neutral import MatMul, Neutral, Shaped, is_turned
@@ -52,7 +52,7 @@ class _Walk:
         bias = None if node.bias is None else self._row(node.bias, n)
         out = Value(node.out.name, (m, n), node.out.dtype)
         self.nodes.append(MatMul(a, b, out, bias))
-        parts = [(axis, extent) for axis, extent in enumerate(node.out.shape) if extent != out.shape[axis]]
+        parts = [(axis, extent) for axis, extent in enumerate(node.out.shape) if not same(extent, out.shape[axis])]
         made = whole(out)
         if not parts:  # the inner axis alone is padded
             self.nodes[-1] = replace(self.nodes[-1], out=node.out)
@@ -70,11 +70,12 @@ class _Walk:
         columns = [node.a.value in self._turned, node.b.value in self._turned]
         a, b = (LayoutClass("column" if each else "row") for each in columns)
         unit = self._unit(ProductShape(node.out.dtype, 1, *map(sample_of, (m, n, k)), a, b))
-        lie_along_memory = {n, m if columns[0] else k, k if columns[1] else n}
-        if unit == 1 or not all(isinstance(extent, int) for extent in lie_along_memory):
+        extents = {"m": m, "k": k, "n": n}
+        along_memory = {"m" if columns[0] else "k", "k" if columns[1] else "n", "n"}
+        known = [extents[name] for name in along_memory]
+        if not all(isinstance(extent, int) for extent in known) or not any(extent % unit for extent in known):
             return None
-        wide = tuple(-(-each // unit) * unit if each in lie_along_memory else each for each in (m, k, n))
-        return None if wide == (m, k, n) else wide
+        return tuple(-(-each // unit) * unit if name in along_memory else each for name, each in extents.items())
 
     def _matrix(self, operand: Operand, extents: tuple[Dim, Dim]) -> Operand:
         """The matrix, or the transpose of one that lies by rows, with zeros behind."""
@@ -99,7 +100,7 @@ class _Walk:
         return whole(vector)
 
     def _with_zeros(self, operand: Operand, extents: tuple[Dim, Dim]) -> Operand:
-        if operand.shape == extents:
+        if views.alike(operand.shape, extents):
             return operand
         key = operand.value, extents
         if key not in self._padded:

@@ -38,11 +38,7 @@ def widen_gradients(graph: Graph, rules: Rules, widened: Collection[str], grad_o
     gradients: set[Value] = set(graph.params[len(graph.params) - grad_outs :])
     nodes: list[Node] = []
     position: dict[Value, int] = {}
-    later: dict[Value, Node] = {}
-    results = {operand.value for operand in graph.results}
     for node in graph.nodes:
-        if later:
-            nodes += [later.pop(each.value) for each in node.operands if getattr(each, "value", None) in later]
         if any(isinstance(operand, Operand) and operand.value in gradients for operand in node.operands):
             gradients.update(node.outs)
         read = _cast(node)
@@ -54,11 +50,7 @@ def widen_gradients(graph: Graph, rules: Rules, widened: Collection[str], grad_o
             wide = node.out if read.is_whole else Value(node.out.name, read.value.shape, WIDE)
             nodes[place] = _wide(nodes[place], wide)
             if not read.is_whole:  # of a product with zeros behind its rows
-                copy = Pointwise("copy", (Operand(wide, read.view),), node.out)
-                if node.out in results:
-                    nodes.append(copy)
-                else:  # a kernel that copies, and adds what comes late, would have that computed first
-                    later[node.out] = copy
+                nodes.append(Pointwise("copy", (Operand(wide, read.view),), node.out))
             continue
         if place is not None and isinstance(nodes[place], Reduction) and node.out.dtype in widened:
             position[node.out] = place  # rounded, and perhaps cast back

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.export import Dim
 from tvm import relax
 from tvm.relax import op
 
+from bridge import add_tvm_dispatch, stats
 from bridge.compile import Launch, backend_for, clear_cache
 from bridge.compile.cpu.products import CpuProducts
 from bridge.compile.cuda.products import CudaProducts
@@ -15,6 +19,7 @@ from bridge.compile.loop_ir.graph import Graph, Pad
 from bridge.compile.passes.choose_layouts import choose_layouts
 from bridge.compile.passes.pad_products import pad_products
 from bridge.compile.passes.widen import widen_gradients
+from bridge.compile.schedule.fuse import fuse
 from bridge.compile.schedule.products import ProductShape
 from bridge.compile.translate import translate
 from bridge.lowering.reuse import clear_lowered
@@ -93,19 +98,18 @@ def test_a_gradient_of_rows_with_zeros_behind_is_wide():
 def test_what_a_late_sum_reads_of_it_is_copied_late():
     """Else its kernel would have all that the sum waits for computed before other gradients."""
 
-    def body(emit, hidden, grad, other) -> list[relax.Var]:
+    def body(emit, hidden, grad, weight) -> list[relax.Var]:
         wide = emit(op.astype(emit(op.matmul(emit(op.permute_dims(grad)), hidden)), "float32"))
-        return [emit(op.add(emit(op.negative(other)), wide))]
+        chain = emit(op.matmul(weight, emit(op.permute_dims(weight))))
+        other = emit(op.matmul(emit(op.permute_dims(weight)), weight))
+        return [emit(op.add(emit(op.matmul(chain, weight)), wide)), other]
 
-    graph = placed([((16, 8), "bfloat16"), ((16, 13), "bfloat16"), ((13, 8), "float32")], body)
-    assert text(widen_gradients(graph, GPU, PRODUCTS.widened, 2)) == [
-        "0 = pad(p1)",
-        "1 = library mm_wide(0[16,16:1,16+0], p0)",
-        "2 = negative(p2)",
-        "3 = copy(1[13,8:8,1+0])",
-        "4 = add(2, 3)",
-        "return 4",
-    ]
+    graph = placed([((16, 8), "bfloat16"), ((16, 13), "bfloat16"), ((13, 8), "float32")], body, 8)
+    widened = widen_gradients(graph, GPU, PRODUCTS.widened, 2)
+    groups = [[getattr(node, "op", None) or node.name for node in group.nodes] for group in fuse(widened, GPU)]
+    assert groups[0] == ["pad"] and groups[1] == ["mm_wide"] and groups[-1] == ["copy", "add"]
+    before = [out for group in fuse(widened, GPU)[:-1] for node in group.nodes for out in node.outs]
+    assert widened.results[1].value in before
 
 
 @pytest.mark.parametrize(
@@ -166,6 +170,28 @@ def test_numbers_and_gradients(make, unit, monkeypatch):
     check_module(make, lambda: torch.randint(0, 13, (3, 5)), dtype=torch.float64)
     clear_cache(), clear_lowered()
     assert padded
+
+
+def test_one_entry_for_all_sizes(monkeypatch):
+    """What varies does not lie along memory, and is not padded."""
+    monkeypatch.setattr(CpuProducts, "unit", lambda policy, product: 8)
+    clear_cache(), clear_lowered()
+    torch.manual_seed(0)
+    eager = Head(True).double()
+    ours, lengths = copy.deepcopy(eager), {0: Dim("rows", min=2, max=64), 1: Dim("length", min=2, max=64)}
+    add_tvm_dispatch(ours, torch.randint(13, (3, 5)), dynamic_shapes={"tokens": lengths})
+    for shape in ((3, 5), (2, 13), (13, 2), (8, 8)):
+        tokens, gradients = torch.randint(13, shape), []
+        for each in (ours, eager):
+            each.zero_grad()
+            loss, _ = each(tokens)
+            loss.backward()
+            gradients.append([parameter.grad for parameter in each.parameters()])
+        torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
+    (entry,) = stats(ours).entries
+    clear_cache(), clear_lowered()
+    assert stats(ours).hits == 4
+    assert any("pad" in step.ops for step in entry.backward.steps if isinstance(step, Launch))
 
 
 def test_an_infinite_number_meets_no_zero(monkeypatch):
