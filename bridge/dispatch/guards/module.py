@@ -117,7 +117,7 @@ class ModuleGuard:
             tree, list(paths.values()), attributes, reached.contents, tensors, index, kinds
         )
         self._types = self._conditions.types.expected
-        self._uncounted = self._conditions.uncounted
+        self._uncounted = self._conditions.without_counts
         self._attribute_places = self._conditions.attribute_places
         parameter, either = (nn.Parameter,), (torch.Tensor, nn.Parameter)
         self._tensors = TensorGuard(
@@ -159,7 +159,7 @@ class ModuleGuard:
             known = self._unwritten = self._look(modules, dicts)
             if known is None:
                 return None
-        if self._uncounted.expected and not self._uncounted.holds(None):
+        if self._uncounted and not self._uncounted.unchanged():
             return None
         if known.hooked and not self._conditions.hooks.holds(self._read(modules, dicts)):
             return None

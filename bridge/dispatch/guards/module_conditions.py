@@ -15,7 +15,7 @@ from bridge.base.guard_failure import MODULE, GuardFailure
 from bridge.base.torch_internals import COMPILED_CALL, MODULE_HOOKS
 from bridge.dispatch.guards.condition import Condition, differs
 from bridge.dispatch.guards.numbers import AnyNumber, changed_number, same_or_any_number
-from bridge.state import Contents, ModuleTensor, own_attributes, same, written_class
+from bridge.state import Contents, ManyContents, ModuleTensor, own_attributes, same, written_class
 
 __all__ = ["Tree", "TreeConditions", "owned_attributes", "tree_reader"]
 
@@ -84,7 +84,7 @@ class TreeConditions:
         before_tensors, after_tensors: in the order of the reasons, around the conditions on single tensors.
         watched: those that can only fail after a write to a dictionary.
         hooks: on inner modules.
-        uncounted: contents whose changes no count of writes tells.
+        uncounted: contents whose changes no count of writes tells; ``without_counts``: the same, for one look.
         counted: the dictionaries behind the other contents.
         attribute_places: position and name of the tensors that are plain attributes.
         paths: of the modules; ``training``: their flags.
@@ -106,7 +106,9 @@ class TreeConditions:
         self.attribute_places = [(owner, name) for registry, owner, name in self._places if not registry]
         self.counted = [each.counted for each in contents if each.counted is not None]
         self.types = self._types(tree)
-        self.uncounted = self._contents("contents without counts", [c for c in contents if c.counted is None])
+        uncounted = [each for each in contents if each.counted is None]
+        self.uncounted = self._contents("contents without counts", uncounted)
+        self.without_counts = ManyContents(uncounted)
         self.hooks = self._hooks(tree)
         self.training = self._training(tree)
         structure = [self._submodules(tree), self._order(tree), self.hooks, self.training]

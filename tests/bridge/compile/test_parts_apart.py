@@ -12,7 +12,6 @@ from autodiff.scan import Scan, body_text, scan_call
 from bridge import add_tvm_dispatch, remove_tvm_dispatch, stats
 from bridge.compile import CallLibrary, clear_cache, compile_function, host_backend
 from bridge.compile.passes import parts_apart
-from bridge.compile.runtime.loop_frame import LoopFrames
 from bridge.compile.runtime.loop_step import Loop
 from bridge.lowering.reuse import clear_lowered
 from tests.bridge.compile_helpers import current_options, function
@@ -86,13 +85,6 @@ def test_gradients(fresh, make, steps):
 
 @pytest.mark.parametrize("falls", [False, True])
 def test_the_bits_are_those_of_a_concatenation(fresh, falls, monkeypatch):
-    driven, ran = [], LoopFrames.run
-
-    def run(frames, count, *rest):
-        driven.append(count)
-        ran(frames, count, *rest)
-
-    monkeypatch.setattr(LoopFrames, "run", run)
     torch.manual_seed(0)
     module, given, found = Cells(falls).double(), leaves(STEPS), []
     for is_apart in (True, False):
