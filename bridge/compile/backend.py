@@ -83,9 +83,11 @@ class Backend(ABC):
 
     @property
     def of_steps(self) -> Backend:
-        """This backend for the steps of loops: the same bits, of kernels that are started in threads earlier."""
+        """This backend for the steps of loops: the same bits, of kernels that are started in threads earlier, and one
+        after another."""
         limits = self.limits
-        return replace(self, limits=replace(limits, parallel_work=min(limits.parallel_work, limits.parallel_steps)))
+        work = min(limits.parallel_work, limits.parallel_steps)
+        return replace(self, limits=replace(limits, parallel_work=work, streams=1))
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
@@ -141,6 +143,14 @@ class Backend(ABC):
         :data:`~bridge.compile.loop_ir.product.FIELDS` at each launch. Plans are launched together only where the
         backend's limits ask for it.
         """
+
+    def apart(self, plan: RowPlan | ColumnPlan | TogetherPlan | ChainPlan) -> tuple[PrimFunc, PrimFunc] | None:
+        """A plan's kernel as two that are launched apart, as others may wait for the first alone: one that leaves sums
+        of columns in parts, and what adds these; ``None``: it is one.
+
+        The first takes inputs, results but for the columns', scratch memory; the second parts, results.
+        """
+        return None
 
     @abstractmethod
     def legalized(self, function: PrimFunc) -> PrimFunc:

@@ -58,6 +58,7 @@ LIMITS = Limits(
     together=1,
     small_casts=0,
     read_again=0,
+    streams=1,
 )
 
 ALTERNATIVES = (

@@ -14,7 +14,7 @@ from bridge.base.torch_cuda import SETTINGS, products_are_tf32
 from bridge.compile.backend import Backend, Built
 from bridge.compile.cuda.build import build_executable, kernel_source, target_of
 from bridge.compile.cuda.executor import CudaExecutor
-from bridge.compile.cuda.kernels import generate
+from bridge.compile.cuda.kernels import generate, generate_apart
 from bridge.compile.cuda.legalized import scheduled
 from bridge.compile.cuda.libraries import CudaLibraries, clear_unused, hold
 from bridge.compile.cuda.limits import ALTERNATIVES, FLOAT64_ARCHITECTURES, LIMITS, ORDER
@@ -100,6 +100,9 @@ class CudaBackend(Backend):
             case RowPlan() | ColumnPlan() | TogetherPlan():
                 return generate(plan)
         raise NotImplementedError(f"products on CUDA are torch's, not generated: {plan}")
+
+    def apart(self, plan: RowPlan | ColumnPlan | TogetherPlan) -> tuple[PrimFunc, PrimFunc] | None:
+        return generate_apart(plan) if isinstance(plan, RowPlan) and self.limits.streams > 1 else None
 
     def legalized(self, function: PrimFunc) -> PrimFunc:
         return scheduled(function, target_of(self.arch))

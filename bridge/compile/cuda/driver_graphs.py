@@ -54,8 +54,19 @@ def new_stream() -> int:
     """
     handle = ctypes.c_void_p()
     with _at_any_moment():
+        _require_context()
         _call("cuStreamCreate", ctypes.byref(handle), _NON_BLOCKING)
     return handle.value
+
+
+def _require_context() -> None:
+    """Makes the current device's context this thread's, as CUDA's runtime does when a thread first calls it."""
+    context, device = ctypes.c_void_p(), ctypes.c_int()
+    _call("cuCtxGetCurrent", ctypes.byref(context))
+    if not context:
+        _call("cuDeviceGet", ctypes.byref(device), torch.cuda.current_device())
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        _call("cuCtxSetCurrent", context)
 
 
 class Graph:

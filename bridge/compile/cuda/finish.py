@@ -25,7 +25,7 @@ def finish_columns(plan: RowPlan, buffers: KernelBuffers, number: LaunchArgument
     walk, length = plan.walk, number(plan.length)
     count = number(walk.batches) * length
     chunks = number(walk.chunks)
-    nodes = [node for node in plan.column_reductions if node in buffers.outputs]
+    nodes = plan.finished
     portion = portions(count, WARP)
 
     shared = SharedMemory(WARP * FINISH_STRANDS)

@@ -1,4 +1,4 @@
-"""Kernels: a plan → one PrimFunc, which reads the launch's integers on the host and holds one or more launches."""
+"""Kernels: a plan → one PrimFunc, or two, which read the launch's integers on the host and hold one or more launches."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.tir import loop_function, sequence
 from bridge.compile.cuda.columns import generate_columns
 from bridge.compile.cuda.elements import elements
-from bridge.compile.cuda.rows import rows
+from bridge.compile.cuda.finish import finish_columns
+from bridge.compile.cuda.rows import row_launch, rows
 from bridge.compile.cuda.scope import kernel_buffers
 from bridge.compile.schedule.column_plan import ColumnPlan
 from bridge.compile.schedule.row_plan import RowPlan
 from bridge.compile.schedule.together import TogetherPlan
 
-__all__ = ["generate"]
+__all__ = ["generate", "generate_apart"]
 
 
 def generate(plan: RowPlan | ColumnPlan | TogetherPlan, plain: bool = False) -> PrimFunc:
@@ -32,6 +33,23 @@ def generate(plan: RowPlan | ColumnPlan | TogetherPlan, plain: bool = False) -> 
     scratch = (*buffers.partial.values(), *buffers.cached.values())
     tensors = (*buffers.inputs, *buffers.outputs.values(), *scratch)
     return loop_function([*tensors, *number.params], sequence([*number.stmts, *launches]))
+
+
+def generate_apart(plan: RowPlan) -> tuple[PrimFunc, PrimFunc] | None:
+    """The kernel of a plan that sums columns as two: inputs, results of rows, scratch memory, the launch's integers;
+    parts of the columns' sums, which lie there, the sums, the integers. ``None``: it sums none."""
+    buffers = kernel_buffers(plan)
+    parts, sums = ([each[node] for node in plan.finished] for each in (buffers.partial, buffers.outputs))
+    if not sums:
+        return None
+    rest = [buffer for node, buffer in buffers.outputs.items() if node not in plan.finished]
+    scratch = (*buffers.partial.values(), *buffers.cached.values())
+    number = LaunchArguments(plan.arguments, plan.index_type)
+    launch = row_launch(plan, buffers, number)
+    first = loop_function([*buffers.inputs, *rest, *scratch, *number.params], sequence([*number.stmts, launch]))
+    number = LaunchArguments(plan.arguments, plan.index_type)
+    finish = finish_columns(plan, buffers, number)
+    return first, loop_function([*parts, *sums, *number.params], sequence([*number.stmts, finish]))
 
 
 def _generate_together(plan: TogetherPlan) -> PrimFunc:

@@ -112,6 +112,7 @@ LIMITS = Limits(
     together=8,
     small_casts=8,
     read_again=8,
+    streams=2,
 )
 
 ALTERNATIVES = (

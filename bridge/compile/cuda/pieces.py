@@ -12,17 +12,20 @@ Backward, attention's kernel reads the state from the device and is captured; a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
+from bridge.compile.cuda.branches import Branches
 from bridge.compile.cuda.executor import ALIGNMENT, BoundExecutor
 from bridge.compile.graphs.recorder import Form, Replay
 from bridge.compile.loop_ir.views import dense_strides
-from bridge.compile.runtime.bind import bind
+from bridge.compile.runtime.beside import steps_beside
+from bridge.compile.runtime.bind import Action, bind
 from bridge.compile.runtime.instructions import CallLibrary, View
 from bridge.compile.runtime.loop_step import Instruction, Loop, inner_steps
 from bridge.library import INTO_GIVEN, PLACED_DRAWS, invoke_into
@@ -201,6 +204,16 @@ class PiecewiseExecutor(BoundExecutor):
             if isinstance(step, CallLibrary) and step.allocates and step.name in INTO_GIVEN
         }
         self._states: dict[int, torch.Tensor] = {}
+        self._branches: Branches | None = None
+
+    @property
+    def has_branches(self) -> bool:
+        """Whether some steps may run beside others."""
+        return bool(self._beside)
+
+    @cached_property
+    def _beside(self) -> Collection[int]:
+        return steps_beside(self.steps, self._layout.views)
 
     @contextmanager
     def recorded_by(
@@ -208,6 +221,7 @@ class PiecewiseExecutor(BoundExecutor):
         pieces: Pieces,
         take: Callable[[Form], torch.Tensor],
         copies: Sequence[tuple[int, torch.Tensor]] = (),
+        branches: Branches | None = None,
     ) -> Iterator[None]:
         """A run meanwhile is recorded as these pieces.
 
@@ -215,8 +229,9 @@ class PiecewiseExecutor(BoundExecutor):
             take: memory for what calls between graphs return.
             copies: places of results that library calls allocate, with memory for them; a result of the run that is
                 this memory is there, others are not.
+            branches: launches what is not on the critical path beside it.
         """
-        self._pieces, self._take_between = pieces, take
+        self._pieces, self._take_between, self._branches = pieces, take, branches
         first = len(self._layout.params) + len(self._layout.fresh)
         for number, (place, memory) in enumerate(copies):
             self._kept[self._layout.results[place]] = _Kept(memory, first + number)
@@ -225,7 +240,8 @@ class PiecewiseExecutor(BoundExecutor):
         try:
             yield
         finally:
-            self._pieces, self._take_between, self._states, self._kept = None, None, {}, {}
+            self._pieces = self._take_between = self._branches = None
+            self._states, self._kept = {}, {}
 
     @torch.inference_mode(False)  # it serves runs of any mode
     def _state(self) -> torch.Tensor:
@@ -247,10 +263,19 @@ class PiecewiseExecutor(BoundExecutor):
         for index, (action, last_used) in enumerate(self.actions):
             if index in self._between:
                 self._interrupt(index, registers)
-            elif not (index in self._writers and self._is_written(index, registers)):
-                action(registers)
+            elif self._branches is None or isinstance(self.steps[index], View):
+                self._run_step(index, action, registers)
+            else:
+                act = partial(self._run_step, index, action)
+                self._branches.launch(self.steps[index], index in self._beside, act, registers)
             for slot in last_used:
                 registers[slot] = None
+        if self._branches is not None:
+            self._branches.join()
+
+    def _run_step(self, index: int, action: Action, registers: list) -> None:
+        if not (index in self._writers and self._is_written(index, registers)):
+            action(registers)
 
     def _is_written(self, index: int, registers: list) -> bool:
         """Makes a library call write its results into the caller's memory, if there is some for all and it can."""

@@ -19,6 +19,7 @@ import torch
 from bridge.base.collector import collection_paused
 from bridge.base.locks import free_in_children
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided
+from bridge.compile.cuda.branches import Branches
 from bridge.compile.cuda.driver_graphs import Graph, captured, new_stream
 from bridge.compile.cuda.executor import CudaExecutor
 from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, inside_of_loops, is_between
@@ -128,6 +129,7 @@ class _Stream:
     """What the recordings of one stream share; ``side`` is captured in its place, by nobody else.
 
     Attributes:
+        beside: captured with it, for branches.
         replaying: held during a replay, which may be several launches.
     """
 
@@ -135,7 +137,7 @@ class _Stream:
         self.replaying = free_in_children(threading.Lock())
         self.arena, self.scratch = _GraphArena(device), _Scratch(device)
         self.temporaries = PrivatePool(device.index)
-        self.side = torch.cuda.ExternalStream(new_stream(), device)
+        self.side, self.beside = (torch.cuda.ExternalStream(new_stream(), device) for _ in range(2))
 
 
 class Streams:
@@ -238,11 +240,12 @@ class CudaRecorder:
             self._executors[stream] = shared, execute
         block = shared.arena.reserve(self._program.arena_bytes)
         shared.scratch.begin()
-        pieces = Pieces(partial(self._captured, shared), partial(Graph.launcher, stream=stream))
+        branches = _branches(shared.beside) if self._program.backend.limits.streams > 1 and execute.has_branches else None
+        pieces = Pieces(partial(self._captured, shared, branches), partial(Graph.launcher, stream=stream))
         # collecting garbage may free memory of the device, which is not allowed during a capture
         with _RECORDING, collection_paused():
             try:
-                with pieces, execute.recorded_by(pieces, shared.scratch.take, copies):
+                with pieces, execute.recorded_by(pieces, shared.scratch.take, copies, branches):
                     results = execute(inputs, fresh=fresh)
                     for place, memory in copies:
                         if results[place] is not memory:
@@ -254,12 +257,25 @@ class CudaRecorder:
         return _replay(pieces.parts, shared.replaying, (execute, block, shared))
 
     @contextmanager
-    def _captured(self, shared: _Stream) -> Iterator[list[Graph]]:
+    def _captured(self, shared: _Stream, branches: Branches | None) -> Iterator[list[Graph]]:
         """What this thread launches goes into a graph, for which it may allocate."""
         with torch.cuda.stream(shared.side), shared.temporaries:
             _require_memory_of(shared.temporaries)
             with captured(shared.side.cuda_stream) as made:
+                if branches is not None:
+                    branches.fork()
                 yield made
+                if branches is not None:
+                    branches.join()
+
+
+def _branches(stream: torch.cuda.Stream) -> Branches:
+    """Branches on a stream."""
+    return Branches(
+        partial(torch.cuda.stream, stream),
+        lambda: torch.cuda.current_stream().record_event(),
+        lambda event: torch.cuda.current_stream().wait_event(event),
+    )
 
 
 def _replay(parts: Sequence[Replay], replaying: AbstractContextManager, needs: object) -> Replay:

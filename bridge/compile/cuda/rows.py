@@ -28,7 +28,7 @@ from bridge.compile.schedule.reduction import identity
 from bridge.compile.schedule.row_plan import RowPlan
 from bridge.compile.schedule.row_scope import KernelBuffers
 
-__all__ = ["rows"]
+__all__ = ["row_launch", "rows"]
 
 _REGISTERS = 64
 """Numbers of a column reduction at most that a thread keeps for itself; of longer rows they lie in scratch memory."""
@@ -36,13 +36,17 @@ _REGISTERS = 64
 
 def rows(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: bool) -> list[Stmt]:
     """The launches of a plan with reductions; ``plain``: see :class:`~bridge.compile.cuda.tree.Team`."""
-    first = _Rows(plan, buffers, number, plain, RowForm.of(plan)).launch()
-    if not isinstance(plan.length, int):
-        short = _Rows(plan, buffers, number, plain, RowForm.short()).launch()
-        first = IfThenElse(number(plan.length) < number(SHORT_ROW + 1), short, first)
-    if any(node in buffers.outputs for node in plan.column_reductions):
-        return [first, finish_columns(plan, buffers, number)]
-    return [first]
+    first = row_launch(plan, buffers, number, plain)
+    return [first, finish_columns(plan, buffers, number)] if plan.finished else [first]
+
+
+def row_launch(plan: RowPlan, buffers: KernelBuffers, number: LaunchArguments, plain: bool = False) -> Stmt:
+    """The launch that walks the rows; of columns it leaves parts."""
+    launch = _Rows(plan, buffers, number, plain, RowForm.of(plan)).launch()
+    if isinstance(plan.length, int):
+        return launch
+    short = _Rows(plan, buffers, number, plain, RowForm.short()).launch()
+    return IfThenElse(number(plan.length) < number(SHORT_ROW + 1), short, launch)
 
 
 def _tiles(plan: RowPlan, form: RowForm, number: LaunchArguments) -> Expr | None:

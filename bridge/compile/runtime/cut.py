@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from bridge.compile.runtime.arena import lying_below, plan_arena
+from bridge.compile.runtime.beside import lasting, steps_beside
 from bridge.compile.runtime.flow import Flow
 from bridge.compile.runtime.instructions import View
 from bridge.compile.runtime.late import some_of
@@ -109,6 +110,10 @@ class _Part:
                 touched[root] = touched.get(root, (index, index))[0], index
         for view in self._static_views:
             touched.setdefault(flow.root(view.writes[0]), (0, 0))
+        if whole.backend.limits.streams > 1:
+            beside = steps_beside(self._steps, self._static_views)
+            worked_on = {index: list(map(flow.root, _touched([self._steps[index]]))) for index in beside}
+            touched = lasting(touched, beside, worked_on)
         elsewhere = {*self._takes, *self._given, *self._allocated}
         placed = [slot for slot in touched if slot in flow.made and slot not in elsewhere]
         arena = plan_arena({_Placed(slot, flow.registers[slot]): touched[slot] for slot in placed})

@@ -14,7 +14,7 @@ from autodiff.extents import Dim, ExtentScope, same, sample_of
 from autodiff.ir import itemsize
 from bridge.base.interrupts import raise_deferred
 from bridge.compile.backend import Backend, Built
-from bridge.compile.codegen.kernel import Kernel
+from bridge.compile.codegen.kernel import Finish, Kernel
 from bridge.compile.loop_ir.graph import (
     Fallback,
     Graph,
@@ -29,7 +29,8 @@ from bridge.compile.loop_ir.graph import (
 from bridge.compile.loop_ir.product import PackPlan
 from bridge.compile.loop_ir.views import alike, dense
 from bridge.compile.runtime.arena import lying_below, plan_arena
-from bridge.compile.runtime.contents import contents
+from bridge.compile.runtime.beside import lasting, steps_beside
+from bridge.compile.runtime.contents import Contents, contents
 from bridge.compile.runtime.instructions import CallLibrary, Launch, View
 from bridge.compile.runtime.layout import Layout, Register
 from bridge.compile.runtime.loop import scratch_bytes
@@ -300,9 +301,23 @@ class _Linker:
         results = tuple(self.slot(value) for value in (*kernel.outputs, *kernel.scratch))
         name = self.kernel_names.setdefault(kernel.func, self._kernel_name(kernel))
         self.functions[name] = kernel.func
-        names = self._names(arguments), self._names(results[: len(kernel.outputs)])
-        inside = contents(group.nodes, kernel.outputs, self._name)
+        names = self._names(arguments), self._names(results[: len(kernel.outputs)] or results)
+        sums = () if kernel.finish is None else kernel.finish.outputs
+        for value in sums:
+            self.slot(value)
+        inside = contents(group.nodes, (*kernel.outputs, *sums), self._name)
         self.steps.append(Launch(name, *names, kernel.ops, arguments, results, kernel.scalars, contents=inside))
+        if kernel.finish is not None:
+            self._finish(kernel.finish, kernel.scalars)
+
+    def _finish(self, finish: Finish, scalars: tuple[Dim, ...]) -> None:
+        """The second launch of a kernel that sums columns."""
+        parts, sums = (tuple(map(self.slot, values)) for values in (finish.parts, finish.outputs))
+        name = self.kernel_names.setdefault(finish.func, f"k{len(self.functions)}_finish")
+        self.functions[name] = finish.func
+        inside = Contents(bytes=sum(sample_of(value.nbytes) for value in (*finish.parts, *finish.outputs)))
+        names = self._names(parts), self._names(sums)
+        self.steps.append(Launch(name, *names, ("finish",), parts, sums, scalars, contents=inside))
 
     def _kernel_name(self, kernel: Kernel) -> str:
         words = list(dict.fromkeys(op.removeprefix("relax.").replace(".", "_") for op in kernel.ops))
@@ -319,6 +334,8 @@ class _Linker:
         """The program of everything linked so far; ``built`` are its kernels' machine code."""
         constants = tuple((self.slot(value), constant) for value, constant in self.constants.items())
         laid_out = [value for value, _ in self.slots if value.source == "constant" and value not in self.constants]
+        if backend.limits.streams > 1:
+            self._leave_alone()
         arena = plan_arena(self.lifetimes)
         placed, below = list(self.lifetimes), ()
         if scope is not None:
@@ -351,6 +368,15 @@ class _Linker:
             positions=tuple((slot, constant) for slot, constant in constants if isinstance(constant, Positions)),
             scope=scope,
         )
+
+    def _leave_alone(self) -> None:
+        """Memory that steps beside the critical path work on, for as long as they may."""
+        values = {slot: value for (value, _), slot in self.slots.items()}
+        beside = steps_beside(self.steps, self.static_views)
+        touched = {
+            index: [values[slot] for slot in (*self.steps[index].reads, *self.steps[index].writes)] for index in beside
+        }
+        self.lifetimes = lasting(self.lifetimes, beside, touched)
 
     def _register(self, value: Value, offset: int = 0) -> Register:
         return Register(self.slots[value, None], value.name, value.shape, value.dtype, offset)

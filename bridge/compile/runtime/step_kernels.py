@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from autodiff.extents import Dim, Extent, below, same, sample_of
-from bridge.compile.codegen.kernel import Kernel
+from bridge.compile.backend import Backend
+from bridge.compile.codegen.kernel import Finish, Kernel
 from bridge.compile.loop_ir.graph import Fallback, LibraryCall, Product, Reduction, Value
 from bridge.compile.schedule.chain_plan import find_chains, plan_chain
 from bridge.compile.schedule.column_plan import plan_columns
 from bridge.compile.schedule.fuse import Group
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.plan_rows import plan_rows
+from bridge.compile.schedule.row_plan import RowPlan
 from bridge.compile.schedule.together import plan_together
 
 __all__ = ["chained", "guard_indices", "kernel_of", "one"]
@@ -52,7 +54,7 @@ def one(step: Sequence[Group]) -> Group:
 
 
 def kernel_of(
-    step: Sequence[Group], stored: set[Value], rules: Rules, generate: Callable, reached: dict[Dim, None]
+    step: Sequence[Group], stored: set[Value], backend: Backend, generate: Callable, reached: dict[Dim, None]
 ) -> Kernel | LibraryCall | None:
     """How groups are computed, ``generate`` making kernels of plans; ``None`` if all that one makes has no elements.
 
@@ -70,15 +72,25 @@ def kernel_of(
     if isinstance(node, Fallback):
         return Kernel(node.kernel, tuple(op.value for op in node.operands), node.outs, (), (node.op,))
     if _is_chain(step):
-        planned = plan_chain(step, stored, rules)
+        planned = plan_chain(step, stored, backend)
         assert planned is not None
     elif len(step) > 1:
-        planned = plan_together(step, stored, rules)
+        planned = plan_together(step, stored, backend)
     elif isinstance(node, Reduction) and not group.fusable:
-        planned = plan_columns(node, rules)
+        planned = plan_columns(node, backend)
     else:
-        planned = plan_rows(group, stored, rules)
+        planned = plan_rows(group, stored, backend)
     if planned.plan.index_type == "int32":
         reached.update(dict.fromkeys(value.numel for value in (*planned.inputs, *planned.outputs)))
-    func = generate(planned.plan)
-    return Kernel(func, planned.inputs, planned.outputs, planned.scratch, planned.ops, planned.scalars)
+    apart = backend.apart(planned.plan)
+    if apart is None:
+        func = generate(planned.plan)
+        return Kernel(func, planned.inputs, planned.outputs, planned.scratch, planned.ops, planned.scalars)
+    func, finish = apart
+    plan: RowPlan = planned.plan
+    of_node = dict(zip(plan.outputs, planned.outputs, strict=True))
+    part_of = dict(zip(plan.column_reductions, planned.scratch, strict=False))
+    sums = tuple(of_node[node] for node in plan.finished)
+    rest = tuple(value for node, value in of_node.items() if node not in plan.finished)
+    last = Finish(finish, tuple(part_of[node] for node in plan.finished), sums)
+    return Kernel(func, planned.inputs, rest, planned.scratch, planned.ops, planned.scalars, last)

@@ -54,6 +54,7 @@ class Limits:
             read; 0: none.
         read_again: cheap operators at most by which a large value is computed in each kernel that reads it, instead of
             being stored by one; 0: none.
+        streams: that a recorded run is launched on: 1, or 2, for what is not on the critical path.
     """
 
     nodes: int
@@ -88,6 +89,7 @@ class Limits:
     together: int
     small_casts: int
     read_again: int
+    streams: int
 
 
 class Rules(Protocol):

@@ -182,6 +182,11 @@ class RowPlan:
         return [index for index, node in enumerate(self.nodes) if node.reduces == "column"]
 
     @property
+    def finished(self) -> list[int]:
+        """Those whose results are wanted in memory."""
+        return [node for node in self.column_reductions if node in self.outputs]
+
+    @property
     def cached(self) -> list[int]:
         """Nodes with a row buffer."""
         return [node for each in self.passes for node in each.cached]

@@ -2,8 +2,8 @@
 
 The casts of a layer's weights, the heads of an attention: a launch of a small kernel takes longer than what it does. A
 group is moved to an earlier one's place if all that it reads is there, and library calls and reductions go before small
-groups that they do not read: the products of query, key and value first, then what is added to each. No value changes,
-in any bit.
+groups that they do not read: the products of query, key and value first, then what is added to each. Groups that nobody
+reads stay apart from those that somebody waits for, where they may run beside others. No value changes, in any bit.
 """
 
 from __future__ import annotations
@@ -50,11 +50,14 @@ def together(groups: Sequence[Group], rules: Rules) -> list[list[Group]]:
     most = rules.limits.together
     if most == 1:
         return [[group] for group in groups]
-    early = [group for step in _steps(groups, most, early=True) for group in step]
-    return _steps(_others_first(early), most)
+    awaited = {source for group in groups for source in group.sources} if rules.limits.streams > 1 else set(groups)
+    early = [group for step in _steps(groups, most, awaited, early=True) for group in step]
+    return _steps(_others_first(early), most, awaited)
 
 
-def _steps(groups: Sequence[Group], most: int, early: bool = False) -> list[list[Group]]:
+def _steps(
+    groups: Sequence[Group], most: int, awaited: Collection[Group], early: bool = False
+) -> list[list[Group]]:
     """``early``: a small group is moved as far as it can be, so that a library call that reads it need not wait."""
     steps: list[list[Group]] = []
     place: dict[Group, int] = {}
@@ -65,7 +68,9 @@ def _steps(groups: Sequence[Group], most: int, early: bool = False) -> list[list
             others = range(max(ready, own - _REACH), own)
             if not (early and _is_small(group)):
                 others = reversed(others)
-            own = next((at for at in others if _takes(steps[at], most)), own)
+            is_awaited = group in awaited
+            alike = (at for at in others if (steps[at][0] in awaited) == is_awaited)
+            own = next((at for at in alike if _takes(steps[at], most)), own)
         place[group] = own
         if own == len(steps):
             steps.append([])

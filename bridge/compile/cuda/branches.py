@@ -1,0 +1,116 @@
+"""Branches: a run that is captured, on two streams: the critical path's steps on one, those beside it on another.
+
+Both streams launch in the program's order. A step waits for the last step of the other stream that works on the same
+memory, if one of the two writes it. Memory is told by the addresses of the tensors that a step is given: so views,
+places of the arena that serve one value after another and tensors of the caller's that overlap are all seen. In the
+graph, that is a branch which leaves and joins the path where it has to, and nowhere else.
+
+What torch's kernels allocate while they run comes from memory of their own stream, which no other stream's step is
+given before both are joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from bridge.compile.runtime.loop_step import Instruction
+
+__all__ = ["Branches", "Crossings", "Range", "memory_of"]
+
+Range = tuple[int, int]
+"""Addresses from the first to behind the last."""
+
+_PATH, _BESIDE = 0, 1
+_ALL: Range = (0, 1 << 64)
+
+
+def memory_of(tensors: Sequence[torch.Tensor | None]) -> list[Range]:
+    """Where tensors lie, each from its first element to its last."""
+    found = []
+    for tensor in tensors:
+        if tensor is not None and tensor.numel():
+            last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            first = tensor.data_ptr()
+            found.append((first, first + (last + 1) * tensor.itemsize))
+    return found
+
+
+class Crossings:
+    """What the steps of two streams have worked on, in order → for which of the other's a step has to wait."""
+
+    def __init__(self) -> None:
+        self._steps: tuple[list[tuple[list[Range], list[Range]]], ...] = ([], [])
+        self._awaited = [0, 0]
+
+    def before(self, stream: int, reads: Sequence[Range], writes: Sequence[Range]) -> int | None:
+        """The number of the other stream's last step that a step has to wait for; ``None`` if there is none, or the
+        stream has waited for it."""
+        others = self._steps[1 - stream]
+        for number in range(len(others) - 1, self._awaited[stream] - 1, -1):
+            read, written = others[number]
+            if _overlap(written, reads) or _overlap(written, writes) or _overlap(read, writes):
+                self._awaited[stream] = number + 1
+                return number
+        return None
+
+    def add(self, stream: int, reads: list[Range], writes: list[Range]) -> None:
+        """A step was launched."""
+        self._steps[stream].append((reads, writes))
+
+
+def _overlap(one: Sequence[Range], other: Sequence[Range]) -> bool:
+    return any(begin < stop and start < end for begin, end in one for start, stop in other)
+
+
+class Branches:
+    """Launches the steps of captured runs, one run at a time.
+
+    Args:
+        beside: a context in which this thread launches on the second stream.
+        mark: marks the current stream's end so far.
+        wait: makes the current stream wait for a mark.
+    """
+
+    def __init__(
+        self,
+        beside: Callable[[], AbstractContextManager],
+        mark: Callable[[], object],
+        wait: Callable[[object], None],
+    ):
+        self._beside, self._mark, self._wait = beside, mark, wait
+        self._begin()
+
+    def _begin(self) -> None:
+        self._crossings = Crossings()
+        self._marks: tuple[list, list] = ([], [])
+        self._held: list[torch.Tensor] = []
+
+    def fork(self) -> None:
+        """Steps beside may begin here, on the current stream, at the earliest."""
+        self._begin()
+        self._crossings.add(_PATH, [], [_ALL])
+        self._marks[_PATH].append(self._mark())
+
+    def join(self) -> None:
+        """The current stream waits for all steps beside."""
+        if self._marks[_BESIDE]:
+            self._wait(self._marks[_BESIDE][-1])
+            self.fork()
+
+    def launch(self, step: Instruction, is_beside: bool, action: Callable[[list], None], registers: list) -> None:
+        """Runs a step's action on its stream, once what it waits for is done."""
+        stream = _BESIDE if is_beside else _PATH
+        reads = memory_of([registers[slot] for slot in step.reads])
+        given = memory_of([registers[slot] for slot in step.writes])  # what a library call returns is nobody's yet
+        awaited = self._crossings.before(stream, reads, given)
+        with self._beside() if is_beside else nullcontext():
+            if awaited is not None:
+                self._wait(self._marks[1 - stream][awaited])
+            action(registers)
+            self._marks[stream].append(self._mark())
+        self._crossings.add(stream, reads, memory_of([registers[slot] for slot in step.writes]))
+        if is_beside:  # until both are joined: their memory would serve the path's next calls
+            self._held += [registers[slot] for slot in (*step.reads, *step.writes)]

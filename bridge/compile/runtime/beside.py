@@ -1,0 +1,141 @@
+"""Steps beside: instructions → those that may run at the same time as the longest chain, and for how long.
+
+A backward's chain leads from the gradients of the results to those of the inputs. What a weight's gradient takes hangs
+on it and holds nothing up: a product of few rows leaves most of a GPU idle, which can compute the chain's next one
+meanwhile. So a program may be run on two streams: one for the critical path, one for what is not on it, each in the
+program's order. A step that the path waits for is beside it only where that is expected to be over earlier.
+
+Whoever runs steps beside others keeps to the program's order wherever two work on the same memory, of which one writes
+it. So values that a step beside works on have their memory to themselves for as long as it is expected to run: one of the
+two would wait otherwise, for memory that the other has for something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from bridge.compile.runtime.instructions import View
+from bridge.compile.runtime.loop_step import Instruction
+
+__all__ = ["lasting", "steps_beside"]
+
+Key = TypeVar("Key", bound=Hashable)
+
+_LAUNCH, _BYTES, _FLOPS = 2e-6, 3e12, 1e14
+"""Seconds of the smallest step, bytes and operations of a second: a large GPU's, about. Only the sample's order of
+events is asked of them."""
+
+_CROSSING = 1.5e-6
+"""Seconds that a step waits longer for one of the other stream."""
+
+_LEAST = 3e-6
+"""Seconds that are worth a second stream."""
+
+_PATH, _BESIDE = 0, 1
+
+
+def steps_beside(steps: Sequence[Instruction], views: Iterable[View] = ()) -> dict[int, tuple[int, int]]:
+    """Indices of steps that are to run on a second stream, each with the first and the last step of the first stream
+    that are expected to run at the same time; none if that would save hardly any time.
+
+    Args:
+        views: of memory that steps work on, besides those among the steps.
+    """
+    before = _waited_for(steps, views)
+    seconds = list(map(_seconds, steps))
+    path = _critical_path(before, seconds)
+    needed = _needed(before, path[-1:])
+    free, streams = [0.0, 0.0], []
+    begins: list[float] = []
+    ends: list[float] = []
+    for index, others in enumerate(before):
+        ready = [
+            max([free[stream], *(ends[other] + _CROSSING * (streams[other] != stream) for other in others)])
+            for stream in (_PATH, _BESIDE)
+        ]
+        if isinstance(steps[index], View) or index in path:
+            stream = _PATH
+        else:
+            stream = _BESIDE if index not in needed or ready[_BESIDE] + _CROSSING < ready[_PATH] else _PATH
+        streams.append(stream)
+        begins.append(ready[stream])
+        ends.append(ready[stream] + seconds[index])
+        free[stream] = ends[-1]
+    if max(ends, default=0.0) + _LEAST > sum(seconds):
+        return {}
+    on_path = [index for index, stream in enumerate(streams) if stream == _PATH]
+    found = {}
+    for index, stream in enumerate(streams):
+        if stream == _BESIDE:
+            begin, end = begins[index] - _LAUNCH, ends[index] + _LAUNCH
+            at_once = [other for other in on_path if begins[other] < end and begin < ends[other]]
+            found[index] = min([index, *at_once]), max([index, *at_once])
+    return found
+
+
+def _waited_for(steps: Sequence[Instruction], views: Iterable[View]) -> list[set[int]]:
+    """For each step those whose results it reads or writes over."""
+    roots: dict[int, int] = {}
+    for view in (*views, *(step for step in steps if isinstance(step, View))):
+        roots[view.writes[0]] = roots.get(view.reads[0], view.reads[0])
+    writers: dict[int, int] = {}
+    before: list[set[int]] = []
+    for index, step in enumerate(steps):
+        touched = {roots.get(slot, slot) for slot in (*step.reads, *step.writes)}
+        before.append({writers[root] for root in touched if root in writers})
+        if not isinstance(step, View):
+            writers.update(dict.fromkeys((roots.get(slot, slot) for slot in step.writes), index))
+    return before
+
+
+def _critical_path(before: Sequence[Collection[int]], seconds: Sequence[float]) -> list[int]:
+    """The steps of the chain that takes longest, in order."""
+    takes: list[float] = []
+    for index, others in enumerate(before):
+        takes.append(seconds[index] + max((takes[other] for other in others), default=0.0))
+    path: list[int] = []
+    left: Collection[int] = range(len(takes))
+    while left:
+        path.append(max(left, key=takes.__getitem__))
+        left = before[path[-1]]
+    return path[::-1]
+
+
+def _needed(before: Sequence[Collection[int]], wanted: Iterable[int]) -> set[int]:
+    """Steps that others wait for, directly or not, and these."""
+    needed, left = set(), list(wanted)
+    while left:
+        index = left.pop()
+        if index not in needed:
+            needed.add(index)
+            left += before[index]
+    return needed
+
+
+def _seconds(step: Instruction) -> float:
+    """What a step takes, roughly."""
+    if isinstance(step, View):
+        return 0.0
+    return _LAUNCH + max(step.contents.bytes / _BYTES, step.contents.flops / _FLOPS)
+
+
+def lasting(
+    lifetimes: Mapping[Key, tuple[int, int]],
+    beside: Mapping[int, tuple[int, int]],
+    touched: Mapping[int, Iterable[Key]],
+) -> dict[Key, tuple[int, int]]:
+    """First and last steps of values, where those that steps beside work on last for all that these run beside.
+
+    Args:
+        lifetimes: first and last steps.
+        beside: of :func:`steps_beside`.
+        touched: by step, the values that it works on.
+    """
+    found = dict(lifetimes)
+    for index, (since, until) in beside.items():
+        for value in touched[index]:
+            if value in found:
+                first, last = found[value]
+                found[value] = min(first, since) if first == index else first, max(last, until)
+    return found

@@ -1,0 +1,259 @@
+"""Steps beside the critical path: which they are, what waits for what, and that any order that respects it is right."""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from tvm.relax import op as R
+
+from autodiff.ir import Function
+from bridge import lower
+from bridge.base.devices import HOST
+from bridge.compile import CompileOptions, View, backend_for, compile_function, cut
+from bridge.compile.cuda.branches import Branches, Crossings, memory_of
+from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor
+from bridge.compile.runtime.beside import lasting, steps_beside
+from bridge.compile.runtime.executor import bind_all
+from bridge.compile.runtime.flow import Flow
+from bridge.compile.runtime.pool import ArenaPool
+from tests.bridge.compile.host_recorder import alias
+from tests.bridge.compile.random_functions import build, draw, sample
+from tests.bridge.compile_helpers import function
+from tests.bridge.models import bert_layer
+
+
+def compiled(func: Function, streams: int = 2):
+    backend = backend_for(None)
+    backend = replace(backend, limits=replace(backend.limits, streams=streams))
+    return compile_function(func, name="test", options=CompileOptions.current(backend))
+
+
+class Queues:
+    """Two streams on the host: what was launched, to be run in any order that marks and waits allow."""
+
+    def __init__(self):
+        self.launched = [], []
+        self.current = 0
+
+    @contextmanager
+    def beside(self):
+        self.current = 1
+        yield
+        self.current = 0
+
+    def mark(self):
+        return self.current, len(self.launched[self.current])
+
+    def branches(self):
+        return Branches(self.beside, self.mark, self.wait)
+
+    def wait(self, mark):
+        self.launched[self.current].append(mark)
+
+    def run(self, choose, waits=True):
+        """``choose``: the stream, of those that need not wait, whose next launch runs."""
+        done = [0, 0]
+        while ready := [s for s in (0, 1) if done[s] < len(self.launched[s]) and self._may_run(s, done, waits)]:
+            stream = choose(ready)
+            work = self.launched[stream][done[stream]]
+            done[stream] += 1
+            if callable(work):
+                work()
+        assert done == list(map(len, self.launched))
+
+    def _may_run(self, stream, done, waits):
+        work = self.launched[stream][done[stream]]
+        return callable(work) or not waits or done[work[0]] >= work[1]
+
+
+class Recorded(PiecewiseExecutor):
+    """Steps are launched on the queues, with the registers that each found."""
+
+    def __init__(self, program):
+        parts = (program.name, program.steps, program.layout, program.constants, program.code)
+        super().__init__(*parts, device=HOST, pool=ArenaPool(), actions=bind_all(*parts[1:]))
+        self.queues = Queues()
+        self.actions = tuple((self._queued(action, step), last) for (action, last), step in zip(self.actions, self.steps))
+
+    def _queued(self, action, step):
+        def act(registers):
+            if isinstance(step, View):
+                return action(registers)
+            before = list(registers)
+            action(registers)
+            after = [registers[slot] for slot in step.writes]
+
+            def again():
+                now = list(before)
+                action(now)
+                for slot, then in zip(step.writes, after, strict=True):
+                    if now[slot] is not then:  # what a library call allocates
+                        then.copy_(now[slot])
+
+            self.queues.launched[self.queues.current].append(again)
+
+        return act
+
+    def _load(self, registers, inputs):
+        super()._load(registers, list(map(alias, inputs)))
+
+
+def record(program, inputs):
+    """The queues of a run, and its results."""
+    execute = Recorded(program)
+    fresh = [torch.empty(made.shape, dtype=made.torch_dtype) for made in program.layout.fresh]
+    branches = execute.queues.branches()
+
+    @contextmanager
+    def capture():
+        branches.fork()
+        yield []
+        branches.join()
+
+    pieces = Pieces(capture, None)
+    with pieces, execute.recorded_by(pieces, None, (), branches), torch.no_grad():
+        results = execute(inputs, fresh=list(map(alias, fresh)))
+    return execute, results, fresh
+
+
+ORDERS = {"the path first": min, "beside first": max, "by chance": random.Random(0).choice}
+
+
+def agree(program, inputs, choose, waits=True):
+    """Whether a run in an order has the bits of one by one, with other numbers than those that it was recorded with."""
+    execute, results, fresh = record(program, inputs)
+    for each in inputs:
+        if each.is_floating_point():
+            each.uniform_(0.5, 1.5)
+    wanted = program(list(inputs))
+    execute.queues.run(choose, waits)
+    same = [torch.equal(ours, theirs) for ours, theirs in zip(results, wanted, strict=True)]
+    del fresh  # results lie there
+    return all(same)
+
+
+def backward(streams=2):
+    torch.manual_seed(0)
+    lowered = lower(bert_layer().train(), torch.randn(3, 17, 24).requires_grad_())
+    return compiled(lowered.expected_backward, streams)
+
+
+def inputs_of(program):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.rand(each.shape, generator=generator).to(each.torch_dtype)
+        if each.torch_dtype.is_floating_point
+        else torch.ones(each.shape, dtype=each.torch_dtype)
+        for each in program.layout.params
+    ]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_backward_has_the_same_bits_in_any_order_that_is_allowed(order):
+    program = backward()
+    assert len(steps_beside(program.steps, program.layout.views)) > 3
+    assert agree(program, inputs_of(program), ORDERS[order])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_so_have_the_parts_of_one_that_is_cut(order):
+    program = backward()
+    places = sorted(random.Random(3).sample(list(Flow(program).boundaries), 2))
+    for segment in cut(program, places, "part"):
+        if segment.program is not None:
+            assert agree(segment.program, inputs_of(segment.program), ORDERS[order])
+
+
+def test_without_waits_it_has_not():
+    """What the tests above tell."""
+    program = backward()
+    orders = [min, max, *(random.Random(seed).choice for seed in range(8))]
+    assert not all(agree(program, inputs_of(program), choose, waits=False) for choose in orders)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_functions(seed):
+    inputs, instructions = draw(seed, 24)
+    last = len(inputs) + len(instructions)
+    program = compiled(build(inputs, instructions, "float32", range(last - 6, last)))
+    for choose in (min, max, random.Random(seed).choice):
+        assert agree(program, sample(inputs, torch.float32, seed), choose)
+
+
+def test_arenas_of_one_stream_are_as_they_were():
+    one, two = backward(streams=1), backward()
+    assert one.steps == two.steps and one.arena_bytes <= two.arena_bytes < 2 * one.arena_bytes
+
+
+def products(count):
+    """A chain of products, each with one that hangs on it and nobody waits for."""
+
+    def body(emit, x, w):
+        found = []
+        for _ in range(count):
+            found.append(emit(R.matmul(emit(R.permute_dims(x, [1, 0])), x)))
+            x = emit(R.matmul(x, w))
+        return [*found, x]
+
+    return compiled(function([((64, 64), "float32"), ((64, 64), "float32")], body))
+
+
+def test_what_hangs_on_a_chain_is_beside_it():
+    program = products(4)
+    beside = steps_beside(program.steps, program.layout.views)
+    hanging = {step.writes[0] for index, step in enumerate(program.steps) if index in beside}
+    assert hanging == set(program.layout.memory[:4])
+
+
+def test_a_chain_alone_has_nothing_beside_it():
+    def body(emit, x, w):
+        for _ in range(5):
+            x = emit(R.matmul(emit(R.exp(x)), w))
+        return [x]
+
+    program = compiled(function([((64, 64), "float32"), ((64, 64), "float32")], body))
+    assert not steps_beside(program.steps, program.layout.views)
+    assert not steps_beside((), ())
+
+
+def test_little_work_stays_in_one_row():
+    program = products(1)
+    assert not steps_beside(program.steps, program.layout.views)
+
+
+def test_lifetimes_are_as_long_as_what_runs_beside():
+    lives = {"read": (0, 2), "made": (2, 2), "other": (1, 1)}
+    assert lasting(lives, {2: (1, 5)}, {2: ["read", "made", "a parameter"]}) == {
+        "read": (0, 5),
+        "made": (1, 5),
+        "other": (1, 1),
+    }
+
+
+def test_crossings():
+    """A step waits for the other stream's last one that conflicts, once, and for none that only reads what it reads."""
+    crossings = Crossings()
+    crossings.add(0, [(0, 8)], [(8, 16)])
+    assert crossings.before(1, [(0, 8)], [(32, 40)]) is None  # both read
+    crossings.add(1, [(0, 8)], [(32, 40)])
+    assert crossings.before(1, [(15, 20)], [(40, 48)]) == 0  # it reads what was written
+    crossings.add(1, [(15, 20)], [(40, 48)])
+    assert crossings.before(1, [(8, 9)], [(48, 56)]) is None  # it has waited
+    assert crossings.before(0, [], [(7, 9)]) == 1 - 1  # it writes what was read
+    crossings.add(0, [], [(7, 9)])
+    assert crossings.before(0, [], [(36, 44)]) == 1  # it writes what was written
+    assert crossings.before(0, [], [(32, 44)]) is None
+
+
+def test_memory_of_views_and_of_nothing():
+    x = torch.zeros(4, 6)
+    begin = x.data_ptr()
+    assert memory_of([x, x.t(), x[1:3, 2:4], None, x[:0]]) == [
+        (begin, begin + 96),
+        (begin, begin + 96),
+        (begin + 32, begin + 64),
+    ]
