@@ -12,7 +12,7 @@ Backward, attention's kernel reads the state from the device and is captured; a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -24,7 +24,7 @@ from bridge.compile.cuda.branches import Branches
 from bridge.compile.cuda.executor import ALIGNMENT, BoundExecutor
 from bridge.compile.graphs.recorder import Form, Replay
 from bridge.compile.loop_ir.views import dense_strides
-from bridge.compile.runtime.beside import steps_beside
+from bridge.compile.runtime.beside import Beside, steps_beside
 from bridge.compile.runtime.bind import Action, bind
 from bridge.compile.runtime.instructions import CallLibrary, View
 from bridge.compile.runtime.loop_step import Instruction, Loop, inner_steps
@@ -206,13 +206,9 @@ class PiecewiseExecutor(BoundExecutor):
         self._states: dict[int, torch.Tensor] = {}
         self._branches: Branches | None = None
 
-    @property
-    def has_branches(self) -> bool:
-        """Whether some steps may run beside others."""
-        return bool(self._beside)
-
     @cached_property
-    def _beside(self) -> Collection[int]:
+    def beside(self) -> Beside:
+        """What a recording may run at the same time."""
         return steps_beside(self.steps, self._layout.views)
 
     @contextmanager
@@ -267,7 +263,7 @@ class PiecewiseExecutor(BoundExecutor):
                 self._run_step(index, action, registers)
             else:
                 act = partial(self._run_step, index, action)
-                self._branches.launch(self.steps[index], index in self._beside, act, registers)
+                self._branches.launch(self.steps[index], index in self.beside.spans, act, registers)
             for slot in last_used:
                 registers[slot] = None
         if self._branches is not None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -28,6 +28,7 @@ from bridge.compile.cuda.private_pool import PrivatePool, takes_from
 from bridge.compile.cuda.slot_memory import SlotMemory
 from bridge.compile.graphs.recorder import Form, Replay, nbytes
 from bridge.compile.runtime.arena import ALIGNMENT as ARENA_ALIGNMENT
+from bridge.compile.runtime.beside import steps_beside
 from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.pool import Block
 from bridge.compile.runtime.program import Program
@@ -42,6 +43,9 @@ _GROWTH = 1.5
 """Of a block that a stream's recordings share, where a larger one takes its place: earlier recordings keep theirs, and
 all of them together are not much more than the last."""
 
+
+_SAVED = 0.1
+"""Of the device's time, that steps beside others are expected to save where a graph pays for that alone."""
 
 _LEAST_WORKED = 0.9
 """Of a run's time on the host, that its thread has a processor where nobody disturbs it."""
@@ -204,6 +208,15 @@ class CudaRecorder:
             return "a kernel reads an input that lies on the host"
         return None
 
+    @cached_property
+    def overlaps(self) -> bool:
+        steps, views = self._program.steps, self._program.layout.views
+        return self._has_branches and steps_beside(steps, views).saved >= _SAVED
+
+    @property
+    def _has_branches(self) -> bool:
+        return self._program.backend.limits.streams > 1
+
     def spare_bytes(self, wanted: int) -> int:
         return spare_bytes(self._index, wanted)
 
@@ -240,7 +253,7 @@ class CudaRecorder:
             self._executors[stream] = shared, execute
         block = shared.arena.reserve(self._program.arena_bytes)
         shared.scratch.begin()
-        branches = _branches(shared.beside) if self._program.backend.limits.streams > 1 and execute.has_branches else None
+        branches = _branches(shared.beside) if self._has_branches and execute.beside.spans else None
         pieces = Pieces(partial(self._captured, shared, branches), partial(Graph.launcher, stream=stream))
         # collecting garbage may free memory of the device, which is not allowed during a capture
         with _RECORDING, collection_paused():

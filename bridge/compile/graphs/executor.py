@@ -157,7 +157,7 @@ class GraphedExecutor:
         if known is None:
             self._shared.cost.teach(self._shared.verdicts)
             known = self._shared.verdicts.of(self._work)
-        return known
+        return True if known is False and self._recorder.overlaps else known
 
     @property
     def _work(self) -> int:

@@ -68,6 +68,10 @@ class Recorder(Protocol):
     def refusal(self) -> str | None:
         """Why the program cannot be recorded, naming the step; ``None`` if nothing is known against it."""
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a replay takes the device less time than the run, for steps run at the same time."""
+
     def spare_bytes(self, wanted: int) -> int:
         """Bytes of results that recordings may set aside on the device, all others' counted.
 

@@ -13,18 +13,19 @@ two would wait otherwise, for memory that the other has for something else.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-from bridge.compile.runtime.instructions import View
+from bridge.compile.runtime.instructions import CallLibrary, View
 from bridge.compile.runtime.loop_step import Instruction
 
-__all__ = ["lasting", "steps_beside"]
+__all__ = ["Beside", "lasting", "steps_beside"]
 
 Key = TypeVar("Key", bound=Hashable)
 
-_LAUNCH, _BYTES, _FLOPS = 2e-6, 3e12, 1e14
-"""Seconds of the smallest step, bytes and operations of a second: a large GPU's, about. Only the sample's order of
-events is asked of them."""
+_LAUNCH, _CALL, _BYTES, _FLOPS = 2e-6, 3.5e-6, 3e12, 1e14
+"""Seconds of the smallest kernel and of the smallest library call, bytes and operations of a second: a large GPU's,
+about. Only the sample's order of events is asked of them."""
 
 _CROSSING = 1.5e-6
 """Seconds that a step waits longer for one of the other stream."""
@@ -35,9 +36,22 @@ _LEAST = 3e-6
 _PATH, _BESIDE = 0, 1
 
 
-def steps_beside(steps: Sequence[Instruction], views: Iterable[View] = ()) -> dict[int, tuple[int, int]]:
-    """Indices of steps that are to run on a second stream, each with the first and the last step of the first stream
-    that are expected to run at the same time; none if that would save hardly any time.
+@dataclass(frozen=True)
+class Beside:
+    """What is to run on a second stream.
+
+    Attributes:
+        spans: by a step's index, the first and the last step of the first stream that are expected to run at the same
+            time.
+        saved: of the time that all steps take one after another, expected.
+    """
+
+    spans: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    saved: float = 0.0
+
+
+def steps_beside(steps: Sequence[Instruction], views: Iterable[View] = ()) -> Beside:
+    """The steps that are to run beside the critical path; none if that would save hardly any time.
 
     Args:
         views: of memory that steps work on, besides those among the steps.
@@ -62,16 +76,17 @@ def steps_beside(steps: Sequence[Instruction], views: Iterable[View] = ()) -> di
         begins.append(ready[stream])
         ends.append(ready[stream] + seconds[index])
         free[stream] = ends[-1]
-    if max(ends, default=0.0) + _LEAST > sum(seconds):
-        return {}
+    alone, both = sum(seconds), max(ends, default=0.0)
+    if both + _LEAST > alone:
+        return Beside()
     on_path = [index for index, stream in enumerate(streams) if stream == _PATH]
-    found = {}
+    spans = {}
     for index, stream in enumerate(streams):
         if stream == _BESIDE:
             begin, end = begins[index] - _LAUNCH, ends[index] + _LAUNCH
             at_once = [other for other in on_path if begins[other] < end and begin < ends[other]]
-            found[index] = min([index, *at_once]), max([index, *at_once])
-    return found
+            spans[index] = min([index, *at_once]), max([index, *at_once])
+    return Beside(spans, 1 - both / alone)
 
 
 def _waited_for(steps: Sequence[Instruction], views: Iterable[View]) -> list[set[int]]:
@@ -117,23 +132,23 @@ def _seconds(step: Instruction) -> float:
     """What a step takes, roughly."""
     if isinstance(step, View):
         return 0.0
-    return _LAUNCH + max(step.contents.bytes / _BYTES, step.contents.flops / _FLOPS)
+    least = _CALL if isinstance(step, CallLibrary) else _LAUNCH
+    return least + max(step.contents.bytes / _BYTES, step.contents.flops / _FLOPS)
 
 
 def lasting(
     lifetimes: Mapping[Key, tuple[int, int]],
-    beside: Mapping[int, tuple[int, int]],
+    beside: Beside,
     touched: Mapping[int, Iterable[Key]],
 ) -> dict[Key, tuple[int, int]]:
     """First and last steps of values, where those that steps beside work on last for all that these run beside.
 
     Args:
         lifetimes: first and last steps.
-        beside: of :func:`steps_beside`.
-        touched: by step, the values that it works on.
+        touched: by step beside, the values that it works on.
     """
     found = dict(lifetimes)
-    for index, (since, until) in beside.items():
+    for index, (since, until) in beside.spans.items():
         for value in touched[index]:
             if value in found:
                 first, last = found[value]

@@ -374,7 +374,8 @@ class _Linker:
         values = {slot: value for (value, _), slot in self.slots.items()}
         beside = steps_beside(self.steps, self.static_views)
         touched = {
-            index: [values[slot] for slot in (*self.steps[index].reads, *self.steps[index].writes)] for index in beside
+            index: [values[slot] for slot in (*self.steps[index].reads, *self.steps[index].writes)]
+            for index in beside.spans
         }
         self.lifetimes = lasting(self.lifetimes, beside, touched)
 

@@ -16,7 +16,7 @@ from bridge.base.devices import HOST
 from bridge.compile import CompileOptions, View, backend_for, compile_function, cut
 from bridge.compile.cuda.branches import Branches, Crossings, memory_of
 from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor
-from bridge.compile.runtime.beside import lasting, steps_beside
+from bridge.compile.runtime.beside import Beside, lasting, steps_beside
 from bridge.compile.runtime.executor import bind_all
 from bridge.compile.runtime.flow import Flow
 from bridge.compile.runtime.pool import ArenaPool
@@ -155,7 +155,7 @@ def inputs_of(program):
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_backward_has_the_same_bits_in_any_order_that_is_allowed(order):
     program = backward()
-    assert len(steps_beside(program.steps, program.layout.views)) > 3
+    assert len(steps_beside(program.steps, program.layout.views).spans) > 3
     assert agree(program, inputs_of(program), ORDERS[order])
 
 
@@ -204,7 +204,7 @@ def products(count):
 
 def test_what_hangs_on_a_chain_is_beside_it():
     program = products(4)
-    beside = steps_beside(program.steps, program.layout.views)
+    beside = steps_beside(program.steps, program.layout.views).spans
     hanging = {step.writes[0] for index, step in enumerate(program.steps) if index in beside}
     assert hanging == set(program.layout.memory[:4])
 
@@ -216,18 +216,18 @@ def test_a_chain_alone_has_nothing_beside_it():
         return [x]
 
     program = compiled(function([((64, 64), "float32"), ((64, 64), "float32")], body))
-    assert not steps_beside(program.steps, program.layout.views)
-    assert not steps_beside((), ())
+    assert not steps_beside(program.steps, program.layout.views).spans
+    assert not steps_beside((), ()).spans
 
 
 def test_little_work_stays_in_one_row():
     program = products(1)
-    assert not steps_beside(program.steps, program.layout.views)
+    assert not steps_beside(program.steps, program.layout.views).spans
 
 
 def test_lifetimes_are_as_long_as_what_runs_beside():
     lives = {"read": (0, 2), "made": (2, 2), "other": (1, 1)}
-    assert lasting(lives, {2: (1, 5)}, {2: ["read", "made", "a parameter"]}) == {
+    assert lasting(lives, Beside({2: (1, 5)}), {2: ["read", "made", "a parameter"]}) == {
         "read": (0, 5),
         "made": (1, 5),
         "other": (1, 1),
