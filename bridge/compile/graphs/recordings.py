@@ -55,7 +55,7 @@ class StreamRecordings:
         self._forms = [*inputs, *results.forms]
         self._ports, self._on_host, self._varies = ports, on_host, varies
         self._version = ports.version
-        self.made = self._unrecorded = 0
+        self.made = 0
         self._buffers: dict[int, torch.Tensor] = {}
         self._memories = memories
         self._recordings: LeastRecentlyUsed[tuple[Strided, Key], Replay] = LeastRecentlyUsed(MAX_OF_A_STREAM)
@@ -119,11 +119,10 @@ class StreamRecordings:
         A size that varies is recorded when it comes back, if calls of other sizes had these addresses.
         """
         tensors = [*inputs, *fresh]
-        self._unrecorded += 1
         are_known = self._ports.meet(tensors, forgiven=self._varies and self.made < MAX_OF_A_STREAM)
         self._follow_ports()
         key = strided, self._ports.key(tensors)
-        if self._seen.get(key) or (self._varies and are_known and self._unrecorded > 1):
+        if self._seen.get(key) or (self._varies and are_known):
             return True
         self._seen.put(key, True)
         return False
