@@ -1,4 +1,4 @@
-"""Kernels: a plan → one PrimFunc, or two, which read the launch's integers on the host and hold one or more launches."""
+"""Kernels: a plan → one PrimFunc or two, which read the launch's integers on the host and hold one or more launches."""
 
 from __future__ import annotations
 
@@ -35,9 +35,12 @@ def generate(plan: RowPlan | ColumnPlan | TogetherPlan, plain: bool = False) -> 
     return loop_function([*tensors, *number.params], sequence([*number.stmts, *launches]))
 
 
-def generate_apart(plan: RowPlan) -> tuple[PrimFunc, PrimFunc] | None:
+def generate_apart(plan: RowPlan, plain: bool = False) -> tuple[PrimFunc, PrimFunc] | None:
     """The kernel of a plan that sums columns as two: inputs, results of rows, scratch memory, the launch's integers;
-    parts of the columns' sums, which lie there, the sums, the integers. ``None``: it sums none."""
+    parts of the columns' sums, which lie there, the sums, the integers. ``None``: it sums none.
+
+    ``plain``: see :func:`generate`.
+    """
     buffers = kernel_buffers(plan)
     parts, sums = ([each[node] for node in plan.finished] for each in (buffers.partial, buffers.outputs))
     if not sums:
@@ -45,7 +48,7 @@ def generate_apart(plan: RowPlan) -> tuple[PrimFunc, PrimFunc] | None:
     rest = [buffer for node, buffer in buffers.outputs.items() if node not in plan.finished]
     scratch = (*buffers.partial.values(), *buffers.cached.values())
     number = LaunchArguments(plan.arguments, plan.index_type)
-    launch = row_launch(plan, buffers, number)
+    launch = row_launch(plan, buffers, number, plain)
     first = loop_function([*buffers.inputs, *rest, *scratch, *number.params], sequence([*number.stmts, launch]))
     number = LaunchArguments(plan.arguments, plan.index_type)
     finish = finish_columns(plan, buffers, number)

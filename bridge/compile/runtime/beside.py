@@ -6,8 +6,8 @@ meanwhile. So a program may be run on two streams: one for the critical path, on
 program's order. A step that the path waits for is beside it only where that is expected to be over earlier.
 
 Whoever runs steps beside others keeps to the program's order wherever two work on the same memory, of which one writes
-it. So values that a step beside works on have their memory to themselves for as long as it is expected to run: one of the
-two would wait otherwise, for memory that the other has for something else.
+it. So values that a step beside works on have their memory to themselves for as long as it is expected to run: one of
+the two would wait otherwise, for memory that the other has for something else.
 """
 
 from __future__ import annotations

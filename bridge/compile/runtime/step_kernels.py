@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from tvm.tirx import PrimFunc
+
 from autodiff.extents import Dim, Extent, below, same, sample_of
 from bridge.compile.backend import Backend
 from bridge.compile.codegen.kernel import Finish, Kernel
@@ -13,10 +15,11 @@ from bridge.compile.schedule.column_plan import plan_columns
 from bridge.compile.schedule.fuse import Group
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.schedule.plan_rows import plan_rows
+from bridge.compile.schedule.planned import Planned
 from bridge.compile.schedule.row_plan import RowPlan
 from bridge.compile.schedule.together import plan_together
 
-__all__ = ["chained", "guard_indices", "kernel_of", "one"]
+__all__ = ["chained", "guard_indices", "kernel_apart", "kernel_of", "one"]
 
 
 def chained(
@@ -86,8 +89,13 @@ def kernel_of(
     if apart is None:
         func = generate(planned.plan)
         return Kernel(func, planned.inputs, planned.outputs, planned.scratch, planned.ops, planned.scalars)
-    func, finish = apart
-    plan: RowPlan = planned.plan
+    return kernel_apart(planned, *apart)
+
+
+def kernel_apart(planned: Planned[RowPlan], func: PrimFunc, finish: PrimFunc) -> Kernel:
+    """What of a launch's tensors is of which of the two that it is launched as, see
+    :meth:`~bridge.compile.backend.Backend.apart`."""
+    plan = planned.plan
     of_node = dict(zip(plan.outputs, planned.outputs, strict=True))
     part_of = dict(zip(plan.column_reductions, planned.scratch, strict=False))
     sums = tuple(of_node[node] for node in plan.finished)

@@ -55,9 +55,7 @@ def together(groups: Sequence[Group], rules: Rules) -> list[list[Group]]:
     return _steps(_others_first(early), most, awaited)
 
 
-def _steps(
-    groups: Sequence[Group], most: int, awaited: Collection[Group], early: bool = False
-) -> list[list[Group]]:
+def _steps(groups: Sequence[Group], most: int, awaited: Collection[Group], early: bool = False) -> list[list[Group]]:
     """``early``: a small group is moved as far as it can be, so that a library call that reads it need not wait."""
     steps: list[list[Group]] = []
     place: dict[Group, int] = {}

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tvm.relax import op as R
 
+from autodiff.extents import ExtentScope
 from autodiff.ir import Function
 from bridge import lower
 from bridge.base.devices import HOST
@@ -77,7 +78,9 @@ class Recorded(PiecewiseExecutor):
         parts = (program.name, program.steps, program.layout, program.constants, program.code)
         super().__init__(*parts, device=HOST, pool=ArenaPool(), actions=bind_all(*parts[1:]))
         self.queues = Queues()
-        self.actions = tuple((self._queued(action, step), last) for (action, last), step in zip(self.actions, self.steps))
+        self.actions = tuple(
+            (self._queued(action, step), last) for (action, last), step in zip(self.actions, self.steps, strict=True)
+        )
 
     def _queued(self, action, step):
         def act(registers):
@@ -189,7 +192,7 @@ def test_arenas_of_one_stream_are_as_they_were():
     assert one.steps == two.steps and one.arena_bytes <= two.arena_bytes < 2 * one.arena_bytes
 
 
-def products(count):
+def products(count, rows=64):
     """A chain of products, each with one that hangs on it and nobody waits for."""
 
     def body(emit, x, w):
@@ -199,7 +202,7 @@ def products(count):
             x = emit(R.matmul(x, w))
         return [*found, x]
 
-    return compiled(function([((64, 64), "float32"), ((64, 64), "float32")], body))
+    return compiled(function([((rows, 64), "float32"), ((64, 64), "float32")], body))
 
 
 def test_what_hangs_on_a_chain_is_beside_it():
@@ -207,6 +210,14 @@ def test_what_hangs_on_a_chain_is_beside_it():
     beside = steps_beside(program.steps, program.layout.views).spans
     hanging = {step.writes[0] for index, step in enumerate(program.steps) if index in beside}
     assert hanging == set(program.layout.memory[:4])
+
+
+@pytest.mark.parametrize("size", [2, 5, 48, 200])
+def test_sizes_that_vary(size):
+    program = products(4, ExtentScope().symbol("n", 48)).at({"n": size})
+    assert steps_beside(program.steps, program.layout.views).spans
+    for choose in ORDERS.values():
+        assert agree(program, inputs_of(program), choose)
 
 
 def test_a_chain_alone_has_nothing_beside_it():
