@@ -11,6 +11,7 @@ given before both are joined.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -42,27 +43,66 @@ class Crossings:
     """What the steps of two streams have worked on, in order → for which of the other's a step has to wait."""
 
     def __init__(self) -> None:
-        self._steps: tuple[list[tuple[list[Range], list[Range]]], ...] = ([], [])
+        self._memory = _Touched(), _Touched()
+        self._launched = [0, 0]
         self._awaited = [0, 0]
 
     def before(self, stream: int, reads: Sequence[Range], writes: Sequence[Range]) -> int | None:
         """The number of the other stream's last step that a step has to wait for; ``None`` if there is none, or the
         stream has waited for it."""
-        others = self._steps[1 - stream]
-        for number in range(len(others) - 1, self._awaited[stream] - 1, -1):
-            read, written = others[number]
-            if _overlap(written, reads) or _overlap(written, writes) or _overlap(read, writes):
-                self._awaited[stream] = number + 1
-                return number
-        return None
+        other = self._memory[1 - stream]
+        last = max([*(other.written(each) for each in reads), *(other.touched(each) for each in writes)], default=-1)
+        if last < self._awaited[stream]:
+            return None
+        self._awaited[stream] = last + 1
+        return last
 
-    def add(self, stream: int, reads: list[Range], writes: list[Range]) -> None:
+    def add(self, stream: int, reads: Sequence[Range], writes: Sequence[Range]) -> None:
         """A step was launched."""
-        self._steps[stream].append((reads, writes))
+        number = self._launched[stream]
+        self._launched[stream] += 1
+        for each in reads:
+            self._memory[stream].mark(each, number, False)
+        for each in writes:
+            self._memory[stream].mark(each, number, True)
 
 
-def _overlap(one: Sequence[Range], other: Sequence[Range]) -> bool:
-    return any(begin < stop and start < end for begin, end in one for start, stop in other)
+class _Touched:
+    """Addresses → numbers of the last steps that wrote there, and that worked there; -1: none.
+
+    Memory is cut where a range has begun or ended.
+    """
+
+    def __init__(self) -> None:
+        self._cuts = [0]
+        self._written, self._touched = [-1], [-1]
+
+    def written(self, memory: Range) -> int:
+        """The last step that wrote into some of it."""
+        return max(self._written[self._parts(memory)])
+
+    def touched(self, memory: Range) -> int:
+        """The last step that read or wrote some of it."""
+        return max(self._touched[self._parts(memory)])
+
+    def mark(self, memory: Range, number: int, is_written: bool) -> None:
+        """A step has worked on all of it; none has a smaller number than one before it."""
+        first, last = map(self._cut, memory)
+        self._touched[first:last] = [number] * (last - first)
+        if is_written:
+            self._written[first:last] = [number] * (last - first)
+
+    def _parts(self, memory: Range) -> slice:
+        begin, end = memory
+        return slice(bisect_right(self._cuts, begin) - 1, bisect_left(self._cuts, end))
+
+    def _cut(self, address: int) -> int:
+        place = bisect_left(self._cuts, address)
+        if place == len(self._cuts) or self._cuts[place] != address:
+            self._cuts.insert(place, address)
+            for numbers in (self._written, self._touched):
+                numbers.insert(place, numbers[place - 1])
+        return place
 
 
 class Branches:

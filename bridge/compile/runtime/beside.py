@@ -12,6 +12,7 @@ the two would wait otherwise, for memory that the other has for something else.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -59,7 +60,7 @@ def steps_beside(steps: Sequence[Instruction], views: Iterable[View] = ()) -> Be
     before = _waited_for(steps, views)
     seconds = list(map(_seconds, steps))
     path = _critical_path(before, seconds)
-    needed = _needed(before, path[-1:])
+    critical, needed = set(path), _needed(before, path[-1:])
     free, streams = [0.0, 0.0], []
     begins: list[float] = []
     ends: list[float] = []
@@ -68,7 +69,7 @@ def steps_beside(steps: Sequence[Instruction], views: Iterable[View] = ()) -> Be
             max([free[stream], *(ends[other] + _CROSSING * (streams[other] != stream) for other in others)])
             for stream in (_PATH, _BESIDE)
         ]
-        if isinstance(steps[index], View) or index in path:
+        if isinstance(steps[index], View) or index in critical:
             stream = _PATH
         else:
             stream = _BESIDE if index not in needed or ready[_BESIDE] + _CROSSING < ready[_PATH] else _PATH
@@ -80,12 +81,13 @@ def steps_beside(steps: Sequence[Instruction], views: Iterable[View] = ()) -> Be
     if both + _LEAST > alone:
         return Beside()
     on_path = [index for index, stream in enumerate(streams) if stream == _PATH]
+    path_begins, path_ends = ([times[index] for index in on_path] for times in (begins, ends))
     spans = {}
     for index, stream in enumerate(streams):
         if stream == _BESIDE:
-            begin, end = begins[index] - _LAUNCH, ends[index] + _LAUNCH
-            at_once = [other for other in on_path if begins[other] < end and begin < ends[other]]
-            spans[index] = min([index, *at_once]), max([index, *at_once])
+            first = bisect_right(path_ends, begins[index] - _LAUNCH)
+            at_once = on_path[first : bisect_left(path_begins, ends[index] + _LAUNCH)]
+            spans[index] = min([index, *at_once[:1]]), max([index, *at_once[-1:]])
     return Beside(spans, 1 - both / alone)
 
 

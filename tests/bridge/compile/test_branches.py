@@ -268,3 +268,29 @@ def test_memory_of_views_and_of_nothing():
         (begin, begin + 96),
         (begin + 32, begin + 64),
     ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_crossings_beside_a_search_of_all_steps(seed):
+    rng, crossings = random.Random(seed), Crossings()
+    done, awaited = ([], []), [-1, -1]
+
+    def some():
+        begins = [rng.randrange(60) for _ in range(rng.randrange(4))]
+        return [(begin, begin + rng.randint(1, 12)) for begin in begins]
+
+    def overlap(one, other):
+        return any(begin < stop and start < end for begin, end in one for start, stop in other)
+
+    for _ in range(200):
+        stream, reads, writes = rng.randrange(2), some(), some()
+        conflicts = [
+            number
+            for number, (read, written) in enumerate(done[1 - stream])
+            if overlap(written, [*reads, *writes]) or overlap(read, writes)
+        ]
+        last = max(conflicts, default=-1)
+        assert crossings.before(stream, reads, writes) == (last if last > awaited[stream] else None)
+        awaited[stream] = max(awaited[stream], last)
+        crossings.add(stream, reads, writes)
+        done[stream].append((reads, writes))
