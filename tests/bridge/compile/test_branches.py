@@ -12,17 +12,19 @@ from tvm.relax import op as R
 
 from autodiff.extents import ExtentScope
 from autodiff.ir import Function
+from autodiff.library import GENERATOR_STATE
 from bridge import lower
 from bridge.base.devices import HOST
 from bridge.compile import CompileOptions, View, backend_for, compile_function, cut
 from bridge.compile.cuda.branches import Branches, Crossings, memory_of
-from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor
+from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, is_between
 from bridge.compile.runtime.beside import Beside, lasting, steps_beside
 from bridge.compile.runtime.executor import bind_all
 from bridge.compile.runtime.flow import Flow
 from bridge.compile.runtime.pool import ArenaPool
 from tests.bridge.compile.host_recorder import alias
 from tests.bridge.compile.random_functions import build, draw, sample
+from tests.bridge.compile.test_pieces import SHAPE, dropping, states, taken
 from tests.bridge.compile_helpers import function
 from tests.bridge.models import bert_layer
 
@@ -49,9 +51,6 @@ class Queues:
     def mark(self):
         return self.current, len(self.launched[self.current])
 
-    def branches(self):
-        return Branches(self.beside, self.mark, self.wait)
-
     def wait(self, mark):
         self.launched[self.current].append(mark)
 
@@ -71,8 +70,17 @@ class Queues:
         return callable(work) or not waits or done[work[0]] >= work[1]
 
 
+class Played:
+    """What replays a piece: its queues, run in an order."""
+
+    is_empty = False
+
+    def __init__(self, queues, choose, waits):
+        self.replay = lambda _given: queues.run(choose, waits)
+
+
 class Recorded(PiecewiseExecutor):
-    """Steps are launched on the queues, with the registers that each found."""
+    """Steps are launched on queues, new ones for each piece, with the registers that each found."""
 
     def __init__(self, program):
         parts = (program.name, program.steps, program.layout, program.constants, program.code)
@@ -102,25 +110,28 @@ class Recorded(PiecewiseExecutor):
         return act
 
     def _load(self, registers, inputs):
-        super()._load(registers, list(map(alias, inputs)))
+        super()._load(registers, [each if each.dtype is torch.uint64 else alias(each) for each in inputs])
 
 
-def record(program, inputs):
-    """The queues of a run, and its results."""
+def record(program, inputs, choose, waits):
+    """The parts of a recorded run, its results and the memory that they lie in."""
     execute = Recorded(program)
     fresh = [torch.empty(made.shape, dtype=made.torch_dtype) for made in program.layout.fresh]
-    branches = execute.queues.branches()
+    branches = Branches(
+        lambda: execute.queues.beside(), lambda: execute.queues.mark(), lambda mark: execute.queues.wait(mark)
+    )
 
     @contextmanager
     def capture():
+        execute.queues = Queues()
         branches.fork()
-        yield []
+        yield [Played(execute.queues, choose, waits)]
         branches.join()
 
-    pieces = Pieces(capture, None)
-    with pieces, execute.recorded_by(pieces, None, (), branches), torch.no_grad():
+    pieces = Pieces(capture, lambda graph: graph.replay)
+    with pieces, execute.recorded_by(pieces, taken, (), branches), torch.no_grad():
         results = execute(inputs, fresh=list(map(alias, fresh)))
-    return execute, results, fresh
+    return pieces.parts, results, fresh, execute
 
 
 ORDERS = {"the path first": min, "beside first": max, "by chance": random.Random(0).choice}
@@ -128,14 +139,15 @@ ORDERS = {"the path first": min, "beside first": max, "by chance": random.Random
 
 def agree(program, inputs, choose, waits=True):
     """Whether a run in an order has the bits of one by one, with other numbers than those that it was recorded with."""
-    execute, results, fresh = record(program, inputs)
+    parts, results, fresh, execute = record(program, inputs, choose, waits)
     for each in inputs:
         if each.is_floating_point():
             each.uniform_(0.5, 1.5)
     wanted = program(list(inputs))
-    execute.queues.run(choose, waits)
+    for part in parts:
+        part([*inputs, *fresh])
     same = [torch.equal(ours, theirs) for ours, theirs in zip(results, wanted, strict=True)]
-    del fresh  # results lie there
+    del fresh, execute  # results lie in the one's memory, steps work in the other's
     return all(same)
 
 
@@ -210,6 +222,25 @@ def test_what_hangs_on_a_chain_is_beside_it():
     beside = steps_beside(program.steps, program.layout.views).spans
     hanging = {step.writes[0] for index, step in enumerate(program.steps) if index in beside}
     assert hanging == set(program.layout.memory[:4])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_call_between_graphs_reads_what_steps_beside_have_written(order):
+    def body(emit, x, w, first, second):
+        heads = [emit(R.matmul(emit(bent(x)), w)) for bent in (R.exp, R.tanh, R.sin)]
+        one, _ = dropping(emit, *heads, first)
+        hanging = [emit(R.matmul(emit(R.permute_dims(each, [0, 1, 3, 2])), each)) for each in heads]
+        y = emit(R.nn.softmax(emit(R.reshape(one, SHAPE))))
+        for _ in range(3):
+            y = emit(R.matmul(y, w))
+        other, _ = dropping(emit, y, *heads[1:], second)
+        return [emit(R.exp(other)), *hanging, y]
+
+    program = compiled(function([(SHAPE, "float32"), ((8, 8), "float32"), GENERATOR_STATE, GENERATOR_STATE], body))
+    beside = steps_beside(program.steps, program.layout.views).spans
+    calls = [index for index, step in enumerate(program.steps) if is_between(step)]
+    assert len(calls) == 2 and min(beside) < calls[0] < max(beside)
+    assert agree(program, [torch.rand(SHAPE), torch.rand(8, 8), *states()], ORDERS[order])
 
 
 @pytest.mark.parametrize("size", [2, 5, 48, 200])
