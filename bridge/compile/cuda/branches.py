@@ -12,7 +12,7 @@ given before both are joined.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -109,6 +109,7 @@ class Branches:
     """Launches the steps of captured runs, one run at a time.
 
     Args:
+        steps: indices of those that go on the second stream.
         beside: a context in which this thread launches on the second stream.
         mark: marks the current stream's end so far.
         wait: makes the current stream wait for a mark.
@@ -116,11 +117,12 @@ class Branches:
 
     def __init__(
         self,
+        steps: Collection[int],
         beside: Callable[[], AbstractContextManager],
         mark: Callable[[], object],
         wait: Callable[[object], None],
     ):
-        self._beside, self._mark, self._wait = beside, mark, wait
+        self._steps, self._beside, self._mark, self._wait = steps, beside, mark, wait
         self._begin()
 
     def _begin(self) -> None:
@@ -140,8 +142,9 @@ class Branches:
             self._wait(self._marks[_BESIDE][-1])
             self.fork()
 
-    def launch(self, step: Instruction, is_beside: bool, action: Callable[[list], None], registers: list) -> None:
+    def launch(self, index: int, step: Instruction, action: Callable[[list], None], registers: list) -> None:
         """Runs a step's action on its stream, once what it waits for is done."""
+        is_beside = index in self._steps
         stream = _BESIDE if is_beside else _PATH
         reads = memory_of([registers[slot] for slot in step.reads])
         given = memory_of([registers[slot] for slot in step.writes])  # what a library call returns is nobody's yet

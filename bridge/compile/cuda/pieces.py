@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from bridge.compile.cuda.branches import Branches
 from bridge.compile.cuda.executor import ALIGNMENT, BoundExecutor
 from bridge.compile.graphs.recorder import Form, Replay
 from bridge.compile.loop_ir.views import dense_strides
-from bridge.compile.runtime.beside import Beside, steps_beside
 from bridge.compile.runtime.bind import Action, bind
 from bridge.compile.runtime.instructions import CallLibrary, View
 from bridge.compile.runtime.loop_step import Instruction, Loop, inner_steps
@@ -206,11 +205,6 @@ class PiecewiseExecutor(BoundExecutor):
         self._states: dict[int, torch.Tensor] = {}
         self._branches: Branches | None = None
 
-    @cached_property
-    def beside(self) -> Beside:
-        """What a recording may run at the same time."""
-        return steps_beside(self.steps, self._layout.views)
-
     @contextmanager
     def recorded_by(
         self,
@@ -263,7 +257,7 @@ class PiecewiseExecutor(BoundExecutor):
                 self._run_step(index, action, registers)
             else:
                 act = partial(self._run_step, index, action)
-                self._branches.launch(self.steps[index], index in self.beside.spans, act, registers)
+                self._branches.launch(index, self.steps[index], act, registers)
             for slot in last_used:
                 registers[slot] = None
         if self._branches is not None:

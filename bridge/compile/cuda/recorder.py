@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 
@@ -28,7 +28,7 @@ from bridge.compile.cuda.private_pool import PrivatePool, takes_from
 from bridge.compile.cuda.slot_memory import SlotMemory
 from bridge.compile.graphs.recorder import Form, Replay, nbytes
 from bridge.compile.runtime.arena import ALIGNMENT as ARENA_ALIGNMENT
-from bridge.compile.runtime.beside import steps_beside
+from bridge.compile.runtime.beside import Beside, steps_beside
 from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.pool import Block
 from bridge.compile.runtime.program import Program
@@ -208,14 +208,14 @@ class CudaRecorder:
             return "a kernel reads an input that lies on the host"
         return None
 
-    @cached_property
-    def overlaps(self) -> bool:
-        steps, views = self._program.steps, self._program.layout.views
-        return self._has_branches and steps_beside(steps, views).saved >= _SAVED
-
     @property
-    def _has_branches(self) -> bool:
-        return self._program.backend.limits.streams > 1
+    def overlaps(self) -> bool:
+        return self._beside.saved >= _SAVED
+
+    @cached_property
+    def _beside(self) -> Beside:
+        steps, views = self._program.steps, self._program.layout.views
+        return steps_beside(steps, views) if self._program.backend.limits.streams > 1 else Beside()
 
     def spare_bytes(self, wanted: int) -> int:
         return spare_bytes(self._index, wanted)
@@ -253,7 +253,7 @@ class CudaRecorder:
             self._executors[stream] = shared, execute
         block = shared.arena.reserve(self._program.arena_bytes)
         shared.scratch.begin()
-        branches = _branches(shared.beside) if self._has_branches and execute.beside.spans else None
+        branches = _branches(self._beside.spans, shared.beside) if self._beside.spans else None
         pieces = Pieces(partial(self._captured, shared, branches), partial(Graph.launcher, stream=stream))
         # collecting garbage may free memory of the device, which is not allowed during a capture
         with _RECORDING, collection_paused():
@@ -282,9 +282,10 @@ class CudaRecorder:
                     branches.join()
 
 
-def _branches(stream: torch.cuda.Stream) -> Branches:
-    """Branches on a stream."""
+def _branches(steps: Collection[int], stream: torch.cuda.Stream) -> Branches:
+    """Branches of these steps on a stream."""
     return Branches(
+        steps,
         partial(torch.cuda.stream, stream),
         lambda: torch.cuda.current_stream().record_event(),
         lambda event: torch.cuda.current_stream().wait_event(event),

@@ -13,10 +13,11 @@ the two would wait otherwise, for memory that the other has for something else.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from bridge.compile.runtime.flow import roots_of
 from bridge.compile.runtime.instructions import CallLibrary, View
 from bridge.compile.runtime.loop_step import Instruction
 
@@ -93,9 +94,7 @@ def steps_beside(steps: Sequence[Instruction], views: Iterable[View] = ()) -> Be
 
 def _waited_for(steps: Sequence[Instruction], views: Iterable[View]) -> list[set[int]]:
     """For each step those whose results it reads or writes over."""
-    roots: dict[int, int] = {}
-    for view in (*views, *(step for step in steps if isinstance(step, View))):
-        roots[view.writes[0]] = roots.get(view.reads[0], view.reads[0])
+    roots = roots_of((*views, *(step for step in steps if isinstance(step, View))))
     writers: dict[int, int] = {}
     before: list[set[int]] = []
     for index, step in enumerate(steps):
@@ -140,18 +139,19 @@ def _seconds(step: Instruction) -> float:
 
 def lasting(
     lifetimes: Mapping[Key, tuple[int, int]],
+    steps: Sequence[Instruction],
     beside: Beside,
-    touched: Mapping[int, Iterable[Key]],
+    value_in: Callable[[int], Key],
 ) -> dict[Key, tuple[int, int]]:
     """First and last steps of values, where those that steps beside work on last for all that these run beside.
 
     Args:
         lifetimes: first and last steps.
-        touched: by step beside, the values that it works on.
+        value_in: a slot → the value whose memory is in it.
     """
     found = dict(lifetimes)
     for index, (since, until) in beside.spans.items():
-        for value in touched[index]:
+        for value in map(value_in, (*steps[index].reads, *steps[index].writes)):
             if value in found:
                 first, last = found[value]
                 found[value] = min(first, since) if first == index else first, max(last, until)

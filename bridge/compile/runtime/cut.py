@@ -112,8 +112,7 @@ class _Part:
             touched.setdefault(flow.root(view.writes[0]), (0, 0))
         if whole.backend.limits.streams > 1:
             beside = steps_beside(self._steps, self._static_views)
-            worked_on = {index: list(map(flow.root, _touched([self._steps[index]]))) for index in beside.spans}
-            touched = lasting(touched, beside, worked_on)
+            touched = lasting(touched, self._steps, beside, flow.root)
         elsewhere = {*self._takes, *self._given, *self._allocated}
         placed = [slot for slot in touched if slot in flow.made and slot not in elsewhere]
         arena = plan_arena({_Placed(slot, flow.registers[slot]): touched[slot] for slot in placed})

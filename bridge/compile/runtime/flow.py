@@ -6,12 +6,23 @@ said here about a root holds for all of its views.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from autodiff.extents import sample_of
 from bridge.compile.runtime.instructions import View
 from bridge.compile.runtime.layout import Register
 from bridge.compile.runtime.program import Program
 
-__all__ = ["Flow"]
+__all__ = ["Flow", "roots_of"]
+
+
+def roots_of(views: Iterable[View]) -> dict[int, int]:
+    """Of each view's slot, that of the tensor whose memory it is; a view of a view comes after that one."""
+    roots: dict[int, int] = {}
+    for view in views:
+        (base,), (slot,) = view.reads, view.writes
+        roots[slot] = roots.get(base, base)
+    return roots
 
 
 class Flow:
@@ -37,12 +48,9 @@ class Flow:
         made = (*layout.params, *layout.arena, *layout.fresh, *layout.allocated)
         self.registers: dict[int, Register] = {register.slot: register for register in made}
         self.constants = {slot for slot, _ in (*program.constants, *program.positions)}
-        self.views: dict[int, View] = {}
-        self._roots: dict[int, int] = {}
-        for view in (*layout.views, *(step for step in program.steps if isinstance(step, View))):
-            (base,), (slot,) = view.reads, view.writes
-            self.views[slot] = view
-            self._roots[slot] = self._roots.get(base, base)
+        views = (*layout.views, *(step for step in program.steps if isinstance(step, View)))
+        self.views: dict[int, View] = {view.writes[0]: view for view in views}
+        self._roots = roots_of(views)
         self.made: dict[int, int] = {}
         self.changed: dict[int, int] = {}
         self.touched: dict[int, int] = {}

@@ -373,11 +373,7 @@ class _Linker:
         """Memory that steps beside the critical path work on, for as long as they may."""
         values = {slot: value for (value, _), slot in self.slots.items()}
         beside = steps_beside(self.steps, self.static_views)
-        touched = {
-            index: [values[slot] for slot in (*self.steps[index].reads, *self.steps[index].writes)]
-            for index in beside.spans
-        }
-        self.lifetimes = lasting(self.lifetimes, beside, touched)
+        self.lifetimes = lasting(self.lifetimes, self.steps, beside, values.__getitem__)
 
     def _register(self, value: Value, offset: int = 0) -> Register:
         return Register(self.slots[value, None], value.name, value.shape, value.dtype, offset)

@@ -15,7 +15,7 @@ from autodiff.ir import Function
 from autodiff.library import GENERATOR_STATE
 from bridge import lower
 from bridge.base.devices import HOST
-from bridge.compile import CompileOptions, View, backend_for, compile_function, cut
+from bridge.compile import CompileOptions, Launch, View, backend_for, compile_function, cut
 from bridge.compile.cuda.branches import Branches, Crossings, memory_of
 from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, is_between
 from bridge.compile.runtime.beside import Beside, lasting, steps_beside
@@ -118,7 +118,10 @@ def record(program, inputs, choose, waits):
     execute = Recorded(program)
     fresh = [torch.empty(made.shape, dtype=made.torch_dtype) for made in program.layout.fresh]
     branches = Branches(
-        lambda: execute.queues.beside(), lambda: execute.queues.mark(), lambda mark: execute.queues.wait(mark)
+        steps_beside(program.steps, program.layout.views).spans,
+        lambda: execute.queues.beside(),
+        lambda: execute.queues.mark(),
+        lambda mark: execute.queues.wait(mark),
     )
 
     @contextmanager
@@ -269,7 +272,9 @@ def test_little_work_stays_in_one_row():
 
 def test_lifetimes_are_as_long_as_what_runs_beside():
     lives = {"read": (0, 2), "made": (2, 2), "other": (1, 1)}
-    assert lasting(lives, Beside({2: (1, 5)}), {2: ["read", "made", "a parameter"]}) == {
+    steps = [View("as_strided", (), (), (), (), (), (), 0)] * 2
+    steps += [Launch("k", (), (), (), reads=(0, 2), writes=(1,))]
+    assert lasting(lives, steps, Beside({2: (1, 5)}), ["read", "made", "a parameter"].__getitem__) == {
         "read": (0, 5),
         "made": (1, 5),
         "other": (1, 1),
