@@ -103,6 +103,16 @@ def test_a_size_that_does_not_come_back_is_not_recorded(varying):
     assert varying.graphs.recordings == before
 
 
+def test_one_that_does_is_recorded_at_its_second_call(varying):
+    for seed in range(8):
+        varying.step(seed, partial(plain, rows=40))
+    before = varying.graphs.recordings
+    for rows in range(22, 30):
+        for seed in range(2):
+            varying.step(seed, partial(plain, rows=rows))
+    assert varying.graphs.recordings >= before + 12, varying.graphs
+
+
 def test_it_is_switched_off_and_on_without_compiling_anew(pair):
     for seed in range(8):
         pair.step(seed, plain)
