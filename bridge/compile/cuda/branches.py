@@ -106,7 +106,7 @@ class _Touched:
 
 
 class Branches:
-    """Launches the steps of captured runs, one run at a time.
+    """Launches the steps of captured runs, one run at a time, from :meth:`fork` to :meth:`join`.
 
     Args:
         steps: indices of those that go on the second stream.
@@ -131,7 +131,7 @@ class Branches:
         self._held: list[torch.Tensor] = []
 
     def fork(self) -> None:
-        """Steps beside may begin here, on the current stream, at the earliest."""
+        """Steps beside begin behind all that the current stream has launched so far, copies of inputs among it."""
         self._begin()
         self._crossings.add(_PATH, [], [_ALL])
         self._marks[_PATH].append(self._mark())
@@ -140,7 +140,7 @@ class Branches:
         """The current stream waits for all steps beside."""
         if self._marks[_BESIDE]:
             self._wait(self._marks[_BESIDE][-1])
-            self.fork()
+        self._begin()
 
     def launch(self, index: int, step: Instruction, action: Callable[[list], None], registers: list) -> None:
         """Runs a step's action on its stream, once what it waits for is done."""

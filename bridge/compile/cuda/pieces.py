@@ -250,6 +250,7 @@ class PiecewiseExecutor(BoundExecutor):
             registers[slot] = memory
 
     def _act(self, registers: list) -> None:
+        self._fork()
         for index, (action, last_used) in enumerate(self.actions):
             if index in self._between:
                 self._interrupt(index, registers)
@@ -260,6 +261,14 @@ class PiecewiseExecutor(BoundExecutor):
                 self._branches.launch(index, self.steps[index], act, registers)
             for slot in last_used:
                 registers[slot] = None
+        self._join()
+
+    def _fork(self) -> None:
+        """Behind what a piece begins with: copies of inputs that are not dense, or begin where kernels cannot read."""
+        if self._branches is not None:
+            self._branches.fork()
+
+    def _join(self) -> None:
         if self._branches is not None:
             self._branches.join()
 
@@ -282,6 +291,8 @@ class PiecewiseExecutor(BoundExecutor):
 
     def _interrupt(self, index: int, registers: list) -> None:
         """A call that is made between two graphs."""
+        self._join()
         with self._pieces.interrupted():
             part = self._between[index].record(registers, self._states, self._kept, self._take_between)
         self._pieces.parts.append(part)
+        self._fork()

@@ -254,7 +254,7 @@ class CudaRecorder:
         block = shared.arena.reserve(self._program.arena_bytes)
         shared.scratch.begin()
         branches = _branches(self._beside.spans, shared.beside) if self._beside.spans else None
-        pieces = Pieces(partial(self._captured, shared, branches), partial(Graph.launcher, stream=stream))
+        pieces = Pieces(partial(self._captured, shared), partial(Graph.launcher, stream=stream))
         # collecting garbage may free memory of the device, which is not allowed during a capture
         with _RECORDING, collection_paused():
             try:
@@ -270,16 +270,12 @@ class CudaRecorder:
         return _replay(pieces.parts, shared.replaying, (execute, block, shared))
 
     @contextmanager
-    def _captured(self, shared: _Stream, branches: Branches | None) -> Iterator[list[Graph]]:
+    def _captured(self, shared: _Stream) -> Iterator[list[Graph]]:
         """What this thread launches goes into a graph, for which it may allocate."""
         with torch.cuda.stream(shared.side), shared.temporaries:
             _require_memory_of(shared.temporaries)
             with captured(shared.side.cuda_stream) as made:
-                if branches is not None:
-                    branches.fork()
                 yield made
-                if branches is not None:
-                    branches.join()
 
 
 def _branches(steps: Collection[int], stream: torch.cuda.Stream) -> Branches:

@@ -59,9 +59,7 @@ class InputForms:
                     return strided
         if list(map(_FORM, inputs)) != self._forms:
             self._reject(inputs)
-        strided = tuple(
-            (place, tensor.stride()) for place, tensor in enumerate(inputs) if not tensor.is_contiguous()
-        )
+        strided = tuple((place, tensor.stride()) for place, tensor in enumerate(inputs) if not tensor.is_contiguous())
         if len(self._looks) < _MAX_LOOKS:
             self._looks.append((tensor_checks(inputs, given_twice=False), strided))
             return strided

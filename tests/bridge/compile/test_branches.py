@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -110,7 +111,11 @@ class Recorded(PiecewiseExecutor):
         return act
 
     def _load(self, registers, inputs):
-        super()._load(registers, [each if each.dtype is torch.uint64 else alias(each) for each in inputs])
+        given = [each if each.dtype is torch.uint64 else alias(each) for each in inputs]
+        super()._load(registers, given)
+        for slot, each in enumerate(given):
+            if slot not in self._on_host and registers[slot] is not each:
+                self.queues.launched[0].append(partial(registers[slot].copy_, each))
 
 
 def record(program, inputs, choose, waits):
@@ -127,9 +132,7 @@ def record(program, inputs, choose, waits):
     @contextmanager
     def capture():
         execute.queues = Queues()
-        branches.fork()
         yield [Played(execute.queues, choose, waits)]
-        branches.join()
 
     pieces = Pieces(capture, lambda graph: graph.replay)
     with pieces, execute.recorded_by(pieces, taken, (), branches), torch.no_grad():
@@ -244,6 +247,22 @@ def test_a_call_between_graphs_reads_what_steps_beside_have_written(order):
     calls = [index for index, step in enumerate(program.steps) if is_between(step)]
     assert len(calls) == 2 and min(beside) < calls[0] < max(beside)
     assert agree(program, [torch.rand(SHAPE), torch.rand(8, 8), *states()], ORDERS[order])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_steps_beside_wait_for_copies_of_inputs(order):
+    """What is not dense, or begins where kernels cannot read, is copied as the first thing."""
+
+    def body(emit, x, y, w):
+        hanging = [emit(R.matmul(each, emit(R.permute_dims(each, [1, 0])))) for each in (x, y)]
+        for _ in range(4):
+            x = emit(R.matmul(emit(R.exp(x)), w))
+        return [*hanging, x]
+
+    program = compiled(function([((64, 64), "float32")] * 3, body))
+    assert steps_beside(program.steps, program.layout.views).spans
+    inputs = torch.rand(64, 64).t(), torch.rand(64 * 64 + 1)[1:].view(64, 64), torch.rand(64, 64)
+    assert agree(program, list(inputs), ORDERS[order])
 
 
 @pytest.mark.parametrize("size", [2, 5, 48, 200])

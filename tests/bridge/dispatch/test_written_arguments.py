@@ -188,7 +188,6 @@ def test_an_argument_without_elements_is_given_twice_and_written():
     assert stats(ours).hits == 1 and torch.equal(second, torch.full_like(x, 2.0))
 
 
-
 @pytest.mark.parametrize("use", REFUSED)
 def test_what_autograd_follows_is_refused(use):
     x, state = numbers(3, 4).requires_grad_(), numbers(3, 4)
