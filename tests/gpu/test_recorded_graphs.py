@@ -350,16 +350,26 @@ def test_a_stream_is_made_in_a_thread_that_has_done_nothing_yet():
 
 def test_what_cublas_works_in_stays_a_recordings():
     """torch.compile's reduce-overhead gives all of it back, and a graph of eager's ends the process where it lay in
-    memory that nobody holds any more."""
+    memory that nobody holds any more. Input and gradient stay where they are: new ones would come from elsewhere."""
     pair = Pair()
+    x, grad = pair.batch(0), pair.batch(1).detach()
+
+    def held(pair, module, optimizer):
+        optimizer.zero_grad()
+        y = module(x)
+        y.backward(grad)
+        optimizer.step()
+        found, x.grad = x.grad, None
+        return [y.detach(), found]
+
     for seed in range(12):
-        pair.step(seed, plain)
+        pair.step(seed, held)
     replays = pair.graphs.replays
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     others = [torch.full((1 << 22,), float("nan"), device=DEVICE) for _ in range(8)]
     for seed in range(12):
-        pair.step(seed, plain)
+        pair.step(seed, held)
     assert pair.graphs.replays == replays + 24 and all(bool(each.isnan().all()) for each in others)
 
 

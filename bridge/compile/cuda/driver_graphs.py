@@ -8,42 +8,20 @@ it. Here a capture touches nothing but its stream, and a draw inside of it raise
 from __future__ import annotations
 
 import ctypes
-import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-__all__ = ["DriverError", "Graph", "captured", "new_stream"]
+from bridge.compile.cuda.driver import DriverError, at_any_moment, call, error_name, library, require_context
+
+__all__ = ["Graph", "captured", "new_stream"]
 
 _NON_BLOCKING = 1
 """``CU_STREAM_NON_BLOCKING``: the stream does not wait for the legacy default one, nor that for it."""
 _THREAD_LOCAL = 1
 """``CU_STREAM_CAPTURE_MODE_THREAD_LOCAL``: what cannot be captured fails in this thread; others go on."""
-_RELAXED = 2
-"""``CU_STREAM_CAPTURE_MODE_RELAXED``: a thread in it may do what concerns no captured stream."""
-
-
-class DriverError(RuntimeError):
-    """The driver refused a call."""
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _call(name: str, *arguments: object) -> None:
-    status = getattr(_library(), name)(*arguments)
-    if status:
-        raise DriverError(f"{name}: {_name_of(status)}")
-
-
-def _name_of(status: int) -> str:
-    name = ctypes.c_char_p()
-    _library().cuGetErrorName(status, ctypes.byref(name))
-    return name.value.decode() if name.value else f"error {status}"
 
 
 def new_stream() -> int:
@@ -53,20 +31,10 @@ def new_stream() -> int:
     would be in the graph.
     """
     handle = ctypes.c_void_p()
-    with _at_any_moment():
-        _require_context()
-        _call("cuStreamCreate", ctypes.byref(handle), _NON_BLOCKING)
+    with at_any_moment():
+        require_context()
+        call("cuStreamCreate", ctypes.byref(handle), _NON_BLOCKING)
     return handle.value
-
-
-def _require_context() -> None:
-    """Makes the current device's context this thread's, as CUDA's runtime does when a thread first calls it."""
-    context, device = ctypes.c_void_p(), ctypes.c_int()
-    _call("cuCtxGetCurrent", ctypes.byref(context))
-    if not context:
-        _call("cuDeviceGet", ctypes.byref(device), torch.cuda.current_device())
-        _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        _call("cuCtxSetCurrent", context)
 
 
 class Graph:
@@ -78,11 +46,11 @@ class Graph:
 
     def __init__(self, graph: ctypes.c_void_p):
         executable, nodes = ctypes.c_void_p(), ctypes.c_size_t()
-        _call("cuGraphGetNodes", graph, None, ctypes.byref(nodes))
+        call("cuGraphGetNodes", graph, None, ctypes.byref(nodes))
         self.is_empty = not nodes.value
-        with _at_any_moment():  # another thread may capture
-            _call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
-        self._launch = _library().cuGraphLaunch
+        with at_any_moment():  # another thread may capture
+            call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
+        self._launch = library().cuGraphLaunch
         self._executable = executable
         weakref.finalize(self, _destroy_executable, executable).atexit = False
 
@@ -92,7 +60,7 @@ class Graph:
 
         def replay(*_: object, _graph: Graph = self) -> None:
             if status := launch(executable, handle):
-                raise DriverError(f"cuGraphLaunch: {_name_of(status)}")
+                raise DriverError(f"cuGraphLaunch: {error_name(status)}")
 
         return replay
 
@@ -107,15 +75,15 @@ def captured(stream: int) -> Iterator[list[Graph]]:
         DriverError: something was done that cannot be in a graph.
     """
     handle, graph, made = ctypes.c_void_p(stream), ctypes.c_void_p(), []
-    _call("cuStreamBeginCapture_v2", handle, _THREAD_LOCAL)
+    call("cuStreamBeginCapture_v2", handle, _THREAD_LOCAL)
     try:
         yield made
     except BaseException:
-        _library().cuStreamEndCapture(handle, ctypes.byref(graph))  # what went wrong is told already
+        library().cuStreamEndCapture(handle, ctypes.byref(graph))  # what went wrong is told already
         _destroy(graph)
         _take_pending_errors()
         raise
-    _call("cuStreamEndCapture", handle, ctypes.byref(graph))
+    call("cuStreamEndCapture", handle, ctypes.byref(graph))
     try:
         made.append(Graph(graph))
     finally:
@@ -132,24 +100,12 @@ def _take_pending_errors() -> None:
         return
 
 
-@contextmanager
-def _at_any_moment() -> Iterator[None]:
-    """For what takes or frees memory: where this or another thread captures a stream, the driver would refuse it, and
-    end that capture."""
-    mode = ctypes.c_int(_RELAXED)
-    _library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-    try:
-        yield
-    finally:
-        _library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-
-
 def _destroy_executable(executable: ctypes.c_void_p) -> None:
     """The last who has a graph may let go of it during a capture."""
-    with _at_any_moment():
-        _library().cuGraphExecDestroy(executable)
+    with at_any_moment():
+        library().cuGraphExecDestroy(executable)
 
 
 def _destroy(graph: ctypes.c_void_p) -> None:
     if graph:
-        _library().cuGraphDestroy(graph)
+        library().cuGraphDestroy(graph)

@@ -29,6 +29,7 @@ __all__ = [
     "FLOAT64_ARCHITECTURES",
     "LIMITS",
     "ORDER",
+    "ROWS_THREADS",
     "SHARED_BYTES",
     "VECTOR",
     "WARP",
@@ -48,6 +49,9 @@ WARP = 32
 
 BLOCK_THREADS = 256
 """Threads of a block that is not one long row."""
+
+ROWS_THREADS = 128
+"""Likewise, of a block whose rows have nothing to do with each other: the fewer, the sooner a place is taken again."""
 
 SHARED_BYTES = 49_152
 """Of a block, all its arrays of every element type together: NVRTC refuses a kernel that declares more."""
@@ -163,8 +167,10 @@ def row_groups(length: Number, small: bool = False, columns: bool = False) -> in
     """Groups of threads in a block, each on a row of its own; more of them where ``columns`` of short rows are reduced:
     there are no more blocks than chunks, and each has to wait for enough rows at once."""
     threads = row_threads(length, small)
+    if not columns:
+        return max(1, ROWS_THREADS // threads)
     groups = max(1, BLOCK_THREADS // threads)
-    if not columns or not isinstance(length, int):
+    if not isinstance(length, int):
         return groups
     turns = -(-length // (threads * row_lanes(length, small)))
     most = min(_MOST_GROUPS, _MOST_THREADS // threads)

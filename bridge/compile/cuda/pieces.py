@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from bridge.compile.cuda.branches import Branches
+from bridge.compile.cuda.copies import bring, copy
 from bridge.compile.cuda.executor import ALIGNMENT, BoundExecutor
 from bridge.compile.graphs.recorder import Form, Replay
 from bridge.compile.loop_ir.views import dense_strides
@@ -137,10 +138,12 @@ class _Between:
             for slot, origin in origins.items():
                 found[slot] = origin.of(given)
             action(found)
-            for slot, target in memory.items():
-                target.copy_(found[slot])
-            for slot, place in places.items():
-                given[place].copy_(found[slot])
+            copy(
+                [
+                    *((target, found[slot]) for slot, target in memory.items()),
+                    *((given[place], found[slot]) for slot, place in places.items()),
+                ]
+            )
 
         return replay
 
@@ -239,9 +242,8 @@ class PiecewiseExecutor(BoundExecutor):
         return torch.empty(2, dtype=torch.uint64, device=self._device)
 
     def _bring(self, given: Sequence[torch.Tensor]) -> None:
-        """States to the device, without waiting for it: the driver takes so few bytes at once."""
-        for slot, memory in self._brought.items():
-            memory.copy_(given[slot], non_blocking=True)
+        """States to the device."""
+        bring([(memory, given[slot]) for slot, memory in self._brought.items()])
 
     def _load(self, registers: list, inputs: Sequence[torch.Tensor]) -> None:
         super()._load(registers, inputs)

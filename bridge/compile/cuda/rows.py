@@ -16,6 +16,7 @@ from tvm.tirx import BufferStore, Expr, For, ForKind, IfThenElse, Stmt, Var
 from bridge.compile.codegen.arguments import LaunchArguments
 from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.tir import sequence
+from bridge.compile.cuda.ahead import reads_ahead
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer
 from bridge.compile.cuda.finish import finish_columns
 from bridge.compile.cuda.launch import SharedMemory, launch, portions
@@ -133,7 +134,7 @@ class _Rows:
 
     def _keep(self, scope: ThreadScope, task: Expr) -> list[Stmt]:
         """Makes room for what a thread keeps: between passes, and of column reductions."""
-        plan, number, kept = self.plan, self.number, self.form.kept
+        plan, number, form, kept = self.plan, self.number, self.form, self.form.kept
         allocations: list[Stmt] = []
         for node in plan.cached:
             if self.in_memory:
@@ -141,6 +142,10 @@ class _Rows:
                 continue
             buffer, allocation = local_buffer(kept, compute_type(plan.nodes[node].dtype), "kept")
             scope.cached[node] = Kept(buffer)
+            allocations.append(allocation)
+        for read in reads_ahead(plan, kept) if form.lanes > 1 else ():
+            buffer, allocation = local_buffer(kept, str(self.buffers.inputs[read.tensor].dtype), "ahead")
+            scope.ahead[read] = Kept(buffer)
             allocations.append(allocation)
         for node in plan.column_reductions:
             if kept is None or kept > _REGISTERS:

@@ -10,7 +10,7 @@ from tvm.tirx import Buffer, Expr, IfThenElse, Stmt
 from bridge.compile.codegen.arguments import LaunchArguments, flat_buffer
 from bridge.compile.codegen.emit import compute_type
 from bridge.compile.cuda.emitter import CudaEmitter, storage_type
-from bridge.compile.schedule.row_plan import RowPlan
+from bridge.compile.schedule.row_plan import Read, RowPlan
 from bridge.compile.schedule.row_scope import KernelBuffers, RowValues
 
 __all__ = ["Kept", "ThreadScope", "kernel_buffers"]
@@ -41,6 +41,7 @@ class ThreadScope(RowValues):
         valid: whether the row is one at all, and not a repetition for a group without one; ``None``: always.
         cached: elementwise values kept for later passes, by node.
         partial: parts of column reductions, by node.
+        ahead: what is the same for all rows and is read in the first pass for a later one, as stored.
     """
 
     head: CudaEmitter
@@ -51,6 +52,7 @@ class ThreadScope(RowValues):
         self.valid: Expr | None = None
         self.cached: dict[int, Kept] = {}
         self.partial: dict[int, Kept] = {}
+        self.ahead: dict[Read, Kept] = {}
 
     def store_scalar(self, store: Stmt) -> None:
         alone = self.leads if self.valid is None else tirx.And(self.leads, self.valid)

@@ -14,6 +14,7 @@ from tvm.tirx import Buffer, BufferLoad, BufferStore, Expr, For, ForKind, IfThen
 from autodiff.ir import itemsize
 from bridge.compile.codegen.emit import compute_type
 from bridge.compile.codegen.tir import sequence
+from bridge.compile.cuda.ahead import first_pass
 from bridge.compile.cuda.drawn_vector import drawn_vector, is_at_multiples
 from bridge.compile.cuda.emitter import CudaEmitter, local_buffer, storage_type
 from bridge.compile.cuda.limits import ACCESS_BYTES
@@ -67,6 +68,9 @@ class Step:
         for node in row_pass.cached:
             kept = scope.cached[node]
             e.stmts.append(BufferStore(kept.buffer, self._value(node), [self._kept(kept)]))
+        if self.index == first_pass(self.plan):
+            for read, kept in scope.ahead.items():
+                e.stmts.append(BufferStore(kept.buffer, self._vector_of(read), [self._kept(kept)]))
         for node in row_pass.reductions:
             value = e.cast(self._read(nodes[node].operands[0]), compute_type(nodes[node].dtype))
             row = nodes[node].reduces == "row"
@@ -120,17 +124,25 @@ class Step:
         scope, access = self.scope, read.access
         if not any(access.columns):
             return scope.load_scalar(read)
-        index, number, dtype = self.first(access), scope.number, self.plan.dtype(read)
+        dtype = self.plan.dtype(read)
+        if read in scope.ahead and self.index > first_pass(self.plan):
+            kept = scope.ahead[read]
+            return self.e.bind(self.e.loaded(BufferLoad(kept.buffer, [self._kept(kept)]), dtype))
+        index, number = self.first(access), scope.number
         buffer, step = scope.buffers.inputs[read.tensor], access.columns[-1]
         if step == 0:
             return self.before.bind(self.before.loaded(self.before.bind(BufferLoad(buffer, [index])), dtype))
         if step == 1 and self.lanes > 1:
-            proven = is_at_multiples(access, self._width(buffer))
-            return self.e.bind(self.e.loaded(self._load_vector(buffer, index, proven), dtype))
+            return self.e.bind(self.e.loaded(self._vector_of(read), dtype))
         element = BufferLoad(buffer, [index + self.lane * number(step) if self.lanes > 1 else index])
         # Elements, like vectors, are all asked for before anything is computed: a quotient's branches would part them.
         e = self.before if self.lanes == 1 else self.e
         return e.bind(e.loaded(e.bind(element), dtype))
+
+    def _vector_of(self, read: Read) -> Expr:
+        """The stored element of this lane of a vector, whose elements are neighbours."""
+        buffer = self.scope.buffers.inputs[read.tensor]
+        return self._load_vector(buffer, self.first(read.access), is_at_multiples(read.access, self._width(buffer)))
 
     def first(self, access: Access) -> Expr:
         """Index of the first lane's element."""

@@ -28,7 +28,7 @@ def half_rows() -> Graph:
 
 
 def row_maximum() -> Graph:
-    """Rows of two threads each, 128 in a block."""
+    """Rows of two threads each, 64 in a block."""
     b = Builder()
     x = b.param(50, 8)
     return b.graph(b.op("subtract", x, b.reduce("max", x, 50, 8, 1, 50, 1)))

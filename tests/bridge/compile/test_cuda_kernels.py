@@ -8,6 +8,7 @@ import torch
 from autodiff.extents import ExtentScope
 from bridge.compile.cuda import rows
 from bridge.compile.cuda.build import cuda_source
+from bridge.compile.cuda.kernels import generate
 from bridge.compile.cuda.nvrtc import compiled
 from bridge.compile.cuda.row import SHORT_ROW, RowForm
 from bridge.compile.loop_ir.graph import Operand
@@ -65,6 +66,22 @@ def test_casts_that_all_rows_share_take_no_registers():
     scaled = builder.op("multiply", centred, wide)
     (made,) = planned(builder.graph(scaled))
     assert [made.plan.nodes[node].op for node in made.plan.cached] == ["exp"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [768, 4096, 2**18])
+def test_what_all_rows_read_alike_is_asked_for_with_the_row(width, dtype):
+    """And not once the row's sum is there; of rows that are too long for it, only then."""
+    builder = Builder()
+    x, weight, bias = builder.param(4096, width), builder.param(width, dtype=dtype), builder.param(width, dtype=dtype)
+    wide = [Operand(each.value, expand(each.view, x.shape)) for each in (weight, bias)]
+    wide = [each if dtype == "float32" else builder.op("astype", each, dtype="float32") for each in wide]
+    centred = builder.op("subtract", x, builder.reduce("sum", x, 4096, width, 1, 4096, 1))
+    (made,) = planned(builder.graph(builder.op("add", builder.op("multiply", centred, wide[0]), wide[1])))
+    source = cuda_source({"kernel": generate(made.plan)}, "sm_90").partition('extern "C"')[2]
+    before, _, behind = source.partition("shuffle_xor")
+    count = [sum(f"in{index}_ptr" in part for index in range(3)) for part in (before.partition("{")[2], behind)]
+    assert count in ([3, 0], [3, 1]) if width < 2**18 else count == [1, 3], count
 
 
 @needs_nvrtc

@@ -1,6 +1,6 @@
-extern "C" __global__ void __launch_bounds__(256) k0_kernel(float* __restrict__ in0_ptr, float* __restrict__ out0_ptr, int n0);
-extern "C" __global__ void __launch_bounds__(256) k0_kernel(float* __restrict__ in0_ptr, float* __restrict__ out0_ptr, int n0) {
-  int row1 = ((((int)blockIdx.x) * 128) + min(((int)threadIdx.y), ((n0 - (((int)blockIdx.x) * 128)) - 1)));
+extern "C" __global__ void __launch_bounds__(128) k0_kernel(float* __restrict__ in0_ptr, float* __restrict__ out0_ptr, int n0);
+extern "C" __global__ void __launch_bounds__(128) k0_kernel(float* __restrict__ in0_ptr, float* __restrict__ out0_ptr, int n0) {
+  int row1 = ((((int)blockIdx.x) * 64) + min(((int)threadIdx.y), ((n0 - (((int)blockIdx.x) * 64)) - 1)));
   alignas(64) float acc_ptr[4];
   acc_ptr[0] = -CUDART_INF_F;
   acc_ptr[1] = -CUDART_INF_F;
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(256) k0_kernel(float* __restrict__ 
       v1_ptr[0] = (x_ptr_1[lane_1] - v7_ptr[0]);
       y_ptr[lane_1] = v1_ptr[0];
     }
-    if (((int)threadIdx.y) < (n0 - (((int)blockIdx.x) * 128))) {
+    if (((int)threadIdx.y) < (n0 - (((int)blockIdx.x) * 64))) {
       *(float4*)(out0_ptr + (whole4 * 4)) = *(float4*)(y_ptr + 0);
     }
   }
