@@ -119,9 +119,14 @@ def _with_rows_outside(x: Tensor) -> Tensor:
 
 
 def _apart(x: Tensor) -> Tensor:
-    """A copy that lies as (batch, row, head, column), with 16 unused bytes behind each row."""
+    """What lies as (batch, row, head, column), with 16 unused bytes behind each row: a copy. Of one batch, they are as
+    if they were behind the batch, where nobody goes."""
     batch, heads, rows, columns = x.shape
-    memory = x.new_empty(batch, rows, heads * columns + _ACCESS // x.element_size())
+    unused = _ACCESS // x.element_size()
+    if batch == 1:
+        x = _rows_outside(x)
+        return x.as_strided(x.shape, (x.numel() + unused, *x.stride()[1:]))
+    memory = x.new_empty(batch, rows, heads * columns + unused)
     return _copied(x, memory[:, :, : heads * columns].unflatten(2, (heads, columns)).transpose(1, 2))
 
 

@@ -142,6 +142,17 @@ class Branches:
             self._wait(self._marks[_BESIDE][-1])
         self._begin()
 
+    def begin(self, written: Sequence[torch.Tensor], action: Callable[[], None]) -> None:
+        """Runs beside, at once, what writes into tensors: nothing waits for it but who works on these."""
+        writes = memory_of(written)
+        awaited = self._crossings.before(_BESIDE, [], writes)
+        with self._beside():
+            if awaited is not None:
+                self._wait(self._marks[_PATH][awaited])
+            action()
+            self._marks[_BESIDE].append(self._mark())
+        self._crossings.add(_BESIDE, [], writes)
+
     def launch(self, index: int, step: Instruction, action: Callable[[list], None], registers: list) -> None:
         """Runs a step's action on its stream, once what it waits for is done."""
         is_beside = index in self._steps

@@ -63,10 +63,14 @@ def at_any_moment() -> Iterator[None]:
 
 
 class Kernel:
-    """A kernel that is loaded on a device, for as long as the process lives."""
+    """A kernel that is loaded on a device, for as long as the process lives.
+
+    Attributes:
+        function: the driver's handle.
+    """
 
     def __init__(self, function: ctypes.c_void_p):
-        self._function, self._launch = function, library().cuLaunchKernel
+        self.function, self._launch = function, library().cuLaunchKernel
 
     def __call__(self, blocks: tuple[int, int], threads: int, argument: ctypes.Structure, stream: int) -> None:
         """Launches it with one argument, whose bytes are read before this returns.
@@ -75,7 +79,7 @@ class Kernel:
             DriverError: the driver refuses.
         """
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
-        given = (self._function, *blocks, 1, threads, 1, 1, 0, ctypes.c_void_p(stream), arguments, None)
+        given = (self.function, *blocks, 1, threads, 1, 1, 0, ctypes.c_void_p(stream), arguments, None)
         status = self._launch(*given)
         if status == _INVALID_CONTEXT:  # the thread has done nothing on the device yet
             require_context()

@@ -14,7 +14,9 @@ from contextlib import contextmanager
 
 import torch
 
-from bridge.compile.cuda.driver import DriverError, at_any_moment, call, error_name, library, require_context
+from bridge.compile.cuda.driver import DriverError, Kernel, at_any_moment, call, error_name, library, require_context
+from bridge.compile.cuda.graph_nodes import KernelNode, fills_by_kernel, node_of
+from bridge.compile.cuda.own_kernels import own_kernels
 
 __all__ = ["Graph", "captured", "new_stream"]
 
@@ -40,23 +42,31 @@ def new_stream() -> int:
 class Graph:
     """A graph that can be launched.
 
+    Args:
+        graph: the driver's, from now on this one's.
+
     Attributes:
         is_empty: whether nothing was launched.
+        executable: the driver's handle of what is launched.
     """
 
     def __init__(self, graph: ctypes.c_void_p):
-        executable, nodes = ctypes.c_void_p(), ctypes.c_size_t()
+        self._graph, self.executable, nodes = graph, ctypes.c_void_p(), ctypes.c_size_t()
+        weakref.finalize(self, _destroy, graph, self.executable).atexit = False
         call("cuGraphGetNodes", graph, None, ctypes.byref(nodes))
         self.is_empty = not nodes.value
+        fills_by_kernel(graph, own_kernels(torch.cuda.current_device()).fill)
         with at_any_moment():  # another thread may capture
-            call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
+            call("cuGraphInstantiateWithFlags", ctypes.byref(self.executable), graph, ctypes.c_ulonglong(0))
         self._launch = library().cuGraphLaunch
-        self._executable = executable
-        weakref.finalize(self, _destroy_executable, executable).atexit = False
+
+    def node_of(self, kernel: Kernel) -> KernelNode | None:
+        """See :func:`bridge.compile.cuda.graph_nodes.node_of`."""
+        return node_of(self._graph, kernel)
 
     def launcher(self, stream: int) -> Callable[..., None]:
         """What launches it on a stream, whatever it is given. ``DriverError`` if the driver refuses."""
-        launch, executable, handle = self._launch, self._executable, ctypes.c_void_p(stream)
+        launch, executable, handle = self._launch, self.executable, ctypes.c_void_p(stream)
 
         def replay(*_: object, _graph: Graph = self) -> None:
             if status := launch(executable, handle):
@@ -80,14 +90,11 @@ def captured(stream: int) -> Iterator[list[Graph]]:
         yield made
     except BaseException:
         library().cuStreamEndCapture(handle, ctypes.byref(graph))  # what went wrong is told already
-        _destroy(graph)
+        _destroy(graph, ctypes.c_void_p())
         _take_pending_errors()
         raise
     call("cuStreamEndCapture", handle, ctypes.byref(graph))
-    try:
-        made.append(Graph(graph))
-    finally:
-        _destroy(graph)
+    made.append(Graph(graph))
 
 
 def _take_pending_errors() -> None:
@@ -100,12 +107,10 @@ def _take_pending_errors() -> None:
         return
 
 
-def _destroy_executable(executable: ctypes.c_void_p) -> None:
+def _destroy(graph: ctypes.c_void_p, executable: ctypes.c_void_p) -> None:
     """The last who has a graph may let go of it during a capture."""
     with at_any_moment():
-        library().cuGraphExecDestroy(executable)
-
-
-def _destroy(graph: ctypes.c_void_p) -> None:
-    if graph:
-        library().cuGraphDestroy(graph)
+        if executable:
+            library().cuGraphExecDestroy(executable)
+        if graph:
+            library().cuGraphDestroy(graph)

@@ -78,7 +78,7 @@ ORDER = ReductionOrder(
     interleaved=(1,),
     chunk_elements=2560,
     chunk_rows=1,
-    most_chunks=264,
+    most_chunks=132,
     split=8192,
     small_rows=2**17,
 )
@@ -126,7 +126,7 @@ ALTERNATIVES = (
     Alternative(OF_LIMITS, "cheap_shared", (0, 12)),
     Alternative(OF_ORDER, "chunk_rows", (4, 8, 32, 64)),
     Alternative(OF_ORDER, "chunk_elements", (8192, 32_768)),
-    Alternative(OF_ORDER, "most_chunks", (132, 264, 1024)),
+    Alternative(OF_ORDER, "most_chunks", (66, 264, 1024)),
     Alternative(OF_ORDER, "small_rows", (0, 2**15, 2**19)),
     Alternative(OF_LIMITS, "single_elements", (0, 2**15, 2**19)),
     Alternative(OF_LIMITS, "shared_elements", (512, 65_536)),

@@ -23,6 +23,7 @@ import torch
 from bridge.compile.cuda.branches import Branches
 from bridge.compile.cuda.copies import bring, copy
 from bridge.compile.cuda.executor import ALIGNMENT, BoundExecutor
+from bridge.compile.cuda.own_kernels import MOST
 from bridge.compile.graphs.recorder import Form, Replay
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.bind import Action, bind
@@ -207,6 +208,7 @@ class PiecewiseExecutor(BoundExecutor):
         }
         self._states: dict[int, torch.Tensor] = {}
         self._branches: Branches | None = None
+        self._captures_states = False
 
     @contextmanager
     def recorded_by(
@@ -215,6 +217,7 @@ class PiecewiseExecutor(BoundExecutor):
         take: Callable[[Form], torch.Tensor],
         copies: Sequence[tuple[int, torch.Tensor]] = (),
         branches: Branches | None = None,
+        captures_states: bool = False,
     ) -> Iterator[None]:
         """A run meanwhile is recorded as these pieces.
 
@@ -223,12 +226,15 @@ class PiecewiseExecutor(BoundExecutor):
             copies: places of results that library calls allocate, with memory for them; a result of the run that is
                 this memory is there, others are not.
             branches: launches what is not on the critical path beside it.
+            captures_states: whether the first graph brings generators' states to the device, those of a replay where
+                the caller has :meth:`states_of` in it.
         """
         self._pieces, self._take_between, self._branches = pieces, take, branches
         first = len(self._layout.params) + len(self._layout.fresh)
         for number, (place, memory) in enumerate(copies):
             self._kept[self._layout.results[place]] = _Kept(memory, first + number)
-        if self._brought:
+        self._captures_states = captures_states and len(self._brought) <= MOST
+        if self._brought and not self._captures_states:
             pieces.parts.insert(0, self._bring)
         try:
             yield
@@ -243,7 +249,11 @@ class PiecewiseExecutor(BoundExecutor):
 
     def _bring(self, given: Sequence[torch.Tensor]) -> None:
         """States to the device."""
-        bring([(memory, given[slot]) for slot, memory in self._brought.items()])
+        bring(self.states_of(given))
+
+    def states_of(self, given: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Where states are read on the device, with a call's, on the host."""
+        return [(memory, given[slot]) for slot, memory in self._brought.items()]
 
     def _load(self, registers: list, inputs: Sequence[torch.Tensor]) -> None:
         super()._load(registers, inputs)
@@ -253,6 +263,7 @@ class PiecewiseExecutor(BoundExecutor):
 
     def _act(self, registers: list) -> None:
         self._fork()
+        self._capture_states()
         for index, (action, last_used) in enumerate(self.actions):
             if index in self._between:
                 self._interrupt(index, registers)
@@ -269,6 +280,14 @@ class PiecewiseExecutor(BoundExecutor):
         """Behind what a piece begins with: copies of inputs that are not dense, or begin where kernels cannot read."""
         if self._branches is not None:
             self._branches.fork()
+
+    def _capture_states(self) -> None:
+        if self._brought and self._captures_states:
+            act = partial(bring, self.states_of(self._states))
+            if self._branches is None:
+                act()
+            else:
+                self._branches.begin(list(self._brought.values()), act)
 
     def _join(self) -> None:
         if self._branches is not None:

@@ -1,0 +1,150 @@
+"""Nodes of a captured graph: memory that is filled by the GPU's copy engine → by a kernel; a kernel's argument, anew.
+
+A kernel that waits for the copy engine's fill, as attention's backward and some convolutions' do, waits in a graph for
+some three microseconds; for a kernel's, it takes its turn at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from bridge.compile.cuda.driver import DriverError, Kernel, call, require_context
+from bridge.compile.cuda.own_kernels import THREADS, VECTOR, Fill
+
+__all__ = ["KernelNode", "fills_by_kernel", "node_of"]
+
+_KERNEL, _MEMSET = 0, 2
+"""``CU_GRAPH_NODE_TYPE_KERNEL``, ``CU_GRAPH_NODE_TYPE_MEMSET``."""
+_MOST_BLOCKS = 1024
+_WHOLE = {1: 0x01010101, 2: 0x00010001, 4: 1}
+"""By the bytes of an element, what makes four bytes of it."""
+
+
+class _Memset(ctypes.Structure):
+    """``CUDA_MEMSET_NODE_PARAMS``."""
+
+    _fields_ = (
+        ("target", ctypes.c_void_p),
+        ("pitch", ctypes.c_size_t),
+        ("value", ctypes.c_uint),
+        ("size", ctypes.c_uint),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
+class _KernelParams(ctypes.Structure):
+    """``CUDA_KERNEL_NODE_PARAMS``."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("arguments", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+    )
+
+
+class _Launch:
+    """A kernel's launch with one argument, as a node has it."""
+
+    def __init__(self, kernel: Kernel, blocks: tuple[int, int], threads: int, argument: ctypes.Structure):
+        self._argument = argument
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        grid, block, first = (*blocks, 1), (threads, 1, 1), ctypes.addressof(self._arguments)
+        self._params = _KernelParams(kernel.function, grid, block, 0, first, None)
+        self.params = ctypes.byref(self._params)
+
+
+class KernelNode:
+    """The node of one launch of a kernel, with one argument.
+
+    Args:
+        node: of a graph that lives as long.
+    """
+
+    def __init__(self, node: ctypes.c_void_p, kernel: Kernel):
+        self._node, self._kernel = node, kernel
+
+    def update(
+        self, executable: ctypes.c_void_p, blocks: tuple[int, int], threads: int, argument: ctypes.Structure
+    ) -> None:
+        """Later launches of an instance of the graph have this argument, whose bytes are read before this returns.
+
+        Raises:
+            DriverError: the driver refuses.
+        """
+        launch = _Launch(self._kernel, blocks, threads, argument)
+        call("cuGraphExecKernelNodeSetParams", executable, self._node, launch.params)
+
+
+def node_of(graph: ctypes.c_void_p, kernel: Kernel) -> KernelNode | None:
+    """The first node that launches a kernel of our own; ``None``: there is none."""
+    for node in _listed("cuGraphGetNodes", graph):
+        if _kind(node) == _KERNEL and _function(node) == kernel.function.value:
+            return KernelNode(node, kernel)
+    return None
+
+
+def _function(node: ctypes.c_void_p) -> int | None:
+    """The handle of what a node launches; ``None`` if that is of a newer kind."""
+    params = _KernelParams()
+    try:
+        call("cuGraphKernelNodeGetParams", node, ctypes.byref(params))
+    except DriverError:
+        return None
+    return params.function
+
+
+def fills_by_kernel(graph: ctypes.c_void_p, fill: Kernel) -> int:
+    """Replaces what fills a row of memory; how many nodes it replaced.
+
+    Raises:
+        DriverError: the graph is not fit to be used.
+    """
+    require_context()
+    return sum(_replaced(graph, node, fill) for node in _listed("cuGraphGetNodes", graph) if _kind(node) == _MEMSET)
+
+
+def _kind(node: ctypes.c_void_p) -> int:
+    kind = ctypes.c_int()
+    call("cuGraphNodeGetType", node, ctypes.byref(kind))
+    return kind.value
+
+
+def _replaced(graph: ctypes.c_void_p, node: ctypes.c_void_p, fill: Kernel) -> bool:
+    memset = _Memset()
+    call("cuGraphMemsetNodeGetParams", node, ctypes.byref(memset))
+    if memset.height != 1 or (memset.target or 0) % VECTOR or memset.size not in _WHOLE:
+        return False
+    try:
+        before, behind = (_listed(f"cuGraphNodeGet{name}", node) for name in ("Dependencies", "DependentNodes"))
+    except DriverError:  # an edge is of another kind than one that waits for the end
+        return False
+    nbytes = memset.size * memset.width
+    argument = Fill(memset.target, nbytes, memset.value * _WHOLE[memset.size] & 0xFFFFFFFF)
+    blocks = min(max(1, -(-nbytes // (VECTOR * THREADS))), _MOST_BLOCKS)
+    made, launch = ctypes.c_void_p(), _Launch(fill, (blocks, 1), THREADS, argument)
+    call("cuGraphAddKernelNode", ctypes.byref(made), graph, _array(before), _count(before), launch.params)
+    call("cuGraphAddDependencies", graph, _array([made] * len(behind)), _array(behind), _count(behind))
+    call("cuGraphDestroyNode", node)
+    return True
+
+
+def _listed(name: str, of: ctypes.c_void_p) -> list[ctypes.c_void_p]:
+    """The nodes that a function of the driver's lists."""
+    count = ctypes.c_size_t()
+    call(name, of, None, ctypes.byref(count))
+    found = (ctypes.c_void_p * count.value)()
+    if count.value:
+        call(name, of, found, ctypes.byref(count))
+    return [ctypes.c_void_p(each) for each in found]
+
+
+def _array(nodes: list[ctypes.c_void_p]) -> ctypes.Array:
+    return (ctypes.c_void_p * len(nodes))(*[node.value for node in nodes])
+
+
+def _count(nodes: list[ctypes.c_void_p]) -> ctypes.c_size_t:
+    return ctypes.c_size_t(len(nodes))
