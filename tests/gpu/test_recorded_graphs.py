@@ -348,6 +348,28 @@ def test_a_stream_is_made_in_a_thread_that_has_done_nothing_yet():
     assert made and made[0]
 
 
+def test_a_new_thread_has_handles_of_its_own_before_it_records():
+    """Of cuBLAS: to make one takes memory of the device, which no capture allows."""
+    pair = Pair()
+    for seed in range(3):  # the next call of these addresses is recorded
+        pair.step(seed, plain)
+    failures = []
+
+    def work():
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                for seed in range(12):
+                    pair.step(seed, plain)
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    for _ in range(3):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert not failures and not pair.graphs.refused and pair.graphs.replays > 30, (failures, pair.graphs)
+
+
 def test_what_cublas_works_in_stays_a_recordings():
     """torch.compile's reduce-overhead gives all of it back, and a graph of eager's ends the process where it lay in
     memory that nobody holds any more. Input and gradient stay where they are: new ones would come from elsewhere."""

@@ -7,6 +7,7 @@ launch. Whatever else comes runs every kernel by itself, and is counted with its
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -71,6 +72,7 @@ class GraphedExecutor:
         self._streams: LeastRecentlyUsed[Hashable, StreamRecordings] = LeastRecentlyUsed(STREAMS)
         self._results: ReplayResults | None = None
         self._is_warm = False
+        self._here = threading.local()
         self._left = 0
         self._refused = recorder.refusal()
         self.last_used = 0
@@ -123,7 +125,13 @@ class GraphedExecutor:
 
     def _by_itself(self, reason: str, inputs: Sequence[torch.Tensor], consume: bool, **given: Any) -> list:
         self._control.count(reason)
-        return self._execute(inputs, consume=consume, **given)
+        return self._by_kernels(inputs, consume=consume, **given)
+
+    def _by_kernels(self, inputs: Sequence[torch.Tensor], **given: Any) -> list[torch.Tensor]:
+        """Kernel by kernel. A thread's first run makes what libraries have for each thread, which no capture allows."""
+        results = self._execute(inputs, **given)
+        self._here.has_run = True
+        return results
 
     def _refuse(self, reason: str) -> None:
         self._refused = reason
@@ -196,6 +204,9 @@ class GraphedExecutor:
         if not recordings.is_due(inputs, strided, fresh):
             self._control.count("addresses that are new")
             return None
+        if not getattr(self._here, "has_run", False):
+            self._control.count("the first run of a thread")
+            return None
         if self._control.mode == "auto" and not self._shared.verdicts.copies_pay(recordings.copied_bytes):
             self._refuse("tensors lie elsewhere at each call, and to copy them takes as long as the launches do")
         elif self._control.mode == "auto" and recordings.parameter_bytes(inputs) > MAX_PARAMETER_BYTES:
@@ -218,7 +229,7 @@ class GraphedExecutor:
         """A run, kernel by kernel, whose results lie where a replay would have put them: their readers look there."""
         copied = self._results.copied
         own = len(fresh) - len(copied)
-        results = self._execute(inputs, consume=consume, fresh=fresh[:own])
+        results = self._by_kernels(inputs, consume=consume, fresh=fresh[:own])
         for place, memory in zip(copied, fresh[own:], strict=True):
             results[place] = memory.copy_(results[place])
         return results

@@ -355,6 +355,23 @@ def test_threads_do_not_wait_for_one_another(graphed):
     assert graphed.control.ungraphed["another thread is in the program"] == 1
 
 
+def test_a_thread_runs_by_itself_before_it_records(graphed):
+    """Libraries make handles for each thread, for which memory is taken: a capture would fail."""
+    for _ in range(3):
+        graphed.check()
+    recorded = []
+
+    def work():
+        for _ in range(3):
+            graphed.check()
+            recorded.append(graphed.recorder.recorded)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert recorded == [0, 1, 1] and graphed.control.ungraphed["the first run of a thread"] == 1
+
+
 def test_inputs_are_let_go_where_they_are_consumed(graphed):
     graphed.warm()
     given = [torch.randn(12, 16), graphed.w]
