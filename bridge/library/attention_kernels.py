@@ -119,8 +119,9 @@ def _with_rows_outside(x: Tensor) -> Tensor:
 
 
 def _apart(x: Tensor) -> Tensor:
-    """What lies as (batch, row, head, column), with 16 unused bytes behind each row: a copy. Of one batch, they are as
-    if they were behind the batch, where nobody goes."""
+    """A copy that lies as (batch, row, head, column), with 16 unused bytes behind each row. Behind the only batch, they
+    are a matter of its stride: there, nothing is copied.
+    """
     batch, heads, rows, columns = x.shape
     unused = _ACCESS // x.element_size()
     if batch == 1:

@@ -183,7 +183,11 @@ class Pieces:
 
 
 class PiecewiseExecutor(BoundExecutor):
-    """A program bound to the memory of one stream's recordings. Its runs are recorded, one at a time."""
+    """A program bound to the memory of one stream's recordings. Its runs are recorded, one at a time.
+
+    Attributes:
+        captures_states: whether the first graph of the run that is recorded brings generators' states to the device.
+    """
 
     def __init__(self, *parts: Any, **given: Any):
         super().__init__(*parts, **given)
@@ -208,7 +212,7 @@ class PiecewiseExecutor(BoundExecutor):
         }
         self._states: dict[int, torch.Tensor] = {}
         self._branches: Branches | None = None
-        self._captures_states = False
+        self.captures_states = False
 
     @contextmanager
     def recorded_by(
@@ -226,15 +230,15 @@ class PiecewiseExecutor(BoundExecutor):
             copies: places of results that library calls allocate, with memory for them; a result of the run that is
                 this memory is there, others are not.
             branches: launches what is not on the critical path beside it.
-            captures_states: whether the first graph brings generators' states to the device, those of a replay where
-                the caller has :meth:`states_of` in it.
+            captures_states: whether a graph may bring generators' states to the device: who launches it then gives it
+                those of the call, see :meth:`states_of`. Else they are brought in front of it.
         """
         self._pieces, self._take_between, self._branches = pieces, take, branches
         first = len(self._layout.params) + len(self._layout.fresh)
         for number, (place, memory) in enumerate(copies):
             self._kept[self._layout.results[place]] = _Kept(memory, first + number)
-        self._captures_states = captures_states and len(self._brought) <= MOST
-        if self._brought and not self._captures_states:
+        self.captures_states = captures_states and 0 < len(self._brought) <= MOST
+        if self._brought and not self.captures_states:
             pieces.parts.insert(0, self._bring)
         try:
             yield
@@ -282,7 +286,7 @@ class PiecewiseExecutor(BoundExecutor):
             self._branches.fork()
 
     def _capture_states(self) -> None:
-        if self._brought and self._captures_states:
+        if self.captures_states:
             act = partial(bring, self.states_of(self._states))
             if self._branches is None:
                 act()

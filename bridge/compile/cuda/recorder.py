@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 
@@ -20,7 +20,7 @@ from bridge.base.collector import collection_paused
 from bridge.base.locks import free_in_children
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided
 from bridge.compile.cuda.branches import Branches
-from bridge.compile.cuda.copies import Pairs, bring_anew
+from bridge.compile.cuda.copies import bring_anew
 from bridge.compile.cuda.driver_graphs import Graph, captured, new_stream
 from bridge.compile.cuda.executor import CudaExecutor
 from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, inside_of_loops, is_between
@@ -255,7 +255,7 @@ class CudaRecorder:
         block = shared.arena.reserve(self._program.arena_bytes)
         shared.scratch.begin()
         branches = _branches(self._beside.spans, shared.beside) if self._beside.spans else None
-        launch = partial(_launched, stream=stream, index=self._index, states_of=execute.states_of)
+        launch = partial(_launched, stream=stream, index=self._index, execute=execute)
         pieces = Pieces(partial(self._captured, shared), launch)
         # collecting garbage may free memory of the device, which is not allowed during a capture
         with _RECORDING, collection_paused():
@@ -290,14 +290,14 @@ def _branches(steps: Collection[int], stream: torch.cuda.Stream) -> Branches:
     )
 
 
-def _launched(graph: Graph, stream: int, index: int, states_of: Callable[[Sequence[torch.Tensor]], Pairs]) -> Replay:
-    """What launches a graph, with the states of a call where it brings some."""
-    launch, bring = graph.launcher(stream), bring_anew(graph, index)
+def _launched(graph: Graph, stream: int, index: int, execute: PiecewiseExecutor) -> Replay:
+    """What launches a graph of a run, with the states of a call where it brings some."""
+    launch, bring = graph.launcher(stream), bring_anew(graph, index) if execute.captures_states else None
     if bring is None:
         return launch
 
     def replay(given: Sequence[torch.Tensor]) -> None:
-        bring(states_of(given))
+        bring(execute.states_of(given))
         launch()
 
     return replay
