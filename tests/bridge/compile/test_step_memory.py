@@ -1,0 +1,123 @@
+"""Steps work on the memory that they say: what they read, what they write, and nothing else.
+
+Two streams, lifetimes in the arena and pieces of recorded runs all rest on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bridge import lower
+from bridge.base.devices import HOST
+from bridge.compile import View
+from bridge.compile.cuda.branches import memory_of
+from bridge.compile.runtime.executor import Executor, bind_all
+from bridge.compile.runtime.pool import ArenaPool
+from tests.bridge.compile.random_functions import build, draw, sample
+from tests.bridge.compile.test_branches import backward, compiled, inputs_of
+from tests.bridge.compile.test_cuda_programs import CASES as MODULES
+
+
+class Confined(Executor):
+    """Before each step, memory that it does not say to read is filled with noise; afterwards, what it does not say to
+    write has to be that noise still, and gets its numbers back."""
+
+    def __init__(self, program):
+        parts = (program.name, program.steps, program.layout, program.constants, program.code)
+        super().__init__(*parts, device=HOST, prepare=lambda: None, pool=ArenaPool(), actions=bind_all(*parts[1:]))
+
+    def _act(self, registers):
+        noise = torch.Generator().manual_seed(0)
+        read_only = {each.untyped_storage().data_ptr() for each in registers[: len(self._layout.params)]}
+        for (action, last_used), step in zip(self.actions, self.steps, strict=True):
+            if isinstance(step, View):
+                action(registers)
+            else:
+                self._confined(action, step, registers, read_only, noise)
+            for slot in last_used:
+                registers[slot] = None
+
+    def _confined(self, action, step, registers, read_only, noise):
+        reads, given = (memory_of([registers[slot] for slot in slots]) for slots in (step.reads, step.writes))
+        before = {}
+        for tensor in registers:
+            if tensor is None or tensor.numel() == 0 or tensor.untyped_storage().data_ptr() in read_only:
+                continue
+            memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            before.setdefault(memory.data_ptr(), (memory, memory.clone()))
+        for memory, numbers in before.values():
+            told = torch.zeros(len(memory), dtype=torch.bool)
+            for first, end in reads:
+                told[max(first - memory.data_ptr(), 0) : max(end - memory.data_ptr(), 0)] = True
+            filled = torch.randint(256, memory.shape, dtype=torch.uint8, generator=noise)
+            memory.copy_(torch.where(told, numbers, filled))
+        filled = {place: memory.clone() for place, (memory, _) in before.items()}
+        action(registers)
+        for place, (memory, numbers) in before.items():
+            told = torch.zeros(len(memory), dtype=torch.bool)
+            for first, end in given:
+                told[max(first - place, 0) : max(end - place, 0)] = True
+            assert torch.equal(memory[~told], filled[place][~told]), f"{step} writes elsewhere"
+            memory.copy_(torch.where(told, memory, numbers))
+
+
+def check(program, inputs):
+    wanted = program(list(inputs))
+    found = Confined(program)(list(inputs))
+    assert all(map(torch.equal, found, wanted)), program.name
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_steps_of_modules(name):
+    make, given = MODULES[name]
+    torch.manual_seed(0)
+    lowered = lower(make().train(), given())
+    for function in (lowered.forward, lowered.expected_backward):
+        program = compiled(function)
+        check(program, inputs_of(program))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_of_random_functions(seed):
+    inputs, instructions = draw(seed, 24)
+    last = len(inputs) + len(instructions)
+    program = compiled(build(inputs, instructions, "float32", range(last - 6, last)))
+    check(program, sample(inputs, torch.float32, seed))
+
+
+def test_one_that_does_not_say_all_it_writes_is_found():
+    program = compiled(lower(torch.nn.Linear(8, 8), torch.randn(4, 8).requires_grad_()).expected_backward)
+    inputs = inputs_of(program)
+    execute = Confined(program)
+    index = next(index for index, step in enumerate(execute.steps) if not isinstance(step, View))
+    action, last = execute.actions[index]
+
+    def reaches_further(registers):
+        action(registers)
+        others = [each for each in registers if each is not None and each.numel()]
+        written = {registers[slot].data_ptr() for slot in execute.steps[index].writes}
+        place = next(each for each in others[len(inputs) :] if each.data_ptr() not in written)
+        place.view(torch.uint8).flatten()[0] += 1
+
+    execute.actions = (*execute.actions[:index], (reaches_further, last), *execute.actions[index + 1 :])
+    with pytest.raises(AssertionError, match="writes elsewhere"):
+        execute(list(inputs))
+
+
+def test_one_that_does_not_say_all_it_reads_is_found():
+    program = backward()
+    arena = {register.slot for register in program.layout.arena}
+    index, slot = next(
+        (index, slot)
+        for index, step in enumerate(program.steps)
+        if not isinstance(step, View)
+        for slot in step.reads
+        if slot in arena
+    )
+    execute, inputs = Confined(program), inputs_of(program)
+    silent = replace(execute.steps[index], reads=tuple(each for each in execute.steps[index].reads if each != slot))
+    execute.steps = (*execute.steps[:index], silent, *execute.steps[index + 1 :])
+    assert not all(map(torch.equal, execute(list(inputs)), program(list(inputs))))
