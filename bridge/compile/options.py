@@ -28,6 +28,7 @@ class CompileOptions:
         constants: how many of the function's last parameters are the same at each call.
         grad_outs: how many of the function's last parameters are gradients of outputs: what depends on them is in no
             other function, and the way of its products may depend on who reads them.
+        given_orders: ``(place, order)`` of parameters that lie in memory as ``permute(order)`` of them would, dense.
         orders: ``(place, order)`` of results that are to lie in memory as ``permute(order)`` of them would: these are
             views of that.
     """
@@ -41,6 +42,7 @@ class CompileOptions:
     deterministic: bool = False
     settings: tuple[str, ...] = ()
     orders: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    given_orders: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @classmethod
     def current(cls, backend: Backend) -> CompileOptions:
@@ -54,4 +56,5 @@ class CompileOptions:
         """Everything a program depends on beside its function, as plain data: backend, threads, versions of torch, TVM
         and our own sources, torch's settings."""
         made_for = self.backend.key, self.threads, self.versions, self.settings
-        return *made_for, self.sums_in_place, self.grad_outs, self.constants, self.deterministic, self.orders
+        lie = self.orders, self.given_orders
+        return *made_for, self.sums_in_place, self.grad_outs, self.constants, self.deterministic, *lie

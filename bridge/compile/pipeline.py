@@ -240,7 +240,9 @@ class _Graphs:
         self._backend = options.backend.of_steps if is_step else options.backend
         func = turned_inside(func) if policy.turns else func
         func = carried_in_parts(func, partial(_parts_of_carry, policy))
-        neutral = name_normal_functions(translate(func, self._backend, drawn), self._backend)
+        neutral = name_normal_functions(
+            translate(func, self._backend, drawn, dict(options.given_orders)), self._backend
+        )
         neutral = add_moments_at_once(neutral, self._backend)
         if policy.joins:
             neutral = join_products(neutral, options.grad_outs)
@@ -257,7 +259,7 @@ class _Graphs:
         if options.sums_in_place:
             graph = accumulate(graph)
         self._graph = widen_gradients(graph, self._backend, policy.widened, options.grad_outs)
-        inside = replace(options, grad_outs=0, constants=0, orders=())
+        inside = replace(options, grad_outs=0, constants=0, orders=(), given_orders=())
         scans = [node.scan for node in self._graph.nodes if isinstance(node, LoopCall)]
         self._bodies = {scan.body: _body(scan, inside, policy) for scan in scans}
 

@@ -38,7 +38,7 @@ from bridge.dispatch.call_steps import Backward
 from bridge.dispatch.computed_masks import ComputedMasks
 from bridge.dispatch.eager_backward import EagerBackward
 from bridge.dispatch.guards import Sizes
-from bridge.dispatch.results import memory_orders
+from bridge.dispatch.orders import backward_orders, forward_orders
 from bridge.dispatch.segmented import BoundSegment, SegmentedRun, make_token
 from bridge.lowering import LoweredCall, script
 
@@ -96,7 +96,7 @@ class Programs:
         self._options = CompileOptions.current(backend)
         self.device, self.device_type = backend.device, backend.device.type
         self.masks = ComputedMasks(lowered, backend, addresses)
-        options = replace(self._options, orders=memory_orders(lowered.captured, lowered.imported.output_of))
+        options = replace(self._options, **forward_orders(lowered))
         self._forward = forward = Compiling(lowered.forward_source, name, "forward", options, self.masks.forward)
         if self._graphs is not None:
             forward.graphed = partial(
@@ -235,7 +235,7 @@ class BackwardRun:
         self._name = f"{lowered.captured.module_name}_backward"
         self._segments: tuple[Segment, ...] = ()
         name = lowered.captured.module_name
-        options = replace(options, sums_in_place=True, grad_outs=len(outputs))
+        options = replace(options, sums_in_place=True, grad_outs=len(outputs), **backward_orders(lowered, outputs))
         self._compiling = Compiling(lowered.backward_source(outputs), name, "backward", options, masks)
         self._compiling.graphed = graphed
 

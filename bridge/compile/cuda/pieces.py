@@ -53,13 +53,17 @@ class _Origin:
     Attributes:
         place: among inputs and memory for results, in a row.
         geometry: shape, strides and offset of a view of it; ``None``: it is the tensor itself.
+        order: see :class:`bridge.compile.runtime.layout.Register`.
     """
 
     place: int
     geometry: tuple[tuple[int, ...], tuple[int, ...], int] | None
+    order: tuple[int, ...] | None
 
     def of(self, given: Sequence[torch.Tensor]) -> torch.Tensor:
         tensor = given[self.place]
+        if self.order is not None:
+            tensor = tensor.permute(self.order)
         if tensor.data_ptr() % ALIGNMENT or not tensor.is_contiguous():  # as a run that is not recorded has it
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         if self.geometry is None:
@@ -68,8 +72,10 @@ class _Origin:
         return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
 
 
-def _origin(slot: int, views: Mapping[int, View], given: Mapping[int, int]) -> _Origin | None:
-    """``None``: the slot's tensor does not lie in one of the call's."""
+def _origin(
+    slot: int, views: Mapping[int, View], given: Mapping[int, int], orders: Mapping[int, tuple[int, ...] | None]
+) -> _Origin | None:
+    """``None``: the slot's tensor does not lie in one of the call's. ``orders``: of parameters, by slot."""
     geometry, offset = None, 0
     while (view := views.get(slot)) is not None:
         geometry = geometry or (view.shape, view.strides)
@@ -77,7 +83,7 @@ def _origin(slot: int, views: Mapping[int, View], given: Mapping[int, int]) -> _
         (slot,) = view.reads
     if slot not in given:
         return None
-    return _Origin(given[slot], None if geometry is None else (*geometry, offset))
+    return _Origin(given[slot], None if geometry is None else (*geometry, offset), orders.get(slot))
 
 
 @dataclass(frozen=True)
@@ -92,15 +98,22 @@ class _Between:
     """A call between two graphs. All recordings of a program for one stream share it: they run one after another.
 
     Args:
-        views: all there are, by slot; ``given``: places of a call's tensors, by slot.
+        views: all there are, by slot; ``given``: places of a call's tensors, by slot; ``orders``: of parameters.
 
     Attributes:
         memory: by slot, where its results lie for the graphs behind it, but for those that the caller has memory for;
             made at the first recording.
     """
 
-    def __init__(self, step: CallLibrary, views: Mapping[int, View], given: Mapping[int, int]):
+    def __init__(
+        self,
+        step: CallLibrary,
+        views: Mapping[int, View],
+        given: Mapping[int, int],
+        orders: Mapping[int, tuple[int, ...] | None],
+    ):
         self._step, self._action, self._views, self._given = step, bind(step, {}, {}), views, given
+        self._orders = orders
         self.memory: dict[int, torch.Tensor] = {}
 
     def record(
@@ -119,7 +132,8 @@ class _Between:
         """
         step, action = self._step, self._action
         there = {slot: each.place for slot, each in kept.items() if registers[slot] is each.memory}
-        found = {slot: _origin(slot, self._views, {**self._given, **there}) for slot in step.reads}
+        given = {**self._given, **there}
+        found = {slot: _origin(slot, self._views, given, self._orders) for slot in step.reads}
         origins = {slot: origin for slot, origin in found.items() if origin is not None}
         missing = [slot for slot in step.writes if slot not in kept and slot not in self.memory]
         if missing:
@@ -195,10 +209,11 @@ class PiecewiseExecutor(BoundExecutor):
         views = {step.writes[0]: step for step in (*self.steps, *layout.views) if isinstance(step, View)}
         slots = [*range(len(layout.params)), *(made.slot for made in layout.fresh)]
         place_of = {slot: place for place, slot in enumerate(slots)}
+        orders = {param.slot: param.order for param in layout.params}
         self._between: dict[int, _Between] = {}
         for index, step in enumerate(self.steps):
             if is_between(step):
-                self._between[index] = _Between(step, views, place_of)
+                self._between[index] = _Between(step, views, place_of, orders)
         read = {slot for step in self.steps if not is_between(step) for slot in step.reads}
         self._on_host = [slot for slot, param in enumerate(layout.params) if param.lies_on_host]
         self._brought = {slot: self._state() for slot in self._on_host if slot in read}

@@ -20,7 +20,6 @@ from bridge.compile.graphs.recorder import Form, Memory, Recorder, Replay
 from bridge.compile.graphs.recordings import MAX_MADE, StreamRecordings
 from bridge.compile.graphs.results import ReplayResults
 from bridge.compile.graphs.shared import STREAMS, Shared
-from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.forms import InputForms, Strided
 from bridge.compile.runtime.program import Program
 
@@ -65,9 +64,7 @@ class GraphedExecutor:
         self._program, self._execute, self._recorder, self._control = program, execute, recorder, control
         self._memory_of, self._shared = memory_of, Shared() if shared is None else shared
         self._forms = InputForms(program.name, program.layout.params, program.backend.device)
-        self._inputs: list[Form] = [
-            (tuple(each.shape), dense_strides(each.shape), each.torch_dtype) for each in program.layout.params
-        ]
+        self._inputs: list[Form] = [(*each.given_form, each.torch_dtype) for each in program.layout.params]
         self._on_host = tuple(place for place, each in enumerate(program.layout.params) if each.lies_on_host)
         self._streams: LeastRecentlyUsed[Hashable, StreamRecordings] = LeastRecentlyUsed(STREAMS)
         self._results: ReplayResults | None = None

@@ -54,12 +54,16 @@ class Value:
     """A dense tensor: a parameter, a constant, or a node's result. Identity is the object's.
 
     An ``"index"`` lies nowhere: each element is its own place in the tensor, which a kernel knows where it reads.
+
+    Attributes:
+        order: of a parameter: this is ``permute(order)`` of what a caller has; ``None``: it is that.
     """
 
     name: str
     shape: tuple[Dim, ...]
     dtype: str
     source: str = "node"  # or "param", "constant", "index"
+    order: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> Dim:

@@ -154,7 +154,8 @@ class _Walk:
             return Operand(turned.value, permute(turned.view, back))
         if is_all_of_a_value(operand):
             value = operand.value
-            if value.source == "node" or (value.source == "param" and alike(operand.shape, value.shape)):
+            is_param = value.source == "param" and value.order is None
+            if value.source == "node" or (is_param and alike(operand.shape, value.shape)):
                 return operand
         made = self.placed.copied(operand) if self._products.policy.keeps_order else None
         return self.placed.pointwise_copy(operand) if made is None else made

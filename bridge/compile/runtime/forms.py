@@ -18,7 +18,7 @@ _FORM = attrgetter("shape", "dtype", "device")
 _MAX_LOOKS = 4
 
 Strided = tuple[tuple[int, tuple[int, ...]], ...]
-"""Places and strides of inputs that are not dense."""
+"""Places and strides of inputs that are not dense in the order of their slots."""
 
 
 class InputForms:
@@ -33,23 +33,41 @@ class InputForms:
     def __init__(self, name: str, params: Sequence[Register], device: torch.device):
         self._name, self._params = name, params
         self._forms = [
-            (torch.Size(param.shape), param.torch_dtype, HOST if param.lies_on_host else device) for param in params
+            (torch.Size(param.given_form[0]), param.torch_dtype, HOST if param.lies_on_host else device)
+            for param in params
         ]
+        self._turned = [(place, param.order) for place, param in enumerate(params) if param.order is not None]
         self._looks: list[tuple[Checks, Strided]] = []  # inputs that look like these fit
 
     def dense(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The inputs, those that are strided as dense copies. Some may require grad: nothing is to record it.
+        """The inputs in the orders of their slots, those that lie otherwise as dense copies. Some may require grad:
+        nothing is to record it.
 
         Raises:
             ValueError: their number, a shape, an element type or a device is another one.
         """
-        return inputs if self._strided(inputs) == () else [tensor.contiguous() for tensor in inputs]
+        if self._strided(inputs) == ():
+            return self._in_order(inputs)
+        return [tensor.contiguous() for tensor in self._in_order(inputs)]
+
+    def _in_order(self, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if not self._turned:
+            return inputs
+        turned = list(inputs)
+        for place, order in self._turned:
+            turned[place] = turned[place].permute(order)
+        return turned
 
     def as_they_lie(self, inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Strided]:
-        """The inputs, with the strides of those that are not dense; of too many kinds of strides, dense copies. Raises
-        what :meth:`dense` does."""
+        """The inputs, with the strides of those that lie otherwise than their slots have them; of too many kinds of
+        strides, copies that lie so. Raises what :meth:`dense` does."""
         strided = self._strided(inputs)
-        return ([tensor.contiguous() for tensor in inputs], ()) if strided is None else (inputs, strided)
+        if strided is not None:
+            return inputs, strided
+        copies = [tensor.contiguous() for tensor in self._in_order(inputs)]
+        for place, order in self._turned:
+            copies[place] = copies[place].permute([order.index(axis) for axis in range(len(order))])
+        return copies, ()
 
     def _strided(self, inputs: Sequence[torch.Tensor]) -> Strided | None:
         """``None``: some may be strided, in one of too many ways."""
@@ -59,7 +77,10 @@ class InputForms:
                     return strided
         if list(map(_FORM, inputs)) != self._forms:
             self._reject(inputs)
-        strided = tuple((place, tensor.stride()) for place, tensor in enumerate(inputs) if not tensor.is_contiguous())
+        in_order = self._in_order(inputs)
+        strided = tuple(
+            (place, inputs[place].stride()) for place, each in enumerate(in_order) if not each.is_contiguous()
+        )
         if len(self._looks) < _MAX_LOOKS:
             self._looks.append((tensor_checks(inputs, given_twice=False), strided))
             return strided

@@ -18,13 +18,31 @@ __all__ = ["Layout", "Register"]
 
 @dataclass(frozen=True)
 class Register:
-    """A dense tensor in a slot; one in the arena lies ``offset`` bytes behind its beginning."""
+    """A dense tensor in a slot; one in the arena lies ``offset`` bytes behind its beginning.
+
+    Attributes:
+        order: of a parameter: the slot has ``permute(order)`` of what a caller gives; ``None``: it has that.
+    """
 
     slot: int
     name: str
     shape: tuple[Dim, ...]
     dtype: str
     offset: int = 0
+    order: tuple[int, ...] | None = None
+
+    @property
+    def given_form(self) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
+        """Shape and strides of what a caller gives where it lies as the slot has it."""
+        shape, strides = self.shape, dense_strides(self.shape)
+        if self.order is None:
+            return shape, strides
+        places = [self.order.index(axis) for axis in range(len(self.order))]
+        return tuple(shape[place] for place in places), tuple(strides[place] for place in places)
+
+    def turned(self, given: torch.Tensor) -> torch.Tensor:
+        """What a caller gives, in the order of the slot."""
+        return given if self.order is None else given.permute(self.order)
 
     @property
     def numel(self) -> Dim:

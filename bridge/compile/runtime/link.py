@@ -36,6 +36,7 @@ from bridge.compile.runtime.layout import Layout, Register
 from bridge.compile.runtime.loop import scratch_bytes
 from bridge.compile.runtime.loop_step import Instruction, Loop
 from bridge.compile.runtime.program import Program
+from bridge.compile.runtime.result_views import brought_forward
 from bridge.compile.runtime.step_kernels import chained, guard_indices, kernel_of, one
 from bridge.compile.schedule.fuse import Group, fuse
 from bridge.compile.schedule.read_again import read_again
@@ -153,7 +154,11 @@ class _Linker:
                 self._product(group.nodes[0], kernel)
             else:
                 self._kernel(group, kernel)
+        count = len(self.steps)
         self.returned = [self.operand(op) for op in graph.results]
+        self.steps, places = brought_forward(self.steps, count)
+        for value, (begin, end) in self.lifetimes.items():  # packed factors are there always
+            self.lifetimes[value] = places[begin], places.get(end, end)
 
     def slot(self, value: Value) -> int:
         if value.source == "index":
@@ -376,7 +381,7 @@ class _Linker:
         self.lifetimes = lasting(self.lifetimes, self.steps, beside, values.__getitem__)
 
     def _register(self, value: Value, offset: int = 0) -> Register:
-        return Register(self.slots[value, None], value.name, value.shape, value.dtype, offset)
+        return Register(self.slots[value, None], value.name, value.shape, value.dtype, offset, value.order)
 
 
 def _under(prefix: str, step: Instruction) -> Instruction:

@@ -40,15 +40,22 @@ from bridge.compile.translate.registry import TRANSLATIONS
 __all__ = ["translate"]
 
 
-def translate(func: Function, rules: Rules, drawn: Mapping[int, DrawnMask] | None = None) -> Graph:
+def translate(
+    func: Function,
+    rules: Rules,
+    drawn: Mapping[int, DrawnMask] | None = None,
+    orders: Mapping[int, tuple[int, ...]] | None = None,
+) -> Graph:
     """The neutral loop graph (:mod:`bridge.compile.loop_ir.neutral`) of a function in flat form, by a backend's rules.
 
     ``drawn``: parameters, by place, that are masks which kernels compute; the generator's state takes their place.
+    ``orders``: of parameters, by place, in memory, see :class:`~bridge.compile.options.CompileOptions`.
 
     ``NotImplementedError`` names an operator that neither this package nor TVM's legalization can compile.
     """
     builder = Builder(rules)
-    params = [_parameter(builder, var, (drawn or {}).get(place)) for place, var in enumerate(func.params)]
+    drawn, orders = drawn or {}, orders or {}
+    params = [_parameter(builder, var, drawn.get(i), orders.get(i)) for i, var in enumerate(func.params)]
     for var, value in bindings(func):
         if var not in builder.env:
             _bind(builder, var, value)
@@ -56,9 +63,13 @@ def translate(func: Function, rules: Rules, drawn: Mapping[int, DrawnMask] | Non
     return Graph(params, builder.constants, builder.nodes, outputs)
 
 
-def _parameter(builder: Builder, var: Var, mask: DrawnMask | None) -> Value:
-    """The value that a caller passes for a parameter."""
+def _parameter(builder: Builder, var: Var, mask: DrawnMask | None, order: tuple[int, ...] | None) -> Value:
+    """The value that a caller passes for a parameter, or what that is in the order of its memory."""
     name = builder.hint = str(var.name)
+    if mask is None and order is not None:
+        value = Value(name, tuple(shape(var)[axis] for axis in order), dtype(var), "param", order)
+        builder.env[var] = builder.permute(whole(value), [order.index(axis) for axis in range(len(order))])
+        return value
     if mask is None:
         value = Value(name, shape(var), dtype(var), "param")
         builder.env[var] = whole(value)
