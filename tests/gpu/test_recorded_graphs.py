@@ -360,7 +360,7 @@ def test_a_new_thread_has_handles_of_its_own_before_it_records():
             with torch.autograd.set_multithreading_enabled(False):
                 for seed in range(12):
                     pair.step(seed, plain)
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:  # noqa: BLE001 - a thread's errors are told by the test
             failures.append(error)
 
     for _ in range(3):
@@ -397,7 +397,7 @@ def test_what_cublas_works_in_stays_a_recordings():
     for seed in range(12):
         pair.step(seed, held)
     replays, moved = pair.graphs.replays - replays, pair.graphs.ungraphed["addresses that are new"] - moved
-    assert replays + moved == 24 and replays >= 12 and not pair.graphs.refused, pair.graphs
+    assert replays + moved == 24 and replays >= 16 and not pair.graphs.refused, pair.graphs
     assert all(bool(each.isnan().all()) for each in others)
 
 

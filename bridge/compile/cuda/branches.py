@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
@@ -145,12 +146,7 @@ class Branches:
     def begin(self, written: Sequence[torch.Tensor], action: Callable[[], None]) -> None:
         """Runs beside, at once, what writes into tensors: nothing waits for it but who works on these."""
         writes = memory_of(written)
-        awaited = self._crossings.before(_BESIDE, [], writes)
-        with self._beside():
-            if awaited is not None:
-                self._wait(self._marks[_PATH][awaited])
-            action()
-            self._marks[_BESIDE].append(self._mark())
+        self._run(_BESIDE, [], writes, action)
         self._crossings.add(_BESIDE, [], writes)
 
     def launch(self, index: int, step: Instruction, action: Callable[[list], None], registers: list) -> None:
@@ -159,12 +155,15 @@ class Branches:
         stream = _BESIDE if is_beside else _PATH
         reads = memory_of([registers[slot] for slot in step.reads])
         given = memory_of([registers[slot] for slot in step.writes])  # what a library call returns is nobody's yet
-        awaited = self._crossings.before(stream, reads, given)
-        with self._beside() if is_beside else nullcontext():
-            if awaited is not None:
-                self._wait(self._marks[1 - stream][awaited])
-            action(registers)
-            self._marks[stream].append(self._mark())
+        self._run(stream, reads, given, partial(action, registers))
         self._crossings.add(stream, reads, memory_of([registers[slot] for slot in step.writes]))
         if is_beside:  # until both are joined: their memory would serve the path's next calls
             self._held += [registers[slot] for slot in (*step.reads, *step.writes)]
+
+    def _run(self, stream: int, reads: Sequence[Range], writes: Sequence[Range], action: Callable[[], None]) -> None:
+        awaited = self._crossings.before(stream, reads, writes)
+        with self._beside() if stream == _BESIDE else nullcontext():
+            if awaited is not None:
+                self._wait(self._marks[1 - stream][awaited])
+            action()
+            self._marks[stream].append(self._mark())

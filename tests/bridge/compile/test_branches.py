@@ -182,6 +182,14 @@ def test_a_backward_has_the_same_bits_in_any_order_that_is_allowed(order):
     assert agree(program, inputs_of(program), ORDERS[order])
 
 
+def programs_of(name):
+    """A module's forward and backward."""
+    make, sample = MODULES[name]
+    torch.manual_seed(0)
+    lowered = lower(make().train(), sample())
+    return compiled(lowered.forward), compiled(lowered.expected_backward)
+
+
 def lying_elsewhere(tensor, place):
     """The same numbers: as they are, not dense, or where no vector begins."""
     if place % 3 == 0 or tensor.dtype is torch.uint64:
@@ -193,11 +201,7 @@ def lying_elsewhere(tensor, place):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_programs_of_modules_with_inputs_that_lie_anywhere(name):
-    make, sample = MODULES[name]
-    torch.manual_seed(0)
-    lowered = lower(make().train(), sample())
-    for function_ in (lowered.forward, lowered.expected_backward):
-        program = compiled(function_)
+    for program in programs_of(name):
         inputs = [lying_elsewhere(each, place) for place, each in enumerate(inputs_of(program))]
         for choose in ORDERS.values():
             assert agree(program, list(inputs), choose), program.name

@@ -17,7 +17,7 @@ from bridge.compile.cuda.branches import memory_of
 from bridge.compile.runtime.executor import Executor, bind_all
 from bridge.compile.runtime.pool import ArenaPool
 from tests.bridge.compile.random_functions import build, draw, sample
-from tests.bridge.compile.test_branches import backward, compiled, inputs_of
+from tests.bridge.compile.test_branches import backward, compiled, inputs_of, programs_of
 from tests.bridge.compile.test_cuda_programs import CASES as MODULES
 
 
@@ -72,11 +72,7 @@ def check(program, inputs):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_steps_of_modules(name):
-    make, given = MODULES[name]
-    torch.manual_seed(0)
-    lowered = lower(make().train(), given())
-    for function in (lowered.forward, lowered.expected_backward):
-        program = compiled(function)
+    for program in programs_of(name):
         check(program, inputs_of(program))
 
 
