@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from bridge.base.devices import HOST
 from bridge.capture import Captured
 from bridge.dispatch.results import memory_orders
 from bridge.lowering import LoweredCall
@@ -36,13 +35,12 @@ def backward_orders(lowered: LoweredCall, outputs: tuple[int, ...]) -> dict[str,
 
 
 def _orders(captured: Captured, primals: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Of a program's first parameters, or of a backward's results, which are gradients of these: on the processor,
-    where sizes are known. On a GPU, results are memory that graphs are recorded for.
+    """Of a program's first parameters, or of a backward's results, which are gradients of these, where sizes are known.
 
     Args:
         primals: which of the call's they are: the module's tensors, the arguments, then others.
     """
-    if captured.extents is not None or captured.device != HOST:
+    if captured.extents is not None:
         return ()
     tensors = [(each.shape, each.stride, each.dtype) for each in captured.module_tensors]
     tensors += [(each.shape, each.stride(), each.dtype) for each in captured.arguments]

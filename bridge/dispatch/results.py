@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from bridge.base.complex_views import view_in
-from bridge.base.devices import HOST
 from bridge.base.objects import has_objects, unpacked
 from bridge.base.torch_internals import pytree
 from bridge.capture import Captured, Output
@@ -70,13 +69,13 @@ def _leaf(observed: Output, position: int | None, computed: Any, inputs: list[to
 
 def memory_orders(captured: Captured, positions: Sequence[int | None]) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """Places of the forward's results that it has in another order in memory, eager's, each with its axes in that
-    order: on the processor, where sizes are known. On a GPU, results are memory that graphs are recorded for.
+    order, where sizes are known.
 
     Args:
         positions: as for :func:`assembly`.
     """
     found = {}
-    if captured.extents is not None or captured.device != HOST:
+    if captured.extents is not None:
         return ()
     for observed, position in zip(captured.outputs, positions, strict=True):
         stride = None if position is None or observed.dtype.is_complex else _other_order(observed)

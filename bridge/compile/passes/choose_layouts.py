@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from autodiff.extents import same
 from bridge.compile.loop_ir.graph import (
+    Fallback,
     Graph,
     LibraryCall,
     LoopCall,
@@ -21,6 +22,7 @@ from bridge.compile.loop_ir.graph import (
     Operand,
     Pad,
     Pointwise,
+    Product,
     Reduction,
     Scalar,
     Value,
@@ -59,7 +61,24 @@ def choose_layouts(
     walk.gradients.update(graph.params[len(graph.params) - grad_outs :])
     for node in graph.nodes:
         walk.add(node)
-    return replace(graph, nodes=walk.placed.nodes, results=walk.results)
+    return replace(graph, nodes=_soon(walk.placed.nodes, walk.copied_results), results=walk.results)
+
+
+def _soon(nodes: Sequence[Node], copies: Collection[Node]) -> list[Node]:
+    """The nodes, each of these copies right behind the library call or product whose result it reads: at the end, who
+    waits for one result would wait for all. A kernel stores a copy of what it computes as it computes it."""
+    makers = {out for node in nodes if isinstance(node, LibraryCall | Fallback | Product) for out in node.outs}
+    behind: dict[Value, list[Node]] = defaultdict(list)
+    for copy in copies:
+        read = {operand.value for operand in copy.operands if isinstance(operand, Operand)} & makers
+        for value in read:
+            behind[value].append(copy)
+    moved = {copy for each in behind.values() for copy in each}
+    found: list[Node] = []
+    for node in nodes:
+        if node not in moved:
+            found += [node, *(copy for out in node.outs for copy in behind.get(out, ()))]
+    return found
 
 
 def _readers(nodes: Iterable[Node | Neutral]) -> dict[Value, list[Node | Neutral]]:
@@ -72,12 +91,17 @@ def _readers(nodes: Iterable[Node | Neutral]) -> dict[Value, list[Node | Neutral
 
 
 class _Walk:
-    """Attributes: ``gradients``, all values that depend on the gradient of an output."""
+    """
+    Attributes:
+        gradients: all values that depend on the gradient of an output.
+        copied_results: copies that were made for a result alone.
+    """
 
     def __init__(self, rules: Rules, products: ProductChoice, orders: Mapping[int, Sequence[int]]) -> None:
         self.placed = Placed()
         self.results: list[Operand] = []
         self.gradients: set[Value] = set()
+        self.copied_results: list[Node] = []
         self._rules = rules
         self._products = products
         self._orders = orders
@@ -158,7 +182,10 @@ class _Walk:
             if value.source == "node" or (is_param and alike(operand.shape, value.shape)):
                 return operand
         made = self.placed.copied(operand) if self._products.policy.keeps_order else None
-        return self.placed.pointwise_copy(operand) if made is None else made
+        if made is None:
+            made = self.placed.pointwise_copy(operand)
+            self.copied_results.append(self.placed.nodes[-1])
+        return made
 
 
 def _is_made_of_parts(operand: Operand) -> bool:

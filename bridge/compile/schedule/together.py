@@ -8,6 +8,7 @@ reads stay apart from those that somebody waits for, where they may run beside o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -78,19 +79,21 @@ def _steps(groups: Sequence[Group], most: int, awaited: Collection[Group], early
 
 def _others_first(groups: Sequence[Group]) -> list[Group]:
     """The same groups, each library call and small reduction before the small point-wise groups in front of it that it
-    does not read."""
+    does not read. None lets more than so many pass: a gradient is waited for by who is not in this program."""
     ordered: list[Group] = []
+    passed: Counter[Group] = Counter()
     for group in groups:
         place = len(ordered)
         if type(group.nodes[0]) is LibraryCall or (_is_small(group) and _reduces(group)):
-            while place and ordered[place - 1] not in group.sources and _is_passed(ordered[place - 1]):
+            while place and passed[ordered[place - 1]] < _REACH and _lets_pass(ordered[place - 1], group):
                 place -= 1
+        passed.update(ordered[place:])
         ordered.insert(place, group)
     return ordered
 
 
-def _is_passed(group: Group) -> bool:
-    return _is_elementwise(group) and _is_small(group)
+def _lets_pass(group: Group, other: Group) -> bool:
+    return group not in other.sources and _is_elementwise(group) and _is_small(group)
 
 
 def _reduces(group: Group) -> bool:

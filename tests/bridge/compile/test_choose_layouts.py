@@ -333,3 +333,19 @@ def test_a_plan_is_all_that_the_kernel_is_told():
     assert plan.descriptor(accumulate=True) == (*plan.descriptor()[:-1], 1)
     again = ProductPlan(plan.way, plan.element_type, plan.geometry, plan.block)
     assert again == plan and hash(again) == hash(plan)
+
+
+def test_copies_of_results_come_right_behind_the_products_that_they_are_of():
+    """A gradient waits for nothing that it does not depend on; what a kernel computes, it stores itself."""
+
+    def body(emit: Callable, x: relax.Expr, w: relax.Expr) -> list[relax.Var]:
+        first = emit(op.matmul(x, w))
+        kept = emit(op.exp(first))
+        second = emit(op.matmul(kept, w))
+        return [*(emit(op.permute_dims(each, [1, 0])) for each in (second, first, kept)), second]
+
+    _, graph = chosen([(8, 8), (8, 8)], body, Policy(GENERATED))
+    products = [place for place, node in enumerate(graph.nodes) if isinstance(node, Product)]
+    made = {out: place for place, node in enumerate(graph.nodes) for out in node.outs}
+    second, first, kept = (made[each.value] for each in graph.results[:3])
+    assert (first, second) == (products[0] + 1, products[1] + 1) and kept == len(graph.nodes) - 1

@@ -12,6 +12,7 @@ from bridge.compile.cuda.limits import LIMITS
 from bridge.compile.loop_ir.graph import Concat, LibraryCall, Value, whole
 from bridge.compile.passes.dead_code import eliminate_dead_code
 from bridge.compile.passes.sections import recompute_sections
+from bridge.compile.schedule import together as together_module
 from bridge.compile.schedule.fuse import fuse
 from bridge.compile.schedule.together import plan_together, together
 from tests.bridge.compile.planned_graphs import Builder, Kernels, build, inputs
@@ -125,6 +126,25 @@ def test_a_small_reduction_goes_before_what_is_copied_beside_its_result():
     total = b.reduce("sum", x, 1, 24, 16, 16)
     found = together(fuse(b.graph(copied, b.op("exp", total)), BACKEND), BACKEND)
     assert [len(step) for step in found] == [1, 2]
+
+
+def test_what_nobody_reads_lets_only_so_many_pass(monkeypatch):
+    """Gradients that are copied: who waits for one is not in the program."""
+
+    def places(reach):
+        monkeypatch.setattr(together_module, "_REACH", reach)
+        b = Builder()
+        x, made = b.param(24, 16), []
+        for _ in range(12):
+            x = product(b, x, b.param(16, 16))
+            made.append(b.op("exp", x))
+        steps = together(fuse(b.graph(*made), BACKEND), BACKEND)
+        kinds = [(place, type(group.nodes[0])) for place, step in enumerate(steps) for group in step]
+        return [place for place, kind in kinds if kind is not LibraryCall]
+
+    assert min(places(100)) == 12
+    found = places(3)
+    assert len(found) == 12 and all(place <= index + 8 for index, place in enumerate(found)), found
 
 
 def drawn(seed: int):
