@@ -37,8 +37,9 @@ from bridge.compile.runtime.background import others_may_build
 
 __all__ = ["HOST_TARGET", "build_executable", "build_library", "cuda_source", "kernel_source", "target_of"]
 
-HOST_TARGET = "llvm"
-"""Any processor of the kind: what launches kernels is no matter of instructions."""
+HOST_TARGET = {"kind": "llvm", "opt-level": 0}
+"""Any processor of the kind, as soon as possible: what launches kernels is no matter of instructions, and there is more
+of it than LLVM optimizes while NVRTC compiles what is launched."""
 
 _CALLBACK = "tvm_callback_cuda_compile"
 _LINE = "\n// ---- kernels\n"
@@ -48,7 +49,7 @@ _KERNEL = re.compile(
 
 _KERNELS_OF_PART = 2
 """Of one call of NVRTC, at least: each reads the head of the source anew, which takes it as long as a small kernel."""
-_MOST_PARTS = 8
+_MOST_PARTS = 16
 
 FORMS = ("tvmscript", "cuda", "ptx", "sass")
 

@@ -49,7 +49,7 @@ class CudaLibraries:
         """The architecture, NVRTC and what it is told, and what the host's code is made for."""
         if tvm.get_global_func(_CUDA_RUN_TIME, allow_missing=True) is None:
             return None
-        return self.arch, HOST_TARGET, *made_for()
+        return self.arch, str(HOST_TARGET), *made_for()
 
     def build(self, functions: Mapping[str, PrimFunc], loops: bool) -> Module:
         let_go()

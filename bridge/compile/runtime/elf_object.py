@@ -19,6 +19,8 @@ _RELOCATABLE, _X86_64 = 1, 62
 _SYMTAB, _RELA, _NOBITS, _REL = 2, 4, 8, 9
 _INITIALIZERS = (14, 15, 16)
 _ALLOC, _TLS = 0x2, 0x400
+_POINTER = 8
+_RETURN = b"\xc3"
 _LAST_INDEX = 0xFF00
 _GLOBAL_OBJECT = 0x11
 """Type and binding of a symbol of data."""
@@ -115,13 +117,16 @@ def _read(content: bytes) -> ElfObject:
     heads = [_SECTION.unpack_from(content, at + size * index) for index in range(count)]
     names = _of(content, heads[names_at])
     sections: dict[int, Section] = {}
+    initializers: list[int] = []
     for index, head in enumerate(heads):
         name, what, flags, _, _, length, _, _, align, _ = head
         text = _string(names, name)
         if not flags & _ALLOC or text == ".eh_frame":  # no exception passes through a kernel
             continue
-        if flags & _TLS or what in _INITIALIZERS:
+        if flags & _TLS:
             raise CannotLinkError(f"section {text}")
+        if what in _INITIALIZERS:
+            initializers.append(index)
         sections[index] = Section(text, flags, max(align, 1), length, None if what == _NOBITS else _of(content, head))
     tables = [head for head in heads if head[1] == _SYMTAB]
     if len(tables) != 1:
@@ -135,7 +140,21 @@ def _read(content: bytes) -> ElfObject:
         for offset, info, addend in _RELOCATION.iter_unpack(_of(content, head)):
             relocation = Relocation(offset, info & 0xFFFFFFFF, symbols[info >> 32], addend)
             sections[head[7]].relocations.append(relocation)
-    return ElfObject(sections, symbols)
+    for index in initializers:
+        if not _does_nothing(sections[index], sections):
+            raise CannotLinkError(f"section {sections[index].name}")
+    kept = {index: section for index, section in sections.items() if index not in initializers}
+    return ElfObject(kept, symbols)
+
+
+def _does_nothing(initializers: Section, sections: Mapping[int, Section]) -> bool:
+    """Whether all functions that a loader would call return at once, as what LLVM makes without optimization does."""
+    found = []
+    for each in initializers.relocations:
+        code = sections.get(each.symbol.section)
+        at = each.symbol.value + each.addend
+        found.append(code is not None and code.is_code and (code.content or b"")[at : at + 1] == _RETURN)
+    return len(found) == initializers.size // _POINTER and all(found)
 
 
 def _of(content: bytes, head: tuple) -> bytes:

@@ -10,13 +10,15 @@ import pytest
 import torch
 from tvm.relax import op
 
-from bridge.compile import Built, clear_cache
+from bridge.compile import Built, CompileOptions, clear_cache, compile_function
 from bridge.compile.codegen.tir import LOOPS_ATTR
 from bridge.compile.cpu.build import CpuLibraries
+from bridge.compile.cuda import build
 from bridge.compile.runtime.elf_link import shared_library
 from bridge.compile.runtime.elf_object import CannotLinkError, read_object
 from tests.bridge.compile.stored_program import bits, programs
-from tests.bridge.compile_helpers import program
+from tests.bridge.compile.test_cuda_programs import Collecting
+from tests.bridge.compile_helpers import function, program
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 objects")
 
@@ -51,6 +53,35 @@ def test_a_linked_library_computes_the_bits_of_the_code_in_memory():
 def test_undefined_symbols_are_the_systems(content):
     names = {symbol.name for symbol in read_object(content).symbols if symbol.section is None}
     assert "sinf" in names and b"sinf\0" in shared_library(content)
+
+
+@pytest.fixture(scope="module")
+def launching(tmp_path_factory):
+    """Host code that launches a kernel: LLVM does not optimize it, and it has an initializer, which does nothing."""
+    backend = Collecting(arch="sm_90")
+    doubled = function([((32, 48), "float32")], lambda emit, x: [emit(x + x)])
+    compile_function(doubled, name="doubled", options=CompileOptions.current(backend))
+    host, _ = build._lowered(backend.kernels, build.target_of(backend.arch))
+    path = tmp_path_factory.mktemp("object") / "launch.o"
+    build._host_module(host).write_to_file(str(path), "o")
+    return path.read_bytes()
+
+
+def test_an_initializer_that_does_nothing_is_left_out(launching):
+    assert b".init_array\0" in launching
+    assert not any(section.name == ".init_array" for section in read_object(launching).sections.values())
+    assert b"__tvm_ffi_" in shared_library(launching)
+
+
+def test_an_initializer_that_does_something_is_refused(launching):
+    """It is the last of the code."""
+    at, size, count, names = struct.unpack_from("<Q", launching, 40)[0], *struct.unpack_from("<HHH", launching, 58)
+    heads = [struct.unpack_from("<IIQQQQIIQQ", launching, at + size * index) for index in range(count)]
+    (code,) = [head for head in heads if launching[heads[names][4] + head[0] :].startswith(b".text\0")]
+    last = code[4] + code[5] - 1
+    assert launching[last] == 0xC3
+    with pytest.raises(CannotLinkError, match="init_array"):
+        shared_library(launching[:last] + b"\x90" + launching[last + 1 :])
 
 
 def changed(content, section, kind):

@@ -82,26 +82,45 @@ def test_numbers_and_strides_are_eagers(name):
     assert not stats(ours).misses
 
 
+def entry_of(ours):
+    (entry,) = stats(ours).entries
+    return entry
+
+
+def test_programs_read_tensors_in_their_order():
+    ours, _, _ = pair("two dimensions")
+    for program in (entry_of(ours).forward, entry_of(ours).backward):
+        lying = [param for param in program.layout.params if len(param.shape) == 4 and param.order is not None]
+        assert len(lying) >= 3 and all(param.order == (0, 2, 3, 1) for param in lying)
+
+
 @ON_THE_HOST
 def test_nothing_is_copied_on_the_way_in():
     ours, _, x = pair("two dimensions")
-    (entry,) = stats(ours).entries
-    given = [*ours.parameters(), x]
-    for program in (entry.forward, entry.backward):
-        lying = [param for param in program.layout.params if len(param.shape) == 4 and param.order is not None]
-        assert len(lying) >= 3 and all(param.order == (0, 2, 3, 1) for param in lying)
-    turned = {each.data_ptr() for each in given}
+    executor = type(entry_of(ours).forward.executor)
+    given = {each.data_ptr() for each in (*ours.parameters(), x) if each.ndim == 4}
     seen = []
-    load = type(entry.forward.executor)._load
+    load = executor._load
 
     def spied(self, registers, inputs):
         load(self, registers, inputs)
-        seen.extend(each.data_ptr() for each in registers[: len(inputs)] if each.ndim == 4)
+        seen.extend(each.data_ptr() for each in registers[: len(inputs)])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(entry.forward.executor), "_load", spied)
+        patch.setattr(executor, "_load", spied)
         ours(x)
-    assert {each.data_ptr() for each in given if each.ndim == 4} <= set(seen) & turned
+    assert given <= set(seen)
+
+
+def test_gradients_are_not_copied_on_the_way_out():
+    """Autograd keeps one that lies as what it is of, and copies any other."""
+    ours, _, x = pair("two dimensions")
+    made = {}
+    for name, each in [*ours.named_parameters(), ("x", x)]:
+        each.register_hook(lambda grad, name=name: made.update({name: grad.data_ptr()}))
+    sum(each.square().sum() for each in ours(x)).backward()
+    grads = {name: each.grad.data_ptr() for name, each in [*ours.named_parameters(), ("x", x)] if each.grad.ndim == 4}
+    assert len(grads) == 4 and grads.items() <= made.items()
 
 
 def test_of_another_layout_it_is_read_as_well():
