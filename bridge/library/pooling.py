@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from bridge.base.torch_internals import aten
 from bridge.library.registry import into_given, library_function
 
@@ -31,6 +33,11 @@ def max_pool_last(x, *geometry):
 @into_given("max_pool_last", aten.max_pool2d_with_indices)
 def max_pool_last_into(outs, x, kernel_size, stride, padding, dilation, ceil_mode):
     y, positions = (each.permute(0, 3, 1, 2) for each in outs)
+    # torch's kernel writes in the layout that the strides of x tell, whatever the memory's is
+    if not x.is_contiguous(memory_format=torch.channels_last):
+        return False
+    _, channels, height, width = x.shape
+    x = x.as_strided(x.shape, (height * width * channels, 1, width * channels, channels))
     given = x, kernel_size, stride, padding, dilation, bool(ceil_mode)
     aten.max_pool2d_with_indices.out(*given, out=y, indices=positions)
     return True

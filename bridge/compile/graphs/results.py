@@ -49,9 +49,9 @@ class ReplayResults:
                 memory.append(None)
                 continue
             if base not in fresh and base >= params:
-                shape = tuple(seen.shape)
                 fresh[slot] = len(self.forms)
-                self.forms.append((shape, dense_strides(shape), seen.dtype))
+                order = torch.empty_like(seen, device="meta")  # of the axes in memory, without what lies between
+                self.forms.append((tuple(seen.shape), order.stride(), seen.dtype))
                 self.copied.append(place)
                 self.readers.append(place)
                 base = slot

@@ -32,6 +32,18 @@ class Body(nn.Module):
         return self.second(h), decay, self.first.weight, x.mean(1)
 
 
+class Pooled(nn.Module):
+    """A result and a gradient that torch's kernels make; what the pool reads lies in another order than its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, bias=False)
+
+    def forward(self, x):
+        pooled = nn.functional.max_pool2d(torch.cat([x, x.tanh()], 1), 2)
+        return self.first(x), pooled, nn.functional.max_pool2d(torch.relu(self.first(x)), 2)
+
+
 def three_dimensional():
     return nn.Sequential(nn.Conv3d(2, 4, 2), nn.GELU(), nn.Conv3d(4, 2, 3, padding=1))
 
@@ -39,16 +51,17 @@ def three_dimensional():
 CASES = {
     "two dimensions": (Body, (4, 3, 12, 10), LAST),
     "equal extents": (Body, (3, 3, 3, 3), LAST),
+    "pools": (Pooled, (2, 3, 8, 9), LAST),
     "three dimensions": (three_dimensional, (2, 2, 5, 4, 6), LAST_3D),
 }
 
 
-def pair(name, like=None):
+def pair(name, like=None, **options):
     make, shape, order = CASES[name]
     torch.manual_seed(0)
     eager = make().double().to(DEVICE).to(memory_format=order)
     x = torch.randn(shape, dtype=torch.float64, device=DEVICE).contiguous(memory_format=like or order)
-    ours = add_tvm_dispatch(copy.deepcopy(eager), x.requires_grad_())
+    ours = add_tvm_dispatch(copy.deepcopy(eager), x.requires_grad_(), **options)
     return ours, eager, x
 
 
@@ -162,11 +175,9 @@ def test_in_several_autograd_nodes(monkeypatch):
 
 
 @pytest.mark.usefixtures("recorder_on_the_host")
-def test_recorded():
-    torch.manual_seed(0)
-    eager = Body().double().to(DEVICE).to(memory_format=LAST)
-    x = torch.randn(4, 3, 12, 10, dtype=torch.float64, device=DEVICE).contiguous(memory_format=LAST).requires_grad_()
-    ours = add_tvm_dispatch(copy.deepcopy(eager), x, cuda_graphs=True)
+@pytest.mark.parametrize("name", CASES)
+def test_recorded(name):
+    ours, eager, x = pair(name, cuda_graphs=True)
     for _ in range(30):
         with torch.no_grad():
             x.normal_()

@@ -43,7 +43,40 @@ def test_convolutions(last, channels, inner, groups, dtype):
         assert (made is not None) == ON_GPU
 
 
-@pytest.mark.parametrize("channels", [1, 5])
-def test_pooling(channels):
-    expected, made = written("max_pool_last", [planes(2, channels, 9, 7, last=True)], POOL)
-    assert all(map(torch.equal, made, expected))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_convolutions_of_a_tensor_in_the_other_layout(dtype):
+    """What they are asked in follows from the weight."""
+    expected, made = written(
+        "convolution_last", [planes(2, 8, 9, 7, dtype=dtype), planes(8, 8, 3, 3, dtype=dtype)], [*GEOMETRY, 1]
+    )
+    assert made is None or torch.equal(made[0], expected[0])
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize(("channels", "height", "width"), [(1, 9, 7), (5, 9, 7), (5, 1, 1), (1, 1, 1), (3, 1, 6)])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_pooling(channels, height, width, last, padding):
+    """Of the layout that it writes in: torch's kernel does not look at that of the memory."""
+    geometry = ([2, 2] if padding else [1, 1], [1, 1], [padding, padding], [1, 1], 0)
+    x = planes(2, channels, height, width, last=last)
+    expected, made = written("max_pool_last", [x], geometry)
+    assert made is None or all(map(torch.equal, made, expected))
+    assert (made is not None) == (last or x.is_contiguous(memory_format=torch.channels_last))
+
+
+@pytest.mark.parametrize("view", [lambda x: x[:, ::2], lambda x: x[:1].expand(3, -1, -1, -1)])
+def test_pooling_of_a_view(view):
+    x = view(planes(2, 10, 9, 7, last=True))
+    expected, made = written("max_pool_last", [x], POOL)
+    plain, _ = written("max_pool_last", [x.contiguous()], POOL)
+    assert made is None and all(map(torch.equal, expected, plain))
+
+
+def test_pooling_of_a_row_whose_strides_tell_nothing():
+    """Those of an extent of 1 are anything, and torch looks at them."""
+    x = planes(2, 5, 1, 7, last=True)
+    odd = x.as_strided(x.shape, (35, 1, 1, 5))
+    (expected, made), (plain, _) = (
+        written("max_pool_last", [each], ([1, 2], [1, 1], [0, 0], [1, 1], 0)) for each in (odd, x)
+    )
+    assert made is not None and all(map(torch.equal, made, plain)) and all(map(torch.equal, expected, plain))
