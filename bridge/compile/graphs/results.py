@@ -50,8 +50,7 @@ class ReplayResults:
                 continue
             if base not in fresh and base >= params:
                 fresh[slot] = len(self.forms)
-                order = torch.empty_like(seen, device="meta")  # of the axes in memory, without what lies between
-                self.forms.append((tuple(seen.shape), order.stride(), seen.dtype))
+                self.forms.append((tuple(seen.shape), _dense_in_its_order(seen), seen.dtype))
                 self.copied.append(place)
                 self.readers.append(place)
                 base = slot
@@ -75,6 +74,13 @@ class ReplayResults:
         for place in self._others:
             results[place] = self._find[place](inputs, fresh)
         return results
+
+
+def _dense_in_its_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides with the axes in the order in which they lie, and nothing in between."""
+    if tensor.is_contiguous():
+        return dense_strides(tensor.shape)
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 def _constant(tensor: torch.Tensor) -> Callable[[Sequence, Sequence], torch.Tensor]:

@@ -1,0 +1,150 @@
+"""Random modules over planes and volumes, in channels_last or not, recorded: eager's numbers, and its strides."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from bridge import add_tvm_dispatch, stats
+from tests.device import DEVICE
+
+LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
+CALLS = 7
+SEEDS = 40
+
+pytestmark = pytest.mark.usefixtures("recorder_on_the_host")
+
+
+class Scale(nn.Module):
+    """A parameter for each channel."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.by = nn.Parameter(torch.randn(shape))
+
+    def forward(self, x):
+        return x * self.by
+
+
+class Calls(nn.Module):
+    """A function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+FUNCTIONS = (
+    lambda x: x.flip(2),
+    lambda x: torch.cat([x, torch.tanh(x)], 1),
+    lambda x: x + torch.sigmoid(x),
+    torch.relu,
+    nn.functional.silu,
+)
+
+
+def layer(draw, rank, channels):
+    """One that takes so many channels, and how many it has."""
+    conv, transposed = ((nn.Conv2d, nn.ConvTranspose2d), (nn.Conv3d, nn.ConvTranspose3d))[rank - 2]
+    out, size = draw.choice([1, 2, 3, 4, 8]), draw.choice([1, 2, 3])
+    match draw.choice("convolution convolution depthwise transposed norm pool average scale function function".split()):
+        case "convolution":
+            step, border = draw.choice([1, 2]), draw.choice([0, 1])
+            return conv(channels, out, size, step, border, bias=draw.random() < 0.7), out
+        case "depthwise":
+            return conv(channels, channels, 3, padding=1, groups=channels), channels
+        case "transposed":
+            return transposed(channels, out, size, draw.choice([1, 2])), out
+        case "norm":
+            return (nn.BatchNorm2d, nn.BatchNorm3d)[rank - 2](channels), channels
+        case "pool" if rank == 2:
+            return nn.MaxPool2d(2, ceil_mode=True), channels
+        case "average" if rank == 2:
+            return nn.AvgPool2d(2, ceil_mode=True), channels
+        case "function":
+            function = draw.choice(FUNCTIONS)
+            return Calls(function), channels * (2 if function is FUNCTIONS[1] else 1)
+        case _:
+            return Scale(1, channels, *[1] * rank), channels
+
+
+class Net(nn.Module):
+    """Layers one after another; what comes out, alone or beside the weights and what went in."""
+
+    def __init__(self, draw, rank, channels):
+        super().__init__()
+        self.layers = nn.Sequential()
+        for _ in range(draw.randrange(1, 6)):
+            made, channels = layer(draw, rank, channels)
+            self.layers.append(made)
+        self.returns = draw.choice(["alone", "means", "with its input", "with a weight"])
+
+    def forward(self, x):
+        y = self.layers(x)
+        match self.returns:
+            case "means":
+                return y.mean((2, 3))
+            case "with its input":
+                return y, 2 * x
+            case "with a weight":
+                return y, next((2 * each for each in self.parameters() if each.ndim > 3), y.sum())
+        return y
+
+
+def drawn(seed):
+    """A module and an input that eager takes."""
+    draw = random.Random(seed)
+    while True:
+        torch.manual_seed(seed)
+        rank, channels = draw.choice([2, 2, 2, 2, 3]), draw.choice([1, 2, 3, 4, 8])
+        x = torch.randn(draw.choice([1, 2, 3]), channels, *(draw.choice([4, 5, 6, 8]) for _ in range(rank)))
+        module, x = Net(draw, rank, channels).double().to(DEVICE), x.double().to(DEVICE)
+        if draw.random() < 0.85:
+            module = module.to(memory_format=LAST[rank])
+        if draw.random() < 0.8:
+            x = x.contiguous(memory_format=LAST[rank])
+        x.requires_grad_(draw.random() < 0.6)
+        try:
+            step(copy.deepcopy(module), x)
+        except (RuntimeError, ValueError):  # windows that are larger than what is left
+            continue
+        return module, x
+
+
+def step(module, x):
+    """Results, gradients and buffers."""
+    module.zero_grad()
+    x.grad = None
+    y = module(x)
+    results = y if isinstance(y, tuple) else (y,)
+    loss = sum(each.square().mean() for each in results)
+    if loss.requires_grad:
+        loss.backward()
+    return [*results, x.grad, *(each.grad for each in module.parameters())], [*module.buffers()]
+
+
+def lies(tensor):
+    """Strides, where they show."""
+    return [stride for stride, extent in zip(tensor.stride(), tensor.shape, strict=True) if extent > 1]
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_numbers_and_strides_are_eagers(seed):
+    eager, x = drawn(seed)
+    ours = add_tvm_dispatch(copy.deepcopy(eager), x, cuda_graphs=True)
+    for _ in range(CALLS):
+        with torch.no_grad():
+            x.normal_()
+        (found, buffers), (wanted, expected) = step(ours, x), step(eager, x)
+        torch.testing.assert_close([*found, *buffers], [*wanted, *expected], rtol=1e-9, atol=1e-9)
+        strides = [[None if each is None else lies(each) for each in tensors] for tensors in (found, wanted)]
+        assert strides[0] == strides[1]
+    counted = stats(ours)
+    assert counted.hits == CALLS and counted.graphs.replays, counted
