@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 SCALED = {aten.add.Tensor: 1, aten.sub.Tensor: 1, aten.add_.Tensor: 1, aten.sub_.Tensor: 1, aten.rsub.Tensor: 0}
 """Operators that multiply the operand at this place by ``alpha``."""
-REDUCTIONS = frozenset((aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim))
+REDUCTIONS = frozenset((aten.sum.default, aten.sum.dim_IntList, aten.nansum.default, aten.mean.default, aten.mean.dim))
 """Sums along some dimensions, or all of them."""
 NORMALIZATIONS = frozenset((aten.native_layer_norm.default, aten.native_group_norm.default))
 VARIANCES = {
