@@ -28,6 +28,7 @@ __all__ = [
     "dense",
     "dense_strides",
     "expand",
+    "inverse",
     "is_dense",
     "merged",
     "permute",
@@ -114,6 +115,11 @@ def permute(view: View, axes: Sequence[int] | None) -> View:
     rank = len(view.shape)
     order = list(reversed(range(rank))) if axes is None else [axis % rank for axis in axes]
     return View(tuple(view.shape[a] for a in order), tuple(view.strides[a] for a in order), view.offset)
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """What a permutation is undone by."""
+    return [order.index(axis) for axis in range(len(order))]
 
 
 def expand(view: View, shape: Sequence[Dim]) -> View:

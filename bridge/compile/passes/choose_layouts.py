@@ -29,7 +29,7 @@ from bridge.compile.loop_ir.graph import (
     whole,
 )
 from bridge.compile.loop_ir.neutral import Dense, Join, MatMul, Neutral, Result, Shaped
-from bridge.compile.loop_ir.views import View, alike, dense, expand, is_dense, permute
+from bridge.compile.loop_ir.views import View, alike, dense, expand, inverse, is_dense, permute
 from bridge.compile.passes.choose_joins import join
 from bridge.compile.passes.choose_products import ProductChoice
 from bridge.compile.passes.placed import Placed, is_all_of_a_value
@@ -70,9 +70,9 @@ def _soon(nodes: Sequence[Node], copies: Collection[Node]) -> list[Node]:
     makers = {out for node in nodes if isinstance(node, LibraryCall | Fallback | Product) for out in node.outs}
     behind: dict[Value, list[Node]] = defaultdict(list)
     for copy in copies:
-        read = {operand.value for operand in copy.operands if isinstance(operand, Operand)} & makers
-        for value in read:
-            behind[value].append(copy)
+        (read,) = copy.operands
+        if isinstance(read, Operand) and read.value in makers:
+            behind[read.value].append(copy)
     moved = {copy for each in behind.values() for copy in each}
     found: list[Node] = []
     for node in nodes:
@@ -174,8 +174,7 @@ class _Walk:
     def _result(self, operand: Operand | Scalar, order: Sequence[int] | None = None) -> Operand:
         if order is not None and isinstance(operand, Operand) and operand.value.source == "node":
             turned = self._result(Operand(operand.value, permute(operand.view, order)))
-            back = [order.index(axis) for axis in range(len(order))]
-            return Operand(turned.value, permute(turned.view, back))
+            return Operand(turned.value, permute(turned.view, inverse(order)))
         if is_all_of_a_value(operand):
             value = operand.value
             is_param = value.source == "param" and value.order is None

@@ -179,7 +179,7 @@ def _stored(extents: Sequence[Dim], order: Sequence[int] | None) -> tuple[View, 
     if order is None:
         return views.dense(extents), views.dense(extents)
     stored = views.dense([extents[axis] for axis in order])
-    return stored, views.permute(stored, [order.index(axis) for axis in range(len(extents))])
+    return stored, views.permute(stored, views.inverse(order))
 
 
 def _geometry(a: View, b: View, batch: Sequence[Dim], order: Sequence[int] | None) -> Geometry | None:

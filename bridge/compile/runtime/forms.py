@@ -9,6 +9,7 @@ import torch
 
 from bridge.base.devices import HOST
 from bridge.base.tensor_properties import Checks, is_nested, tensor_checks
+from bridge.compile.loop_ir.views import inverse
 from bridge.compile.runtime.layout import Register
 
 __all__ = ["InputForms", "Strided"]
@@ -66,7 +67,7 @@ class InputForms:
             return inputs, strided
         copies = [tensor.contiguous() for tensor in self._in_order(inputs)]
         for place, order in self._turned:
-            copies[place] = copies[place].permute([order.index(axis) for axis in range(len(order))])
+            copies[place] = copies[place].permute(inverse(order))
         return copies, ()
 
     def _strided(self, inputs: Sequence[torch.Tensor]) -> Strided | None:

@@ -10,7 +10,7 @@ import torch
 from autodiff.extents import Dim
 from autodiff.ir import itemsize
 from autodiff.library import GENERATOR_STATE
-from bridge.compile.loop_ir.views import dense_strides
+from bridge.compile.loop_ir.views import dense, dense_strides, inverse, permute
 from bridge.compile.runtime.instructions import View
 
 __all__ = ["Layout", "Register"]
@@ -34,15 +34,9 @@ class Register:
     @property
     def given_form(self) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
         """Shape and strides of what a caller gives where it lies as the slot has it."""
-        shape, strides = self.shape, dense_strides(self.shape)
-        if self.order is None:
-            return shape, strides
-        places = [self.order.index(axis) for axis in range(len(self.order))]
-        return tuple(shape[place] for place in places), tuple(strides[place] for place in places)
-
-    def turned(self, given: torch.Tensor) -> torch.Tensor:
-        """What a caller gives, in the order of the slot."""
-        return given if self.order is None else given.permute(self.order)
+        view = dense(self.shape)
+        given = view if self.order is None else permute(view, inverse(self.order))
+        return given.shape, given.strides
 
     @property
     def numel(self) -> Dim:

@@ -32,6 +32,7 @@ from autodiff.ir import (
 )
 from bridge.compile.loop_ir.graph import Graph, Operand, Scalar, Value, whole
 from bridge.compile.loop_ir.neutral import Result
+from bridge.compile.loop_ir.views import inverse
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.translate.builder import Builder
 from bridge.compile.translate.drawn_masks import STATE, DrawnMask, drawn_mask
@@ -68,7 +69,7 @@ def _parameter(builder: Builder, var: Var, mask: DrawnMask | None, order: tuple[
     name = builder.hint = str(var.name)
     if mask is None and order is not None:
         value = Value(name, tuple(shape(var)[axis] for axis in order), dtype(var), "param", order)
-        builder.env[var] = builder.permute(whole(value), [order.index(axis) for axis in range(len(order))])
+        builder.env[var] = builder.permute(whole(value), inverse(order))
         return value
     if mask is None:
         value = Value(name, shape(var), dtype(var), "param")

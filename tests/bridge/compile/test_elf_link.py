@@ -75,25 +75,28 @@ def test_an_initializer_that_does_nothing_is_left_out(launching):
 
 def test_an_initializer_that_does_something_is_refused(launching):
     """It is the last of the code."""
-    at, size, count, names = struct.unpack_from("<Q", launching, 40)[0], *struct.unpack_from("<HHH", launching, 58)
-    heads = [struct.unpack_from("<IIQQQQIIQQ", launching, at + size * index) for index in range(count)]
-    (code,) = [head for head in heads if launching[heads[names][4] + head[0] :].startswith(b".text\0")]
+    code = head_of(launching, b".text")
     last = code[4] + code[5] - 1
     assert launching[last] == 0xC3
     with pytest.raises(CannotLinkError, match="init_array"):
         shared_library(launching[:last] + b"\x90" + launching[last + 1 :])
 
 
-def changed(content, section, kind):
-    """The object with the first relocation of a section made another kind."""
+def head_of(content, section):
+    """Of a section, by its name."""
     at, size, count, names = struct.unpack_from("<Q", content, 40)[0], *struct.unpack_from("<HHH", content, 58)
     heads = [struct.unpack_from("<IIQQQQIIQQ", content, at + size * index) for index in range(count)]
     strings = content[heads[names][4] :]
-    for head in heads:
-        if head[1] == 4 and strings[head[0] :].startswith(section + b"\0"):
-            place = head[4] + 8
-            return content[:place] + struct.pack("<I", kind) + content[place + 4 :]
-    raise AssertionError(section)
+    (found,) = [head for head in heads if strings[head[0] :].startswith(section + b"\0")]
+    return found
+
+
+def changed(content, section, kind):
+    """The object with the first relocation of a section made another kind."""
+    head = head_of(content, section)
+    assert head[1] == 4
+    place = head[4] + 8
+    return content[:place] + struct.pack("<I", kind) + content[place + 4 :]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bridge import add_tvm_dispatch, stats
+from tests.bridge.dispatch.test_orders import agree, step
 from tests.device import DEVICE
 
 LAST = {2: torch.channels_last, 3: torch.channels_last_3d}
@@ -118,23 +119,6 @@ def drawn(seed):
         return module, x
 
 
-def step(module, x):
-    """Results, gradients and buffers."""
-    module.zero_grad()
-    x.grad = None
-    y = module(x)
-    results = y if isinstance(y, tuple) else (y,)
-    loss = sum(each.square().mean() for each in results)
-    if loss.requires_grad:
-        loss.backward()
-    return [*results, x.grad, *(each.grad for each in module.parameters())], [*module.buffers()]
-
-
-def lies(tensor):
-    """Strides, where they show."""
-    return [stride for stride, extent in zip(tensor.stride(), tensor.shape, strict=True) if extent > 1]
-
-
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_numbers_and_strides_are_eagers(seed):
     eager, x = drawn(seed)
@@ -142,9 +126,6 @@ def test_numbers_and_strides_are_eagers(seed):
     for _ in range(CALLS):
         with torch.no_grad():
             x.normal_()
-        (found, buffers), (wanted, expected) = step(ours, x), step(eager, x)
-        torch.testing.assert_close([*found, *buffers], [*wanted, *expected], rtol=1e-9, atol=1e-9)
-        strides = [[None if each is None else lies(each) for each in tensors] for tensors in (found, wanted)]
-        assert strides[0] == strides[1]
+        agree(ours, eager, x)
     counted = stats(ours)
     assert counted.hits == CALLS and counted.graphs.replays, counted

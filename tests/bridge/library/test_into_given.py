@@ -46,18 +46,16 @@ def test_convolutions(last, channels, inner, groups, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_convolutions_of_a_tensor_in_the_other_layout(dtype):
     """What they are asked in follows from the weight."""
-    expected, made = written(
-        "convolution_last", [planes(2, 8, 9, 7, dtype=dtype), planes(8, 8, 3, 3, dtype=dtype)], [*GEOMETRY, 1]
-    )
+    tensors = planes(2, 8, 9, 7, dtype=dtype), planes(8, 8, 3, 3, dtype=dtype)
+    expected, made = written("convolution_last", tensors, [*GEOMETRY, 1])
     assert made is None or torch.equal(made[0], expected[0])
 
 
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize(("channels", "height", "width"), [(1, 9, 7), (5, 9, 7), (5, 1, 1), (1, 1, 1), (3, 1, 6)])
-@pytest.mark.parametrize("padding", [0, 1])
-def test_pooling(channels, height, width, last, padding):
+@pytest.mark.parametrize("geometry", [POOL, ([1, 1], [1, 1], [0, 0], [1, 1], 0), ([2, 2], [1, 1], [1, 1], [1, 1], 0)])
+def test_pooling(channels, height, width, last, geometry):
     """Of the layout that it writes in: torch's kernel does not look at that of the memory."""
-    geometry = ([2, 2] if padding else [1, 1], [1, 1], [padding, padding], [1, 1], 0)
     x = planes(2, channels, height, width, last=last)
     expected, made = written("max_pool_last", [x], geometry)
     assert made is None or all(map(torch.equal, made, expected))
