@@ -117,7 +117,7 @@ from autodiff.ir import LIBRARY_PREFIX, Call, Constant, Expr, TensorType, TupleT
 __all__ = ["GENERATOR_STATE", "call", "number"]
 
 GENERATOR_STATE = (2,), "uint64"
-"""Shape and type of the state of a GPU's generator: seed and offset, on the host. Nothing else is of this type."""
+"""Shape and type of a GPU's generator's state: seed and offset, given on the host. Nothing else is of this type."""
 
 
 def call(name: str, args: Sequence[Expr], result: TensorType | TupleType) -> Call:

@@ -14,10 +14,8 @@ from bridge.compile.cpu.mt19937_lock import hold_function
 from bridge.compile.cpu.mt19937_swap import swap_function
 from bridge.compile.cpu.products import clear_choices
 from bridge.compile.cuda.dropout_launch import Gpu, gpu_of
-from bridge.compile.cuda.pool_memory import PoolMemory as private_memory
 from bridge.compile.graphs.control import MODES, Mode, RecordedGraphs
 from bridge.compile.graphs.entry_graphs import EntryGraphs
-from bridge.compile.graphs.recorder import Memory
 from bridge.compile.kept_function import KeptFunction, digest_of
 from bridge.compile.options import CompileOptions
 from bridge.compile.pipeline import Compilation, clear_cache, compile_function, products_and_calls
@@ -69,7 +67,6 @@ __all__ = [
     "KeptFunction",
     "Launch",
     "Loop",
-    "Memory",
     "Mode",
     "Operation",
     "ProductShape",
@@ -94,7 +91,6 @@ __all__ = [
     "host_features",
     "kept_times",
     "load_program",
-    "private_memory",
     "products_and_calls",
     "same_code",
     "save_program",

@@ -84,14 +84,14 @@ def test_a_launch_that_is_under_way_keeps_its_numbers(side):
     with torch.cuda.stream(side), captured(side.cuda_stream) as graphs:
         bring([(memory, state)])
         kept.copy_(memory)
-    launch, anew = graphs[0].launcher(torch.cuda.current_stream().cuda_stream), bring_anew(graphs[0], DEVICE.index or 0)
+    launch, anew = graphs[0].launcher(torch.cuda.current_stream().cuda_stream), bring_anew(graphs[0], [memory])
     torch.cuda._sleep(20_000_000)
     for number, place in enumerate(places):
         state.copy_(torch.tensor([number, 2**63 + number], dtype=torch.uint64))
-        anew([(memory, state)])
+        anew([state])
         launch()
         place.copy_(kept)
     assert [place.tolist() for place in places] == [[number, 2**63 + number] for number in range(3)]
     with torch.cuda.stream(side), captured(side.cuda_stream) as graphs:
         kept.copy_(memory)
-    assert bring_anew(graphs[0], DEVICE.index or 0) is None
+    assert bring_anew(graphs[0], [memory]) is None

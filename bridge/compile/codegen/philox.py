@@ -73,7 +73,7 @@ def numbers_of(e: Emitter, seed: Expr, offset: Expr, call: Expr, thread: Expr) -
     """The four numbers of a thread in a call behind the generator's offset.
 
     Args:
-        seed, offset: of the generator, before the draw; int64, the seed's highest bit is the sign.
+        seed, offset: of the generator, before the draw; uint64.
         call, thread: uint32.
     """
     seed = e.bind(e.cast(seed, _WIDE), "seed")

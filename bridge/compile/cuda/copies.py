@@ -13,7 +13,16 @@ import torch
 
 from bridge.base.torch_cuda import current_stream
 from bridge.compile.cuda.driver_graphs import Graph
-from bridge.compile.cuda.own_kernels import MOST, NUMBERS, THREADS, VECTOR, Copies, Numbers, own_kernels
+from bridge.compile.cuda.own_kernels import (
+    MOST,
+    MOST_NUMBERS,
+    NUMBERS,
+    THREADS,
+    VECTOR,
+    Copies,
+    Numbers,
+    own_kernels,
+)
 
 __all__ = ["Pairs", "bring", "bring_anew", "copy"]
 
@@ -60,8 +69,8 @@ def _copy(pairs: Pairs) -> None:
 def bring(pairs: Pairs) -> None:
     """Copies a few bytes of the host's, to each target, on the current device's current stream: what the sources hold
     now."""
-    for first in range(0, len(pairs), MOST):
-        _bring(pairs[first : first + MOST])
+    for first in range(0, len(pairs), MOST_NUMBERS):
+        _bring(pairs[first : first + MOST_NUMBERS])
 
 
 def _bring(pairs: Pairs) -> None:
@@ -70,22 +79,41 @@ def _bring(pairs: Pairs) -> None:
             target.copy_(source)
         return
     index = pairs[0][0].device.index
-    own_kernels(index).bring((len(pairs), 1), NUMBERS, _numbers(pairs), current_stream(index))
+    targets, sources = zip(*pairs, strict=True)
+    numbers, fill = _numbers(targets)
+    fill(sources)
+    own_kernels(index).bring((len(pairs), 1), NUMBERS, numbers, current_stream(index))
 
 
-def _numbers(pairs: Pairs) -> Numbers:
+def _numbers(targets: Sequence[torch.Tensor]) -> tuple[Numbers, Callable[[Sequence[torch.Tensor]], None]]:
+    """The argument for these targets, and what puts the numbers into it."""
     numbers = Numbers()
-    for place, (target, source) in enumerate(pairs):
-        numbers.target[place], numbers.nbytes[place] = target.data_ptr(), source.nbytes
-        ctypes.memmove(ctypes.addressof(numbers.source[place]), source.data_ptr(), source.nbytes)
-    return numbers
+    begin, step = ctypes.addressof(numbers.source), NUMBERS
+    rooms = [(begin + place * step, target.nbytes) for place, target in enumerate(targets)]
+    for place, target in enumerate(targets):
+        numbers.target[place], numbers.nbytes[place] = target.data_ptr(), target.nbytes
+
+    def fill(sources: Sequence[torch.Tensor]) -> None:
+        for (room, nbytes), source in zip(rooms, sources, strict=True):
+            ctypes.memmove(room, source.data_ptr(), nbytes)
+
+    return numbers, fill
 
 
-def bring_anew(graph: Graph, index: int) -> Callable[[Pairs], None] | None:
-    """What makes later launches of a graph, on a device, bring other numbers than those that it has captured; ``None``:
-    it brings none. For up to :data:`~bridge.compile.cuda.own_kernels.MOST` pairs.
+def bring_anew(graph: Graph, targets: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], None] | None:
+    """Later launches of a graph bring numbers of other sources than it has captured; ``None``: it brings none.
+
+    Args:
+        targets: up to :data:`~bridge.compile.cuda.own_kernels.MOST_NUMBERS`, as they were captured.
     """
-    node = graph.node_of(own_kernels(index).bring)
+    node = graph.node_of(own_kernels(targets[0].device.index).bring)
     if node is None:
         return None
-    return lambda pairs: node.update(graph.executable, (len(pairs), 1), NUMBERS, _numbers(pairs))
+    numbers, fill = _numbers(targets)
+    update = node.updater(graph.executable, (len(targets), 1), NUMBERS, numbers)
+
+    def anew(sources: Sequence[torch.Tensor]) -> None:
+        fill(sources)
+        update()
+
+    return anew

@@ -5,7 +5,8 @@ was given back may be taken while the GPU still works in it; work on another str
 captures a CUDA graph, blocks are the graph's: torch's allocator takes their memory from the graph's pool, and a replay
 finds it as it was.
 
-Kernels read vectors of 16 bytes: an input that begins elsewhere is copied.
+Kernels read vectors of 16 bytes: an input that begins elsewhere is copied. States of generators, which a caller has on
+the host, are brought to where kernels read them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import torch
 from bridge.base.locks import free_in_children
 from bridge.base.lru import LeastRecentlyUsed
 from bridge.base.torch_cuda import current_device, current_stream, empty_strided
+from bridge.compile.cuda.copies import bring
 from bridge.compile.runtime.executor import Actions, Executor, bind_all
+from bridge.compile.runtime.instructions import Launch
 from bridge.compile.runtime.pool import ArenaPool
 from bridge.compile.runtime.program import Program
 
@@ -115,12 +118,24 @@ class BoundExecutor(Executor):
 
     def __init__(self, *parts, device: torch.device, pool: ArenaPool, actions: Actions):
         super().__init__(*parts, device=device, prepare=_nothing, empty=empty_strided, pool=pool, actions=actions)
+        read = {slot for step in self.steps if isinstance(step, Launch) for slot in step.reads}
+        self._device = device
+        self._brought = [param.slot for param in self._layout.params if param.lies_on_host and param.slot in read]
 
     def _load(self, registers: list, inputs: Sequence[torch.Tensor]) -> None:
         super()._load(registers, inputs)
         for slot in range(len(inputs)):
             if registers[slot].data_ptr() % ALIGNMENT:
                 registers[slot] = registers[slot].clone(memory_format=torch.contiguous_format)
+        self._bring_states(registers)
+
+    def _bring_states(self, registers: list) -> None:
+        """To where this run's kernels read them."""
+        if self._brought:
+            there = torch.empty(len(self._brought), 2, dtype=torch.uint64, device=self._device).unbind()
+            bring([(memory, registers[slot]) for slot, memory in zip(self._brought, there, strict=True)])
+            for slot, memory in zip(self._brought, there, strict=True):
+                registers[slot] = memory
 
 
 def _bound(

@@ -7,8 +7,9 @@ some three microseconds; for a kernel's, it takes its turn at once.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
-from bridge.compile.cuda.driver import DriverError, Kernel, call, require_context
+from bridge.compile.cuda.driver import DriverError, Kernel, call, error_name, library, require_context
 from bridge.compile.cuda.own_kernels import THREADS, VECTOR, Fill
 
 __all__ = ["KernelNode", "fills_by_kernel", "node_of"]
@@ -67,16 +68,21 @@ class KernelNode:
     def __init__(self, node: ctypes.c_void_p, kernel: Kernel):
         self._node, self._kernel = node, kernel
 
-    def update(
+    def updater(
         self, executable: ctypes.c_void_p, blocks: tuple[int, int], threads: int, argument: ctypes.Structure
-    ) -> None:
-        """Later launches of an instance of the graph have this argument, whose bytes are read before this returns.
+    ) -> Callable[[], None]:
+        """What makes later launches of an instance of the graph have this argument, as its bytes are when it is called.
 
-        Raises:
-            DriverError: the driver refuses.
+        It raises ``DriverError`` where the driver refuses.
         """
         launch = _Launch(self._kernel, blocks, threads, argument)
-        call("cuGraphExecKernelNodeSetParams", executable, self._node, launch.params)
+        given, update = (executable, self._node, launch.params), library().cuGraphExecKernelNodeSetParams
+
+        def renew(_launch: _Launch = launch) -> None:
+            if status := update(*given):
+                raise DriverError(f"cuGraphExecKernelNodeSetParams: {error_name(status)}")
+
+        return renew
 
 
 def node_of(graph: ctypes.c_void_p, kernel: Kernel) -> KernelNode | None:

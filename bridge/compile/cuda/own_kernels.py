@@ -11,10 +11,23 @@ import torch
 from bridge.compile.cuda.driver import Kernel, kernels
 from bridge.compile.cuda.nvrtc import compiled
 
-__all__ = ["MOST", "NUMBERS", "THREADS", "VECTOR", "Copies", "Fill", "Numbers", "OwnKernels", "own_kernels"]
+__all__ = [
+    "MOST",
+    "MOST_NUMBERS",
+    "NUMBERS",
+    "THREADS",
+    "VECTOR",
+    "Copies",
+    "Fill",
+    "Numbers",
+    "OwnKernels",
+    "own_kernels",
+]
 
 MOST = 8
-"""Targets of one launch."""
+"""Targets of one launch that copies."""
+MOST_NUMBERS = 128
+"""Targets of one that has its sources in its argument, of which the driver takes 4096 bytes."""
 THREADS = 256
 VECTOR = 16
 """Bytes that a thread copies or fills at once."""
@@ -23,7 +36,7 @@ NUMBERS = 16
 
 _SOURCE = f"""
 struct Copies {{ const char* from[{MOST}]; char* to[{MOST}]; long long bytes[{MOST}]; }};
-struct Numbers {{ char* to[{MOST}]; char from[{MOST}][{NUMBERS}]; int bytes[{MOST}]; }};
+struct Numbers {{ char* to[{MOST_NUMBERS}]; char from[{MOST_NUMBERS}][{NUMBERS}]; int bytes[{MOST_NUMBERS}]; }};
 struct Fill {{ char* to; long long bytes; unsigned int word; }};
 
 extern "C" __global__ void __launch_bounds__({THREADS}) bridge_copy(Copies copies) {{
@@ -65,9 +78,9 @@ class Numbers(ctypes.Structure):
     """Bytes that are in the argument, to targets."""
 
     _fields_ = (
-        ("target", ctypes.c_void_p * MOST),
-        ("source", ctypes.c_char * NUMBERS * MOST),
-        ("nbytes", ctypes.c_int * MOST),
+        ("target", ctypes.c_void_p * MOST_NUMBERS),
+        ("source", ctypes.c_char * NUMBERS * MOST_NUMBERS),
+        ("nbytes", ctypes.c_int * MOST_NUMBERS),
     )
 
 

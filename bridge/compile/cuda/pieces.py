@@ -23,7 +23,7 @@ import torch
 from bridge.compile.cuda.branches import Branches
 from bridge.compile.cuda.copies import bring, copy
 from bridge.compile.cuda.executor import ALIGNMENT, BoundExecutor
-from bridge.compile.cuda.own_kernels import MOST
+from bridge.compile.cuda.own_kernels import MOST_NUMBERS
 from bridge.compile.graphs.recorder import Form, Replay
 from bridge.compile.loop_ir.views import dense_strides
 from bridge.compile.runtime.bind import Action, bind
@@ -200,12 +200,13 @@ class PiecewiseExecutor(BoundExecutor):
     """A program bound to the memory of one stream's recordings. Its runs are recorded, one at a time.
 
     Attributes:
-        captures_states: whether the first graph of the run that is recorded brings generators' states to the device.
+        brought: generators' states that captured steps read, by slot: their memory on the device.
+        captures_states: whether the first graph of the run that is recorded brings them there.
     """
 
     def __init__(self, *parts: Any, **given: Any):
         super().__init__(*parts, **given)
-        self._device, layout = given["device"], self._layout
+        layout = self._layout
         views = {step.writes[0]: step for step in (*self.steps, *layout.views) if isinstance(step, View)}
         slots = [*range(len(layout.params)), *(made.slot for made in layout.fresh)]
         place_of = {slot: place for place, slot in enumerate(slots)}
@@ -216,7 +217,7 @@ class PiecewiseExecutor(BoundExecutor):
                 self._between[index] = _Between(step, views, place_of, orders)
         read = {slot for step in self.steps if not is_between(step) for slot in step.reads}
         self._on_host = [slot for slot, param in enumerate(layout.params) if param.lies_on_host]
-        self._brought = {slot: self._state() for slot in self._on_host if slot in read}
+        self.brought = {slot: self._state() for slot in self._on_host if slot in read}
         self._pieces: Pieces | None = None
         self._take_between: Callable[[Form], torch.Tensor] | None = None
         self._kept: dict[int, _Kept] = {}
@@ -246,14 +247,14 @@ class PiecewiseExecutor(BoundExecutor):
                 this memory is there, others are not.
             branches: launches what is not on the critical path beside it.
             captures_states: whether a graph may bring generators' states to the device: who launches it then gives it
-                those of the call, see :meth:`states_of`. Else they are brought in front of it.
+                those of the call. Else they are brought in front of it.
         """
         self._pieces, self._take_between, self._branches = pieces, take, branches
         first = len(self._layout.params) + len(self._layout.fresh)
         for number, (place, memory) in enumerate(copies):
             self._kept[self._layout.results[place]] = _Kept(memory, first + number)
-        self.captures_states = captures_states and 0 < len(self._brought) <= MOST
-        if self._brought and not self.captures_states:
+        self.captures_states = captures_states and 0 < len(self.brought) <= MOST_NUMBERS
+        if self.brought and not self.captures_states:
             pieces.parts.insert(0, self._bring)
         try:
             yield
@@ -268,16 +269,16 @@ class PiecewiseExecutor(BoundExecutor):
 
     def _bring(self, given: Sequence[torch.Tensor]) -> None:
         """States to the device."""
-        bring(self.states_of(given))
+        bring(self._states_of(given))
 
-    def states_of(self, given: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _states_of(self, given: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Where states are read on the device, with a call's, on the host."""
-        return [(memory, given[slot]) for slot, memory in self._brought.items()]
+        return [(memory, given[slot]) for slot, memory in self.brought.items()]
 
-    def _load(self, registers: list, inputs: Sequence[torch.Tensor]) -> None:
-        super()._load(registers, inputs)
+    def _bring_states(self, registers: list) -> None:
+        """The memory of all runs: a part of the run brings them there."""
         self._states = {slot: registers[slot] for slot in self._on_host}
-        for slot, memory in self._brought.items():
+        for slot, memory in self.brought.items():
             registers[slot] = memory
 
     def _act(self, registers: list) -> None:
@@ -302,11 +303,11 @@ class PiecewiseExecutor(BoundExecutor):
 
     def _capture_states(self) -> None:
         if self.captures_states:
-            act = partial(bring, self.states_of(self._states))
+            act = partial(bring, self._states_of(self._states))
             if self._branches is None:
                 act()
             else:
-                self._branches.begin(list(self._brought.values()), act)
+                self._branches.begin(list(self.brought.values()), act)
 
     def _join(self) -> None:
         if self._branches is not None:

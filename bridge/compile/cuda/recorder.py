@@ -202,12 +202,7 @@ class CudaRecorder:
         drawing = [
             step.name for step in (*captured, *inner) if isinstance(step, CallLibrary) and step.name in DRAWS - REDRAWS
         ]
-        read = {slot for step in captured if step.name not in REDRAWS for slot in step.reads}
-        if drawing:
-            return f"library {drawing[0]} draws random numbers"
-        if any(param.lies_on_host and param.slot in read for param in self._program.layout.params):
-            return "a kernel reads an input that lies on the host"
-        return None
+        return f"library {drawing[0]} draws random numbers" if drawing else None
 
     @property
     def overlaps(self) -> bool:
@@ -255,7 +250,7 @@ class CudaRecorder:
         block = shared.arena.reserve(self._program.arena_bytes)
         shared.scratch.begin()
         branches = _branches(self._beside.spans, shared.beside) if self._beside.spans else None
-        launch = partial(_launched, stream=stream, index=self._index, execute=execute)
+        launch = partial(_launched, stream=stream, execute=execute)
         pieces = Pieces(partial(self._captured, shared), launch)
         # collecting garbage may free memory of the device, which is not allowed during a capture
         with _RECORDING, collection_paused():
@@ -290,14 +285,15 @@ def _branches(steps: Collection[int], stream: torch.cuda.Stream) -> Branches:
     )
 
 
-def _launched(graph: Graph, stream: int, index: int, execute: PiecewiseExecutor) -> Replay:
+def _launched(graph: Graph, stream: int, execute: PiecewiseExecutor) -> Replay:
     """What launches a graph of a run, with the states of a call where it brings some."""
-    launch, bring = graph.launcher(stream), bring_anew(graph, index) if execute.captures_states else None
-    if bring is None:
+    launch, brought = graph.launcher(stream), execute.brought
+    anew = bring_anew(graph, list(brought.values())) if execute.captures_states else None
+    if anew is None:
         return launch
 
     def replay(given: Sequence[torch.Tensor]) -> None:
-        bring(execute.states_of(given))
+        anew([given[slot] for slot in brought])
         launch()
 
     return replay

@@ -48,7 +48,7 @@ class Register:
 
     @property
     def lies_on_host(self) -> bool:
-        """Whether it is the state of a GPU's generator, which library functions read on the host."""
+        """Whether it is the state of a GPU's generator: whoever computes on the GPU brings it there."""
         return (self.shape, self.dtype) == GENERATOR_STATE
 
     @property

@@ -11,15 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autodiff.extents import Dim
+from autodiff.library import GENERATOR_STATE
 from bridge.compile.codegen.philox import threshold
 from bridge.compile.loop_ir.graph import Operand, Scalar, Value, whole
 from bridge.compile.loop_ir.views import View
 from bridge.compile.translate.builder import Builder
 
-__all__ = ["STATE", "DrawnMask", "drawn_mask"]
-
-STATE = (2, "int64")
-"""Number and type of the elements of a generator's state: seed and offset before the draw."""
+__all__ = ["DrawnMask", "drawn_mask", "state_parameter"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,11 @@ class DrawnMask:
     rate: float
     width: int
     threads: Dim
+
+
+def state_parameter(name: str) -> Value:
+    """The generator's state, as a parameter: a caller has it on the host, a kernel finds it on its device."""
+    return Value(name, *GENERATOR_STATE, "param")
 
 
 def drawn_mask(builder: Builder, mask: DrawnMask, state: Value, extents: Sequence[Dim]) -> Operand:

@@ -35,7 +35,7 @@ from bridge.compile.loop_ir.neutral import Result
 from bridge.compile.loop_ir.views import inverse
 from bridge.compile.schedule.limits import Rules
 from bridge.compile.translate.builder import Builder
-from bridge.compile.translate.drawn_masks import STATE, DrawnMask, drawn_mask
+from bridge.compile.translate.drawn_masks import DrawnMask, drawn_mask, state_parameter
 from bridge.compile.translate.registry import TRANSLATIONS
 
 __all__ = ["translate"]
@@ -75,8 +75,7 @@ def _parameter(builder: Builder, var: Var, mask: DrawnMask | None, order: tuple[
         value = Value(name, shape(var), dtype(var), "param")
         builder.env[var] = whole(value)
         return value
-    count, element_type = STATE
-    state = Value(name, (count,), element_type, "param")
+    state = state_parameter(name)
     builder.later[var] = partial(drawn_mask, builder, mask, state, shape(var))
     return state
 

@@ -58,7 +58,10 @@ def test_bits_are_those_of_stored_masks(place, name, gpu):
     kernels = OpenClKernels([function for _, function in made_of])
     for index, (shape, width) in enumerate(cases):
         x = torch.randn(shape).numpy().ravel()
-        masks = np.array([SEED, OFFSET]), philox.mask(x.size, RATE, width, 256, SEED, OFFSET).astype(np.uint8)
+        masks = (
+            np.array([SEED % 2**64, OFFSET], np.uint64),
+            philox.mask(x.size, RATE, width, 256, SEED, OFFSET).astype(np.uint8),
+        )
         results = []
         for each, mask in enumerate(masks):
             planned, _ = made_of[2 * index + each]

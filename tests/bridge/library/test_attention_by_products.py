@@ -66,7 +66,7 @@ def masks(products, monkeypatch, request):
             def draw(self, given, inputs):
                 found = []
                 for advance in self.advances:
-                    found.append(products.get_state().view(torch.int64).clone())
+                    found.append(products.get_state().view(torch.uint64).clone())
                     products.offset += advance
                 return found
 
