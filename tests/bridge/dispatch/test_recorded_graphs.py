@@ -123,8 +123,10 @@ def test_it_is_switched_off_and_on_without_compiling_anew(pair):
     pair.step(8, plain)
     assert pair.graphs.replays == replays and stats(pair.ours).entries[0] is entry
     pair.dispatch(pair.ours, True)
-    for seed in range(4):  # its inputs may lie where none did
+    for seed in range(30):  # its inputs may lie where none did
         pair.step(seed, plain)
+        if pair.graphs.replays > replays:
+            break
     assert pair.graphs.replays > replays and stats(pair.ours).entries[0] is entry
 
 
@@ -133,7 +135,7 @@ def test_unless_told_otherwise_what_is_launch_bound_is_recorded():
     add_tvm_dispatch(module, x)
     for _ in range(100):  # until it is certain
         module(x).sum().backward()
-        if stats(module).graphs.replays > 6:
+        if stats(module).graphs.replays > 6 and stats(module).graphs.recordings == 2:
             break
     assert stats(module).graphs.mode == "auto" and stats(module).graphs.recordings == 2, stats(module).graphs
 
