@@ -49,4 +49,5 @@ class GeneratorStates:
         with MOVING:
             seed, offset = generator.initial_seed(), generator.get_offset()
             generator.set_offset(offset + self._advance_of_all)
-        return list(torch.tensor([(seed, offset + before) for before in self._before], dtype=torch.uint64).unbind())
+        states = torch.tensor([(seed, offset + before) for before in self._before], dtype=torch.uint64)
+        return list(states.unbind())

@@ -132,10 +132,11 @@ class BoundExecutor(Executor):
     def _bring_states(self, registers: list) -> None:
         """To where this run's kernels read them."""
         if self._brought:
-            there = torch.empty(len(self._brought), 2, dtype=torch.uint64, device=self._device).unbind()
-            bring([(memory, registers[slot]) for slot, memory in zip(self._brought, there, strict=True)])
-            for slot, memory in zip(self._brought, there, strict=True):
-                registers[slot] = memory
+            memory = torch.empty(len(self._brought), 2, dtype=torch.uint64, device=self._device)
+            there = dict(zip(self._brought, memory.unbind(), strict=True))
+            bring([(state, registers[slot]) for slot, state in there.items()])
+            for slot, state in there.items():
+                registers[slot] = state
 
 
 def _bound(
