@@ -14,14 +14,13 @@ from dataclasses import replace
 import torch
 
 from bridge.base.devices import working_for
-from bridge.base.generators import at_state, default_generator
 from bridge.base.modes import autocast_to
 from bridge.dispatch.computed_masks import ComputedMasks
 from bridge.dispatch.guards import Sizes
 from bridge.dispatch.observed import Observed, observed_for
 from bridge.lowering import LoweredCall
 from bridge.reference import outputs_at
-from bridge.rng import FusedDropout
+from bridge.rng import mask_at
 
 __all__ = ["EagerBackward"]
 
@@ -89,7 +88,7 @@ class EagerBackward:
         with working_for(self._captured.device), autocast_to(None), torch.enable_grad():  # casts are in the graph
             for place in self._masks:
                 if given[place] is not None:
-                    given[place] = self._mask(self._draws[place - self._given], given[place])
+                    given[place] = mask_at(self._captured.draws[self._draws[place - self._given]], given[place])
             for place in wanted:  # a name of its own: one input may be computed from another
                 given[place] = given[place].view_as(given[place])
             results = outputs_at(self._captured, lowered.imported, given, outputs)
@@ -107,9 +106,3 @@ class EagerBackward:
             for place, gradient in zip(reached, found, strict=True)
         }
         return [gradients.get(place) for place in wanted]
-
-    def _mask(self, index: int, state: torch.Tensor) -> torch.Tensor:
-        draw = self._captured.draws[index]
-        with at_state(default_generator(draw.device), *state.tolist()):
-            (mask,) = FusedDropout(draw).draw(None, ())  # one that is computed lies in no input's memory
-        return mask

@@ -53,6 +53,13 @@ _SCATTERS = {
     aten.diagonal_scatter.default: aten.diagonal.default,
 }
 """Writes into a part of a tensor, and what shows that part."""
+_VIEWS = {
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
+    aten.view_as_complex.default: lambda x: aten.view_as_complex.default(x.contiguous()),
+    aten.view.dtype: lambda x, dtype: aten.view.dtype(x.contiguous(), dtype),
+}
+"""Views that torch makes of tensors with some strides only, and what gives their numbers for any."""
 _OURS = "tvm_dispatch"
 _LAYERS = (RECURRENT_LAYERS, PACKED_LAYERS)
 _TORCH_HAS = (STOP_GRADIENT, CUSTOM_GRADIENT, TANGENT, WITH_GRADIENT, *_LAYERS, *WHOLE_FUNCTIONS, *LOOP_MARKS)
@@ -231,6 +238,8 @@ def _call(captured: Captured, node: fx.Node, env: Mapping[fx.Node, Any], drawn: 
             return x * (draw.to(x.dtype) * scale).to(x.dtype), draw
         if draw is not None:
             return _as_drawn(node, args, draw)
+    if node.target in _VIEWS:  # what is traced may lie otherwise than here: behind functions of the user's own
+        return _VIEWS[node.target](*args, **kwargs)
     return node.target(*args, **kwargs)
 
 

@@ -1,19 +1,18 @@
 """Random draws at call time: eager's generators, order and state."""
 
 from bridge.rng.check_philox import begin_check, checked_gpu
-from bridge.rng.computed import alignment_of, computed_mask
+from bridge.rng.computed import alignment_of, computed_mask, mask_at
 from bridge.rng.draws import Draws
-from bridge.rng.fused import FusedDropout
 from bridge.rng.swap import swap_state
 from bridge.rng.undo import undo_draws
 
 __all__ = [
     "Draws",
-    "FusedDropout",
     "alignment_of",
     "begin_check",
     "checked_gpu",
     "computed_mask",
+    "mask_at",
     "swap_state",
     "undo_draws",
 ]

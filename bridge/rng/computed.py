@@ -9,15 +9,18 @@ before the program runs, and stored.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from autodiff.extents import Dim, divides, same
+from bridge.base.generators import at_state, default_generator
 from bridge.capture import Draw
 from bridge.compile import IN_A_ROW, DrawnMask, Gpu
-from bridge.rng.fused import NATIVE_DROPOUT
+from bridge.rng.attention_mask import AttentionMask
+from bridge.rng.fused import NATIVE_DROPOUT, FusedDropout
 
-__all__ = ["alignment_of", "computed_mask"]
+__all__ = ["alignment_of", "computed_mask", "mask_at"]
 
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WIDEST = 16
@@ -52,6 +55,16 @@ def alignment_of(draw: Draw) -> int:
     """Bytes: how many elements a thread of eager's kernel loads at once changes with addresses below these alone."""
     size = draw.operand.dtype.itemsize
     return (_width(_count(draw), 0, size) or _WIDEST // size) * size
+
+
+def mask_at(draw: Draw, state: torch.Tensor) -> torch.Tensor:
+    """A mask that kernels compute, by torch, from the generator's state before the draw. The generator is not moved."""
+    if not draw.is_attention_mask and draw.operand.of is not None:
+        draw = replace(draw, operand=replace(draw.operand, of=None))  # it begins where memory of the call's own would
+    make = AttentionMask(draw) if draw.is_attention_mask else FusedDropout(draw)
+    with at_state(default_generator(draw.device), *state.tolist()):
+        (mask,) = make.draw(None, ())
+    return mask
 
 
 def _count(draw: Draw) -> Dim:

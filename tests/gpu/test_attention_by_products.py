@@ -90,6 +90,23 @@ def test_a_step_is_eagers(sizes, kind, stored, monkeypatch):
     assert stats(ours).hits == 3 and not stats(ours).misses
 
 
+def test_gradients_that_autograd_follows_have_the_masks_of_the_call():
+    """By eager's operators, from the generator's states before the call's own draws."""
+    eager = Attention(32, False).to(DEVICE)
+    ours, given, found = copy.deepcopy(eager), sample((2, 3, 37), 45, 32, "none"), []
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        add_tvm_dispatch(ours, tuple(given))
+        for module in (ours, eager):
+            torch.manual_seed(2)
+            y = module(*given)
+            before = generators()
+            found.append(torch.autograd.grad(y.square().sum(), [*given, *module.parameters()], create_graph=True))
+            assert torch.equal(generators(), before)
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    assert stats(ours).hits == stats(ours).eager_backwards.total() == 1
+
+
 def test_sizes_that_vary():
     eager = Attention(32, False).to(DEVICE)
     ours = copy.deepcopy(eager)

@@ -218,6 +218,15 @@ def test_no_mask_is_stored(gpu):
     assert "dropout_mask_4" in str(entry.forward) and "dropout_mask_4" in str(entry.backward)
 
 
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 96))
+
+    def forward(self, x):
+        return F.dropout(F.dropout(x, 0.2).sin() * self.weight, 0.3).square()
+
+
 class Read(nn.Module):
     def forward(self, x):
         return F.dropout(x, 0.2) * 3
@@ -240,6 +249,27 @@ def test_dropout_of_an_argument_from_any_place(dtype, gpu):
         assert all(map(torch.equal, *found)), first
     hits = 3 if dtype == torch.float32 else 2
     assert stats(ours).hits == hits and all(reason.startswith("alignment of") for reason in stats(ours).misses)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_gradients_have_the_masks_of_the_call(dtype, gpu):
+    """Of an argument, which lies in memory of the caller's, and of what is computed."""
+    torch.manual_seed(0)
+    eager = Twice().to(HOME, dtype)
+    ours, x, found = copy.deepcopy(eager), torch.randn(5, 33, 96, device=HOME, dtype=dtype).requires_grad_(), []
+    add_tvm_dispatch(ours, x)
+    assert "dropout_mask" in str(stats(ours).entries[0].forward)
+    for module in (ours, eager):
+        torch.manual_seed(6)
+        y = module(x)
+        before = states()
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        found.append([y, slope, *torch.autograd.grad(slope.sin().sum(), [x, module.weight]), *before])
+        assert all(map(torch.equal, states(), before))
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 5e-2, "atol": 5e-2}
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, **tolerance)
+    assert stats(ours).hits == stats(ours).eager_backwards.total() == 1
 
 
 def forked(module, x):

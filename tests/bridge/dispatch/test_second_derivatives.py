@@ -357,6 +357,39 @@ def test_sizes_that_vary():
     assert stats(dispatched).hits == 2 and stats(dispatched).eager_backwards.total() == 2
 
 
+class Cubed(torch.autograd.Function):
+    """What it returns lies as its argument does; traced, it is dense."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        return 3 * grad_out * ctx.saved_tensors[0] ** 2
+
+
+VIEWS = {
+    "flatten": lambda x: x.flatten().sin(),
+    "view_as_complex": lambda x: torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()).abs().sin(),
+    "unflatten": lambda x: x.reshape(2, -1, 3).cos(),
+    "a product": lambda x: x.reshape(-1, 2) @ x.reshape(2, -1)[:, :3],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_behind_functions_of_the_users_own(view):
+    module = Function(lambda x: VIEWS[view](Cubed.apply(x)))
+    x, found = numbers(4, 6).t().requires_grad_(), []
+    dispatched = add_tvm_dispatch(copy.deepcopy(module), x)
+    for each in (dispatched, module):
+        (slope,) = torch.autograd.grad(each(x).sum(), x, create_graph=True)
+        found.append([slope, *torch.autograd.grad(slope.sin().sum(), x)])
+    close(*found)
+    assert stats(dispatched).hits == stats(dispatched).eager_backwards.total() == 1
+
+
 def test_bags_of_computed_weights():
     """The graph has the form of the operator that has no gradient: tracing sees none at a computed tensor."""
     x, rows_of_bags = numbers(3, 4).requires_grad_(), torch.tensor([[0, 2], [1, 1]], device=DEVICE)
