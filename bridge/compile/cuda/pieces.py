@@ -123,8 +123,9 @@ class _Between:
         kept: Mapping[int, _Kept],
         take: Callable[[Form], torch.Tensor],
     ) -> Replay:
-        """Puts the memory of its results into the registers. The call is made for its results' forms alone: nothing
-        that a run computes is there yet.
+        """Puts the memory of its results into the registers. The call is made for its results' forms alone, on ones:
+        what a run computes is not there yet, and a kernel that finds a parameter of a distribution out of its range
+        ends the process's work on the GPU.
 
         Args:
             on_host: states, by slot; ``kept``: the caller's memory, by slot.
@@ -137,7 +138,7 @@ class _Between:
         origins = {slot: origin for slot, origin in found.items() if origin is not None}
         missing = [slot for slot in step.writes if slot not in kept and slot not in self.memory]
         if missing:
-            tried = {slot: on_host.get(slot, registers[slot]) for slot in step.reads}
+            tried = {slot: on_host[slot] if slot in on_host else _ones(registers[slot]) for slot in step.reads}
             action(tried)
             for slot in missing:
                 made = tried[slot]
@@ -161,6 +162,11 @@ class _Between:
             )
 
         return replay
+
+
+def _ones(tensor: torch.Tensor) -> torch.Tensor:
+    """As a tensor lies, for any operator's arguments."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).fill_(1)
 
 
 class Pieces:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import contextmanager
 
 import pytest
@@ -13,7 +14,7 @@ from tvm.relax import op as R
 from autodiff.ir import StringImm
 from autodiff.library import GENERATOR_STATE, call
 from bridge.base.devices import HOST
-from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, inside_of_loops, is_between
+from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, _Between, inside_of_loops, is_between
 from bridge.compile.graphs.control import RecordedGraphs
 from bridge.compile.graphs.executor import GraphedExecutor
 from bridge.compile.runtime.executor import bind_all
@@ -117,6 +118,31 @@ def taken(form):
     """Memory for what a call between graphs returns."""
     shape, strides, dtype = form
     return torch.empty_strided(shape, strides, dtype=dtype)
+
+
+@pytest.mark.parametrize("found", [float("nan"), -1.0, 7.0])
+def test_a_draw_is_recorded_whatever_lies_where_its_parameters_will(found):
+    """A GPU that finds a probability out of its range computes nothing any more."""
+    description = {"args": [{"$tensor": 0, "stride": [8, 1], "dtype": "float32"}], "kwargs": {}, "result": None}
+    name = [StringImm("aten.bernoulli.default"), StringImm(json.dumps(description)), relax.prim_value(4)]
+
+    def body(emit, x, state):
+        drawn = emit(call("placed_draw", [*name, state, emit(R.sigmoid(x))], TensorType((4, 8), "float32")))
+        return [emit(R.add(drawn, x))]
+
+    made = program([((4, 8), "float32"), GENERATOR_STATE], body)
+    (step,) = [each for each in made.steps if is_between(each)]
+    drawing = _Between(step, {}, {0: 0, 1: 1}, {})
+    registers = [torch.full((4, 8), found) for _ in range(made.layout.size)]
+    state, registers[1] = states()[0], None
+    replay = drawing.record(registers, {1: state}, {}, taken)
+    (slot,) = step.writes
+    assert registers[slot] is drawing.memory[slot] and registers[slot].shape == (4, 8)
+    parameter = registers[next(each for each in step.reads if each != 1)]
+    for rate in (0.0, 1.0):
+        parameter.fill_(rate)
+        replay([torch.zeros(4, 8), state])
+        assert registers[slot].eq(rate).all()
 
 
 @pytest.mark.parametrize("is_callers", [False, True])
