@@ -13,15 +13,26 @@ __all__: list[str] = []
 
 
 @library_function("convolution", aten.convolution)
-def convolution(x, weight, stride, padding, dilation, output_padding, transposed, groups):
+def convolution(x, weight, *geometry):
+    return _convolution(*map(_telling, (x, weight)), *geometry)
+
+
+def _convolution(x, weight, stride, padding, dilation, output_padding, transposed, groups):
     return aten.convolution(x, weight, None, stride, padding, dilation, bool(transposed), output_padding, groups)
 
 
 @into_given("convolution", aten.cudnn_convolution)
 def convolution_into(outs, x, weight, *geometry):
     (out,) = outs
+    x, weight = map(_telling, (x, weight))
     are_dense = all(each.is_contiguous() for each in (x, weight, out))
     return are_dense and _by_cudnn_into(out, x, weight, geometry)
+
+
+def _telling(x):
+    """A dense tensor with the strides that its extents tell. torch takes its layout from the strides, those of extents
+    of 1 among them: a weight of one pixel may be in both, and then its result is in the other one."""
+    return x.view(-1).view(x.shape) if 1 in x.shape and x.is_contiguous() else x
 
 
 def _by_cudnn_into(out, x, weight, geometry):
@@ -60,7 +71,7 @@ def convolution_backward_weight(grad, x, extents, *geometry):
 
 @library_function("convolution_last", aten.convolution)
 def convolution_last(x, weight, *geometry):
-    return convolution(x, _channels_last(weight), *geometry).permute(0, 2, 3, 1)
+    return _convolution(x, _channels_last(weight), *geometry).permute(0, 2, 3, 1)
 
 
 @into_given("convolution_last", aten.cudnn_convolution)

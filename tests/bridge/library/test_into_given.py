@@ -51,6 +51,34 @@ def test_convolutions_of_a_tensor_in_the_other_layout(dtype):
     assert made is None or torch.equal(made[0], expected[0])
 
 
+STRIDED = {
+    "a pixel": ((2, 8, 9, 7), (6, 8, 1, 1)),
+    "a channel": ((2, 1, 9, 7), (6, 1, 3, 3)),
+    "a pixel of a channel": ((2, 1, 9, 7), (6, 1, 1, 1)),
+    "an image of a pixel": ((2, 8, 1, 1), (6, 8, 1, 1)),
+    "a result of a channel": ((1, 8, 9, 7), (1, 8, 1, 1)),
+    "volumes": ((2, 4, 5, 5, 6), (6, 4, 1, 1, 1)),
+}
+"""Shapes of which torch takes the layout from strides that say nothing."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shapes", STRIDED.values(), ids=STRIDED)
+def test_convolutions_whose_strides_tell_nothing(shapes, dtype):
+    """Of a tensor in either layout, or what passes for one."""
+    behind = torch.channels_last if len(shapes[0]) == 4 else torch.channels_last_3d
+    geometry = [[each] * (len(shapes[0]) - 2) for each in (1, 1, 1, 0)]
+    x, weight = planes(*shapes[0], dtype=dtype), planes(*shapes[1], dtype=dtype)
+    for name in ("convolution", "convolution_last")[: 1 + (len(shapes[0]) == 4)]:
+        bits = []
+        for each in (weight, weight.to(memory_format=behind)):
+            for given in (x, x.to(memory_format=behind)):
+                expected, made = written(name, [given, each], [*geometry, 0, 1])
+                assert made is None or torch.equal(made[0], expected[0])
+                torch.testing.assert_close(expected[0], bits[0] if bits else expected[0])
+                bits.append(expected[0])
+
+
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize(("channels", "height", "width"), [(1, 9, 7), (5, 9, 7), (5, 1, 1), (1, 1, 1), (3, 1, 6)])
 @pytest.mark.parametrize("geometry", [POOL, ([1, 1], [1, 1], [0, 0], [1, 1], 0), ([2, 2], [1, 1], [1, 1], [1, 1], 0)])
