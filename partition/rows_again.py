@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .cost import is_view, product, read_by_kernel
+from .cost import is_item, is_view, product, read_by_kernel
 from .graph import Graph
 from .ops import CHEAP, ROW
 from .strategy import Choice
@@ -35,11 +35,17 @@ def _source(graph: Graph, name: str) -> str | None:
     if node.op not in ROW or name in graph.output_index or read_by_kernel(graph, name, graph.forward):
         return None
     found = node.inputs[0] if len(node.inputs) == 1 else None
-    while found is not None and product(graph.nodes[found]) is None:
+    while found is not None and not _is_of_a_product(graph, found):
         found = _operand(graph, found)
     if found is None or found not in graph.forward or graph.nodes[found].bytes > node.bytes:
         return None
     return found
+
+
+def _is_of_a_product(graph: Graph, name: str) -> bool:
+    """Whether a value is what a product computes, or one of several."""
+    node = graph.nodes[name]
+    return product(graph.nodes[node.inputs[0]] if is_item(graph, node) else node) is not None
 
 
 def _operand(graph: Graph, name: str) -> str | None:

@@ -33,5 +33,7 @@ def with_short_chains(graph: Graph, choice: Choice) -> Choice:
 
 
 def _is_written_twice(graph: Graph, name: str) -> bool:
-    """Whether products of the forward and of the backward read a value."""
-    return all(read_by_kernel(graph, name, half) for half in (graph.forward, graph.adjoint))
+    """Whether products of the forward and of the backward read a tensor."""
+    return graph.nodes[name].is_tensor and all(
+        read_by_kernel(graph, name, half) for half in (graph.forward, graph.adjoint)
+    )
