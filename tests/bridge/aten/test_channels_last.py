@@ -80,13 +80,13 @@ def test_numbers_are_eagers(net, then):
 def test_memory_is_walked_as_it_lies(net, monkeypatch):
     """No kernel of the block sees channels in the second place; each convolution is told channels_last."""
     seen = []
-    plain = convolution.convolution
+    plain = convolution._convolution
 
     def watched(x, weight, *geometry):
         seen.append([each.is_contiguous(memory_format=torch.channels_last) for each in (x, weight)])
         return plain(x, weight, *geometry)
 
-    monkeypatch.setattr(convolution, "convolution", watched)
+    monkeypatch.setattr(convolution, "_convolution", watched)
     module = net(THEN["mean"]).to(memory_format=torch.channels_last)
     x = torch.randn(2, 3, 8, 10).contiguous(memory_format=torch.channels_last)
     lowered = lower(module, x)
