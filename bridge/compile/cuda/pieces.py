@@ -166,7 +166,9 @@ class _Between:
 
 def _ones(tensor: torch.Tensor) -> torch.Tensor:
     """As a tensor lies, for any operator's arguments."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).fill_(1)
+    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = torch.ones(max(last, 0) + 1, dtype=tensor.dtype, device=tensor.device)
+    return memory.as_strided(tensor.shape, tensor.stride())
 
 
 class Pieces:

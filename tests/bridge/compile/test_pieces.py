@@ -14,7 +14,7 @@ from tvm.relax import op as R
 from autodiff.ir import StringImm
 from autodiff.library import GENERATOR_STATE, call
 from bridge.base.devices import HOST
-from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, _Between, inside_of_loops, is_between
+from bridge.compile.cuda.pieces import Pieces, PiecewiseExecutor, _Between, _ones, inside_of_loops, is_between
 from bridge.compile.graphs.control import RecordedGraphs
 from bridge.compile.graphs.executor import GraphedExecutor
 from bridge.compile.runtime.executor import bind_all
@@ -143,6 +143,14 @@ def test_a_draw_is_recorded_whatever_lies_where_its_parameters_will(found):
         parameter.fill_(rate)
         replay([torch.zeros(4, 8), state])
         assert registers[slot].eq(rate).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x[:1].expand(5, -1), lambda x: x.t()[1:], lambda x: x[:0]])
+def test_ones_lie_as_what_they_stand_for(dtype, view):
+    tensor = view(torch.zeros(4, 6, dtype=dtype))
+    made = _ones(tensor)
+    assert (made.shape, made.stride(), made.dtype) == (tensor.shape, tensor.stride(), dtype) and bool(made.all())
 
 
 @pytest.mark.parametrize("is_callers", [False, True])
