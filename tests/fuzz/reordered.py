@@ -46,7 +46,7 @@ class Reordered(TorchDispatchMode):
     """Shuffles what is added up, and computes a product with ``alpha`` before it is added.
 
     Reductions and matrix products are shuffled; the sums inside other kernels (convolutions, normalizations) are not.
-    Variances are taken in two passes of shuffled plain sums.
+    Variances of real numbers are taken in two passes of shuffled plain sums.
     """
 
     def __init__(self, seed: int):
@@ -64,7 +64,7 @@ class Reordered(TorchDispatchMode):
         elif func is aten.native_batch_norm.default:
             args[0] = args[0].contiguous()
             return _lost_channels(args, func(*args, **kwargs))
-        elif func in VARIANCES:
+        elif func in VARIANCES and not args[0].is_complex():
             dims = args[1] if len(args) > 1 else kwargs.pop("dim", None)
             return _two_passes(self._shuffled(args[0], dims), dims, *VARIANCES[func], **kwargs, shifted=self.shifted)
         elif func in CONTRACTIONS:
