@@ -87,11 +87,10 @@ def _bring(pairs: Pairs) -> None:
 
 def _numbers(targets: Sequence[torch.Tensor]) -> tuple[Numbers, Callable[[Sequence[torch.Tensor]], None]]:
     """The argument for these targets, and what puts the numbers into it."""
-    numbers = Numbers()
-    begin, step = ctypes.addressof(numbers.source), NUMBERS
-    rooms = [(begin + place * step, target.nbytes) for place, target in enumerate(targets)]
+    numbers, rooms = Numbers(), []
     for place, target in enumerate(targets):
         numbers.target[place], numbers.nbytes[place] = target.data_ptr(), target.nbytes
+        rooms.append((ctypes.addressof(numbers.source[place]), target.nbytes))
 
     def fill(sources: Sequence[torch.Tensor]) -> None:
         for (room, nbytes), source in zip(rooms, sources, strict=True):

@@ -7,12 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tvm import relax
-from tvm.relax import TensorType, TupleGetItem, TupleType
 from tvm.relax import op as R
 
-from autodiff.ir import StringImm
-from autodiff.library import GENERATOR_STATE, call
+from autodiff.library import GENERATOR_STATE
 from bridge.base.torch_internals import empty_strided
 from bridge.compile import DrawnMask, compile_function
 from bridge.compile.cuda import executor as module
@@ -21,12 +18,10 @@ from bridge.compile.cuda.executor import CudaExecutor, StreamPools
 from bridge.compile.runtime import pool as pools
 from bridge.compile.runtime.pool import Block
 from tests import philox
+from tests.bridge.compile.test_pieces import SHAPE, dropping
 from tests.bridge.compile_helpers import function, program
 
 HOST = torch.device("cpu")
-NUMBERS = [relax.prim_value(value) for value in (0, 0, 0.3, 0.5, 8)]
-ATTENDED = TupleType([TensorType((1, 8, 2, 8), "float32"), TensorType((1, 2, 32), "float32")])
-"""Attention's numbers and results."""
 
 
 @pytest.fixture
@@ -146,16 +141,16 @@ def test_states_of_generators_are_brought_to_kernels_and_to_nobody_else(gpu, mon
 
     def body(emit, x, mask, other):
         y = emit(R.where(mask, x, emit(R.negative(x))))
-        pair = emit(call("dropping_attention", [StringImm("efficient"), y, y, y, *NUMBERS, other], ATTENDED))
-        return [y, emit(TupleGetItem(pair, 0)), other]
+        attended, _ = dropping(emit, y, y, y, other)
+        return [y, attended, other]
 
-    shape, brought = (1, 2, 8, 8), []
-    made = function([(shape, "float32"), (shape, "bool"), GENERATOR_STATE], body)
+    brought = []
+    made = function([(SHAPE, "float32"), (SHAPE, "bool"), GENERATOR_STATE], body)
     compiled = compile_function(made, name="masked", drawn={1: DrawnMask(0.1, 4, 256)})
     monkeypatch.setattr(module, "bring", lambda pairs: brought.extend(pairs) or bring(pairs))
-    x, mask, other = torch.randn(shape), *(torch.tensor(each, dtype=torch.uint64) for each in (state, (5, 8)))
+    x, mask, other = torch.randn(SHAPE), *(torch.tensor(each, dtype=torch.uint64) for each in (state, (5, 8)))
     results = CudaExecutor(compiled, HOST)([x, mask, other])
-    kept = torch.from_numpy(philox.mask(x.numel(), 0.1, 4, 256, *state)).view(shape)
+    kept = torch.from_numpy(philox.mask(x.numel(), 0.1, 4, 256, *state)).view(SHAPE)
     assert torch.equal(results[0], x.where(kept, -x)) and results[2] is other
     ((target, source),) = brought
     assert source is mask and target is not mask and torch.equal(target, mask)
