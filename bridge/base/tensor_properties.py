@@ -18,7 +18,7 @@ from torch import nn
 
 from bridge.base.torch_internals import neg_view, tensor_guards
 
-__all__ = ["PROPERTIES", "Checks", "Property", "is_nested", "same_strides", "tensor_checks"]
+__all__ = ["PROPERTIES", "Checks", "Property", "is_nested", "same_strides", "span_of", "tensor_checks"]
 
 Checks = Callable[[Sequence[torch.Tensor]], bool]
 #: To be asked before Dynamo's guard, which ends the process over a nested tensor: that has no strides.
@@ -51,6 +51,13 @@ class Property:
 def same_strides(now: tuple[int, ...], then: tuple[int, ...], shape: torch.Size) -> bool:
     """Whether strides are equal where an extent is not 0 or 1: draws and results follow those."""
     return all(a == b for a, b, extent in zip(now, then, shape, strict=True) if extent > 1)
+
+
+def span_of(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last of a tensor, those in between that are not its own included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
 
 
 def _inference_tensor() -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bridge.base.tensor_properties import span_of
 from bridge.base.torch_internals import pytree
 from bridge.capture.isolated_rng import IsolatedRNG
 from bridge.capture.tensor_contents import TensorContents
@@ -65,8 +66,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     source = tensor.detach()
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
         return source.clone().requires_grad_(tensor.requires_grad)
-    size = 1 + sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = source.as_strided((size if tensor.numel() else 0,), (1,)).clone()
+    memory = source.as_strided((span_of(tensor.shape, tensor.stride()),), (1,)).clone()
     if tensor.is_leaf or not torch.is_grad_enabled():
         return memory.as_strided(tensor.shape, tensor.stride()).data.requires_grad_(tensor.requires_grad)  # no view
     return memory.requires_grad_(tensor.requires_grad).clone().as_strided(tensor.shape, tensor.stride())

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from bridge.base.devices import HOST
+from bridge.base.tensor_properties import span_of
 from bridge.capture import Draw
 from bridge.compile import gpu_of
 
@@ -32,8 +33,7 @@ class FusedDropout:
     def __init__(self, draw: Draw):
         self._draw, self._operand = draw, draw.operand
         self._rate = draw.args[0]
-        steps = ((extent - 1) * step for extent, step in zip(draw.shape, self._operand.stride, strict=True))
-        self._span = 1 + sum(steps)
+        self._span = span_of(draw.shape, self._operand.stride)
         self._count = torch.Size(draw.shape).numel()
 
     def draw(self, generator: torch.Generator | None, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 
+from bridge.base.tensor_properties import span_of
 from bridge.compile.runtime.loop_step import Instruction
 
 __all__ = ["Branches", "Crossings", "Range", "memory_of"]
@@ -34,9 +35,8 @@ def memory_of(tensors: Sequence[torch.Tensor | None]) -> list[Range]:
     found = []
     for tensor in tensors:
         if tensor is not None and tensor.numel():
-            last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
             first = tensor.data_ptr()
-            found.append((first, first + (last + 1) * tensor.itemsize))
+            found.append((first, first + span_of(tensor.shape, tensor.stride()) * tensor.itemsize))
     return found
 
 

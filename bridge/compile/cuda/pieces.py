@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from bridge.base.tensor_properties import span_of
 from bridge.compile.cuda.branches import Branches
 from bridge.compile.cuda.copies import bring, copy
 from bridge.compile.cuda.executor import ALIGNMENT, BoundExecutor
@@ -166,8 +167,7 @@ class _Between:
 
 def _ones(tensor: torch.Tensor) -> torch.Tensor:
     """As a tensor lies, for any operator's arguments."""
-    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = torch.ones(max(last, 0) + 1, dtype=tensor.dtype, device=tensor.device)
+    memory = torch.ones(span_of(tensor.shape, tensor.stride()), dtype=tensor.dtype, device=tensor.device)
     return memory.as_strided(tensor.shape, tensor.stride())
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bridge.base.tensor_properties import span_of
 from bridge.base.torch_internals import empty_strided
 from bridge.compile.cuda.pool_memory import bytes_of, places_of
 from bridge.compile.cuda.slot_memory import rooms_of
@@ -24,8 +25,9 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, which stays its owner's to free."""
     if not tensor.numel():
         return torch.empty(tensor.shape, dtype=tensor.dtype)
-    last = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = (ctypes.c_char * ((last + 1) * tensor.itemsize)).from_address(tensor.data_ptr())
+    memory = (ctypes.c_char * (span_of(tensor.shape, tensor.stride()) * tensor.itemsize)).from_address(
+        tensor.data_ptr()
+    )
     return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
