@@ -6,9 +6,11 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from bridge import stats
+from tests.device import DEVICE
 from tests.fuzz import inputs
 from tests.fuzz.calls import Call, every, nothing
 from tests.fuzz.check import PARTITIONS, judge, undisturbed
@@ -41,8 +43,9 @@ def check_dynamic(program: Program, kind: str | None = None, far: bool = False) 
         if variation.kind == "automatic"
         else {"on_miss": "eager", "dynamic_shapes": variation.dynamic_shapes()}
     )
-    watch = _Watch(variation)
-    verdict = judge(variation.at(variation.sample).load(), lambda: calls_of(variation), options, watch)
+    watch, harmful = _Watch(variation), _harmful(variation)
+    calls = [call for call in calls_of(variation) if call.name not in harmful]
+    verdict = judge(variation.at(variation.sample).load(), lambda: calls, options, watch)
     served = f"{watch.served} of {watch.within} served by {watch.entries}; " if verdict.status == "same" else ""
     detail = verdict.detail if verdict.status == "refused" else f"{served}{verdict.detail} [{variation}]"
     return Verdict(verdict.status, detail)
@@ -59,22 +62,39 @@ def vary(program: Program, kind: str | None = None) -> Variation | None:
 
 
 def _eager_takes(variation: Variation, sizes: tuple[int, ...]) -> bool:
-    module = make_module(variation.program.load())
+    """On the host first, for what an index that is out of range there does to a GPU."""
+    return all(
+        _eager_error(variation, Call("eager", _given(variation, sizes, 0, device), nothing, every), device) is None
+        for device in dict.fromkeys((torch.device("cpu"), DEVICE))
+    )
+
+
+def _harmful(variation: Variation) -> set[str]:
+    """Names of the calls that raise on the host: they are not tried on a GPU."""
+    host = torch.device("cpu")
+    if DEVICE == host:
+        return set()
+    return {call.name for call in calls_of(variation, host) if _eager_error(variation, call, host)}
+
+
+def _eager_error(variation: Variation, call: Call, device: torch.device) -> Exception | None:
+    """What eager raises in a call of a new module."""
+    module = make_module(variation.program.load(device))
     try:
-        play(module, Call("eager", _given(variation, sizes, 0), nothing, every))
-    except Exception:  # noqa: BLE001 - modules assert, too, that sizes are theirs
-        return False
-    return True
+        play(module, call)
+    except Exception as error:  # noqa: BLE001 - modules assert, too, that sizes are theirs
+        return error
+    return None
 
 
-def calls_of(variation: Variation) -> list[Call]:
+def calls_of(variation: Variation, device: torch.device = DEVICE) -> list[Call]:
     """One call of each size, one of the sample's again, one out of the range, some with special values or indices."""
     calls = [
-        Call(f"at {sizes}", _given(variation, sizes, seed), nothing, every)
+        Call(f"at {sizes}", _given(variation, sizes, seed, device), nothing, every)
         for seed, sizes in enumerate((*variation.sizes, variation.sample, variation.outside))
     ]
     rng = random.Random(variation.program.seed + 1)
-    again = _given(variation, rng.choice(variation.sizes), 2)
+    again = _given(variation, rng.choice(variation.sizes), 2, device)
     special, indices = inputs.special_values(rng.random()), inputs.other_indices(rng.random())
     calls.append(Call("with special values", lambda: special(again()), nothing, every, special=True))
     calls.append(Call("with other indices", lambda: indices(again()), nothing, every))
@@ -83,8 +103,8 @@ def calls_of(variation: Variation) -> list[Call]:
     return calls
 
 
-def _given(variation: Variation, sizes: tuple[int, ...], seed: int) -> Callable[[], Arguments]:
-    return lambda: variation.arguments(sizes, seed)
+def _given(variation: Variation, sizes: tuple[int, ...], seed: int, device: torch.device) -> Callable[[], Arguments]:
+    return lambda: variation.arguments(sizes, seed, device)
 
 
 class _Watch:

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.export import Dim
 
+from tests.device import DEVICE
 from tests.fuzz.program import Arguments, Program, make_arguments
 
 __all__ = ["Variation", "everywhere", "variations"]
@@ -62,9 +64,9 @@ class Variation:
                 arguments[index] = (name, _resized(text, position, size), keyword)
         return replace(self.program, arguments=tuple(arguments))
 
-    def arguments(self, sizes: tuple[int, ...], seed: int) -> Arguments:
+    def arguments(self, sizes: tuple[int, ...], seed: int, device: torch.device = DEVICE) -> Arguments:
         """New arguments of these sizes."""
-        return make_arguments(self.at(sizes).load(), seed)
+        return make_arguments(self.at(sizes).load(device), seed)
 
     def dynamic_shapes(self) -> dict[str, Any] | None:
         """By argument and dimension; dimensions that have the same size at every size share a ``Dim``'s name."""
