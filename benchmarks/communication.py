@@ -57,12 +57,17 @@ class Lanes:
         return "\n".join(lines)
 
 
-def traced(step: Callable[[], None], rounds: int = 3) -> list[Lanes]:
-    """The kernels of each of so many steps; empty where the profiler sees no kernels (no CUPTI)."""
+def traced(step: Callable[[], None], meet: Callable[[], None], rounds: int = 3) -> list[Lanes]:
+    """The kernels of each of so many steps; empty where the profiler sees no kernels (no CUPTI).
+
+    ``meet`` returns when all processes have called it, and runs nothing on a GPU: a profiler takes tens of milliseconds
+    to start, in each process others, for which NCCL's kernels would wait.
+    """
     found = []
     for _ in range(rounds):
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            meet()
             step()
             torch.cuda.synchronize()
         sent: list[Range] = []

@@ -220,9 +220,9 @@ def timed(wrap: str, options: argparse.Namespace) -> None:
                 words.append(f"{word} {medians[name, kind]:.2f} ({medians[name, kind] / mine:.3f})")
         say(", ".join([*words, runs[name, wrap].told()]))
     if "trace" in options.parts and options.place.type == "cuda":
+        on_host = dist.new_group(backend="gloo")
         for name in options.peers:
-            dist.barrier()
-            lanes = traced(runs[name, wrap].step)
+            lanes = traced(runs[name, wrap].step, lambda: dist.barrier(on_host))
             say(f"{wrap} {name}: {told(lanes)}" + "".join(f"\n{each.picture()}" for each in lanes[-1:]))
 
 

@@ -3,6 +3,7 @@
     python -m tests.sweep --suite opinfo --out opinfo.csv
     python -m tests.sweep --suite zoo --out zoo.csv --only 'bert|gpt2' --jobs 2
     python -m tests.sweep --suite moduleinfo --out batches.csv --varying 0
+    TEST_DEVICE=cuda python -m tests.sweep --suite opinfo --out recorded.csv --recorded
     python -m tests.sweep --suite opinfo --out third.csv --slice 2/5       # of five machines' work, the third's
 
 The exit status is 1 if any case is a ``mismatch`` or an ``error``. A refusal is no failure: it names its operators.
@@ -23,6 +24,7 @@ from collections import Counter
 
 from tqdm import tqdm
 
+from tests.device import DEVICE
 from tests.sweep.check import Outcome
 from tests.sweep.worker import SUITES, Settings, run_cases
 
@@ -45,6 +47,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="DIM",
         help="compile for all sizes of this dimension and compare two others",
     )
+    parser.add_argument(
+        "--recorded", action="store_true", help="on a GPU: more calls of each, as recorded graphs where they can be"
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the cases and run nothing")
     return parser.parse_args(arguments)
 
@@ -61,8 +66,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the cases that were asked for; returns the exit status."""
     options = parse(arguments)
     suite = importlib.import_module(SUITES[options.suite])
-    if options.varying is not None and "varying" not in inspect.signature(suite.run_case).parameters:
+    known = inspect.signature(suite.run_case).parameters
+    if options.varying is not None and "varying" not in known:
         print(f"suite {options.suite} has samples of one size only: --varying is for the others", file=sys.stderr)
+        return 2
+    if options.recorded and ("recorded" not in known or DEVICE.type != "cuda"):
+        print("--recorded is for suites of operators and modules, on a GPU: TEST_DEVICE=cuda", file=sys.stderr)
         return 2
     first, parts = options.slice
     names = [name for name in suite.names() if re.search(options.only, name)][first::parts]
@@ -78,6 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
         seed=options.seed,
         seconds_per_case=options.seconds_per_case,
         varying=options.varying,
+        recorded=options.recorded,
         threads=int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // options.jobs)),
     )
     counts: Counter[str] = Counter()

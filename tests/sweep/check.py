@@ -6,7 +6,7 @@ import contextlib
 import copy
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bridge import UnsupportedModule
+from bridge import UnsupportedModule, stats
 from tests.bridge.compare import Call, Run, assert_same, check_module, clone_tree, run
 from tests.device import DEVICE, moved
 from tests.host_kernels import HostKernels
@@ -23,6 +23,8 @@ from tests.sweep.varying import Missed, compare_sizes, of_sizes
 
 __all__ = ["Outcome", "Verdict", "check", "combine", "one_line"]
 
+RECORDED_CALLS = 8
+"""Of a module whose programs are recorded: warm-ups, calls until addresses come back, replays."""
 REDUCED = {"rtol": 1e-5, "atol": 1e-6}
 """Tolerances for a float64 module that computes in lower precision inside (a float32 RMSNorm, rotary angles)."""
 
@@ -77,6 +79,7 @@ def check(
     seed: int = 0,
     process: Any = None,
     varying: int | None = None,
+    recorded: bool = False,
 ) -> Verdict:
     """Compare a float64 module with eager: outputs, every gradient, buffers, and the generator's state.
 
@@ -84,6 +87,7 @@ def check(
 
     Args:
         varying: a dimension of the inputs that the compiled code leaves open; two further sizes are compared.
+        recorded: more calls, whose programs are recorded graphs as soon as they can be.
     """
     module, call = module.to(DEVICE), Call(*moved((call.args, call.kwargs)))
     if varying is not None:
@@ -92,11 +96,20 @@ def check(
     if reason:
         return Verdict("skipped", reason)
 
+    how = {"calls": RECORDED_CALLS, "cuda_graphs": True} if recorded else {"calls": 1}
+    replays = ""
+
     def compare(tolerances: dict[str, float], **options: Any) -> None:
+        nonlocal replays
         make = partial(copy.deepcopy, module)
-        check_module(make, lambda: call, calls=1, seed=seed, process=process, **tolerances, **options)
+        made = check_module(make, lambda: call, seed=seed, process=process, **how, **tolerances, **options)
+        if recorded:
+            graphs = stats(made).graphs
+            replays = "; ".join([f"{graphs.replays} replays", *graphs.refused.values()])
 
     verdict = _judge(compare, rtol, reduced)
+    if replays and verdict.status == "pass":
+        return replace(verdict, detail=f"{verdict.detail} ({replays})")
     if verdict.status != "mismatch" or DEVICE.type == "cpu":
         return verdict
     host = HostKernels()

@@ -32,8 +32,10 @@ def names() -> list[str]:
     return list(_modules())
 
 
-def run_case(name: str, *, limit: int = 4, seed: int = 0, varying: int | None = None) -> Outcome:
-    """One step of each of at most ``limit`` samples, evenly spread, against eager."""
+def run_case(
+    name: str, *, limit: int = 4, seed: int = 0, varying: int | None = None, recorded: bool = False
+) -> Outcome:
+    """One step of each of at most ``limit`` samples, evenly spread, against eager; the rest: see :func:`check`."""
     from torch.testing._internal.common_utils import set_rng_seed
 
     start = time.perf_counter()
@@ -48,5 +50,5 @@ def run_case(name: str, *, limit: int = 4, seed: int = 0, varying: int | None = 
         arguments = sample.constructor_input
         module = info.module_cls(*arguments.args, **arguments.kwargs).to(torch.float64).train()
         call = Call(tuple(sample.forward_input.args), dict(sample.forward_input.kwargs))
-        verdicts.append(check(module, call, rtol=RTOL, seed=seed, varying=varying))
+        verdicts.append(check(module, call, rtol=RTOL, seed=seed, varying=varying, recorded=recorded))
     return combine(name, verdicts, time.perf_counter() - start)

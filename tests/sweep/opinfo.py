@@ -85,10 +85,16 @@ def _without_seed(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def run_case(
-    name: str, *, limit: int = 4, seed: int = 0, varying: int | None = None, dtype: torch.dtype = torch.float64
+    name: str,
+    *,
+    limit: int = 4,
+    seed: int = 0,
+    varying: int | None = None,
+    recorded: bool = False,
+    dtype: torch.dtype = torch.float64,
 ) -> Outcome:
-    """Forward and VJP of an operator's samples against autograd."""
-    start = time.perf_counter()
+    """Forward and VJP of an operator's samples against autograd; ``varying``, ``recorded``: see :func:`check`."""
+    start, options = time.perf_counter(), {"varying": varying, "recorded": recorded}
     verdicts = []
     # OpInfo seeds the generator inside every call of a random operator. The comparison seeds it itself, outside, and
     # wants to see what the operator does to it.
@@ -98,9 +104,6 @@ def run_case(
             module = OperatorModule(_operators(dtype)[name].op, arguments)
             tensors = tuple(leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor))
             # The sample says what of the result is defined at all (of a singular vector not the sign, for example).
-            verdicts.append(
-                check(
-                    module, Call(tensors), rtol=RTOL, seed=seed, varying=varying, process=sample.output_process_fn_grad
-                )
-            )
+            process = sample.output_process_fn_grad
+            verdicts.append(check(module, Call(tensors), rtol=RTOL, seed=seed, process=process, **options))
     return combine(name, verdicts, time.perf_counter() - start)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
 from tests.pool import run_pool
 from tests.sweep.check import Outcome, Verdict, combine
@@ -33,6 +34,7 @@ class Settings:
     seconds_per_case: float = 120.0
     threads: int = 1
     varying: int | None = None
+    recorded: bool = False
 
 
 def _serve(settings: Settings, connection: Connection) -> None:
@@ -41,7 +43,9 @@ def _serve(settings: Settings, connection: Connection) -> None:
 
     torch.set_num_threads(settings.threads)
     suite = importlib.import_module(SUITES[settings.suite])
-    options = {} if settings.varying is None else {"varying": settings.varying}
+    options: dict[str, Any] = {} if settings.varying is None else {"varying": settings.varying}
+    if settings.recorded:
+        options["recorded"] = True
     connection.send(None)
     while (name := connection.recv()) is not None:
         connection.send(suite.run_case(name, limit=settings.samples, seed=settings.seed, **options))
