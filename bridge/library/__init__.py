@@ -24,6 +24,7 @@ from bridge.library import (  # noqa: F401
     sorting,
 )
 from bridge.library.convolution_forms import FORMS
+from bridge.library.operators import waits_for_the_device
 from bridge.library.registry import (
     ALIGNMENT,
     DRAWS,
@@ -55,4 +56,5 @@ __all__ = [
     "dense",
     "invoke",
     "invoke_into",
+    "waits_for_the_device",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,19 @@ import torch
 from bridge.base.complex_views import as_parts
 from bridge.library.registry import library_function
 
-__all__: list[str] = []
+__all__ = ["waits_for_the_device"]
+
+_WAITING = frozenset(("_linalg_eigh", "_linalg_eigvals", "_linalg_svd", "linalg_eig", "linalg_eigvals"))
+
+
+def waits_for_the_device(name: str, attributes: Sequence[Any]) -> str | None:
+    """The operator that a call of this module's functions runs, if cuSOLVER asks the device meanwhile how far it is.
+
+    A stream that is captured refuses that, and cuSOLVER fails once more in the thread's next call, whosever that is.
+    """
+    if name not in ("operator", "operator_vjp"):
+        return None
+    return attributes[0] if attributes[0].split(".")[1] in _WAITING else None
 
 
 def _operator(name: str, arguments: str, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

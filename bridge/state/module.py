@@ -13,7 +13,7 @@ from torch import nn
 
 from bridge.base.torch_internals import COMPILED_CALL, MODULE_HOOKS
 from bridge.state.derived import derived_attributes
-from bridge.state.values import same_inside, snapshot
+from bridge.state.values import CONTAINERS, same_inside, snapshot
 
 __all__ = ["Snapshot", "hooks_of", "own_attributes", "written_class"]
 
@@ -63,7 +63,7 @@ class Snapshot:
             (module, key, value, snapshot(value))
             for _, module, attributes in self._modules
             for key, value in attributes.items()
-            if type(value) in (list, dict, set)
+            if type(value) in CONTAINERS
         ]
 
     def changes(self) -> list[str]:

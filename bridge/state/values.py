@@ -5,17 +5,18 @@ Exact in what an operator could tell apart: 1, 1.0 and True differ, so do 0.0 an
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Any
 
 import torch
 
-__all__ = ["PLAIN", "constant_key", "same", "same_inside", "snapshot"]
+__all__ = ["CONTAINERS", "PLAIN", "constant_key", "same", "same_inside", "snapshot"]
 
 _CONSTANTS = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 PLAIN = (*_CONSTANTS, float, complex, bytes, tuple, frozenset)
 """Types of immutable values, which are compared by value."""
-_CONTAINERS = (list, dict, set)
+CONTAINERS = (list, dict, OrderedDict, set)
+"""Types of containers whose contents a snapshot has; a module's registries of hooks are ordered ones."""
 
 
 def same(now: Any, then: Any) -> bool:
@@ -64,5 +65,5 @@ def constant_key(value: Any) -> tuple | None:
 
 
 def snapshot(value: Any) -> Any:
-    """A shallow copy of a list, a dict or a set, to tell later whether it was changed in place; else the value."""
-    return value.copy() if type(value) in _CONTAINERS else value
+    """A shallow copy of a container, to tell later whether it was changed in place; else the value."""
+    return value.copy() if type(value) in CONTAINERS else value

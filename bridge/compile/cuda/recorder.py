@@ -33,7 +33,7 @@ from bridge.compile.runtime.beside import Beside, steps_beside
 from bridge.compile.runtime.instructions import CallLibrary
 from bridge.compile.runtime.pool import Block
 from bridge.compile.runtime.program import Program
-from bridge.library import DRAWS, REDRAWS
+from bridge.library import DRAWS, REDRAWS, waits_for_the_device
 
 __all__ = ["STREAMS", "CudaRecorder", "Streams"]
 
@@ -197,12 +197,13 @@ class CudaRecorder:
 
     def refusal(self) -> str | None:
         steps = self._program.steps
-        captured = [step for step in steps if not is_between(step)]
-        inner = inside_of_loops(steps)
-        drawing = [
-            step.name for step in (*captured, *inner) if isinstance(step, CallLibrary) and step.name in DRAWS - REDRAWS
-        ]
-        return f"library {drawing[0]} draws random numbers" if drawing else None
+        captured = [*(step for step in steps if not is_between(step)), *inside_of_loops(steps)]
+        for step in (each for each in captured if isinstance(each, CallLibrary)):
+            if step.name in DRAWS - REDRAWS:
+                return f"library {step.name} draws random numbers"
+            if operator := waits_for_the_device(step.name, step.attrs):
+                return f"{operator} waits for the device"
+        return None
 
     @property
     def overlaps(self) -> bool:

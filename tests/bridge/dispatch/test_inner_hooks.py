@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from bridge import UnsupportedModule, add_tvm_dispatch, examine, stats
+from bridge import UnsupportedModule, add_tvm_dispatch, examine, lower, stats
 from tests.bridge.compare import check_module
 
 
@@ -95,6 +95,58 @@ def test_hooks_that_collect_what_the_same_call_returns_are_traced():
     expected = [layers[:count](x) for count in (3, 1, 2, 3)]
     assert stats(module).hits == 1
     torch.testing.assert_close(list(actual), expected, rtol=1e-10, atol=1e-12)
+
+
+class CollectingSinceTheFirstCall(nn.Module):
+    """As transformers' install theirs: in the first call that wants them, and note it on the module."""
+
+    def __init__(self, is_refused: bool):
+        super().__init__()
+        self.layers, self.is_refused = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5)), is_refused
+
+    def forward(self, x):
+        found = []
+        if not getattr(self, "is_installed", False):
+            for layer in self.layers:
+                layer.register_forward_hook(self.output_capturing_hook)
+            self.is_installed = True
+        self.found = found
+        result = self.layers(x)
+        del self.found
+        return result[result > 0] if self.is_refused else result, *found
+
+    def output_capturing_hook(self, layer, args, result):
+        self.found.append(result)
+
+
+def hooks_of(module):
+    return [len(layer._forward_hooks) for layer in module.layers]
+
+
+@pytest.mark.composes("hooks on modules inside")
+def test_hooks_that_the_first_call_registers_are_registered_once():
+    """Each capture runs forward: hooks that stayed would collect everything once more."""
+    torch.manual_seed(0)
+    module = CollectingSinceTheFirstCall(False).double()
+    twin, x = copy.deepcopy(module), rows().double()
+    add_tvm_dispatch(module, x)
+    for given in (x, x + 1, x[:2], x):  # a miss is eager's
+        torch.testing.assert_close(module(given), twin(given), rtol=1e-10, atol=1e-12)
+    assert stats(module).hits == 3
+    assert hooks_of(module) == hooks_of(twin) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("ask", [add_tvm_dispatch, lower])
+def test_hooks_that_a_refused_call_registers_are_removed(ask):
+    torch.manual_seed(0)
+    module = CollectingSinceTheFirstCall(True).double()
+    twin, x = copy.deepcopy(module), rows().double()
+    with pytest.raises(UnsupportedModule):
+        ask(module, x)
+    assert examine(module, x).unsupported
+    assert hooks_of(module) == [0, 0, 0]
+    torch.testing.assert_close(module(x), twin(x), rtol=1e-10, atol=1e-12)
+    assert hooks_of(module) == [1, 1, 1]
 
 
 @pytest.mark.composes("hooks on modules inside")
